@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .api.accumulate import accumulate
     from .api.average import ema, swa
     from .api.checkpoints import Checkpoints
+    from .api.coded_weights import dequantize
     from .api.full_params import full_params
     from .api.local_steps import LocalSteps
     from .api.named_weights import named_weights
@@ -86,6 +87,7 @@ __all__ = [
     "accumulate",
     "clip_grad_norm_",
     "data",
+    "dequantize",
     "ema",
     "full_params",
     "load_checkpoint",
@@ -119,6 +121,7 @@ _HOMES = {
     "named_weights": "api.named_weights",
     "neighborhood_attention": "forwards.neighborhood_backends",
     "park": "api.park",
+    "dequantize": "api.coded_weights",
     "quantize": "api.quantize",
     "resume": "api.park",
     "save_checkpoint": "checkpoint.save",

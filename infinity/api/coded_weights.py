@@ -16,6 +16,8 @@ from ..checkpoint.module_names import Incoming, base_name, base_of
 from ..checkpoint.source import Source
 from ..checkpoint.unpacked import FP8, Scaled, scaled_weights, without_scales
 from ..checkpoint.weight_files import WeightFiles
+from ..errors import UsageError
+from ..runtime.registry import is_wrapped
 from ..state.coded import Coded, Fp8
 from ..state.packed import SMALL_NBYTES, Send, inner_tensors, is_packed, send_parts
 from ..state.partition import is_managed
@@ -28,32 +30,59 @@ class CodedWeights:
     """The weights of one model that a wrap keeps coded."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+        # The parameter, and what has its place before and after
+        self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._modules: list[nn.Module] = []
 
     def install(self, model: nn.Module, weights: str | os.PathLike | None) -> None:
-        """Replaces the frozen weights on meta that the folder ``weights`` has with scales. Raises
-        CorruptionError for scales that do not fit."""
+        """Makes frozen weights on meta coded, if the files ``weights`` have codes of them. They
+        stay the same objects. Raises CorruptionError for scales that do not fit."""
         if weights is None or any(each.dtype in FP8 for each in model.parameters()):
             return  # layers with scales of their own take the folder's tensors as they are
         for name, scaled in _scaled_in(model, weights).items():
             path, _, key = name.rpartition(".")
             module, param = model.get_submodule(path), model.get_parameter(name)
-            self._replaced.append((module, key, param))
+            made = nn.Parameter(_on_meta(scaled, param.dtype), False)
+            made.__dict__ = param.__dict__ | made.__dict__
+            try:
+                torch.utils.swap_tensors(param, made)
+            except RuntimeError:
+                continue  # something beside its module refers to it: it becomes dense
+            self._swapped.append((param, made))
+            self._modules.append(module)
             module.__dict__.setdefault(CODED, {})[key] = scaled
-            module._parameters[key] = nn.Parameter(_on_meta(scaled, param.dtype), False)
 
     def settle(self) -> None:
         """Lets go of the files, once the values are at home."""
-        for module, _, _ in self._replaced:
+        for module in self._modules:
             module.__dict__.pop(CODED, None)
-        self._replaced.clear()
+        self._swapped.clear()
 
     def remove(self) -> None:
-        """Puts the weights on meta back."""
-        for module, key, param in self._replaced:
+        """Makes the weights plain ones on meta again."""
+        for module in self._modules:
             module.__dict__.pop(CODED, None)
-            module._parameters[key] = param
-        self._replaced.clear()
+        for param, made in self._swapped:
+            torch.utils.swap_tensors(param, made)
+        self._swapped.clear()
+
+
+def dequantize(model: nn.Module) -> nn.Module:
+    """Makes the weights of ``model`` dense that are in the codes of their files, in place, and
+    returns it. They stay frozen, in the dtype of the model.
+
+    For a model that is not wrapped: to merge adapters into it, to train it, or to save it. Raises
+    UsageError for a wrapped one.
+    """
+    if is_wrapped(model):
+        raise UsageError(
+            "dequantize: the model is wrapped, and its weights are at home. infinity.unwrap_model"
+            " gives it back; infinity.save_pretrained writes dense weights as it is"
+        )
+    for param in list(model.parameters()):
+        if isinstance(param, Coded):
+            torch.utils.swap_tensors(param, nn.Parameter(param.dequantize(), requires_grad=False))
+    return model
 
 
 def coded_parts(model: nn.Module) -> set[torch.Tensor]:
@@ -96,9 +125,11 @@ def _on_meta(scaled: Scaled, dtype: torch.dtype) -> Coded:
 
 
 def _scaled_in(model: nn.Module, weights: str | os.PathLike) -> dict[str, Scaled]:
-    """Returns the frozen weights on meta that the folder has in codes, by their names in
+    """Returns the frozen weights on meta of which the files have codes, each by its first name in
     ``model``."""
-    names = {name: param for name, param in model.named_parameters() if _may_be_coded(param)}
+    tables = _tables(model)
+    named = model.named_parameters(remove_duplicate=False)
+    names = {name: param for name, param in named if _may_be_coded(param) and param not in tables}
     if not names:
         return {}
     part = parts_of(model)[0]
@@ -107,13 +138,34 @@ def _scaled_in(model: nn.Module, weights: str | os.PathLike) -> dict[str, Scaled
         found = {name: of_base.get(base_name(name)) for name in names}
     else:
         found = _scaled_in_folder(part, weights, names)
-    return {
-        name: each
-        for name, each in found.items()
-        if each is not None
-        and each.scheme.shape(each.codes.shape) == names[name].shape
-        and each.codes.nbytes >= SMALL_NBYTES  # smaller codes would stay with the module
+    ways: dict[nn.Parameter, list[tuple[str, Scaled]]] = {}
+    for name, each in found.items():
+        if each is not None and _pays(each, names[name]):
+            ways.setdefault(names[name], []).append((name, each))
+    # The files may have a tied weight under several names: whether these are one is seen when dense
+    return dict(of_one[0] for of_one in ways.values() if len(of_one) == 1)
+
+
+def _tables(model: nn.Module) -> set[torch.Tensor]:
+    """Returns the weights of embeddings alone, of which a forward brings only the rows it reads."""
+    others = {
+        param
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for param in module.parameters(recurse=False)
     }
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    return tables - others
+
+
+def _pays(scaled: Scaled, param: nn.Parameter) -> bool:
+    """Tells whether codes are of the parameter's shape, and smaller than it."""
+    nbytes = sum(each.nbytes for each in (scaled.codes, scaled.scales) if each is not None)
+    return (
+        scaled.scheme.shape(scaled.codes.shape) == param.shape
+        and nbytes < param.numel() * param.itemsize
+        and scaled.codes.nbytes >= SMALL_NBYTES  # smaller codes would stay with the module
+    )
 
 
 def _scaled_in_folder(
@@ -173,5 +225,17 @@ def _joined(
         return Incoming(part, parts, {name: param}).sources.get(name)
 
     codes = join({origin: each.codes for origin, each in inputs.items()})
-    scales = join({origin: each.scales for origin, each in inputs.items() if each.scales})
-    return None if codes is None or scales is None else Scaled(codes, scales, scheme)
+    scales = join({origin: _matrix(each.scales) for origin, each in inputs.items() if each.scales})
+    if codes is None or scales is None:
+        return None
+    counts = [size // block for size, block in zip(codes.shape[-2:], scheme.block)]
+    fits = scales.shape == (*codes.shape[:-2], *counts)
+    return Scaled(codes, scales, scheme) if fits else None
+
+
+def _matrix(scales: Source) -> Source:
+    """Returns scales as a matrix: one scale of a whole weight is of one row and column."""
+    if len(scales.shape) == 2:
+        return scales
+    shape = torch.Size([1, 1])
+    return Source(shape, scales.dtype, lambda: scales.read().reshape(shape))

@@ -199,9 +199,13 @@ def names_in_groups(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]
 
 
 def values_outside(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Returns the parameters that the engine does not move, by :func:`names_in_groups`."""
-    names = names_in_groups(optimizer).items()
-    return {name: param for param, name in names if handle_of(param) is None}
+    """Returns the parameters that the engine does not move, by :func:`names_in_groups`. Packed
+    ones are left out, whose parts it moves."""
+    return {
+        name: param
+        for param, name in names_in_groups(optimizer).items()
+        if handle_of(param) is None and not (has_inner(param) and not param.requires_grad)
+    }
 
 
 def every_value_outside(books: Books) -> dict[str, torch.Tensor]:

@@ -33,7 +33,7 @@ from .parts import read_tensors
 from .pretrained import write_configs
 from .saved_tensors import SavedTensors
 from .source import Source
-from .unpacked import without_packing
+from .unpacked import FP8, without_packing
 from .weight_files import FILE_DTYPES, WeightFiles
 
 KINDS = {str(kind).removeprefix("torch."): kind for kind in FILE_DTYPES.values()}
@@ -225,8 +225,25 @@ def _export(manifest: dict[str, Any], data: Path, target: _Target) -> dict[str, 
         sources = _sources(saved, manifest, other, target)
         if any(map(OF_ADAPTER.search, sources)) and target.change is None:
             return _write_adapter(data.parent, sources, target)
+        _refuse_packed(data.parent, sources)
         written = target.write(sources)
     return written | {"parameters": sum(_numel(entry) for entry in manifest["parameters"].values())}
+
+
+def _refuse_packed(checkpoint: Path, sources: Mapping[str, Source]) -> None:
+    """Raises ConfigError for a checkpoint of packed weights: it has their bytes, and not how to
+    make numbers of them."""
+    packed = [
+        name
+        for name, source in sources.items()
+        if name.endswith((".codes", ".absmax")) or (source.dtype in FP8)
+    ]
+    if packed:
+        raise ConfigError(
+            f"{checkpoint} has packed weights ({packed[0]}), which a file of plain weights has not."
+            " Load it with infinity.load_checkpoint into the same model, and write that with"
+            " infinity.save_pretrained or infinity.integrations.save_merged"
+        )
 
 
 def _write_adapter(checkpoint: Path, sources: dict[str, Source], target: _Target) -> dict[str, int]:

@@ -35,6 +35,8 @@ def gguf_path(path: str | os.PathLike) -> Path | None:
     Raises ConfigError for several."""
     path = Path(path)
     if not path.is_dir():
+        if path.suffix == SUFFIX and not path.exists():
+            raise ConfigError(f"weights={str(path)!r}: no GGUF file there")
         return path if path.suffix == SUFFIX else None
     found = sorted(path.glob(f"*{SUFFIX}"))
     if not found or any(path.glob("*.safetensors")):

@@ -75,7 +75,8 @@ def _for_each_layer(model: nn.Module, change: Callable[[BaseTunerLayer], None]) 
     packed = [
         name
         for name, layer in model.named_modules()
-        if isinstance(layer, BaseTunerLayer) and has_packed(layer.get_base_layer(), "weight")
+        if isinstance(layer, BaseTunerLayer)
+        and has_packed(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
     ]
     if packed:
         raise UsageError(

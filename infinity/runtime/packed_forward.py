@@ -25,6 +25,7 @@ from ..state.coded import Coded, Unpacked, noting_unpacked
 from ..state.packed import CARRIERS, has_inner, is_code
 from .saved_tensor import SavedTensor
 from .saved_weights import is_checkpoint
+from .scoped_call import UNCOMPILED
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class PackedForward:
         outer, counted = _hooks_around()
         if args or kwargs or counted or not (torch.is_grad_enabled() and x.requires_grad):
             return self._own(x, *args, **kwargs)
-        kind = x.dtype, x.device
+        kind = x.dtype, x.device, _autocast_of(x.device)
         if kind not in self._known:
             self._known[kind] = self._learn(*kind)
         with torch.autograd.graph.saved_tensors_hooks(*self._hooks(kind, outer)):
@@ -60,13 +61,16 @@ class PackedForward:
             if self._is_dense(tensor):
                 if number < len(shapes) and shapes[number] == tensor.shape:
                     return Again(self, number, kind)
-                self._tell(tensor)
+                _tell(self._kind, tensor)
             return outer[0](tensor) if outer else SavedTensor(tensor)
 
         return pack, partial(_unpack, outer)
 
-    def probe(self, dtype: torch.dtype, device: torch.device, value: float) -> list[torch.Tensor]:
-        """Returns what a forward of one row of ``value`` saves."""
+    def probe(
+        self, dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None, value: float
+    ) -> list[torch.Tensor]:
+        """Returns what a forward of one row of ``value`` saves. ``autocast``: the dtype of it, if
+        it is on."""
         saved: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -75,12 +79,15 @@ class PackedForward:
 
         row = torch.full((1, self._width), value, dtype=dtype, device=device, requires_grad=True)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-        with torch.enable_grad(), hooks:
+        casting = torch.autocast(device.type, autocast, enabled=autocast is not None)
+        with torch.enable_grad(), hooks, casting:
             self._own(row)
         return saved
 
-    def _learn(self, dtype: torch.dtype, device: torch.device) -> list[torch.Size | None]:
-        zeros, ones = (self.probe(dtype, device, value) for value in (0.0, 1.0))
+    def _learn(
+        self, dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None
+    ) -> list[torch.Size | None]:
+        zeros, ones = (self.probe(dtype, device, autocast, value) for value in (0.0, 1.0))
         return [
             a.shape if self._is_dense(a) and a.shape == b.shape and torch.equal(a, b) else None
             for a, b in zip(zeros, ones)
@@ -94,15 +101,17 @@ class PackedForward:
             and not is_code(tensor)
         )
 
-    def _tell(self, dense: torch.Tensor) -> None:
-        if self._kind not in _told:
-            _told.add(self._kind)
-            logger.warning(
-                "%s keeps a dense copy of its packed weight for the backward, %s a layer beside the"
-                " plan: recompute its blocks (gradient checkpointing)",
-                self._kind,
-                format_nbytes(dense.nbytes),
-            )
+
+def _tell(kind: str, dense: torch.Tensor) -> None:
+    """Warns once of the class ``kind`` of layers, which keeps ``dense`` for the backward."""
+    if kind not in _told:
+        _told.add(kind)
+        logger.warning(
+            "%s keeps a dense copy of its packed weight for the backward, %s a layer beside the"
+            " plan: recompute its blocks (gradient checkpointing)",
+            kind,
+            format_nbytes(dense.nbytes),
+        )
 
 
 class Again:
@@ -120,7 +129,7 @@ class CodedForward:
     """The forward of a module of coded weights, such as experts."""
 
     def __init__(self, module: nn.Module):
-        self._own = own_forward(module)
+        self._own, self._kind = own_forward(module), type(module).__name__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         outer, counted = _hooks_around()
@@ -129,10 +138,11 @@ class CodedForward:
         with noting_unpacked() as made:
 
             def pack(tensor: torch.Tensor) -> Any:
-                storage = tensor.untyped_storage()._cdata
-                for each in made:
-                    if each.dense.untyped_storage()._cdata == storage:
-                        return CodedAgain(each, tensor)
+                found = made.get(tensor.untyped_storage()._cdata)
+                if found is not None and not found.storage.expired():
+                    return CodedAgain(found, tensor)
+                if any(tensor.shape == each.shape for each in made.values()):
+                    _tell(self._kind, tensor)
                 return outer[0](tensor) if outer else SavedTensor(tensor)
 
             with torch.autograd.graph.saved_tensors_hooks(pack, partial(_unpack, outer)):
@@ -143,12 +153,12 @@ class CodedAgain:
     """A view of a dense tensor that the backward unpacks again."""
 
     def __init__(self, made: Unpacked, view: torch.Tensor):
-        self._weight, self._at = made.weight, made.at
+        self._weight, self._some = made.weight, made.some
         self._form = view.size(), view.stride(), view.storage_offset()
 
     def tensor(self) -> torch.Tensor:
         """Makes the tensor."""
-        return self._weight.unpacked(self._at).as_strided(*self._form)
+        return self._weight.unpacked(self._some).as_strided(*self._form)
 
 
 def _hooks_around() -> tuple[tuple | None, bool]:
@@ -157,6 +167,13 @@ def _hooks_around() -> tuple[tuple | None, bool]:
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     counted = is_checkpoint(outer) or (outer and getattr(outer[0], "is_counted", False))
     return outer, bool(counted)
+
+
+def _autocast_of(device: torch.device) -> torch.dtype | None:
+    """Returns the dtype of autocast on ``device``; None if it is off."""
+    if not torch.amp.is_autocast_available(device.type):
+        return None
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _unpack(outer: tuple | None, held: Any) -> torch.Tensor:
@@ -169,21 +186,22 @@ def install_packed_forwards(parts: Sequence[nn.Module]) -> list[ReplacedForward]
     """Replaces the forwards of modules with packed weights. Returns their removers."""
     modules = dict.fromkeys(module for part in parts for module in part.modules())
     forwards = ((module, _forward_of(module)) for module in modules)
-    return [
-        ReplacedForward(module, forward(module))
-        for module, forward in forwards
-        if forward is not None
-    ]
+    return [ReplacedForward(module, made) for module, made in forwards if made is not None]
 
 
-def _forward_of(module: nn.Module) -> Callable[[nn.Module], Callable] | None:
+def _forward_of(module: nn.Module) -> Callable | None:
     params = [param for param in module._parameters.values() if param is not None]
     if CARRIERS not in module.__dict__ and not any(map(_has_codes, params)):
         return None
+    is_coded = any(isinstance(param, Coded) for param in params)
     sizes = (getattr(module, name, None) for name in ("in_features", "out_features"))
     if all(isinstance(size, int) for size in sizes):
-        return PackedForward
-    return CodedForward if any(isinstance(param, Coded) for param in params) else None
+        made: Callable = PackedForward(module)
+    elif is_coded:
+        made = CodedForward(module)
+    else:
+        return None
+    return torch.compiler.disable(made, reason=UNCOMPILED) if is_coded else made
 
 
 def _has_codes(param: nn.Parameter) -> bool:

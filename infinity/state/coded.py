@@ -2,6 +2,7 @@
 
 codes    the numbers in few bits, as the file has them
 scales   what they are multiplied by, one for each block
+some     experts of a weight of experts, or rows of a table
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..errors import UsageError
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # the numbers of MXFP4 (OCP 2023); then negative
 aten = torch.ops.aten
@@ -104,125 +108,226 @@ Scheme = Fp8 | Mxfp4 | Gguf
 
 
 class Coded(torch.Tensor):
-    """A frozen weight of codes and scales: a plain tensor of ``dtype`` to whoever computes with
-    it. One expert of several is unpacked alone."""
+    """A frozen weight of codes and scales: a plain tensor to whoever computes with it.
+
+    dtypes
+        What the dense weight is converted to, one after the other.
+    """
 
     codes: torch.Tensor
     scales: torch.Tensor | None  # None: among the codes
     scheme: Scheme
+    dtypes: tuple[torch.dtype, ...]
 
     @staticmethod
     def __new__(
-        cls, codes: torch.Tensor, scales: torch.Tensor | None, scheme: Scheme, dtype: torch.dtype
+        cls,
+        codes: torch.Tensor,
+        scales: torch.Tensor | None,
+        scheme: Scheme,
+        *dtypes: torch.dtype,
     ) -> Coded:
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, scheme.shape(codes.shape), dtype=dtype, device=codes.device
+            cls, scheme.shape(codes.shape), dtype=dtypes[-1], device=codes.device
         )
 
     def __init__(
-        self, codes: torch.Tensor, scales: torch.Tensor | None, scheme: Scheme, dtype: torch.dtype
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor | None,
+        scheme: Scheme,
+        *dtypes: torch.dtype,
     ):
-        self.codes, self.scales, self.scheme = codes, scales, scheme
+        self.codes, self.scales, self.scheme, self.dtypes = codes, scales, scheme, dtypes
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names = ["codes"] if self.scales is None else ["codes", "scales"]
-        return names, (self.scheme, self.dtype)
+        return names, (self.scheme, *self.dtypes)
 
     @classmethod
     def __tensor_unflatten__(cls, inner: dict, context: Any, _size: Any, _stride: Any) -> Coded:
         return cls(inner["codes"], inner.get("scales"), *context)
 
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"Coded({tuple(self.shape)}, {self.dtype}, {self.scheme})"
+
     def dequantize(self) -> torch.Tensor:  # type: ignore[override]
         """Returns the dense weight."""
         return self.unpacked(None)
 
-    def unpacked(self, at: list | torch.Tensor | None) -> torch.Tensor:
-        """Returns the dense weight, or that of the experts ``at``."""
+    def unpacked(self, some: list | torch.Tensor | None) -> torch.Tensor:
+        """Returns the dense weight, or ``some`` of its experts or rows."""
         parts = [each.detach() for each in (self.codes, self.scales) if each is not None]
-        parts = parts if at is None else [each[at] for each in parts]
-        dense = self.scheme.unpack(*parts).to(self.dtype)
+        parts = parts if some is None else [each[some] for each in parts]
+        dense = self.scheme.unpack(*parts)
+        for dtype in self.dtypes:
+            dense = dense.to(dtype)
         if (made := getattr(_noted, "made", None)) is not None:
-            made.append(Unpacked(self, at, dense))
+            storage = dense.untyped_storage()
+            made[storage._cdata] = Unpacked(self, some, dense.shape, StorageWeakRef(storage))
         return dense
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"Coded({tuple(self.shape)}, {self.dtype}, {self.scheme})"
-
-    def of_experts(self, at: Any) -> torch.Tensor | None:
-        """Returns the dense weight of the experts ``at``, one or several; None if this is not a
-        weight of experts, or ``at`` chooses otherwise."""
-        alone = isinstance(at, int) or (isinstance(at, torch.Tensor) and at.dim() == 0)
-        several = isinstance(at, torch.Tensor) and at.dim() == 1
-        by_expert = self.scales is None or self.scales.dim() >= 3
-        if self.dim() < 3 or not by_expert or not (alone or several):
+    def chosen(self, index: Any) -> torch.Tensor | None:
+        """Returns the dense weight of the experts ``index``, one or several; None if this is not a
+        weight of experts, or ``index`` chooses otherwise."""
+        count = len(self.codes)
+        by_expert = self.scales is None or (self.scales.dim() >= 3 and len(self.scales) == count)
+        if self.dim() < 3 or not by_expert:
             return None
-        if isinstance(at, torch.Tensor) and at.dtype not in (torch.int32, torch.int64):
+        if isinstance(index, int) and not isinstance(index, bool):
+            return self.unpacked([index])[0]
+        if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64):
             return None
-        if alone:
-            return self.unpacked(at.reshape(1) if isinstance(at, torch.Tensor) else [at])[0]
-        return self.unpacked(at)
+        if index.dim() == 0:
+            return self.unpacked(index.reshape(1))[0]
+        return self.unpacked(index) if index.dim() == 1 else None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Computes with the dense weight, so that torch chooses the kernels that it has for it."""
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in ABOUT:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        first = args[0] if args else None
+        if name == "__set__" and isinstance(first, Coded):
+            return _set(func, first, args[1])
+        if _changes(name, first, args, kwargs):
+            return _copied(first, args, kwargs) if name == "copy_" else _refuse(first)
+        if name in ASKING or name in COPYING:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func is torch.Tensor.__getitem__ and (some := args[0].of_experts(args[1])) is not None:
-            return some
+        if func is torch.Tensor.__getitem__ and isinstance(first, Coded):
+            if (some := first.chosen(args[1])) is not None:
+                return some
+        if func is torch.nn.functional.embedding and (rows := _rows(*args, **kwargs)) is not None:
+            return rows
         return func(*_dense(args), **_dense(kwargs))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, first = kwargs or {}, args[0] if args else None
+        if func._schema.is_mutable and isinstance(first, Coded):
+            _refuse(first)
         if func in (aten.detach.default, aten.alias.default):
             return _made_of(first, func)
         if func is aten.clone.default:
             return _made_of(first, torch.clone)
-        if func is aten._to_copy.default and kwargs.get("dtype") in (None, first.dtype):
+        dtype = kwargs.get("dtype") or getattr(first, "dtype", None)
+        if func is aten._to_copy.default and dtype.is_floating_point:
             where = {key: kwargs[key] for key in ("device", "non_blocking") if key in kwargs}
-            return _made_of(first, lambda inner: inner.to(copy=True, **where))
+            made = _made_of(first, lambda inner: inner.to(copy=True, **where))
+            return made if dtype == made.dtype else _made_of(made, lambda inner: inner, dtype)
         return func(*_dense(args), **_dense(kwargs))
+
+
+# Functions that ask about a tensor
+ASKING = {
+    *("__get__", "__hash__", "__repr__", "__format__", "__reduce_ex__", "__len__"),
+    *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "get_device"),
+    *("is_floating_point", "is_complex", "is_contiguous", "is_shared", "is_pinned", "is_signed"),
+    *("data_ptr", "untyped_storage", "storage_offset", "_is_view", "register_hook", "retain_grad"),
+    *("dequantize", "unpacked", "chosen", "__tensor_flatten__"),
+}
+# Functions that make a tensor of the same codes, or of the same codes in another dtype
+COPYING = {
+    *("detach", "clone", "__deepcopy__", "requires_grad_", "to", "cpu", "cuda"),
+    *("float", "double", "half", "bfloat16"),
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Unpacked:
-    """A dense tensor that was made of ``weight``, or of its experts ``at``."""
+    """A dense tensor that was made of ``weight``, or of ``some`` of it."""
 
     weight: Coded
-    at: list | torch.Tensor | None
-    dense: torch.Tensor
+    some: list | torch.Tensor | None
+    shape: torch.Size
+    storage: StorageWeakRef
 
 
 _noted = threading.local()  # made: what is unpacked on this thread now
 
 
 @contextlib.contextmanager
-def noting_unpacked() -> Iterator[list[Unpacked]]:
-    """Collects what is unpacked on this thread."""
-    before, _noted.made = getattr(_noted, "made", None), []
+def noting_unpacked() -> Iterator[dict[int, Unpacked]]:
+    """Collects what is unpacked on this thread, by the address of its storage."""
+    before, _noted.made = getattr(_noted, "made", None), {}
     try:
         yield _noted.made
     finally:
         _noted.made = before
 
 
-# Functions that ask about a tensor, or make one of the same codes
-ABOUT = {
-    *("__get__", "__set__", "__hash__", "__repr__", "__format__", "__deepcopy__", "__reduce_ex__"),
-    *("size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "__len__"),
-    *("is_floating_point", "is_complex", "is_contiguous", "is_shared", "is_pinned", "is_signed"),
-    *("detach", "requires_grad_", "clone", "to", "cpu", "cuda", "data_ptr", "untyped_storage"),
-    *("storage_offset", "register_hook", "retain_grad", "get_device", "_is_view", "dequantize"),
-    *("__tensor_flatten__", "of_experts"),
-}
+def _changes(name: str, first: Any, args: tuple, kwargs: dict) -> bool:
+    """Tells whether a function changes a coded weight in place."""
+    if isinstance(kwargs.get("out"), Coded):
+        return True
+    if name == "__setitem__":
+        return isinstance(first, Coded)
+    if not name.endswith("_") or name.endswith("__"):
+        return False
+    if name == "requires_grad_":
+        return args[1:2] == (True,) or kwargs.get("requires_grad", not args[1:]) is True
+    return isinstance(first, Coded) or (
+        isinstance(first, (list, tuple)) and any(isinstance(each, Coded) for each in first)
+    )
+
+
+def _refuse(weight: Any) -> Any:
+    raise UsageError(
+        f"{weight!r} has the codes of its file, and is not changed or trained. Without the engine"
+        " (infinity.unwrap_model), infinity.dequantize(model) makes such weights dense"
+    )
+
+
+def _copied(weight: Coded, args: tuple, kwargs: dict) -> Coded:
+    """Copies the codes and scales of another weight of the same form."""
+    other = args[1] if len(args) > 1 else kwargs.get("src")
+    if not isinstance(other, Coded) or _form(other) != _form(weight):
+        _refuse(weight)
+    for mine, its in zip(_parts(weight), _parts(other)):
+        mine.copy_(its)
+    return weight
+
+
+def _set(func: Any, weight: Coded, value: Any) -> None:
+    """Sets an attribute of torch's: the data to those of another coded weight, others as ever."""
+    if func == torch.Tensor.requires_grad.__set__ and value:  # type: ignore[attr-defined]
+        _refuse(weight)
+    of_data = func == torch.Tensor.data.__set__  # type: ignore[attr-defined]
+    if of_data and not (isinstance(value, Coded) and value.shape == weight.shape):
+        _refuse(weight)
+    with torch._C.DisableTorchFunctionSubclass():
+        func(weight, value)
+    if of_data:
+        weight.codes, weight.scales = value.codes, value.scales
+        weight.scheme, weight.dtypes = value.scheme, value.dtypes
+
+
+def _rows(ids: Any, weight: Any, *args: Any, max_norm: Any = None, **_: Any) -> Any:
+    """Looks up the rows of a table whose rows have their scales in them; None for other tables."""
+    if not (isinstance(weight, Coded) and weight.dim() == 2 and weight.scales is None):
+        return None
+    if max_norm is not None or any(each is not None for each in args[1:2]):
+        return None
+    return weight.unpacked(ids.reshape(-1)).reshape(*ids.shape, -1)
+
+
+def _form(weight: Coded) -> tuple:
+    return weight.scheme, weight.shape, [(each.shape, each.dtype) for each in _parts(weight)]
+
+
+def _parts(weight: Coded) -> list[torch.Tensor]:
+    return [each for each in (weight.codes, weight.scales) if each is not None]
 
 
 def _dense(values: Any) -> Any:
     return torch.utils._pytree.tree_map_only(Coded, Coded.dequantize, values)
 
 
-def _made_of(weight: Coded, change: Callable[[torch.Tensor], torch.Tensor]) -> Coded:
+def _made_of(
+    weight: Coded, change: Callable[[torch.Tensor], torch.Tensor], *dtypes: torch.dtype
+) -> Coded:
     scales = None if weight.scales is None else change(weight.scales)
-    return Coded(change(weight.codes), scales, weight.scheme, weight.dtype)
+    return Coded(change(weight.codes), scales, weight.scheme, *weight.dtypes, *dtypes)
+
+
+torch.serialization.add_safe_globals([Coded, Fp8, Mxfp4, Gguf])

@@ -8,6 +8,7 @@ changed scale shows.
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -15,11 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scaled import FILE
-from test_scaled_folders import FOLDERS, bits, build, loaded
+from test_scaled_folders import CONFIGS, FOLDERS, bits, build, loaded
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 import infinity
+from infinity.checkpoint.export import export
+from infinity.errors import ConfigError, UsageError
+from infinity.integrations.peft import merge_adapters
 from infinity.state.coded import Coded
 
 transformers = pytest.importorskip("transformers")
@@ -212,3 +217,154 @@ def test_experts_keep_no_dense_weight_for_the_backward(
     (none, grads), (some, plain) = run(again=True), run(again=False)
     assert none == 0 < some
     assert all(torch.equal(grads[name], plain[name]) for name in plain)
+
+
+def test_a_checkpoint_of_codes_is_not_exported(folders, tmp_path):
+    """Claim: a folder without the weights is not written. Twin: one of dense weights is."""
+    folder, _ = folders("llama")
+    for trained in (False, True):
+        model = frozen("llama", folder, trained=trained)
+        infinity.save_checkpoint(tmp_path / "saved", model, overwrite=True)
+        if trained:
+            export(tmp_path / "saved", tmp_path / "out")
+        else:
+            with pytest.raises(ConfigError, match="packed weights.*save_pretrained"):
+                export(tmp_path / "saved", tmp_path / "out")
+        assert (tmp_path / "out").exists() == trained
+
+
+def test_an_optimizer_of_all_parameters_has_those_of_the_model(folders, tmp_path):
+    folder, _ = folders("llama")
+    model = adapted(build("llama", meta=True))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = infinity.wrap_model(model, optimizer, {"params": "host", "weights": folder})
+    given = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    assert given == {id(each) for each in model.parameters()}
+    infinity.save_checkpoint(tmp_path / "saved", model, optimizer)
+
+
+def test_a_model_made_dense_merges_and_trains(folders, tmp_path):
+    """Claim: an unwrapped model is refused what codes cannot have, and takes it when it is dense.
+    Twin: it computes the same."""
+    folder, expected = folders("llama")
+    model, optimizer = streamed("llama", folder, "host", tmp_path)
+    with pytest.raises(UsageError, match="the model is wrapped"):
+        infinity.dequantize(model)
+    model, _ = infinity.unwrap_model(model, optimizer)
+    with pytest.raises(UsageError, match="infinity.dequantize"):
+        model.requires_grad_(True)
+    ids = torch.arange(8)[None]
+    before = model(input_ids=ids).logits
+    assert infinity.dequantize(model) is model and not coded(model)
+    assert torch.equal(model(input_ids=ids).logits, before)
+    merged = model.merge_and_unload().requires_grad_(True)
+    loss = merged(input_ids=ids, labels=ids).loss
+    loss.backward()
+    assert (merged(input_ids=ids).logits - before).abs().max() < 0.05
+    assert all(each.grad is not None for each in merged.parameters())
+    merged.save_pretrained(tmp_path / "merged")
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_forward_of_experts_leaves_no_dense_weight(kind, folders, tmp_path, monkeypatch):
+    """Claim: what is unpacked is gone when the forward ends. Twin: a tensor that is kept."""
+    made, held = [], []
+    unpacked = Coded.unpacked
+
+    def noting(self, some):
+        dense = unpacked(self, some)
+        made.append(StorageWeakRef(dense.untyped_storage()))
+        held.extend([dense][: len(made) == 1])
+        return dense
+
+    model, _ = streamed(kind, folders(kind)[0], "host", tmp_path)
+    ids = torch.randint(0, 128, (1, 4), generator=torch.Generator().manual_seed(0))
+    model(input_ids=ids, use_cache=False).logits.sum().backward()  # learns
+    monkeypatch.setattr(Coded, "unpacked", noting)
+    out = model(input_ids=ids, use_cache=False).logits.sum()
+    alive = [each for each in made if not each.expired()]
+    assert len(made) > 1 and len(alive) == 1
+    out.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_has_the_gradients_of_the_dense_model(dtype, folders, tmp_path):
+    """Twin: without autocast, gradients are others."""
+    folder, _ = folders("llama")
+
+    def run(*, trained: bool) -> dict[str, torch.Tensor]:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+        model = adapted(model.to(dtype))
+        for name, param in model.named_parameters():
+            param.requires_grad_("lora_" in name or (trained and "lm_head" not in name))
+        model, _ = infinity.wrap_model(model, None, {"params": "host", "weights": folder})
+        ids = torch.arange(8)[None]
+        found = {}
+        for casting in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=casting):
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            for name, each in model.named_parameters():
+                if "lora_B" in name:
+                    found[f"{name} {casting}"] = each.grad.clone()
+            model.zero_grad()
+        return found
+
+    expected, found = run(trained=True), run(trained=False)
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    assert any(
+        not torch.equal(found[name], found[name.replace("True", "False")])
+        for name in found
+        if "True" in name
+    )
+
+
+def test_compiled_layers_compute_the_same(folders, tmp_path):
+    folder, expected = folders("llama")
+    model, optimizer = streamed("llama", folder, "host", tmp_path)
+    for layer in model.base_model.model.model.layers:
+        layer.compile(backend="eager")
+    assert losses(model, optimizer) == expected
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_experts_with_one_scale_each_are_joined(shape, folders, tmp_path):
+    """Claim: the bits of the dense weights, in codes. Twin: another scale of one expert."""
+    folder, _ = folders("qwen3_moe")
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    tensors = load_file(other / FILE)
+    for number, name in enumerate(sorted(tensors)):
+        if name.endswith("_scale_inv"):
+            tensors[name] = torch.full(shape, 0.001 * (1 + number % 7))
+    save_file(tensors, other / FILE, metadata={"format": "pt"})
+    told = json.loads((other / "config.json").read_text())
+    del told["quantization_config"]["weight_block_size"]
+    (other / "config.json").write_text(json.dumps(told))
+    model, whole = frozen("qwen3_moe", other), frozen("qwen3_moe", other, trained=True)
+    assert any("experts" in name for name in coded(model))
+    dense = {name: value.clone() for name, value in whole.state_dict().items()}
+    for name, value in model.state_dict().items():
+        value = value.dequantize() if isinstance(value, Coded) else value
+        assert torch.equal(value, dense[name]), name
+
+
+def test_adapters_of_experts_are_not_merged_into_codes(folders, tmp_path):
+    """Claim: refused before anything changed. Twin: save_merged writes dense weights with them."""
+    folder, _ = folders("qwen3_moe")
+    model = build("qwen3_moe", meta=True).requires_grad_(False)
+    config = peft.LoraConfig(r=4, target_parameters=["experts.gate_up_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(model, config)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    given = model, torch.optim.AdamW(trained, lr=1e-2), {"params": "host", "weights": folder}
+    model, optimizer = infinity.wrap_model(*given)
+    losses(model, optimizer, steps=1)
+    ids = torch.arange(8)[None]
+    before = model(input_ids=ids, use_cache=False).logits
+    with pytest.raises(UsageError, match="nothing is merged.*save_merged"):
+        merge_adapters(model)
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
+    infinity.integrations.save_merged(model, tmp_path / "merged")
+    merged = loaded(tmp_path / "merged")
+    assert (merged(input_ids=ids, use_cache=False).logits - before).abs().max() < 0.05

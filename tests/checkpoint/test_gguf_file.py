@@ -15,7 +15,9 @@ from test_coded_folders import adapted, coded, losses
 from torch import nn
 
 import infinity
+from infinity.checkpoint.gguf_file import GgufFile
 from infinity.errors import ConfigError, CorruptionError
+from infinity.state.coded import Coded
 
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
@@ -112,5 +114,49 @@ def test_what_is_no_whole_file_is_refused(files, tmp_path):
         infinity.wrap_model(on_meta(plain), None, {"weights": two})
     with torch.device("meta"):
         other = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match="no GGUF file there"):
+        infinity.wrap_model(on_meta(plain), None, {"weights": tmp_path / "none.gguf"})
     with pytest.raises(ConfigError, match="Linear is no model of transformers"):
         infinity.wrap_model(other, None, {"weights": path})
+
+
+@pytest.mark.parametrize("home", ["host", "nvme"])
+def test_a_table_that_is_the_output_layer_too_is_one_weight(home, tmp_path):
+    """Claim: it is in codes once, and the losses are those of the dense model. Twin: a table alone
+    is dense, for a forward brings only its rows."""
+    path = write(tmp_path / "model.gguf", "llama", "Q8_0", tied=True)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    model = adapted(on_meta(plain))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    config = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)], "weights": path}
+    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(trained, lr=1e-2), config)
+    base = model.base_model.model
+    assert base.lm_head.weight is base.model.embed_tokens.weight
+    assert isinstance(base.lm_head.weight, Coded)
+    rotary, plain.generation_config = plain.model.rotary_emb, None
+    dense = on_meta(plain).to_empty(device="cpu")
+    dense.load_state_dict(plain.state_dict())
+    dense.model.rotary_emb = rotary
+    dense = adapted(dense)
+    trained = [param for param in dense.parameters() if param.requires_grad]
+    given = dense, torch.optim.AdamW(trained, lr=1e-2), {"params": "device"}
+    assert losses(model, optimizer) == losses(*infinity.wrap_model(*given))
+    alone = on_meta(plain)
+    alone.lm_head = nn.Identity()
+    found = GgufFile(path, alone).coded()
+    assert "model.embed_tokens.weight" in found
+    alone, _ = infinity.wrap_model(alone.requires_grad_(False), None, {"weights": path})
+    assert not isinstance(alone.model.embed_tokens.weight, Coded)
+
+
+def test_codes_as_large_as_the_weight_are_not_kept(tmp_path):
+    """Claim: BF16 for a model in bf16. Twin: for one in fp32 it is half as large."""
+    path = write(tmp_path / "model.gguf", "llama", "BF16")
+    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    for dtype, kept in ((torch.bfloat16, False), (torch.float32, True)):
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model, _ = infinity.wrap_model(model.requires_grad_(False), None, {"weights": path})
+        assert bool(coded(model)) == kept

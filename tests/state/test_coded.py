@@ -6,13 +6,15 @@ Twins: another scale gives another weight; a function of the dense weight is no 
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 
 import pytest
 import torch
 from torch import nn
 
-from infinity.state.coded import Coded, Fp8, Mxfp4, noting_unpacked
+from infinity.errors import UsageError
+from infinity.state.coded import Coded, Fp8, Gguf, Mxfp4, noting_unpacked
 
 BF16 = torch.bfloat16
 
@@ -74,7 +76,8 @@ def test_some_experts_are_those_of_the_dense_weight(make, at):
         found = weight[at]
     assert torch.equal(found, weight.dequantize()[at])
     alone = isinstance(at, (int, torch.Tensor)) and getattr(at, "dtype", None) != torch.bool
-    assert made[0].dense.numel() == (found.numel() if alone else weight.numel())
+    (unpacked,) = made.values()
+    assert unpacked.shape.numel() == (found.numel() if alone else weight.numel())
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,85 @@ def test_copies_keep_the_codes(copied):
     other = copied(weight)
     assert isinstance(other, Coded) and other.scheme == weight.scheme and other.dtype == BF16
     assert torch.equal(other.codes, weight.codes) and torch.equal(other.scales, weight.scales)
-    assert type(weight.float()) is torch.Tensor
+
+
+@pytest.mark.parametrize("convert", [torch.Tensor.float, lambda weight: weight.to(torch.float64)])
+def test_another_dtype_has_the_rounding_of_the_first(convert):
+    """Twin: codes alone, in fp32, are not rounded to bf16."""
+    weight = fp8((48, 64), (16, 32))
+    other = convert(weight)
+    assert isinstance(other, Coded) and other.dtype != BF16
+    assert torch.equal(other.dequantize(), convert(weight.dequantize()))
+    plain = Coded(weight.codes, weight.scales, weight.scheme, torch.float32)
+    assert not torch.equal(plain.dequantize(), weight.float().dequantize())
+    layer = nn.Linear(64, 48, bias=False)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    assert torch.equal(layer.float().weight.dequantize(), weight.dequantize().float())
+
+
+CHANGES = {
+    "zero_": lambda weight: weight.zero_(),
+    "add_": lambda weight: weight.add_(1),
+    "in place": lambda weight: weight.__iadd__(1),
+    "item": lambda weight: weight.__setitem__(0, 1.0),
+    "data": lambda weight: setattr(weight, "data", weight.dequantize()),
+    "data in place": lambda weight: weight.data.mul_(2),
+    "copy": lambda weight: weight.copy_(weight.dequantize()),
+    "init": nn.init.zeros_,
+    "out": lambda weight: torch.add(torch.ones(48, 64), 1, out=weight),
+    "foreach": lambda weight: torch._foreach_mul_([weight], 2.0),
+    "requires_grad_": lambda weight: weight.requires_grad_(),
+    "requires_grad": lambda weight: setattr(weight, "requires_grad", True),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_would_change_it_is_refused(change):
+    """Claim: nothing is lost without a word. Twin: the dense weight is changed."""
+    weight = fp8((48, 64), (16, 32), torch.float32)
+    before = weight.dequantize()
+    with torch.no_grad():
+        with pytest.raises(UsageError, match="infinity.dequantize"):
+            CHANGES[change](weight)
+        dense = before.clone()
+        if "data" not in change and change != "copy":
+            CHANGES[change](dense)
+            assert dense.requires_grad or not torch.equal(dense, before)
+    assert torch.equal(weight.dequantize(), before)
+
+
+def test_weights_of_one_form_are_copied_and_loaded():
+    weight = fp8((48, 64), (16, 32))
+    other = Coded(weight.codes.clone(), weight.scales * 2, weight.scheme, BF16)
+    layer = nn.Linear(64, 48, bias=False)
+    layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    layer.load_state_dict({"weight": other})
+    assert torch.equal(layer.weight.dequantize(), other.dequantize())
+    with pytest.raises(RuntimeError, match="is not changed or trained"):
+        layer.load_state_dict({"weight": weight.dequantize()})
+    file = io.BytesIO()
+    torch.save({"weight": other}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["weight"]
+    assert torch.equal(loaded.dequantize(), other.dequantize())
+
+
+def test_rows_of_a_table_are_unpacked_alone():
+    """Method: a table in GGUF's Q8_0. Twin: FP8 has scales for several rows."""
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("diffusers.quantizers.gguf.utils")
+    values = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)).numpy()
+    codes = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+    ids = torch.tensor([[3, 1], [49, 3]])
+    tables = (
+        (Coded(torch.from_numpy(codes), None, Gguf("Q8_0"), torch.float32), ids.numel()),
+        (fp8((50, 64), (16, 32)), 50),
+    )
+    for table, rows in tables:
+        with noting_unpacked() as made:
+            found = nn.functional.embedding(ids, table)
+        assert torch.equal(found, nn.functional.embedding(ids, table.dequantize()))
+        assert [len(torch.empty(each.shape)) for each in made.values()] == [rows]
 
 
 def test_a_module_can_be_moved_and_described():

@@ -47,8 +47,9 @@ def codes_of(values: np.ndarray, kind: str, draws: np.random.Generator) -> np.nd
     return draws.integers(0, 32, shape, dtype=np.uint8)
 
 
-def write(path: Path, arch: str, kind: str) -> Path:
-    """Writes a model whose matrices are of ``kind``."""
+def write(path: Path, arch: str, kind: str, *, tied: bool = False) -> Path:
+    """Writes a model whose matrices are of ``kind``. ``tied``: the embedding is the output layer,
+    too."""
     draws = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(2)
@@ -65,12 +66,13 @@ def write(path: Path, arch: str, kind: str) -> Path:
         writer.add_expert_count(EXPERTS)
         writer.add_expert_used_count(2)
     shapes = {"token_embd.weight": (VOCABULARY, HIDDEN), "output_norm.weight": (HIDDEN,)}
-    shapes["output.weight"] = (VOCABULARY, HIDDEN)
+    if not tied:
+        shapes["output.weight"] = (VOCABULARY, HIDDEN)
     for block in range(2):
         shapes |= {f"blk.{block}.{name}": shape for name, shape in MODELS[arch].items()}
     for name, shape in shapes.items():
         values = (0.1 * draws.standard_normal(shape)).astype(np.float32)
-        if len(shape) > 1 and "_inp" not in name and name != "token_embd.weight":
+        if len(shape) > 1 and "_inp" not in name and (tied or name != "token_embd.weight"):
             made = codes_of(values, kind, draws)
             writer.add_tensor(name, made, raw_dtype=gguf.GGMLQuantizationType[kind])
         else:
