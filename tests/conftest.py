@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +30,14 @@ def pytest_configure() -> None:
     logging.getLogger("infinity.api.lay_out").addFilter(
         lambda record: "is computed there" not in record.msg
     )
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Writes each failure at once, for a run that may be cut off."""
+    path = os.environ.get("INFINITY_FAILURES")
+    if path and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(path, "a") as file:
+            file.write(f"--- {report.nodeid}\n{report.longreprtext[-2000:]}\n")
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,9 +1,10 @@
 """`make gpu`: builds, tests and measures what needs a GPU, in stages that a second call goes on
 from.
 
-stage   a command with its log in build/gpu; stages that these very sources have passed are not run
-        again. The first call answers whether the bits are right and how fast an 8 B model is, and
-        why; the second runs the suite, the third compute-sanitizer
+stage   a command with its log in build/gpu, and beside it the tests that failed so far; stages that
+        these very sources have passed are not run again. The first call answers whether the bits
+        are right and how fast an 8 B model is, and why; the second runs the suite, the third
+        compute-sanitizer
 late    an argument: everything runs against the late device of the tests, which needs no GPU. It
         shows that the stages run from start to end; its figures mean nothing
 
@@ -117,6 +118,7 @@ def _run(
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "INFINITY_BENCH_SECONDS": str(min(TRAIN_SECONDS, seconds - 5)),
         "INFINITY_CUDA": "1",  # a build without kernels is none
+        "INFINITY_FAILURES": str(log.with_suffix(".failures")),
     }
     # whose tensors are small and whose workers are many; the others have the machine to themselves
     if suite:
