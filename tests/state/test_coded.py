@@ -34,6 +34,17 @@ def mxfp4(experts: int = 4) -> Coded:
     return Coded(codes, powers, Mxfp4(), BF16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("codes", [range(256), range(127), [*range(127), *range(128, 255)], []])
+def test_every_code_is_its_number(codes, dtype):
+    """Claim: torch's bits for every code, NaN and zeros of both signs included."""
+    codes = torch.tensor(list(codes), dtype=torch.uint8).view(dtype).reshape(1, -1)
+    block = (1, max(1, codes.numel()))
+    scales = torch.ones(1, min(1, codes.numel()))
+    found = Coded(codes, scales, Fp8(block), torch.float32).dequantize()
+    assert torch.equal(found.view(torch.int32), codes.float().view(torch.int32))
+
+
 @pytest.mark.parametrize("shape, block", [((48, 64), (16, 32)), ((50, 70), (16, 32))])
 def test_every_number_has_the_scale_of_its_block(shape, block):
     weight = fp8(shape, block, torch.float32)
