@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,8 @@ class GgufFile:
             kinds = {tensor.tensor_type.name for tensor in tensors}
             if len(kinds) > 1 or not kinds <= Gguf.kinds():
                 continue
-            read = self._fused(tensors) if tensors[0].name.endswith(FUSED) else self._rows(*tensors)
+            is_fused = tensors[0].name.endswith(FUSED)
+            read = self._fused(name, tensors) if is_fused else self._rows(*tensors)
             if read is not None:
                 shape = list(tensors[0].data.shape)
                 shape[-2] = sum(tensor.data.shape[-2] for tensor in tensors)
@@ -143,28 +144,44 @@ class GgufFile:
                 found[name] = Scaled(codes, None, Gguf(*kinds))
         return found
 
-    def _rows(self, tensor: Any) -> Any:
+    def _rows(self, tensor: Any) -> Callable[[], torch.Tensor] | None:
         """Returns what reads the codes of a matrix, whose rows the conversion may reorder; None
         if it does anything else."""
         if tensor.data.ndim != 2:
             return None
         rows = np.arange(len(tensor.data), dtype=np.float32)[:, None]
-        try:
-            made = self._processed(tensor.name, rows, {"tensors": {}})
-        except (ValueError, TypeError, IndexError, KeyError):
-            return None  # it needs all columns
-        if made.name != tensor.name or made.weights.shape != rows.shape:
+        made = self._tried([tensor], [rows])
+        if made is None or made.name != tensor.name or made.weights.shape != rows.shape:
             return None
         order = made.weights[:, 0].astype(np.int64)
         if not np.array_equal(np.sort(order), np.arange(len(rows))):
             return None
         return lambda: torch.from_numpy(np.asarray(tensor.data)[order])
 
-    def _fused(self, tensors: list[Any]) -> Any:
-        """Returns what reads the codes of all experts of a layer, gate before up."""
-        if not hasattr(self._processor, "_set_moe_expert_tensor"):
+    def _fused(self, name: str, tensors: list[Any]) -> Callable[[], torch.Tensor] | None:
+        """Returns what reads the codes of all experts of a layer; None if the conversion does more
+        than to put the rows of gate before those of up."""
+        parts = [np.full((1, 2, 1), place, dtype=np.float32) for place in range(len(tensors))]
+        parsed: dict[str, dict] = {"tensors": {}}
+        if self._tried(tensors, parts, parsed) is None or name not in parsed["tensors"]:
+            return None
+        if not np.array_equal(parsed["tensors"][name].numpy(), np.concatenate(parts, axis=-2)):
             return None
         return lambda: torch.from_numpy(np.concatenate([each.data for each in tensors], axis=-2))
+
+    def _tried(
+        self, tensors: list[Any], values: list[np.ndarray], parsed: dict | None = None
+    ) -> Any:
+        """Returns what the conversion makes of ``values`` in the place of ``tensors``; None if it
+        needs whole ones."""
+        parsed = {"tensors": {}} if parsed is None else parsed
+        try:
+            made = [
+                self._processed(each.name, of_it, parsed) for each, of_it in zip(tensors, values)
+            ]
+        except (ValueError, TypeError, IndexError, KeyError):
+            return None
+        return made[-1]
 
 
 class _WithoutAdapters:

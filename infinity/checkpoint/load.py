@@ -277,6 +277,18 @@ class _Load:
         return place if ranks.data_rank < saved and place < count else ranks.data_rank
 
 
+def _of_codes(*sides: list[str]) -> str:
+    """Returns what to do if weights are in codes on one of the ``sides``, and dense on the other;
+    else nothing."""
+    one, other = map(set, sides)
+    if not any(f"{name}.codes" in (one | other) for name in (one | other)):
+        return ""
+    return (
+        ". On one side weights are in the codes of their files, on the other dense: freeze the same"
+        " weights as in the saved job (docs/packed.md)"
+    )
+
+
 def _check_parameters(job: Job, saved: dict[str, Any]) -> None:
     ours = {
         handle.name: describe_parameter(handle) for unit in job.units for handle in unit.handles
@@ -291,7 +303,7 @@ def _check_parameters(job: Job, saved: dict[str, Any]) -> None:
         raise UsageError(
             f"the checkpoint is of another model: {len(only_saved)} of its parameters are not in"
             f" this one ({', '.join(only_saved[:3])}), {len(only_ours)} of this one's are not in it"
-            f" ({', '.join(only_ours[:3])})"
+            f" ({', '.join(only_ours[:3])}){_of_codes(only_saved, only_ours)}"
         )
     for name, mine in ours.items():
         # A model wrapped without an optimizer takes only the weights.

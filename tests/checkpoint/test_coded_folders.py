@@ -219,6 +219,15 @@ def test_experts_keep_no_dense_weight_for_the_backward(
     assert all(torch.equal(grads[name], plain[name]) for name in plain)
 
 
+def test_a_checkpoint_of_dense_weights_is_not_loaded_into_codes(folders, tmp_path):
+    """Twin: the same weights frozen are loaded."""
+    folder, _ = folders("llama")
+    infinity.save_checkpoint(tmp_path / "saved", frozen("llama", folder, trained=True))
+    with pytest.raises(UsageError, match="on the other dense: freeze the same"):
+        infinity.load_checkpoint(tmp_path / "saved", frozen("llama", folder))
+    infinity.load_checkpoint(tmp_path / "saved", frozen("llama", folder, trained=True))
+
+
 def test_a_checkpoint_of_codes_is_not_exported(folders, tmp_path):
     """Claim: a folder without the weights is not written. Twin: one of dense weights is."""
     folder, _ = folders("llama")
