@@ -23,7 +23,7 @@ FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # the numbers of MXFP4 (OCP 2023
 aten = torch.ops.aten
 
 
-PIECE, PIECE_ON_DEVICE = 1 << 18, 1 << 26  # elements that are unpacked at once
+PIECE, PIECE_ON_DEVICE = 1 << 22, 1 << 26  # elements that are unpacked at once
 
 
 @dataclass(frozen=True)
