@@ -14,7 +14,7 @@ from torch import nn
 from ..checkpoint.gguf_file import GgufFile, gguf_path
 from ..checkpoint.module_names import Incoming, base_name, base_of
 from ..checkpoint.source import Source
-from ..checkpoint.unpacked import FP8, Scaled, scaled_weights, without_scales
+from ..checkpoint.unpacked import FP8, CodedSource, scaled_weights, without_scales
 from ..checkpoint.weight_files import WeightFiles
 from ..errors import UsageError
 from ..runtime.registry import is_wrapped
@@ -109,13 +109,13 @@ def send_coded(model: nn.Module, send: Send) -> None:
         send_parts(module, made, send)
 
 
-def _read(scaled: Scaled, dtype: torch.dtype) -> nn.Parameter:
+def _read(scaled: CodedSource, dtype: torch.dtype) -> nn.Parameter:
     codes, *scales = scaled.read()
     weight = Coded(codes, scales[0] if scales else None, scaled.scheme, dtype)
     return nn.Parameter(weight, requires_grad=False)
 
 
-def _on_meta(scaled: Scaled, dtype: torch.dtype) -> Coded:
+def _on_meta(scaled: CodedSource, dtype: torch.dtype) -> Coded:
     codes, *scales = (
         torch.empty(each.shape, dtype=each.dtype, device="meta")
         for each in (scaled.codes, scaled.scales)
@@ -124,7 +124,7 @@ def _on_meta(scaled: Scaled, dtype: torch.dtype) -> Coded:
     return Coded(codes, scales[0] if scales else None, scaled.scheme, dtype)
 
 
-def _scaled_in(model: nn.Module, weights: str | os.PathLike) -> dict[str, Scaled]:
+def _scaled_in(model: nn.Module, weights: str | os.PathLike) -> dict[str, CodedSource]:
     """Returns the frozen weights on meta of which the files have codes, each by its first name in
     ``model``."""
     tables = _tables(model)
@@ -138,7 +138,7 @@ def _scaled_in(model: nn.Module, weights: str | os.PathLike) -> dict[str, Scaled
         found = {name: of_base.get(base_name(name)) for name in names}
     else:
         found = _scaled_in_folder(part, weights, names)
-    ways: dict[nn.Parameter, list[tuple[str, Scaled]]] = {}
+    ways: dict[nn.Parameter, list[tuple[str, CodedSource]]] = {}
     for name, each in found.items():
         if each is not None and _pays(each, names[name]):
             ways.setdefault(names[name], []).append((name, each))
@@ -158,7 +158,7 @@ def _tables(model: nn.Module) -> set[torch.Tensor]:
     return tables - others
 
 
-def _pays(scaled: Scaled, param: nn.Parameter) -> bool:
+def _pays(scaled: CodedSource, param: nn.Parameter) -> bool:
     """Tells whether codes are of the parameter's shape, and smaller than it."""
     nbytes = sum(each.nbytes for each in (scaled.codes, scaled.scales) if each is not None)
     return (
@@ -170,7 +170,7 @@ def _pays(scaled: Scaled, param: nn.Parameter) -> bool:
 
 def _scaled_in_folder(
     part: nn.Module, weights: str | os.PathLike, names: Mapping[str, nn.Parameter]
-) -> dict[str, Scaled | None]:
+) -> dict[str, CodedSource | None]:
     stored = WeightFiles(weights).sources()
     scaled = scaled_weights(stored, weights)
     if not scaled:
@@ -178,7 +178,7 @@ def _scaled_in_folder(
     dense = without_scales(stored, weights)
     incoming = Incoming(part, dense, names)
     origins = {id(source): name for name, source in dense.items()}
-    found: dict[str, Scaled | None] = {}
+    found: dict[str, CodedSource | None] = {}
     for name, source in incoming.sources.items():
         origin = origins.get(id(source))
         found[name] = (
@@ -204,8 +204,8 @@ def _joined(
     name: str,
     param: nn.Parameter,
     joined: Mapping[str, list[str]],
-    scaled: Mapping[str, Scaled],
-) -> Scaled | None:
+    scaled: Mapping[str, CodedSource],
+) -> CodedSource | None:
     """Returns the weight that transformers makes of whole weights of the folder, as of one matrix
     for each expert; None if their blocks do not stay whole."""
     origins = joined.get(name, [])
@@ -230,7 +230,7 @@ def _joined(
         return None
     counts = [size // block for size, block in zip(codes.shape[-2:], scheme.block)]
     fits = scales.shape == (*codes.shape[:-2], *counts)
-    return Scaled(codes, scales, scheme) if fits else None
+    return CodedSource(codes, scales, scheme) if fits else None
 
 
 def _matrix(scales: Source) -> Source:

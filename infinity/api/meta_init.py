@@ -123,14 +123,15 @@ class Materialized:
                 self._model, unfilled, self._empty(), home, self.sent, self._overwritten
             ).run()
         if incoming:
-            origins = {id(source): name for name, source in stored.items()}
+            streamed = files if isinstance(files, WeightFiles) else None
+            origins = {id(source): name for name, source in stored.items()} if streamed else {}
             renamed = {
                 name: origins[id(source)]
                 for name, source in incoming.sources.items()
-                if id(source) in origins and isinstance(files, WeightFiles)
+                if id(source) in origins
             }
-            if isinstance(files, WeightFiles):
-                self._load(files, renamed, home)
+            if streamed:
+                self._load(streamed, renamed, home)
             self._convert(
                 {name: source for name, source in incoming.sources.items() if name not in renamed},
                 home,

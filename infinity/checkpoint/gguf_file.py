@@ -24,7 +24,7 @@ from ..state.coded import Gguf
 from .hub_names import is_transformers
 from .module_names import base_name
 from .source import Source
-from .unpacked import Scaled
+from .unpacked import CodedSource
 
 SUFFIX = ".gguf"
 FUSED = "_exps.weight"  # ends the names of all experts of a layer together
@@ -128,7 +128,7 @@ class GgufFile:
         mapped = {"tensor_key_mapping": self._names, "parsed_parameters": parsed}
         return self._processor.process(weights=weights, name=name, **mapped)
 
-    def coded(self) -> dict[str, Scaled]:
+    def coded(self) -> dict[str, CodedSource]:
         """Returns the weights that can keep their codes, by their names in the model."""
         found = {}
         for name, tensors in self._tensors.items():
@@ -141,7 +141,7 @@ class GgufFile:
                 shape = list(tensors[0].data.shape)
                 shape[-2] = sum(tensor.data.shape[-2] for tensor in tensors)
                 codes = Source(torch.Size(shape), torch.uint8, read)
-                found[name] = Scaled(codes, None, Gguf(*kinds))
+                found[name] = CodedSource(codes, None, Gguf(*kinds))
         return found
 
     def _rows(self, tensor: Any) -> Callable[[], torch.Tensor] | None:

@@ -170,8 +170,8 @@ def compute_dtype_of(folder: str | os.PathLike) -> torch.dtype | None:
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """One weight as a folder has it in FP8, MXFP4 or GGUF: sources that fit each other."""
+class CodedSource:
+    """One weight as files have it in FP8, MXFP4 or GGUF: sources that fit each other."""
 
     codes: Source
     scales: Source | None  # None: among the codes
@@ -191,10 +191,12 @@ class Scaled:
         )
 
 
-def scaled_weights(stored: Mapping[str, Source], folder: str | os.PathLike) -> dict[str, Scaled]:
+def scaled_weights(
+    stored: Mapping[str, Source], folder: str | os.PathLike
+) -> dict[str, CodedSource]:
     """Finds the weights in ``stored``, the tensors of ``folder``, that have scales. Raises
     CorruptionError, with the name of the weight, for scales of another shape."""
-    found: dict[str, Scaled] = {}
+    found: dict[str, CodedSource] = {}
     packing = packing_of(folder)
     block = packing.get("weight_block_size")
     for name, scales in stored.items():
@@ -217,7 +219,7 @@ def without_scales(stored: Mapping[str, Source], folder: str | os.PathLike) -> d
     return plain | {name: each.dense() for name, each in scaled.items()}
 
 
-def _of_fp8(name: str, codes: Source, scales: Source, block: Any) -> Scaled:
+def _of_fp8(name: str, codes: Source, scales: Source, block: Any) -> CodedSource:
     """Returns the FP8 weight ``codes``. ``block``: rows and columns of a block; None: the scales
     divide the weight evenly."""
     sizes, counts = codes.shape[-2:], scales.shape[-2:] or (1, 1)
@@ -234,10 +236,10 @@ def _of_fp8(name: str, codes: Source, scales: Source, block: Any) -> Scaled:
             f"{name} has shape {tuple(scales.shape)}, which is no scale for each block of"
             f" {tuple(block)} of a weight of {tuple(codes.shape)}"
         )
-    return Scaled(codes, scales, Fp8((block[0], block[1])))
+    return CodedSource(codes, scales, Fp8((block[0], block[1])))
 
 
-def _of_mxfp4(name: str, codes: Source, exponents: Source) -> Scaled:
+def _of_mxfp4(name: str, codes: Source, exponents: Source) -> CodedSource:
     """Returns the experts ``codes`` in MXFP4."""
     if (
         {codes.dtype, exponents.dtype} != {torch.uint8}
@@ -248,7 +250,7 @@ def _of_mxfp4(name: str, codes: Source, exponents: Source) -> Scaled:
             f"{name}{EXPONENTS} has shape {tuple(exponents.shape)}, which is no exponent for each"
             f" block of {tuple(codes.shape)}"
         )
-    return Scaled(codes, exponents, Mxfp4())
+    return CodedSource(codes, exponents, Mxfp4())
 
 
 def without_packing(stored: Mapping[str, Source], folder: str | os.PathLike) -> dict[str, Source]:

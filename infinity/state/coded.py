@@ -136,7 +136,7 @@ Scheme = Fp8 | Mxfp4 | Gguf
 
 
 class Coded(torch.Tensor):
-    """A frozen weight of codes and scales: a plain tensor to whoever computes with it.
+    """A frozen weight of codes and scales. Functions of torch compute with its dense values.
 
     dtypes
         What the dense weight is converted to, one after the other.

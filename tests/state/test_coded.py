@@ -1,4 +1,4 @@
-"""Coded weights: dense tensors to whoever computes, codes to whoever moves them.
+"""Coded weights: functions of torch compute with dense values, copies and moves keep the codes.
 
 Twins: another scale gives another weight; a function of the dense weight is no longer coded.
 """

@@ -63,7 +63,7 @@ def is_streamed(model: nn.Module, path: Path | None) -> bool:
 
 def is_packed_folder(config: Any) -> bool:
     """Returns whether a configuration is of a folder that is packed in fewer bits, and stays so.
-    Scaled weights (FP8, MXFP4) are made dense as they are read."""
+    Those in FP8 and MXFP4 are not: trained weights of them become dense."""
     from ...checkpoint.unpacked import is_scaled
 
     told = _packing_of(config)
