@@ -140,7 +140,16 @@ class Unit {
 
   // What the update of another unit is to leave here.
   Shadow shadow() const {
-    return {homes_[0], homes_[1], homes_[2], homes_[3], scales_[0], scales_[1], homes_[5]};
+    const UnitUpdate from = update(std::vector<Run>{});
+    Shadow to;
+    to.weight = from.weight, to.master = from.master;
+#define INFINITY_SET(name, role, of_state) to.name = from.name;
+#define INFINITY_SET_SCALE(name, role, of_state) to.name##_scale = from.name##_scale;
+    INFINITY_MOMENTS(INFINITY_SET)
+    INFINITY_SCALED_MOMENTS(INFINITY_SET_SCALE)
+#undef INFINITY_SET
+#undef INFINITY_SET_SCALE
+    return to;
   }
 
   // The same without the gradient: what a step changes.
