@@ -55,7 +55,8 @@ def _forward_of(job: Job, module: nn.Module, unit: ParamUnit) -> Callable[..., A
         job.prefetcher.complete(unit)
         unit.exposure.show()
         try:
-            return own(*args, **kwargs)
+            with experts.reading(experts.there):
+                return own(*args, **kwargs)
         finally:
             unit.exposure.end()
 

@@ -199,7 +199,7 @@ class Engine:
         if not self.computing:
             raise self.refusal(handle, operation)
         if (experts := handle.unit.arrival.experts) is not None:
-            experts.want_all()
+            experts.want_touched(handle.param)
         # Of packed weights no view leaves, so the hold of the unit's owner is enough. Of a rank's
         # part of experts it has to be: other ranks lack a longer one, and would gather otherwise.
         is_part = experts is not None and is_distributed(handle.param)

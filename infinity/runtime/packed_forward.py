@@ -153,12 +153,12 @@ class CodedAgain:
     """A view of a dense tensor that the backward unpacks again."""
 
     def __init__(self, made: Unpacked, view: torch.Tensor):
-        self._weight, self._some = made.weight, made.some
+        self._weight, self._some, self._rows = made.weight, made.some, made.rows
         self._form = view.size(), view.stride(), view.storage_offset()
 
     def tensor(self) -> torch.Tensor:
         """Makes the tensor."""
-        return self._weight.unpacked(self._some).as_strided(*self._form)
+        return self._weight.unpacked(self._some, self._rows).as_strided(*self._form)
 
 
 def _hooks_around() -> tuple[tuple | None, bool]:

@@ -9,13 +9,16 @@ forward and backward of the module's class read none of them: that is known of t
 :mod:`.experts` finds alone. Only while that forward runs are the parameters ordinary ones. For
 everybody else they stay at rest, and any use of them brings all rows.
 
+Parts of packed weights are at rest always. Who unpacks them tells which rows it reads.
+
 If each rank has a part of the experts, their forward begins with an exchange of tokens between the
 ranks. Which rows it reads is known once its own tokens are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +27,8 @@ from torch import nn
 from .dtensors import local_of
 from .experts import INDICES, clamps_choice, exchanges_of, runs_known_code
 from .flat_layout import FlatLayout
+from .handle import handle_of
+from .packed import is_packed
 
 MANY = 0.95  # share of the experts from which on all are brought ahead
 
@@ -43,6 +48,7 @@ class ChosenExperts:
         self._demand: tuple[Rows] | None = None  # of the next use, if that is known
         self._last: Rows = None  # of the last forward
         self._may_be_viewed = False  # by others, whose views show all rows
+        self._read: tuple[Rows] | None = None  # of packed weights, by who unpacks them now
         self.there: Rows = None  # on the device, or on their way there
 
     def want(self, rows: Rows) -> None:
@@ -54,6 +60,23 @@ class ChosenExperts:
         views, so all rows come until :meth:`begin_pass`."""
         self._may_be_viewed = True
         self.want(None)
+
+    def want_touched(self, param: torch.Tensor) -> None:
+        """Sets the rows for a use of ``param`` at rest: all, unless it is a part of a packed weight
+        that somebody unpacks."""
+        if self._read is None or not is_packed(param):
+            self.want_all()
+
+    @contextlib.contextmanager
+    def reading(self, rows: Rows) -> Iterator[Rows]:
+        """Begins a block that reads ``rows`` of packed weights, or those of the block around
+        it."""
+        before = self._read
+        self._read = before or (rows,)
+        try:
+            yield self._read[0]
+        finally:
+            self._read = before
 
     def begin_pass(self, *, are_held: bool) -> None:
         """Begins a pass. ``are_held``: others still hold the device memory."""
@@ -97,8 +120,8 @@ class ChosenExperts:
     def expected(self) -> Rows:
         """The rows that the next use needs, or a guess: in a backward those of the forward, in a
         forward all if nearly all were chosen the last time."""
-        if self._demand is not None:
-            return self._demand[0]
+        if known := self._demand or self._read:
+            return known[0]
         many = self._last is None or len(self._last) >= MANY * self.count
         return None if many and not _in_backward() else self._last
 
@@ -114,8 +137,9 @@ class ChosenExperts:
 
     def take_missing(self) -> Rows:
         """Takes the rows that the use which begins needs, and that are not there; without a demand
-        it needs all. They are there from now on."""
-        demand, self._demand = self._demand[0] if self._demand else None, None
+        it needs those that are read, or all. They are there from now on."""
+        (demand,) = self._demand or self._read or (None,)
+        self._demand = None
         if self.there is None:
             return frozenset()
         needed = frozenset(range(self.count)) if demand is None else demand
@@ -146,6 +170,19 @@ class ChosenExperts:
             ]
             for layout in self._layouts
         ]
+
+
+@contextlib.contextmanager
+def reading(part: torch.Tensor, rows: Rows) -> Iterator[Rows]:
+    """Begins a block that reads ``rows`` of ``part``, of a packed weight, which may be at rest. In
+    it are the rows that have values."""
+    handle = handle_of(part)
+    experts = None if handle is None else handle.unit.arrival.experts
+    if experts is None:
+        yield rows
+        return
+    with experts.reading(rows) as there:
+        yield there
 
 
 def _in_backward() -> bool:

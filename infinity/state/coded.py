@@ -3,6 +3,7 @@
 codes    the numbers in few bits, as the file has them
 scales   what they are multiplied by, one for each block
 some     experts of a weight of experts, or rows of a table
+read     rows whose values are used; others may not be on the device
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import UsageError
+from .chosen_experts import Rows, reading
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # the numbers of MXFP4 (OCP 2023); then negative
 aten = torch.ops.aten
@@ -133,6 +135,7 @@ class Gguf:
 
 
 Scheme = Fp8 | Mxfp4 | Gguf
+Some = list[int] | torch.Tensor | None  # experts or rows; None: all
 
 
 class Coded(torch.Tensor):
@@ -183,18 +186,28 @@ class Coded(torch.Tensor):
         """Returns the dense weight."""
         return self.unpacked(None)
 
-    def unpacked(self, some: list | torch.Tensor | None) -> torch.Tensor:
-        """Returns the dense weight, or ``some`` of its experts or rows."""
-        parts = [each.detach() for each in _parts(self)]
-        parts = parts if some is None else [each[some] for each in parts]
-        dense = self._piecewise(*parts)
+    def unpacked(self, some: Some, rows: Rows = None) -> torch.Tensor:
+        """Returns the dense weight, or ``some`` of its experts or rows. ``rows``: those that are
+        read; others have no defined values then."""
+        if rows is None and isinstance(some, list):
+            rows = frozenset(some)
+        with reading(self.codes, rows) as rows:
+            parts = [each.detach() for each in _parts(self)]
+            if some is None:
+                dense = self._piecewise(rows, *parts)
+            else:
+                dense = self._piecewise(None, *(each[some] for each in parts))
         if (made := getattr(_noted, "made", None)) is not None:
             storage = dense.untyped_storage()
-            made[storage._cdata] = Unpacked(self, some, dense.shape, StorageWeakRef(storage))
+            kept = StorageWeakRef(storage)
+            made[storage._cdata] = Unpacked(self, some, rows, dense.shape, kept)
         return dense
 
-    def _piecewise(self, codes: torch.Tensor, scales: torch.Tensor | None = None) -> torch.Tensor:
-        """Unpacks a few rows at a time, so that what is in between takes little memory."""
+    def _piecewise(
+        self, rows_read: Rows, codes: torch.Tensor, scales: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Unpacks a few rows at a time, so that what is in between takes little memory. Pieces
+        without any of ``rows_read`` (None: all are read) are left as they are."""
         shape = self.scheme.shape(codes.shape)
         dense = torch.empty(shape, dtype=self.dtype, device=codes.device)
         one = scales is not None and scales.numel() == 1
@@ -203,6 +216,8 @@ class Coded(torch.Tensor):
         rows = max(1, most * max(1, shape[0]) // max(1, shape.numel()))
         rows = max(1, rows // alike) * alike
         for begin in range(0, shape[0], rows):
+            if rows_read is not None and rows_read.isdisjoint(range(begin, begin + rows)):
+                continue
             parts = [codes[begin : begin + rows]]
             if scales is not None:
                 end = -(-(begin + rows) // alike)
@@ -284,7 +299,8 @@ class Unpacked:
     """A dense tensor that was made of ``weight``, or of ``some`` of it."""
 
     weight: Coded
-    some: list | torch.Tensor | None
+    some: Some
+    rows: Rows
     shape: torch.Size
     storage: StorageWeakRef
 

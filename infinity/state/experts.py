@@ -14,6 +14,7 @@ from torch import nn
 
 from . import transforms
 from .dtensors import is_distributed, is_distributed_parameter, local_of
+from .packed import moved_tensors
 
 MARK = "_infinity_divided"
 LEAST_NBYTES = 64 * 1024  # of an expert: smaller ones are read faster together
@@ -64,7 +65,7 @@ def has_experts(module: nn.Module) -> bool:
     """Tells whether ``module`` has fused experts, of which a forward reads the chosen: all, or this
     rank's."""
     kind, count = type(module), getattr(module, "num_experts", None)
-    own, exchanges = list(module.parameters(recurse=False)), exchanges_of(module)
+    own, exchanges = moved_tensors(module), exchanges_of(module)
     is_own_class = is_distributed_parameter if exchanges else _is_plain
     return (
         isinstance(count, int)

@@ -156,6 +156,12 @@ def own_tensors(module: nn.Module) -> list[nn.Parameter]:
     return [*module.parameters(recurse=False), *module.__dict__.get(CARRIERS, {}).values()]
 
 
+def moved_tensors(module: nn.Module) -> list[nn.Parameter]:
+    """Lists the parameters of ``module`` itself that may move, and its carriers: of a packed weight
+    that is a subclass, these alone."""
+    return [each for each in own_tensors(module) if not has_inner(each)]
+
+
 def tensors_of(module: nn.Module) -> list[nn.Parameter]:
     """Lists the parameters and carriers of ``module`` and its children, each once."""
     return list(dict.fromkeys(each for inner in module.modules() for each in own_tensors(inner)))

@@ -18,9 +18,17 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
+from .coded import Coded
 from .dtensors import is_distributed_parameter, span_of
 from .experts import divided_parameters, has_experts, is_frozen_table
-from .packed import is_packed, named_tensors, own_tensors, tensors_of
+from .packed import (
+    has_inner,
+    is_packed,
+    moved_tensors,
+    named_tensors,
+    own_tensors,
+    tensors_of,
+)
 from .shared import is_shared
 
 SMALL_NBYTES = 256 * 1024
@@ -99,8 +107,8 @@ def partition(
             taken |= set(params)
     for name, module in model.named_modules():
         if _brings_rows(module, names, taken):
-            groups.append(Group(name, own_tensors(module), [module], chosen=module))
-            taken |= set(own_tensors(module))
+            groups.append(Group(name, moved_tensors(module), [module], chosen=module))
+            taken |= set(groups[-1].params)
     for name, block in blocks:
         params = [p for p in tensors_of(block) if is_managed(p) and p not in taken]
         if params:
@@ -124,9 +132,14 @@ def _brings_rows(
 ) -> bool:
     """Tells whether a forward of ``module`` reads some rows only of its own parameters, which are
     in no group yet and no other module's."""
-    own = own_tensors(module) if has_experts(module) or is_frozen_table(module) else []
-    return bool(own) and all(
-        is_managed(param) and len(names[param]) == 1 and param not in taken for param in own
+    own = moved_tensors(module) if has_experts(module) or is_frozen_table(module) else []
+    packed = filter(has_inner, module.parameters(recurse=False))
+    return (
+        bool(own)
+        and all(isinstance(param, Coded) for param in packed)  # which tells the rows that it reads
+        and all(
+            is_managed(param) and len(names[param]) == 1 and param not in taken for param in own
+        )
     )
 
 

@@ -56,10 +56,12 @@ def streamed(kind: str, folder: Path, home: str, tmp_path: Path, **more):
     return infinity.wrap_model(model, torch.optim.AdamW(trained, lr=1e-2), given | more)
 
 
-def losses(model: nn.Module, optimizer, begin: int = 0, steps: int = 3) -> list[float]:
+def losses(
+    model: nn.Module, optimizer, begin: int = 0, steps: int = 3, shape: tuple[int, int] = (2, 8)
+) -> list[float]:
     found = []
     for step in range(begin, begin + steps):
-        ids = torch.randint(0, 128, (2, 8), generator=torch.Generator().manual_seed(step))
+        ids = torch.randint(0, 128, shape, generator=torch.Generator().manual_seed(step))
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()
@@ -280,8 +282,8 @@ def test_a_forward_of_experts_leaves_no_dense_weight(kind, folders, tmp_path, mo
     made, held = [], []
     unpacked = Coded.unpacked
 
-    def noting(self, some):
-        dense = unpacked(self, some)
+    def noting(self, *some):
+        dense = unpacked(self, *some)
         made.append(StorageWeakRef(dense.untyped_storage()))
         held.extend([dense][: len(made) == 1])
         return dense
