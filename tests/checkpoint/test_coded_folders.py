@@ -62,6 +62,7 @@ def losses(
     found = []
     for step in range(begin, begin + steps):
         ids = torch.randint(0, 128, shape, generator=torch.Generator().manual_seed(step))
+        ids = ids.to(model.device)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         optimizer.step()

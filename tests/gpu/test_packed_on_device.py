@@ -15,12 +15,14 @@ from torch import nn
 
 sys.path[:0] = [
     str(path)
-    for pattern in ("support/*/", "runtime", "optim")
+    for pattern in ("support/*/", "runtime", "optim", "checkpoint")
     for path in Path(__file__).parents[1].glob(pattern)
 ]
 
+import test_coded_experts as in_codes
 import test_experts_apart as on_processor
 from packed_models import FORMATS, ROWS, WIDTH, make, packed_bytes, trained
+from test_coded_experts import folders  # noqa: F401
 
 import infinity
 
@@ -184,3 +186,25 @@ def test_experts_apart_have_the_bits_of_whole_ones(
         return loop.found()
 
     assert on_processor.both(run, monkeypatch) == []
+
+
+@pytest.mark.parametrize("home", ["host", "nvme"])
+@pytest.mark.parametrize("implementation", in_codes.IMPLEMENTATIONS)
+@pytest.mark.parametrize("format", in_codes.FORMATS)
+def test_experts_in_codes_have_the_bits_of_whole_ones(
+    format,
+    implementation,
+    home,
+    folders,
+    tmp_path,
+    monkeypatch,
+):
+    """Claim: of experts in the codes of their file those that were hit move, and give the losses of
+    all."""
+    if DEVICE.type != "cuda" and (implementation == "grouped_mm" or format == "mxfp4"):
+        pytest.skip("the late device does not compute this")
+    given = folders(format)
+    apart = in_codes.Run(given, implementation, home, tmp_path, recompute=False)
+    in_codes.whole(monkeypatch)
+    twin = in_codes.Run(given, implementation, home, tmp_path, recompute=False)
+    assert apart.losses == twin.losses and twin.nbytes > 1.4 * apart.nbytes
