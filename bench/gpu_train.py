@@ -8,6 +8,8 @@ a  an 8 B model; then one that fits, with nothing offloaded, beside ours with al
 b  the largest model that trains, exact and with 8-bit moments
 budget  the first model against the device's budget
 d  a step that the next forward overlaps, beside one that is waited for, both clipped
+e  losses at several homes by deterministic kernels: the same numbers. By the fast ones attention's
+   backward differs from run to run
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--clip", action="store_true")
+    parser.add_argument("--deterministic", action="store_true", help="kernels, and so losses")
     parser.add_argument("--wait", action="store_true", help="ours: for every step's end")
     args = parser.parse_args()
     with contextlib.redirect_stdout(sys.stderr):
@@ -71,6 +74,9 @@ def _here() -> str:
 def _run(args: argparse.Namespace) -> dict:
     on_gpu = torch.device(args.device).type != "cpu"
     gpu = torch.get_device_module(args.device)
+    if args.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # asked for by torch
+        torch.use_deterministic_algorithms(True)
     wait = gpu.synchronize if on_gpu else lambda: None
     step, more = SYSTEMS[args.system](args)
     losses = [step() for _ in range(WARM_UP)]
@@ -130,58 +136,63 @@ HOST = {
 SHARES = (0.3, 0.6, 0.9, 1.2)  # of a model's state and gradients: the device's budget
 
 
+def _job(
+    name: str,
+    size: str,
+    options: list[str],
+    config: dict | None = None,
+    system: str = "infinity",
+) -> tuple[str, str, list[str]]:
+    given = [] if config is None else ["--config", json.dumps(config)]
+    return name, system, ["--size", size, *options, *given]
+
+
 def _jobs(folder: str, tiny: bool) -> list[tuple[str, str, list[str]]]:
     """Name, system and options of every job, most telling first."""
     small, large = ("tiny", "tiny") if tiny else ("1.3B", "8B")
     state = 14 * SHAPES[small].parameters
     few, many, one = (["--batch", str(n)] for n in ((1, 2, 1) if tiny else (4, 16, 1)))
 
-    def job(
-        name: str,
-        size: str,
-        options: list[str],
-        config: dict | None = None,
-        system: str = "infinity",
-    ) -> tuple[str, str, list[str]]:
-        given = [] if config is None else ["--config", json.dumps(config)]
-        return name, system, ["--size", size, *options, *given]
-
     trace = {"trace": os.path.join("build", "gpu", "trace.json")} if not tiny else {}
     jobs = [
-        job(f"a.{large}.32k.auto", large, many, trace),
-        job(f"a.{large}.32k.chosen", large, many, {"recompute": True}),
-        job(f"a.{large}.32k.int8", large, many, {**HOST, "moments": "int8"}),
+        _job(f"a.{large}.32k.auto", large, many, trace),
+        _job(f"a.{large}.32k.chosen", large, many, {"recompute": True}),
+        _job(f"a.{large}.32k.int8", large, many, {**HOST, "moments": "int8"}),
     ]
     for tokens, batch in (("8k", few), ("32k", many)):
         stem = f"a.{small}.{tokens}"
         jobs += [
-            job(f"{stem}.plain", small, batch, system="plain"),
-            job(f"{stem}.host", small, batch, HOST),
-            job(f"{stem}.device", small, batch, {}),
-            job(f"{stem}.half", small, batch, {"device_memory": state // 2}),
-            job(f"{stem}.deepspeed", small, batch, system="deepspeed"),
-            job(f"{stem}.fsdp2", small, batch, system="fsdp2"),
+            _job(f"{stem}.plain", small, batch, system="plain"),
+            _job(f"{stem}.host", small, batch, HOST),
+            _job(f"{stem}.device", small, batch, {}),
+            _job(f"{stem}.half", small, batch, {"device_memory": state // 2}),
+            _job(f"{stem}.deepspeed", small, batch, system="deepspeed"),
+            _job(f"{stem}.fsdp2", small, batch, system="fsdp2"),
         ]
-    jobs.append(job(f"a.{large}.32k.host", large, many, HOST))  # 105 GiB of host memory
+    jobs.append(_job(f"a.{large}.32k.host", large, many, HOST))  # 105 GiB of host memory
     disk = {"params": "host", "optimizer": "nvme", "nvme_paths": [folder]}
     jobs += [
-        job(f"d.{small}.overlapped", small, [*few, "--clip"], HOST),
-        job(f"d.{small}.waited", small, [*few, "--clip", "--wait"], HOST),
-        job(f"a.{small}.8k.nvme", small, few, disk),
+        _job(f"d.{small}.overlapped", small, [*few, "--clip"], HOST),
+        _job(f"d.{small}.waited", small, [*few, "--clip", "--wait"], HOST),
+        _job(f"a.{small}.8k.nvme", small, few, disk),
+        *(
+            _job(f"e.{small}.{home}", small, [*few, "--deterministic"], config)
+            for home, config in (("host", HOST), ("device", {}), ("nvme", disk))
+        ),
     ]
     for share in SHARES:
         config = {"device_memory": round(share * state)}
-        jobs.append(job(f"budget.{small}.{share}", small, few, config))
+        jobs.append(_job(f"budget.{small}.{share}", small, few, config))
     for size in [] if tiny else ["20B", "13B", "27B", "34B"]:
         for moments in ("fp32", "int8"):
             config = {"moments": moments, "nvme_paths": [folder]}
-            jobs.append(job(f"b.{size}.{moments}", size, [*one, "--steps", "1"], config))
+            jobs.append(_job(f"b.{size}.{moments}", size, [*one, "--steps", "1"], config))
     return jobs
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures rows ``gpu_train.<a|b|d>.<model>...`` (tokens/s), with MFU, peaks and the bound in
-    notes. The losses of ours at every home must be the same numbers; a note tells where not."""
+    """Measures rows ``gpu_train.<a|b|d|e>.<model>...`` (tokens/s), with MFU, peaks and the bound in
+    notes. The losses of the jobs e must be the same numbers; a note tells where not."""
     device = _here()
     tiny = settings.scale < 1 or device == "cpu"
     rows, notes, found = [], [], {}
@@ -269,11 +280,11 @@ def _note(name: str, told: dict) -> str:
 
 
 def _differing_losses(found: dict) -> list[str]:
-    """Homes of one model and batch whose losses are not the same numbers."""
+    """Tells homes of the deterministic jobs whose losses are not the same numbers."""
     notes, by_job = [], {}
     for name, told in found.items():
         stem, _, own = name.rpartition(".")
-        if own in ("host", "device", "half", "auto", "chosen", "nvme"):
+        if stem.startswith("e."):
             first, losses = by_job.setdefault(stem, (own, told["losses"]))
             if losses != told["losses"]:
                 notes.append(

@@ -78,7 +78,7 @@ def fill(weight: torch.Tensor) -> None:
     if weight.is_meta:
         return
     generator = torch.Generator().manual_seed(weight.numel())
-    table = torch.randn(TABLE_ELEMENTS, generator=generator).mul_(0.02).to(weight)
+    table = torch.randn(TABLE_ELEMENTS, generator=generator, device="cpu").mul_(0.02).to(weight)
     for part in weight.view(-1).split(TABLE_ELEMENTS):
         part.copy_(table[: part.numel()])
 

@@ -38,8 +38,10 @@ def packed(kind: str) -> nn.Module:
     if DEVICE.type != "cuda" and kind.startswith(FOR_CUDA):
         pytest.skip(f"{kind} needs CUDA")
     model = make(kind)
-    if kind == "bitsandbytes int8":  # its Module.to leaves scales where they are, until a forward
+    if kind == "bitsandbytes int8":  # its codes and scales follow `to` of the layer itself alone
         model(torch.zeros(1, WIDTH))
+        for layer in model.modules():
+            layer.to(DEVICE) if hasattr(layer, "state") else None
     if not kind.startswith("torchao"):
         return model.to(DEVICE)
     for module in model.modules():  # not every class of torchao has what Module.to asks for

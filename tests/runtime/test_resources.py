@@ -125,7 +125,7 @@ def test_every_shard_is_allocated_where_the_plan_has_its_unit(make):
     assert others == [("unit u1", {**plan.tiers, "grad": Tier.HOST}, set(), True)] * 2
 
 
-def test_transfer_memory_is_allocated_and_charged_as_planned(make):
+def test_transfer_memory_is_allocated_and_charged_as_planned(make, monkeypatch):
     """And the terms of the device, of checksums and of buffers. Twin: what a plan lacks is not
     allocated."""
     on_device = ("node shards", "gradients on their way", "optimizer slots", "staged weights")
@@ -134,6 +134,8 @@ def test_transfer_memory_is_allocated_and_charged_as_planned(make):
         Tier.HOST: {"checksums": 7, BUFFERS: 5},
         Tier.NVME: {},
     }
+    # Where there is a cuFile, it is not the one of this processor's memory.
+    monkeypatch.setattr(native, "make_cufile_road", lambda *_: (None, "no cuFile"))
     made = make(plan_of(terms=terms, gpu_direct_nbytes=1))
     found = {(tier, what): nbytes for tier, what, nbytes in made.charges}
     host = {
