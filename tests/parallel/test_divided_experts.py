@@ -19,6 +19,7 @@ from transformers import MixtralForCausalLM
 
 import infinity
 
+pytest.importorskip("transformers", minversion="5.23")  # which applies plans
 HOMES = ("device", "host", "nvme")
 OTHERS = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 AXES = {"dp": 1, "ep": 2}

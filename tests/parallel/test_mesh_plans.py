@@ -29,7 +29,7 @@ from infinity.planning.machine_file import Machine
 from infinity.planning.mesh_choice import MeshPlan, best_of
 from infinity.planning.mesh_shape import MeshShape, meshes_of
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.23")  # which applies plans
 SEED, RANKS = 20261130, 8
 mesh_jobs.on_meta()  # imports what each child would have to import by itself
 DGX = Machine.read("dgx-h100")

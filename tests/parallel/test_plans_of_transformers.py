@@ -10,7 +10,7 @@ from torch import nn
 from infinity.errors import ConfigError
 from infinity.parallel.plans import styles_of_transformers
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.23")
 NAME = "transformers.distributed.tensor_parallel"
 
 
