@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dis
 import functools
+import sys
 from types import CodeType, FrameType
 
 
 @functools.cache
-def _within_calls(code: CodeType) -> frozenset[int]:
-    """Returns the offsets behind KW_NAMES, up to its call.
+def _unsafe(code: CodeType) -> frozenset[int]:
+    """Returns the offsets at which an exception of a trace function breaks CPython, and where the
+    handler of a signal never runs.
 
-    CPython 3.11 keeps the names of a call's keywords aside there. An exception would leave them to
-    the next call, which then reads wrong memory. The handler of a signal never runs there.
+    Behind KW_NAMES, up to its call, 3.11 keeps the names of keywords aside: they would be left to
+    the next call, which then reads wrong memory. At FOR_ITER 3.12 leaves the function without its
+    `except` and `finally`.
     """
     found, is_within = set(), False
     for each in dis.get_instructions(code):
-        if is_within:
+        if is_within or (each.opname == "FOR_ITER" and sys.version_info >= (3, 12)):
             found.add(each.offset)
         if each.opname == "KW_NAMES":
             is_within = True
@@ -27,4 +30,4 @@ def _within_calls(code: CodeType) -> frozenset[int]:
 
 def is_line(frame: FrameType, event: str) -> bool:
     """Tells whether ``event`` is a line at which an exception leaves the interpreter whole."""
-    return event == "line" and frame.f_lasti not in _within_calls(frame.f_code)
+    return event == "line" and frame.f_lasti not in _unsafe(frame.f_code)
