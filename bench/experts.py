@@ -1,7 +1,8 @@
 """experts: layers of Qwen3-MoE's shape, whose experts move apart or whole, by the share hit.
 
 apart    the router's choice moves; whole: every expert, as of any other layer
-frozen   adapters are trained; trained: the experts are, by AdamW
+frozen   adapters are trained; nf4, fp8: beside frozen experts that are packed; trained: the experts
+         are, by AdamW
 """
 
 from __future__ import annotations
@@ -67,8 +68,10 @@ def run(way: str, use: str, home: str, tokens: int, experts: int, swap: str) -> 
         Arrival.bring_chosen = lambda self, module: None
     torch.manual_seed(0)
     model = Layers(experts).to(torch.bfloat16)
-    if use == "frozen":
+    if use != "trained":
         model.layers.requires_grad_(False)
+    if use in PACKED:
+        infinity.quantize(model, use)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
     config = {"params": home, "optimizer": home, "nvme_paths": [swap]}
     model, optimizer = infinity.wrap_model(model, optimizer, config)
@@ -85,7 +88,9 @@ def run(way: str, use: str, home: str, tokens: int, experts: int, swap: str) -> 
         optimizer.step()
         optimizer.zero_grad()
     seconds, after = time.perf_counter() - begin, infinity.stats(model)
-    each = sum(param[0].nbytes for param in model.layers[0].parameters())
+    own = model.layers[0].parameters()
+    parts = [part for param in own for part in (_parts(param) if use in PACKED else [param])]
+    each = sum(part[0].nbytes for part in parts)
     moved = after.edges["host->device"].nbytes - before.edges["host->device"].nbytes
     return {
         "seconds": seconds / STEPS,
@@ -101,7 +106,7 @@ def measure(settings: Settings) -> Measured:
     experts = EXPERTS if settings.scale >= 1 else 16
     rows, points = [], []
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as swap:
-        for use in ("frozen", "trained"):
+        for use in ("frozen", *PACKED, "trained"):
             for home in ("host", "nvme"):
                 for tokens in TOKENS:
                     found = [
@@ -120,6 +125,11 @@ def measure(settings: Settings) -> Measured:
 
 
 WAYS = ("apart", "whole")
+PACKED = ("nf4", "fp8")
+
+
+def _parts(weight: torch.Tensor) -> list[torch.Tensor]:
+    return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
 
 
 def _in_process(asked: list) -> dict:

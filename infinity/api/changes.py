@@ -28,7 +28,7 @@ class Changes:
         """Changes the model as ``config`` says. Raises ConfigError."""
         self._ties.tie(model, optimizers, config.tied)
         self._quantized.install(model, config.quantize, config.weights)
-        self._coded.install(model, config.weights)
+        self._coded.install(model, config.weights, config.quantize)
         self.packed.install(model, read=config.weights is not None)
 
     def settle(self) -> None:

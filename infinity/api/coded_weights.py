@@ -1,12 +1,14 @@
-"""CodedWeights: keeps the frozen weights of a model on meta in the codes that their folder has.
+"""CodedWeights: keeps frozen weights of a model in the codes of their folder, or packs them.
 
-coded   a weight of the model that is :class:`~infinity.state.coded.Coded`: FP8, MXFP4 or GGUF
+coded   a weight of the model that is :class:`~infinity.state.coded.Coded`: FP8, MXFP4 or GGUF of a
+        file, or experts that are packed
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,12 +18,14 @@ from ..checkpoint.module_names import Incoming, base_name, base_of
 from ..checkpoint.source import Source
 from ..checkpoint.unpacked import FP8, CodedSource, scaled_weights, without_scales
 from ..checkpoint.weight_files import WeightFiles
-from ..errors import UsageError
+from ..errors import ConfigError, UsageError
 from ..runtime.registry import is_wrapped
-from ..state.coded import Coded, Fp8
+from ..state.coded import Coded
 from ..state.packed import SMALL_NBYTES, Send, inner_tensors, is_packed, send_parts
 from ..state.partition import is_managed
 from ..state.parts import parts_of
+from ..state.schemes import Scaled
+from .packed_experts import LATER, ExpertsSource, experts_of
 
 CODED = "_infinity_coded"  # attribute of a module: names of its weights -> how they lie in files
 
@@ -34,12 +38,19 @@ class CodedWeights:
         self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._modules: list[nn.Module] = []
 
-    def install(self, model: nn.Module, weights: str | os.PathLike | None) -> None:
-        """Makes frozen weights on meta coded, if the files ``weights`` have codes of them. They
-        stay the same objects. Raises CorruptionError for scales that do not fit."""
-        if weights is None or any(each.dtype in FP8 for each in model.parameters()):
-            return  # layers with scales of their own take the folder's tensors as they are
-        for name, scaled in _scaled_in(model, weights).items():
+    def install(
+        self, model: nn.Module, weights: str | os.PathLike | None, format: str | None = None
+    ) -> None:
+        """Makes frozen weights on meta coded, if the files ``weights`` have codes of them, and
+        experts that are to be packed in ``format``. They stay the same objects. Raises
+        CorruptionError for scales that do not fit, and ConfigError for experts without values."""
+        # Layers with scales of their own take the folder's tensors as they are.
+        if weights is not None and not any(each.dtype in FP8 for each in model.parameters()):
+            self._swap(model, _scaled_in(model, weights))
+        self._swap(model, _packed_now(model, weights, format))
+
+    def _swap(self, model: nn.Module, sources: Mapping[str, CodedSource]) -> None:
+        for name, scaled in sources.items():
             path, _, key = name.rpartition(".")
             module, param = model.get_submodule(path), model.get_parameter(name)
             made = nn.Parameter(_on_meta(scaled, param.dtype), False)
@@ -146,6 +157,50 @@ def _scaled_in(model: nn.Module, weights: str | os.PathLike) -> dict[str, CodedS
     return dict(of_one[0] for of_one in ways.values() if len(of_one) == 1)
 
 
+def _packed_now(
+    model: nn.Module, weights: str | os.PathLike | None, format: str | None
+) -> dict[str, CodedSource]:
+    """Returns experts that are to be packed, by their names in ``model``."""
+    formats = {
+        name: chosen
+        for name, module, _ in experts_of(model)
+        if (chosen := module.__dict__.get(LATER, format)) is not None
+    }
+    params = {name: model.get_parameter(name) for name in formats}
+    on_meta = {name: param for name, param in params.items() if param.is_meta}
+    sources = _dense_in(model, weights, on_meta) if on_meta and weights is not None else {}
+    if missing := [name for name in on_meta if name not in sources]:
+        raise ConfigError(
+            f"{missing[0]} is to be packed and has no value: Config(weights=...) names"
+            + (" no file" if weights is None else f" {str(weights)!r}, which lacks it")
+        )
+    in_memory = {name: param.data for name, param in params.items() if name not in on_meta}
+    sources |= {
+        name: Source(data.shape, data.dtype, partial(_itself, data))
+        for name, data in in_memory.items()
+    }
+    return {
+        name: ExpertsSource.of(formats[name], source.to(params[name].dtype))
+        for name, source in sources.items()
+    }
+
+
+def _itself(data: torch.Tensor) -> torch.Tensor:
+    return data
+
+
+def _dense_in(
+    model: nn.Module, weights: str | os.PathLike, names: Mapping[str, nn.Parameter]
+) -> dict[str, Source]:
+    """Returns the weights ``names`` in files, dense."""
+    part = parts_of(model)[0]
+    if (file := gguf_path(weights)) is not None:
+        stored = GgufFile(file, base_of(part)).sources()
+    else:
+        stored = without_scales(WeightFiles(weights).sources(), weights)
+    return Incoming(part, stored, names).sources
+
+
 def _tables(model: nn.Module) -> set[torch.Tensor]:
     """Returns the weights of embeddings alone, of which a forward brings only the rows it reads."""
     others = {
@@ -214,7 +269,7 @@ def _joined(
     if len(inputs) != len(origins) or len(schemes) != 1:
         return None
     (scheme,) = schemes
-    if not isinstance(scheme, Fp8) or any(
+    if not isinstance(scheme, Scaled) or any(
         size % block
         for each in inputs.values()
         for size, block in zip(each.codes.shape[-2:], scheme.block)

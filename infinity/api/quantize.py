@@ -1,5 +1,5 @@
-"""Quantize: packs the frozen linear layers of a model in fewer bits, with the bits of the library
-whose format it is.
+"""Quantize: packs the frozen linear layers and experts of a model in fewer bits, with the bits of
+the library whose format it is.
 
 format      how a library packs a linear layer: "nf4" (bitsandbytes), "int8" and "fp8" (torchao)
 dense       a weight before it is packed
@@ -9,7 +9,7 @@ described   a packed layer on meta, whose parts have shapes and no values. Its w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,30 +20,35 @@ from torch import nn
 from ..checkpoint.gguf_file import gguf_path
 from ..checkpoint.module_names import Incoming, base_of
 from ..checkpoint.source import Source
-from ..checkpoint.unpacked import compute_dtype_of, library_of, packed_by_bitsandbytes
+from ..checkpoint.unpacked import compute_dtype_of, packed_by_bitsandbytes
 from ..checkpoint.weight_files import WeightFiles
 from ..errors import ConfigError
 from ..state.packed import Send, has_inner, is_code, is_packed, own_tensors, send_parts
 from ..state.partition import is_managed
 from ..state.parts import parts_of
+from .packed_experts import experts_of, pack_experts
+from .packers import PACKERS, packed_by_bitsandbytes_as
 
 LEAST_NUMEL = 4096  # smaller weights stay dense, as in bitsandbytes
 DESCRIBED = "_infinity_described"  # attribute of a described layer
 
 
 def quantize(model: nn.Module, format: str) -> nn.Module:
-    """Packs the weights of the frozen linear layers of ``model`` in place, and returns it.
+    """Packs the weights of the frozen linear layers and experts of ``model`` in place, and returns
+    it.
 
     format
         ``"nf4"``: bitsandbytes' 4-bit normal floats with double quantisation (Dettmers et al.
         2023). ``"int8"``, ``"fp8"``: torchao's codes with a scale per output.
 
-    :func:`wrap_model` packs layers on ``meta`` when it reads their weights. Embeddings, output
-    layers, tied and trained weights stay dense. Raises ConfigError if there is no layer to pack, or
-    the library is not installed.
+    :func:`wrap_model` packs weights on ``meta`` when it reads them. Embeddings, output layers, tied
+    and trained weights stay dense. Experts that are one parameter become coded
+    (:func:`infinity.dequantize`). Raises ConfigError if there is nothing to pack, or the library is
+    not installed.
     """
     for parent, name, layer in _packed(model, format, now=True):
         setattr(parent, name, layer)
+    pack_experts(model, format)
     return model
 
 
@@ -204,7 +209,7 @@ def _saved(
                     f"{name} has shape {tuple(saved.shape)} in its folder, the model's"
                     f" {tuple(linear.weight.shape)}"
                 )
-            pack = partial(_packed_by_bitsandbytes, saved.kind, saved.is_nested)
+            pack = partial(packed_by_bitsandbytes_as, saved.kind, saved.is_nested)
             pack = partial(pack, compute or linear.weight.dtype, blocksize=saved.blocksize)
             layer = _described(linear, pack)
             layer.__dict__[DESCRIBED] = Described(
@@ -246,7 +251,7 @@ def _packable(model: nn.Module, format: str) -> list[tuple[nn.Module, str, nn.Li
         and uses[child.weight] == 1
     ]
     found = [each for each in frozen if each[2].weight.numel() >= LEAST_NUMEL]
-    if not found:
+    if not found and not any(experts_of(model)):
         raise _nothing_to_pack(model, format, frozen)
     return found
 
@@ -273,37 +278,3 @@ def _nothing_to_pack(
 def _is_packed(module: nn.Module) -> bool:
     params = (param for param in module._parameters.values() if param is not None)
     return any(has_inner(param) or (is_code(param) and not param.requires_grad) for param in params)
-
-
-def _packed_by_bitsandbytes(
-    kind: str, nested: bool, dtype: torch.dtype, dense: torch.Tensor, *, blocksize: int = 64
-) -> nn.Module:
-    library, (rows, columns) = library_of("bitsandbytes.nn"), dense.shape
-    options: dict[str, Any] = {"compress_statistics": nested, "quant_type": kind}
-    layer = library.Linear4bit(
-        columns, rows, bias=False, compute_dtype=dtype, device="meta", **options
-    )
-    # bitsandbytes keeps the first table of codes that it makes: it must not be on meta.
-    library_of("bitsandbytes.functional").quantize_blockwise(torch.zeros(1, device="cpu"))
-    weight = library.Params4bit(
-        dense, requires_grad=False, blocksize=blocksize, module=layer, **options
-    )
-    layer.weight = weight._quantize(dense.device)
-    return layer
-
-
-def _torchao(config: str, dtype: torch.dtype, dense: torch.Tensor) -> nn.Module:
-    library = library_of("torchao.quantization")
-    rows, columns = dense.shape
-    layer = nn.Linear(columns, rows, bias=False, device="meta")
-    layer.weight = nn.Parameter(dense.to(dtype), requires_grad=False)
-    library.quantize_(layer, getattr(library, config)())
-    return layer
-
-
-# Format -> function of the dtype to compute in, and of a dense weight
-PACKERS: Mapping[str, Callable[[torch.dtype, torch.Tensor], nn.Module]] = {
-    "nf4": partial(_packed_by_bitsandbytes, "nf4", True),
-    "int8": partial(_torchao, "Int8WeightOnlyConfig"),
-    "fp8": partial(_torchao, "Float8WeightOnlyConfig"),
-}

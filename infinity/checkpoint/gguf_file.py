@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, CorruptionError
-from ..state.coded import Gguf
+from ..state.schemes import Gguf
 from .hub_names import is_transformers
 from .module_names import base_name
 from .source import Source

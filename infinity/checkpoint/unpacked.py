@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError, CorruptionError, UsageError
-from ..state.coded import Fp8, Mxfp4, Scheme
 from ..state.packed import filled, has_inner, is_packed, plain_name
+from ..state.schemes import Mxfp4, Scaled, Scheme
 from ..untrusted import parse_json, read_text
 from .source import Source
 
@@ -236,7 +236,7 @@ def _of_fp8(name: str, codes: Source, scales: Source, block: Any) -> CodedSource
             f"{name} has shape {tuple(scales.shape)}, which is no scale for each block of"
             f" {tuple(block)} of a weight of {tuple(codes.shape)}"
         )
-    return CodedSource(codes, scales, Fp8((block[0], block[1])))
+    return CodedSource(codes, scales, Scaled((block[0], block[1])))
 
 
 def _of_mxfp4(name: str, codes: Source, exponents: Source) -> CodedSource:

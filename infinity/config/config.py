@@ -112,7 +112,7 @@ class Config:
     micro_batch, max_grad_norm, weights, quantize, trace
         Samples a unit runs at once; clipping inside the step; safetensors (a file or folder) or a
         GGUF file for a model on ``meta``; ``"nf4"``, ``"int8"`` or ``"fp8"`` for its frozen linear
-        layers, packed on their way home (:func:`infinity.quantize`); a path for the timeline.
+        layers and experts (:func:`infinity.quantize`); a path for the timeline.
     """
 
     params: str = "auto"

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from infinity.errors import UsageError
-from infinity.state.coded import Coded, Fp8, Gguf, Mxfp4, noting_unpacked
+from infinity.state.coded import Coded, noting_unpacked
+from infinity.state.schemes import Gguf, Mxfp4, Scaled
 
 BF16 = torch.bfloat16
 
@@ -24,7 +25,7 @@ def fp8(shape: tuple[int, ...], block: tuple[int, int], dtype: torch.dtype = BF1
     codes = torch.randn(shape, generator=draws).to(torch.float8_e4m3fn)
     counts = [-(-size // each) for size, each in zip(shape[-2:], block)]
     scales = torch.rand((*shape[:-2], *counts), generator=draws) + 0.5
-    return Coded(codes, scales, Fp8(block), dtype)
+    return Coded(codes, scales, Scaled(block), dtype)
 
 
 def mxfp4(experts: int = 4) -> Coded:
@@ -32,34 +33,6 @@ def mxfp4(experts: int = 4) -> Coded:
     codes = torch.randint(0, 256, (experts, 6, 2, 16), dtype=torch.uint8, generator=draws)
     powers = torch.randint(120, 130, (experts, 6, 2), dtype=torch.uint8, generator=draws)
     return Coded(codes, powers, Mxfp4(), BF16)
-
-
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("codes", [range(256), range(127), [*range(127), *range(128, 255)], []])
-def test_every_code_is_its_number(codes, dtype):
-    """Claim: torch's bits for every code, NaN and zeros of both signs included."""
-    codes = torch.tensor(list(codes), dtype=torch.uint8).view(dtype).reshape(1, -1)
-    block = (1, max(1, codes.numel()))
-    scales = torch.ones(1, min(1, codes.numel()))
-    found = Coded(codes, scales, Fp8(block), torch.float32).dequantize()
-    assert torch.equal(found.view(torch.int32), codes.float().view(torch.int32))
-
-
-@pytest.mark.parametrize("shape, block", [((48, 64), (16, 32)), ((50, 70), (16, 32))])
-def test_every_number_has_the_scale_of_its_block(shape, block):
-    weight = fp8(shape, block, torch.float32)
-    dense = weight.dequantize()
-    for row, column in ((0, 0), (15, 31), (16, 32), (shape[0] - 1, shape[1] - 1)):
-        scale = weight.scales[row // block[0], column // block[1]]
-        assert dense[row, column] == weight.codes[row, column].float() * scale
-    other = Coded(weight.codes, weight.scales + 1, weight.scheme, torch.float32)
-    assert not torch.equal(other.dequantize(), dense)
-
-
-def test_one_scale_is_of_the_whole_weight():
-    codes = torch.randn(8, 8).to(torch.float8_e4m3fn)
-    weight = Coded(codes, torch.tensor(3.0), Fp8((8, 8)), torch.float32)
-    assert torch.equal(weight.dequantize(), codes.float() * 3)
 
 
 def test_products_and_their_gradients_are_those_of_the_dense_weight():
