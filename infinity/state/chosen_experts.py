@@ -155,21 +155,27 @@ class ChosenExperts:
         """Returns the elements of ``rows`` in each flat param, neighbours in one span."""
         if rows is None:
             return None
-        runs: list[tuple[int, int]] = []
-        for row in sorted(rows):
-            if runs and runs[-1][1] == row:
-                runs[-1] = runs[-1][0], row + 1
-            else:
-                runs.append((row, row + 1))
+        spans = spans_of(rows)
         return [
             [
                 (place.offset + begin * each, place.offset + end * each)
                 for place in layout.placements
                 for each in (place.numel // self.count,)
-                for begin, end in runs
+                for begin, end in spans
             ]
             for layout in self._layouts
         ]
+
+
+def spans_of(rows: frozenset[int]) -> list[tuple[int, int]]:
+    """Returns begin and end of the spans that ``rows`` are: neighbours are in one."""
+    spans: list[tuple[int, int]] = []
+    for row in sorted(rows):
+        if spans and spans[-1][1] == row:
+            spans[-1] = spans[-1][0], row + 1
+        else:
+            spans.append((row, row + 1))
+    return spans
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import UsageError
-from .chosen_experts import Rows, reading
+from .chosen_experts import Rows, reading, spans_of
+from .handle import handle_of
 from .schemes import Gguf, Mxfp4, Nf4, Scaled, Scheme
 
 aten = torch.ops.aten
@@ -98,8 +99,8 @@ class Coded(torch.Tensor):
     def _piecewise(
         self, rows_read: Rows, codes: torch.Tensor, scales: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Unpacks a few rows at a time, so that what is in between takes little memory. Pieces
-        without any of ``rows_read`` (None: all are read) are left as they are."""
+        """Unpacks ``rows_read`` (None: all), a few at a time, so that what is in between takes
+        little memory."""
         shape = self.scheme.shape(codes.shape)
         dense = torch.empty(shape, dtype=self.dtype, device=codes.device)
         one = scales is not None and scales.numel() == 1
@@ -107,17 +108,18 @@ class Coded(torch.Tensor):
         most = PIECE if codes.device.type == "cpu" else PIECE_ON_DEVICE
         rows = max(1, most * max(1, shape[0]) // max(1, shape.numel()))
         rows = max(1, rows // alike) * alike
-        for begin in range(0, shape[0], rows):
-            if rows_read is not None and rows_read.isdisjoint(range(begin, begin + rows)):
-                continue
-            parts = [codes[begin : begin + rows]]
-            if scales is not None:
-                end = -(-(begin + rows) // alike)
-                parts.append(scales if one else scales[begin // alike : end])
-            made = self.scheme.unpack(*parts)
-            for dtype in self.dtypes[:-1]:
-                made = made.to(dtype)
-            dense[begin : begin + rows] = made
+        for first, last in [(0, shape[0])] if rows_read is None else spans_of(rows_read):
+            for begin in range(first, last, rows):
+                end = min(begin + rows, last)
+                parts = [_read(codes, begin, end)]
+                if scales is not None and one:
+                    parts.append(scales)
+                elif scales is not None:
+                    parts.append(_read(scales, begin // alike, -(-end // alike)))
+                made = self.scheme.unpack(*parts)
+                for dtype in self.dtypes[:-1]:
+                    made = made.to(dtype)
+                dense[begin:end] = made
         return dense
 
     def chosen(self, index: Any) -> torch.Tensor | None:
@@ -271,6 +273,13 @@ def _form(weight: Coded) -> tuple:
 
 def _parts(weight: Coded) -> list[torch.Tensor]:
     return [each for each in (weight.codes, weight.scales) if each is not None]
+
+
+def _read(part: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Returns rows of codes or scales, those of a tensor at rest in memory of their own: each use
+    of it would be looked up."""
+    rows = part[begin:end]
+    return rows if handle_of(part) is None else rows.clone()
 
 
 def _dense(values: Any) -> Any:
