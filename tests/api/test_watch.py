@@ -171,7 +171,8 @@ def test_a_model_that_is_not_wrapped_is_refused(tmp_path):
 
 
 class Slow:
-    """A loader that takes its time: 20 ms a batch of 3 x 4 numbers."""
+    """A loader of batches of 3 x 4 numbers that takes its time: 20 ms, and ten times as long as the
+    step before it did, so that a busy machine does not make the step the slower one."""
 
     def __init__(self, count: int):
         self._count = count
@@ -180,9 +181,12 @@ class Slow:
         return self._count
 
     def __iter__(self):
+        step = 0.0
         for _ in range(self._count):
-            time.sleep(0.02)
+            time.sleep(max(0.02, 10 * step))
+            begin = time.perf_counter()
             yield {"x": torch.ones(3, 4), "name": "batch"}
+            step = time.perf_counter() - begin
 
 
 def test_the_wait_for_data_is_an_edge(tmp_path):
