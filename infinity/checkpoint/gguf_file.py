@@ -10,7 +10,9 @@ import contextlib
 import importlib
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,29 @@ def gguf_path(path: str | os.PathLike) -> Path | None:
     return found[0]
 
 
+class _Parsed:
+    """What a GGUF file says of itself. Parsing takes seconds for a large vocabulary, so all that
+    read the same file have the same object."""
+
+    _alive: weakref.WeakValueDictionary[tuple, _Parsed] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, path: Path) -> _Parsed:
+        """Parses the file, unless somebody has it as it is now."""
+        found = os.stat(path)
+        key = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        if (parsed := cls._alive.get(key)) is None:
+            parsed = cls._alive[key] = cls(path)
+        return parsed
+
+    def __init__(self, path: Path):
+        theirs = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+        reader = library_of_gguf().GGUFReader(path)
+        self.tensors = reader.tensors
+        self.config = theirs.load_gguf_checkpoint(path)["config"]
+        self.kind = theirs.read_field(reader, "general.architecture")[0]
+
+
 class GgufFile:
     """Reads a GGUF file for ``model``. Raises ConfigError or CorruptionError."""
 
@@ -62,17 +87,15 @@ class GgufFile:
         self._library = library_of_gguf()
         theirs = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
         with self._reading():
-            reader = self._library.GGUFReader(path)
-            told = theirs.load_gguf_checkpoint(path)["config"]
-            kind = theirs.read_field(reader, "general.architecture")[0]
-        processor = theirs.TENSOR_PROCESSORS.get(kind, theirs.TensorProcessor)
-        self._processor = processor(config=told)
+            self._parsed = _Parsed.of(path)
+        processor = theirs.TENSOR_PROCESSORS.get(self._parsed.kind, theirs.TensorProcessor)
+        self._processor = processor(config=self._parsed.config)
         plain = _WithoutAdapters(model)
         self._names = theirs.get_gguf_hf_weights_map(plain, self._processor)
         self._models = {name: value.shape for name, value in plain.state_dict().items()}
         # Name in the model -> the file's tensors for it, gate before up
         self._tensors: dict[str, list[Any]] = {}
-        for tensor in sorted(reader.tensors, key=lambda each: "_up_" in each.name):
+        for tensor in sorted(self._parsed.tensors, key=lambda each: "_up_" in each.name):
             if (name := self._name_of(tensor.name)) is not None:
                 self._tensors.setdefault(name, []).append(tensor)
 
@@ -156,7 +179,7 @@ class GgufFile:
         order = made.weights[:, 0].astype(np.int64)
         if not np.array_equal(np.sort(order), np.arange(len(rows))):
             return None
-        return lambda: torch.from_numpy(np.asarray(tensor.data)[order])
+        return partial(self._codes, [tensor], order)
 
     def _fused(self, name: str, tensors: list[Any]) -> Callable[[], torch.Tensor] | None:
         """Returns what reads the codes of all experts of a layer; None if the conversion does more
@@ -167,7 +190,15 @@ class GgufFile:
             return None
         if not np.array_equal(parsed["tensors"][name].numpy(), np.concatenate(parts, axis=-2)):
             return None
-        return lambda: torch.from_numpy(np.concatenate([each.data for each in tensors], axis=-2))
+        return partial(self._codes, tensors)
+
+    def _codes(self, tensors: list[Any], order: np.ndarray | None = None) -> torch.Tensor:
+        with self._reading():
+            if order is None:
+                codes = np.concatenate([each.data for each in tensors], axis=-2)
+            else:
+                codes = np.asarray(tensors[0].data)[order]
+        return torch.from_numpy(codes)
 
     def _tried(
         self, tensors: list[Any], values: list[np.ndarray], parsed: dict | None = None

@@ -100,6 +100,16 @@ def test_an_adapter_trains_on_the_codes_of_a_file(arch, kind, files, tmp_path):
     assert run(changed, "host") != expected
 
 
+def test_a_file_is_parsed_once_for_a_wrap(files, tmp_path, monkeypatch):
+    path, plain = files("llama", "Q8_0")
+    read, reader = [], gguf.GGUFReader
+    monkeypatch.setattr(gguf, "GGUFReader", lambda *of: read.append(of) or reader(*of))
+    for count in (2, 4):  # transformers parses it, too; and again for the next wrap
+        model = on_meta(plain).requires_grad_(requires_grad=False)
+        infinity.wrap_model(model, None, {"params": "host", "weights": path})
+        assert len(read) == count
+
+
 def test_what_is_no_whole_file_is_refused(files, tmp_path):
     path, plain = files("llama", "Q8_0")
     short = tmp_path / "short.gguf"
