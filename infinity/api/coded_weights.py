@@ -6,8 +6,9 @@ coded   a weight of the model that is :class:`~infinity.state.coded.Coded`: FP8,
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
@@ -21,11 +22,14 @@ from ..checkpoint.weight_files import WeightFiles
 from ..errors import ConfigError, UsageError
 from ..runtime.registry import is_wrapped
 from ..state.coded import Coded
-from ..state.packed import SMALL_NBYTES, Send, inner_tensors, is_packed, send_parts
+from ..state.experts import divides_experts
+from ..state.packed import SMALL_NBYTES, inner_tensors, is_packed, send_parts
 from ..state.partition import is_managed
 from ..state.parts import parts_of
 from ..state.schemes import Scaled
 from .packed_experts import LATER, ExpertsSource, experts_of
+
+logger = logging.getLogger(__name__)
 
 CODED = "_infinity_coded"  # attribute of a module: names of its weights -> how they lie in files
 
@@ -47,7 +51,7 @@ class CodedWeights:
         # Layers with scales of their own take the folder's tensors as they are.
         if weights is not None and not any(each.dtype in FP8 for each in model.parameters()):
             self._swap(model, _scaled_in(model, weights))
-        self._swap(model, _packed_now(model, weights, format))
+        self._swap(model, _to_pack(model, weights, format))
 
     def _swap(self, model: nn.Module, sources: Mapping[str, CodedSource]) -> None:
         for name, scaled in sources.items():
@@ -58,7 +62,8 @@ class CodedWeights:
             try:
                 torch.utils.swap_tensors(param, made)
             except RuntimeError:
-                continue  # something beside its module refers to it: it becomes dense
+                logger.warning("%s stays dense: something beside its module refers to it", name)
+                continue
             self._swapped.append((param, made))
             self._modules.append(module)
             module.__dict__.setdefault(CODED, {})[key] = scaled
@@ -67,20 +72,21 @@ class CodedWeights:
         """Lets go of the files, once the values are at home."""
         for module in self._modules:
             module.__dict__.pop(CODED, None)
+            module.__dict__.pop(LATER, None)
         self._swapped.clear()
 
     def remove(self) -> None:
         """Makes the weights plain ones on meta again."""
         for module in self._modules:
             module.__dict__.pop(CODED, None)
-        for param, made in self._swapped:
+        for param, made in reversed(self._swapped):
             torch.utils.swap_tensors(param, made)
         self._swapped.clear()
 
 
 def dequantize(model: nn.Module) -> nn.Module:
-    """Makes the weights of ``model`` dense that are in the codes of their files, in place, and
-    returns it. They stay frozen, in the dtype of the model.
+    """Makes the weights of ``model`` dense that are in the codes of a file, or experts in those of
+    :func:`quantize`, in place, and returns it. They stay frozen, in the dtype of the model.
 
     For a model that is not wrapped: to merge adapters into it, to train it, or to save it. Raises
     UsageError for a wrapped one.
@@ -92,7 +98,9 @@ def dequantize(model: nn.Module) -> nn.Module:
         )
     for param in list(model.parameters()):
         if isinstance(param, Coded):
-            torch.utils.swap_tensors(param, nn.Parameter(param.dequantize(), requires_grad=False))
+            made = nn.Parameter(param.dequantize(), requires_grad=False)
+            made.__dict__ = param.__dict__ | made.__dict__
+            torch.utils.swap_tensors(param, made)
     return model
 
 
@@ -107,8 +115,9 @@ def coded_parts(model: nn.Module) -> set[torch.Tensor]:
     }
 
 
-def send_coded(model: nn.Module, send: Send) -> None:
-    """Reads the codes and scales of one module after the other, and sends them home."""
+def send_coded(model: nn.Module, send: Callable[..., None]) -> None:
+    """Reads the codes and scales of one module after the other, and sends them home. ``send``: as
+    `send_parts` has it, and told by ``drawn`` whether ranks may have other values."""
     for module in model.modules():
         if (scaled := module.__dict__.get(CODED)) is None:
             continue
@@ -116,11 +125,12 @@ def send_coded(model: nn.Module, send: Send) -> None:
         for key, param in module._parameters.items():
             made._parameters[key] = param
             if param is not None and key in scaled:
-                made._parameters[key] = _read(scaled[key], param.dtype)
-        send_parts(module, made, send)
+                made._parameters[key] = _coded(scaled[key], param.dtype)
+        drawn = any(each.is_of_rank for each in scaled.values())
+        send_parts(module, made, partial(send, drawn=drawn))
 
 
-def _read(scaled: CodedSource, dtype: torch.dtype) -> nn.Parameter:
+def _coded(scaled: CodedSource, dtype: torch.dtype) -> nn.Parameter:
     codes, *scales = scaled.read()
     weight = Coded(codes, scales[0] if scales else None, scaled.scheme, dtype)
     return nn.Parameter(weight, requires_grad=False)
@@ -157,36 +167,45 @@ def _scaled_in(model: nn.Module, weights: str | os.PathLike) -> dict[str, CodedS
     return dict(of_one[0] for of_one in ways.values() if len(of_one) == 1)
 
 
-def _packed_now(
+def _to_pack(
     model: nn.Module, weights: str | os.PathLike | None, format: str | None
 ) -> dict[str, CodedSource]:
-    """Returns experts that are to be packed, by their names in ``model``."""
-    formats = {
-        name: chosen
-        for name, module, _ in experts_of(model)
-        if (chosen := module.__dict__.get(LATER, format)) is not None
-    }
-    params = {name: model.get_parameter(name) for name in formats}
-    on_meta = {name: param for name, param in params.items() if param.is_meta}
+    """Returns experts that are to be packed, by their names in ``model``. Raises ConfigError for
+    experts without values, or that were to be packed in another format."""
+    noted = {each.__dict__[LATER] for each in model.modules() if LATER in each.__dict__}
+    formats: list[str] = sorted(noted if format is None else noted | {format})
+    if not formats:
+        return {}
+    if len(formats) > 1:
+        raise ConfigError(
+            f"experts are to be packed as {' and '.join(formats)}: give infinity.quantize and"
+            " Config(quantize=...) the same format"
+        )
+    (chosen,) = formats
+    if divides_experts(model):
+        logger.warning("quantize=%r: experts that are divided over ranks stay dense", chosen)
+    experts = [
+        each
+        for each in experts_of(model, chosen)
+        if format is not None or LATER in each.module.__dict__
+    ]
+    on_meta = {each.name: each.param for each in experts if each.param.is_meta}
     sources = _dense_in(model, weights, on_meta) if on_meta and weights is not None else {}
     if missing := [name for name in on_meta if name not in sources]:
         raise ConfigError(
             f"{missing[0]} is to be packed and has no value: Config(weights=...) names"
             + (" no file" if weights is None else f" {str(weights)!r}, which lacks it")
         )
-    in_memory = {name: param.data for name, param in params.items() if name not in on_meta}
-    sources |= {
-        name: Source(data.shape, data.dtype, partial(_itself, data))
-        for name, data in in_memory.items()
-    }
     return {
-        name: ExpertsSource.of(formats[name], source.to(params[name].dtype))
-        for name, source in sources.items()
+        each.name: ExpertsSource.of(
+            chosen,
+            each.is_transposed,
+            sources[each.name].to(each.param.dtype)
+            if each.name in on_meta
+            else Source.lent(each.param.data),
+        )
+        for each in experts
     }
-
-
-def _itself(data: torch.Tensor) -> torch.Tensor:
-    return data
 
 
 def _dense_in(

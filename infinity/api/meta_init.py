@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from functools import partial
 from typing import Any, cast
 
@@ -294,14 +294,16 @@ class Materialized:
         for name, source in sources.items():
             self._take_whole(targets[name], source.read(), home)
 
-    def _send_whole(self, home: Home, param: nn.Parameter, value: torch.Tensor) -> None:
+    def _send_whole(
+        self, home: Home, param: nn.Parameter, value: torch.Tensor, *, drawn: bool
+    ) -> None:
         self.sent.add(param)
-        self._take_whole(param, value, home)
+        for begin, piece in _pieces(value):
+            home.send(param, begin, piece, drawn=drawn)
 
     def _take_whole(self, tensor: torch.Tensor, value: torch.Tensor, home: Home) -> None:
-        flat = value.reshape(-1)
-        for begin in range(0, flat.numel(), PIECE_ELEMENTS):
-            self._take(tensor, begin, flat[begin : begin + PIECE_ELEMENTS], home)
+        for begin, piece in _pieces(value):
+            self._take(tensor, begin, piece, home)
 
     def _targets(self, without: Set[torch.Tensor] = frozenset()) -> dict[str, torch.Tensor]:
         """Returns every entry of a state dict that has a value of its own, under every name."""
@@ -328,6 +330,12 @@ class Materialized:
 
     def _goes_home(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, nn.Parameter) and self._managed(tensor)
+
+
+def _pieces(value: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    flat = value.reshape(-1)
+    for begin in range(0, flat.numel(), PIECE_ELEMENTS):
+        yield begin, flat[begin : begin + PIECE_ELEMENTS]
 
 
 class _OfWholes:

@@ -6,93 +6,139 @@ later   experts on meta, which a wrap packs when it reads them
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from ..checkpoint.source import Source
 from ..checkpoint.unpacked import CodedSource
+from ..errors import InternalError
 from ..state.coded import Coded
 from ..state.experts import has_experts
+from ..state.packed import is_code
 from ..state.partition import is_managed
-from ..state.schemes import Nf4, Scaled, Scheme
+from ..state.schemes import Nf4, Scaled, Scheme, Transposed
 from .packers import PACKERS
 
 LATER = "_infinity_packed_later"  # attribute of a module with experts on meta: a format
+DENSE = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def experts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yields the weights of experts in ``model`` that can be packed, each with its name and
-    module."""
+@dataclass(frozen=True)
+class Experts:
+    """A weight of experts that can be packed."""
+
+    name: str
+    module: nn.Module
+    key: str  # the module's attribute
+    is_transposed: bool  # [experts, inputs, outputs]
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The weight."""
+        return cast(nn.Parameter, self.module._parameters[self.key])
+
+
+def experts_of(model: nn.Module, format: str) -> Iterator[Experts]:
+    """Yields the weights of experts in ``model`` that can be packed in ``format``: frozen, dense
+    and not tied."""
+    places = Counter(param for module in model.modules() for param in module._parameters.values())
     for path, module in model.named_modules():
-        for key, param in module._parameters.items() if has_experts(module) else ():
-            if _is_packable(param):
-                yield f"{path}.{key}" if path else key, module, param
+        if has_experts(module) and not any(map(is_code, module.parameters(recurse=False))):
+            for key, param in module._parameters.items():
+                name = f"{path}.{key}" if path else key
+                found = Experts(name, module, key, getattr(module, "is_transposed", False))
+                if places[param] == 1 and _is_packable(param, format, found.is_transposed):
+                    yield found
 
 
-def _is_packable(param: torch.Tensor | None) -> TypeGuard[nn.Parameter]:
+def _is_packable(param: torch.Tensor | None, format: str, is_transposed: bool) -> bool:
     return (
         type(param) is nn.Parameter
         and not param.requires_grad
-        and param.is_floating_point()
+        and param.dtype in DENSE
         and param.dim() == 3
-        and param.shape[-1] % 2 == 0  # two codes of NF4 are a byte
+        # Two codes of NF4 are a byte.
+        and (format != "nf4" or param.shape[1 if is_transposed else 2] % 2 == 0)
         and is_managed(param)
     )
 
 
 def pack_experts(model: nn.Module, format: str) -> None:
     """Packs experts in place. Notes the ``format`` of those on meta."""
-    for _, module, param in list(experts_of(model)):
+    for experts in list(experts_of(model, format)):
+        param = experts.param
         if param.is_meta:
-            module.__dict__[LATER] = format
+            experts.module.__dict__[LATER] = format
             continue
-        made = Coded(*_pack(format, param.data), _scheme_of(format, param), param.dtype)
-        torch.utils.swap_tensors(param, nn.Parameter(made, requires_grad=False))
+        codes, scales = _pack(format, param.data, experts.is_transposed)
+        made = Coded(codes, scales, _scheme_of(format, param, experts.is_transposed), param.dtype)
+        packed = nn.Parameter(made, requires_grad=False)
+        packed.__dict__ = param.__dict__ | packed.__dict__
+        experts.module._parameters[experts.key] = packed
 
 
 @dataclass(frozen=True)
 class ExpertsSource(CodedSource):
     """The codes that are made of dense experts when they are read.
 
-    format
-        Of the codes.
+    format, is_transposed
+        Of the codes; of the dense experts.
     given
         The dense experts.
     """
 
     format: str
+    is_transposed: bool
     given: Source
 
     @classmethod
-    def of(cls, format: str, given: Source) -> ExpertsSource:
+    def of(cls, format: str, is_transposed: bool, given: Source) -> ExpertsSource:
         """Returns the source of the codes of ``given``, without reading it."""
         one = torch.empty((1, *given.shape[1:]), dtype=given.dtype, device="meta")
-        codes, scales = (_like(each, given.shape[0]) for each in _pack(format, one))
-        return cls(codes, scales, _scheme_of(format, one), format, given)
+        made = _pack(format, one, is_transposed)
+        codes, scales = (_described(each, given.shape[0]) for each in made)
+        scheme = _scheme_of(format, one, is_transposed)
+        return cls(codes, scales, scheme, format, is_transposed, given)
 
     def read(self) -> list[torch.Tensor]:
         """Reads the dense experts, and packs them."""
-        return list(_pack(self.format, self.given.read()))
+        return list(_pack(self.format, self.given.read(), self.is_transposed))
+
+    @property
+    def is_of_rank(self) -> bool:
+        """Whether ranks may have other values."""
+        return self.given.is_of_rank
 
 
-def _like(part: torch.Tensor, count: int) -> Source:
-    """Describes the same part of ``count`` experts, which is read with the others."""
-    return Source(torch.Size([count, *part.shape[1:]]), part.dtype, lambda: part)
+def _described(part: torch.Tensor, count: int) -> Source:
+    """Returns the source of the same part of ``count`` experts: codes and scales are read
+    together, not by this one."""
+
+    def read() -> torch.Tensor:
+        raise InternalError("codes and scales of experts are read together")
+
+    return Source(torch.Size([count, *part.shape[1:]]), part.dtype, read)
 
 
-def _scheme_of(format: str, dense: torch.Tensor) -> Scheme:
-    return Nf4(dense.dtype) if format == "nf4" else Scaled((1, dense.shape[-1]))
+def _scheme_of(format: str, dense: torch.Tensor, is_transposed: bool) -> Scheme:
+    inputs = dense.shape[1 if is_transposed else 2]
+    scheme = Nf4(dense.dtype) if format == "nf4" else Scaled((1, inputs))
+    return Transposed(scheme) if is_transposed else scheme
 
 
-def _pack(format: str, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the codes and scales of ``dense`` experts."""
+def _pack(
+    format: str, dense: torch.Tensor, is_transposed: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the codes and scales of ``dense`` experts, each as a matrix of outputs x inputs."""
     pack = partial(PACKERS[format], dense.dtype)
-    codes, scales = zip(*(_parts_of(pack(each.contiguous()).weight, each) for each in dense))
+    matrices = [(each.T if is_transposed else each).contiguous() for each in dense]
+    codes, scales = zip(*(_parts_of(pack(each).weight, each) for each in matrices))
     return torch.stack(codes), torch.stack(scales)
 
 

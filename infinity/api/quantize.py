@@ -23,7 +23,7 @@ from ..checkpoint.source import Source
 from ..checkpoint.unpacked import compute_dtype_of, packed_by_bitsandbytes
 from ..checkpoint.weight_files import WeightFiles
 from ..errors import ConfigError
-from ..state.packed import Send, has_inner, is_code, is_packed, own_tensors, send_parts
+from ..state.packed import has_inner, is_code, is_packed, own_tensors, send_parts
 from ..state.partition import is_managed
 from ..state.parts import parts_of
 from .packed_experts import experts_of, pack_experts
@@ -42,9 +42,9 @@ def quantize(model: nn.Module, format: str) -> nn.Module:
         2023). ``"int8"``, ``"fp8"``: torchao's codes with a scale per output.
 
     :func:`wrap_model` packs weights on ``meta`` when it reads them. Embeddings, output layers, tied
-    and trained weights stay dense. Experts that are one parameter become coded
-    (:func:`infinity.dequantize`). Raises ConfigError if there is nothing to pack, or the library is
-    not installed.
+    and trained weights stay dense. Experts that are one parameter get codes, and are dense where
+    they are used; :func:`infinity.dequantize` makes them dense for good. Raises ConfigError if
+    there is nothing to pack, or the library is not installed.
     """
     for parent, name, layer in _packed(model, format, now=True):
         setattr(parent, name, layer)
@@ -153,13 +153,14 @@ class DenseWeights:
                 )
             self._sources[name] = source
 
-    def send(self, send: Send) -> None:
-        """Packs one weight after the other, and sends their parts home."""
+    def send(self, send: Callable[..., None]) -> None:
+        """Packs one weight after the other, and sends their parts home. ``send``: as `send_parts`
+        has it, and told by ``drawn`` whether ranks may have other values."""
         for name, source in self._sources.items():
             layer = self._layers[name]
             how = layer.__dict__[DESCRIBED]
             source = source.to(how.dtype) if how.is_dense else source
-            send_parts(layer, how.pack(source.read()), send)
+            send_parts(layer, how.pack(source.read()), partial(send, drawn=source.is_of_rank))
 
 
 def _packed(
@@ -182,7 +183,7 @@ def _packed(
 def _described(linear: nn.Linear, pack: Callable) -> nn.Module:
     weight = linear.weight
     layer = _like(linear, pack(torch.empty(weight.shape, dtype=weight.dtype, device="meta")))
-    source = None if weight.is_meta else Source(weight.shape, weight.dtype, lambda: weight.data)
+    source = None if weight.is_meta else Source.lent(weight)
     layer.__dict__[DESCRIBED] = Described(pack, weight.shape, weight.dtype, source)
     return layer
 
@@ -251,7 +252,7 @@ def _packable(model: nn.Module, format: str) -> list[tuple[nn.Module, str, nn.Li
         and uses[child.weight] == 1
     ]
     found = [each for each in frozen if each[2].weight.numel() >= LEAST_NUMEL]
-    if not found and not any(experts_of(model)):
+    if not found and not any(experts_of(model, format)):
         raise _nothing_to_pack(model, format, frozen)
     return found
 
@@ -270,8 +271,8 @@ def _nothing_to_pack(
             f" Those of less than {LEAST_NUMEL:,} stay dense: leave quantize out"
         )
     return ConfigError(
-        f"{name} has no frozen linear layer to pack. Freeze its base (requires_grad_(False)), or"
-        " add adapters by peft.get_peft_model"
+        f"{name} has no frozen linear layer, and no frozen experts of 64 KiB and more, to pack."
+        " Freeze its base (requires_grad_(False)), or add adapters by peft.get_peft_model"
     )
 
 

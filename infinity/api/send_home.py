@@ -31,7 +31,7 @@ class Homes:
 
     def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:
         flat_param, index = self._places[param]
-        if drawn:  # each rank has drawn its own random values
+        if drawn:  # each rank has values of its own, such as random ones
             values = self._collectives.broadcast(
                 values.clone(), "the initial values", over_tensors=True
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,7 @@ class Source:
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
     storage: Storage | None = None  # None: not shared
+    is_of_rank: bool = False  # in memory, where other ranks may have other values
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Source:
@@ -32,6 +33,11 @@ class Source:
             tensor.dtype,
             lambda: tensor.detach().clone(memory_format=torch.contiguous_format),
         )
+
+    @classmethod
+    def lent(cls, tensor: torch.Tensor) -> Source:
+        """Makes the source of a tensor in memory; reading returns its own data."""
+        return cls(tensor.shape, tensor.dtype, lambda: tensor.data, is_of_rank=True)
 
     @property
     def nbytes(self) -> int:
@@ -43,4 +49,4 @@ class Source:
         one."""
         if dtype is None or dtype == self.dtype or not self.dtype.is_floating_point:
             return self
-        return Source(self.shape, dtype, lambda: self.read().to(dtype))
+        return replace(self, dtype=dtype, read=lambda: self.read().to(dtype), storage=None)

@@ -181,6 +181,11 @@ class CodedSource:
         """Reads codes and scales."""
         return [each.read() for each in (self.codes, self.scales) if each is not None]
 
+    @property
+    def is_of_rank(self) -> bool:
+        """Whether ranks may have other values: no, in a file."""
+        return False
+
     def dense(self) -> Source:
         """Returns the source of the dense weight: MXFP4 in bf16, others in fp32."""
         dtype = torch.bfloat16 if isinstance(self.scheme, Mxfp4) else torch.float32

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import InternalError
 from .dtensors import local_of
 from .experts import INDICES, clamps_choice, exchanges_of, runs_known_code
 from .flat_layout import FlatLayout
@@ -69,8 +70,10 @@ class ChosenExperts:
 
     @contextlib.contextmanager
     def reading(self, rows: Rows) -> Iterator[Rows]:
-        """Begins a block that reads ``rows`` of packed weights, or those of the block around
-        it."""
+        """Begins a block that reads ``rows`` of packed weights. In a block inside another one the
+        outer one's are read."""
+        if rows is not None and not all(0 <= row < self.count for row in rows):
+            raise InternalError(f"rows {sorted(rows)} of {self.count} are to be read")
         before = self._read
         self._read = before or (rows,)
         try:

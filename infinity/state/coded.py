@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..errors import UsageError
 from .chosen_experts import Rows, reading, spans_of
 from .handle import handle_of
-from .schemes import Gguf, Mxfp4, Nf4, Scaled, Scheme
+from .schemes import Gguf, Mxfp4, Nf4, Scaled, Scheme, Transposed
 
 aten = torch.ops.aten
 
@@ -111,11 +111,11 @@ class Coded(torch.Tensor):
         for first, last in [(0, shape[0])] if rows_read is None else spans_of(rows_read):
             for begin in range(first, last, rows):
                 end = min(begin + rows, last)
-                parts = [_read(codes, begin, end)]
+                parts = [_rows_of(codes, begin, end)]
                 if scales is not None and one:
                     parts.append(scales)
                 elif scales is not None:
-                    parts.append(_read(scales, begin // alike, -(-end // alike)))
+                    parts.append(_rows_of(scales, begin // alike, -(-end // alike)))
                 made = self.scheme.unpack(*parts)
                 for dtype in self.dtypes[:-1]:
                     made = made.to(dtype)
@@ -130,7 +130,7 @@ class Coded(torch.Tensor):
         if self.dim() < 3 or not by_expert:
             return None
         if isinstance(index, int) and not isinstance(index, bool):
-            return self.unpacked([index])[0]
+            return self.unpacked([range(count)[index]])[0]
         if not isinstance(index, torch.Tensor) or index.dtype not in (torch.int32, torch.int64):
             return None
         if index.dim() == 0:
@@ -229,7 +229,7 @@ def _changes(name: str, first: Any, args: tuple, kwargs: dict) -> bool:
 
 def _refuse(weight: Any) -> Any:
     raise UsageError(
-        f"{weight!r} has the codes of its file, and is not changed or trained. Without the engine"
+        f"{weight!r} is in codes, and is not changed or trained. Without the engine"
         " (infinity.unwrap_model), infinity.dequantize(model) makes such weights dense"
     )
 
@@ -275,9 +275,9 @@ def _parts(weight: Coded) -> list[torch.Tensor]:
     return [each for each in (weight.codes, weight.scales) if each is not None]
 
 
-def _read(part: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Returns rows of codes or scales, those of a tensor at rest in memory of their own: each use
-    of it would be looked up."""
+def _rows_of(part: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Returns rows of codes or scales. Of a tensor at rest they are a copy: each use of a view of
+    it would ask the engine."""
     rows = part[begin:end]
     return rows if handle_of(part) is None else rows.clone()
 
@@ -293,4 +293,4 @@ def _made_of(
     return Coded(change(weight.codes), scales, weight.scheme, *weight.dtypes, *dtypes)
 
 
-torch.serialization.add_safe_globals([Coded, Scaled, Mxfp4, Gguf, Nf4])
+torch.serialization.add_safe_globals([Coded, Scaled, Mxfp4, Gguf, Nf4, Transposed])

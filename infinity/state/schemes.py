@@ -174,4 +174,24 @@ def _table_of_scales(device: torch.device) -> torch.Tensor:
     return library.create_dynamic_map().to(device)
 
 
-Scheme = Scaled | Mxfp4 | Gguf | Nf4
+@dataclass(frozen=True)
+class Transposed:
+    """The transposed matrices of another scheme."""
+
+    scheme: Scaled | Nf4
+
+    def unpack(self, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        """Makes the dense weight."""
+        return self.scheme.unpack(codes, scales).transpose(-1, -2)
+
+    def shape(self, codes: torch.Size) -> torch.Size:
+        """Returns the shape of the dense weight."""
+        *rest, rows, columns = self.scheme.shape(codes)
+        return torch.Size([*rest, columns, rows])
+
+    def rows_alike(self, _codes: torch.Tensor) -> int:
+        """Returns 1: every expert has its scales."""
+        return 1
+
+
+Scheme = Scaled | Mxfp4 | Gguf | Nf4 | Transposed

@@ -205,3 +205,86 @@ def test_a_model_that_is_given_back_keeps_its_codes(tmp_path):
         assert torch.equal(mine.codes, its.codes) and torch.equal(mine.scales, its.scales)
     infinity.dequantize(model)
     assert type(model.get_parameter(NAMES[0])) is nn.Parameter
+
+
+def test_an_expert_is_found_by_any_number_of_it(tmp_path):
+    """Claim: in and out of a forward, experts that are counted from the end are those; what was
+    read before makes no difference to a forward."""
+    plain = infinity.quantize(build(), "nf4")
+    model, optimizer = wrapped(infinity.quantize(build(), "nf4"), "nvme", tmp_path)
+    expected = losses(*wrapped(infinity.quantize(build(), "nf4"), "host", tmp_path))
+    weight, dense = model.get_parameter(NAMES[0]), plain.get_parameter(NAMES[0]).dequantize()
+    for number in (-1, *range(7), -8):
+        assert torch.equal(weight[number], dense[number])
+    assert torch.equal(weight.dequantize(), dense)
+    for number in (8, -9):
+        with pytest.raises(IndexError):
+            weight[number]
+    read = []
+    experts = model.model.layers[0].mlp.experts
+    experts.register_forward_pre_hook(lambda *_: read.extend(weight[n] for n in (-1, 0, 1)))
+    assert losses(model, optimizer) == expected
+    assert torch.equal(read[0], dense[-1]) and torch.equal(read[2], dense[1])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_transposed_experts_are_packed_by_their_outputs(format):
+    """Claim: a scale is of one output, wherever the class has it. Twin: packed as they lie."""
+    config = transformers.GptOssConfig(
+        **SIZES, intermediate_size=128, num_local_experts=8, num_experts_per_tok=2, head_dim=16,
+        layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16)
+    plain = model.model.layers[0].mlp.experts.gate_up_proj.detach().clone()
+    infinity.quantize(model.requires_grad_(requires_grad=False), format)
+    weight = model.model.layers[0].mlp.experts.gate_up_proj
+    expected = [of_library(format, each.T.contiguous()).T for each in plain]
+    assert torch.equal(weight.dequantize(), torch.stack(expected))
+    assert torch.equal(weight[-2], expected[-2])
+    assert not torch.equal(weight[0], of_library(format, plain[0]))
+
+
+def test_tied_experts_stay_dense_and_survive_a_wrap_that_fails(tmp_path):
+    model = build()
+    first, second = (layer.mlp.experts for layer in model.model.layers)
+    second.gate_up_proj = first.gate_up_proj
+    value = first.gate_up_proj.clone()
+    with pytest.raises(CapacityError):
+        wrapped(model, "host", tmp_path, quantize="nf4", host_memory="1KiB")
+    infinity.quantize(model, "nf4")
+    assert isinstance(first.down_proj, Coded)
+    assert type(first.gate_up_proj) is nn.Parameter and first.gate_up_proj is second.gate_up_proj
+    assert torch.equal(first.gate_up_proj, value)
+
+
+def test_a_format_is_noted_for_one_wrap(folder, tmp_path):
+    noted = infinity.quantize(build(meta=True), "nf4")
+    with pytest.raises(ConfigError, match="packed as int8 and nf4"):
+        wrapped(noted, "host", tmp_path, weights=folder, quantize="int8")
+    model, _ = infinity.unwrap_model(*wrapped(noted, "host", tmp_path, weights=folder))
+    again, _ = wrapped(infinity.dequantize(model), "host", tmp_path)
+    assert not any(isinstance(each, Coded) for each in again.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
+def test_other_dtypes_stay_as_they_are(dtype):
+    model = build()
+    experts = model.model.layers[1].mlp.experts
+    for key in ("gate_up_proj", "down_proj"):
+        param = nn.Parameter(getattr(experts, key).detach().to(dtype), requires_grad=False)
+        experts._parameters[key] = param
+    infinity.quantize(model, "int8")
+    assert isinstance(model.get_parameter(NAMES[0]), Coded)
+    assert experts.gate_up_proj.dtype == experts.down_proj.dtype == dtype
+
+
+def test_a_weight_that_somebody_holds_is_packed_and_keeps_its_attributes():
+    """Claim: a view of it elsewhere is no hindrance."""
+    model = build()
+    weight = model.get_parameter(NAMES[0])
+    weight.note, view = "mine", weight[0]
+    before = view.clone()
+    infinity.quantize(model, "nf4")
+    packed = model.get_parameter(NAMES[0])
+    assert isinstance(packed, Coded) and packed.note == "mine" and torch.equal(view, before)

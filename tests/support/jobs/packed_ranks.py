@@ -22,7 +22,10 @@ from torch import nn
 
 from infinity.state.coded import Coded
 
-KINDS = ("bitsandbytes nf4", "bitsandbytes int8", "torchao int8", "buffers", "parameters", "coded")
+KINDS = (
+    *("bitsandbytes nf4", "bitsandbytes int8", "torchao int8", "buffers", "parameters", "coded"),
+    "packed here",  # by the wrap, of weights in memory
+)
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
@@ -50,6 +53,17 @@ def in_a_file(file: Path) -> tuple[nn.Module, nn.Module]:
     return plain.train(), model.to("meta").train()
 
 
+def to_pack() -> tuple[nn.Module, nn.Module]:
+    """Makes a packed model, and one that the wrap packs."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(nn.Sequential(*[Block(lambda linear: linear) for _ in range(BLOCKS)]).train())
+        for name, param in made[-1].named_parameters():
+            param.requires_grad_(".thin." in name or ".wide." in name)
+    return infinity.quantize(made[0], "fp8"), made[1]
+
+
 def dense(model: nn.Module) -> dict[str, torch.Tensor]:
     """The frozen weights, dense."""
     found = model.state_dict()
@@ -63,10 +77,14 @@ def dense(model: nn.Module) -> dict[str, torch.Tensor]:
 def run(kind: str, home: str, shard: str, folder: Path) -> dict:
     rank, count = dist.get_rank(), dist.get_world_size()
     coded, file = kind == "coded", folder / "coded.safetensors"
-    plain, model = in_a_file(file) if coded else (make(kind), make(kind))
+    if kind == "packed here":
+        plain, model = to_pack()
+    else:
+        plain, model = in_a_file(file) if coded else (make(kind), make(kind))
     if rank == 1 and not coded:  # the first rank's values count
         with torch.no_grad():
-            for tensor in (*trained(model), *model.buffers()):
+            own = model.parameters() if kind == "packed here" else trained(model)
+            for tensor in (*own, *model.buffers()):
                 tensor.zero_()
     stepping = torch.optim.AdamW(trained(plain), lr=1e-2, fused=True)
     optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
@@ -75,6 +93,8 @@ def run(kind: str, home: str, shard: str, folder: Path) -> dict:
         config["nvme_paths"] = [str(folder)]
     if coded:
         config["weights"] = str(file)
+    elif kind == "packed here":
+        config["quantize"] = "fp8"
     model, optimizer = infinity.wrap_model(model, optimizer, config)
     losses, expected = [], []
     for step in range(3):
