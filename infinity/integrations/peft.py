@@ -289,28 +289,38 @@ def _base_of(target: nn.Module) -> nn.Module:
     )
 
 
+def _layers_of(target: nn.Module | None) -> list[BaseTunerLayer]:
+    """Lists the adapters of ``target``, the outermost first. PEFT puts one around the other for
+    each parameter of a module that it adapts."""
+    found = []
+    while isinstance(target, BaseTunerLayer):
+        found.append(target)
+        target = target.base_layer
+    return found
+
+
 def _merging(
     target: nn.Module, key: str, name: str, sources: Mapping[str, Source]
 ) -> Callable[[], torch.Tensor]:
     @torch.no_grad()
     def read() -> torch.Tensor:
-        base = _base_of(target)
+        base, layers = _base_of(target), _layers_of(target)
         before = dict(base.named_parameters())
         try:
             for own, param in before.items():
                 value = sources[f"{key}.{own}"].read() if _is_hollow(param) else param.data
                 _put(base, own, nn.Parameter(value.clone(), requires_grad=False))
-            if isinstance(target, BaseTunerLayer):
-                target.merge()
+            for layer in layers:
+                layer.merge()
+            if layers:
                 return base.get_parameter(name).data
             merged = target.unload_and_optionally_merge_module(
                 merge=True, safe_merge=False, adapter_names=None
             )
             return merged.get_parameter(name).data
         finally:
-            for layer in (target, getattr(target, "token_adapter", None)):
-                if isinstance(layer, BaseTunerLayer):
-                    layer.merged_adapters.clear()
+            for layer in (*layers, *_layers_of(getattr(target, "token_adapter", None))):
+                layer.merged_adapters.clear()
             for own, param in before.items():
                 _put(base, own, param)
 

@@ -183,6 +183,33 @@ def _second(base: nn.Module, active: str | list[str]) -> nn.Module:
     return model
 
 
+def test_every_adapted_parameter_of_a_module_is_merged(tmp_path):
+    """Claim: of two `target_parameters` of the same experts, both, as PEFT merges them."""
+    sizes = {
+        "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "intermediate_size": 32, "moe_intermediate_size": 32,
+        "num_experts": 4, "num_experts_per_tok": 2,
+    }  # fmt: skip
+
+    def base():
+        torch.manual_seed(0)
+        return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes))
+
+    def adapted():
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        options = {"r": 2, "target_modules": ["q_proj"], "target_parameters": names}
+        return peft.get_peft_model(base(), peft.LoraConfig(**options, init_lora_weights=False))
+
+    model, _ = infinity.wrap_model(adapted(), None, {"params": "host"})
+    torch.manual_seed(0)
+    integrations.save_merged(model, tmp_path / "merged")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    expected, before = adapted().merge_and_unload().state_dict(), base().state_dict()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+    adapted_names = [name for name in before if not torch.equal(before[name], expected[name])]
+    assert len(adapted_names) == 3  # the twin: the base has others
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_adapters_that_are_active_are_merged_in_their_own_dtype(name, tmp_path):
     """Method: another adapter than the first, two at once, one of another name, one in bf16, and
