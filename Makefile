@@ -22,10 +22,10 @@ train: setup
 	$(BIN)/infinity train --params nvme --optimizer nvme --nvme-path build/nvme --host-memory 25% \
 	    --out build/trained --checkpoint build/checkpoint --overwrite --dtype auto $(ARGS)
 
-# Three workers on two cores: tests also wait, for ranks, disks and each other.
+# Four workers on two cores: tests also wait, for ranks, disks and each other.
 test: setup $(VENV)/.test-ready
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 3 --dist loadfile -m "not slow" --durations=10 --basetemp=build/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 4 --dist loadfile -m "not slow" --durations=10 --basetemp=build/pytest $(ARGS)
 
 # What one process promises, in less than a minute and a half on two free cores: no file that
 # starts processes or takes long.

@@ -104,7 +104,7 @@ def test_each_expert_has_the_bits_of_its_library(format):
         assert torch.equal(weight[3], expected[3])
 
 
-@pytest.mark.parametrize("home", ["host", "nvme"])
+@pytest.mark.parametrize("home", [pytest.param("host", marks=pytest.mark.slow), "nvme"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_every_way_to_pack_computes_the_same(format, home, folder, tmp_path, monkeypatch):
     """Claim: packed in memory, on the way home, or while a folder is read, at every home: the

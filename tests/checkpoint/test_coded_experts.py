@@ -111,7 +111,7 @@ class Run:
         return count
 
 
-@pytest.mark.parametrize("home", ["host", "nvme"])
+@pytest.mark.parametrize("home", [pytest.param("host", marks=pytest.mark.slow), "nvme"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_chosen_codes_move_and_compute_as_all_do(

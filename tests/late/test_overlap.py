@@ -18,7 +18,7 @@ LATE_UPDATES = "updates begin once all gradients have landed"
 LATE_WEIGHTS = "weights are freed behind all compute"
 CASES = ["host:none", "nvme:none", f"host:{LATE_UPDATES}", f"nvme:{LATE_WEIGHTS}"]
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]  # 35 s for one promise of speed
 
 
 @pytest.fixture(scope="module")
