@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import UsageError
-from .chosen_experts import Rows, reading, spans_of
+from .chosen_experts import Rows, reading
 from .handle import handle_of
 from .schemes import Gguf, Mxfp4, Nf4, Scaled, Scheme, Transposed
 
@@ -108,18 +108,21 @@ class Coded(torch.Tensor):
         most = PIECE if codes.device.type == "cpu" else PIECE_ON_DEVICE
         rows = max(1, most * max(1, shape[0]) // max(1, shape.numel()))
         rows = max(1, rows // alike) * alike
-        for first, last in [(0, shape[0])] if rows_read is None else spans_of(rows_read):
-            for begin in range(first, last, rows):
-                end = min(begin + rows, last)
-                parts = [_rows_of(codes, begin, end)]
-                if scales is not None and one:
-                    parts.append(scales)
-                elif scales is not None:
-                    parts.append(_rows_of(scales, begin // alike, -(-end // alike)))
-                made = self.scheme.unpack(*parts)
-                for dtype in self.dtypes[:-1]:
-                    made = made.to(dtype)
-                dense[begin:end] = made
+        order = None if rows_read is None else sorted(rows_read)
+        if order is not None:
+            codes = codes[order]
+            scales = scales if scales is None or one else scales[order]
+        for begin in range(0, len(codes), rows):
+            end = min(begin + rows, len(codes))
+            parts = [_rows_of(codes, begin, end)]
+            if scales is not None and one:
+                parts.append(scales)
+            elif scales is not None:
+                parts.append(_rows_of(scales, begin // alike, -(-end // alike)))
+            made = self.scheme.unpack(*parts)
+            for dtype in self.dtypes[:-1]:
+                made = made.to(dtype)
+            dense[slice(begin, end) if order is None else order[begin:end]] = made.to(self.dtype)
         return dense
 
     def chosen(self, index: Any) -> torch.Tensor | None:
