@@ -433,3 +433,32 @@ def test_a_disk_is_found_if_none_is_named(report, place):
     named = report("--lora", quantize="nf4")
     assert report("--lora", quantize="nf4", nvme_path=None)["losses"] == named["losses"]
     assert not list(place.rglob(".infinity-*"))
+
+
+def test_the_experts_of_a_mixture_are_packed_and_train_as_from_memory(report, place):
+    """Claim: from NVMe, with a quarter of the bytes, and with the losses of the base on the device;
+    the adapter is one that PEFT loads. Twin: the dense base has others."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=384, hidden_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=64, moe_intermediate_size=384, num_experts=8,
+        num_experts_per_tok=2, tie_word_embeddings=False,
+    )  # fmt: skip
+    mixture = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    mixture.save_pretrained("mixture")
+    transformers.AutoTokenizer.from_pretrained("base").save_pretrained("mixture")
+    words = (*LORA, "--overwrite")
+    found = {
+        way: report(*words, model="mixture", out=f"out {way}", quantize=format, **homes)
+        for way, format, homes in (
+            ("nvme", "nf4", {}),
+            ("device", "nf4", {"params": "device", "optimizer": "device"}),
+            ("dense", None, {}),
+        )
+    }
+    assert found["nvme"]["losses"] == found["device"]["losses"] != found["dense"]["losses"]
+    packed, dense = (found[way]["tiers"]["nvme"]["peak_nbytes"] for way in ("nvme", "dense"))
+    experts = 2 * 8 * 3 * 128 * 384 * 2  # bytes
+    assert dense - packed > 0.7 * experts
+    model = transformers.AutoModelForCausalLM.from_pretrained("mixture")
+    assert peft.PeftModel.from_pretrained(model, "out nvme")
