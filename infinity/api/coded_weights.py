@@ -19,19 +19,18 @@ from ..checkpoint.module_names import Incoming, base_name, base_of
 from ..checkpoint.source import Source
 from ..checkpoint.unpacked import FP8, CodedSource, scaled_weights, without_scales
 from ..checkpoint.weight_files import WeightFiles
-from ..errors import ConfigError, UsageError
+from ..errors import UsageError
 from ..runtime.registry import is_wrapped
 from ..state.coded import Coded
-from ..state.experts import divides_experts
 from ..state.packed import SMALL_NBYTES, inner_tensors, is_packed, send_parts
 from ..state.partition import is_managed
 from ..state.parts import parts_of
 from ..state.schemes import Scaled
-from .packed_experts import LATER, ExpertsSource, experts_of
+from .packed_experts import LATER, experts_to_pack
 
 logger = logging.getLogger(__name__)
 
-CODED = "_infinity_coded"  # attribute of a module: names of its weights -> how they lie in files
+CODED = "_infinity_coded"  # attribute of a module: names of its weights -> sources of codes
 
 
 class CodedWeights:
@@ -41,6 +40,7 @@ class CodedWeights:
         # The parameter, and what has its place before and after
         self._swapped: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._modules: list[nn.Module] = []
+        self._noted: list[nn.Module] = []  # whose experts were to be packed
 
     def install(
         self, model: nn.Module, weights: str | os.PathLike | None, format: str | None = None
@@ -48,10 +48,11 @@ class CodedWeights:
         """Makes frozen weights on meta coded, if the files ``weights`` have codes of them, and
         experts that are to be packed in ``format``. They stay the same objects. Raises
         CorruptionError for scales that do not fit, and ConfigError for experts without values."""
+        self._noted = [each for each in model.modules() if LATER in each.__dict__]
         # Layers with scales of their own take the folder's tensors as they are.
         if weights is not None and not any(each.dtype in FP8 for each in model.parameters()):
             self._swap(model, _scaled_in(model, weights))
-        self._swap(model, _to_pack(model, weights, format))
+        self._swap(model, experts_to_pack(model, weights, format))
 
     def _swap(self, model: nn.Module, sources: Mapping[str, CodedSource]) -> None:
         for name, scaled in sources.items():
@@ -72,16 +73,19 @@ class CodedWeights:
         """Lets go of the files, once the values are at home."""
         for module in self._modules:
             module.__dict__.pop(CODED, None)
+        for module in self._noted:
             module.__dict__.pop(LATER, None)
-        self._swapped.clear()
+        for each in (self._modules, self._noted, self._swapped):
+            each.clear()
 
     def remove(self) -> None:
-        """Makes the weights plain ones on meta again."""
+        """Puts the weights of before back: dense ones in memory, or on meta."""
         for module in self._modules:
             module.__dict__.pop(CODED, None)
         for param, made in reversed(self._swapped):
             torch.utils.swap_tensors(param, made)
-        self._swapped.clear()
+        for each in (self._modules, self._noted, self._swapped):
+            each.clear()
 
 
 def dequantize(model: nn.Module) -> nn.Module:
@@ -126,7 +130,7 @@ def send_coded(model: nn.Module, send: Callable[..., None]) -> None:
             made._parameters[key] = param
             if param is not None and key in scaled:
                 made._parameters[key] = _coded(scaled[key], param.dtype)
-        drawn = any(each.is_of_rank for each in scaled.values())
+        drawn = any(each.may_differ for each in scaled.values())
         send_parts(module, made, partial(send, drawn=drawn))
 
 
@@ -165,59 +169,6 @@ def _scaled_in(model: nn.Module, weights: str | os.PathLike) -> dict[str, CodedS
             ways.setdefault(names[name], []).append((name, each))
     # The files may have a tied weight under several names: whether these are one is seen when dense
     return dict(of_one[0] for of_one in ways.values() if len(of_one) == 1)
-
-
-def _to_pack(
-    model: nn.Module, weights: str | os.PathLike | None, format: str | None
-) -> dict[str, CodedSource]:
-    """Returns experts that are to be packed, by their names in ``model``. Raises ConfigError for
-    experts without values, or that were to be packed in another format."""
-    noted = {each.__dict__[LATER] for each in model.modules() if LATER in each.__dict__}
-    formats: list[str] = sorted(noted if format is None else noted | {format})
-    if not formats:
-        return {}
-    if len(formats) > 1:
-        raise ConfigError(
-            f"experts are to be packed as {' and '.join(formats)}: give infinity.quantize and"
-            " Config(quantize=...) the same format"
-        )
-    (chosen,) = formats
-    if divides_experts(model):
-        logger.warning("quantize=%r: experts that are divided over ranks stay dense", chosen)
-    experts = [
-        each
-        for each in experts_of(model, chosen)
-        if format is not None or LATER in each.module.__dict__
-    ]
-    on_meta = {each.name: each.param for each in experts if each.param.is_meta}
-    sources = _dense_in(model, weights, on_meta) if on_meta and weights is not None else {}
-    if missing := [name for name in on_meta if name not in sources]:
-        raise ConfigError(
-            f"{missing[0]} is to be packed and has no value: Config(weights=...) names"
-            + (" no file" if weights is None else f" {str(weights)!r}, which lacks it")
-        )
-    return {
-        each.name: ExpertsSource.of(
-            chosen,
-            each.is_transposed,
-            sources[each.name].to(each.param.dtype)
-            if each.name in on_meta
-            else Source.lent(each.param.data),
-        )
-        for each in experts
-    }
-
-
-def _dense_in(
-    model: nn.Module, weights: str | os.PathLike, names: Mapping[str, nn.Parameter]
-) -> dict[str, Source]:
-    """Returns the weights ``names`` in files, dense."""
-    part = parts_of(model)[0]
-    if (file := gguf_path(weights)) is not None:
-        stored = GgufFile(file, base_of(part)).sources()
-    else:
-        stored = without_scales(WeightFiles(weights).sources(), weights)
-    return Incoming(part, stored, names).sources
 
 
 def _tables(model: nn.Module) -> set[torch.Tensor]:

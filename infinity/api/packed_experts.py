@@ -6,8 +6,9 @@ later   experts on meta, which a wrap packs when it reads them
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator
+import logging
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -15,15 +16,21 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from ..checkpoint.gguf_file import GgufFile, gguf_path
+from ..checkpoint.module_names import Incoming, base_of
 from ..checkpoint.source import Source
-from ..checkpoint.unpacked import CodedSource
-from ..errors import InternalError
+from ..checkpoint.unpacked import CodedSource, without_scales
+from ..checkpoint.weight_files import WeightFiles
+from ..errors import ConfigError, InternalError
 from ..state.coded import Coded
-from ..state.experts import has_experts
+from ..state.experts import exchanges_of, has_experts
 from ..state.packed import is_code
 from ..state.partition import is_managed
+from ..state.parts import parts_of
 from ..state.schemes import Nf4, Scaled, Scheme, Transposed
-from .packers import PACKERS
+from .packers import PACKERS, places_of, to_pack
+
+logger = logging.getLogger(__name__)
 
 LATER = "_infinity_packed_later"  # attribute of a module with experts on meta: a format
 DENSE = (torch.float16, torch.bfloat16, torch.float32)
@@ -47,8 +54,9 @@ class Experts:
 def experts_of(model: nn.Module, format: str) -> Iterator[Experts]:
     """Yields the weights of experts in ``model`` that can be packed in ``format``: frozen, dense
     and not tied."""
-    places = Counter(param for module in model.modules() for param in module._parameters.values())
+    places = places_of(model)
     for path, module in model.named_modules():
+        # Experts of transformers' FP8 layers are codes already.
         if has_experts(module) and not any(map(is_code, module.parameters(recurse=False))):
             for key, param in module._parameters.items():
                 name = f"{path}.{key}" if path else key
@@ -111,9 +119,56 @@ class ExpertsSource(CodedSource):
         return list(_pack(self.format, self.given.read(), self.is_transposed))
 
     @property
-    def is_of_rank(self) -> bool:
+    def may_differ(self) -> bool:
         """Whether ranks may have other values."""
-        return self.given.is_of_rank
+        return self.given.may_differ
+
+
+def experts_to_pack(
+    model: nn.Module, weights: str | os.PathLike | None, format: str | None
+) -> dict[str, ExpertsSource]:
+    """Returns experts that are to be packed, by their names in ``model``. Raises ConfigError for
+    experts without values, or that were to be packed in another format."""
+    noted = {each.__dict__[LATER] for each in model.modules() if LATER in each.__dict__}
+    formats: list[str] = sorted(noted if format is None else noted | {format})
+    if not formats:
+        return {}
+    if len(formats) > 1:
+        raise ConfigError(
+            f"experts are to be packed as {' and '.join(formats)}: give infinity.quantize and"
+            " Config(quantize=...) the same format"
+        )
+    (chosen,) = formats
+    if any(map(exchanges_of, model.modules())):
+        logger.warning("quantize=%r: experts that are divided over ranks stay dense", chosen)
+    experts = [
+        each
+        for each in experts_of(model, chosen)
+        if format is not None or LATER in each.module.__dict__
+    ]
+    on_meta = {each.name: each.param for each in experts if each.param.is_meta}
+    found = _dense_in(model, weights, on_meta) if on_meta and weights is not None else {}
+    sources = {
+        name: to_pack(name, found.get(name), param.shape, weights).to(param.dtype)
+        for name, param in on_meta.items()
+    }
+    sources |= {each.name: Source.lent(each.param) for each in experts if each.name not in on_meta}
+    return {
+        each.name: ExpertsSource.of(chosen, each.is_transposed, sources[each.name])
+        for each in experts
+    }
+
+
+def _dense_in(
+    model: nn.Module, weights: str | os.PathLike, names: Mapping[str, nn.Parameter]
+) -> dict[str, Source]:
+    """Returns the weights ``names`` in files, dense."""
+    part = parts_of(model)[0]
+    if (file := gguf_path(weights)) is not None:
+        stored = GgufFile(file, base_of(part)).sources()
+    else:
+        stored = without_scales(WeightFiles(weights).sources(), weights)
+    return Incoming(part, stored, names).sources
 
 
 def _described(part: torch.Tensor, count: int) -> Source:

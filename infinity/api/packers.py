@@ -1,7 +1,8 @@
-"""Packers: packs one dense weight in the format of a library."""
+"""Packers: packs one dense weight in the format of a library, and checks what is to be packed."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -9,12 +10,43 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint.source import Source
 from ..checkpoint.unpacked import library_of
+from ..errors import ConfigError
+
+
+def places_of(model: nn.Module) -> Counter[torch.Tensor | None]:
+    """Counts the modules that have each parameter: a tied one has several."""
+    return Counter(param for each in model.modules() for param in each._parameters.values())
+
+
+def to_pack(
+    name: str, source: Source | None, shape: torch.Size, files: Any, *, is_dense: bool = True
+) -> Source:
+    """Returns the ``source`` of a weight that is to be packed. Raises ConfigError if it is lacking,
+    has another shape, or is packed already."""
+    if source is None:
+        raise ConfigError(
+            f"{name} is to be packed and has no value: Config(weights=...) names"
+            + (" no file" if files is None else f" {str(files)!r}, which lacks it")
+        )
+    if source.shape != shape:
+        raise ConfigError(
+            f"{name} in {str(files)!r} has shape {tuple(source.shape)}, the model's {tuple(shape)}"
+        )
+    if is_dense and not (source.dtype.is_floating_point and source.dtype.itemsize > 1):
+        raise ConfigError(
+            f"{name} in {str(files)!r} is of {source.dtype}: it is packed already, and packing its"
+            " codes would lose its scales. Give the folder that it was made of"
+        )
+    return source
 
 
 def packed_by_bitsandbytes_as(
     kind: str, nested: bool, dtype: torch.dtype, dense: torch.Tensor, *, blocksize: int = 64
 ) -> nn.Module:
+    """Makes a 4-bit layer of bitsandbytes of the weight ``dense``. ``nested``: packs the scales,
+    too."""
     library, (rows, columns) = library_of("bitsandbytes.nn"), dense.shape
     options: dict[str, Any] = {"compress_statistics": nested, "quant_type": kind}
     layer = library.Linear4bit(

@@ -27,7 +27,7 @@ from ..state.packed import has_inner, is_code, is_packed, own_tensors, send_part
 from ..state.partition import is_managed
 from ..state.parts import parts_of
 from .packed_experts import experts_of, pack_experts
-from .packers import PACKERS, packed_by_bitsandbytes_as
+from .packers import PACKERS, packed_by_bitsandbytes_as, places_of, to_pack
 
 LEAST_NUMEL = 4096  # smaller weights stay dense, as in bitsandbytes
 DESCRIBED = "_infinity_described"  # attribute of a described layer
@@ -131,27 +131,13 @@ class DenseWeights:
 
     def take(self, sources: dict[str, Source], files: Any) -> None:
         """Takes the sources of the dense weights out of ``sources``. Raises ConfigError if a weight
-        is lacking or has another shape."""
+        is lacking, has another shape, or is packed already."""
         for name, layer in self._layers.items():
             how, source = layer.__dict__[DESCRIBED], sources.pop(f"{name}.weight", None)
             source = source if how.weight is None else how.weight
-            if source is None:
-                raise ConfigError(
-                    f"{name}.weight is to be packed and has no value: Config(weights=...) names"
-                    + (" no file" if files is None else f" {str(files)!r}, which lacks it")
-                )
-            if source.shape != how.shape:
-                raise ConfigError(
-                    f"{name}.weight in {str(files)!r} has shape {tuple(source.shape)}, the model's"
-                    f" {tuple(how.shape)}"
-                )
-            if how.is_dense and not (source.dtype.is_floating_point and source.dtype.itemsize > 1):
-                raise ConfigError(
-                    f"{name}.weight in {str(files)!r} is of {source.dtype}: it is packed already,"
-                    " and packing its codes would lose its scales. Give the folder that it was"
-                    " made of"
-                )
-            self._sources[name] = source
+            self._sources[name] = to_pack(
+                f"{name}.weight", source, how.shape, files, is_dense=how.is_dense
+            )
 
     def send(self, send: Callable[..., None]) -> None:
         """Packs one weight after the other, and sends their parts home. ``send``: as `send_parts`
@@ -160,7 +146,7 @@ class DenseWeights:
             layer = self._layers[name]
             how = layer.__dict__[DESCRIBED]
             source = source.to(how.dtype) if how.is_dense else source
-            send_parts(layer, how.pack(source.read()), partial(send, drawn=source.is_of_rank))
+            send_parts(layer, how.pack(source.read()), partial(send, drawn=source.may_differ))
 
 
 def _packed(
@@ -236,11 +222,7 @@ def _packable(model: nn.Module, format: str) -> list[tuple[nn.Module, str, nn.Li
     find_output = getattr(base, "get_output_embeddings", None)
     output = find_output() if callable(find_output) else None
     outputs = set(output.modules()) if isinstance(output, nn.Module) else set()
-    uses: dict[nn.Parameter, int] = {}
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                uses[param] = uses.get(param, 0) + 1
+    places = places_of(model)
     frozen = [
         (parent, name, child)
         for parent in list(model.modules())
@@ -249,7 +231,7 @@ def _packable(model: nn.Module, format: str) -> list[tuple[nn.Module, str, nn.Li
         and child not in outputs
         and not child.weight.requires_grad
         and is_managed(child.weight)
-        and uses[child.weight] == 1
+        and places[child.weight] == 1
     ]
     found = [each for each in frozen if each[2].weight.numel() >= LEAST_NUMEL]
     if not found and not any(experts_of(model, format)):

@@ -1,4 +1,4 @@
-"""Source: one tensor to write, known by its shape and dtype before it is read."""
+"""Source: one tensor to write or to send home, known by its shape and dtype before it is read."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class Storage:
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor that ``read`` returns, on the CPU, at each call. It takes no memory before."""
+    """A tensor that ``read`` returns at each call. One of a file takes no memory before."""
 
     shape: torch.Size
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
     storage: Storage | None = None  # None: not shared
-    is_of_rank: bool = False  # in memory, where other ranks may have other values
+    may_differ: bool = False  # other ranks may have other values
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Source:
@@ -37,7 +37,8 @@ class Source:
     @classmethod
     def lent(cls, tensor: torch.Tensor) -> Source:
         """Makes the source of a tensor in memory; reading returns its own data."""
-        return cls(tensor.shape, tensor.dtype, lambda: tensor.data, is_of_rank=True)
+        data = tensor.data
+        return cls(tensor.shape, tensor.dtype, lambda: data, may_differ=True)
 
     @property
     def nbytes(self) -> int:

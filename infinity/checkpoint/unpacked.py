@@ -171,7 +171,8 @@ def compute_dtype_of(folder: str | os.PathLike) -> torch.dtype | None:
 
 @dataclass(frozen=True)
 class CodedSource:
-    """One weight as files have it in FP8, MXFP4 or GGUF: sources that fit each other."""
+    """The codes and scales of one weight, of a file or made of dense experts: sources that fit each
+    other."""
 
     codes: Source
     scales: Source | None  # None: among the codes
@@ -182,7 +183,7 @@ class CodedSource:
         return [each.read() for each in (self.codes, self.scales) if each is not None]
 
     @property
-    def is_of_rank(self) -> bool:
+    def may_differ(self) -> bool:
         """Whether ranks may have other values: no, in a file."""
         return False
 

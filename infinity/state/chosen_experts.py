@@ -4,9 +4,9 @@ chose, or an embedding's rows of the tokens.
 row     along the first dimension of every parameter of the module: an expert, or a token's vector
 rows    their numbers; None: all of them
 
-The device has room for all rows. Rows that were not brought have no defined values there, and the
-forward and backward of the module's class read none of them: that is known of the classes that
-:mod:`.experts` finds alone. Only while that forward runs are the parameters ordinary ones. For
+The device has room for all rows. Rows that were not brought have no defined values there. The
+forward and backward of the module's class read none of them, which is known of the classes that
+:mod:`.experts` finds. Only while that forward runs are the parameters ordinary ones. For
 everybody else they stay at rest, and any use of them brings all rows.
 
 Parts of packed weights are at rest always. Who unpacks them tells which rows it reads.
@@ -183,8 +183,8 @@ def spans_of(rows: frozenset[int]) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def reading(part: torch.Tensor, rows: Rows) -> Iterator[Rows]:
-    """Begins a block that reads ``rows`` of ``part``, of a packed weight, which may be at rest. In
-    it are the rows that have values."""
+    """Begins a block that reads ``rows`` of ``part`` of a packed weight, which may be at rest.
+    Yields the rows that have values in it."""
     handle = handle_of(part)
     experts = None if handle is None else handle.unit.arrival.experts
     if experts is None:

@@ -1,6 +1,6 @@
-"""Coded: a weight that keeps the codes of its file, and is dense where it is used.
+"""Coded: a weight that keeps its codes, of a file or of quantize, and is dense where it is used.
 
-codes    the numbers in few bits, as the file has them
+codes    the numbers in few bits
 scales   what they are multiplied by, one for each block
 some     experts of a weight of experts, or rows of a table
 read     rows whose values are used; others may not be on the device
@@ -104,7 +104,9 @@ class Coded(torch.Tensor):
         shape = self.scheme.shape(codes.shape)
         dense = torch.empty(shape, dtype=self.dtype, device=codes.device)
         one = scales is not None and scales.numel() == 1
-        alike = 1 if one else self.scheme.rows_alike(codes)
+        # Rows of codes that share a row of scales are unpacked together.
+        shares = isinstance(self.scheme, Scaled) and codes.dim() == 2 and not one
+        alike = self.scheme.block[0] if shares else 1
         most = PIECE if codes.device.type == "cpu" else PIECE_ON_DEVICE
         rows = max(1, most * max(1, shape[0]) // max(1, shape.numel()))
         rows = max(1, rows // alike) * alike

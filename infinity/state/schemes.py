@@ -2,7 +2,6 @@
 
 unpack         makes the dense weight
 shape          of the dense weight, from that of its codes
-rows_alike     how many rows of codes have a row of scales together
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 FP4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]  # the numbers of MXFP4 (OCP 2023); then negative
-BLOCK, NESTED_BLOCK = 64, 256  # numbers, and scales, that have a scale together in NF4
+BLOCK, NESTED_BLOCK = 64, 256  # NF4: numbers that share a scale; scales that share one
 
 
 @dataclass(frozen=True)
@@ -44,10 +43,6 @@ class Scaled:
     def shape(self, codes: torch.Size) -> torch.Size:
         """Returns the shape of the dense weight."""
         return codes
-
-    def rows_alike(self, codes: torch.Tensor) -> int:
-        """Returns how many rows of ``codes`` have a row of scales together."""
-        return self.block[0] if codes.dim() == 2 else 1
 
 
 def _numbers(codes: torch.Tensor) -> torch.Tensor:
@@ -83,10 +78,6 @@ class Mxfp4:
         experts, outputs, groups, width = codes
         return torch.Size([experts, 2 * groups * width, outputs])
 
-    def rows_alike(self, _codes: torch.Tensor) -> int:
-        """Returns 1: every expert has scales of its own."""
-        return 1
-
 
 @dataclass(frozen=True)
 class Gguf:
@@ -119,17 +110,13 @@ class Gguf:
         numel, nbytes = library.GGML_QUANT_SIZES[library.GGMLQuantizationType[self.kind]]
         return torch.Size([*codes[:-1], codes[-1] // nbytes * numel])
 
-    def rows_alike(self, _codes: torch.Tensor) -> int:
-        """Returns 1: every row has its scales."""
-        return 1
-
 
 @dataclass(frozen=True)
 class Nf4:
     """NF4 of bitsandbytes with double quantisation (Dettmers et al. 2023), of experts.
 
-    Codes are ``[experts, rows, columns / 2]``. The scales of an expert are bytes: the 8-bit scales
-    of its blocks, their own scales in fp32, and what was subtracted from them, in fp32.
+    Codes are ``[experts, rows, columns / 2]``. The scales of an expert are bytes: an 8-bit
+    scale for each block, fp32 scales of these, and the fp32 offset that was subtracted before.
     """
 
     dtype: torch.dtype  # of the dense weight
@@ -163,10 +150,6 @@ class Nf4:
         """Returns the shape of the dense weight."""
         return torch.Size([*codes[:-1], 2 * codes[-1]])
 
-    def rows_alike(self, _codes: torch.Tensor) -> int:
-        """Returns 1: every expert has its scales."""
-        return 1
-
 
 @cache
 def _table_of_scales(device: torch.device) -> torch.Tensor:
@@ -188,10 +171,6 @@ class Transposed:
         """Returns the shape of the dense weight."""
         *rest, rows, columns = self.scheme.shape(codes)
         return torch.Size([*rest, columns, rows])
-
-    def rows_alike(self, _codes: torch.Tensor) -> int:
-        """Returns 1: every expert has its scales."""
-        return 1
 
 
 Scheme = Scaled | Mxfp4 | Gguf | Nf4 | Transposed

@@ -5,6 +5,7 @@ Twins: trained experts stay dense; another format gives another loss.
 
 from __future__ import annotations
 
+import copy
 import importlib
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.api.packed_experts import LATER
 from infinity.errors import CapacityError, ConfigError
 from infinity.state.arrival import Arrival
 from infinity.state.coded import Coded
@@ -130,10 +132,8 @@ def test_every_way_to_pack_computes_the_same(format, home, folder, tmp_path, mon
     apart = sum(moved)
     moved.clear()
     monkeypatch.setattr(Arrival, "bring_chosen", lambda self, module: None)
-    for _ in ways:
-        model = infinity.quantize(build(), format)
-        assert losses(*wrapped(model, home, tmp_path)) == expected
-    assert sum(moved) > 1.3 * apart
+    assert losses(*wrapped(infinity.quantize(build(), format), home, tmp_path)) == expected
+    assert len(ways) * sum(moved) > 1.3 * apart
 
 
 def test_codes_are_a_fraction_of_the_bytes(tmp_path):
@@ -160,7 +160,8 @@ def test_trained_experts_stay_dense(tmp_path):
     assert [isinstance(model.get_parameter(name), Coded) for name in NAMES] == [True] * 2 + [
         False
     ] * 2
-    assert len(losses(*wrapped(model, "host", tmp_path))) == 3
+    twin = copy.deepcopy(model)
+    assert losses(*wrapped(model, "host", tmp_path)) == losses(*wrapped(twin, "device", tmp_path))
 
 
 def test_a_wrap_that_fails_leaves_the_dense_experts(tmp_path):
@@ -179,6 +180,15 @@ def test_experts_without_values_are_refused(tmp_path):
     model = build(meta=True)
     with pytest.raises(ConfigError, match=r"is to be packed and has no value: .* names no file"):
         wrapped(model, "host", tmp_path, quantize="nf4")
+    assert not any(isinstance(model.get_parameter(name), Coded) for name in NAMES)
+
+
+def test_experts_of_another_size_are_refused(folder, tmp_path, monkeypatch):
+    """Claim: before anything changes, as if they were not packed."""
+    monkeypatch.setitem(MOE, "moe_intermediate_size", 128)
+    model = build(meta=True)
+    with pytest.raises(ConfigError, match=r"gate_up_proj in .* has shape \(8, 384, 256\), the"):
+        wrapped(model, "host", tmp_path, quantize="nf4", weights=folder)
     assert not any(isinstance(model.get_parameter(name), Coded) for name in NAMES)
 
 
@@ -228,7 +238,7 @@ def test_an_expert_is_found_by_any_number_of_it(tmp_path):
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_transposed_experts_are_packed_by_their_outputs(format):
+def test_transposed_experts_are_packed_by_their_outputs(format, tmp_path):
     """Claim: a scale is of one output, wherever the class has it. Twin: packed as they lie."""
     config = transformers.GptOssConfig(
         **SIZES, intermediate_size=128, num_local_experts=8, num_experts_per_tok=2, head_dim=16,
@@ -243,6 +253,16 @@ def test_transposed_experts_are_packed_by_their_outputs(format):
     assert torch.equal(weight.dequantize(), torch.stack(expected))
     assert torch.equal(weight[-2], expected[-2])
     assert not torch.equal(weight[0], of_library(format, plain[0]))
+    torch.manual_seed(0)
+    dense = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16)
+    dense.requires_grad_(requires_grad=False).save_pretrained(tmp_path / "model")
+    with torch.device("meta"):
+        on_meta = transformers.AutoModelForCausalLM.from_config(config, dtype=BF16)
+    for given, more in ((dense, {}), (on_meta, {"weights": tmp_path / "model"})):
+        given.requires_grad_(requires_grad=False)
+        model, _ = infinity.wrap_model(given, None, {"params": "host", "quantize": format} | more)
+        mine = infinity.unwrap_model(model, None)[0].model.layers[0].mlp.experts.gate_up_proj
+        assert torch.equal(mine.codes, weight.codes) and torch.equal(mine.scales, weight.scales)
 
 
 def test_tied_experts_stay_dense_and_survive_a_wrap_that_fails(tmp_path):
@@ -265,6 +285,10 @@ def test_a_format_is_noted_for_one_wrap(folder, tmp_path):
     model, _ = infinity.unwrap_model(*wrapped(noted, "host", tmp_path, weights=folder))
     again, _ = wrapped(infinity.dequantize(model), "host", tmp_path)
     assert not any(isinstance(each, Coded) for each in again.parameters())
+    noted = infinity.quantize(build(meta=True), "nf4")
+    noted.model.layers[0].mlp.experts.requires_grad_(requires_grad=True)  # it is not packed then
+    model, _ = infinity.unwrap_model(*wrapped(noted, "host", tmp_path, weights=folder))
+    assert not any(LATER in each.__dict__ for each in model.modules())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float8_e4m3fn])
@@ -276,7 +300,8 @@ def test_other_dtypes_stay_as_they_are(dtype):
         experts._parameters[key] = param
     infinity.quantize(model, "int8")
     assert isinstance(model.get_parameter(NAMES[0]), Coded)
-    assert experts.gate_up_proj.dtype == experts.down_proj.dtype == dtype
+    for kept in (experts.gate_up_proj, experts.down_proj):
+        assert type(kept) is nn.Parameter and kept.dtype == dtype
 
 
 def test_a_weight_that_somebody_holds_is_packed_and_keeps_its_attributes():

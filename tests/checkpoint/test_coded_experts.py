@@ -117,7 +117,8 @@ class Run:
 def test_chosen_codes_move_and_compute_as_all_do(
     format, implementation, home, folders, tmp_path, monkeypatch
 ):
-    """Claim: the losses of whole experts, and the bytes of those that were hit, twice a step."""
+    """Claim: the losses of whole experts. The bytes are at most those of the experts that were hit,
+    twice a step: some stay from a forward to its backward."""
     given = folders(format)
     apart = Run(given, implementation, home, tmp_path, recompute=False)
     first = apart.experts()[0]
@@ -159,7 +160,7 @@ def test_others_find_all_experts(folders, tmp_path):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_that_are_not_there_show(implementation, folders, tmp_path, monkeypatch):
-    """Failing twin: a use that says that it reads none gets none."""
+    """Failing twin: if only the first expert is brought, the losses are others."""
     given = folders("fp8")
     expected = Run(given, implementation, "nvme", tmp_path, recompute=False).losses
     monkeypatch.setattr(
