@@ -158,7 +158,12 @@ class ChosenExperts:
         """Returns the elements of ``rows`` in each flat param, neighbours in one span."""
         if rows is None:
             return None
-        spans = spans_of(rows)
+        spans: list[tuple[int, int]] = []
+        for row in sorted(rows):
+            if spans and spans[-1][1] == row:
+                spans[-1] = spans[-1][0], row + 1
+            else:
+                spans.append((row, row + 1))
         return [
             [
                 (place.offset + begin * each, place.offset + end * each)
@@ -168,17 +173,6 @@ class ChosenExperts:
             ]
             for layout in self._layouts
         ]
-
-
-def spans_of(rows: frozenset[int]) -> list[tuple[int, int]]:
-    """Returns begin and end of the spans that ``rows`` are: neighbours are in one."""
-    spans: list[tuple[int, int]] = []
-    for row in sorted(rows):
-        if spans and spans[-1][1] == row:
-            spans[-1] = spans[-1][0], row + 1
-        else:
-            spans.append((row, row + 1))
-    return spans
 
 
 @contextlib.contextmanager

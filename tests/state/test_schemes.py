@@ -7,19 +7,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from test_coded import fp8
 
 from infinity.state.coded import Coded
 from infinity.state.schemes import Nf4, Scaled
 
 BF16 = torch.bfloat16
-
-
-def fp8(shape: tuple[int, ...], block: tuple[int, int], dtype: torch.dtype = BF16) -> Coded:
-    draws = torch.Generator().manual_seed(0)
-    codes = torch.randn(shape, generator=draws).to(torch.float8_e4m3fn)
-    counts = [-(-size // each) for size, each in zip(shape[-2:], block)]
-    scales = torch.rand((*shape[:-2], *counts), generator=draws) + 0.5
-    return Coded(codes, scales, Scaled(block), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
