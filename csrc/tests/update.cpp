@@ -60,7 +60,7 @@ void fill(Span span, DType dtype, bool positive, Random& random) {
   }
 }
 
-// One unit: five arrays, their contents in memory, and their homes there or in the disk's file.
+// One unit: its arrays, their contents in memory, and their homes there or in the disk's file.
 class Unit {
  public:
   Unit(const Layout& layout, std::uint64_t seed, std::size_t count = kCount)

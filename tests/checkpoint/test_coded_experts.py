@@ -147,7 +147,7 @@ def test_recomputed_blocks_bring_what_they_read(
 
 
 def test_others_find_all_experts(folders, tmp_path):
-    """Claim: an expert that no token chose has its values for whoever reads it, in a forward."""
+    """Claim: hooks of a forward read every expert, also one without a token."""
     run = Run(folders("fp8"), "eager", "nvme", tmp_path, recompute=False)
     module, read = run.experts()[0], []
     expected = module.gate_up_proj.dequantize()

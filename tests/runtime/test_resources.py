@@ -134,7 +134,7 @@ def test_transfer_memory_is_allocated_and_charged_as_planned(make, monkeypatch):
         Tier.HOST: {"checksums": 7, BUFFERS: 5},
         Tier.NVME: {},
     }
-    # Where there is a cuFile, it is not the one of this processor's memory.
+    # A machine's own cuFile takes a GPU's memory, and this device is the processor.
     monkeypatch.setattr(native, "make_cufile_road", lambda *_: (None, "no cuFile"))
     made = make(plan_of(terms=terms, gpu_direct_nbytes=1))
     found = {(tier, what): nbytes for tier, what, nbytes in made.charges}
