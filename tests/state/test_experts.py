@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import infinity
+from infinity.api.packed_experts import experts_to_pack
 from infinity.state.experts import (
     clamps_choice,
     divided_parameters,
@@ -121,3 +122,19 @@ def test_batched_products_of_a_part_clamp_the_choice(divided):
     assert clamps_choice(divided) and not clamps_choice(whole)
     divided.config._experts_implementation = "grouped_mm"
     assert not clamps_choice(divided)
+
+
+@pytest.mark.parametrize("exchange", ["tokens", "outputs"])
+def test_divided_experts_are_not_packed_and_that_is_said(mesh, exchange, caplog):
+    """Failing twin: before they are divided they are packed."""
+    pytest.importorskip("torchao")
+    pytest.importorskip("transformers", minversion="5.23")  # which applies plans
+    config = modeling.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, moe_intermediate_size=128, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    model = modeling.Qwen3MoeForCausalLM(config).requires_grad_(requires_grad=False)
+    assert len(experts_to_pack(model, None, "int8")) == 2 and not caplog.messages
+    infinity.parallel.expert_parallel(model, mesh["ep"], exchange=exchange, quiet=True)
+    assert experts_to_pack(model, None, "int8") == {}
+    assert caplog.messages == ["quantize='int8': experts that are divided over ranks stay dense"]
