@@ -27,7 +27,9 @@ from ..machine.tiers import Tier
 from ..planning.budgets import measured_free
 from ..planning.plan import check_folders
 from ..state.dtensors import describe_placements, is_common, is_distributed, local_of
+from ..state.experts import divided_parameters
 from ..state.handle import raw_grad
+from ..state.module_settings import describe_modules, describe_orders
 from ..state.packed import has_inner, is_packed, small_parts
 from ..state.partition import is_managed
 from ..state.shared import is_shared
@@ -108,6 +110,24 @@ def prefix_of_stage(model: DescribedModel, collectives: Collectives) -> str:
     names = {name for name, param in model.names if not is_shared(param)}
     everyones = collectives.collect(names, "names of the stages' parameters", [stages])
     return f"stage{stages.rank}." if len(set().union(*everyones)) < sum(map(len, everyones)) else ""
+
+
+def compare_builds(model: DescribedModel, collectives: Collectives) -> None:
+    """Raises ConfigError if data ranks have other modules, or parameters in another memory order.
+    Every rank calls this."""
+    if collectives.ranks.data_size == 1:
+        return
+    experts = [module for module in model.module.modules() if divided_parameters(module)]
+    around = [m for m in model.module.modules() if not {*experts}.isdisjoint(m.children())]
+    built = describe_orders(model.managed.items())
+    built |= describe_modules(model.module, unlike=[*experts, *around])
+    collectives.compare(
+        built,
+        "wrap_model",
+        among=collectives.ranks.data_channels,
+        remedy="Build the same model on all ranks (weight.data = weight.data.contiguous() makes a"
+        " parameter row-major).",
+    )
 
 
 SAMPLED = 64  # elements of a parameter that are compared over the ranks

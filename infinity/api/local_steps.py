@@ -21,6 +21,7 @@ from ..planning.rounds import SKEW, Rounds
 from ..runtime.job import Job
 from ..runtime.registry import Wrapped, wrapped
 from ..state.handle import handle_of
+from ..state.module_settings import describe_order
 from ..state.operations import Operation
 from ..state.unit import ParamUnit
 
@@ -316,4 +317,9 @@ def _describe(job: Job, rounds: Rounds, settings: OuterSettings, codes: bool) ->
         "size of the group": (ranks.data_size, ranks.size, ranks.tp_size),
         "parameters": [(flat.layout.numel, flat.spec.dtype, flat.spec.stepped) for flat in flats],
         "names": [name for flat in flats for name in flat.names],
+        "the memory order of the parameters": [
+            describe_order(place.shape, place.stride)
+            for flat in flats
+            for place in flat.layout.placements
+        ],
     }

@@ -51,6 +51,7 @@ from ..storage.write_behind import writing_behind
 from .agreement import (
     broadcast_rest,
     check_stages,
+    compare_builds,
     compare_values,
     describe,
     own_budgets,
@@ -176,6 +177,7 @@ def _check_everywhere(
     # Other stages do not see a difference here.
     with collectives.together("comparing what wrap_model was given"):
         collectives.compare(description, "wrap_model")
+        compare_builds(described, collectives)
     check_stages(description, collectives)
     compare_values(described, collectives)
     return config, described

@@ -172,16 +172,23 @@ class Collectives:
             found = [item for of_one in everyones for item in of_one]
         return found
 
-    def compare(self, mine: dict[str, str], what: str, *, over_stages: bool = False) -> None:
-        """Raises ConfigError with the first difference if a rank's description differs from the
-        first rank's. ``over_stages``: over all ranks, else over those with the same units."""
+    def compare(
+        self,
+        mine: dict[str, str],
+        what: str,
+        *,
+        over_stages: bool = False,
+        among: Sequence[Channel] | None = None,
+        remedy: str = "All ranks must be given the same.",
+    ) -> None:
+        """Raises ConfigError with the first difference, and ``remedy``, if a rank's description
+        differs from the first rank's. Compared are the ranks with the same units, all with
+        ``over_stages``, or those of the channels ``among``."""
         if self.ranks.alone:
             return
-        everyones = self.collect(
-            (self.ranks.world_rank, mine),
-            what,
-            self.ranks.channels if over_stages else self.ranks.unit_channels,
-        )
+        units = self.ranks.channels if over_stages else self.ranks.unit_channels
+        channels = units if among is None else among
+        everyones = self.collect((self.ranks.world_rank, mine), what, channels)
         first_rank, firsts = everyones[0]
         for peer, theirs in everyones:
             for key in dict.fromkeys([*firsts, *theirs]):
@@ -189,7 +196,7 @@ class Collectives:
                 if first != other:
                     raise ConfigError(
                         f"{what}: {key} is {first} on rank {first_rank} and {other} on rank {peer}."
-                        " All ranks must be given the same."
+                        f" {remedy}"
                     )
 
     @contextmanager

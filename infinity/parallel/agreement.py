@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ConfigError, UsageError
 from ..state.dtensors import describe_placements
+from ..state.module_settings import describe_modules, describe_orders
 from ..state.tensors import digest_of
 
 T = TypeVar("T")
@@ -84,9 +85,9 @@ def check_axis(what: str, mesh: Any, name: str) -> None:
 
 
 def describe_model(model: nn.Module) -> dict[str, str]:
-    """Describes a model before it is sharded: its parameters, their ties, its buffers, its modules,
-    its configuration."""
-    found = {"the model": type(model).__name__}
+    """Describes a model before it is sharded: its parameters, their ties and order in memory, its
+    buffers, its modules with their settings, its configuration."""
+    found: dict[str, str] = {}
     names: dict[torch.Tensor, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
@@ -104,10 +105,7 @@ def describe_model(model: nn.Module) -> dict[str, str]:
     found["parameters that are one"] = (
         "; ".join(" = ".join(each) for each in names.values() if len(each) > 1) or "none"
     )
-    found |= {
-        f"module {name}" if name else "the model": type(module).__name__
-        for name, module in model.named_modules()
-    }
+    found |= describe_modules(model) | describe_orders(model.named_parameters())
     settings = getattr(getattr(model, "config", None), "to_dict", dict)()
     own = "_name_or_path", "transformers_version"  # depend on this rank's source of the model
     return found | {

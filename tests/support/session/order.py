@@ -36,6 +36,7 @@ OF_STANDING_RANKS = (
     "distributed/test_shares_over_ranks.py",
     "distributed/test_slow_axis.py",
     "parallel/test_user_edits.py",
+    "state/test_module_settings.py",
 )
 
 # Then what takes longest, as it was measured; a file that is not here comes by its number of tests.
