@@ -26,6 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from .. import native
+from ..distributed import failure_report
 from ..distributed.transfer import group_timeout
 from ..errors import CapacityError, PeerError, UsageError
 from ..machine.ledger import Ledger
@@ -59,7 +60,7 @@ SERVICE_NBYTES = SAVE_NBYTES - 2 * SLOT_NBYTES - PIECE_NBYTES
 SLOT_COUNTS = (16, 8, 4, 2)  # as many as the budget has room for
 LOOK_SECONDS = 0.05  # how often the first rank looks at what the others have written
 MOST_SECONDS = 1800.0  # that it waits for them, if the process group has no timeout
-LEFT_SECONDS = 60.0  # the same while its process is ending
+LEFT_SECONDS = 60.0  # the same once its process is ending, or the ranks cannot meet any more
 
 
 def _running_updates(job: Job) -> list[native.Ticket]:
@@ -175,6 +176,8 @@ class Saving:
         self._thread = threading.Thread(target=self._run, name="infinity save")
         ranks = self._collectives.ranks
         self._me, self._writers = ranks.world_rank, [ranks.world_rank]
+        self._processes: dict[int, int] = {}  # of other ranks, where they can be seen
+        self._end: float | None = None  # of all that the thread waits for; of time.monotonic()
 
     def start(self, engine: Engine) -> Saving:
         """Makes the folder and starts the thread."""
@@ -188,6 +191,8 @@ class Saving:
                     (self._me, bool(draft.files)), f"writing to {draft.data.name}"
                 )
                 self._writers = [rank for rank, writes in everyones if writes]
+                # Here: another thread's wait for the store would block the thread of the save
+                self._processes = failure_report.processes()
                 draft.data.mkdir(parents=True, exist_ok=not collectives.ranks.alone)
                 if self._me in self._writers and not collectives.ranks.alone:
                     self._mark(self._me, "writing").touch()
@@ -317,7 +322,11 @@ class Saving:
                 mark.rename(self._mark(self._me, "failed"))  # needs no space
         if self._collectives.ranks.is_first:
             with suppress(PeerError):
-                self._await(lambda rank: not self._mark(rank, "writing").exists())
+                self._await(
+                    lambda rank: (
+                        not self._mark(rank, "writing").exists() or not self._is_running(rank)
+                    )
+                )
             shutil.rmtree(self._draft.data, ignore_errors=True)
 
     # --- what the ranks have written ---
@@ -341,13 +350,28 @@ class Saving:
 
     def _await(self, is_over: Callable[[int], bool]) -> None:
         """Waits until ``is_over`` for every rank that writes. Raises PeerError if one has said that
-        it failed, or does not come in the time in which ranks have to meet."""
-        left, end = [rank for rank in self._writers if rank != self._me], None
-        while left := [rank for rank in left if not is_over(rank)]:
-            end = end or time.monotonic() + _most_seconds()
-            if not threading.main_thread().is_alive():  # the process is ending
-                end = min(end, time.monotonic() + LEFT_SECONDS)
-            if self._failed or time.monotonic() > end:
-                rank, why = (*self._failed, (left[0], "nothing was heard of it"))[0]
+        it failed, if its process has ended, or if it does not come in the time in which ranks have
+        to meet: once for a save, not for each wait."""
+        left = [rank for rank in self._writers if rank != self._me]
+        ranks, can_meet = self._collectives.ranks, True
+        while True:
+            gone = {rank for rank in left if not self._is_running(rank)}  # before its files
+            if not (left := [rank for rank in left if not is_over(rank)]):
+                return
+            now = time.monotonic()
+            self._end = self._end or now + _most_seconds()
+            if can_meet and (
+                not threading.main_thread().is_alive()
+                or any(channel.has_lost for channel in ranks.places)
+            ):
+                can_meet, self._end = False, min(self._end, now + LEFT_SECONDS)
+            lost = [(rank, "its process has ended") for rank in left if rank in gone]
+            if self._failed or lost or now > self._end:
+                rank, why = (*self._failed, *lost, (left[0], "nothing was heard of it"))[0]
                 raise failed_rank(self._draft, rank, why)
             time.sleep(LOOK_SECONDS)
+
+    def _is_running(self, rank: int) -> bool:
+        """Returns whether the process of another rank may still write."""
+        pid = self._processes.get(rank)
+        return pid is None or failure_report.runs(pid)

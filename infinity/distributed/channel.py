@@ -56,6 +56,7 @@ class Channel:
         self.flags_nbytes = 32  # flags that fit a sync point: the same on all ranks
         self._alarms = alarms  # this channel's own store
         self._ended = False  # the ranks have diverged, or some are gone
+        self.has_lost = False  # a rank is gone, or did not come
         self._sync_point: SyncPoint | None = None  # the last one
         self._failure_report: SyncPoint | None = None  # at which this rank reported its failure
 
@@ -288,7 +289,7 @@ class Channel:
 
     def lost(self, what: str, error: RuntimeError) -> PeerError:
         """Makes the error for a failed transport, and marks the channel as ended."""
-        self._ended = True
+        self._ended = self.has_lost = True
         return ranks_lost(what, error)
 
     def exchange_texts(self, what: str) -> Transfer:

@@ -43,6 +43,17 @@ class _FailureReport:
             f"who/{rank}", json.dumps([socket.gethostname(), running_kernel(), os.getpid()])
         )
 
+    def processes(self) -> dict[int, int]:
+        """Returns the process ids of the other ranks that this process can see."""
+        found = {}
+        for rank in range(self._size):
+            with contextlib.suppress(Exception):  # the store may have gone first
+                if rank != self._rank and self._store.check([f"who/{rank}"]):
+                    _, kernel, pid = json.loads(self._store.get(f"who/{rank}"))
+                    if kernel and kernel == running_kernel():
+                        found[rank] = pid
+        return found
+
     def leave(self, error: BaseException) -> None:
         if os.getpid() != self._pid:
             return  # a forked child: the rank itself lives
@@ -81,7 +92,7 @@ class _FailureReport:
         return found
 
     def _look(self) -> list[str]:
-        found = []
+        found, processes = [], self.processes()
         for rank in range(self._size):
             if rank == self._rank:
                 continue
@@ -92,13 +103,11 @@ class _FailureReport:
                         f"rank {rank} failed:"
                         f" {self._store.get(f'why/{rank}').decode(errors='replace')}"
                     )
-                elif self._store.check([f"who/{rank}"]):
-                    _, kernel, pid = json.loads(self._store.get(f"who/{rank}"))
-                    if kernel and kernel == running_kernel() and not _runs(pid):
-                        found.append(
-                            f"rank {rank} (process {pid}) has ended without a word: it left, or was"
-                            " killed, perhaps for want of memory"
-                        )
+                elif (pid := processes.get(rank)) is not None and not runs(pid):
+                    found.append(
+                        f"rank {rank} (process {pid}) has ended without a word: it left, or was"
+                        " killed, perhaps for want of memory"
+                    )
         return found
 
 
@@ -159,7 +168,13 @@ def silent() -> str:
     return _report.silent() if _report is not None else ""
 
 
-def _runs(pid: int) -> bool:
+def processes() -> dict[int, int]:
+    """Returns the process ids of the other ranks that this process can see."""
+    return _report.processes() if _report is not None else {}
+
+
+def runs(pid: int) -> bool:
+    """Returns whether there is a process ``pid`` that has not ended."""
     return _state(pid) not in "ZX"
 
 

@@ -66,15 +66,39 @@ def test_a_killed_rank_ends_a_job_of_torchrun(tmp_path):
     check_saved(tmp_path)
 
 
-def check_saved(folder: Path) -> None:
-    """The checkpoint that the job made before a rank fell is loaded."""
-    assert (folder / "saved").exists()
+@pytest.mark.parametrize(
+    ("who", "how", "extra"),
+    [
+        (1, "killed", "first"),
+        (0, "killed", "first"),
+        (1, "cannot be seen", "first"),
+        (1, "raises", "second"),  # the twin: its thread lives, and is waited for
+    ],
+)
+def test_a_process_ends_though_a_rank_fell_beside_a_save(tmp_path, who, how, extra):
+    """The process group's limit is ten minutes: no rank waits for it once another one is known to
+    be gone. The checkpoint is the last whole one."""
+    jobs = {"falls_beside_a_save": {"who": who, "how": how, "folder": str(tmp_path)}}
+    _, ends = launch_without(tmp_path, 2, jobs, environment={"RANK_TIMEOUT": "600"}, seconds=120)
+    status, said = ends[1 - who]
+    assert status not in (0, None) and "PeerError" in said, said
+    check_loaded(tmp_path, extra)
+
+
+def check_loaded(folder: Path, extra: object) -> None:
+    """The checkpoint is whole, and has ``extra``."""
     model = rank_jobs.build(9)
     model, optimizer = infinity.wrap_model(
         model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"}
     )
-    assert infinity.load_checkpoint(folder / "checkpoint", model, optimizer) == {"step": 2}
+    assert infinity.load_checkpoint(folder / "checkpoint", model, optimizer) == extra
     infinity.unwrap_model(model, optimizer)
+
+
+def check_saved(folder: Path) -> None:
+    """The checkpoint that the job made before a rank fell is loaded."""
+    assert (folder / "saved").exists()
+    check_loaded(folder, {"step": 2})
 
 
 @pytest.mark.slow

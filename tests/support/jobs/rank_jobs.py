@@ -774,6 +774,37 @@ def one_falls(how: str, folder: str, steps: int = 50) -> None:
         Path(folder, f"took.{dist.get_rank()}").write_text(str(time.monotonic() - start))
 
 
+def falls_beside_a_save(who: int, how: str, folder: str) -> None:
+    """Rank ``who`` ends in some way while its thread holds its files of a save."""
+    from infinity.checkpoint import behind
+    from infinity.distributed import failure_report
+
+    model, write = build(), behind.write_files
+    model, optimizer = infinity.wrap_model(
+        model, adamw(model), {"params": "host", "optimizer": "host"}
+    )
+    path = Path(folder) / "checkpoint"
+    infinity.save_checkpoint(path, model, optimizer, extra="first")
+    falls = dist.get_rank() == who
+
+    def write_late(*given: Any, **more: Any) -> Any:
+        time.sleep((1 if how == "raises" else 60) * falls)
+        return write(*given, **more)
+
+    behind.write_files = write_late
+    if how == "cannot be seen":  # as on another machine
+        failure_report.processes, behind.LEFT_SECONDS = dict, 1.0
+    infinity.save_checkpoint(path, model, optimizer, extra="second", wait=False)
+    if falls and how == "raises":
+        raise SystemExit("the user's own")
+    if falls:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        train(model, optimizer, steps=50)
+    except infinity.InfinityError as error:  # as a script ends: its threads are waited for
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
+
+
 def restarted(folder: str) -> dict[str, Any]:
     """A job as torchrun restarts it: goes on from the checkpoint if there is one; rank 1 is killed
     the first time."""
