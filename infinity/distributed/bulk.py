@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from .. import native
+from ..machine.device import note_used
 from ..machine.traffic import Traffic
 from .collective_trace import Collective
 from .kinds import Kind, bytes_of, count_begun, describe
@@ -104,9 +105,7 @@ class Bulk:
 
         def finish() -> None:
             then()
-            for tensor in (whole, mine):  # decoded on another stream than the transport's
-                if tensor.device.type != "cpu":
-                    tensor.record_stream(torch.accelerator.current_stream(tensor.device))
+            note_used(whole, mine)  # decoded on another stream than the transport's
 
         pending = self._pending([work], what, None if then is None else finish, whole.device)
         edge = "all-gather in node" if kind is Kind.GATHER_IN_NODE else "all-gather"

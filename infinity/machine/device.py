@@ -6,12 +6,12 @@ queue     work that runs in order, beside the compute and the other queues: ``in
 event     a position in a queue, or in the compute, after which other work can be ordered
 
 On a GPU a queue is a stream: ordering one after another costs the host nothing. A processor runs
-queued work immediately. Memory that passes between streams is ordered first, so nothing needs
-``record_stream``. After the first step all allocations come from the allocator's cache of their
-queue.
+queued work immediately. After the first step all allocations come from the allocator's cache of
+their queue.
 
 The compute of one model is one stream at a time: its forward and backward may run on any, but not
-on two at once.
+on two at once. A tensor that one of them allocated and another one uses is told to the allocator
+(:func:`note_used`), or the first could overwrite it.
 """
 
 from __future__ import annotations
@@ -95,6 +95,14 @@ class Copy:
     edge: str
     nbytes: int
     what: str
+
+
+def note_used(*tensors: torch.Tensor) -> None:
+    """Tells the allocator that the current stream uses ``tensors``, which other streams may have
+    allocated: their memory is not given out again before that."""
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
 
 class Device:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from .device import PAST, Event
+from .device import PAST, Event, note_used
 
 
 class InFlight:
@@ -41,6 +41,9 @@ class InFlight:
             self._held[0][0].done or (self._nbytes > self._limit and len(self._held) > 1)
         ):
             event, kept, then = self._held.popleft()
+            if not event.done:
+                # Only this stream waits for it, and another one may have allocated them
+                note_used(*kept)
             event.precede()
             self._nbytes -= sum(tensor.nbytes for tensor in kept)
             then()

@@ -59,7 +59,7 @@ class ActivationCopies:
         saved.check_source()
         if saved.coming is None:
             self._set_out(saved)
-        storage, event = saved.coming
+        storage, saved.arrived = saved.coming
         saved.coming = None
         if self._device.overlaps:
             for other in self._order.before(saved, nbytes=IN_FLIGHT_NBYTES):
@@ -69,7 +69,7 @@ class ActivationCopies:
                     and not other.was_changed()
                 ):
                     self._set_out(other)
-        self._device.follow(event, "host->device", "activations")
+        self._device.follow(saved.arrived, "host->device", "activations")
         return storage
 
     def _set_out(self, saved: Saved) -> None:

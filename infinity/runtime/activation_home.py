@@ -13,6 +13,7 @@ import torch
 
 from .. import native
 from ..errors import CapacityError, UsageError
+from ..machine.device import note_used
 from ..machine.tiers import Tier
 from ..storage.arrays import StateArray
 from ..storage.store import ArrayStore
@@ -119,10 +120,18 @@ class ActivationHome:
         self._order.append(saved)
 
     def bring(self, saved: Saved) -> torch.UntypedStorage:
-        """Returns a storage on the device with the bytes of ``saved``. May block on the disk."""
+        """Returns a storage on the device with the bytes of ``saved``, for compute of the current
+        stream. May block on the disk."""
         storage = saved.bytes_on_device()
-        if storage is not None:
-            return storage
+        if storage is None:
+            storage = self._load(saved)
+        else:
+            saved.arrived.precede()  # perhaps only another stream waited for the copy
+        if not self._device.is_host:
+            note_used(raw_bytes(storage))
+        return storage
+
+    def _load(self, saved: Saved) -> torch.UntypedStorage:
         if self._store.io is None:
             raise UsageError(
                 "this backward needs activations that went with the engine: run it before"

@@ -124,6 +124,7 @@ class Saved:
         self.source: tuple[torch.Tensor, int] | None = None
         self.changed = False  # whether it was changed in that time
         self.coming: tuple[torch.UntypedStorage, Event] | None = None  # on their way back
+        self.arrived: Event = PAST  # when they last were back
         self.begin, self.nbytes = begin, nbytes
         self.checksum = 0  # of bytes on disk: shows whether a host storage still has them
         self._there: StorageWeakRef | None = None  # the device storage that has the bytes again

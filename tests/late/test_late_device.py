@@ -33,6 +33,7 @@ WAYS = [
     "averaged",
     "parked",
     "on_a_side_stream",
+    "on_side_streams",
 ]
 HOMES = ["host", "nvme", "window", "activations"]
 ALONE = [
@@ -56,6 +57,8 @@ FAULTS = [
     "gradients are sent before they are computed",
     "weights are freed while they are used",
     "weights are used before they came",
+    "gradients are freed to the stream that made them",
+    "activations are freed to the stream that fetched them",
     "updates do not wait for gradients",
 ]
 

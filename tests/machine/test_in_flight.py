@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from infinity.machine import in_flight as module
 from infinity.machine.in_flight import InFlight
 
 
 class Event:
-    """Never done; the compute may be put behind it."""
-
-    done = False
+    """Not done, unless it is said; the compute may be put behind it."""
 
     def __init__(self) -> None:
-        self.precedes = False
+        self.done = self.precedes = False
 
     def precede(self) -> None:
         self.precedes = True
@@ -44,3 +43,18 @@ def test_tensors_of_one_copy_are_let_go_together():
     assert not events[0].precedes
     in_flight.keep(tensors[:1], events[1])
     assert events[0].precedes and not events[1].precedes
+
+
+def test_tensors_are_let_go_for_the_stream_that_waits(monkeypatch):
+    """Method: a copy that still runs leaves for lack of room, on a stream that may not own its
+    tensors. Twin: of a copy that is over, the memory can be used at once."""
+    told: list[torch.Tensor] = []
+    monkeypatch.setattr(module, "note_used", lambda *tensors: told.extend(tensors))
+    first, second = Event(), Event()
+    in_flight, tensors = InFlight(150), [torch.empty(100, dtype=torch.uint8)] * 2
+    in_flight.keep(tensors[:1], first)
+    in_flight.keep(tensors[1:], second)
+    assert first.precedes and len(told) == 1
+    second.done = True
+    in_flight.keep(tensors[:1], Event())
+    assert second.precedes and len(told) == 1

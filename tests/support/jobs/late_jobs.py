@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import itertools
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from infinity.machine import accelerator, in_flight, storage_guard
 from infinity.machine import device as devices
 from infinity.machine.card_memory import CardMemory
 from infinity.optim.device_share import DeviceShare
+from infinity.runtime import activation_copies, activation_home
 
 LATE = late_device.install()
 WHERE = "late:0"
@@ -44,6 +47,7 @@ WIDTH, VOCABULARY, BLOCKS = 64, 96, 4
 LATE_RUNS = 2  # of each case
 HOST = {"params": "host", "optimizer": "host"}
 NVME = {"params": "nvme", "optimizer": "nvme"}
+ACTIVATIONS = {**HOST, "activations": "host"}
 WINDOW = {**HOST, "device_memory": "320KiB"}
 
 
@@ -265,6 +269,41 @@ def on_a_side_stream(model, optimizer):
         return [value.cpu() for value in plain(model, optimizer)]
 
 
+@way
+def on_side_streams(model, optimizer):
+    """Each block runs on another stream than the one before, and on another one in each step, as a
+    user orders them for plain torch."""
+    streams = itertools.cycle([torch.Stream(device=WHERE) for _ in range(BLOCKS - 1)])
+
+    def enter(block, args):
+        block.here = torch.accelerator.current_stream(WHERE)
+        block.stream = next(streams)
+        block.stream.wait_stream(block.here)
+        args[0].record_stream(block.stream)
+        torch.accelerator.set_stream(block.stream)
+
+    def leave(block, args, output):
+        if block is model.blocks[1]:
+            output.register_hook(fall_behind)
+        block.here.wait_stream(block.stream)
+        output.record_stream(block.here)
+        torch.accelerator.set_stream(block.here)
+
+    def fall_behind(grad):
+        """The other streams are idle, so that what they get back is overwritten at once."""
+        torch.accelerator.synchronize()
+        LATE.put(0, lambda: time.sleep(0.01))
+
+    hooks = [block.register_forward_pre_hook(enter) for block in model.blocks]
+    hooks += [block.register_forward_hook(leave) for block in model.blocks]
+    # Little is brought ahead, so that it is used soon after it was fetched
+    with mock.patch.object(activation_copies, "IN_FLIGHT_NBYTES", 0):
+        told = plain(model, optimizer) + clipped_micro_batches(model, optimizer)
+    for hook in hooks:
+        hook.remove()
+    return told
+
+
 # --- runs that are compared ---
 
 
@@ -370,7 +409,7 @@ for _name, _train in WAYS.items():
         "host": HOST,
         "nvme": NVME,
         "window": WINDOW,
-        "activations": {**HOST, "activations": "host"},
+        "activations": ACTIVATIONS,
     }.items():
         add(f"{_name}:{_homes}", _train, _config)
 for _homes in ("host-nvme", "nvme-host"):
@@ -479,6 +518,20 @@ FAULTS = {
         lambda self: None,
         plain,
         HOST,
+    ),
+    "gradients are freed to the stream that made them": (
+        in_flight,
+        "note_used",
+        lambda *tensors: None,
+        on_side_streams,
+        HOST,
+    ),
+    "activations are freed to the stream that fetched them": (
+        activation_home.ActivationHome,
+        "bring",
+        activation_home.ActivationHome._load,
+        on_side_streams,
+        ACTIVATIONS,
     ),
     "updates do not wait for gradients": (
         accelerator.Accelerator,

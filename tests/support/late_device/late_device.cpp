@@ -89,6 +89,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     delete static_cast<EventPtr*>(event);
   }
+  // Autograd calls it for a gradient that a node of another stream uses.
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& given) const override {
+    Memory::all().record(data.get(), own(given));
+  }
 
  private:
   static c10::Device named(int device) { return {kType, static_cast<c10::DeviceIndex>(device)}; }
