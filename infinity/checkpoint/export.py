@@ -43,6 +43,7 @@ BESIDE = (
     "generation_config.json",
     "tokenizer*",
     "chat_template*",
+    "*processor*.json",
     "special_tokens_map.json",
     "vocab*",
     "merges.txt",

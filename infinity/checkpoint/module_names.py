@@ -30,6 +30,8 @@ class Incoming:
     joined
         Name in the state dict -> names in the folder of the whole tensors that are stacked or
         concatenated to it.
+    taken
+        Names in the folder of the tensors that the model has a place for.
     """
 
     def __init__(self, model: nn.Module, given: Mapping[str, Source], names: Mapping[str, Any]):
@@ -37,12 +39,14 @@ class Incoming:
         values. Raises ConfigError if tensors cannot be converted."""
         self.sources: dict[str, Source] = {}
         self.joined: dict[str, list[str]] = {}
+        self.taken: set[str] = set()
         self._conversions: list[Any] | None = None
         base, of_base = base_of(model), {base_name(name): tensor for name, tensor in names.items()}
         if is_transformers(base) and (library := _library()) is not None:
             self._convert(library, base, given, of_base)
         else:
             self.sources = {name: source for name, source in given.items() if name in of_base}
+            self.taken = set(self.sources)
         if base is not model:
             self.sources = {
                 name: self.sources[plain]
@@ -79,6 +83,8 @@ class Incoming:
             name, pattern = library.rename_source_key(origin, renamings, converters, prefix, names)
             if name not in names and origin in names:
                 name, pattern = library.rename_source_key(origin, [], [], prefix, names)
+            if name in names:
+                self.taken.add(origin)
             if name in names and pattern is not None and name not in self.sources:
                 steps.setdefault(name, []).append((pattern, origin))
             elif name in names and name not in steps:

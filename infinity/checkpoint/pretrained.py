@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -134,6 +134,15 @@ def _has_adapters(model: nn.Module) -> bool:
     return is_transformers(model) and bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
+CARRIED = "_infinity_carried"  # an attribute of a model
+
+
+def carry(model: nn.Module, sources: Mapping[str, Source]) -> None:
+    """Lets each folder that is saved of ``model`` have ``sources``, too: tensors of the folder that
+    it came from, for which its class has no place."""
+    model.__dict__[CARRIED] = dict(sources)
+
+
 def _save_model(
     model: nn.Module, first: nn.Module, job: Job, folder: Path, max_shard_size: int | str | None
 ) -> None:
@@ -161,7 +170,7 @@ def _save_model(
             " that they came from. infinity.save_checkpoint keeps them as they are"
         )
     files = split(
-        hub_sources(first, sources_of(model)),
+        hub_sources(first, sources_of(model)) | first.__dict__.get(CARRIED, {}),
         flat_param_size_of(first) if max_shard_size is None else max_shard_size,
     )
     stages = [] if ranks.pp_group is None else [ranks.pp_group]

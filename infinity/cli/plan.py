@@ -148,6 +148,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     from transformers.utils import logging
 
     from .plan_mesh import LENGTH, plan_meshes
+    from .training.classes import freeze_untouched, touched
     from .training.model import choose_sequence_length
 
     logging.set_verbosity_error()
@@ -168,6 +169,8 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         samples = _samples_of(args.batch_tokens, length)
     dtype = getattr(torch, DTYPES[args.dtype])
     model = _build(args, model_config, dtype)
+    text = touched(model_config, args.model, trust=args.trust_remote_code)
+    freeze_untouched(model, text, lambda line: None)
     config = engine_config(settings, model)
 
     def configure(machine: Machine) -> Any:
@@ -236,17 +239,19 @@ def _samples_of(given: str, length: int) -> int:
 def _build(args: argparse.Namespace, model_config: Any, dtype: Any) -> Any:
     """Builds the model of a config on ``meta``. Raises ConfigError if transformers cannot."""
     import torch
-    from transformers import AutoModelForCausalLM
 
+    from .training.classes import auto_class
+
+    auto = auto_class(model_config, args.model)
     with torch.device("meta"):
         try:
-            return AutoModelForCausalLM.from_config(
+            return auto.from_config(
                 model_config, dtype=dtype, trust_remote_code=args.trust_remote_code
             )
         except Exception as error:  # noqa: BLE001 - a config may be wrong in every way
             line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ConfigError(
-                f"transformers cannot build a causal LM from {args.model}: {line[:300]}"
+                f"transformers cannot build the model of {args.model}: {line[:300]}"
             ) from None
 
 

@@ -25,6 +25,7 @@ from ..data.corpus import Corpus
 from ..errors import ConfigError
 from ..machine.outputs import replacing
 from ..machine.sizes import format_count, format_seconds
+from .training.classes import freeze_untouched, touched
 from .training.compute import Compute, compute_time, multiplies_bf16
 from .training.counts import EdgeCounts
 from .training.folders import check_packed, is_streamed
@@ -74,6 +75,7 @@ from .training.report import (
     print_stalls,
 )
 from .training.sample import printable, sample
+from .training.saved import check_saved, copy_processors
 from .training.settings import (
     check_device,
     engine_config,
@@ -90,7 +92,8 @@ DEFAULT_PROMPT = "def "  # for the default data, which is Python
 
 DESCRIPTION = """\
 Trains a causal language model of transformers, with parameters and optimizer state at home on the
-device, the host or NVMe, and saves a folder that AutoModelForCausalLM.from_pretrained loads.
+device, the host or NVMe, and saves a folder of the same class that from_pretrained loads. Of a
+model of images and text it trains what text touches; the rest is saved as it was.
 Without --model it is a GPT-2 style model of about 50 M parameters from fresh weights; without
 --data it learns the source files of CPython's standard library, byte by byte."""
 
@@ -168,7 +171,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         loss_after=loss_after,
     )
     print_report(console, report)
-    return _end(args, ranks, job, inputs.tokenizer, console, report)
+    return _end(args, ranks, job, console, report)
 
 
 def _check_engine(args: argparse.Namespace, settings: dict[str, Any], console: Console) -> None:
@@ -204,6 +207,7 @@ def _make_model(
     """Makes the model, with adapters if it shall have them. Weights that are streamed go into
     ``settings``. Raises ConfigError."""
     check_packed(args.model, model_config, args.quantize, trains_all=args.lora_rank is None)
+    text = touched(model_config, args.model, trust=args.trust_remote_code)
     model = build_model(
         args.model,
         model_config,
@@ -214,10 +218,11 @@ def _make_model(
     )
     if is_streamed(model, args.model):
         settings["weights"] = str(args.model)
+    freeze_untouched(model, text, console.print)
     if args.quantize is not None:
         infinity.quantize(model.requires_grad_(False), args.quantize)
     if args.lora_rank is not None:
-        model = add_adapters(model, args.lora_rank, args.model)
+        model = add_adapters(model, args.lora_rank, args.model, text=text)
     if args.gradient_checkpointing:
         checkpoint_activations(model)
     return model
@@ -227,13 +232,12 @@ def _end(
     args: argparse.Namespace,
     ranks: Ranks,
     job: Job,
-    tokenizer: Any,
     console: Console,
     report: dict[str, Any],
 ) -> int:
     """Saves the trained model to ``--out``, and prints the report with ``--json``."""
     if args.out is not None:
-        report.update(_save_and_sample(args, job, tokenizer, console))
+        report.update(_save_and_sample(args, job, console))
     else:
         how = f": `infinity export {args.checkpoint} OUT` writes it" if args.checkpoint else ""
         console.print(f"The trained model is not saved, without --out{how}.")
@@ -356,30 +360,25 @@ def _end_interrupted(args: argparse.Namespace, job: Job, console: Console, signu
     return 128 + signum
 
 
-def _save_and_sample(
-    args: argparse.Namespace, job: Job, tokenizer: Any, console: Console
-) -> dict[str, str]:
+def _save_and_sample(args: argparse.Namespace, job: Job, console: Console) -> dict[str, str]:
     infinity.save_pretrained(job.model, args.out, overwrite=True)  # checked before the first step
-    if tokenizer is not None and job.ranks.is_first:
+    if job.ranks.is_first:
         with replacing(args.out) as made:
-            tokenizer.save_pretrained(made)
-    console.print(f"Saved to {args.out}")
-    if tokenizer is not None and tokenizer.chat_template:
-        console.print(f"Talk to it: infinity generate {args.out} --chat")
-    batches, seed, is_first = job.batches, job.seed, job.ranks.is_first
-    job.let_go()
-    result = {"out": str(args.out)}
-    if args.sample_bytes and is_first:
-        prompt = args.prompt or (DEFAULT_PROMPT if args.data is None else None)
-        prompt, text = sample(
-            args.out,
-            prompt=prompt,
-            ntokens=args.sample_bytes,
-            seed=seed,
-            tokenizer=tokenizer,
-            batches=batches,
-            trust=args.trust_remote_code,
+            if job.tokenizer is not None:
+                job.tokenizer.save_pretrained(made)
+            copy_processors(args.model, made)
+        count = check_saved(args.out, job.model, trust=args.trust_remote_code)
+        console.print(
+            f"Saved to {args.out}: {format_count(count, 'tensor')}, by name and shape what"
+            f" {'PEFT' if args.lora_rank else 'transformers'} reads"
         )
-        console.print(f"A sample of it, loaded by transformers alone:\n{printable(prompt + text)}")
+    if job.tokenizer is not None and job.tokenizer.chat_template:
+        console.print(f"Talk to it: infinity generate {args.out} --chat")
+    result = {"out": str(args.out)}
+    if args.sample_bytes:
+        given = args.prompt or (DEFAULT_PROMPT if args.data is None else None)
+        prompt, text = sample(job, prompt=given, ntokens=args.sample_bytes)
+        console.print(f"A sample of it:\n{printable(prompt + text)}")
         result.update(prompt=prompt, sample=text)
+    job.let_go()
     return result

@@ -503,7 +503,7 @@ BAD_INPUT = [
     (
         an_encoder_decoder,
         {"model": "t5.json"},
-        "transformers cannot build a causal LM from t5.json",
+        "t5.json is of T5Config, which has an encoder with a decoder",
     ),
     (no_change, {"data": "nowhere"}, "No such data: nowhere"),
     (an_empty_folder, {"data": "empty"}, "No text files in empty"),

@@ -265,7 +265,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "tune bare": ("No safetensors in bare", "For fresh weights give --model bare/config.json"),
     "tune adapter": ("adapter is an adapter", "give --model the folder of its base, or merge both"),
     "tune checkpoint": ("checkpoint is a checkpoint", "`infinity export .*--resume --checkpoint"),
-    "tune vit": ("no vocab_size: it is not of a language model", "Give another model"),
+    "tune vit": ("vit is of ViTConfig", "only models that continue text are taken"),
     "tune few": ("vocabulary has 10 entries .* needs 261", "Give another model"),
     "learn chat.jsonl --model model.json": ("need a model with a tokenizer", "a folder that has"),
     # --- train: data ---
@@ -447,7 +447,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
         "transformers cannot read the tokenizer in badtok",
         "its files are damaged, or of a kind that is",
     ),
-    "plan --model vit": ("cannot build a causal LM from vit", "AutoModelForCausalLM"),
+    "plan --model vit": ("vit is of ViTConfig", "only models that continue text are taken"),
     "export base out --merge base": (
         "--merge base: no adapter_config.json in it",
         "give the folder that PEFT saved",

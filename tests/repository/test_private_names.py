@@ -77,6 +77,7 @@ NAMES = [
     ("torch", "_C.DisableTorchFunctionSubclass", "state/handle.py"),
     ("torch", "Tensor._make_wrapper_subclass", "gradients/at_home.py"),
     ("torch", "UntypedStorage._new_with_weak_ptr", "runtime/saved_tensor.py"),
+    ("torch._subclasses.fake_tensor", "FakeTensorMode", "cli/training/classes.py"),
     ("torch.multiprocessing.reductions", "StorageWeakRef", "runtime/saved_tensor.py"),
 ]
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from .classes import auto_class
 from .model import is_trusted
 
 if TYPE_CHECKING:
@@ -111,10 +112,9 @@ def _is_small(config: Any, tokens: int, length: int, dtype: torch.dtype, device:
     """Whether a model of ``config``, with gradients and a batch's logits, is small enough to build
     and run as a probe."""
     import torch
-    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=is_trusted(config))
+        model = auto_class(config, None).from_config(config, trust_remote_code=is_trusted(config))
     params = sum(param.numel() for param in model.parameters())
     logits = 4 * tokens * (getattr(config.get_text_config(), "vocab_size", 0) or 0)
     nbytes = (2 * params + logits) * dtype.itemsize
@@ -144,13 +144,16 @@ def _measure(
     device: str,
 ) -> float:
     import torch
-    from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(
-        _with_layers(config, layers) if layers else config,
-        dtype=dtype,
-        trust_remote_code=is_trusted(config),
-    ).train()
+    model = (
+        auto_class(config, None)
+        .from_config(
+            _with_layers(config, layers) if layers else config,
+            dtype=dtype,
+            trust_remote_code=is_trusted(config),
+        )
+        .train()
+    )
     model.to(device)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -35,6 +35,7 @@ from .optimizers import make_optimizers
 from .options import DEFAULT_MAX_GRAD_NORM
 from .places import check_fixed_values, saved_extra
 from .ranks import Ranks
+from .saved import copy_processors
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,7 @@ class Job:
     interval: Interval
     ranks: Ranks
     tokenizer: Any = None  # saved with each checkpoint, for a model made of it
+    model_folder: Path | None = None  # whose processor's files are saved with it, too
     first_step: int = 0
     next_step: int = 0
     loss_before: float | None = None
@@ -127,6 +129,7 @@ def make_job(
         interval=Interval(args.checkpoint_overhead),
         ranks=ranks,
         tokenizer=tokenizer,
+        model_folder=args.model,
         fixed_values=_fixed_values(args, batches, config, ranks)
         | {
             "parameters": parameters_count,
@@ -334,6 +337,7 @@ def save_checkpoint(job: Job, *, wait: bool = True) -> None:
             for part in (job.tokenizer, *getattr(job.model, "peft_config", {}).values()):
                 if part is not None:
                     part.save_pretrained(made)
+            copy_processors(job.model_folder, made)
 
 
 def finish_save(job: Job, *, raises: bool = True) -> None:

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...data.corpus import BYTE_VOCABULARY, SEPARATOR_BYTE
 from ...errors import ConfigError
-from .folders import is_streamed, misfit
+from ...machine.sizes import format_count
+from .classes import auto_class, pattern_of, untouched_parts
+from .folders import is_streamed, left_out, misfit
 from .options import DEFAULT_SEQUENCE_LENGTH
 
 if TYPE_CHECKING:
@@ -140,6 +142,7 @@ def read_model_config(path: Path | None, *, trust: bool = False) -> Any:
             ) from None
         raise ConfigError(f"transformers cannot read {path}: {_first_line(error)}") from None
     check_sizes(path, config)
+    auto_class(config, path)  # refuses what does not continue text
     return config
 
 
@@ -240,23 +243,25 @@ def build_model(
     loads them here, because an adapter's files are to be loaded into it.
     """
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
+    auto = auto_class(model_config, path)
     kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
     options = {"dtype": kind, "trust_remote_code": trust}
     torch.manual_seed(seed)
     model = None
     try:
         if path is None or path.is_file():
-            return AutoModelForCausalLM.from_config(model_config, **options)
+            return auto.from_config(model_config, **options)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(model_config, **options)
+            model = auto.from_config(model_config, **options)
         keep_in_fp32(model, kind)
         if not whole and is_streamed(model, path):
             if (path / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(path)
+            _carry_rest(path, model, say)
             return model
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, found = auto.from_pretrained(
             path,
             config=model_config,
             local_files_only=True,
@@ -264,12 +269,27 @@ def build_model(
             **options,
         )
     except (ValueError, KeyError, OSError, RuntimeError) as error:
-        why = f"transformers cannot build a causal LM from {path}: {_first_line(error)}"
+        why = f"transformers cannot build the model of {path}: {_first_line(error)}"
         raise ConfigError(misfit(path, model) or why) from None
     if missing := sorted(found["missing_keys"]):
         names = ", ".join(missing[:4])
         say(f"{len(missing)} weights are not in {path} and start from the seed: {names}")
+    _carry_rest(path, model, say)
     return model
+
+
+def _carry_rest(path: Path, model: nn.Module, say: Callable[[str], None]) -> None:
+    """Keeps the tensors of a folder that the model has no place for, for the folders saved of it,
+    and says which."""
+    from ...checkpoint.pretrained import carry
+
+    if rest := left_out(path, model):
+        carry(model, rest)
+        names = ", ".join([*rest][:4]) + (", ..." if len(rest) > 4 else "")
+        say(
+            f"{type(model).__name__} has no place for {format_count(len(rest), 'tensor')} of"
+            f" {path}, which go into a saved model as they are: {names}"
+        )
 
 
 def keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
@@ -285,9 +305,12 @@ def keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
             param.data = param.data.to(torch.float32)
 
 
-def add_adapters(model: nn.Module, rank: int, base: Path) -> nn.Module:
+def add_adapters(
+    model: nn.Module, rank: int, base: Path, *, text: set[str] | None = None
+) -> nn.Module:
     """Adds low-rank adapters (Hu et al. 2021) to the linear layers, and freezes all else. They name
-    the folder ``base``. Raises ConfigError if peft is not installed."""
+    the folder ``base``. ``text``: parameters that a text touches (None: all of them). Raises
+    ConfigError if peft is not installed."""
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
@@ -297,7 +320,13 @@ def add_adapters(model: nn.Module, rank: int, base: Path) -> nn.Module:
         raise ConfigError(f"--lora-rank {rank} is more than the model's width {width}: give less")
     adapted = get_peft_model(
         model,
-        LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM"),
+        LoraConfig(
+            r=rank,
+            lora_alpha=2 * rank,
+            target_modules="all-linear",
+            exclude_modules=None if text is None else pattern_of(untouched_parts(model, text)),
+            task_type="CAUSAL_LM",
+        ),
     )
     for config in adapted.peft_config.values():
         config.base_model_name_or_path = str(base.resolve())  # found from anywhere
@@ -322,15 +351,16 @@ def checkpoint_activations(model: nn.Module) -> None:
 def no_cache(model: nn.Module) -> Iterator[None]:
     """Turns off the key-value cache inside the block: training does not use it, and it takes
     memory."""
-    config, used = model.config, getattr(model.config, "use_cache", None)
-    if used is not None:
-        config.use_cache = False
+    configs = {id(each): each for each in (model.config, model.config.get_text_config())}
+    using = [each for each in configs.values() if getattr(each, "use_cache", None)]
     del model
+    for config in using:
+        config.use_cache = False
     try:
         yield
     finally:
-        if used is not None:
-            config.use_cache = used
+        for config in using:
+            config.use_cache = True
 
 
 def _first_line(error: Exception) -> str:

@@ -184,7 +184,7 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
 
 def _add_result_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--out", **FOLDER, help="save the trained model here, reload it and print a sample")
+    add("--out", **FOLDER, help="save the trained model here, and print a sample of it")
     add(
         "--checkpoint",
         **FOLDER,
@@ -213,7 +213,12 @@ def _add_result_options(group: argparse._ArgumentGroup) -> None:
         metavar="TEXT",
         help="start of the sample (default: the start of the held-out text)",
     )
-    add("--sample-bytes", **COUNT, default=200, help="bytes or tokens to sample (default 200)")
+    add(
+        "--sample-bytes",
+        **COUNT,
+        default=200,
+        help="bytes or tokens to sample, for at most a minute (default 200)",
+    )
     add("--trace", **FILE, help="write a timeline here, for `infinity trace` or Perfetto")
     add(
         "--tensorboard",

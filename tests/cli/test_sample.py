@@ -1,0 +1,67 @@
+"""The sample of `infinity train`: generated from the homes that trained, within a time."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from chatty import save_base
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("rich")
+
+import infinity.cli
+from infinity.cli.training import sample
+
+NTOKENS, SEED = 6, 3
+JOB = (
+    "train --model base --data text.txt --nvme-path nvme --steps 1 --batch-size 1 --lr 0.01"
+    f" --sequence-length 16 --eval-batches 1 --sample-bytes {NTOKENS} --seed {SEED} --dtype fp32"
+    " --threads 1 --prompt fox --out out --json"
+)
+
+
+@pytest.fixture
+def report(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    Path("nvme").mkdir()
+    save_base(Path("base"))
+
+    def run(words: str) -> dict:
+        assert infinity.cli.main(shlex.split(f"{JOB} {words}")) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "words", ["--params nvme --optimizer nvme", "--params host", "--lora 2 --params nvme"]
+)
+def test_the_sample_is_what_transformers_alone_would_write(words, report, monkeypatch):
+    """Draws the same tokens with what was saved, after a job in which nothing may be loaded."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
+        found = report(words)
+    tokenizer = transformers.AutoTokenizer.from_pretrained("base")
+    model = load("out").eval()
+    tokens = tokenizer("fox", return_tensors="pt")["input_ids"]
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        drawn = model.generate(
+            tokens, do_sample=True, temperature=sample.TEMPERATURE, max_new_tokens=NTOKENS
+        )[0]
+    assert found["prompt"] == tokenizer.decode(tokens[0])
+    assert found["sample"] == tokenizer.decode(drawn[tokens.shape[1] :])
+
+
+def test_the_sample_ends_with_its_time(report, monkeypatch):
+    """Leaves no time: one token is written, and with a minute all of them."""
+    whole = report("--params nvme --overwrite")["sample"]
+    monkeypatch.setattr(sample, "MOST_SECONDS", -1.0)
+    cut = report("--params nvme --overwrite")["sample"]
+    assert len(cut) < len(whole) and whole.startswith(cut)
