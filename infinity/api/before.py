@@ -96,11 +96,7 @@ class _ParamBefore:
         self._has_data = (
             param.layout is torch.strided and not param.is_meta and not _is_frozen_subclass(param)
         )
-        hooks = param._post_accumulate_grad_hooks
-        self._attributes, self._hooks = (
-            dict(param.__dict__),
-            None if hooks is None else type(hooks)(hooks),
-        )
+        self._attributes, self._hooks = dict(param.__dict__), param._post_accumulate_grad_hooks
 
     def restore(self) -> None:
         param = self._param
@@ -109,7 +105,7 @@ class _ParamBefore:
         if param.__dict__.keys() != self._attributes.keys():
             for name in param.__dict__.keys() - self._attributes.keys():
                 del param.__dict__[name]
-        if param._post_accumulate_grad_hooks is not None:
+        if param._post_accumulate_grad_hooks is not self._hooks:
             param._post_accumulate_grad_hooks = self._hooks
         there = local_of(param)
         if (

@@ -18,6 +18,7 @@ from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..state.apart import apart
 from ..state.handle import ParamHandle, handle_of
+from ..state.parameter import users_hooks
 from .context import ForwardContext
 
 SMALLEST_TILE_NBYTES = 64 * 1024
@@ -146,16 +147,19 @@ class Tiles:
     @contextmanager
     def taking_rows(self, ctx) -> Iterator[RowGrads]:
         """Takes the weight's gradient from the running backward, in ranges of rows. If ``p.grad``
-        is kept at home, rows are accumulated there; else they fill a whole gradient for autograd.
-        Rows that nothing needs are dropped."""
+        is kept at home, rows are accumulated there; else they fill a whole gradient for autograd,
+        as for users' hooks on it. Rows that nothing needs are dropped."""
         accumulator = ctx.next_functions[-1][0]  # the weight is the last tensor among the arguments
-        use = GradUse.of(accumulator)
-        if use is GradUse.ACCUMULATED and self.handle.grad is not None:
+        use, is_hooked = (
+            GradUse.of(accumulator),
+            self.param._backward_hooks or users_hooks(self.param),
+        )
+        if use is GradUse.ACCUMULATED and self.handle.grad is not None and not is_hooked:
             with self.context.gradients.landing_rows(self.handle) as land:
                 yield RowGrads(land)
         elif use is GradUse.NONE:
             yield RowGrads(lambda begin, end, compute: None)
-        else:  # returned by torch.autograd.grad, or accumulated for a weight that is not stepped
+        else:  # returned by torch.autograd.grad, or accumulated: hooked, or not stepped
             whole = torch.empty(
                 self.param.shape, dtype=self.param.dtype, device=self.context.device.where
             )

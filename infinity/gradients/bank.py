@@ -46,6 +46,7 @@ class GradientBank:
         self.clips: list[float] = []  # factors of users' clips of all gradients since the last step
         # With several ranks: see `reduce_with`.
         self._add_whole: Callable[[ParamHandle, torch.Tensor], None] | None = None
+        self._sums: WholeGradients | None = None
         self._average: Callable[..., None] = lambda **_: None
         # In a pass of several backwards: sums that land after the last one
         self._waiting: WholeGradients | None = None
@@ -149,11 +150,15 @@ class GradientBank:
             self.assigned.zero(handle)
 
     def reduce_with(
-        self, add: Callable[[ParamHandle, torch.Tensor], None], average: Callable[..., None]
+        self,
+        add: Callable[[ParamHandle, torch.Tensor], None],
+        average: Callable[..., None],
+        sums: WholeGradients | None = None,
     ) -> None:
         """Sets what adds to this rank's whole gradient, and what averages gradients over the ranks.
-        ``average`` takes ``are_gone``: there is no gradient any more, and no rank to meet."""
-        self._add_whole, self._average = add, average
+        ``average`` takes ``are_gone``: there is no gradient any more, and no rank to meet.
+        ``sums``: what ``add`` adds to."""
+        self._add_whole, self._average, self._sums = add, average, sums
 
     # --- backwards that fail ---
 
@@ -242,12 +247,7 @@ class GradientBank:
 
     def _land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         record = handle.grad
-        if record.averaged:
-            raise UsageError(
-                f"a backward through {handle.name} after its gradient was read: with"
-                " shard='optimizer' reading averages it over the ranks. Read gradients after the"
-                " last backward of a step, or use shard='gradients'."
-            )
+        _refuse_averaged(handle)
         self._lander.land(handle, grad, adds=record.state is not GradState.ABSENT)
         record.move(GradState.LANDED)
 
@@ -280,6 +280,27 @@ class GradientBank:
             )
         handle.grad.move(GradState.LANDED)
         handle.grad.norm = None
+
+    def take_sum(self, handle: ParamHandle, grad: torch.Tensor) -> torch.Tensor:
+        """Returns ``grad`` added to this rank's gradients of earlier backwards, which the next
+        landing replaces. Averages of several ranks are gathered: every rank calls this. Raises
+        UsageError as :meth:`land` does."""
+        record, sums = handle.grad, self._waiting or self._sums
+        if record.state in (GradState.LANDED, GradState.CONSUMED):
+            if is_local := self.ranks.keeps_gradients:
+                _refuse_averaged(handle)
+            self.reopen(handle)
+            self.assigned.part_from(handle)
+            before = (
+                self.homes.view(handle, write=False)
+                if is_local
+                else self.values.value(handle, write=False)
+            )
+            grad = before.to(grad.device, grad.dtype) + grad
+            handle.grad = GradRecord(edits=record.edits, own_edits=record.own_edits)
+        if sums is not None and (before := sums.give_back(handle)) is not None:
+            grad = before.to(grad.dtype) + grad
+        return grad
 
     @contextmanager
     def landing_rows(self, handle: ParamHandle) -> Iterator[Callable]:
@@ -319,6 +340,15 @@ class GradientBank:
 
 def _is_there(handle: ParamHandle) -> bool:
     return handle.grad.state is not GradState.ABSENT
+
+
+def _refuse_averaged(handle: ParamHandle) -> None:
+    if handle.grad.averaged:
+        raise UsageError(
+            f"a backward through {handle.name} after its gradient was read: with"
+            " shard='optimizer' reading averages it over the ranks. Read gradients after the"
+            " last backward of a step, or use shard='gradients'."
+        )
 
 
 def _check_value(handle: ParamHandle, value: object) -> None:

@@ -74,6 +74,8 @@ class GradRecord:
     are_others_zero: bool = True  # the other rows' bytes at home; else they are undefined
     # A view was handed out: bytes may change unobserved, so norms are recomputed
     viewed: bool = False
+    # Users' hooks run before it lands: ``p.grad`` is what autograd accumulated
+    is_in_hooks: bool = False
 
     @property
     def state(self) -> GradState:

@@ -59,7 +59,7 @@ class Reducer:
         self._decides_early = decides_early  # an update in mid-backward needs flags early
         self._units = list(units)
         self._by_index = {unit.index: unit for unit in units}
-        self._whole = WholeGradients(ledger, bank.homes.device)
+        self.whole = WholeGradients(ledger, bank.homes.device)  # of this rank's batches
         self._order: list[ParamUnit] = []
         self._places: dict[ParamUnit, int] = {}  # how many of the order start at this unit
         self._ready: set[ParamUnit] = set()  # complete on this rank
@@ -80,7 +80,7 @@ class Reducer:
 
     def add(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Adds ``grad`` to this rank's whole gradient."""
-        self._whole.add(handle, grad)
+        self.whole.add(handle, grad)
 
     def ready(self, unit: ParamUnit) -> None:
         """Marks ``unit``'s gradients as complete on this rank. Starts its reduction if that is next
@@ -128,7 +128,7 @@ class Reducer:
         flat_params = _stepped(self._order)
         handles = [handle for *_, of_flat_param in flat_params for handle in of_flat_param]
         while True:
-            late = {handle for handle in handles if self._whole.has_gradient(handle)}
+            late = {handle for handle in handles if self.whole.has_gradient(handle)}
             *flags, is_outdated = self._collectives.agree(
                 [
                     *(handle in self._got or handle in late for handle in handles),
@@ -156,7 +156,7 @@ class Reducer:
                 return
             for unit, flat_param, of_flat_param in flat_params:
                 wanted = [handle for handle in of_flat_param if handle in late_anywhere]
-                got = self._whole.pop_got(flat_param)
+                got = self.whole.pop_got(flat_param)
                 if wanted:
                     self._reduce(
                         unit, flat_param, got, wanted, f"reducing {unit.name}", decided=True
@@ -172,7 +172,7 @@ class Reducer:
             return
         self._agree_on_order()
         flat_params = _stepped(self._order)
-        got = {flat_param: self._whole.pop_got(flat_param) for _, flat_param, _ in flat_params}
+        got = {flat_param: self.whole.pop_got(flat_param) for _, flat_param, _ in flat_params}
         flags = [
             handle.index in got[flat_param]
             for _, flat_param, handles in flat_params
@@ -211,7 +211,7 @@ class Reducer:
 
     def abandon(self) -> None:
         """Drops the gradients that a failed backward has not averaged."""
-        self._whole.drop()
+        self.whole.drop()
         for pending in self._pending:
             if isinstance(pending, Pending):
                 pending.drop()
@@ -234,7 +234,7 @@ class Reducer:
     ) -> bool:
         """Starts averaging a flat param's gradients, and finishes the previous reduction. Returns
         whether no rank will add more, as far as is known before the reduction is complete."""
-        got = self._whole.pop_got(flat_param)
+        got = self.whole.pop_got(flat_param)
         self._got |= {handle for handle in handles if handle.index in got}
         flags = [*(handle.index in got for handle in handles), unit not in self._ready]
         early = self._decides_early()
@@ -266,8 +266,8 @@ class Reducer:
         if self._ranks.keeps_gradients:
             whole = self._bank.homes.whole(flat_param)
         else:
-            self._whole.take(unit, flat_param)
-            whole, charge = self._whole.pop(flat_param)
+            self.whole.take(unit, flat_param)
+            whole, charge = self.whole.pop(flat_param)
         reduction = Reduction(flat_param, wanted, got, is_decided=decided)
         reduction.bring_nothing(whole)
 

@@ -71,6 +71,16 @@ class WholeGradients:
         """Returns whether the parameter of ``handle`` has a gradient here."""
         return handle.index in self._got.get(handle.flat_param, ())
 
+    def give_back(self, handle: ParamHandle) -> torch.Tensor | None:
+        """Forgets the sum of ``handle``. Returns it until the next one is added; None if there is
+        none."""
+        if not self.has_gradient(handle):
+            return None
+        self._got[handle.flat_param].discard(handle.index)
+        return handle.flat_param.layout.placements[handle.index].view(
+            self._kept[handle.flat_param][0]
+        )
+
     def pop_got(self, flat_param: FlatParam) -> set[int]:
         """Forgets which parameters of ``flat_param`` have a gradient, and returns their indices."""
         return self._got.pop(flat_param, set())

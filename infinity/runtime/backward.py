@@ -14,8 +14,9 @@ no gradient and so no hook runs for them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -23,7 +24,7 @@ from ..errors import UsageError
 from ..gradients.record import GradState
 from ..state.apart import apart, has_bytes, refuse_without_bytes
 from ..state.dtensors import is_distributed, part_of
-from ..state.handle import ParamHandle, handle_of, raw_grad, set_raw_grad
+from ..state.handle import ParamHandle, managed, raw_grad, set_raw_grad
 from ..state.operations import Operation
 from ..state.unit import ParamUnit
 from .job import Job
@@ -104,15 +105,50 @@ class Backward:
 
     # --- gradients ---
 
-    @apart
+    def accumulated(self, param: torch.Tensor, hooks: Mapping[Any, Callable] | None) -> None:
+        """Sends home a gradient that autograd accumulated in ``param``, and calls users' ``hooks``
+        on it, in between or before.
+
+        A hook sees what torch's sees, the sum of all backwards since ``zero_grad()``. On one rank
+        that is the gradient at home. On several ranks, and between the backwards of an accumulation
+        pass, it is this rank's sum, which then replaces what had landed before.
+        """
+        handle = managed(param)
+        if not hooks or not self._begin_landing(handle):
+            self.landed(param)
+            return
+        sums_first = self._pass.is_accumulating or not self.job.ranks.alone
+        if sums_first:
+            self._sum_before(handle)
+        else:
+            self._land(handle)
+        try:
+            handle.grad.is_in_hooks = sums_first
+            for hook in tuple(hooks.values()):
+                if hook(param) is not None:
+                    raise RuntimeError("Tensor post accumulate grad hooks should return None.")
+        finally:
+            handle.grad.is_in_hooks = False
+        if sums_first and raw_grad(param) is not None:
+            self._land(handle)
+        self._count(handle)
+
     def landed(self, param: torch.Tensor) -> None:
         """Sends home a gradient that autograd accumulated in ``param``."""
-        handle = handle_of(param)
+        handle = managed(param)
+        if self._begin_landing(handle):
+            self._land(handle)
+            self._count(handle)
+
+    @apart
+    def _begin_landing(self, handle: ParamHandle) -> bool:
+        """Begins a change of the gradient of ``handle``. Returns whether autograd accumulated
+        any."""
         # Before recovery clears gradients: this one belongs to the running backward.
-        grad = raw_grad(param)
+        grad = raw_grad(handle.param)
         refuse_without_bytes("a backward")
         if grad is not None and not has_bytes(grad):
-            set_raw_grad(param, None)
+            set_raw_grad(handle.param, None)
             raise UsageError(
                 f"the gradient of {handle.name} is a {type(grad).__name__} on {grad.device}, which"
                 " has no bytes to send home: run the backward with real tensors, or of a model"
@@ -120,14 +156,33 @@ class Backward:
             )
         self.track_task()
         if grad is None:
-            return  # a weight that runs in tiles: its gradient has landed
+            return False  # a weight that runs in tiles: its gradient has landed
         self.job.gradients.changes.begin(handle)
+        return True
+
+    @apart
+    def _sum_before(self, handle: ParamHandle) -> None:
+        """Makes what autograd accumulated the sum with this rank's gradients before, which are no
+        longer there."""
+        grad = raw_grad(handle.param)
+        if not is_distributed(grad):
+            with self.job.store.guarding():
+                set_raw_grad(handle.param, self.job.gradients.take_sum(handle, grad))
+
+    @apart
+    def _land(self, handle: ParamHandle) -> None:
+        """Sends home what autograd accumulated."""
+        grad = raw_grad(handle.param)
         if is_distributed(grad):
             # Sums partial gradients over the mesh.
-            grad = part_of(param, grad, f"the gradient of {handle.name}")
-        set_raw_grad(param, None)
+            grad = part_of(handle.param, grad, f"the gradient of {handle.name}")
+        set_raw_grad(handle.param, None)
         with self.job.store.guarding():
             self.job.gradients.land(handle, grad)
+
+    @apart
+    def _count(self, handle: ParamHandle) -> None:
+        """Counts a landed gradient: releases its unit after the last one."""
         self._pass.reached.add(handle.unit)
         self._without_grad.get(handle.unit, set()).discard(handle)
         awaited = (self._pass.expected if self.gathers_with_ranks else self._pass.awaited).get(
@@ -150,7 +205,7 @@ class Backward:
     def land_by_hand(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         """Sends home a gradient that autograd did not accumulate, between the backwards of an
         accumulation pass."""
-        handle = handle_of(param)
+        handle = managed(param)
         self.job.gradients.changes.begin(handle)
         with self.job.store.guarding():
             self.job.gradients.land(handle, part_of(param, grad, f"the gradient of {handle.name}"))

@@ -237,7 +237,7 @@ def _make_reducer(base: _Base, gradients: GradientBank, later: Later) -> Reducer
         lambda unit: later.engine.backward.notify_if_final(unit),
         lambda: steps.streaming or makes_ahead,
     )
-    gradients.reduce_with(reducer.add, reducer.average)
+    gradients.reduce_with(reducer.add, reducer.average, reducer.whole)
     return reducer
 
 

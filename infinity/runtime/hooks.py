@@ -4,6 +4,7 @@ gradients."""
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,10 +12,14 @@ import torch
 from ..errors import UsageError
 from ..state import mistakes
 from ..state.apart import makes_hooks
+from ..state.handle import raw_hooks, set_raw_hooks
+from ..state.parameter import USERS_HOOKS, users_hooks
 from ..state.unit import ParamUnit
 from .engine import Engine
 from .fixed_form import fix_forms
 from .scoped_call import UNCOMPILED, ScopedCall
+
+OURS = -1  # the key of the engine's hook; users' are 0 and above
 
 
 class RefusedCopy:
@@ -48,7 +53,8 @@ class RefusedCopy:
 
 class LandingHook:
     """Calls ``landed`` with a parameter when autograd has accumulated its gradient, until
-    :meth:`remove`.
+    :meth:`remove`. Autograd calls nothing else: users' hooks are ``landed``'s to call, for they see
+    the sum at home.
 
     [Note: why only weak references] The garbage collector does not see a parameter's hooks. If a
     hook referred to a parameter, neither could be freed. So ``landed`` refers to the engine weakly,
@@ -56,29 +62,28 @@ class LandingHook:
     """
 
     def __init__(self, param: torch.Tensor, landed: Callable[[torch.Tensor], None]):
-        self._param, self._landed = weakref.ref(param), landed
-        self._register(param)
-
-    def _register(self, param: torch.Tensor) -> None:
-        wanted = param.requires_grad
-        # torch requires it for the hook; the parameter may be unfrozen later.
-        param.requires_grad_(True)
-        self._registered = param.register_post_accumulate_grad_hook(self._landed)
-        param.requires_grad_(wanted)
+        self._param = weakref.ref(param)
+        # Always there, so that a handle of a hook from before the wrap removes it
+        hooks = raw_hooks(param)
+        param.__dict__[USERS_HOOKS] = OrderedDict() if hooks is None else hooks
+        set_raw_hooks(param, OrderedDict({OURS: landed}))
 
     def come_last(self) -> None:
-        """Moves this hook behind later ones: transformers sums partial gradients over a mesh in
-        such a hook."""
-        if (param := self._param()) is None:
-            return
-        hooks = param._post_accumulate_grad_hooks
-        if len(hooks) > 1 and next(reversed(hooks)) != self._registered.id:
-            self._registered.remove()
-            self._register(param)
+        """Moves this hook behind those that a distributed parameter got while it was resident, and
+        an ordinary DTensor: transformers sums partial gradients over a mesh in such a hook."""
+        if (param := self._param()) is not None and len(hooks := raw_hooks(param)) > 1:
+            hooks[OURS] = hooks.pop(OURS)
 
     def remove(self) -> None:
-        """Removes the hook. Idempotent."""
-        self._registered.remove()
+        """Removes the hook, and leaves users' hooks to autograd. Idempotent."""
+        if (param := self._param()) is None or USERS_HOOKS not in param.__dict__:
+            return
+        users, raw = param.__dict__.pop(USERS_HOOKS), raw_hooks(param)
+        del raw[OURS]
+        # A handle removes its hook from the dict that it was registered in.
+        if users or not raw:
+            users.update(raw)
+            set_raw_hooks(param, users)
 
 
 class LandingHooks:
@@ -92,7 +97,7 @@ class LandingHooks:
 
         def landed(param: torch.Tensor) -> None:
             if (running := backward()) is not None:
-                running.landed(param)
+                running.accumulated(param, users_hooks(param))
 
         self._landed = landed  # holds only a weak reference to the backward: see LandingHook
 

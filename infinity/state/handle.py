@@ -209,3 +209,15 @@ def set_raw_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
     """Replaces the tensor that autograd accumulates into."""
     with DisableTorchFunction():
         torch.Tensor.grad.__set__(param, value)
+
+
+def raw_hooks(param: torch.Tensor) -> dict[Any, Callable] | None:
+    """Returns the hooks that autograd calls when it has accumulated a gradient in ``param``."""
+    with DisableTorchFunction():
+        return torch.Tensor._post_accumulate_grad_hooks.__get__(param)
+
+
+def set_raw_hooks(param: torch.Tensor, hooks: dict[Any, Callable] | None) -> None:
+    """Replaces the hooks that autograd calls when it has accumulated a gradient in ``param``."""
+    with DisableTorchFunction():
+        torch.Tensor._post_accumulate_grad_hooks.__set__(param, hooks)

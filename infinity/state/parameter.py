@@ -17,6 +17,7 @@ StoredDTensor       a distributed parameter whose local part is at home; while t
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -36,7 +37,9 @@ from .handle import (
     handle_of,
     own_bytes,
     raw_grad,
+    raw_hooks,
     set_raw_grad,
+    set_raw_hooks,
 )
 from .packed import is_packed
 from .torch_functions import (
@@ -62,7 +65,7 @@ class _ManagedGrad:
         if param is None:
             return self
         handle = handle_of(param)
-        if handle is None or handle.grad is None:
+        if handle is None or handle.grad is None or handle.grad.is_in_hooks:
             return raw_grad(param)
         if torch._C._current_graph_task_id() != -1 and (accumulated := raw_grad(param)) is not None:
             return accumulated  # not yet landed: another hook runs before ours
@@ -70,13 +73,37 @@ class _ManagedGrad:
 
     def __set__(self, param, value):
         handle = handle_of(param)
-        if handle is None or handle.grad is None:
+        if handle is None or handle.grad is None or handle.grad.is_in_hooks:
             set_raw_grad(param, value)
         else:
             handle.engine.gradients.set(handle, value)
 
     def __delete__(self, param):
         self.__set__(param, None)
+
+
+USERS_HOOKS = "_infinity_hooks"  # the attribute of a parameter that has them
+
+
+class _UsersHooks:
+    """The hooks that users have on a managed parameter's accumulated gradient. The engine's hook,
+    which alone is called by autograd, calls them."""
+
+    def __get__(self, param, owner=None):
+        if param is None:
+            return self
+        return users_hooks(param) if USERS_HOOKS in param.__dict__ else raw_hooks(param)
+
+    def __set__(self, param, hooks):
+        if USERS_HOOKS in param.__dict__:
+            param.__dict__[USERS_HOOKS] = hooks
+        else:
+            set_raw_hooks(param, hooks)
+
+
+def users_hooks(param: torch.Tensor) -> dict[Any, Callable] | None:
+    """Returns users' hooks on the accumulated gradient of a parameter that is stepped."""
+    return param.__dict__.get(USERS_HOOKS)
 
 
 class _WatchedData:
@@ -109,6 +136,7 @@ class ResidentParameter(torch.nn.Parameter):
     """A managed parameter whose bytes are on the device."""
 
     grad = _ManagedGrad()
+    _post_accumulate_grad_hooks = _UsersHooks()
     data = _WatchedData()
 
     def set_(self, source=None, *form):
@@ -222,6 +250,7 @@ class StoredParameter(_Stored, torch.nn.Parameter):
     """A managed parameter whose bytes are at home."""
 
     grad = _ManagedGrad()
+    _post_accumulate_grad_hooks = _UsersHooks()
     __torch_function__ = _Stored.__torch_function__
 
 
@@ -230,6 +259,7 @@ class StoredDTensor(_Stored, DTensor):
 
     __slots__ = ()
     grad = _ManagedGrad()
+    _post_accumulate_grad_hooks = _UsersHooks()
     __torch_function__ = _Stored.__torch_function__
 
     def to_local(self, *args, **kwargs):

@@ -500,6 +500,32 @@ def test_autograd_grad_returns_the_gradient_of_a_weight(name, by):
     check_grads(model, plain)
 
 
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_hook_on_a_tiled_weight_has_its_gradient(name, register):
+    """A pair, two backwards with a hook that halves the weight's gradient. Twin: after its removal
+    the gradient lands by rows again."""
+    model, plain = build(name), build(name)
+    model, _ = wrap(model)
+    hooks, called = [], []
+    for each in (model, plain):
+        weight = each.get_parameter(tiled_units(model)[0])
+
+        def halve(given, weight=weight):
+            called.append(weight)
+            return given * 0.5 if given is not weight else [given.grad.mul_(0.5), None][1]
+
+        hooks.append(getattr(weight, register)(halve))
+    for step in range(4):
+        if step == 2:
+            for hook in hooks:
+                hook.remove()
+        for each in (model, plain):
+            each(batch_for(plain, SEED + step)).square().mean().backward()
+        check_grads(model, plain)
+    assert len(called) == 4
+
+
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_tiled_weight_that_is_not_stepped_accumulates_as_torch_does(name):
     """A pair without an optimizer, two backwards. Twin: once frozen, the layer's weight gets no

@@ -59,6 +59,21 @@ def test_it_is_known_which_parameters_have_a_gradient():
     assert weights.is_empty and weights.pop_got(weight.flat_param) == set()
 
 
+def test_a_sum_that_is_given_back_is_replaced_by_the_next_gradient():
+    """Twins: another parameter's sum stays; of a parameter without one there is none to give."""
+    job = small_at_home(bias=True)
+    (weights, _), (weight, bias, other, *_) = sums(job), job.handles
+    weights.add(weight, torch.full((2, 4), 3.0))
+    weights.add(bias, torch.full((2,), 5.0))
+    given = weights.give_back(weight)
+    assert given.tolist() == [[3.0] * 4] * 2 and not weights.has_gradient(weight)
+    assert weights.give_back(weight) is None and weights.give_back(other) is None
+    weights.add(weight, torch.ones(2, 4))
+    weights.add(bias, torch.ones(2))
+    whole, _ = weights.pop(weight.flat_param)
+    assert values(whole, weight).tolist() == [1.0] * 8 and values(whole, bias).tolist() == [6.0] * 2
+
+
 def test_after_it_is_handed_over_the_next_gradient_is_the_first_again():
     """Twin: before, a second gradient needs no more memory."""
     job = small_at_home()

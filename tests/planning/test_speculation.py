@@ -361,10 +361,10 @@ SCRIPTS: dict[
         hooked(nn.Parameter.register_hook, lambda job, grad: grad * 0.5),
         [4, 4, 4],
     ),
-    "landed hooked": (hooked(after, quietly(lambda grad: grad.mul_(0.5))), [0, 0, 0]),
+    "landed hooked": (hooked(after, quietly(lambda grad: grad.mul_(0.5))), [4, 4, 4]),
     "landed bytes hooked": (
         hooked(after, quietly(lambda grad: grad.clamp_(-1e-6, 1e-6))),
-        [0, 0, 0],
+        [4, 4, 4],
     ),
     "another's hooked": (
         hooked(
