@@ -53,7 +53,11 @@ def words_of_table(path: Path, given: Sequence[str]) -> list[str]:
     an invalid value."""
     from . import build_parser, command_of
 
-    table = read_table(path).get(TABLE, {})
+    file = read_table(path)
+    if table := file.get(TABLE, {}):
+        from ..config.other_tools import refuse_others  # loads torch
+
+        refuse_others(file, f"{path}: ")  # LitGPT's has such a table, too
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: {TABLE} is not a table of options")
     options = command_of(build_parser(), "train")

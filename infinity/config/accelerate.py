@@ -39,6 +39,11 @@ FILLED = "a model on meta is filled as its file is read: `weights`"
 FOUND = "`units='auto'` finds the model's blocks"
 TPU = "it is for TPUs"
 START = "torchrun starts the ranks"
+RENTED = "start the command on the machine itself"
+SAGEMAKER = (
+    "ec2_instance_type iam_role_name image_uri profile region base_job_name pytorch_version"
+    " transformers_version py_version sagemaker_inputs_file sagemaker_metrics_file additional_args"
+).split()
 FSDP = (
     Key(
         "sharding_strategy",
@@ -65,6 +70,7 @@ FSDP = (
     Key("transformer_cls_names_to_wrap", NOT_NEEDED, FOUND),
     Key("min_num_params", NOT_NEEDED, FOUND),
     Key("backward_prefetch", NOT_NEEDED, AHEAD),
+    Key("backward_prefetch_policy", NOT_NEEDED, AHEAD),
     Key("forward_prefetch", NOT_NEEDED, AHEAD),
     Key("limit_all_gathers", NOT_NEEDED, AHEAD),
     Key("use_orig_params", NOT_NEEDED, "parameters stay the model's own"),
@@ -95,9 +101,14 @@ TOP = (
     Key("main_process_port", LOOP, START),
     *(Key(name, NOT_NEEDED, START) for name in ("rdzv_backend", "same_network", "mpirun_config")),
     *(Key(name, NOT_NEEDED, START) for name in ("gpu_ids", "enable_cpu_affinity", "debug")),
+    *(Key(name, NOT_NEEDED, START) for name in ("num_cpu_threads_per_process", "max_restarts")),
+    *(Key(name, NOT_NEEDED, START) for name in ("use_mps_device", "use_xpu", "ipex_config")),
     Key("main_training_function", NOT_NEEDED, START),
     Key("compute_environment", NOT_NEEDED, START),
     Key("dynamo_config", NOT_NEEDED, "torch.compile works"),
+    Key("dynamo_backend", NOT_NEEDED, "`dynamo_config` by its old name"),
+    Key("fp16", MAPPED, "`mixed_precision: fp16` by its old name"),
+    *(Key(name, NOT_NEEDED, RENTED) for name in SAGEMAKER),
     Key("parallelism_config", REFUSED, "give wrap_model a mesh"),
     Key("megatron_lm_config", REFUSED, "give wrap_model a mesh"),
     Key("fp8_config", REFUSED, "weights are computed with in fp32, bf16 or fp16"),
@@ -122,20 +133,23 @@ OWN_OF_DEEPSPEED = ("zero3_init_flag", "zero3_save_16bit_model", "deepspeed_")  
 
 def is_accelerate(mapping: Mapping) -> bool:
     """Returns whether a table of keys is Accelerate's YAML, or an `fsdp_config`."""
-    marks = ("distributed_type", "fsdp_config", "compute_environment")
-    names = {key.name for key in FSDP}
-    return any(mark in mapping for mark in marks) or any(
-        str(key).removeprefix(PREFIX) in names for key in mapping
-    )
+    marks = ("distributed_type", "fsdp_config", "deepspeed_config", "compute_environment")
+    names = {key.name for key in FSDP} - {"version", "activation_checkpointing"}  # others' words
+    return any(key in marks or str(key).startswith(PREFIX) or str(key) in names for key in mapping)
 
 
 def translate_accelerate(
-    mapping: Mapping, *, strict: bool, read: Callable[[Path], Mapping]
+    mapping: Mapping,
+    *,
+    strict: bool,
+    read: Callable[[Path], Mapping],
+    loop: Mapping[str, Any] | None = None,
 ) -> tuple[dict[str, Any], list[str]]:
     """Returns the fields of a Config that ``mapping`` asks for, and a line for every key. ``read``:
-    reads the DeepSpeed JSON that it may name. Raises ConfigError for a key that is switched on and
-    not supported; ``strict``: also for an unknown one."""
-    translation = _Translation(mapping, strict=strict)
+    reads the DeepSpeed JSON that it may name; ``loop``: as for translate_deepspeed. Raises
+    ConfigError for a key that is switched on and not supported; ``strict``: also for an unknown
+    one."""
+    translation = _Translation(mapping, strict=strict, loop=loop)
     if any(key.name in mapping for key in TOP):
         translation.file(read)
     else:
@@ -146,10 +160,12 @@ def translate_accelerate(
 class _Translation:
     """A translation in progress: the fields set so far, and a report line for every key."""
 
-    def __init__(self, mapping: Mapping, *, strict: bool):
-        self.mapping, self.strict = mapping, strict
+    def __init__(self, mapping: Mapping, *, strict: bool, loop: Mapping[str, Any] | None):
+        self.mapping, self.strict, self.loop = mapping, strict, loop
         self.fields: dict[str, Any] = {}
         self.report: list[str] = []
+        old = "fp16" if mapping.get("fp16") is True else None
+        self.mixed_precision = mapping.get("mixed_precision", old)
 
     def map(self, key: str, value: Any, **fields: Any) -> None:
         """Sets fields from ``key``. Raises ConfigError if another key set another value."""
@@ -166,16 +182,20 @@ class _Translation:
 
     def file(self, read: Callable[[Path], Mapping]) -> None:
         """Translates Accelerate's YAML."""
-        kind = str(self.mapping.get("distributed_type", "FSDP")).upper()
+        named = "DEEPSPEED" if self.mapping.get("deepspeed_config") else "FSDP"
+        kind = str(self.mapping.get("distributed_type", named)).upper()
         if self.mapping.get("use_cpu") is True:
             self.map("use_cpu", True, device="cpu")
         if kind == "DEEPSPEED":
             self.deepspeed(self.table("deepspeed_config"), read)
         elif kind == "FSDP":
-            self.precision("mixed_precision", self.mapping.get("mixed_precision"))
+            self.precision("mixed_precision", self.mixed_precision)
             self.fsdp(self.table("fsdp_config"), "fsdp_config.")
+        for other, table in (("DEEPSPEED", "deepspeed_config"), ("FSDP", "fsdp_config")):
+            if kind != other and self.mapping.get(table):
+                self.report.append(f"{table} off: distributed_type is {kind}")
         taken = ("distributed_type", "fsdp_config", "deepspeed_config", "use_cpu")
-        self.rest("", self.mapping, TOP, *taken, "mixed_precision")
+        self.rest("", self.mapping, TOP, *taken, "mixed_precision", "fp16")
         if launch := self._launch():
             self.report.append(f"start it with: {launch}")
 
@@ -202,13 +222,12 @@ class _Translation:
 
     def deepspeed(self, table: Mapping, read: Callable[[Path], Mapping]) -> None:
         """Translates Accelerate's table for DeepSpeed, or the JSON that it names."""
+        given: dict[str, Any] = {}
         if (named := table.get("deepspeed_config_file")) is not None:
-            fields, report = translate_deepspeed(read(Path(named)), strict=self.strict)
+            given = dict(read(Path(named)))
         else:
-            given: dict[str, Any] = {}
-            precision = self.mapping.get("mixed_precision")
-            if precision in ("bf16", "fp16"):
-                given[precision] = {"enabled": True}
+            if self.mixed_precision in ("bf16", "fp16"):
+                given[self.mixed_precision] = {"enabled": True}
             for key, value in table.items():
                 if key in DEEPSPEED:
                     *parts, last = DEEPSPEED[key].split(".")
@@ -220,7 +239,13 @@ class _Translation:
                     self.report.append(f"deepspeed_config.{key} not needed: {FILLED}")
                 else:
                     self.unknown("deepspeed_config.", key, list(DEEPSPEED))
-            fields, report = translate_deepspeed(given, strict=self.strict)
+        if self.loop is None:  # Accelerate fills in the rest
+            for name in ("bf16", "fp16"):
+                if isinstance(of := given.get(name), Mapping) and of.get("enabled") == AUTO:
+                    given[name] = {**of, "enabled": self.mixed_precision == name}
+            if given.get("gradient_clipping") == AUTO:
+                given["gradient_clipping"] = 1.0
+        fields, report = translate_deepspeed(given, strict=self.strict, loop=self.loop)
         self.fields |= fields
         self.report += report
 
@@ -268,7 +293,7 @@ class _Translation:
 
     def precision(self, key: str, value: Any) -> None:
         """Maps a dtype to ``param_dtype``."""
-        if value in (None, "no", AUTO):
+        if value in (None, "no", False, AUTO):  # YAML reads `no` as false
             return
         if not isinstance(value, str) or value not in DTYPES:
             raise ConfigError(f"{key}={value!r} is not one of 'no', 'fp32', 'fp16', 'bf16'")
@@ -281,12 +306,12 @@ class _Translation:
         switched on and not supported, or unknown if strict."""
         known = {key.name: key for key in keys}
         for key, value in table.items():
-            if key in taken:
+            if key in taken or str(key).startswith("_"):  # `_description`: a remark
                 continue
             row = known.get(str(key)) or known.get(str(key).removeprefix(PREFIX))
             if row is None:
                 self.unknown(path, key, list(known))
-            elif row.fate == REFUSED and is_on(value, row.off):
+            elif row.fate == REFUSED and is_on(value, (*row.off, "false", "False", "no")):
                 why = row.why.replace("`", "")
                 raise ConfigError(
                     f"{path}{key}={value!r} is not to be had here: {why}. Leave it out."

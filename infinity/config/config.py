@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import logging
 import math
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from ..errors import ConfigError
 from ..machine.sizes import parse_nbytes
 from ..machine.tiers import home_of
 from ..untrusted import read_table
-from .accelerate import is_accelerate, translate_accelerate
+from .accelerate import translate_accelerate
 from .choices import (
     AUTO,
     DTYPES,
@@ -30,7 +31,8 @@ from .choices import (
     SAMPLED,
     SHARDED,
 )
-from .deepspeed import folded, is_deepspeed, torch_line, translate_deepspeed
+from .deepspeed import folded, torch_line, translate_deepspeed
+from .other_tools import DEEPSPEED, refuse_others, whose
 
 logger = logging.getLogger(__name__)
 
@@ -293,65 +295,81 @@ class Config:
         )
 
     @classmethod
-    def make(cls, source: Config | Mapping | str | os.PathLike | None) -> Config:
+    def make(
+        cls,
+        source: Config | Mapping | str | os.PathLike | None,
+        *,
+        loop: Mapping[str, Any] | None = None,
+    ) -> Config:
         """Makes a Config from a Config, a dict, or the path of a TOML, JSON or YAML file, also of
-        DeepSpeed or Accelerate. None: the defaults. Raises ConfigError."""
+        DeepSpeed or Accelerate. None: the defaults. ``loop``: as for :meth:`from_deepspeed`. Raises
+        ConfigError."""
         if source is None:
             return cls()
         if isinstance(source, cls):
             return source
         if isinstance(source, Mapping):
-            return cls._from_mapping(source)
+            return cls._from_mapping(source, "", loop)
         if isinstance(source, (str, os.PathLike)):
-            return cls._from_mapping(read_table(Path(source)), f"{os.fspath(source)}: ")
+            return cls._from_mapping(read_table(Path(source)), f"{os.fspath(source)}: ", loop)
         raise ConfigError(
             f"config is a {type(source).__name__}: give a Config, a dict, or the path of a file"
         )
 
     @classmethod
-    def _from_mapping(cls, mapping: Mapping, where: str = "") -> Config:
+    def _from_mapping(cls, mapping: Mapping, where: str, loop: Mapping[str, Any] | None) -> Config:
         names = [field.name for field in dataclasses.fields(cls)]
-        if not any(key in names for key in mapping) and (read := _another_tools(mapping)):
-            return read(mapping)
-        for key in mapping:
-            if key not in names:
-                near = difflib.get_close_matches(str(key), names, n=1, cutoff=0.4)
-                hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(names)}"
-                raise ConfigError(f"{where}unknown config key {key!r}: {hint}")
-        return cls(**mapping)
+        if (tool := whose(mapping, names, where)) is None:
+            return cls(**mapping)
+        return (cls.from_deepspeed if tool == DEEPSPEED else cls.from_accelerate)(
+            mapping, loop=loop
+        )
 
     @classmethod
-    def from_deepspeed(cls, source: Mapping | str | os.PathLike, *, strict: bool = True) -> Config:
+    def from_deepspeed(
+        cls,
+        source: Mapping | str | os.PathLike,
+        *,
+        strict: bool = True,
+        loop: Mapping[str, Any] | None = None,
+    ) -> Config:
         """Makes a Config from a DeepSpeed JSON. Logs what it changes and the torch optimizer that
-        it stands for, as a warning so that it is seen; as information, every key's result.
+        it stands for, as a warning so that it is seen; as information, every key's result. Makes
+        its folder for NVMe, as DeepSpeed does.
 
         Raises ConfigError for keys that change the training and are not supported. ``strict``: also
         for unknown keys, and those that only the loop can handle (a scheduler, a
-        ``gradient_clipping`` of "auto"). Otherwise they are logged and left out."""
-        fields, report = translate_deepspeed(_mapping_of(source), strict=strict)
+        ``gradient_clipping`` of "auto"). Otherwise they are logged and left out. ``loop``: what the
+        loop has, by DeepSpeed's keys (``{"gradient_clipping": 1.0, "bf16.enabled": True}``), for
+        the values "auto"."""
+        refuse_others(mapping := _mapping_of(source))
+        fields, report = translate_deepspeed(mapping, strict=strict, loop=loop)
         return _told("DeepSpeed", cls(**fields), report)
 
     @classmethod
-    def from_accelerate(cls, source: Mapping | str | os.PathLike, *, strict: bool = True) -> Config:
+    def from_accelerate(
+        cls,
+        source: Mapping | str | os.PathLike,
+        *,
+        strict: bool = True,
+        loop: Mapping[str, Any] | None = None,
+    ) -> Config:
         """Makes a Config from Accelerate's YAML, or from an `fsdp_config` of it or of transformers'
-        Trainer. Logs what it changes, and the command that starts as many ranks. Raises as
-        :meth:`from_deepspeed`."""
-        fields, report = translate_accelerate(_mapping_of(source), strict=strict, read=read_table)
+        Trainer. Logs what it changes, and the command that starts as many ranks. Arguments and
+        errors are those of :meth:`from_deepspeed`."""
+        refuse_others(mapping := _mapping_of(source))
+        fields, report = translate_accelerate(mapping, strict=strict, read=read_table, loop=loop)
         return _told("Accelerate", cls(**fields), report)
 
 
-def _another_tools(mapping: Mapping) -> Callable[[Mapping], Config] | None:
-    """Returns what reads a table of another tool's keys; None if it is of neither."""
-    if is_deepspeed(mapping):
-        return Config.from_deepspeed
-    return Config.from_accelerate if is_accelerate(mapping) else None
-
-
-def _told(whose: str, config: Config, report: list[str]) -> Config:
+def _told(tool: str, config: Config, report: list[str]) -> Config:
+    for path in config.nvme_paths:
+        with contextlib.suppress(OSError):  # then the wrap says that there is no folder
+            os.makedirs(path, exist_ok=True)
     told = folded(report)
     if config.expects_optimizer is not None:
         told.append(f"its optimizer: {torch_line(dict(config.expects_optimizer))}")
-    logger.warning("%s config read:\n  %s", whose, "\n  ".join(told))
+    logger.warning("%s config read:\n  %s", tool, "\n  ".join(told))
     logger.info("every key of it:\n  %s", "\n  ".join(report))
     return config
 

@@ -14,28 +14,69 @@ from typing import Any
 
 from ..errors import ConfigError
 from .choices import DTYPES, SHARDED
-from .deepspeed_keys import NOT_NEEDED, REFUSED, SECTIONS, VERSION, Key, find
+from .deepspeed_keys import (
+    BF16,
+    DATA_TYPES,
+    FP16,
+    NOT_NEEDED,
+    REFUSED,
+    SECTIONS,
+    VERSION,
+    Key,
+    find,
+)
 from .deepspeed_optimizer import read_optimizer
 
 # Tables of DeepSpeed -> dtype; "bfloat16" is an old name.
 PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
 SWITCHES = ("cpu_offload", "cpu_offload_param", "zero_quantized_weights", "zero_hpz_partition_size")
 AUTO = "auto"
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SCHEDULE = "scheduler.type"
+SCHEDULES = {  # of DeepSpeed, by transformers' names
+    "WarmupLR": "constant_with_warmup",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine",
+}
 
 
-# Keys that only a DeepSpeed JSON has.
-MARKS = (
-    "zero_optimization",
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+# Keys of DeepSpeed's that are other tools' words, too: only a table of its form is DeepSpeed's.
+SHARED = {
+    "optimizer": {"type", "params", "legacy_fusion"},
+    "scheduler": {"type", "params"},
+    "bf16": {key.name for key in BF16},
+    "bfloat16": {key.name for key in BF16},
+    "fp16": {key.name for key in FP16},
+    "amp": {"enabled", "opt_level"},
+    "data_types": {key.name for key in DATA_TYPES},
+    "activation_checkpointing": {"partition_activations", "cpu_checkpointing"},
+    "autotuning": {"enabled"},
+    "flops_profiler": {"enabled"},
+}
+WORDS = {
+    "checkpoint",
+    "compile",
+    "pipeline",
+    "tensorboard",
+    "wandb",
+    "comet",
+    "timers",
+    "nebula",
+} | {
+    "eigenvalue",
+    "log_level",
+    "elasticity",
+    "data_efficiency",
+    "tensor_parallel",
+}
 
 
 def is_deepspeed(mapping: Mapping) -> bool:
     """Returns whether a table of keys is a DeepSpeed JSON."""
-    return any(mark in mapping for mark in MARKS) or any(
-        isinstance(mapping.get(name), Mapping) for name in PRECISIONS
+    marks = {key.name for key in SECTIONS[""]} - WORDS - SHARED.keys()
+    return any(mark in mapping for mark in marks) or any(
+        isinstance(table := mapping.get(name), Mapping) and not form.isdisjoint(table)
+        for name, form in SHARED.items()
     )
 
 
@@ -96,8 +137,8 @@ class _Translation:
     HOMES = {"cpu": "host", "nvme": "nvme", "none": "device", None: "device"}
     STAGES = dict(enumerate(SHARDED, start=1))
 
-    def __init__(self, mapping: Mapping, *, strict: bool):
-        self.mapping, self.strict = mapping, strict
+    def __init__(self, mapping: Mapping, *, strict: bool, loop: Mapping[str, Any]):
+        self.mapping, self.strict, self.loop = mapping, strict, loop
         self.fields: dict[str, Any] = {}
         self.report: list[str] = []
 
@@ -146,10 +187,10 @@ class _Translation:
         self.report.append(f"{key} off: left to the loop")
 
     def section(self, path: str, parent: Mapping, key: str) -> Mapping:
-        """Returns the table ``key`` of ``parent``; empty if absent or null. Raises ConfigError if
-        it is no table."""
+        """Returns the table ``key`` of ``parent``; empty if absent, null or false. Raises
+        ConfigError if it is no table."""
         value = parent.get(key)
-        if value is None:
+        if value is None or value is False:
             if key in parent:
                 self.off(f"{path}{key}")
             return {}
@@ -270,7 +311,12 @@ class _Translation:
         """Maps the table ``key`` to the dtypes of parameters, gradients and optimizer state."""
         table = self.section("", self.mapping, key)
         enabled = self._switch(key, table, "enabled")
-        if enabled:
+        if table.get("enabled") == AUTO:
+            enabled = bool(self.loop.get(f"{dtype}.enabled"))
+        if enabled and dtype == "fp16" and self.loop.get("fp16.enabled"):
+            # Its GradScaler, as torch's, takes no gradients in fp16.
+            self.report.append(f"{key}.enabled left to the loop, which has autocast and GradScaler")
+        elif enabled:
             other = self.fields.get("param_dtype", dtype)
             if other != dtype:
                 raise ConfigError(
@@ -318,21 +364,38 @@ class _Translation:
         self.rest("data_types.", table, "grad_accum_dtype", "param_dtype")
 
     def clipping(self) -> None:
-        """Maps ``gradient_clipping`` to ``max_grad_norm``; 0 means no clipping."""
-        value = self.mapping.get("gradient_clipping")
-        if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-            self.map("gradient_clipping", "max_grad_norm", float(value))
-        elif value == AUTO:
+        """Maps ``gradient_clipping`` to ``max_grad_norm``; 0 means no clipping. A loop that clips
+        by the same norm is left to it: clipping twice would round twice."""
+        key = "gradient_clipping"
+        value = self.mapping.get(key)
+        if value == AUTO and key not in self.loop:
             why = (
                 "that is the max_grad_norm of transformers' Trainer, which is not known here. Give"
                 " the number, or 0 where the loop clips"
             )
-            self.only_the_loop("gradient_clipping", value, why)
+            self.only_the_loop(key, value, why)
+        elif key in self.mapping and value in (AUTO, self.loop.get(key)) and key in self.loop:
+            self.report.append(f"{key}={value!r} left to the loop, {self._has(key)}")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            self.map(key, "max_grad_norm", float(value))
         elif value in (None, 0) and value is not False:
-            if "gradient_clipping" in self.mapping:
-                self.off("gradient_clipping", "gradients are not clipped")
+            if key in self.mapping:
+                self.off(key, "gradients are not clipped")
         else:
             raise ConfigError(f"DeepSpeed gradient_clipping={value!r} is not a number")
+
+    def batch(self) -> None:
+        """Leaves the sizes of batches to the loop, and says so where it has others."""
+        for key in BATCH:
+            if (value := self.mapping.get(key, AUTO)) != AUTO and key in self.loop:
+                if value == self.loop[key]:
+                    self.report.append(f"{key} not needed: the loop has the same")
+                else:
+                    self.report.append(f"{key}={value!r} left to the loop, {self._has(key)}")
+
+    def _has(self, key: str) -> str:
+        value = self.loop[key]
+        return "which clips itself" if value is None else f"which has {value!r}"
 
     # --- optimizer and scheduler ---
 
@@ -349,31 +412,61 @@ class _Translation:
         self.map("optimizer", "expects_optimizer", expected)
 
     def scheduler(self) -> None:
-        """Leaves the scheduler to the loop. Raises ConfigError if strict and it has values."""
+        """Leaves the scheduler to the loop. Raises ConfigError for values that the loop's has not,
+        and, if strict, for values where there is no loop to compare with."""
         table = self.section("", self.mapping, "scheduler")
-        values = [value for key, value in table.items() if key != "type"]
+        params = self.section("scheduler.", table, "params")
         if table.get("type") is None or all(
-            leaf == AUTO for value in values for leaf in _leaves(value)
+            leaf == AUTO for key, value in table.items() if key != "type" for leaf in _leaves(value)
         ):
-            if table:
+            if table and SCHEDULE in self.loop:
+                self.report.append(
+                    f"scheduler {table.get('type')} left to the loop, {self._has(SCHEDULE)}"
+                )
+            elif table:
                 self.off("scheduler", "it is the loop's")
-        else:
+        elif SCHEDULE not in self.loop:
             why = (
                 "a Config holds no scheduler. Make one of torch's over the optimizer that"
                 " wrap_model returns, and leave it out here"
             )
             self.only_the_loop("scheduler", dict(table), why)
+        else:
+            self._compare_scheduler(table["type"], params)
+
+    def _compare_scheduler(self, kind: Any, params: Mapping) -> None:
+        wanted = {SCHEDULE: kind, **{f"scheduler.params.{key}": params[key] for key in params}}
+        has = {"scheduler.params.warmup_min_lr": 0, **self.loop}
+        other = {
+            key: value
+            for key, value in wanted.items()
+            if value != AUTO and not (key in has and has[key] in (None, value))
+        }
+        if other:
+            said = ", ".join(f"{key}={value!r}" for key, value in other.items())
+            loops = ", ".join(f"{key}={has[key]!r}" for key in other if key in has)
+            raise ConfigError(
+                f"DeepSpeed {said}: the loop's scheduler steps, which has {loops or 'none of it'}."
+                f" Give the Trainer lr_scheduler_type={SCHEDULES.get(kind, 'its name')!r} with the"
+                ' same learning_rate and warmup_steps, or set these to "auto".'
+            )
+        self.report.append(f"scheduler {kind} left to the loop, which has the same")
 
 
 def translate_deepspeed(
-    mapping: Mapping, *, strict: bool = True
+    mapping: Mapping, *, strict: bool = True, loop: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
     """Translates DeepSpeed's keys into fields of a Config and a report line for every key.
+
+    ``loop``: what the training loop has, by DeepSpeed's keys with dots, such as
+    ``"gradient_clipping"`` and ``"bf16.enabled"``: an "auto" takes it. Its ``"scheduler.type"`` is
+    the name of DeepSpeed's scheduler that is like the loop's. A value None is not known yet; that
+    of ``gradient_clipping``: the loop clips itself.
 
     Raises ConfigError for keys that are invalid or not supported. ``strict``: also for unknown
     keys, and for those that only the loop can handle. Otherwise these are reported and left out.
     """
-    translation = _Translation(mapping, strict=strict)
+    translation = _Translation(mapping, strict=strict, loop=loop or {})
     zero = translation.section("", mapping, "zero_optimization")
     translation.offload(zero, "offload_param", "params")
     translation.offload(zero, "offload_optimizer", "optimizer")
@@ -385,6 +478,7 @@ def translate_deepspeed(
     for key, dtype in PRECISIONS.items():
         translation.precision(key, dtype)
     translation.clipping()
+    translation.batch()
     translation.data_types()
     translation.optimizer()
     translation.scheduler()
@@ -395,6 +489,7 @@ def translate_deepspeed(
         "data_types",
         "optimizer",
         "scheduler",
+        *(key for key in BATCH if key in translation.loop and mapping.get(key, AUTO) != AUTO),
     )
     translation.rest("", mapping, *taken)
     return translation.fields, translation.report

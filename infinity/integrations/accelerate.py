@@ -56,28 +56,41 @@ class InfinityAccelerator(accelerate.Accelerator):
     def __init__(
         self, *args: Any, infinity: Given = None, infinity_reference: Given = None, **kwargs: Any
     ):
-        config = Config.make(infinity)
-        reference = config if infinity_reference is None else Config.make(infinity_reference)
         super().__init__(*args, **kwargs)
-        self._live_at(config, reference)
+        loop = {
+            "gradient_clipping": None,  # accelerator.clip_grad_norm_
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "bf16.enabled": self.mixed_precision == "bf16",
+            "fp16.enabled": self.mixed_precision == "fp16",
+        }
+        self._live_at(infinity, infinity_reference, loop)
 
     @classmethod
-    def adopt(cls, accelerator: accelerate.Accelerator, config: Config, reference: Config) -> None:
-        """Changes the class of an existing Accelerator to this one, with its configurations."""
+    def adopt(
+        cls,
+        accelerator: accelerate.Accelerator,
+        infinity: Given,
+        infinity_reference: Given,
+        loop: Mapping[str, Any],
+    ) -> None:
+        """Changes the class of an existing Accelerator to this one, with its configurations.
+        ``loop``: what the training loop has, for the "auto" of a DeepSpeed JSON."""
         accelerator.__class__ = cls
-        accelerator._live_at(config, reference)
+        accelerator._live_at(infinity, infinity_reference, loop)
 
-    def _live_at(self, config: Config, reference: Config) -> None:
+    def _live_at(self, infinity: Given, reference: Given, loop: Mapping[str, Any]) -> None:
         kind = accelerate.DistributedType
         if self.distributed_type in (kind.DEEPSPEED, kind.FSDP, kind.MEGATRON_LM):
             raise ConfigError(
                 f"this Accelerator uses {self.distributed_type.value}, which manages parameters"
-                " itself: start it without, with torchrun. The engine shards over its ranks, and"
-                " infinity.Config.from_accelerate(FILE) reads what the file says."
+                " itself: start it with torchrun, without Accelerate's file and without deepspeed="
+                " or fsdp=, and give that file as infinity=FILE. The engine shards over its ranks."
             )
+        configs = [Config.make(infinity, loop=loop)]
+        configs += configs if reference is None else [Config.make(reference, loop=loop)]
         self._config, self._reference = (
             one if one.device is not None else dataclasses.replace(one, device=self.device)
-            for one in (config, reference)
+            for one in configs
         )
 
     # --- preparing ---

@@ -27,7 +27,7 @@ from ..checkpoint.load import load_checkpoint
 from ..checkpoint.pretrained import adapter_tensors, is_adapted, save_pretrained
 from ..checkpoint.random_state import keep_random_state
 from ..checkpoint.save import save_checkpoint
-from ..config.config import Config
+from ..config.deepspeed import SCHEDULE, SCHEDULES
 from ..errors import ConfigError
 from ..runtime.registry import is_wrapped, wrapped
 from .accelerate import AT_HOME, Given, InfinityAccelerator
@@ -95,6 +95,28 @@ class SaveWhenDue(transformers.TrainerCallback):
             self._last = None
 
 
+def _known(args: Any) -> dict[str, Any]:
+    """Returns what a Trainer's arguments say, by DeepSpeed's keys: an "auto" takes it."""
+    total = args.max_steps if args.max_steps > 0 else None
+    warmup = args.warmup_steps
+    if warmup is not None and 0 < warmup < 1:
+        warmup = None if total is None else args.get_warmup_steps(total)
+    names = {theirs: ours for ours, theirs in SCHEDULES.items()}
+    batch = args.per_device_train_batch_size
+    return {
+        "train_micro_batch_size_per_gpu": batch,
+        "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        "train_batch_size": batch * args.gradient_accumulation_steps * args.world_size,
+        "gradient_clipping": args.max_grad_norm,
+        "bf16.enabled": args.bf16,
+        "fp16.enabled": args.fp16,
+        SCHEDULE: names.get(str(args.lr_scheduler_type.value), args.lr_scheduler_type.value),
+        "scheduler.params.warmup_max_lr": args.learning_rate,
+        "scheduler.params.warmup_num_steps": warmup,
+        "scheduler.params.total_num_steps": total,
+    }
+
+
 class InfinityMixin:
     """Makes any subclass of transformers' Trainer wrap its model: ``class MyTrainer(InfinityMixin,
     SFTTrainer): ...``.
@@ -119,11 +141,7 @@ class InfinityMixin:
         infinity_overhead: float | str | None = None,
         **kwargs: Any,
     ):
-        config = Config.make(infinity)
-        self._homes = (
-            config,
-            config if infinity_reference is None else Config.make(infinity_reference),
-        )
+        self._homes = (infinity, infinity_reference)
         self._saves = None
         if infinity_overhead is not None:
             self._saves = SaveWhenDue(share_of(infinity_overhead, "infinity_overhead"))
@@ -148,7 +166,7 @@ class InfinityMixin:
                 )
         # With several, Trainer would use DataParallel. The engine needs one process per GPU.
         self.args._n_gpu = min(self.args.n_gpu, 1)
-        InfinityAccelerator.adopt(self.accelerator, *self._homes)
+        InfinityAccelerator.adopt(self.accelerator, *self._homes, loop=_known(self.args))
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Does nothing: units are copied to the device when they are used."""

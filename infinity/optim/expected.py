@@ -26,23 +26,25 @@ def check_expected(
         group.get("decoupled_weight_decay") for group in optimizer.param_groups
     ):
         own = "AdamW"
-    decays = wanted.get("weight_decay") != 0 or any(
+    is_decayed = wanted.get("weight_decay") != 0 or any(
         group.get("weight_decay") for group in optimizer.param_groups
     )
-    is_same = own == kind or ({own, kind} <= {"Adam", "AdamW"} and not decays)
-    settings = {
-        **optimizer.param_groups[0],
-        **optimizer.defaults,
-    }  # a group may differ, as it may from what DeepSpeed's is made with
-    given = {
-        name: tuple(value) if isinstance(value := settings.get(name), (list, tuple)) else value
-        for name in wanted
-    }
-    if not is_same or any(given[name] != value for name, value in wanted.items()):
+    is_same = own == kind or ({own, kind} <= {"Adam", "AdamW"} and not is_decayed)
+    # A group may differ from what the optimizer is made with, as it may with DeepSpeed's.
+    settings = [optimizer.defaults, *optimizer.param_groups]
+    given = {name: [_plain(each[name]) for each in settings if name in each] for name in wanted}
+    # Trainers give the weight decay to the groups alone: 0 where biases and norms have none.
+    if "weight_decay" in given and any(decays := given["weight_decay"][1:]):
+        given["weight_decay"] = [value for value in decays if value]
+    if not is_same or any(value not in given[name] for name, value in wanted.items()):
         said = ", ".join(f"{name}={value}" for name, value in wanted.items())
-        has = ", ".join(f"{name}={value}" for name, value in given.items())
+        has = ", ".join(f"{name}={(values or [None])[-1]}" for name, values in given.items())
         raise ConfigError(
             f"the optimizer is {own}({has}), and the configuration expects {kind}({said}), as its"
             " DeepSpeed JSON says. Give that one, or leave it to the loop:"
             " dataclasses.replace(config, expects_optimizer=None)."
         )
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (list, tuple)) else value

@@ -301,3 +301,67 @@ def test_two_ranks_train_as_with_data_parallelism(tmp_path):
         told["evaluated"][0] == pytest.approx(told["evaluated"][1], rel=1e-5)
         and told["evaluated"][0]
     )
+
+
+DEEPSPEED = {
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto", "total_num_steps": "auto"},
+    },
+    "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+    "gradient_clipping": "auto",
+    "gradient_accumulation_steps": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "bf16": {"enabled": "auto"},
+}
+NUMBERS = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-8, "weight_decay": 0.1}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": 4, "warmup_num_steps": 2, "warmup_max_lr": 1e-2},
+    },
+    "gradient_clipping": 0.5,
+    "gradient_accumulation_steps": 2,
+}
+
+
+@pytest.mark.parametrize("source", [DEEPSPEED, NUMBERS], ids=["auto", "the same numbers"])
+def test_a_deepspeed_json_takes_its_values_from_the_arguments(source, tmp_path):
+    """Method: the run without the engine is the reference, to the bit: the norm is clipped once,
+    the schedule and the rates are the Trainer's. The JSON is given as a file."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(source))
+    ours = trained(tmp_path / "a", llama(), ours=True, home=path)
+    assert_same(ours, trained(tmp_path / "b", llama(), ours=False))
+
+
+def test_a_json_in_bf16_is_what_the_argument_says(tmp_path):
+    """An "auto" is the same run as the value that the argument has. Twin: without it the run is
+    another."""
+    runs = []
+    for number, (enabled, bf16) in enumerate((("auto", True), (True, True), ("auto", False))):
+        home = {**DEEPSPEED, "bf16": {"enabled": enabled}}
+        folder = tmp_path / str(number)
+        runs.append(trained(folder, llama(), ours=True, home=home, max_steps=2, bf16=bf16))
+    assert_same(*runs[:2])
+    with pytest.raises(AssertionError):
+        assert_same(runs[1], runs[2])
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1}}}, "warmup_max_lr"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}, "lr=0.1"),
+        ({"optimizer": {"type": "AdamW", "params": {"weight_decay": 0.0}}}, "weight_decay=0.0"),
+    ],
+    ids=["schedule", "rate", "decay"],
+)
+def test_numbers_of_a_json_that_the_arguments_have_otherwise_are_refused(changes, said, tmp_path):
+    """The twin of the same numbers, which train."""
+    with pytest.raises(infinity.ConfigError, match=said):
+        trained(tmp_path, llama(), ours=True, home=DEEPSPEED | changes)

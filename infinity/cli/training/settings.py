@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import math
 from pathlib import Path
 from shlex import quote
@@ -77,34 +76,16 @@ def _read_config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"No such configuration: {path}. Give --config a TOML, JSON or YAML file."
         )
+    from ...config.other_tools import whose
+
     settings = read_table(path)
-    if is_another_tools(settings):
-        return translated(path)
     if TABLE in settings:
         words_of_table(path, [])  # `infinity plan` has none of these options, and typos are told
     settings.pop(TABLE, None)  # of `infinity train`: they are on its command line already
     names = [field.name for field in dataclasses.fields(infinity.Config)]
-    for key in settings:
-        if key not in names:
-            near = difflib.get_close_matches(key, [*names, TABLE], n=1, cutoff=0.4)
-            hint = (
-                f"did you mean {near[0]!r}?"
-                if near
-                else f"the keys are {', '.join(names)}, and the table {TABLE}"
-            )
-            raise ConfigError(
-                f"{path}: unknown config key {key!r}: {hint} Options of `infinity train` go into"
-                f" the table {TABLE}."
-            )
-    return settings
-
-
-def is_another_tools(settings: dict[str, Any]) -> bool:
-    """Returns whether a table of keys is a DeepSpeed JSON, or Accelerate's YAML."""
-    from ...config.accelerate import is_accelerate
-    from ...config.deepspeed import is_deepspeed
-
-    return is_deepspeed(settings) or is_accelerate(settings)
+    way_out = f" Options of `infinity train` go into the table {TABLE}."
+    tool = whose(settings, [*names, TABLE], f"{path}: ", way_out)
+    return settings if tool is None else translated(path)
 
 
 def translated(path: Path, option: str = "--config") -> dict[str, Any]:
@@ -112,17 +93,18 @@ def translated(path: Path, option: str = "--config") -> dict[str, Any]:
     ``--dtype`` and the loop here replace its dtype and its optimizer. Raises ConfigError for a file
     that is not of the ``option``."""
     from ...config.accelerate import is_accelerate
+    from ...config.deepspeed import is_deepspeed
 
     read, given = infinity.Config.from_deepspeed, read_table(path)
-    if given and not is_another_tools(given):
+    if is_accelerate(given) and not is_deepspeed(given):
+        if option == "--deepspeed":
+            raise ConfigError(f"--deepspeed {path} is Accelerate's file: give it as --config")
+        read = infinity.Config.from_accelerate
+    elif given and not is_deepspeed(given):
         raise ConfigError(
             f"{path} is no DeepSpeed JSON: it has the keys {', '.join(list(given)[:5])}. Give one"
             " that has zero_optimization."
         )
-    if is_accelerate(given):
-        if option == "--deepspeed":
-            raise ConfigError(f"--deepspeed {path} is Accelerate's file: give it as --config")
-        read = infinity.Config.from_accelerate
     config, default = read(path, strict=False), infinity.Config()
     settings = {
         field.name: getattr(config, field.name)
