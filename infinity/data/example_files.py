@@ -1,5 +1,5 @@
-"""Example files: finds the files of a dataset of samples, and reads them with the datasets library
-into columns that TRL knows: messages; prompt and completion; or text."""
+"""Example files: finds the files of a dataset of samples, and reads them with the datasets
+library."""
 
 from __future__ import annotations
 
@@ -12,19 +12,6 @@ from typing import Any
 from ..errors import ConfigError
 from .records import TABLES, look_at
 
-# Columns of question and answer by other names; the first may have more in the third.
-PAIRS = (
-    ("prompt", "completion", None),
-    ("prompt", "response", None),
-    ("prompt", "output", None),
-    ("instruction", "output", "input"),
-    ("instruction", "response", "context"),
-    ("question", "answer", None),
-    ("query", "response", None),
-    ("input", "output", None),
-    ("inputs", "targets", None),
-)
-CHATS = ("messages", "conversations", "conversation", "dialog", "dialogue")
 BESIDE = re.compile(r"(README|LICENSE|NOTICE|dataset_infos?\.json)|.*\.md$", re.I)  # of data
 SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # in a folder of `save_to_disk`
 
@@ -94,12 +81,18 @@ def find_examples(data: Path | None) -> ExampleFiles | None:
 
 
 def load_examples(datasets: Any, files: ExampleFiles) -> Any:
-    """Reads the files with the library ``datasets``. Raises ConfigError if it cannot, or columns
-    are unknown."""
+    """Reads the files with the library ``datasets``. Raises ConfigError if it cannot, or if they
+    have no samples."""
     data = _load(datasets, files)
     if not len(data):
         raise ConfigError(f"--data: {files.source} has no samples.")
-    return _in_known_columns(data, files.source)
+    return data
+
+
+def is_padded(datasets: Any, files: ExampleFiles) -> bool:
+    """Whether what is read has None for each key of a message that others have. JSON is read as it
+    is written since datasets 4.7."""
+    return files.loader != "json" or not hasattr(datasets, "Json")
 
 
 def _load(datasets: Any, files: ExampleFiles) -> Any:
@@ -108,7 +101,20 @@ def _load(datasets: Any, files: ExampleFiles) -> Any:
             return _load_tables(datasets, files.paths)
         if files.loader != "disk":
             paths = [str(path) for path in files.paths]
-            return datasets.load_dataset(files.loader, data_files=paths, split="train")
+            given = {"path": files.loader, "data_files": paths, "split": "train"}
+            data = datasets.load_dataset(**given)
+            if is_padded(datasets, files):
+                return data
+            # Of values of several types in lists, datasets takes a text for its JSON: "2." is 2.0
+            # then. As JSON of the whole column it is a text.
+            mixed = {
+                name: datasets.Json()
+                for name, feature in data.features.items()
+                if "Json(" in repr(feature) and not isinstance(feature, datasets.Json)
+            }
+            if mixed:
+                given["features"] = datasets.Features({**data.features, **mixed})
+            return datasets.load_dataset(**given) if mixed else data
         found = datasets.load_from_disk(str(files.paths[0]))
     except Exception as error:  # noqa: BLE001 - every reader has errors of its own
         cause = error.__cause__ or error
@@ -149,94 +155,3 @@ def _load_tables(datasets: Any, paths: list[Path]) -> Any:
         for path in paths
     ]
     return datasets.Dataset.from_pandas(pandas.concat(read), preserve_index=False)
-
-
-def _in_known_columns(data: Any, source: str) -> Any:
-    """Returns the data with the columns messages, prompt and completion, or text alone."""
-    names = {name.strip().lower(): name for name in data.column_names}
-    if chat := next((name for name in CHATS if name in names), None):
-        kept = data.select_columns([names[chat]])
-        wanted = "conversations" if _has_from(kept[0][names[chat]]) else "messages"
-        kept = kept if names[chat] == wanted else kept.rename_column(names[chat], wanted)
-        return _checked_chats(kept, source, wanted)
-    if {"chosen", "rejected"} <= names.keys():
-        raise ConfigError(
-            f"--data: {source} has pairs of preferred answers (chosen, rejected), for DPO: train it"
-            " with TRL's DPOTrainer (docs/integrations.md)."
-        )
-    for prompt, completion, more in PAIRS:
-        if prompt in names and completion in names:
-            given = names[prompt], names[completion], names.get(more or "")
-            return data.map(
-                lambda row, given=given: {
-                    "prompt": _turn("user", _joined(row, given[0], given[2])),
-                    "completion": _turn("assistant", row[given[1]]),
-                },
-                remove_columns=data.column_names,
-            )
-    if "text" in names:
-        kept = data.select_columns([names["text"]])
-        return kept if names["text"] == "text" else kept.rename_column(names["text"], "text")
-    only = data.column_names[0] if len(data.column_names) == 1 else ""
-    hint = " Is ; its separator? Columns are separated by commas, or tabs in .tsv." * (";" in only)
-    raise ConfigError(
-        f"--data: {source} has the columns {', '.join(data.column_names)}. Needed is one of:"
-        " messages or conversations; prompt and completion; instruction and output; question and"
-        " answer; text."
-        f"{hint}"
-    )
-
-
-def _checked_chats(data: Any, source: str, column: str) -> Any:
-    """Returns conversations whose messages are role and text, those of several parts joined. Raises
-    ConfigError, with the row, for any other."""
-    changed = []
-    for number, messages in enumerate(data[column], start=1):
-        if messages is None:
-            changed.append([])  # of another column: it is counted as empty
-            continue
-        where = f"--data: {source}: sample {number}"
-        if not isinstance(messages, list) or not all(isinstance(one, dict) for one in messages):
-            raise ConfigError(
-                f"{where}: {column} must be a list of messages, as"
-                ' [{"role": "user", "content": "..."}].'
-            )
-        changed.append([_checked_message(message, where) for message in messages])
-    if changed == data[column]:
-        return data
-    return type(data).from_dict({column: changed})
-
-
-def _checked_message(message: dict[str, Any], where: str) -> dict[str, Any]:
-    role, said = ("from", "value") if "from" in message else ("role", "content")
-    if not isinstance(message.get(role), str):
-        raise ConfigError(f"{where}: a message needs {role} and {said}, and one has no {role}.")
-    content = message.get(said)
-    if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, dict) else None for part in content]
-        if not all(isinstance(part, str) for part in parts):
-            raise ConfigError(f"{where}: a message has a part that is no text, as a picture.")
-        return {role: message[role], said: "".join(parts)}
-    if not isinstance(content, str) and not message.get("tool_calls"):
-        raise ConfigError(f"{where}: a message needs {role} and {said}, and one has no {said}.")
-    return message
-
-
-def _has_from(messages: Any) -> bool:
-    first = messages[0] if isinstance(messages, list) and messages else None
-    return isinstance(first, dict) and "from" in first
-
-
-def _joined(row: dict[str, Any], prompt: str, more: str | None) -> Any:
-    added = row[more] if more else None
-    if not isinstance(row[prompt], str):
-        return row[prompt]
-    return f"{row[prompt]}\n\n{added}" if added else row[prompt]
-
-
-def _turn(role: str, said: Any) -> Any:
-    """Makes a turn of a conversation of a text, so that the model answers in a chat; none of an
-    empty one. Spaces around it, which older formats have, are no part of a turn."""
-    if not isinstance(said, str):
-        return said or []
-    return [{"role": role, "content": said.strip()}] if said.strip() else []

@@ -1,7 +1,8 @@
 """Examples: training data of separate samples, as conversations, prompts with completions, or
-texts. The datasets library reads them and TRL renders, masks and packs them.
+texts. The datasets library reads them, the tokenizer's chat template renders them, and TRL packs
+and collates them.
 
-example   one sample of the data; a row is what TRL makes of it: tokens, and labels for those that
+example   one sample of the data; a row is what is made of it: tokens, and labels for those that
           are learned
 learned   a token that counts in the loss: of an answer or completion, or any token of a text
 pack      to put several examples in one row of `sequence_length` tokens
@@ -15,24 +16,27 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-import tempfile
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import ConfigError
+from . import columns, rendering, samples
+from .columns import choose_form
 from .corpus import HELD_OUT_SHARE
-from .example_files import ExampleFiles, load_examples
+from .example_files import ExampleFiles, is_padded, load_examples
+from .rendering import EMPTY, MARK, NOT_LEARNED, UNANSWERED, UNLEARNED, Renderer
 
 if TYPE_CHECKING:
     import torch
 
 NEEDED = "pip install trl datasets"
-NOT_LEARNED = -100  # label
 # Without a template of its own a tokenizer gets this one, which needs no token of its own.
 PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ '### ' + message['role'] + ':\\n' + message['content'] +"
@@ -43,7 +47,8 @@ PLAIN_TEMPLATE = (
 
 @dataclass(frozen=True, kw_only=True)
 class Examples:
-    """Rows of tokens to train on and to hold out. ``skipped``: counts by reason."""
+    """Rows of tokens to train on and to hold out. ``skipped``: counts of samples by reason.
+    ``told``: how the data was read, and what of it is not used."""
 
     source: str
     fingerprint: str  # of the rows' tokens and labels
@@ -55,6 +60,7 @@ class Examples:
     held_out_ntokens: int
     learned_ntokens: int  # of those to train on
     skipped: dict[str, int]
+    told: list[str]
     has_own_template: bool
     byte_level: bool = False
 
@@ -81,11 +87,12 @@ class Examples:
 def read_examples(
     files: ExampleFiles, tokenizer: Any, *, sequence_length: int, pack: bool = False
 ) -> Examples:
-    """Reads the files, and has TRL render them with the tokenizer's chat template, mask what is not
-    learned, truncate to ``sequence_length`` and ``pack``.
+    """Reads the files, renders them with the tokenizer's chat template, masks what is not learned,
+    truncates to ``sequence_length``, and has TRL ``pack`` them.
 
     Gives a tokenizer without a chat template a plain one, if conversations need it. Raises
-    ConfigError if a library is missing, columns are unknown, or less than two rows are left.
+    ConfigError if a library is missing, columns are unknown or cannot be used, a sample cannot be
+    rendered, or less than two rows are left.
     """
     if tokenizer is None:
         raise ConfigError(
@@ -93,29 +100,42 @@ def read_examples(
             " a folder that has one."
         )
     with _libraries() as (datasets, trl):
-        examples, skipped = _without_empty(load_examples(datasets, files))
-        if not len(examples):
-            raise ConfigError(f"--data: all samples of {files.source} are empty.")
+        data = load_examples(datasets, files)
+        form = choose_form(data, files.source)
+        told = form.told(data.column_names)
         has_template = bool(tokenizer.chat_template)
-        if not has_template and _is_conversational(examples):
+        if not has_template and not form.text:
             tokenizer.chat_template = PLAIN_TEMPLATE
-        sample_count = len(examples)
-        given = _with_answers_apart(examples, tokenizer, skipped)
-        rows, collate = _prepare(trl, given, tokenizer, sequence_length, pack)
-    if not pack and (dropped := len(given.rows) - len(rows)):
-        skipped[f"nothing to learn within {sequence_length} tokens"] = dropped
+        renderer = Renderer.of(
+            tokenizer,
+            None if form.text else _training_template(tokenizer),
+            form=form,
+            source=files.source,
+            length=sequence_length,
+            padded=is_padded(datasets, files),
+            code=_code(),
+        )
+        made = _map(datasets, data.select_columns(form.used), renderer)
+        skipped, notes, kept = _looked_at(made, files.source)
+        rows = made if len(kept) == len(made) else made.select(kept)
+        rows = rows.select_columns(["input_ids", "labels"])
+        if pack and len(rows):
+            from trl.data_utils import pack_dataset
+
+            rows = pack_dataset(rows, sequence_length, "bfd")
+        collate = _collator(tokenizer, pack)
     sizes, learned, fingerprint = _counts(rows)
     if len(rows) < 2:
-        told = "".join(f"; {count} {why}" for why, count in skipped.items())
+        lost = "".join(f"; {count} {why}" for why, count in skipped.items())
         raise ConfigError(
             f"--data: 2 samples are needed, one to train on and one held out, and {files.source}"
-            f" leaves {len(rows)}{told}. Give more data, or a larger --sequence-length."
+            f" leaves {len(rows)}{lost}. Give more data, or a larger --sequence-length."
         )
     held_out = max(1, int(len(rows) * HELD_OUT_SHARE))
     return Examples(
         source=files.source,
         fingerprint=fingerprint,
-        sample_count=sample_count,
+        sample_count=len(data) - skipped.get(EMPTY, 0),
         rows=rows,
         held_out_count=held_out,
         collate=collate,
@@ -123,6 +143,7 @@ def read_examples(
         held_out_ntokens=sum(sizes[-held_out:]),
         learned_ntokens=sum(learned[:-held_out]),
         skipped=skipped,
+        told=told + notes,
         has_own_template=has_template,
     )
 
@@ -148,13 +169,6 @@ def _libraries() -> Iterator[tuple[Any, Any]]:
         datasets.enable_progress_bars()
 
 
-def _without_empty(data: Any) -> tuple[Any, dict[str, int]]:
-    kept = data.filter(lambda row: all(row.values()))
-    empty = len(data) - len(kept)
-    why = "empty, or with other columns than the first"
-    return kept, {why: empty} if empty else {}
-
-
 def _counts(rows: Any) -> tuple[list[int], list[int], str]:
     """Counts each row's tokens, and those that are learned. Also returns a hash of all of them, 16
     hex digits: another tokenizer or template makes other rows."""
@@ -167,125 +181,86 @@ def _counts(rows: Any) -> tuple[list[int], list[int], str]:
     return sizes, learned, digest.hexdigest()[:16]
 
 
-def _is_conversational(data: Any) -> bool:
-    return any(name in data.column_names for name in ("messages", "conversations")) or (
-        "prompt" in data.column_names and len(data) > 0 and not isinstance(data[0]["prompt"], str)
-    )
-
-
-@dataclass(frozen=True)
-class _Given:
-    """Examples for TRL. ``masks_answers``: they are conversations, whose template tells answers
-    apart."""
-
-    rows: Any
-    masks_answers: bool
-
-
-def _with_answers_apart(data: Any, tokenizer: Any, skipped: dict[str, int]) -> _Given:
-    """Makes an example of every answer of conversations if their template does not tell answers
-    apart. Counts conversations without one in ``skipped``."""
+def _training_template(tokenizer: Any) -> str | None:
+    """Returns TRL's variant of a known chat template, which marks answers; None if the tokenizer's
+    own does so, or if TRL has none for it."""
+    own = tokenizer.chat_template
+    if MARK.search(own if isinstance(own, str) else own.get("default", "")):
+        return None
     from trl.chat_template_utils import get_training_chat_template
 
-    if not any(name in data.column_names for name in ("messages", "conversations")):
-        return _Given(data, False)
     try:
-        get_training_chat_template(tokenizer)
-        return _Given(data, True)
-    except ValueError:  # its template does not tell answers apart
-        pass
-    (column,) = data.column_names
-    try:
-        unanswered = sum(not _answers(messages) for messages in data[column])
-        apart = data.map(
-            _answers_apart,
-            batched=True,
-            remove_columns=data.column_names,
-            fn_kwargs={"column": column},
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _refusal(error) from None
-    if unanswered:
-        skipped["no answer in it"] = unanswered
-    if not len(apart):
-        raise ConfigError(
-            "--data: no conversation has an answer, which is a message of the role assistant that"
-            f" follows another one. The roles are {', '.join(sorted(_roles(data[column])))}."
-        )
-    return _Given(apart, False)
+        found = get_training_chat_template(tokenizer)
+    except Exception:  # noqa: BLE001 - it tries the template, which is judged by the data's samples
+        return None
+    return found if found and MARK.search(found) else None
 
 
-def _prepare(
-    trl: Any, given: _Given, tokenizer: Any, sequence_length: int, pack: bool
-) -> tuple[Any, Callable]:
-    """Has TRL make rows of the examples. Returns them, and the function that makes batches. TRL
-    drops examples without a learned token."""
-    with tempfile.TemporaryDirectory() as folder:
-        args = trl.SFTConfig(
-            output_dir=folder,
-            max_length=sequence_length,
-            packing=pack,
-            assistant_only_loss=given.masks_answers,
-            use_cpu=True,
-            report_to=[],
-            bf16=False,
-            disable_tqdm=True,
-        )
-        try:
-            made = trl.SFTTrainer(
-                _smallest_model(), args, train_dataset=given.rows, processing_class=tokenizer
-            )
-        except Exception as error:  # noqa: BLE001 - data and templates may be wrong in every way
-            raise _refusal(error) from None
-    rows, collate = made.train_dataset, made.data_collator
-    if "labels" not in rows.column_names:
-        rows = rows.map(lambda row: {"labels": row["input_ids"]})
-    return rows, collate
+@functools.cache
+def _code() -> str:
+    """Returns a hash of what makes the rows: `datasets` keeps them, and knows functions of modules
+    by name alone."""
+    files = [Path(str(module.__file__)) for module in (columns, samples, rendering)]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _refusal(error: Exception) -> ConfigError:
-    """Makes the error for samples that cannot be prepared."""
-    line = (str(error).strip().splitlines() or ["no message"])[0]
-    return ConfigError(
-        f"--data: the samples cannot be prepared ({type(error).__name__}: {line}). A message needs"
-        " role and content; prompt, completion and text are texts."
+def _map(datasets: Any, data: Any, renderer: Renderer) -> Any:
+    whole, text = datasets.Value("int64"), datasets.Value("string")
+    lists = {name: datasets.Sequence(whole) for name in ("input_ids", "labels")}
+    texts = {name: datasets.Sequence(text) for name in ("notes", "roles")}
+    features = datasets.Features({**lists, "sample": whole, "why": text, **texts})
+    return data.map(
+        renderer.batch,
+        batched=True,
+        batch_size=100,
+        with_indices=True,
+        remove_columns=data.column_names,
+        features=features,
     )
 
 
-def _answers_apart(batch: dict[str, list], column: str) -> dict[str, list]:
-    """Makes an example of every answer of conversations, with what was said before it."""
-    found: dict[str, list] = {"prompt": [], "completion": []}
-    for messages in batch[column]:
-        said = [_as_message(message) for message in messages]
-        for at in _answers(said):
-            found["prompt"].append(said[:at])
-            found["completion"].append([said[at]])
-    return found
+def _looked_at(made: Any, source: str) -> tuple[dict[str, int], list[str], list[int]]:
+    """Counts the samples without a row by reason. Also returns what is told of the others, and the
+    places of the rows. Raises ConfigError if there are none."""
+    skipped: Counter[str] = Counter()
+    notes: Counter[str] = Counter()
+    roles: set[str] = set()
+    kept, last = [], -1
+    for at, row in enumerate(made.select_columns(["sample", "why", "notes", "roles"])):
+        if row["why"]:
+            skipped[row["why"]] += 1
+            roles.update(row["roles"])
+        else:
+            kept.append(at)
+        if row["sample"] != last:
+            notes.update(set(row["notes"]))
+        last = row["sample"]
+    if set(skipped) == {EMPTY} and not kept:
+        raise ConfigError(f"--data: all samples of {source} are empty.")
+    if not kept and set(skipped) <= {EMPTY, UNANSWERED, UNLEARNED}:
+        raise ConfigError(
+            f"--data: no conversation has an answer that is to be learned, which is a message of"
+            f" the role assistant that follows another one. The roles are"
+            f" {', '.join(sorted(roles))}."
+        )
+    order = [why for why in (EMPTY, UNANSWERED, UNLEARNED) if why in skipped]
+    order += [why for why in skipped if why not in order]
+    several = [f"{note}, in {count:,} of the samples" for note, count in notes.most_common(8)]
+    return {why: skipped[why] for why in order}, several, kept
 
 
-def _roles(conversations: Any) -> set[str]:
-    return {str(_as_message(each)["role"]) for messages in conversations for each in messages}
+def _collator(tokenizer: Any, pack: bool) -> Callable[[list[dict[str, Any]]], dict[str, Any]]:
+    """Returns TRL's function that makes batches. A tokenizer without a token that fills rows gets
+    the one that ends texts."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-
-def _answers(messages: list[dict[str, Any]]) -> list[int]:
-    """Returns the places of the assistant's messages after another."""
-    said = [_as_message(message) for message in messages]
-    return [at for at, message in enumerate(said) if at and message["role"] == "assistant"]
-
-
-def _as_message(message: dict[str, Any]) -> dict[str, Any]:
-    if "from" not in message:
-        return {name: value for name, value in message.items() if value is not None}
-    roles = {"human": "user", "gpt": "assistant"}
-    return {"role": roles.get(message["from"], message["from"]), "content": message["value"]}
-
-
-def _smallest_model() -> Any:
-    """Makes a model for TRL's trainer, which wants one and does not use it here."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size"), 8)
-    return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=1))
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ConfigError(
+                "--data: the tokenizer has no pad_token and no eos_token: give it one."
+            )
+        tokenizer.pad_token = tokenizer.eos_token
+    return DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id, padding_free=pack)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,6 +44,8 @@ def show_examples(console: Console, examples: Examples, tokenizer: Any) -> None:
     share = examples.learned_ntokens / max(1, examples.train_ntokens)
     counts = f"{examples.learned_ntokens:,} of {examples.train_ntokens:,} tokens ({share:.0%})"
     console.print(f"{told} {counts} are learned")
+    for line in examples.told:
+        console.print(line, markup=False, highlight=False)
     for why, count in examples.skipped.items():
         console.print(f"{format_count(count, 'sample')} left out ({why})")
     if not examples.has_own_template and tokenizer.chat_template:

@@ -1,0 +1,236 @@
+"""Rendering: makes rows of tokens and labels of samples with a tokenizer's chat template.
+
+marked   said of a template whose answers are in `{% generation %}`: a conversation is one row
+row      tokens, and labels for those that are learned; of a template that is not marked, each
+         answer is the end of a row of its own
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError
+from .columns import Form
+from .samples import Sample, read_sample
+
+NOT_LEARNED = -100  # label
+MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+EMPTY = "empty, or with other columns than the first"
+UNANSWERED = "no answer in it"
+UNLEARNED = "no answer in it is to be learned"
+# What a template may lack when it ends in an error of Python.
+LACKED = ("tools", "documents")
+WITHIN_MESSAGE = ("content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Renderer:
+    """Makes rows of samples. ``template``: the one that TRL trains with, if it is not the
+    tokenizer's own. ``code``: names this code in the cache of `datasets`."""
+
+    tokenizer: Any
+    template: str | None
+    text: str  # of the template, with all its variants
+    marked: bool
+    form: Form
+    source: str
+    length: int
+    padded: bool
+    code: str
+
+    @classmethod
+    def of(cls, tokenizer: Any, template: str | None, **given: Any) -> Renderer:
+        """Makes the renderer of a tokenizer."""
+        own = tokenizer.chat_template or ""
+        texts = own if isinstance(own, dict) else {"default": own}
+        text = template or "\n".join(texts.values())
+        marked = bool(MARK.search(template or texts.get("default", "")))
+        return cls(tokenizer=tokenizer, template=template, text=text, marked=marked, **given)
+
+    def batch(self, columns: dict[str, list], numbers: list[int]) -> dict[str, list]:
+        """Makes rows of samples with these numbers, counted from 0: input_ids and labels, lists of
+        int. ``why`` says why a sample has no row, and ``notes`` what of it is not learned."""
+        names = ("input_ids", "labels", "sample", "why", "notes", "roles")
+        found: dict[str, list] = {name: [] for name in names}
+        for at, number in enumerate(numbers):
+            row = {name: values[at] for name, values in columns.items()}
+            roles: list[str] = []
+            try:
+                rows, why, notes = self._rows(row, roles)
+            except ConfigError as error:
+                raise ConfigError(f"--data: {self.source}: sample {number + 1}: {error}") from None
+            for tokens, labels in rows or [([], [])]:
+                made = (tokens, labels, number, why, notes, roles)
+                for name, value in zip(names, made):
+                    found[name].append(value)
+        return found
+
+    def _rows(
+        self, row: dict[str, Any], roles: list[str]
+    ) -> tuple[list[tuple[list[int], list[int]]], str, list[str]]:
+        sample = read_sample(row, self.form, template=self.text, padded=self.padded)
+        if sample is None:
+            return [], EMPTY, []
+        roles += [message["role"] for message in sample.messages]
+        notes = []
+        if unread := sample.unread(self.text):
+            notes.append(
+                f"keys of messages left out: {', '.join(sorted(unread))} (the chat template does"
+                " not read them)"
+            )
+        if sample.text is not None:
+            rows = [self._of_text(sample.text)]
+        elif sample.start is not None:
+            rows = [self._of_answer(sample, sample.start, len(sample.messages), notes)]
+        elif "assistant" not in roles:
+            return [], UNANSWERED, notes
+        elif not any(sample.learned):
+            return [], UNLEARNED, notes
+        elif self.marked:
+            rows = self._of_marks(sample, notes)
+        else:
+            if sample.learned[0]:
+                notes.append("an answer that nothing comes before is not learned")
+            ends = [at for at, learned in enumerate(sample.learned) if learned and at]
+            rows = [self._of_answer(sample, at, at + 1, notes) for at in ends]
+        if not any(_any_learned(labels) for _, labels in rows):
+            return [], UNANSWERED, notes
+        cut = [(tokens[: self.length], labels[: self.length]) for tokens, labels in rows]
+        kept = [each for each in cut if _any_learned(each[1])]
+        if not kept:
+            return [], f"nothing to learn within {self.length} tokens", notes
+        if len(kept) < len(rows):
+            notes.append(f"answers beyond {self.length} tokens are not learned")
+        return kept, "", notes
+
+    def _of_text(self, text: str) -> tuple[list[int], list[int]]:
+        end = self.tokenizer.eos_token or ""
+        tokens = self.tokenizer(text=text if text.endswith(end) else text + end)["input_ids"]
+        return tokens, tokens
+
+    def _of_marks(self, sample: Sample, notes: list[str]) -> list[tuple[list[int], list[int]]]:
+        """Returns the row of a conversation whose template marks its answers. If answers are not
+        all learned, and cannot be told apart in it, each learned one gets a row."""
+        tokens, marks = self._tokens(sample, sample.messages, marked=True)
+        said = [at for at, message in enumerate(sample.messages) if message["role"] == "assistant"]
+        if not all(sample.learned[at] for at in said):
+            changes = [at for at in range(len(marks)) if marks[at] != (marks[at - 1] if at else 0)]
+            ends = [*changes, len(marks)]
+            spans = list(zip(ends[::2], ends[1::2]))
+            if len(spans) != len(said):
+                ats = [at for at in said if sample.learned[at] and at]
+                return [self._of_answer(sample, at, at + 1, notes) for at in ats]
+            for at, (first, last) in zip(said, spans):
+                if not sample.learned[at]:
+                    marks[first:last] = [0] * (last - first)
+        return [(tokens, _labels(tokens, marks))]
+
+    def _of_answer(
+        self, sample: Sample, first: int, last: int, notes: list[str]
+    ) -> tuple[list[int], list[int]]:
+        """Returns the row whose learned part are the messages from ``first`` to ``last``."""
+        before, whole = sample.messages[:first], sample.messages[:last]
+        tokens, _ = self._tokens(sample, whole)
+        asked, _ = self._tokens(sample, before, add_generation_prompt=True)
+        start = next(
+            (at for at, (one, other) in enumerate(zip(asked, tokens)) if one != other),
+            min(len(asked), len(tokens)),
+        )
+        if start < len(asked):
+            # What it adds to ask for an answer may differ, but not what comes before.
+            known, full = self._written(sample, before), self._written(sample, whole)
+            if not full.startswith(known.rstrip()):
+                at = next(
+                    (at for at, (one, other) in enumerate(zip(known, full)) if one != other), 0
+                )
+                raise ConfigError(
+                    "the chat template renders what comes before an answer otherwise once the"
+                    f" answer follows ({known[at : at + 40]!r} becomes {full[at : at + 40]!r}), so"
+                    " that the question would be learned. Give the tokenizer a chat template"
+                    " with {% generation %} around answers, or remove what it moves, as a system"
+                    " message."
+                )
+            notes.append(
+                "the chat template asks for an answer with"
+                f" {self.tokenizer.decode(asked[start:])!r}, which is not in these rows"
+            )
+        return tokens, _labels(tokens, [at >= start for at in range(len(tokens))])
+
+    def _tokens(
+        self,
+        sample: Sample,
+        messages: list[dict[str, Any]],
+        *,
+        marked: bool = False,
+        add_generation_prompt: bool = False,
+    ) -> tuple[list[int], list[int]]:
+        found = self._rendered(
+            sample,
+            messages,
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=marked,
+            add_generation_prompt=add_generation_prompt,
+        )
+        return list(found["input_ids"]), list(found["assistant_masks"]) if marked else []
+
+    def _written(self, sample: Sample, messages: list[dict[str, Any]]) -> str:
+        return self._rendered(sample, messages, tokenize=False)
+
+    def _rendered(self, sample: Sample, messages: list[dict[str, Any]], **how: Any) -> Any:
+        # A completion is rendered by the tokenizer's own template, as TRL does.
+        template = self.template if sample.start is None else None
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages,
+                tools=sample.tools,
+                chat_template=template,
+                **{**how, **sample.variables},
+            )
+        except Exception as error:  # noqa: BLE001 - templates may be wrong in every way
+            raise ConfigError(self._template_error(error, template, sample, messages)) from None
+
+    def _template_error(
+        self,
+        error: Exception,
+        template: str | None,
+        sample: Sample,
+        messages: list[dict[str, Any]],
+    ) -> str:
+        """Says at which line the template ended, and what it lacks."""
+        number = getattr(error, "lineno", None)
+        trace = error.__traceback__
+        while trace is not None:
+            if trace.tb_frame.f_code.co_filename == "<template>":
+                number = trace.tb_lineno
+            trace = trace.tb_next
+        own = self.tokenizer.chat_template
+        text = template or (own if isinstance(own, str) else (own or {}).get("default", ""))
+        lines = text.splitlines()
+        line = lines[number - 1] if number and number <= len(lines) else ""
+        at = f" at line {number} ({line.strip()[:120]})" if number else ""
+        lacks = []
+        if isinstance(error, TypeError) or type(error).__name__ == "UndefinedError":
+            words = set(re.findall(r"\w+", line))
+            given = {"tools": sample.tools, **sample.variables}
+            lacks = [name for name in LACKED if name in words and given.get(name) is None]
+            lacks += [
+                f"{key} of message {count} ({message['role']})"
+                for key in WITHIN_MESSAGE
+                if key in words
+                for count, message in enumerate(messages, 1)
+                if message.get(key) is None
+            ][:3]
+        missing = f" The sample has no {', and no '.join(lacks)}." if lacks else ""
+        said = (str(error).strip().splitlines() or ["no message"])[0]
+        return f"the chat template ends{at} in {type(error).__name__}: {said}.{missing}"
+
+
+def _any_learned(labels: list[int]) -> bool:
+    return any(label != NOT_LEARNED for label in labels)
+
+
+def _labels(tokens: list[int], learned: list[Any]) -> list[int]:
+    return [token if mark else NOT_LEARNED for token, mark in zip(tokens, learned)]
