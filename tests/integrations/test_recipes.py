@@ -45,6 +45,16 @@ def test_the_versions_are_those_of_the_code():
     assert rows == {name: versions.TESTED[name] for name in LIBRARIES}
 
 
+def test_the_least_versions_are_those_of_the_packages_that_are_asked_for():
+    """pyproject.toml, in every list, and the page have the least version of the code. Twin: a
+    library without one has another."""
+    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    for name, least in versions.LEAST.items():
+        assert set(re.findall(rf'"{name}>=([\d.]+)"', project)) == {least}
+        assert re.search(rf"The least of {name}\s+is {re.escape(least)}:", TEXT)
+    assert set(re.findall(r'"datasets>=([\d.]+)"', project)) != set(versions.LEAST.values())
+
+
 def test_nothing_is_imported_before_it_is_asked_for():
     """Method: a new process imports infinity and looks at every name of integrations; which
     libraries are there, is said."""
