@@ -259,7 +259,7 @@ def _spec_of(
     place, stepped_by = optimizers.place_of(param), optimizers.of(param)
     if place is None or stepped_by is None:
         return frozen
-    moments = stepped_by.known.arrays_of(optimizers.moments_of(param), config)
+    moments = optimizers.arrays_of(param, config)
     return frozen.trained(config.master, moments, place, class_piece=stepped_by.known.piece)
 
 

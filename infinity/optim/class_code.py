@@ -57,6 +57,9 @@ def step_as(
     other.state = defaultdict(dict)
     other.state.update({param: dict(state) for param, state in zip(params, states) if state})
     settings = {key: value for key, value in group.items() if key != "params"}
+    if all(param.grad is None for param in params):  # with foreach some classes raise
+        for each in (settings, other.defaults):
+            each |= {"foreach": False} if each.get("foreach") else {}
     own = copy.deepcopy(settings) | {"params": list(params)}
     other.param_groups = [own]
     if first is not None and first is not group:

@@ -219,7 +219,11 @@ class ClassStepper:
         """Runs the class on parameters without gradients, so that an error of its settings is
         raised before anything is planned."""
         for group in self._groups:
-            class_step(self._given, group, _idle(), {}, self._method, self._first)
+            self._step_idle(group)
+
+    def _step_idle(self, group: Group) -> dict[str, Any]:
+        """Steps a parameter without a gradient. Returns the settings that the class changes."""
+        return class_step(self._given, group, _idle(), {}, self._method, self._first)[1]
 
     def finish(self) -> None:
         """Sets what the class has changed in the groups. It may also change a group without
@@ -228,9 +232,7 @@ class ClassStepper:
             if self._measured is not None:
                 self._changed[index] = self._measured.changes(index)
             elif index not in self._changed:
-                _, self._changed[index] = class_step(
-                    self._given, group, _idle(), {}, self._method, self._first
-                )
+                self._changed[index] = self._step_idle(group)
         for index, changed in self._changed.items():
             self._groups[index].update(changed)
 
@@ -307,7 +309,10 @@ class ClassStepper:
 
         param = torch.nn.Parameter(there(inputs[0]))
         param.grad = there(inputs[1])
-        state: dict[str, Any] = dict(zip(self._moments_of(handle), map(there, inputs[2:])))
+        state: dict[str, Any] = {
+            name: there(value).to(self._known.kept.get(name, value.dtype))
+            for name, value in zip(self._moments_of(handle), inputs[2:])
+        }
         if handle.has_state or not self._moments_of(handle):
             own = self._books.own_of(handle.param).items()
             state |= {name: _moved(copy.deepcopy(value), device) for name, value in own}

@@ -9,6 +9,7 @@ the settings, so the optimizer's own are tried, and tried again if one is switch
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -46,9 +47,11 @@ def with_moments(
         raise ConfigError(
             f"optimizer {known.name} has a helper in {bound[0]} that is bound to it, and it would"
             " not see the parameters that are stepped here. Switch that off."
+            + _settings_of(optimizer)
         )
     moments: list[str] = []
     tried: dict[tuple, tuple[str, ...]] = {}
+    kept: dict[str, torch.dtype] = {}
     costs, needs_whole = [ClassPiece(0)], known.needs_whole
     for group in groups:
         state, is_of_elements = _tried(known, optimizer, group)
@@ -63,8 +66,10 @@ def with_moments(
                 f"optimizer {known.name} keeps {', '.join(large)}, which are as large as a"
                 " parameter and have another shape, so that there is no home for them. Choose"
                 " another optimizer or other settings (docs/optimizers.md)."
+                + _settings_of(optimizer)
             )
         tried[switches(group)] = tuple(name for name in state if name not in own)
+        kept |= {name: state[name].dtype for name in tried[switches(group)]}
         moments += [name for name in tried[switches(group)] if name not in moments]
         costs.append(_costs(optimizer, group, tried[switches(group)]))
     if len(moments) > len(EVERY_MOMENT):
@@ -75,7 +80,9 @@ def with_moments(
     others = iter([name for name in EVERY_MOMENT if name not in moments])
     at_home = {name: name if name in EVERY_MOMENT else next(others) for name in moments}
     most = ClassPiece(*map(max, zip(*costs[len(groups) > 0 :])))
-    return replace(known, moments=at_home, needs_whole=needs_whole, tried=tried, costs=most)
+    return replace(
+        known, moments=at_home, needs_whole=needs_whole, tried=tried, kept=kept, costs=most
+    )
 
 
 def check_again(
@@ -91,7 +98,9 @@ def check_again(
                 found = with_moments(replace(known, needs_whole=False), optimizer, [group])
             except ConfigError as error:
                 raise UsageError(f"{where}: group {index}: {error}") from None
-            known = replace(known, tried={**known.tried, **found.tried})
+            known = replace(
+                known, tried={**known.tried, **found.tried}, kept={**found.kept, **known.kept}
+            )
         missing = _without_home(known, group)
         if missing or (found.needs_whole and not known.needs_whole):
             what = f"keeps {', '.join(missing)}" if missing else "needs whole parameters"
@@ -194,13 +203,29 @@ def _try(
         except Exception:  # noqa: BLE001 - it needs the shape
             are_parts_same = False
     alone, together = runs
-    if known.measured is None and not torch.equal(alone.values, together.values):
+    if known.measured is None and not (
+        torch.equal(alone.values, together.values)
+        and all(map(_are_same, alone.states, together.states))
+    ):
         raise ConfigError(
             f"optimizer {known.name}, with these settings, steps all parameters at once, as a clip"
-            " by their common norm does: here they are stepped one at a time. Switch that off, and"
-            " clip by Config(max_grad_norm=...)."
+            " by their common norm does, or draws random numbers: here they are stepped one at a"
+            " time. Switch that off, and clip by Config(max_grad_norm=...)."
+            + _settings_of(optimizer)
         )
     return alone.states[0], are_parts_same and torch.equal(alone.values, parts.values)
+
+
+def _settings_of(optimizer: torch.optim.Optimizer) -> str:
+    """Says which settings are not the defaults of the optimizer's class, for a message."""
+    found, missing = {}, inspect.Parameter.empty
+    for name, parameter in inspect.signature(type(optimizer).__init__).parameters.items():
+        for values in (*optimizer.param_groups, vars(optimizer)):
+            if parameter.default is not missing and values.get(name, missing) is not missing:
+                is_same = values[name] is parameter.default or values[name] == parameter.default
+                found |= {} if is_same else {name: values[name]}
+    said = ", ".join(f"{name}={value!r}" for name, value in found.items())
+    return f" It has {said}." if said else ""
 
 
 def _settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> State:
@@ -247,6 +272,15 @@ def _grad(param: torch.Tensor, number: int) -> torch.Tensor:
     sizes = rows * 10.0 ** (param.shape[1] - 4)
     sizes *= (1.0, 1e-3, 2.0)[number % 3]
     return torch.cos(values * (number + 1)).view(param.shape) * sizes.view(-1, 1)
+
+
+def _are_same(one: State, other: State) -> bool:
+    """Tells whether two states of a parameter have the same tensors."""
+    return all(
+        torch.equal(value, other[name])
+        for name, value in one.items()
+        if isinstance(value, torch.Tensor)
+    )
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -9,7 +9,7 @@ class step   a class without a rule steps by its own code, on one parameter at a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -70,6 +70,9 @@ class Known:
         The sums over all parameters that a class step needs.
     tried
         The switches of groups that the trial of a class had -> the moments of such a group.
+    kept
+        The dtype in which a class has each moment of an fp32 parameter. The array at home is not
+        narrower.
     counts_steps
         The engine shows its step count in the state.
     counts_in_groups
@@ -80,6 +83,11 @@ class Known:
         The dtypes that the moments may have at rest.
     dtype
         The dtype that they have unless the configuration names one.
+    dtype_of
+        The dtype that the class gives the moments of one parameter, found by the optimizer and the
+        numbers of its group and of the parameter in it; None: ``dtype`` for all.
+    by_param
+        What that found for each parameter at the wrap.
     costs
         What the trial of a class has found that it makes and keeps.
     inside
@@ -103,11 +111,14 @@ class Known:
     splits: bool = False
     measured: type[Prodigy] | None = None
     tried: Mapping[tuple, tuple[str, ...]] = field(default_factory=dict)
+    kept: Mapping[str, torch.dtype] = field(default_factory=dict)
     counts_steps: bool = True
     counts_in_groups: bool = False
     own_code_with: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = EACH_DTYPE
     dtype: str = "fp32"
+    dtype_of: Callable[[Any, int, int], str] | None = None
+    by_param: Mapping[torch.Tensor, str] = field(default_factory=dict)
     costs: ClassPiece = ClassPiece(PIECE)
     inside: str | None = None
 
@@ -167,16 +178,32 @@ class Known:
             return name in self.tried.get(switches(group), self.moments)
         return (key := self.only_with.get(name)) is None or bool(group.get(key))
 
-    def arrays_of(self, moments: Mapping[str, str], config: Config) -> dict[str, torch.dtype]:
-        """Returns the arrays of ``moments``, and their dtype: the configuration's, or the class's
-        if that has its default. Raises ConfigError if it cannot be stepped in that dtype, or ahead
-        of its step as the configuration asks."""
+    def dtypes_by_class(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+        """Returns the dtype that the class gives the moments of each parameter; empty if it gives
+        all of them one."""
+        if self.dtype_of is None:
+            return {}
+        return {
+            param: self.dtype_of(optimizer, index, place)
+            for index, group in enumerate(optimizer.param_groups)
+            for place, param in enumerate(group["params"])
+        }
+
+    def arrays_of(
+        self, moments: Mapping[str, str], config: Config, by_class: str | None = None
+    ) -> dict[str, torch.dtype]:
+        """Returns the arrays of ``moments``, and their dtype: the configuration's, or if that has
+        its default the class's (``by_class`` for one parameter). What a class of 8 bits keeps in
+        fp32 stays so. Raises ConfigError if it cannot be stepped in that dtype, or ahead of its
+        step as the configuration asks."""
         if self.rule is None and config.speculate:
             raise ConfigError(
                 f"speculate=True with {self.name}, which steps by its own code: no update is made"
                 " ahead. Leave speculate=False."
             )
-        name = self.dtype if config.moments == Config.moments else config.moments
+        name = config.moments
+        if name == Config.moments or (by_class == "fp32" and self.dtype != by_class):
+            name = by_class or self.dtype
         dtypes, of_what = self.dtypes, self.name
         if needed := [each for each in self.exact if each in moments]:
             dtypes, of_what = (

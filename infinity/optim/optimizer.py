@@ -180,7 +180,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def check_groups(self, groups: list[dict[str, Any]], where: str) -> None:
         """Raises UsageError if ``groups``, from ``where``, need what the rule does not support."""
-        refuse_switched(self._known, (self, self.wrapped), where)
+        refuse_switched(self._known, self, self.wrapped, where)
         settings = self.defaults if self._known.kind is not None else ()
         refuse_flags(self._known, groups, moments=self._moments, settings=settings, where=where)
         if self._known.rule is None:

@@ -15,6 +15,7 @@ from ..config.config import Config
 from ..errors import ConfigError
 from ..state.dtensors import is_distributed
 from .known import Known
+from .known_elsewhere import refuse_rounding
 from .matrices import NO_NAMES, Names, check_split
 from .rules import recognise
 
@@ -98,6 +99,17 @@ class Optimizers:
         place, index = self._order[param]
         found = self._all[place]
         return found.known.moments_of([found.optimizer.param_groups[index]])
+
+    def arrays_of(self, param: torch.Tensor, config: Config) -> dict[str, torch.dtype]:
+        """Returns the arrays of the moments of ``param``, which is stepped, and their dtype. Raises
+        ConfigError as :meth:`Known.arrays_of` does."""
+        place, index = self._order[param]
+        found = self._all[place]
+        group = found.optimizer.param_groups[index]
+        refuse_rounding(found.optimizer, group, config.param_dtype or param.dtype, config)
+        return found.known.arrays_of(
+            self.moments_of(param), config, found.known.by_param.get(param)
+        )
 
     def of(self, param: torch.Tensor) -> Recognised | None:
         """Returns the optimizer that steps ``param``, or None."""

@@ -16,6 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -127,15 +128,29 @@ def _of_alias(optimizer: torch.optim.Optimizer, known: Known) -> Known:
     args = getattr(optimizer, "args", None)  # of bitsandbytes
     for owner, flag, off in (
         (args, "max_unorm", 0.0),
+        (args, "percentile_clipping", 100),
         (args, "skip_zeros", False),
         (optimizer, "bf16_stochastic_round", False),
         (optimizer, "_decouple_lr", False),  # of flashoptim
         (optimizer, "_gradient_release", False),
         (optimizer, "_nesterov", False),
+        (SimpleNamespace(**optimizer.defaults), "gradient_release", False),  # of optimi
     ):
         if (value := getattr(owner, flag, off)) != off:
             said = flag.lstrip("_")
             raise ConfigError(f"optimizer {name}: {said}={value} is not supported: set it to {off}")
+    if (size := getattr(optimizer, "block_size", native.MOMENT_BLOCK)) < native.MOMENT_BLOCK:
+        raise ConfigError(
+            f"optimizer {name}: block_size={size} is not supported: set it to"
+            f" {native.MOMENT_BLOCK} or more, as blocks have {native.MOMENT_BLOCK} elements here"
+        )
+    known = replace(known, by_param=known.dtypes_by_class(optimizer))
+    in_8_bits = "int8" in known.by_param.values()
+    if known.rule is None and in_8_bits:
+        raise ConfigError(
+            f"optimizer {name}: optim_bits=8 with min_8bit_size={args.min_8bit_size} is not"
+            " supported, as it steps by its own code: set optim_bits=32"
+        )
     for state in optimizer.state.values():
         for moment in known.moments:
             value = state.get(moment)
@@ -152,7 +167,7 @@ def _of_alias(optimizer: torch.optim.Optimizer, known: Known) -> Known:
         "%s steps as %s in the engine's kernels, with moments in %s",
         name,
         known.rule.name,
-        known.dtype,
+        "int8, and in fp32 where the class has them so" if in_8_bits else known.dtype,
     )
     return known
 

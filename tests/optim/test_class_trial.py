@@ -52,6 +52,27 @@ def test_what_is_kept_for_each_element_gets_an_array(what):
     assert recognise(made(make)).moments == expected
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_a_class_keeps_in_16_bits_comes_back_in_16_bits(dtype):
+    """Claim: a class of fp32 weights that keeps sums in 16 bits steps as alone. Twin: in fp32 the
+    weights are others."""
+    kind = pytest.importorskip("pytorch_optimizer").FAdam
+
+    def stepped(home, **settings):
+        torch.manual_seed(0)
+        net = nn.Linear(8, 8)
+        optimizer = kind(net.parameters(), lr=1e-2, **settings)
+        if home:
+            net, optimizer = infinity.wrap_model(net, optimizer, {"params": home})
+        for turn in range(4):
+            net.weight.grad = torch.cos(torch.arange(64) * (turn + 1.0)).view(8, 8)
+            optimizer.step()
+        return net.weight.detach().clone()
+
+    assert torch.equal(stepped("host", fim_dtype=dtype), stepped(None, fim_dtype=dtype))
+    assert not torch.equal(stepped(None, fim_dtype=dtype), stepped(None))
+
+
 def test_nothing_of_the_users_changes():
     optimizer = made(stepped_by_class)
     before = [param.detach().clone() for param in optimizer.param_groups[0]["params"]]
