@@ -309,8 +309,14 @@ def _undo(before: Before, engine: Engine | None, device: Device) -> None:
     device.close() if engine is None else engine.shut_down()
 
 
+def _blocks(model: nn.Module, groups: list[Group]) -> list[tuple[str, nn.Module]]:
+    """Lists the called modules of the blocks of ``groups``, with their names."""
+    names = {module: name for name, module in model.named_modules()}
+    return [(names[block], block) for group in groups for block in group.called]
+
+
 def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
-    blocks = [(group.name, group.block) for group in groups if group.block is not None]
+    blocks = _blocks(model, groups)
     if not blocks:
         raise ConfigError(
             f"micro_batch: {type(model).__name__} has no repeated block to run in parts of a batch."
@@ -375,7 +381,7 @@ def _find_owners(
             for module in owner.modules()
             if module is not owner
         )
-        if len(group.owners) != 1 or around:
+        if not group.owners or group.is_used_apart or around:
             unit.share()
     return owners
 
@@ -387,7 +393,7 @@ def _replace_forwards(engine: Engine, model: nn.Module, groups: list[Group]) -> 
     tiles = {group.params[0]: group.tile_rows for group in groups if group.tile_rows}
     find, units_of = found_weakly(engine.make_forward_context), engine.units_of
     removers = [*install_tiles(find, model, tiles)]
-    blocks = [(group.name, group.block) for group in groups if group.block is not None]
+    blocks = _blocks(model, groups)
     if job.config.micro_batch is not None:
         removers += [
             install_chunks(find, name, block, units_of(block), job.config.micro_batch)

@@ -1,14 +1,18 @@
 """Partition: groups the parameters that move together, from the model's structure.
 
-block   a child of a ModuleList, ModuleDict or Sequential with a sibling of the same class: the
-        repeated part of a model
+container
+        a module without a forward, which is never called: a ModuleList, ModuleDict, ParameterList,
+        or a module that only gives names to others
+block   a child of a container or a Sequential with a sibling of the same class: the repeated part
+        of a model. It may be a container itself
 rest    everything else: a module with large parameters of its own is a unit, small ones share one
 owner   a module whose forward needs a unit: the block, or any module that holds one of the unit's
-        parameters
+        parameters. For a container, the outermost modules inside that are called
 """
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -29,6 +33,7 @@ from .packed import (
     own_tensors,
     tensors_of,
 )
+from .parts import called_for
 from .shared import is_shared
 
 SMALL_NBYTES = 256 * 1024
@@ -47,6 +52,17 @@ class Group:
     chosen: nn.Module | None = None  # the module, if a forward reads some of its rows only
     is_divided: bool = False  # experts, of which other data ranks have others
     place: int = 0  # of its first parameter in the model: about the order of use
+
+    @property
+    def called(self) -> list[nn.Module]:
+        """The block, or the modules that are called inside a block that is a container."""
+        inside = set() if self.block is None else set(self.block.modules())
+        return [owner for owner in self.owners if owner in inside]
+
+    @property
+    def is_used_apart(self) -> bool:
+        """Whether several modules use it, and not only those of one block."""
+        return len(self.owners) > max(1, len(self.called))
 
 
 STAYS = "_infinity_stays"  # attribute of a parameter
@@ -84,7 +100,9 @@ def partition(
     name without a module.
     """
     blocks = (
-        list(_repeated_blocks("", model)) if isinstance(units, str) else _named_blocks(model, units)
+        list(_repeated_blocks(model, "", model))
+        if isinstance(units, str)
+        else _named_blocks(model, units)
     )
     names = parameter_names(model)
     groups = [
@@ -113,7 +131,8 @@ def partition(
         params = [p for p in tensors_of(block) if is_managed(p) and p not in taken]
         if params:
             taken |= set(params)
-            groups.append(Group(name, params, [block], block))
+            owners = [part for part in _called_parts(model, block) if _holds(part, params)]
+            groups.append(Group(name, params, owners, block))
     largest = max((_nbytes(group.params) for group in groups if not group.tile_rows), default=0)
     groups += _rest(
         model, taken, small=max(SMALL_NBYTES, largest // 4), cap=max(4 * SMALL_NBYTES, largest)
@@ -147,18 +166,56 @@ def _nbytes(params: list[nn.Parameter]) -> int:
     return sum(span_of(param) * param.element_size() for param in params)
 
 
-def _repeated_blocks(prefix: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the outermost blocks in module order, without searching inside a block."""
-    repeated: set[type] = set()
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-        counts = Counter(type(child) for child in module.children())
-        repeated = {cls for cls, count in counts.items() if count >= 2}
+def _is_container(model: nn.Module, module: nn.Module) -> bool:
+    """Tells whether ``module``, in ``model``, is never called."""
+    return module is not model and all(
+        inspect.getattr_static(each, "forward", None) is nn.Module.forward
+        for each in called_for(model, module)
+    )
+
+
+def _called_parts(model: nn.Module, module: nn.Module) -> list[nn.Module]:
+    """Lists ``module``, or the outermost modules inside a container that are called."""
+    if not _is_container(model, module):
+        return [module]
+    parts = (part for child in module.children() for part in _called_parts(model, child))
+    return list(dict.fromkeys(parts))
+
+
+def _holds(module: nn.Module, params: list[nn.Parameter]) -> bool:
+    return not set(params).isdisjoint(tensors_of(module))
+
+
+def _longest_list(model: nn.Module, module: nn.Module) -> int:
+    """Counts the modules of the longest list of one class in ``module``, a container, and in the
+    containers inside."""
+    if not _is_container(model, module):
+        return 0
+    children = list(module.children())
+    is_list = isinstance(module, nn.ModuleList) and len(set(map(type, children))) == 1
+    return max(len(children) * is_list, *(_longest_list(model, each) for each in children), 0)
+
+
+def _repeated_blocks(
+    model: nn.Module, prefix: str, module: nn.Module
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the outermost blocks in module order, without searching inside a block. A container of
+    a longer list than the one it is in has the blocks inside, not beside it."""
+    counts: Counter[type] = Counter()
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)) or _is_container(
+        model, module
+    ):
+        counts.update(type(child) for child in module.children())
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
-        if type(child) in repeated and next(child.parameters(), None) is not None:
+        if (
+            counts[type(child)] >= 2
+            and next(child.parameters(), None) is not None
+            and _longest_list(model, child) <= counts[type(child)]
+        ):
             yield path, child
         else:
-            yield from _repeated_blocks(path, child)
+            yield from _repeated_blocks(model, path, child)
 
 
 def _named_blocks(model: nn.Module, units: tuple[str, ...]) -> list[tuple[str, nn.Module]]:
@@ -187,19 +244,20 @@ def _rest(model: nn.Module, taken: set[nn.Parameter], *, small: int, cap: int) -
         if not params:
             continue
         taken |= set(params)
+        owners = [] if _is_container(model, module) else [module]
         if _nbytes(params) > small:
-            groups.append(Group(name or "model", params, [module]))
+            groups.append(Group(name or "model", params, owners))
             continue
         if shared is None or _nbytes(shared.params) + _nbytes(params) > cap:
             shared = Group(f"rest:{name or 'model'}", [], [])
             groups.append(shared)
         shared.params += params
-        shared.owners.append(module)
+        shared.owners += owners
     return groups
 
 
 def _add_outside_owners(model: nn.Module, groups: list[Group]) -> None:
-    """Makes every module that holds a tied parameter an owner of that parameter's group."""
+    """Makes every called module that holds a tied parameter an owner of that parameter's group."""
     group_of = {param: group for group in groups for param in group.params}
     inside = {id(group): {m for owner in group.owners for m in owner.modules()} for group in groups}
     for module in model.modules():
@@ -210,6 +268,7 @@ def _add_outside_owners(model: nn.Module, groups: list[Group]) -> None:
                 and not group.tile_rows
                 and module not in inside[id(group)]
                 and module not in group.owners
+                and not _is_container(model, module)
             ):
                 group.owners.append(module)
 
@@ -218,14 +277,16 @@ def held_nbytes(model: nn.Module, groups: list[Group], nbytes_of: dict[int, int]
     """Returns the most weight bytes that a forward or backward holds at once. ``nbytes_of``:
     id(group) -> bytes.
 
-    Nested forwards hold the units of all of them. A backward holds a unit of several owners (tied
-    weights, small ones that share a unit) from its first use to its last.
+    Nested forwards hold the units of all of them; an operation outside of owners holds what it
+    uses. A backward holds a unit that is used apart (tied weights, small ones that share a unit)
+    from its first use to its last.
     """
     owned: dict[nn.Module, list[Group]] = {}
     for group in groups:
         for owner in group.owners:
             owned.setdefault(owner, []).append(group)
-    most = 0
+    unowned = (group for group in groups if not group.owners and not group.tile_rows)
+    most = max((nbytes_of[id(group)] for group in unowned), default=0)
     pending: list[tuple[nn.Module, frozenset[int]]] = [(model, frozenset())]
     seen: set[tuple[int, frozenset[int]]] = set()
     while pending:
@@ -236,7 +297,7 @@ def held_nbytes(model: nn.Module, groups: list[Group], nbytes_of: dict[int, int]
         seen.add((id(module), here))
         most = max(most, sum(nbytes_of[group] for group in here))
         pending += [(child, here) for child in module.children()]
-    return most + sum(nbytes_of[id(group)] for group in groups if len(group.owners) > 1)
+    return most + sum(nbytes_of[id(group)] for group in groups if group.is_used_apart)
 
 
 def parameter_names(model: nn.Module) -> dict[torch.Tensor, list[str]]:

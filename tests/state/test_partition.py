@@ -17,14 +17,20 @@ from infinity.state.partition import (
 from infinity.state.shared import mark_shared
 
 
-class Block(nn.Module):
+class Called(nn.Module):
+    """A module that is no container."""
+
+    def forward(self) -> None: ...
+
+
+class Block(Called):
     def __init__(self, width: int = 4):
         super().__init__()
         self.linear = nn.Linear(width, width)
 
 
 def weights(elements: int) -> nn.Module:
-    module = nn.Module()
+    module = Called()
     module.weight = nn.Parameter(torch.empty(elements))
     return module
 
@@ -55,6 +61,84 @@ def test_blocks_inside_a_block_are_not_units_of_their_own():
     assert names(partition(model(outer=outer), "auto")) == ["outer.0", "outer.1"]
     alone = nn.ModuleList([nn.Sequential(Block(), Block())])
     assert names(partition(model(outer=alone), "auto")) == ["outer.0.0", "outer.0.1"]
+
+
+def layer() -> list[nn.Module]:
+    return [nn.LayerNorm(4), Block(), nn.GELU(), nn.Sequential(nn.Linear(4, 4))]
+
+
+def space() -> nn.Module:
+    """A module that only gives names, one of them to a parameter."""
+    made = model(norm=nn.LayerNorm(4), inner=nn.ModuleDict({"block": Block()}))
+    made.scale = nn.Parameter(torch.ones(4))
+    return made
+
+
+CONTAINERS = {
+    "lists": (lambda: nn.ModuleList(layer()), ["0", "1", "3"]),
+    "dicts": (lambda: nn.ModuleDict(dict(zip("abcd", layer()))), ["a", "b", "d"]),
+    "names": (space, ["norm", "inner.block"]),
+    "parameters": (lambda: nn.ParameterList([torch.ones(4)]), []),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_block_that_is_a_container_is_owned_by_what_is_called_inside(kind):
+    """Twin: a subclass with a forward of its own is called, and owns itself."""
+    make, called = CONTAINERS[kind]
+    layers = nn.ModuleList([make(), make()])
+    groups = partition(model(layers=layers), "auto")
+    assert names(groups) == ["layers.0", "layers.1"]
+    for block, group in zip(layers, groups):
+        assert group.block is block and group.params == list(block.parameters())
+        assert group.owners == group.called == [block.get_submodule(name) for name in called]
+        assert not group.is_used_apart
+
+    class Runs(type(layers[0])):
+        def forward(self) -> None: ...
+
+    layers[0].__class__ = layers[1].__class__ = Runs
+    groups = partition(model(layers=layers), "auto")
+    assert [group.owners for group in groups] == [[block] for block in layers]
+
+
+def test_lists_of_layers_beside_each_other_are_no_blocks():
+    """Method: two lists that are longer than the list they are in, at any depth. Twins: lists that
+    are not, and modules of one class that are no list."""
+    long = nn.ModuleList([nn.ModuleList([Block() for _ in range(3)]) for _ in range(2)])
+    assert names(partition(model(a=long), "auto")) == [
+        f"a.{i}.{j}" for i in range(2) for j in range(3)
+    ]
+    deep = model(
+        x=nn.ModuleList([nn.ModuleList([Block()]) for _ in range(3)]),
+        y=nn.ModuleList([nn.ModuleList([Block()]) for _ in range(3)]),
+    )
+    found = names(partition(model(a=model(x=deep.x, y=deep.y)), "auto"))
+    assert found == [f"a.{name}.{i}" for name in "xy" for i in range(3)]
+    short = nn.ModuleList([nn.ModuleList([Block(), Block()]) for _ in range(2)])
+    assert names(partition(model(a=short), "auto")) == ["a.0", "a.1"]
+    parts = nn.ModuleList([model(q=Block(), k=Block(), v=Block()) for _ in range(2)])
+    assert names(partition(model(a=parts), "auto")) == ["a.0", "a.1"]
+
+
+def test_parameters_of_a_container_outside_of_blocks_have_no_owner():
+    """Twin: those of a called module beside it."""
+    whole = model(a=nn.ParameterList([torch.ones(4)]), b=nn.Linear(4, 4), c=space())
+    (group,) = partition(whole, "auto")
+    assert group.params == list(whole.parameters())
+    assert group.owners == [whole.b, whole.c.norm, whole.c.inner.block.linear]
+    assert group.called == [] and group.is_used_apart
+
+
+def test_a_tied_weight_of_a_container_is_owned_by_the_called_modules_that_hold_it():
+    """Twin: a container that holds it is no owner."""
+    layers = nn.ModuleList([nn.ModuleList(layer()) for _ in range(2)])
+    whole = model(layers=layers, head=nn.Linear(4, 4, bias=False), names=nn.Module())
+    whole.head.weight = whole.names.weight = layers[0][1].linear.weight
+    first, second = partition(whole, "auto")
+    assert first.owners == [layers[0][0], layers[0][1], layers[0][3], whole.head]
+    assert first.is_used_apart and first.called == first.owners[:3]
+    assert not second.is_used_apart
 
 
 def test_named_classes_are_units_and_a_name_without_a_module_is_refused():
@@ -132,6 +216,8 @@ def test_nested_forwards_hold_all_their_units_and_siblings_do_not():
     assert held_nbytes(whole, groups, nbytes) == 101
     groups[1].owners.append(whole.c)  # a backward holds it from its first use to its last
     assert held_nbytes(whole, groups, nbytes) == 111
+    groups[1].block = nn.ModuleList([whole.a, whole.c])  # which are used one after the other
+    assert held_nbytes(whole, groups, nbytes) == 101
 
 
 def test_a_named_class_may_stand_inside_another_named_one():
