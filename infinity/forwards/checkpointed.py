@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -43,16 +44,15 @@ class Checkpointed:
         first run. Raises UsageError if a recomputation finds others."""
         context = self._context()
         args, kwargs = tree_unflatten(list(leaves), spec)
-        # In a recomputation, the backward may not hold these units yet.
+        running: AbstractContextManager[Any] = nullcontext()
         if torch._C._current_graph_task_id() != -1:
             if versions is not None and versions != [unit.version for unit in self._units]:
                 raise UsageError(
                     "this backward runs a block's forward again, but its weights were changed since"
                     " (by optimizer.step() or load_state_dict()). Run backward before the step."
                 )
-            for unit in self._units:
-                context.hold_for_backward(unit)
-        with context.saving_tensors():
+            running = context.running_again(self._units)
+        with running, context.saving_tensors():
             return self.forward(*args, **kwargs)
 
 

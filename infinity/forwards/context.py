@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,8 @@ class ForwardContext:
     is_recomputed: Callable[[], bool]
     # Makes autograd save weights inside as references, not as copies
     saving_tensors: Callable[[], AbstractContextManager[Any]]
-    hold_for_backward: Callable[[ParamUnit], None]  # until the running backward ends
+    # Makes units' parameters ordinary ones, for a forward that runs again in the backward
+    running_again: Callable[[Sequence[ParamUnit]], AbstractContextManager[Any]]
     track_backward: Callable[[], None]  # so that the end of the backward releases what it holds
 
 

@@ -49,11 +49,11 @@ class Backward:
 
     # --- units ---
 
-    def gather(self, unit: ParamUnit) -> None:
-        """Holds ``unit`` in a backward, whose gradients may be none of its. May block on disk and
-        on other ranks."""
+    def gather(self, unit: ParamUnit, *, shows: bool = True) -> None:
+        """Holds ``unit`` in a backward, whose gradients may be none of its. ``shows``: a forward of
+        an owner runs again. May block on disk and on other ranks."""
         self.job.handed.refuse_in_backward(unit)
-        self.job.prefetcher.hold(unit, backward=True)
+        self.job.prefetcher.hold(unit, backward=True, shows=shows)
 
     def hold(self, unit: ParamUnit) -> None:
         """Holds ``unit`` until its gradients of the running backward have landed. May block on disk
@@ -73,7 +73,7 @@ class Backward:
             h for h, p in trained if h.grad is not None and p.requires_grad
         } - self._without_grad.get(unit, set())
         with self.job.store.guarding():
-            self.gather(unit)
+            self.gather(unit, shows=False)
             # After the gather, which compute waits for: a transport may run them in turn.
             if self.job.reducer is not None:
                 self.job.reducer.reach(unit)
@@ -87,7 +87,7 @@ class Backward:
         if unit in self._pass.awaited:
             del self._pass.awaited[unit]
             self.job.traffic.mark("backward", unit.name, self._pass.since.pop(unit))
-            self.job.prefetcher.unhold(unit)
+            self.job.prefetcher.unhold(unit, shows=False)
             self.job.gradients.homes.close_all(unit.flat_params)
 
     def give_way(self) -> bool:

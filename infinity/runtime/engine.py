@@ -116,7 +116,7 @@ class Engine:
             gradients=job.gradients,
             is_recomputed=lambda: passes.is_recomputed,
             saving_tensors=passes.saving,
-            hold_for_backward=self.backward.hold,
+            running_again=passes.running_again,
             track_backward=self.backward.track_task,
         )
 
@@ -193,8 +193,8 @@ class Engine:
         return self.passes.computing
 
     def touch(self, handle: ParamHandle, operation: str) -> None:
-        """Gathers a parameter at home that is used inside a forward or backward. Raises UsageError
-        outside."""
+        """Gathers a parameter at home that is used inside a forward or backward, until its end.
+        Raises UsageError outside."""
         self.job.store.check_process()
         if not self.computing:
             raise self.refusal(handle, operation)
@@ -210,9 +210,12 @@ class Engine:
     def touching(
         self, handles: Sequence[ParamHandle], operation: str, *, writes: bool
     ) -> AbstractContextManager:
-        """Returns a block outside of a pass in which the parameters are resident. ``writes``:
-        ``operation`` may change them, which goes home at the end. Raises UsageError if it is
-        refused now."""
+        """Returns a block in which the parameters are resident, for one operation outside of their
+        owners. ``writes``: ``operation`` may change them, which goes home at the end. Raises
+        UsageError if it is refused now."""
+        if self.computing:
+            self.job.store.check_process()
+            return self.passes.using(handles, writes=writes)
         return self._touches.holding(handles, operation, writes=writes)
 
     def put_to_rest(self, handle: ParamHandle) -> None:

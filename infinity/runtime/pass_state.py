@@ -39,6 +39,8 @@ class Frame:
     units: list[ParamUnit]  # held until it ends
     # Held until the forward of their own module ends.
     looked_at: list[ParamUnit] = field(default_factory=list)
+    # Held until it ends, with parameters at rest: they are used outside of their owners.
+    kept: list[ParamUnit] = field(default_factory=list)
     is_recomputed: bool = False  # inside a checkpoint
     hooks: int = 0  # pairs of our saved-tensor hooks that this thread had before
     start: float = field(default_factory=time.perf_counter)
@@ -54,6 +56,8 @@ class Pass:
     # Units on the device, the least recently used first, and the number of holds of each.
     resident: dict[ParamUnit, None] = field(default_factory=dict)
     holds: Counter[ParamUnit] = field(default_factory=Counter)
+    # The holds in which the parameters are ordinary ones.
+    shows: Counter[ParamUnit] = field(default_factory=Counter)
     # The unit that was used last, and the time since when it is resident.
     computing: tuple[int, float] | None = None
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from ..machine.sizes import format_nbytes
 from ..state.apart import makes_hooks
 from ..state.chosen_experts import ChosenExperts
 from ..state.dtensors import local_of
-from ..state.handle import handle_of, set_raw_grad
+from ..state.handle import ParamHandle, handle_of, own_bytes, set_raw_grad
 from ..state.operations import Operation, State
 from ..state.unit import ParamUnit
 from .backward import Backward
@@ -225,6 +225,8 @@ class Passes:
     def _unhold(self, frame: Frame) -> None:
         for unit in (*frame.units, *frame.looked_at):
             self.job.prefetcher.unhold(unit)
+        for unit in frame.kept:
+            self.job.prefetcher.unhold(unit, shows=False)
 
     def _is_weight_view(self, tensor: torch.Tensor) -> bool:
         if (
@@ -237,16 +239,57 @@ class Passes:
 
     def holds(self, unit: ParamUnit) -> bool:
         """Tells whether a running forward holds ``unit``."""
-        return any(unit in frame.units for frame in self.frames)
+        return any(unit in frame.units or unit in frame.kept for frame in self.frames)
+
+    @contextmanager
+    def using(self, handles: Sequence[ParamHandle], *, writes: bool) -> Iterator[None]:
+        """Holds the units of parameters that one operation uses outside of their owners, in a block
+        that runs it. ``writes``: it may change them."""
+        held: list[ParamUnit] = []
+        in_backward = torch._C._current_graph_task_id() != -1
+        try:
+            with self.job.store.guarding():
+                for handle in handles:
+                    if (experts := handle.unit.arrival.experts) is not None:
+                        experts.want_touched(handle.param)
+                for unit in dict.fromkeys(handle.unit for handle in handles):
+                    if self.holds(unit):
+                        self.job.prefetcher.complete(unit)
+                        continue
+                    if in_backward:
+                        self.backward.hold(unit)
+                    self.job.prefetcher.hold(unit, backward=in_backward, shows=False)
+                    held.append(unit)
+            for handle in handles if writes else ():
+                handle.unit.watch(handle.param, own_bytes(handle.param))
+            yield
+        finally:
+            for unit in held:
+                self.job.prefetcher.unhold(unit, shows=False)
+
+    @contextmanager
+    def running_again(self, units: Sequence[ParamUnit]) -> Iterator[None]:
+        """Holds ``units`` in a block of the backward that runs their owner's forward again, and
+        until their gradients have landed."""
+        held: list[ParamUnit] = []
+        try:
+            for unit in units:
+                self.backward.hold(unit)
+                self.backward.gather(unit)
+                held.append(unit)
+            yield
+        finally:
+            for unit in held:
+                self.job.prefetcher.unhold(unit)
 
     def hold_for_frame(self, unit: ParamUnit) -> None:
-        """Holds a unit that is used outside its owners until the outermost forward (or the
-        backward) ends."""
+        """Holds a unit until the outermost forward (or the backward) ends: an operation outside of
+        its owners has given its memory away."""
         if torch._C._current_graph_task_id() != -1:
             self.backward.hold(unit)
-        elif unit not in self.frames[0].units:
-            self.job.prefetcher.hold(unit)
-            self.frames[0].units.append(unit)
+        elif unit not in (*self.frames[0].units, *self.frames[0].kept):
+            self.job.prefetcher.hold(unit, shows=False)
+            self.frames[0].kept.append(unit)
 
     @makes_hooks
     def _watch_backward(self, frame: Frame, args: tuple, kwargs: dict, output: Any) -> None:

@@ -2,6 +2,8 @@
 
 hold      a reason why a unit must stay resident: a forward that runs in it, or a backward that will
           need it
+show      a hold in which the parameters are ordinary ones: the forward of an owner. Autograd saves
+          them as references there, and nowhere else
 idle      resident without a hold; a full window evicts idle units, the one needed last first
 window    device bytes for gathered weights
 stale     a unit's weights before earlier updates, if kept: units of their own here, one of which
@@ -11,6 +13,7 @@ stale     a unit's weights before earlier updates, if kept: units of their own h
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
@@ -78,9 +81,11 @@ class Prefetcher:
     # --- holds ---
 
     @apart
-    def hold(self, unit: ParamUnit, *, backward: bool = False, in_pass: bool = True) -> None:
+    def hold(
+        self, unit: ParamUnit, *, backward: bool = False, in_pass: bool = True, shows: bool = True
+    ) -> None:
         """Makes ``unit`` resident until :meth:`unhold`. Blocks as :meth:`ensure`. ``in_pass``: it
-        is a use of the schedule."""
+        is a use of the schedule. ``shows``: makes the parameters ordinary ones."""
         unit = unit.in_use
         self._pass.holds[unit] += 1
         try:
@@ -92,17 +97,24 @@ class Prefetcher:
                 self._collectives.bulk.wait_for_ordered()
         except BaseException:
             # Not unhold(): the unit is not exposed, so its edits would be those of its last use.
-            self._take_off(unit)
+            self._take_off(unit, self._pass.holds)
             raise
-        if self._pass.holds[unit] == 1:
+        if shows:
+            self._pass.shows[unit] += 1
             # In a pass those of experts stay at rest: see state/chosen_experts.py.
-            unit.exposure.begin(shows=not in_pass or unit.arrival.experts is None)
+            shows = not in_pass or unit.arrival.experts is None
+        if self._pass.holds[unit] == 1:
+            unit.exposure.begin(shows=shows)
+        elif shows and self._pass.shows[unit] == 1:
+            unit.exposure.show()
 
     @apart
-    def unhold(self, unit: ParamUnit, *, in_pass: bool = True) -> None:
+    def unhold(self, unit: ParamUnit, *, in_pass: bool = True, shows: bool = True) -> None:
         """Takes one hold off. The last makes the unit idle, and sends its edits home."""
         unit = unit.in_use
-        if self._take_off(unit):
+        if shows and self._take_off(unit, self._pass.shows) and self._pass.holds[unit] > 1:
+            unit.exposure.end()
+        if self._take_off(unit, self._pass.holds):
             if in_pass:
                 self.schedule.leave(unit.index)
             try:
@@ -114,12 +126,13 @@ class Prefetcher:
             finally:
                 unit.buffers.note_use(self._device.now())
 
-    def _take_off(self, unit: ParamUnit) -> bool:
-        """Takes one hold off ``unit``. Returns whether it was the last."""
-        self._pass.holds[unit] -= 1
-        if self._pass.holds[unit] > 0:
+    @staticmethod
+    def _take_off(unit: ParamUnit, holds: Counter[ParamUnit]) -> bool:
+        """Takes one of ``holds`` off ``unit``. Returns whether it was the last."""
+        holds[unit] -= 1
+        if holds[unit] > 0:
             return False
-        del self._pass.holds[unit]
+        del holds[unit]
         return True
 
     def is_held(self, unit: ParamUnit) -> bool:

@@ -15,7 +15,7 @@ from ..storage.store import ArrayStore
 from .dtensors import is_common, is_distributed, local_of
 from .encoding import same_bits
 from .flat_param import FlatParam
-from .handle import own_bytes
+from .handle import DisableTorchFunction, own_bytes
 from .journal import Journal
 from .tensors import fingerprint
 
@@ -49,7 +49,7 @@ class ForwardEdits:
         """Begins to watch for changes, before compute. ``exported``: parameters that may be changed
         in a way that torch does not count."""
         self._watched.clear()
-        self._versions = [_count(param) for flat in self._flat_params for param in flat.params]
+        self._versions = self._counts()
         compared = self._distributed if self._compared < COMPARED_FIRST else self._edited
         self._prints = {param: fingerprint(own_bytes(param)) for param in (*compared, *exported)}
         self._compared += bool(self._distributed)
@@ -86,11 +86,11 @@ class ForwardEdits:
                 if is_distributed(param):
                     self._edited.add(param)
                 self._watched.setdefault(param, None)
-        params = [param for flat in self._flat_params for param in flat.params]
-        return any(
-            _count(param) != counted or param in self._watched
-            for param, counted in zip(params, self._versions)
-        )
+        return self._counts() != self._versions or bool(self._watched)
+
+    def _counts(self) -> list[int]:
+        with DisableTorchFunction():
+            return [_count(param) for flat in self._flat_params for param in flat.params]
 
     def find(self) -> list[torch.nn.Parameter]:
         """Lists the parameters that were changed. One given to a user is compared with its value

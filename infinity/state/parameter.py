@@ -51,7 +51,7 @@ from .torch_functions import (
     converts_to_itself,
     type_name,
 )
-from .touch import compute_packed, touch
+from .touch import SHARING, touch
 from .view_chain import ViewChain, chain_of, is_whole, present
 from .view_nodes import ASKING_FOR_PLACES, ask_for_places
 from .whole_value import equal, set_data, set_value
@@ -391,16 +391,15 @@ def class_at_rest(param: torch.Tensor) -> type:
 
 
 def _compute(func, args: tuple, kwargs: dict, touched: list) -> Any:
-    """Calls ``func`` in a forward or backward, which holds the parameters until its end."""
-    for tensor in touched:
-        engine = handle_of(tensor).engine
-        engine.touch(handle_of(tensor), getattr(func, "__name__", str(func)))
-        # So that its next use is routed through here too.
-        if isinstance(tensor, torch.nn.Parameter):
-            tensor.__class__ = class_at_rest(tensor)
-    if any(is_packed(handle_of(tensor).param) for tensor in touched):
-        with DisableTorchFunction():
-            return compute_packed(func, args, kwargs, touched, StoredAlias.like)
+    """Calls ``func`` in a forward or backward, outside of the parameters' owners."""
+    name = getattr(func, "__name__", str(func))
+    is_wrapped = transforms.are_running() or any(map(is_distributed, touched))
+    if is_wrapped or name in SHARING:
+        # What it returns may read the memory later.
+        for tensor in touched:
+            handle_of(tensor).engine.touch(handle_of(tensor), name)
+    if not is_wrapped or any(is_packed(handle_of(tensor).param) for tensor in touched):
+        return touch(func, args, kwargs, touched, StoredAlias.like)
     args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs))
     with handle_of(touched[0]).engine.saving_tensors(), DisableTorchFunction():
         return func(*args, **kwargs)

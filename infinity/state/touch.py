@@ -1,7 +1,8 @@
-"""Touch: runs one operation of torch on parameters at rest, outside of any pass.
+"""Touch: runs one operation of torch on parameters at rest, outside of any pass, or in a pass
+outside of their owners' forwards.
 
 touch   brings the units of the parameters among the arguments, runs, writes home what was changed,
-        and lets the units go
+        and lets the units go. Autograd saves references to the units
 view    a result in a parameter's memory: it leaves as a tensor at rest, which a use brings again
 """
 
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unfl
 from ..errors import UsageError
 from ..machine import storage_guard
 from . import mistakes
-from .handle import Owner, ParamHandle, handle_of, managed, own_bytes
+from .handle import DisableTorchFunction, Owner, ParamHandle, handle_of, managed, own_bytes
 from .torch_functions import mutated_arguments
 from .view_chain import ViewChain, ViewStep, bytes_of, chain_of
 from .view_nodes import View, with_node
@@ -66,7 +67,7 @@ def touch(
     saved the tensors at rest, and does not count writes there. Raises UsageError if it is refused,
     before anything changed."""
     name = getattr(func, "__name__", str(func)).partition(".")[0]
-    if name in SHARING | RESHAPING:
+    if name in RESHAPING or (name in SHARING and not managed(touched[0]).engine.computing):
         raise _refusal(managed(touched[0]), name)
     if name in STRIDED:
         func, args, kwargs = _from_own_element(func, STRIDED[name], args, dict(kwargs))
@@ -77,15 +78,6 @@ def touch(
         return func(*args, **kwargs)
     call = _Call(func, name, args, kwargs, rest, dispatched)
     return _for_each(call) if name.startswith("_foreach_") else call.run(touched)
-
-
-def compute_packed(
-    func: Callable, args: tuple, kwargs: dict, touched: Sequence[torch.Tensor], rest: Rest
-) -> Any:
-    """Calls ``func`` in a forward or backward, which holds the units of ``touched``, with the
-    values of these tensors at rest, some of them packed. Parameters as in :func:`touch`."""
-    name = getattr(func, "__name__", str(func)).partition(".")[0]
-    return _Call(func, name, args, kwargs, rest, dispatched=False).compute(touched)
 
 
 def _refusal(handle: ParamHandle, name: str) -> UsageError:
@@ -197,6 +189,8 @@ class _Call:
                 held.enter_context(engine.touching(its, self.name, writes=writes))
                 if not self.dispatched:
                     held.enter_context(engine.saving_tensors())
+                if engine.computing:  # the parameters stay at rest: see runtime/prefetch.py
+                    held.enter_context(DisableTorchFunction())
             written = self.targets
             values = _Values(touched, written)
             args, kwargs = values.arguments(self.args, self.kwargs)
@@ -215,16 +209,6 @@ class _Call:
             finally:
                 del failure
         return result
-
-    def compute(self, touched: Sequence[torch.Tensor]) -> Any:
-        """Calls the function while a pass holds the units of ``touched``."""
-        for tensor in (written := self.targets):
-            handle = managed(tensor)
-            handle.unit.watch(handle.param, own_bytes(handle.param))
-        values = _Values(touched, written)
-        args, kwargs = values.arguments(self.args, self.kwargs)
-        with managed(touched[0]).engine.saving_tensors():
-            return self._at_rest(self.func(*args, **kwargs), values, touched)
 
     @property
     def targets(self) -> list[torch.Tensor]:

@@ -314,17 +314,18 @@ def test_the_passes_say_how_tensors_are_saved():
 
 
 def test_blocks_that_run_another_way_have_the_parts_of_this_job():
-    """And call the backward. Twin: the context alone keeps the engine."""
+    """And call the passes and the backward. Twin: the context alone keeps the engine."""
     job, log = small_at_home(), []
     engine = job.engine
     engine.backward = Noted(log, returns="a remover")
+    engine.passes = Noted(log, returns="a block")
     context = engine.make_forward_context()
     for name in ("journal", "device", "ledger", "traffic", "store", "gradients"):
         assert getattr(context, name) is getattr(engine.job, name)
-    context.hold_for_backward("a unit")
+    assert context.running_again(["a unit"]) == "a block"
     context.track_backward()
     assert engine.listen_to_landed("a listener") == "a remover"
-    assert log == [("hold", "a unit"), ("track_task",), ("listen", "a listener")]
+    assert log == [("running_again", ["a unit"]), ("track_task",), ("listen", "a listener")]
     assert context.owner is engine
 
 

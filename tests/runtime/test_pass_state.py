@@ -42,6 +42,7 @@ def test_what_is_dropped_is_as_at_the_beginning():
     for name in ("resident", "awaited", "expected", "since"):
         getattr(running, name)[owner] = 1
     running.holds[owner] += 1
+    running.shows[owner] += 1
     running.reached.add(owner)
     fresh = content(Pass())
     assert all(value != fresh[name] for name, value in content(running).items())
