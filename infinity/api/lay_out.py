@@ -35,6 +35,7 @@ from ..state.dtensors import is_distributed
 from ..state.flat_param import FlatParam
 from ..state.flat_param_spec import ARRAYS, FlatParamSpec
 from ..state.kept_dtypes import computing_dtypes
+from ..state.packed import is_code
 from ..state.partition import Group, held_nbytes, is_managed, parameter_names, partition
 from .agreement import free_everywhere
 from .checks import check
@@ -255,6 +256,7 @@ def _spec_of(
         moment_dtype=MOMENT_DTYPES[config.moments],
         moments=(),
         stepped=False,
+        coded=not param.requires_grad and is_code(param),
     )
     place, stepped_by = optimizers.place_of(param), optimizers.of(param)
     if place is None or stepped_by is None:

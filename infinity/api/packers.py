@@ -43,12 +43,22 @@ def to_pack(
 
 
 def packed_by_bitsandbytes_as(
-    kind: str, nested: bool, dtype: torch.dtype, dense: torch.Tensor, *, blocksize: int = 64
+    kind: str,
+    nested: bool,
+    dtype: torch.dtype,
+    dense: torch.Tensor,
+    *,
+    blocksize: int = 64,
+    stored_as: torch.dtype = torch.uint8,
 ) -> nn.Module:
     """Makes a 4-bit layer of bitsandbytes of the weight ``dense``. ``nested``: packs the scales,
-    too."""
+    too. ``stored_as``: the dtype under which the codes lie."""
     library, (rows, columns) = library_of("bitsandbytes.nn"), dense.shape
-    options: dict[str, Any] = {"compress_statistics": nested, "quant_type": kind}
+    options: dict[str, Any] = {
+        "compress_statistics": nested,
+        "quant_type": kind,
+        "quant_storage": stored_as,
+    }
     layer = library.Linear4bit(
         columns, rows, bias=False, compute_dtype=dtype, device="meta", **options
     )

@@ -197,7 +197,12 @@ def _saved(
                     f" {tuple(linear.weight.shape)}"
                 )
             pack = partial(packed_by_bitsandbytes_as, saved.kind, saved.is_nested)
-            pack = partial(pack, compute or linear.weight.dtype, blocksize=saved.blocksize)
+            pack = partial(
+                pack,
+                compute or linear.weight.dtype,
+                blocksize=saved.blocksize,
+                stored_as=saved.codes.dtype,
+            )
             layer = _described(linear, pack)
             layer.__dict__[DESCRIBED] = Described(
                 saved.layer, source.shape, saved.dtype, source, False

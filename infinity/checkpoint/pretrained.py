@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -21,6 +22,7 @@ from ..state.coded import Coded
 from ..state.dtensors import global_of, local_of
 from ..state.handle import handle_of
 from ..state.operations import Operation
+from ..state.packed import is_code
 from ..state.parts import parts_of
 from .hub_names import flat_param_size_of, hub_sources, is_transformers, names_to_write
 from .model_files import describe_files, name_files, name_written, split, storing, written
@@ -201,15 +203,22 @@ def _numel(model: nn.Module) -> int:
     )
 
 
-def write_configs(model: nn.Module, folder: Path, *, dtype: torch.dtype | None = None) -> None:
+def write_configs(
+    model: nn.Module, folder: Path, *, dtype: torch.dtype | None = None, unpacked: bool = False
+) -> None:
     """Writes the configurations of a transformers model, of another none. Sets its class and
     ``dtype`` (None: of its first parameter) in its configuration, as its own ``save_pretrained``
-    does. Adds the files with its code if it is not part of transformers."""
-    with replacing(folder) as made:
+    does. Adds the files with its code if it is not part of transformers. ``unpacked``: leaves out
+    how the weights are packed."""
+    with replacing(folder) as made, contextlib.ExitStack() as back:
+        if unpacked and (told := vars(model.config).pop("quantization_config", None)) is not None:
+            back.callback(setattr, model.config, "quantization_config", told)
         if is_transformers(model):
             model.config.architectures = [type(model).__name__]
             dtypes = [
-                _wrapped_dtype(param) for param in model.parameters() if param.is_floating_point()
+                _wrapped_dtype(param)
+                for param in model.parameters()
+                if param.is_floating_point() and not is_code(param)
             ]
             if dtype is not None or dtypes:
                 model.config.dtype = str(dtype or dtypes[0]).removeprefix("torch.")

@@ -29,6 +29,8 @@ ABSMAX = ".absmax"  # ends the name of another one
 OF_4BIT = "bitsandbytes.nn.modules.Params4bit"
 BLOCKSIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 DTYPES = ("float32", "bfloat16", "float16")
+# Of the codes: bnb_4bit_quant_storage, which FSDP needs to be that of the other weights
+STORED_AS = (torch.bfloat16, torch.float16, torch.float32)
 MOST_STATE_NBYTES = 4096
 SCALE, BLOCKS, EXPONENTS = "_scale_inv", "_blocks", "_scales"  # end the names of scaled parts
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -112,7 +114,9 @@ def _checked(
         if not known or dtype is None or len(shape) != 2 or min(shape) < 1:
             raise ValueError("an unknown format")
         nested, scales = "nested_offset" in told, -(-numel // size)
-        expected = {"": (torch.uint8, (numel + 1) // 2), "quant_map": (torch.float32, CODES[kind])}
+        stored_as = codes.dtype if codes.dtype in STORED_AS else torch.uint8
+        codes_count = -(-((numel + 1) // 2) // stored_as.itemsize)
+        expected = {"": (stored_as, codes_count), "quant_map": (torch.float32, CODES[kind])}
         expected["absmax"] = torch.uint8 if nested else torch.float32, scales
         if nested:
             if told["nested_blocksize"] not in BLOCKSIZES or told["nested_dtype"] != "float32":
@@ -121,11 +125,6 @@ def _checked(
             expected["nested_absmax"] = torch.float32, -(-scales // told["nested_blocksize"])
             expected["nested_quant_map"] = torch.float32, CODES["nested"]
         found = {"": codes} | {key: each for key, each in parts.items() if "." not in key}
-        if codes.dtype in (torch.bfloat16, torch.float16, torch.float32):
-            raise ConfigError(
-                f"{name} has its codes in {codes.dtype} (bnb_4bit_quant_storage): load the model by"
-                " from_pretrained, and wrap it"
-            )
         for key in expected.keys() | found.keys():
             wanted, source = expected.get(key), found.get(key)
             if wanted is None or source is None:

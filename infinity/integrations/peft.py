@@ -132,7 +132,7 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
             numel=numel,
         )
         if job.ranks.is_first:
-            write_configs(base, place)
+            write_configs(base, place, unpacked=True)
 
 
 def _twin_of(model: nn.Module, hollow: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:

@@ -10,6 +10,7 @@ from torch import nn
 
 from .. import native
 from ..distributed.collectives import Collectives
+from ..distributed.kinds import bytes_of
 from ..distributed.pending import Pending
 from ..errors import InfinityError, UsageError
 from ..machine.device import PAST, Copy, Device, Event
@@ -240,7 +241,9 @@ class Arrival:
                 pending = self._collectives.bulk.gather_in_node(flat, what)
             else:
                 pending = self._collectives.bulk.gather(
-                    flat, what, homes=flat_param.homes.weight_regions
+                    bytes_of(flat) if flat_param.spec.coded else flat,
+                    what,
+                    homes=flat_param.homes.weight_regions,
                 )
             if pending is not None:
                 self._pending.append(pending)

@@ -56,6 +56,7 @@ class FlatParamSpec:
     stepped: bool
     optimizer: int = 0  # the place, among those of the job, of the one that steps them
     class_piece: ClassPiece | None = None  # None: a kernel steps
+    coded: bool = False  # codes of packed weights: never rounded, whatever their dtype
 
     def trained(
         self,

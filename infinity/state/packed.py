@@ -30,6 +30,7 @@ from .handle import handle_of
 
 SMALL_NBYTES = 4096  # parts below, such as tables of 16 codes, stay with their modules
 PACKED = "_infinity_packed"  # attribute of a carrier, and of a packed Parameter of its own class
+CODES = "_infinity_codes"  # attribute of a plain Parameter whose bytes only look like floats
 CARRIERS = "_infinity_carriers"  # attribute of a module: its carriers by their names
 
 
@@ -145,9 +146,13 @@ def is_packed(param: torch.Tensor) -> bool:
 
 
 def is_code(tensor: torch.Tensor) -> bool:
-    """Tells whether ``tensor`` has a dtype in which weights are packed, and nothing is trained."""
-    return tensor.dtype in (torch.int16, torch.int32) or (
-        tensor.itemsize == 1 and tensor.dtype != torch.bool
+    """Tells whether ``tensor`` has codes of packed weights: by its dtype, in which nothing is
+    trained, or by what a library says of the bytes, which may look like floats."""
+    return (
+        tensor.dtype in (torch.int16, torch.int32)
+        or (tensor.itemsize == 1 and tensor.dtype != torch.bool)
+        or getattr(tensor, "quant_state", None) is not None
+        or CODES in tensor.__dict__
     )
 
 
@@ -182,7 +187,8 @@ class Packed:
         # Carriers, and the tensors that they replace until the values are at home
         self._carriers: dict[nn.Parameter, torch.Tensor | None] = {}
         self._aliases: list[Place] = []
-        self._own: list[nn.Parameter] = []  # packed Parameters that are parts themselves
+        # Packed Parameters that are parts themselves, and those that look like floats
+        self._own: list[nn.Parameter] = []
         self._modules: list[nn.Module] = []
         self._attributes: list[tuple[Any, str, Any]] = []
 
@@ -194,6 +200,9 @@ class Packed:
             own: dict[str, nn.Parameter] = {}
             for param in filter(_is_own_part, module._parameters.values()):
                 self._take(module, param)
+            for param in _seen_as_floats(module):
+                setattr(param, CODES, True)
+                self._own.append(param)
             for place in _places(module, read=read):
                 if place.is_copy:  # after Module.to, which moves each of them
                     place.put(place.param.data)
@@ -248,6 +257,7 @@ class Packed:
             _follow_inner(module)
         for param in self._own:
             param.__dict__.pop(PACKED, None)
+            param.__dict__.pop(CODES, None)
         for holder, key, value in self._attributes:
             setattr(holder, key, value)
 
@@ -260,6 +270,13 @@ def _is_own_part(param: nn.Parameter | None) -> bool:
         and plain_name(param) in PARAMETERS
         and is_code(param)
     )
+
+
+def _seen_as_floats(module: nn.Module) -> list[nn.Parameter]:
+    """Lists the plain Parameters of ``module`` whose codes HQQ keeps under a dtype of floats."""
+    is_known = _class_name(type(module)) in MODULES
+    as_floats = is_known and (getattr(module, "meta", None) or {}).get("view_as_float")
+    return [param for param in [module._parameters.get("W_q")] if as_floats and param is not None]
 
 
 def _moves(tensor: Any) -> bool:

@@ -45,7 +45,7 @@ import infinity
 from infinity import integrations
 from infinity.checkpoint import weight_files
 from infinity.checkpoint.export import export
-from infinity.errors import CapacityError, ConfigError, InfinityError, UsageError
+from infinity.errors import CapacityError, ConfigError, CorruptionError, InfinityError, UsageError
 from infinity.integrations.peft import adapted_twin, merged
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -229,15 +229,17 @@ def test_a_folder_computes_in_its_own_dtype(tmp_path):
     assert torch.equal(logits(streamed(tmp_path)), logits(own))
 
 
-def test_codes_may_be_stored_as_floats(tmp_path):
-    """Claim: a folder with bnb_4bit_quant_storage, as FSDP needs it, is streamed, or refused with a
-    typed error."""
-    own = save_nf4(tmp_path, bnb_4bit_quant_storage=BF16)
-    try:
-        model = streamed(tmp_path)
-    except InfinityError:
-        return
-    assert torch.equal(logits(model), logits(own))
+@pytest.mark.parametrize("stored_as", [BF16, torch.float16, torch.float32])
+def test_codes_may_be_stored_as_floats(stored_as, tmp_path):
+    """Claim: a folder with bnb_4bit_quant_storage, as FSDP needs it, is streamed, with a dtype to
+    compute in and without. Twin: a part that is too short is refused."""
+    own = save_nf4(tmp_path, bnb_4bit_quant_storage=stored_as)
+    assert torch.equal(logits(streamed(tmp_path)), logits(own))
+    tensors = load_file(tmp_path / FILE)
+    name = next(name for name, value in tensors.items() if f"{name}.absmax" in tensors)
+    save_file({**tensors, name: tensors[name][:-1].clone()}, tmp_path / FILE, {"format": "pt"})
+    with pytest.raises(CorruptionError, match="do not fit each other"):
+        streamed(tmp_path)
 
 
 # --- exported ---
@@ -320,6 +322,21 @@ def test_save_merged_unpacks_what_was_quantized(kind, home, tmp_path):
     assert differing(found.state_dict(), expected) == []
     assert differing(found.state_dict(), llama(BF16).state_dict())
     assert torch.equal(logits(model), before)
+
+
+@pytest.mark.parametrize("stored_as", [torch.uint8, BF16])
+def test_save_merged_says_no_more_how_weights_were_packed(stored_as, tmp_path):
+    """Claim: of a model that from_pretrained packed, from_pretrained loads a plain one, equal to
+    merging into the unpacked weights. Twin: the model itself still says that it is packed."""
+    own = save_nf4(tmp_path / "packed", bnb_4bit_quant_storage=stored_as)
+    model = adapted(own)
+    model.save_pretrained(tmp_path / "adapter")
+    expected = peft.PeftModel.from_pretrained(unpacked(own), tmp_path / "adapter")
+    expected = expected.merge_and_unload().state_dict()
+    model, _ = wrap(model, "host")
+    integrations.save_merged(model, tmp_path / "merged")
+    assert differing(loaded(tmp_path / "merged").state_dict(), expected) == []
+    assert model.config.quantization_config.load_in_4bit
 
 
 def test_save_merged_unpacks_a_packed_folder(tmp_path, folders, adapter):

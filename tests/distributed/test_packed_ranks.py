@@ -31,6 +31,7 @@ def test_two_ranks_train_on_packed_weights(home, shard, tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads((tmp_path / "told.json").read_text())
     for kind, found in told.items():
-        assert found["losses"] == pytest.approx(found["expected"], rel=2e-7), kind
+        limit = 0.02 if kind == "compressed" else 2e-7
+        assert found["losses"] == pytest.approx(found["expected"], rel=limit), kind
         assert found["same"], kind
     assert len({tuple(found["losses"]) for found in told.values()}) == len(told)

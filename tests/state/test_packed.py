@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import CapacityError, InfinityError
+from infinity.state.packed import has_inner, is_code
 
 CODES = 2 * WIDTH * 2 * WIDTH  # weights in the packed layers of one block
 
@@ -312,3 +313,53 @@ def test_blocks_outside_of_containers_own_their_parts(tmp_path):
     found = gradients(wrap(model, "nvme", tmp_path)[0])
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
     assert BLOCKS > 1
+
+
+@pytest.mark.parametrize(
+    "kind", ["bitsandbytes nf4 in bf16", "bitsandbytes fp4 in fp32", "torchao fp8"]
+)
+def test_codes_that_look_like_floats_are_no_weights(kind, tmp_path):
+    """Claim: a dtype to compute in changes the floats alone; the codes keep their bytes and move
+    home, all of them. Twin: as floats in that dtype they would be others."""
+    plain = make(kind)
+    codes = [each for each in plain.parameters() if is_code(each) or has_inner(each)]
+    assert len(codes) == 2 * BLOCKS
+    model, _ = wrap(make(kind), "host", tmp_path, param_dtype="bf16")
+    assert infinity.stats(model).buffers_nbytes < BLOCKS * 4096
+    found = state(model)
+    assert {name for name in found if ".up." in name} == {n for n in state(plain) if ".up." in n}
+    assert [
+        name for name in found if ".up.weight" in name and found[name] != state(plain)[name]
+    ] == []
+    for each in codes if not has_inner(codes[0]) else ():
+        rounded = each.detach().to(torch.float16).to(each.dtype)
+        assert not torch.equal(rounded.view(torch.uint8), each.detach().view(torch.uint8))
+
+
+class HQQLinear(nn.Module):
+    """A layer of codes under a dtype of floats, with what HQQ says of them."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        codes = torch.randint(0, 256, (linear.out_features, linear.in_features // 2, 2))
+        self.W_q = nn.Parameter(codes.to(torch.uint8).view(torch.float16)[..., 0], False)
+        self.meta = {"view_as_float": True, "scale": torch.rand(linear.out_features, 1)}
+
+    def forward(self, x):
+        codes = self.W_q.view(torch.uint8).to(x.dtype) / 256 - 0.5
+        return x @ (codes * self.meta["scale"].to(x.dtype)).t()
+
+
+def test_hqqs_codes_viewed_as_floats_keep_their_bytes(monkeypatch, tmp_path):
+    """Claim: the bits of the model in memory, with a dtype to compute in. Twin: a class that is
+    not HQQ's has floats, which are rounded."""
+    made = {}
+    for name in ("hqq.core.quantize", "another"):
+        monkeypatch.setattr(HQQLinear, "__module__", name)
+        torch.manual_seed(0)
+        model = nn.Sequential(HQQLinear(nn.Linear(64, 64)), nn.Linear(64, 1))
+        before = model[0].W_q.detach().clone().view(torch.uint8)
+        model[0].requires_grad_(False)
+        model, _ = wrap(model, "host", tmp_path, param_dtype="bf16")
+        made[name] = torch.equal(model.state_dict()["0.W_q"].view(torch.uint8), before)
+    assert made == {"hqq.core.quantize": True, "another": False}

@@ -25,6 +25,7 @@ from infinity.state.coded import Coded
 KINDS = (
     *("bitsandbytes nf4", "bitsandbytes int8", "torchao int8", "buffers", "parameters", "coded"),
     "packed here",  # by the wrap, of weights in memory
+    "compressed",  # gathered as 8-bit codes, but for the packed weight's own, which lie in fp32
 )
 
 
@@ -76,6 +77,9 @@ def dense(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def run(kind: str, home: str, shard: str, folder: Path) -> dict:
     rank, count = dist.get_rank(), dist.get_world_size()
+    more = {}
+    if kind == "compressed":
+        kind, shard, more = "bitsandbytes fp4 in fp32", "parameters", {"compress_gathers": True}
     coded, file = kind == "coded", folder / "coded.safetensors"
     if kind == "packed here":
         plain, model = to_pack()
@@ -88,7 +92,7 @@ def run(kind: str, home: str, shard: str, folder: Path) -> dict:
                 tensor.zero_()
     stepping = torch.optim.AdamW(trained(plain), lr=1e-2, fused=True)
     optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
-    config = {"params": home, "optimizer": home, "shard": shard}
+    config = {"params": home, "optimizer": home, "shard": shard, **more}
     if home == "nvme":
         config["nvme_paths"] = [str(folder)]
     if coded:

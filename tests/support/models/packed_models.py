@@ -133,6 +133,12 @@ FORMATS: dict[str, Callable[[], Callable[[nn.Linear], nn.Module]]] = {
     "bitsandbytes fp4": lambda: _bitsandbytes(
         "LinearFP4", compute_dtype=torch.float32, compress_statistics=False
     ),
+    "bitsandbytes nf4 in bf16": lambda: _bitsandbytes(
+        "LinearNF4", compute_dtype=torch.float32, quant_storage=torch.bfloat16
+    ),
+    "bitsandbytes fp4 in fp32": lambda: _bitsandbytes(
+        "LinearFP4", compute_dtype=torch.float32, quant_storage=torch.float32
+    ),
     "bitsandbytes int8": lambda: _bitsandbytes("Linear8bitLt", has_fp16_weights=False),
     "torchao int8": lambda: _torchao("torchao.quantization", "Int8WeightOnlyConfig"),
     "torchao fp8": lambda: _torchao("torchao.quantization", "Float8WeightOnlyConfig"),
