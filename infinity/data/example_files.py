@@ -105,12 +105,14 @@ def _load(datasets: Any, files: ExampleFiles) -> Any:
             data = datasets.load_dataset(**given)
             if is_padded(datasets, files):
                 return data
-            # Of values of several types in lists, datasets takes a text for its JSON: "2." is 2.0
-            # then. As JSON of the whole column it is a text.
+            # datasets guesses types: of values of several types in lists it takes a text for its
+            # JSON ("2." is 2.0 then), and of dates alone it makes times. As JSON of the whole
+            # column they stay texts.
             mixed = {
                 name: datasets.Json()
                 for name, feature in data.features.items()
-                if "Json(" in repr(feature) and not isinstance(feature, datasets.Json)
+                if "timestamp" in repr(feature)
+                or ("Json(" in repr(feature) and not isinstance(feature, datasets.Json))
             }
             if mixed:
                 given["features"] = datasets.Features({**data.features, **mixed})
