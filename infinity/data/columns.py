@@ -44,7 +44,7 @@ KNOWN = (
         "column",
         "history",
         ("history",),
-        "pairs of question and answer that come before; their answers are learned too",
+        "earlier pairs of question and answer, or messages; their answers are learned too",
     ),
     Known("column", "more", ("input", "context", "passage"), "text that follows the question"),
     Known("column", "variables", ("chat_template_kwargs",), "given to the chat template"),
@@ -116,7 +116,7 @@ KNOWN = (
     Known(
         "role",
         "assistant",
-        ("assistant", "gpt", "chatgpt", "bot", "model"),
+        ("assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model"),
         "an answer, which is learned",
     ),
     Known(

@@ -226,15 +226,17 @@ def _looked_at(made: Any, source: str) -> tuple[dict[str, int], list[str], list[
     notes: Counter[str] = Counter()
     roles: set[str] = set()
     kept, last = [], -1
-    for at, row in enumerate(made.select_columns(["sample", "why", "notes", "roles"])):
-        if row["why"]:
-            skipped[row["why"]] += 1
-            roles.update(row["roles"])
-        else:
-            kept.append(at)
-        if row["sample"] != last:
-            notes.update(set(row["notes"]))
-        last = row["sample"]
+    at = 0
+    for batch in made.select_columns(["sample", "why", "notes", "roles"]).iter(1000):
+        for sample, why, noted, said in zip(*batch.values()):
+            if why:
+                skipped[why] += 1
+                roles.update(said)
+            else:
+                kept.append(at)
+            if sample != last:
+                notes.update(set(noted))
+            last, at = sample, at + 1
     if set(skipped) == {EMPTY} and not kept:
         raise ConfigError(f"--data: all samples of {source} are empty.")
     if not kept and set(skipped) <= {EMPTY, UNANSWERED, UNLEARNED}:

@@ -8,7 +8,7 @@ row      tokens, and labels for those that are learned; of a template that is no
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigError
@@ -20,6 +20,7 @@ MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 EMPTY = "empty, or with other columns than the first"
 UNANSWERED = "no answer in it"
 UNLEARNED = "no answer in it is to be learned"
+UNMARKED = "no answer in it that the chat template marks"
 # What a template may lack when it ends in an error of Python.
 LACKED = ("tools", "documents")
 WITHIN_MESSAGE = ("content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
@@ -34,6 +35,7 @@ class Renderer:
     template: str | None
     text: str  # of the template, with all its variants
     marked: bool
+    in_parts: bool  # the template reads what is said as a list of parts alone
     form: Form
     source: str
     length: int
@@ -43,11 +45,30 @@ class Renderer:
     @classmethod
     def of(cls, tokenizer: Any, template: str | None, **given: Any) -> Renderer:
         """Makes the renderer of a tokenizer."""
+        if not tokenizer.is_fast:
+            template = None  # it cannot tell which tokens are marked
         own = tokenizer.chat_template or ""
         texts = own if isinstance(own, dict) else {"default": own}
         text = template or "\n".join(texts.values())
-        marked = bool(MARK.search(template or texts.get("default", "")))
-        return cls(tokenizer=tokenizer, template=template, text=text, marked=marked, **given)
+        marked = tokenizer.is_fast and bool(MARK.search(template or texts.get("default", "")))
+        made = cls(
+            tokenizer=tokenizer,
+            template=template,
+            text=text,
+            marked=marked,
+            in_parts=False,
+            **given,
+        )
+        parted = replace(made, in_parts=True)
+        return parted if not made._shows_text() and parted._shows_text() else made
+
+    def _shows_text(self) -> bool:
+        """Tries whether the template renders what is said."""
+        said = [{"role": role, "content": f"#{role}#"} for role in ("user", "assistant")]
+        try:
+            return all(each["content"] in self._written(Sample(), said) for each in said)
+        except ConfigError:
+            return False
 
     def batch(self, columns: dict[str, list], numbers: list[int]) -> dict[str, list]:
         """Makes rows of samples with these numbers, counted from 0: input_ids and labels, lists of
@@ -96,7 +117,7 @@ class Renderer:
             ends = [at for at, learned in enumerate(sample.learned) if learned and at]
             rows = [self._of_answer(sample, at, at + 1, notes) for at in ends]
         if not any(_any_learned(labels) for _, labels in rows):
-            return [], UNANSWERED, notes
+            return [], UNMARKED if self.marked and rows else UNANSWERED, notes
         cut = [(tokens[: self.length], labels[: self.length]) for tokens, labels in rows]
         kept = [each for each in cut if _any_learned(each[1])]
         if not kept:
@@ -152,10 +173,11 @@ class Renderer:
                     " with {% generation %} around answers, or remove what it moves, as a system"
                     " message."
                 )
-            notes.append(
-                "the chat template asks for an answer with"
-                f" {self.tokenizer.decode(asked[start:])!r}, which is not in these rows"
-            )
+            if not full.startswith(self._written(sample, before, add_generation_prompt=True)):
+                notes.append(
+                    "the chat template asks for an answer with"
+                    f" {self.tokenizer.decode(asked[start:])!r}, which is not in these rows"
+                )
         return tokens, _labels(tokens, [at >= start for at in range(len(tokens))])
 
     def _tokens(
@@ -176,12 +198,19 @@ class Renderer:
         )
         return list(found["input_ids"]), list(found["assistant_masks"]) if marked else []
 
-    def _written(self, sample: Sample, messages: list[dict[str, Any]]) -> str:
-        return self._rendered(sample, messages, tokenize=False)
+    def _written(self, sample: Sample, messages: list[dict[str, Any]], **how: Any) -> str:
+        return self._rendered(sample, messages, tokenize=False, **how)
 
     def _rendered(self, sample: Sample, messages: list[dict[str, Any]], **how: Any) -> Any:
         # A completion is rendered by the tokenizer's own template, as TRL does.
         template = self.template if sample.start is None else None
+        if self.in_parts:
+            messages = [
+                {**message, "content": [{"type": "text", "text": message["content"]}]}
+                if isinstance(message.get("content"), str)
+                else message
+                for message in messages
+            ]
         try:
             return self.tokenizer.apply_chat_template(
                 messages,
@@ -210,10 +239,19 @@ class Renderer:
         text = template or (own if isinstance(own, str) else (own or {}).get("default", ""))
         lines = text.splitlines()
         line = lines[number - 1] if number and number <= len(lines) else ""
-        at = f" at line {number} ({line.strip()[:120]})" if number else ""
-        lacks = []
-        if isinstance(error, TypeError) or type(error).__name__ == "UndefinedError":
-            words = set(re.findall(r"\w+", line))
+        said = (str(error).strip().splitlines() or ["no message"])[0]
+        # Of a line of many statements, those that can end so.
+        pieces = re.findall(r"\{[%{].*?[%}]\}", line) or [line]
+        kind = type(error).__name__
+        if kind == "UndefinedError":
+            quoted = re.findall(r"'(\w+)'", said)
+            pieces = [piece for piece in pieces if any(word in piece for word in quoted)]
+        elif kind == "TypeError":
+            sign = r" in |\|" if "iterable" in said else r"[+~|%/*-]"
+            pieces = [piece for piece in pieces if re.search(sign, piece[2:-2])]
+        words = set(re.findall(r"\w+", " ".join(pieces)))
+        lacks: list[str] = []
+        if kind in ("TypeError", "UndefinedError"):
             given = {"tools": sample.tools, **sample.variables}
             lacks = [name for name in LACKED if name in words and given.get(name) is None]
             lacks += [
@@ -223,9 +261,12 @@ class Renderer:
                 for count, message in enumerate(messages, 1)
                 if message.get(key) is None
             ][:3]
+        named = [lack.split()[0] for lack in lacks]
+        likely = [piece for piece in pieces if any(name in piece for name in named)] + pieces
+        shown = likely[0] if likely and len(line) > 120 else line
+        at = f" at line {number} ({shown.strip()[:120]})" if number else ""
         missing = f" The sample has no {', and no '.join(lacks)}." if lacks else ""
-        said = (str(error).strip().splitlines() or ["no message"])[0]
-        return f"the chat template ends{at} in {type(error).__name__}: {said}.{missing}"
+        return f"the chat template ends{at} in {kind}: {said}.{missing}"
 
 
 def _any_learned(labels: list[int]) -> bool:

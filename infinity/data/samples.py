@@ -162,8 +162,11 @@ def _joined(message: dict[str, Any], added: Any, column: str) -> dict[str, Any]:
 
 
 def _history(row: dict[str, Any], column: str | None) -> list[dict[str, Any]]:
+    given = _parsed(row, column, list) or []
+    if all(isinstance(one, dict) for one in given):
+        return given
     found = []
-    for pair in _parsed(row, column, list) or []:
+    for pair in given:
         if not (
             isinstance(pair, list) and len(pair) == 2 and all(isinstance(x, str) for x in pair)
         ):
@@ -202,7 +205,7 @@ def _message(
     for key in known("key", "refused"):
         if not is_empty(message.pop(key, None)):
             raise ConfigError(f"a message has {key}, which cannot be learned. Remove it.")
-    role = ROLES.get(speaker.lower())
+    role = ROLES.get(speaker.lower().replace("-", "_"))
     if f"'{speaker}'" in template or f'"{speaker}"' in template:
         role = role if role in ("assistant", "call", "user") else speaker
     if role is None:
@@ -235,7 +238,12 @@ def _message(
         if not all(isinstance(part, str) for part in parts):
             raise ConfigError("a message has a part that is no text, as a picture.")
         said = "".join(parts)
-    if not isinstance(said, str) and not (said is None and message.get("tool_calls")):
+    if said is not None and not isinstance(said, str):
+        raise ConfigError(
+            f"a message has {texts[0]} {str(said)[:40]!r}, of type {type(said).__name__}: it must"
+            " be a text, or a list of parts of text."
+        )
+    if said is None and not message.get("tool_calls"):
         raise ConfigError(f"a message needs {needs}, and one has no {needs.split()[-1]}.")
     found = {"role": role}
     if said is not None or "content" in given:

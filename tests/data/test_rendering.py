@@ -3,6 +3,7 @@ template that renders it otherwise once an answer follows."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
+import pyarrow.json
 import transformers
+import trl
 from chat_shapes import CALLED, CHAT, LONG, MARKED, PLAIN, TOOL
 from chatty import chat_of, save_base
 
@@ -67,6 +70,11 @@ ERRORS = {  # what a template does -> template, its line, what is told
         ("TemplateError", "Roles must alternate"),
     ),
     "is no template": (TURN + "\n{% if %}", 2, ("TemplateSyntaxError",)),
+    "loops in a line of its own length": (
+        TURN * 3 + "{% if documents %}{% endif %}{% for t in tools %}{{ t }}{% endfor %}",
+        1,
+        ("TypeError", "({% for t in tools %})", "The sample has no tools."),
+    ),
     "divides by zero": (TURN + "{{ 1 / 0 }}", 1, ("ZeroDivisionError",)),
 }
 
@@ -200,12 +208,57 @@ def test_a_role_that_neither_side_knows_is_refused(reading):
     assert reading([{"messages": said}] * 2, knows)[1][0].startswith("<|critic|>?Bad.<|end|>")
 
 
-def test_texts_that_look_like_numbers_stay_texts(reading):
-    """Beside parts in other messages, which `datasets` reads as JSON of another type."""
+def test_texts_that_look_like_other_values_stay_texts(reading):
+    """Numbers beside parts in other messages, and dates alone, of which `datasets` makes values of
+    other types. Twin: it does."""
     parts = [{"type": "text", "text": "1+1?"}]
-    rows = [
-        {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": said}]}
-        for said in ("2.0", "007", "null")
-    ]
-    _, texts = reading(rows, MARKED)
-    assert [text.split("[")[1] for text in texts] == ["2.0<|end|>]", "007<|end|>]", "null<|end|>]"]
+    for saids in (("2.0", "007", "null"), ("2024-01-02", "2025-01-02")):
+        chats = [[{"role": "user", "content": parts}, chat_of("", said)[1]] for said in saids]
+        pairs = [{"prompt": "When?", "completion": said} for said in saids]
+        for rows in ([{"messages": chat} for chat in chats], pairs):
+            _, texts = reading(rows, MARKED)
+            assert [text.split("[")[1] for text in texts] == [f"{said}<|end|>]" for said in saids]
+    guessed = pyarrow.json.read_json(io.BytesIO(json.dumps(pairs[0]).encode()))
+    assert guessed.to_pylist()[0]["completion"] != "2024-01-02"
+
+
+PARTS = TURN.replace(
+    "{{ m.content }}",
+    "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}",
+)
+
+
+def test_a_template_that_reads_parts_alone_gets_parts(reading):
+    """As those of image-text models, which render nothing of a text. Twin: one that takes both
+    gets the text."""
+    ask = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    both = "{% if messages[0].content is string %}" + TURN + "{% else %}no{% endif %}"
+    for template in (PARTS + ask, both + ask):
+        _, texts = reading([{"messages": CHAT}] * 2, template)
+        assert texts[0] == "<|user|>1+1?<|end|><|assistant|>[2.<|end|>]"
+
+
+def test_an_answer_that_a_template_marks_nowhere_is_counted(reading):
+    """A template that marks the answers of calls alone. Twin: the sample with a call is learned."""
+    template = MARKED.replace(
+        "{% if m.role == 'assistant' %}", "{% if m.role == 'assistant' and m.tool_calls %}"
+    )
+    found, texts = reading([{"messages": CALLED}] * 2 + [{"messages": CHAT}], template)
+    assert found.skipped == {"no answer in it that the chat template marks": 1}
+    assert len(texts) == 2 and "[<call>add" in texts[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3", "gptoss", "deepseekv3"])
+def test_an_answer_of_no_weight_is_context_in_a_known_template(name, reading):
+    """A template of TRL's, for which it has one that marks answers. Twin: with its weight the
+    answer is learned, in the same row of tokens."""
+    folder = Path(trl.__file__).parent / "chat_templates"
+    template = (folder / f"{name}.jinja").read_text()
+    said = chat_of("q-one", "a-one") + chat_of("q-two", "a-two")
+    weighted = [said[0], {**said[1], "weight": 0}, *said[2:]]
+    whole, texts = reading([{"messages": said}] * 2, template)
+    found, (text, _) = reading([{"messages": weighted}] * 2, template)
+    learned = "".join(part.split("]")[0] for part in text.split("[")[1:])
+    assert "a-two" in learned and "a-one" not in learned and "q-" not in learned
+    assert found.rows["input_ids"] == whole.rows["input_ids"]
+    assert "a-one" in "".join(part.split("]")[0] for part in texts[0].split("[")[1:])

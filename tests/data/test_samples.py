@@ -13,7 +13,7 @@ pytest.importorskip("datasets")
 import datasets
 import transformers
 import trl
-from chat_shapes import MARKED, SHAPES
+from chat_shapes import CALLED, CHAT, LONG, MARKED, SHAPES, TOOL
 from chatty import save_base
 
 from infinity.data.example_files import find_examples
@@ -92,3 +92,73 @@ def test_each_shape_has_its_owners_rows_or_is_refused_by_name(name, tokenizer, m
         assert rows == of_trl(path, tokenizer, model, tmp_path / "trl")
     assert any(shape.told in line for line in found.told), found.told
     assert found.sample_count == len(found.rows) == 3
+
+
+def test_a_format_that_fills_keys_has_the_rows_of_one_that_does_not(tokenizer, tmp_path):
+    """Parquet has a column for each property of any tool, and for each key of any message: JSON
+    lines of the same samples. Twin: TRL's file of tools has keys of the other tool."""
+    other = {"type": "function", "function": {"name": "sub", "parameters": {"b": {"c": 1}}}}
+    named = [{**CHAT[0], "name": "Ann"}, CHAT[1]]
+    rows = [
+        {"messages": CALLED, "tools": [TOOL]},
+        {"messages": named, "tools": [other]},
+        {"messages": CHAT, "tools": None},
+    ]
+    lines = read(write(tmp_path / "data.jsonl", rows), tokenizer)
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(tmp_path / "data.parquet")
+    filled = read(tmp_path / "data.parquet", tokenizer)
+    assert filled.rows["input_ids"] == lines.rows["input_ids"]
+    assert filled.rows["labels"] == lines.rows["labels"] and filled.told == lines.told
+    assert "b" in table[0]["tools"][0]["function"]["parameters"]
+
+
+SPOILED = {  # a sample that cannot be used whole -> what is told
+    "a number": ({"messages": [CHAT[0], {**CHAT[1], "content": 2}]}, "content '2', of type int"),
+    "half a weight": ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, "weight 0.5: 0, 1"),
+    "two marks": (
+        {"messages": [CHAT[0], {**CHAT[1], "weight": 0, "train": True}]},
+        "contradict each other",
+    ),
+    "two texts": ({"messages": [CHAT[0], {**CHAT[1], "text": "3."}]}, "both content and text"),
+    "two systems": (
+        {"messages": [{"role": "system", "content": "a"}, *CHAT], "system": "b"},
+        "begins with another",
+    ),
+    "tools that are no JSON": ({"messages": CHAT, "tools": "add(a)"}, "tools is text, and no JSON"),
+    "a history of texts": (
+        {"instruction": "a", "output": "b", "history": ["c"]},
+        "history must be a list of pairs",
+    ),
+    "a picture in a message": (
+        {"messages": [{**CHAT[0], "images": ["a.png"]}, CHAT[1]]},
+        "a message has images",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SPOILED)
+def test_a_sample_that_cannot_be_used_whole_is_refused_with_its_number(what, tokenizer, tmp_path):
+    """It is the second. Twin: without it the others are read."""
+    row, said = SPOILED[what]
+    plain = {"messages": CHAT} if "messages" in row else {"instruction": "a", "output": "b"}
+    rows = [plain, row, plain]
+    with pytest.raises(ConfigError) as refusal:
+        read(write(tmp_path / "data.jsonl", rows), tokenizer)
+    assert "sample 2: " in str(refusal.value) and said in str(refusal.value), refusal.value
+    assert len(read(write(tmp_path / "twin.jsonl", rows[::2]), tokenizer).rows) == 2
+
+
+def test_a_history_of_messages_comes_after_the_system_message(tokenizer, tmp_path):
+    """Beside a conversation that begins with one, as beside a pair. Twin: pairs say the same."""
+    system = {"role": "system", "content": "Be brief."}
+    for history in (CHAT, [["1+1?", "2."]]):
+        for row in (
+            {"messages": [system, *LONG[2:]], "history": history},
+            {"prompt": "2+2?", "completion": "4.", "system": "Be brief.", "history": history},
+        ):
+            found = read(write(tmp_path / "data.jsonl", [row] * 2), tokenizer)
+            assert shown(found, tokenizer) == (
+                "<|system|>Be brief.<|end|><|user|>1+1?<|end|><|assistant|>[2.<|end|>]"
+                "<|user|>2+2?<|end|><|assistant|>[4.<|end|>]"
+            )
