@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class InfinityError(Exception):
     """Base of every error the engine raises on purpose."""
@@ -12,7 +14,12 @@ class ConfigError(InfinityError, ValueError):
 
 
 class CapacityError(InfinityError, MemoryError):
-    """A budget or a disk is too small; the message has the numbers and what to change."""
+    """A budget or a disk is too small; the message has the numbers and what to change.
+
+    needed
+        Bytes that the budgets which are short would need, by their names in Config."""
+
+    needed: Mapping[str, int] = {}
 
 
 class StorageError(InfinityError, OSError):

@@ -26,8 +26,10 @@ from ..machine.accelerator import make_device
 from ..machine.device import Device
 from ..machine.scratch import Candidate
 from ..machine.sizes import format_nbytes
-from ..machine.tiers import Tier
+from ..machine.tiers import BUDGETS, Tier
 from ..optim.recognised import Optimizers, as_given
+from ..planning.budgets import measured_free
+from ..planning.cluster import OnPaper
 from ..planning.memory_plan import MemoryPlan, term_of
 from ..planning.plan import make_plan
 from ..planning.unit_sizes import FlatParamSize, UnitSize
@@ -39,6 +41,7 @@ from ..state.packed import is_code
 from ..state.partition import Group, held_nbytes, is_managed, parameter_names, partition
 from .agreement import free_everywhere
 from .checks import check
+from .remedies import with_remedies
 from .unmoved import unmoved_nbytes
 
 logger = logging.getLogger(__name__)
@@ -88,11 +91,12 @@ def lay_out(
     device: Device | None = None,
     *,
     reuses: bool = False,
+    explains: bool = True,
 ) -> tuple[MemoryPlan, list[UnitSize]]:
     """Returns :func:`wrap_model`'s plan for the model, and the sizes of its units, without
     allocating or changing anything. ``ranks`` and ``device``: the planned ones, which need not
     exist; None: one rank, and the device that would compute here. ``reuses``: see
-    :func:`make_plan`."""
+    :func:`make_plan`. ``explains``: see :func:`lay_out_here`."""
     check(model, given := as_given(optimizer), config)
     optimizers = Optimizers(given, names=parameter_names(model))
     alone = Collectives(ranks)
@@ -107,7 +111,7 @@ def lay_out(
             dtype_of=dtype_of,
         )
         _, (groups, flat_params, plan) = lay_out_here(
-            model, config, flat_params_of, device, alone, reuses=reuses
+            model, config, flat_params_of, device, alone, reuses=reuses, explains=explains
         )
     finally:
         device.close()
@@ -116,80 +120,169 @@ def lay_out(
     ]
 
 
-def lay_out_groups(
-    model: nn.Module,
-    config: Config,
-    make_flat_params: Callable[[Group], list[FlatParam]],
-    device: Device,
-    free: Mapping[Tier, int] | None = None,
-    *,
-    reuses: bool = False,
-) -> tuple[list[Group], list[list[FlatParam]], MemoryPlan]:
-    """Makes the groups, their flat params and the plan. ``reuses``: see :func:`make_plan`. If the
-    device's budget is below the bytes that are held together, large layers run in tiles of the
-    largest size that fits. Raises CapacityError if no plan fits."""
-    refused: CapacityError | None = None
-    dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
-    for limit in (None, *_tile_limits(config)):
-        tiled = candidates(model, limit, dtype_of) if limit is not None else {}
-        if limit is not None and not tiled:
-            continue
-        groups = partition(model, cast("str | tuple[str, ...]", config.units), tiled)
-        flat_params = [make_flat_params(group) for group in groups]
-        sizes = [
-            unit_size(group, unit_flat_params)
-            for group, unit_flat_params in zip(groups, flat_params)
-        ]
-        held = held_nbytes(
-            model, groups, {id(group): size.weight_nbytes for group, size in zip(groups, sizes)}
+class Ways:
+    """The ways to lay one model out: its groups, flat params and sizes by the classes of ``units``
+    and by the largest weight that is not tiled. They are the same for all homes and budgets."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        make_flat_params: MakeFlatParams,
+        device: Device,
+        *,
+        reuses: bool = False,
+    ):
+        """``reuses``: see :func:`make_plan`."""
+        self._model, self._make, self._device, self._reuses = (
+            model,
+            make_flat_params,
+            device,
+            reuses,
         )
+        self._dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
+        self._buffers_nbytes = unmoved_nbytes(model)
+        self._made: dict[tuple, _Way | None] = {}
+
+    def lay_out(
+        self, config: Config, free: Mapping[Tier, int] | None, *, tiles: bool = True
+    ) -> Laid:
+        """Makes the groups, their flat params and the plan. If the device's budget is below the
+        bytes that are held together, large layers run in tiles of the largest size that fits.
+        Without a budget that is what is free, if ``tiles`` lets them. ``free``: see
+        :func:`make_plan`. Raises CapacityError if no plan fits."""
+        refused: CapacityError | None = None
+        for limit in (None, *self._tile_limits(config, free)):
+            if limit is not None and config.device_memory is None:
+                if not tiles or not _is_device_short(refused, config):
+                    break
+            way = self._way(config, limit)
+            if way is None:
+                continue
+            try:
+                plan = make_plan(
+                    way.sizes,
+                    config,
+                    held_nbytes=way.held_nbytes,
+                    free=free,
+                    device=self._device,
+                    reuses=self._reuses,
+                    buffers_nbytes=self._buffers_nbytes,
+                )
+            except CapacityError as error:
+                refused = error
+                if any(size.is_averaged for size in way.sizes) or any(
+                    map(is_distributed, self._model.parameters())
+                ):
+                    break  # each tile would need a gather and a reduction of its own
+                continue
+            return Laid(way.groups, way.flat_params, plan)
+        if refused is None:
+            raise InternalError("no plan was tried")
+        raise refused
+
+    def sizes(self, config: Config) -> list[UnitSize]:
+        """Returns the sizes of the units without tiles."""
+        way = self._way(config, None)
+        return [] if way is None else way.sizes
+
+    def refusal(
+        self,
+        config: Config,
+        *,
+        given: Config,
+        free: Mapping[Tier, int] | None,
+        room: Mapping[Tier, int],
+    ) -> CapacityError | None:
+        """Returns the error of a configuration that does not fit, or has a larger budget than the
+        ``given`` one for which there is no ``room``."""
+        for tier, most in room.items():
+            budget, before = (getattr(each, BUDGETS[tier]) for each in (config, given))
+            if budget is not None and (before is None or budget > before) and budget > most:
+                return CapacityError(f"{BUDGETS[tier]}: there are {format_nbytes(most)}")
+        if free is not None and config.nvme_paths and not free[Tier.NVME]:
+            free = {**free, Tier.NVME: measured_free(Tier.NVME, config, self._device)}
         try:
-            plan = make_plan(
-                sizes,
-                config,
-                held_nbytes=held,
-                free=free,
-                device=device,
-                reuses=reuses,
-                buffers_nbytes=unmoved_nbytes(model),
-            )
+            self.lay_out(config, free)
         except CapacityError as error:
-            refused = error
-            if any(size.is_averaged for size in sizes) or any(
-                map(is_distributed, model.parameters())
-            ):
-                break  # each tile would need a gather and a reduction of its own
-            continue
-        if tiled:
-            _tell_of_tiles([group for group in groups if group.tile_rows], config)
-        return groups, flat_params, plan
-    if refused is None:
-        raise InternalError("no plan was tried")
-    raise refused
+            return error
+        return None
 
+    def _way(self, config: Config, limit: int | None) -> _Way | None:
+        """Returns the way with tiles of ``limit`` bytes; None: there is nothing to tile."""
+        key = config.units, limit
+        if key not in self._made:
+            self._made[key] = self._make_way(config, limit)
+        return self._made[key]
 
-def _tell_of_tiles(groups: list[Group], config: Config) -> None:
-    counts = [
-        f"{group.name} x {-(-group.params[0].size(0) // group.tile_rows)}" for group in groups
-    ]
-    logger.warning(
-        "device_memory=%s does not hold the largest unit: %d layers run in tiles (%s%s). Their sums"
-        " are added in another order than untiled ones.",
-        format_nbytes(cast(int, config.device_memory)),
-        len(groups),
-        ", ".join(counts[:4]),
-        ", ..." if len(counts) > 4 else "",
-    )
+    def _make_way(self, config: Config, limit: int | None) -> _Way | None:
+        tiled = {} if limit is None else candidates(self._model, limit, self._dtype_of)
+        if limit is not None and not tiled:
+            return None
+        groups = partition(self._model, cast("str | tuple[str, ...]", config.units), tiled)
+        flat_params = [self._make(group) for group in groups]
+        sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
+        held = held_nbytes(
+            self._model,
+            groups,
+            {id(group): size.weight_nbytes for group, size in zip(groups, sizes)},
+        )
+        return _Way(groups, flat_params, sizes, held)
 
-
-def _tile_limits(config: Config) -> Iterator[int]:
-    """Yields the tile sizes to try, in bytes, largest first."""
-    if config.device_memory is not None and config.params != "device":
-        limit = 1 << max(0, (cast(int, config.device_memory) // 4).bit_length() - 1)
+    def _tile_limits(self, config: Config, free: Mapping[Tier, int] | None) -> Iterator[int]:
+        """Yields the tile sizes to try, in bytes, largest first."""
+        budget = cast("int | None", config.device_memory)
+        if config.params == "device":
+            return
+        if budget is None:
+            given = free or {}
+            budget = given.get(Tier.DEVICE) or measured_free(Tier.DEVICE, config, self._device)
+        limit = 1 << max(0, (budget // 4).bit_length() - 1)
         while limit > SMALLEST_TILE_NBYTES:
             yield limit
             limit //= 2
         yield SMALLEST_TILE_NBYTES
+
+
+def _is_device_short(refused: CapacityError | None, config: Config) -> bool:
+    """Whether what is free of the device is too small, or of the memory that it shares with the
+    host; tiles do little for budgets that were given."""
+    return refused is not None and all(getattr(config, name) is None for name in refused.needed)
+
+
+class _Way(NamedTuple):
+    groups: list[Group]
+    flat_params: list[list[FlatParam]]
+    sizes: list[UnitSize]
+    held_nbytes: int
+
+
+class Laid(NamedTuple):
+    """The result of :meth:`Ways.lay_out`."""
+
+    groups: list[Group]
+    flat_params: list[list[FlatParam]]
+    plan: MemoryPlan
+
+
+def _tell_of_tiles(groups: list[Group], config: Config) -> None:
+    tiled = [group for group in groups if group.tile_rows]
+    if not tiled:
+        return
+    counts = [f"{group.name} x {-(-group.params[0].size(0) // group.tile_rows)}" for group in tiled]
+    given = (
+        "what is free of the device"
+        if config.device_memory is None
+        else f"device_memory={format_nbytes(cast(int, config.device_memory))}"
+    )
+    logger.warning(
+        "%s does not hold the largest unit: %d layers run in tiles (%s%s). Their sums"
+        " are added in another order than untiled ones.",
+        given,
+        len(tiled),
+        ", ".join(counts[:4]),
+        ", ..." if len(counts) > 4 else "",
+    )
 
 
 def unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
@@ -265,30 +358,22 @@ def _spec_of(
     return frozen.trained(config.master, moments, place, class_piece=stepped_by.known.piece)
 
 
-class Laid(NamedTuple):
-    """The result of :func:`lay_out_groups`."""
-
-    groups: list[Group]
-    flat_params: list[list[FlatParam]]
-    plan: MemoryPlan
-
-
 def _within_device(
     model: nn.Module, config: Config, device: Device, collectives: Collectives
-) -> Config:
-    """Returns ``config`` with no more ``device_memory`` than the device can give. Every rank calls
-    this. Raises CapacityError if it can give nothing."""
+) -> tuple[Config, int | None]:
+    """Returns ``config`` with no more ``device_memory`` than the device can give, and how much that
+    is (None: unknown). Every rank calls this. Raises CapacityError if it can give nothing."""
     if config.device_memory is None or device.memory is None:
-        return config
+        return config, None
     left = device.memory.left_nbytes(several_ranks=not collectives.ranks.alone)
     if left is None:
-        return config
+        return config, None
     # Parameters that are there move into the plan's homes.
     own = sum(param.nbytes for param in model.parameters() if param.device == device.where)
     (most,) = collectives.least([left + own], "device memory")
     given = int(config.device_memory)
     if given <= most:
-        return config
+        return config, most
     if not most:
         raise CapacityError(
             f"device_memory is {format_nbytes(given)}, but {device.where} has nothing left beside"
@@ -303,7 +388,7 @@ def _within_device(
         format_nbytes(most),
         "" if collectives.ranks.alone else " and NCCL",
     )
-    return dataclasses.replace(config, device_memory=most)
+    return dataclasses.replace(config, device_memory=most), most
 
 
 def lay_out_here(
@@ -314,31 +399,57 @@ def lay_out_here(
     collectives: Collectives,
     *,
     reuses: bool = False,
+    explains: bool = True,
 ) -> tuple[Config, Laid]:
     """Lays the model out on this machine. Returns the configuration and the layout. With
     ``nvme_paths="auto"`` it uses memory only if that holds the state, else also a scratch folder,
     which it puts into the returned configuration. One log line gives the choice and its reason.
+    ``explains``: an error for too little memory says what to change.
 
     Every rank calls this. Raises CapacityError, or ConfigError if a folder is needed and none can
     be used.
     """
 
-    config = _within_device(model, config, device, collectives)
+    config, most = _within_device(model, config, device, collectives)
+    ways = Ways(model, config, make_flat_params, device, reuses=reuses)
 
-    def lay_out(config: Config) -> Laid:
+    def lay_out(config: Config, *, tiles: bool = True, explains: bool = explains) -> Laid:
         free = free_everywhere(config, collectives, device)
-        return Laid(*lay_out_groups(model, config, make_flat_params, device, free, reuses=reuses))
+        try:
+            laid = ways.lay_out(config, free, tiles=tiles)
+        except CapacityError as error:
+            if not explains:
+                raise
+            room = _room(config, device, most)
+            works = partial(ways.refusal, given=config, free=free, room=room)
+            sizes = ways.sizes(config)
+            raise with_remedies(
+                error,
+                config,
+                works,
+                steps=any(flat.spec.stepped for size in sizes for flat in size.flat_params),
+                largest_nbytes=max((size.weight_nbytes for size in sizes), default=0),
+            ) from None
+        _tell_of_tiles(laid.groups, config)
+        return laid
 
     if config.nvme_paths != AUTO:
         return config, lay_out(config)
     left, limit = limits.tightest()
-    if "nvme" not in (config.params, config.optimizer, config.activations):
-        in_memory = dataclasses.replace(config, nvme_paths=())
+
+    def in_memory(*, tiles: bool) -> tuple[Config, Laid] | None:
+        if "nvme" in (config.params, config.optimizer, config.activations):
+            return None
+        without = dataclasses.replace(config, nvme_paths=())
         # On all ranks alike: they plan with the minimum of their free bytes.
         with contextlib.suppress(CapacityError):
-            laid = lay_out(in_memory)
+            laid = lay_out(without, tiles=tiles, explains=False)
             _tell(laid.plan, left, limit, None, collectives)
-            return in_memory, laid
+            return without, laid
+        return None
+
+    if (chosen_memory := in_memory(tiles=False)) is not None:
+        return chosen_memory
     found = scratch.candidates()
     needed = _state_nbytes(model, config, make_flat_params)
     chosen = scratch.choose(found, needed * collectives.ranks.local_size)
@@ -347,12 +458,24 @@ def lay_out_here(
         "scratch folders",
     )
     if not everywhere or chosen is None:
+        if (chosen_memory := in_memory(tiles=True)) is not None:
+            return chosen_memory
         raise _nowhere(found, needed, left, limit)
     capacity = usable if config.nvme_capacity is None else config.nvme_capacity
     config = dataclasses.replace(config, nvme_paths=(chosen.folder,), nvme_capacity=capacity)
     laid = lay_out(config)
     _tell(laid.plan, left, limit, chosen, collectives)
     return config, laid
+
+
+def _room(config: Config, device: Device, most: int | None) -> dict[Tier, int]:
+    """Returns the bytes of each tier that this machine can give; nothing for a device on paper.
+    ``most``: of the device, if that was found already."""
+    if isinstance(device, OnPaper):
+        return {}
+    tiers = [tier for tier in Tier if tier is not Tier.NVME or config.nvme_paths]
+    room = {tier: measured_free(tier, config, device) for tier in tiers}
+    return room if most is None else room | {Tier.DEVICE: most}
 
 
 def _state_nbytes(model: nn.Module, config: Config, make_flat_params: MakeFlatParams) -> int:

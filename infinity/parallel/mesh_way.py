@@ -327,7 +327,7 @@ def _lay_out(
         for optimizer in optimizers:
             stack.callback(give_back, optimizer, keep_own(optimizer, chunks))
         model = Parts(chunks) if len(chunks) > 1 else chunks[0]
-        return lay_out(model, optimizers, config, ranks, OnPaper(), reuses=reuses)
+        return lay_out(model, optimizers, config, ranks, OnPaper(), reuses=reuses, explains=False)
 
 
 def _units_of(units: Sequence[UnitSize], chunks: list[nn.Module]) -> list[list[int]]:

@@ -94,16 +94,10 @@ def measured_free(tier: Tier, config: Config, device: Device | None = None) -> i
     return disk_profile.free_nbytes(config.nvme_paths)
 
 
-REMEDIES = {
-    Tier.DEVICE: "or give the weights a lower home: Config(params='host')",
-    Tier.HOST: "or move more to disk: Config(params='nvme', optimizer='nvme', nvme_paths=[...])",
-    Tier.NVME: "or keep more on the host: Config(optimizer='host')",
-}
-
-
 def budget_too_small(
     plan: MemoryPlan, tier: Tier, budgets: Budgets, config: Config
 ) -> CapacityError:
+    """Makes the error for a plan that exceeds the budget of ``tier``, with its terms."""
     budget, parts = budgets[tier], dict(plan.terms[tier])
     if tier is Tier.HOST and budgets.shared is not None:  # the CPU computes in the same memory
         budget = budgets.shared
@@ -118,17 +112,20 @@ def budget_too_small(
         if getattr(config, name) is not None
         else f"{name} was not given and what may be used of what is free is"
     )
-    remedy = (
-        REMEDIES[tier]
-        if parts.get(BUFFERS, 0) <= budget
-        else "or give the model smaller buffers: they stay with their modules"
-    )
     meant = f" Did you mean {budget}GiB?" if 1 < budget < 1024 else ""
     is_measured = tier is Tier.NVME and config.nvme_capacity is None
     where = f" at {', '.join(config.nvme_paths)}" if is_measured else ""
-    return CapacityError(
+    buffers = parts.get(BUFFERS, 0)
+    told = (
+        f" Of that {format_nbytes(buffers)} are the model's buffers, which stay with their modules:"
+        " give it smaller ones."
+        if buffers > budget
+        else ""
+    )
+    error = CapacityError(
         f"{given} {format_nbytes(budget)} ({budget} bytes){where}, but the least that works"
         " here is"
-        f" {format_nbytes(needed)} ({needed} bytes): {terms}. Raise {name} by"
-        f" {format_nbytes(needed - budget)}, {remedy}.{meant}"
+        f" {format_nbytes(needed)} ({needed} bytes): {terms}.{told}{meant}"
     )
+    error.needed = {name: needed}
+    return error

@@ -10,7 +10,7 @@ from ..config.config import Config
 from ..errors import CapacityError
 from ..machine.device import Device
 from ..machine.sizes import format_nbytes
-from ..machine.tiers import Tier
+from ..machine.tiers import BUDGETS, Tier
 from ..state.flat_param_spec import ARRAYS, EVERY_MOMENT, SCALES
 from .budgets import SHARED, Budgets
 from .device_slots import DEVICE_SLOTS
@@ -265,23 +265,30 @@ def no_room_for_shadows(
     plan: MemoryPlan, units: Sequence[UnitSize], budgets: Budgets
 ) -> CapacityError:
     """Makes the error for ``speculate`` without a shadow in ``plan``."""
-    sizes = [
-        sum(flat.nbytes(name) for flat in unit.flat_params for name in (*STATE, *SCALES.values()))
-        for unit in units
-        if any(flat.spec.stepped for flat in unit.flat_params)
-    ]
     if all(plan.tiers_of(index)["weight"] is Tier.DEVICE for index in range(len(units))):
         return CapacityError(
             "speculate=True: all weights are at home on the device, which computes with the home"
-            " itself, so that nothing can be updated beside it. Give the weights a lower home,"
-            " Config(params='host') or 'nvme', or leave speculate=False."
+            " itself, so that nothing can be updated beside it."
         )
-    left = ", ".join(
-        f"{format_nbytes(nbytes)} on {tier}" for tier, nbytes in budgets.left(plan).items()
-    )
-    return CapacityError(
+    by_tier: list[dict[Tier, int]] = []
+    for index, unit in enumerate(units):
+        tiers, copied = plan.tiers_of(index), dict.fromkeys(Tier, 0)
+        for name in (*STATE, *SCALES.values()):
+            copied[tiers[name]] += sum(
+                flat.nbytes(name) for flat in unit.flat_params if flat.spec.stepped
+            )
+        by_tier += [copied] if any(copied.values()) else []
+    smallest = min(by_tier, key=lambda copied: sum(copied.values()))
+    left = budgets.left(plan)
+    told = ", ".join(f"{format_nbytes(nbytes)} on {tier}" for tier, nbytes in left.items())
+    error = CapacityError(
         "speculate=True: no unit has room for a second copy of its state"
-        f" ({format_nbytes(min(sizes))} for the smallest), on the tier that is its home; left are"
-        f" {left}. Raise host_memory or nvme_capacity by that, keep the weights at home on the host"
-        " or on NVMe, or leave speculate=False."
+        f" ({format_nbytes(sum(smallest.values()))} for the smallest), on the tier that is its"
+        f" home; left are {told}."
     )
+    error.needed = {
+        BUDGETS[tier]: budgets[tier] + nbytes - left[tier]
+        for tier, nbytes in smallest.items()
+        if nbytes > left[tier]
+    }
+    return error

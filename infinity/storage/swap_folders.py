@@ -105,9 +105,8 @@ class SwapFolders:
             raise CapacityError(
                 f"NVMe home needs {format_nbytes(nbytes)} at"
                 f" {', '.join(place.folder for place in self.places)} but"
-                f" {format_nbytes(sum(free))} is free. Free {format_nbytes(nbytes - sum(free))},"
-                " name more folders in nvme_paths, or keep more on the host:"
-                " Config(optimizer='host')."
+                f" {format_nbytes(sum(free))} is free. Free {format_nbytes(nbytes - sum(free))}, or"
+                " name more folders in nvme_paths."
             )
         own = split(nbytes, self.places, [round_down(room // self._ranks, whole) for room in free])
         # If this rank's share is too small, use what the others left after taking theirs.

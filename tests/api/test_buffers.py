@@ -41,7 +41,7 @@ def test_buffers_count_where_they_lie(budget, tier):
     """Method: 8 MiB of buffers under 4 MiB: refused, by name, with the least that works; with that
     a step runs within the plan, and stats tells them, each storage once."""
     with pytest.raises(
-        infinity.CapacityError, match=r"buffers 8\.0 MiB.*smaller buffers"
+        infinity.CapacityError, match=r"buffers 8\.0 MiB.*give it smaller ones"
     ) as refused:
         wrap(**{budget: "4MiB"})
     least = int(re.search(r"works here is [^()]*\((\d+) bytes", str(refused.value))[1])

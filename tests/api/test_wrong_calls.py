@@ -107,12 +107,12 @@ USES: dict[str, Row] = {  # use -> its error, patterns of the cause and of the r
     "s.wrap(s.adamw, HOST | {'host_memory': '100KiB'})": (
         CapacityError,
         "host_memory is 100.0 KiB .* the least that works here is 132.0 KiB",
-        "Raise host_memory by 32.0 KiB, or move more to disk",
+        "Raise host_memory by 32.0 KiB: Config.host_memory=135168",
     ),
     "s.wrap(s.adamw, {'device_memory': '20KiB'})": (
         CapacityError,
         "device_memory is 20.0 KiB",
-        "Raise device_memory by .*, or give the weights a lower home",
+        "Raise device_memory by .*: Config.device_memory=",
     ),
     "s.wrap(s.adamw, DISK | {'nvme_paths': 'nvme', 'nvme_capacity': '10KiB'})": (
         CapacityError,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -501,11 +502,17 @@ def test_messages_are_in_the_words_of_the_command(message):
     assert wording.in_options(message, ()) == message
 
 
-def test_a_budget_that_is_too_small_is_told_in_options(place, capsys):
+def test_a_budget_that_is_too_small_is_told_in_options_that_work(place, capsys):
+    """Adds the options of the message to the command, for state in memory and on disk."""
     words = ["train", "--model", "model.json", "--data", "text.txt", *SMALL]
-    assert main([*words, "--host-memory", "8KiB", "--params", "host"]) == 2
-    told = capsys.readouterr().err
-    assert "--host-memory is 8.0 KiB" in told and "--params nvme --optimizer nvme" in told
+    (place / "swap").mkdir()
+    on_disk = ["--params", "nvme", "--optimizer", "nvme", "--nvme-path", "swap"]
+    for homes in (["--params", "host", "--optimizer", "host"], on_disk):
+        assert main([*words, *homes, "--host-memory", "8KiB"]) == 2
+        told = capsys.readouterr().err
+        assert "--host-memory is 8.0 KiB" in told and "--params" not in told
+        (nbytes,) = re.findall(r"Raise --host-memory by .*: --host-memory (\d+)", told)
+        assert main([*words, *homes, "--host-memory", nbytes]) == 0
 
 
 def test_a_source_folder_beside_an_installed_one_is_told(tmp_path, monkeypatch):

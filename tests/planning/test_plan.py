@@ -385,9 +385,8 @@ def test_without_a_folder_nothing_goes_to_the_disk(tmp_path):
         Config(params="nvme")
 
 
-def test_a_capacity_error_shows_its_sum_and_a_way_out():
-    """Reads the message: the budget, every term of the sum, the missing bytes, and settings that
-    exist."""
+def test_a_capacity_error_shows_its_sum():
+    """Reads the message: the budget and every term of the sum; and the bytes that are needed."""
     units = equal_units(4, MIB)
     with pytest.raises(CapacityError) as caught:
         plan_of(
@@ -399,11 +398,9 @@ def test_a_capacity_error_shows_its_sum_and_a_way_out():
         "weights 8.0 MiB",
         "optimizer state 40.0 MiB",
         "gradients 8.0 MiB",
-        "Raise host_memory by 55.0 MiB",
-        "Config(params='nvme'",
     ):
         assert part in message, part
-    Config(params="nvme", optimizer="nvme", nvme_paths=["/a"])  # the remedy is one
+    assert caught.value.needed == dict([least_of(caught)])
 
 
 @pytest.mark.parametrize(
@@ -518,6 +515,6 @@ def test_updates_ahead_are_refused_where_they_cannot_be(tmp_path):
     ]
     with pytest.raises(ConfigError, match="shard='gradients'"):
         make_plan(whole, config_of(tmp_path, **ahead), held_nbytes=0)
-    with pytest.raises(CapacityError, match="params='host'"):
+    with pytest.raises(CapacityError, match="all weights are at home on the device"):
         make_plan(units, config_of(tmp_path, **ahead | {"params": "device"}), held_nbytes=0)
     assert len(make_plan(units, config_of(tmp_path, **ahead), held_nbytes=0).shadowed) == 3

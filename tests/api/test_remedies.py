@@ -1,0 +1,179 @@
+"""Remedies of a CapacityError: each that is printed is tried here, as its reader would."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import seeded
+from torch import nn
+
+import infinity
+from infinity.api import lay_out, remedies
+from infinity.errors import CapacityError, ConfigError
+from infinity.machine import limits
+
+SEED = 5
+ROWS, WIDTH = 4000, 64  # the largest unit is most of the model
+DISK = {"params": "nvme", "optimizer": "nvme", "nvme_paths": ["swap"]}
+HOST = {"params": "host", "optimizer": "host"}
+
+# What was given -> what the remedies change, in the order in which they are printed.
+CASES: dict[str, tuple[dict[str, Any], list[set[str]]]] = {
+    "all on disk already": (DISK | {"host_memory": "200KiB"}, [{"host_memory"}]),
+    "tiles would do": (DISK | {"host_memory": "3500KiB"}, [{"host_memory"}, {"device_memory"}]),
+    "two budgets": (
+        DISK | {"host_memory": "200KiB", "device_memory": "10KiB"},
+        [{"host_memory", "device_memory"}],
+    ),
+    "the disk": (DISK | {"nvme_capacity": "1MiB"}, [{"nvme_capacity"}, {"params", "optimizer"}]),
+    "state on the host": (
+        DISK | {"optimizer": "host", "host_memory": "5MiB"},
+        [{"host_memory"}, {"optimizer"}],
+    ),
+    "no folder yet": (
+        HOST | {"host_memory": "8MiB"},
+        [{"host_memory"}, {"optimizer", "nvme_paths"}],
+    ),
+    "homes left open": ({"host_memory": "7MiB"}, [{"host_memory"}, {"nvme_paths"}]),
+    "at home on the device": (
+        {"params": "device", "optimizer": "host", "device_memory": "600KiB"},
+        [{"device_memory"}, {"params"}],
+    ),
+    "units that are too large": (
+        HOST | {"units": ["Half"], "device_memory": "600KiB"},
+        [{"device_memory"}, {"units"}],
+    ),
+    "updates ahead": (
+        HOST | {"speculate": True, "host_memory": 10_700_000},
+        [{"host_memory"}, {"speculate"}],
+    ),
+    "nothing to be ahead of": (
+        {"params": "device", "optimizer": "device", "speculate": True},
+        [{"speculate"}],
+    ),
+}
+
+
+class Half(nn.Sequential):
+    """Blocks that a class name puts into one unit."""
+
+
+def build() -> nn.Module:
+    def blocks() -> nn.Module:
+        two = (nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        return nn.Sequential(
+            nn.Embedding(ROWS, WIDTH),
+            Half(*(nn.Sequential(*copy.deepcopy(two)) for _ in range(4))),
+            nn.Linear(WIDTH, ROWS),
+        )
+
+    return seeded(SEED, blocks)
+
+
+def wrap(config: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = build()
+    return infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), config)
+
+
+def printed(error: Exception) -> list[dict[str, Any]]:
+    """The changes that a message names, as Config's fields."""
+    found = re.findall(r"Config\(((?:\w+=(?:'[^']*'|\[[^\]]*\]|\w+)(?:, )?)+)\)", str(error))
+    return [eval(f"dict({fields})") for fields in found]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("INFINITY_SCRATCH", str(tmp_path / "scratch"))
+    for name in ("swap", "scratch"):
+        Path(name).mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_an_error_names_works(case, place):
+    """Applies each remedy to what was given, and takes a step."""
+    given, changed = CASES[case]
+    with pytest.raises(CapacityError) as refused:
+        wrap(given)
+    print(refused.value)
+    found = printed(refused.value)
+    assert [set(each) for each in found] == changed
+    for change in found:
+        assert all(given.get(name) != value for name, value in change.items())
+        model, optimizer = wrap(given | change)
+        model(torch.arange(8)).sum().backward()
+        optimizer.step()
+        for name, tier in infinity.stats(model).tiers.items():
+            assert tier.budget_nbytes is None or tier.peak_nbytes <= tier.budget_nbytes, name
+
+
+def test_a_remedy_that_was_not_tried_need_not_work(place, monkeypatch):
+    """The twin: with every plan taken for one that fits, the first change of all is named, and is
+    refused again."""
+    given, _ = CASES["the disk"]
+    monkeypatch.setattr(lay_out.Ways, "refusal", lambda *args, **kwargs: None)
+    with pytest.raises(CapacityError) as refused:
+        wrap(given)
+    monkeypatch.undo()
+    monkeypatch.chdir(place)
+    with pytest.raises((CapacityError, ConfigError)):
+        wrap(given | printed(refused.value)[1])
+
+
+def test_no_more_is_asked_for_than_the_machine_has(place, monkeypatch):
+    """Leaves less memory than the least host budget: it is not named, and what works is."""
+    monkeypatch.setattr(limits, "memory_left", lambda: 8_600_000)
+    monkeypatch.setattr(limits, "for_the_engine", lambda nbytes: nbytes)
+    with pytest.raises(CapacityError) as refused:
+        wrap(HOST | {"host_memory": "8MiB"})
+    assert "Make so much free" in str(refused.value)
+    assert [set(each) for each in printed(refused.value)] == [{"optimizer", "nvme_paths"}]
+
+
+@pytest.mark.parametrize(
+    ("given", "left"),
+    [(DISK, 4 << 20), ({"nvme_paths": ["swap"]}, 4 << 20), (None, 4 << 20), (HOST, 11_200_000)],
+    ids=str,
+)
+def test_what_fits_in_tiles_is_tiled_unasked(given, left, place, monkeypatch, caplog):
+    """Leaves memory for tiles, and not for the largest unit, without a budget: a line tells of it,
+    and a step is torch's. Twins: with memory for all nothing is tiled; with less it is refused."""
+    plain = build()
+    rate = torch.optim.AdamW(plain.parameters())
+    plain(torch.arange(8)).square().sum().backward()
+    rate.step()
+
+    def tiled(left: int) -> bool:
+        caplog.clear()
+        monkeypatch.setattr(limits, "memory_left", lambda: left)
+        monkeypatch.setattr(limits, "for_the_engine", lambda nbytes: nbytes)
+        model, optimizer = wrap(given)
+        model(torch.arange(8)).square().sum().backward()
+        optimizer.step()
+        for name, value in model.state_dict().items():
+            torch.testing.assert_close(value, plain.state_dict()[name])
+        return "run in tiles" in caplog.text
+
+    assert tiled(left) and not tiled(64 << 20)
+    with pytest.raises(CapacityError, match="Make so much free"):
+        tiled(1 << 20)
+
+
+def test_changes_are_the_smallest_first():
+    """Lists the homes to try beside given ones: one change before two, and none that was given or
+    that the engine has tried itself."""
+    config = infinity.Config(params="device", optimizer="host")
+    assert remedies._homes(config, steps=True)[:3] == [
+        {"optimizer": "nvme"},
+        {"params": "host"},
+        {"params": "nvme"},
+    ]
+    assert {"optimizer": "host"} not in remedies._homes(config, steps=True)
+    assert remedies._homes(infinity.Config(), steps=True) == []
+    assert all("optimizer" not in each for each in remedies._homes(config, steps=False))
