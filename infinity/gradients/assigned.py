@@ -34,11 +34,13 @@ _MEMORIES: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictiona
 
 class Assigned:
     """One assigned tensor. ``is_copied``: the gradient is a copy of it, made by other ranks too,
-    and cannot be made anew."""
+    and cannot be made anew. ``is_ours``: the engine allocated it, to show the gradient."""
 
-    def __init__(self, tensor: torch.Tensor, *, is_copied: bool, alone: bool):
+    def __init__(
+        self, tensor: torch.Tensor, *, is_copied: bool, alone: bool, is_ours: bool = False
+    ):
         self.bytes = local_of(tensor).detach()
-        self.is_copied, self._alone = is_copied, alone
+        self.is_copied, self.is_ours, self._alone = is_copied, is_ours, alone
         self.is_stale = self.is_early = False
         self.give(tensor)
         self._begin = self.bytes.storage_offset()
@@ -60,7 +62,8 @@ class Assigned:
             return True
         if storage_guard.references(self.bytes) > self._memory.own_count:
             return True
-        return storage_guard.is_fixed(self.bytes.untyped_storage())  # memory not allocated by torch
+        # Memory not allocated by torch. An array of our own memory refers to the tensor.
+        return not self.is_ours and storage_guard.is_fixed(self.bytes.untyped_storage())
 
     @property
     def is_writable(self) -> bool:

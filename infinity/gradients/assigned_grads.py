@@ -37,15 +37,7 @@ class AssignedGrads:
     def __init__(self, values: GradValues, store: ArrayStore) -> None:
         self.values, self.ranks, self._store = values, values.ranks, store
         self._assigned: set[ParamHandle] = set()  # with an assigned gradient; it may be gone since
-        self._viewed: set[int] = set()  # storages of homes
         self._left_count, self._left_nbytes = TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES  # until a trim
-
-    def note_view(self, handle: ParamHandle) -> None:
-        """Notes that a view of a gradient's home is handed out: writes through it cannot be
-        observed."""
-        handle.grad.viewed = True
-        handle.flat_param.homes.inputs_change()
-        self._viewed.add(storage_guard.identity(handle.flat_param.arrays["grad"].flat))
 
     # --- assigning ---
 
@@ -56,16 +48,17 @@ class AssignedGrads:
         local = local_of(value) if isinstance(value, torch.Tensor) else value
         if isinstance(local, AtHome) and local.plain is not None:
             return local.plain
-        if not self._is_of_another(handle, local) and (
+        is_of_another = isinstance(local, AtHome) and local._infinity_grad is not handle
+        if not is_of_another and (
             self.ranks.alone or not self._is_assigned_to_another(handle, local)
         ):
             return value
         other = local._infinity_grad if isinstance(local, AtHome) else None
         if other is None or other.grad.proxy is not local or not self.ranks.alone:
             raise UsageError(
-                f"{handle.name}.grad = a view of another gradient, or with several ranks another"
-                " parameter's gradient: a write to one would have to change both. Assign a copy:"
-                " param.grad = gradient.clone()."
+                f"{handle.name}.grad = another parameter's gradient, or a view of it, with several"
+                " ranks: a write to one would have to change both. Assign a copy: param.grad ="
+                " gradient.clone()."
             )
         was_consumed = other.grad.state is GradState.CONSUMED
         local.plain = local.clone()
@@ -73,26 +66,6 @@ class AssignedGrads:
         if was_consumed:
             other.grad.move(GradState.CONSUMED)
         return local.plain
-
-    def _is_of_another(self, handle: ParamHandle, value: Any) -> bool:
-        """Whether ``value`` is the proxy of another parameter's gradient, or a view of its
-        home."""
-        if isinstance(value, AtHome):
-            return value._infinity_grad is not handle
-        if (
-            not isinstance(value, torch.Tensor)
-            or not has_bytes(value)
-            or value.layout is not torch.strided
-        ):
-            return False
-        if (storage := storage_guard.identity(value)) not in self._viewed:
-            return False
-        home, place = (
-            handle.flat_param.arrays["grad"].flat,
-            handle.flat_param.layout.placements[handle.index],
-        )
-        begin = value.storage_offset() - home.storage_offset() - place.offset
-        return storage != storage_guard.identity(home) or not 0 <= begin < place.numel
 
     def _is_assigned_to_another(self, handle: ParamHandle, value: Any) -> bool:
         """Whether ``value`` is the assigned gradient of another parameter."""
@@ -119,19 +92,38 @@ class AssignedGrads:
         if (proxy := held()) is not None and proxy.plain is None:
             proxy.plain = self.values.value(handle, write=False).clone()
 
-    def watch(self, handle: ParamHandle, tensor: torch.Tensor, part: torch.Tensor) -> None:
+    def lend(self, handle: ParamHandle) -> torch.Tensor:
+        """Returns the gradient as a tensor in its own memory, whose views and arrays may be kept.
+        On one rank it is ``p.grad`` while they are, as an assigned tensor is: writes to them
+        count."""
+        if (shown := self.shown(handle)) is not None:
+            return local_of(shown)
+        value = self.values.value(handle, write=False)
+        value = value if self.values.lends_copies(handle) else value.clone()
+        if self.ranks.alone:
+            self.watch(handle, value, value, is_ours=True)
+        return value
+
+    def watch(
+        self,
+        handle: ParamHandle,
+        tensor: torch.Tensor,
+        part: torch.Tensor,
+        *,
+        is_ours: bool = False,
+    ) -> None:
         """Watches ``tensor``, which was assigned. ``part``: the values of the gradient at home, a
-        copy or a view of ``tensor``."""
+        copy or a view of ``tensor``. ``is_ours``: the engine allocated it."""
         local = local_of(tensor)
         if isinstance(local, AtHome) or not has_bytes(local) or local.layout is not torch.strided:
             return
-        if storage_guard.identity(local) in self._viewed:
-            return  # the engine's own memory
         self._left_count, self._left_nbytes = self._left_count - 1, self._left_nbytes - local.nbytes
         if self._left_count < 0 or self._left_nbytes < 0:
             self._trim()
         is_copied = storage_guard.identity(local) != storage_guard.identity(part)
-        handle.grad.assigned = Assigned(tensor, is_copied=is_copied, alone=self.ranks.alone)
+        handle.grad.assigned = Assigned(
+            tensor, is_copied=is_copied, alone=self.ranks.alone, is_ours=is_ours
+        )
         self._assigned.add(handle)
 
     def is_assigned(self, handle: ParamHandle, value: Any) -> bool:
@@ -304,7 +296,10 @@ class AssignedGrads:
                 " gradient of the parameter's"
             )
         now = handle.grad.assigned = Assigned(
-            tensor, is_copied=assigned.is_copied, alone=self.ranks.alone
+            tensor,
+            is_copied=assigned.is_copied,
+            alone=self.ranks.alone,
+            is_ours=assigned.is_ours,
         )
         now.is_stale, now.is_early = assigned.is_stale, assigned.is_early
         return now

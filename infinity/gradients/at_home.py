@@ -89,11 +89,35 @@ class AtHome(torch.Tensor):
         )
 
     def numpy(self, *, force: bool = False):
-        """Raises UsageError: an array would share memory that the engine reuses."""
-        self._refuse("numpy()")
+        """Returns an array in memory that the engine does not use. On one rank writes to it are
+        writes to the gradient, as in torch; on several it is read-only."""
+        array = self._lent().numpy(force=force)
+        if not self._is_alone:
+            array.flags.writeable = False
+        return array
 
-    def __array__(self, *args, **kwargs):
-        self._refuse("an array of NumPy")
+    def apply_(self, function):
+        """Applies ``function`` to each element in place. Raises UsageError on several ranks."""
+        return self._change("apply_", function)
+
+    def map_(self, other, function):
+        """Applies ``function`` to each element and that of ``other``, in place, as
+        :meth:`apply_`."""
+        return self._change("map_", other, function)
+
+    def _change(self, name: str, *args: Any):
+        if not self._is_alone:
+            self._refuse(f"{name}()")
+        getattr(self._lent(), name)(*args)
+        return self
+
+    @property
+    def _is_alone(self) -> bool:
+        return self._infinity_grad.engine.gradients.values.ranks.alone
+
+    def _lent(self) -> torch.Tensor:
+        """Returns the values as a plain tensor in memory that the engine does not use."""
+        raise NotImplementedError
 
     def __dlpack__(self, *args, **kwargs):
         self._refuse("DLPack")

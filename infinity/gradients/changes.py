@@ -28,6 +28,8 @@ class GradChanges:
 
     def __init__(self) -> None:
         self._changing: set[ParamHandle] = set()
+        # Handles whose gradient the last exception tore; it may have been zeroed since.
+        self.torn: set[ParamHandle] = set()
 
     def begin(self, handle: ParamHandle) -> None:
         """Marks the gradient of ``handle`` as about to change."""
@@ -56,7 +58,7 @@ class GradChanges:
 
     def tear(self) -> None:
         """Marks the gradients whose change an exception interrupted as torn."""
-        for handle in self._changing:
-            if handle.grad.state is not GradState.CONSUMED:
-                handle.grad = GradRecord(GradState.TORN)
+        self.torn = {h for h in self._changing if h.grad.state is not GradState.CONSUMED}
+        for handle in self.torn:
+            handle.grad = GradRecord(GradState.TORN)
         self._changing = set()

@@ -80,7 +80,7 @@ class GradHomes:
                 for begin, end in self._spans_of(handle, without=record.rows or ()):
                     flat[begin:end].zero_()
                 record.are_others_zero = True
-            if record is not None and (write or record.viewed):
+            if record is not None and write:
                 record.rows = None
         return flat
 

@@ -57,7 +57,7 @@ class Lander:
         undefined until somebody wants them. The norm of a sum is taken if it is asked for."""
         record, flat_param = handle.grad, handle.flat_param
         rows, before = _rows_of(handle, grad), record.rows if adds else frozenset()
-        order = None if adds or record.viewed else self._norms.order
+        order = None if adds else self._norms.order
         beside = self._device.overlaps and flat_param.arrays["grad"].tier is not Tier.DEVICE
         values = grad.to(flat_param.spec.grad_dtype) if beside or not adds else grad
         flat_param.homes.wait_running()
@@ -151,7 +151,7 @@ class Lander:
                 there.add_(value)
             else:
                 there.copy_(value)
-            order = None if record.viewed else self._norms.order
+            order = self._norms.order
             record.norm = None if order is None else (order, take_norm(there, order))
         if self._device.is_host:
             self._device.note_freed(value.nbytes)  # by the caller
@@ -169,7 +169,7 @@ class Lander:
         are computed on the device, so both are the same for every home."""
         record, flat_param, where = handle.grad, handle.flat_param, self._device.where
         factors = list(record.factors)
-        order = None if record.viewed else self._norms.order
+        order = self._norms.order
         norm = torch.empty((), dtype=torch.float32, device=where) if order is not None else None
 
         def send() -> None:

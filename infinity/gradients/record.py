@@ -22,6 +22,7 @@ import torch
 from ..errors import InternalError, UsageError
 from ..machine.device import PAST, Event
 from ..state.handle import ParamHandle
+from ..state.operations import Operation
 from ..state.tensors import checksum_of
 from .assigned import Assigned
 
@@ -72,8 +73,6 @@ class GradRecord:
     # Of experts updated by rows: those whose gradient may not be zero; None: all
     rows: frozenset[int] | None = None
     are_others_zero: bool = True  # the other rows' bytes at home; else they are undefined
-    # A view was handed out: bytes may change unobserved, so norms are recomputed
-    viewed: bool = False
     # Users' hooks run before it lands: ``p.grad`` is what autograd accumulated
     is_in_hooks: bool = False
 
@@ -132,7 +131,7 @@ def would_be_lost(handle: ParamHandle) -> bool:
     known_zero = (
         record.norm is not None and record.norm[0] == math.inf and record.norm[1].item() == 0
     )
-    return not known_zero or record.viewed or bool(record.factors)
+    return not known_zero or bool(record.factors)
 
 
 def refuse_torn(handle: ParamHandle) -> None:
@@ -146,15 +145,13 @@ def refuse_torn(handle: ParamHandle) -> None:
 
 
 def writable(handle: ParamHandle) -> ParamHandle:
-    """Returns ``handle``. Raises UsageError if its gradient is torn, or consumed, so that a change
-    would have no effect."""
-    refuse_torn(handle)
+    """Returns ``handle``, whose gradient is changed in place. Raises UsageError if any gradient of
+    its model is torn, so that no loop ends in its middle; or if a step that is not over has applied
+    it."""
+    for each in (handle, *handle.engine.gradients.changes.torn):
+        refuse_torn(each)
     if handle.grad.state is GradState.CONSUMED:
-        raise UsageError(
-            f"{handle.name}.grad was consumed by optimizer.step(): it can be read, but changing it"
-            " in place has no effect. Change gradients before step(), call zero_grad() first, or"
-            " assign what the next step is to begin with: param.grad = param.grad * 0.5."
-        )
+        handle.engine.uses.check(Operation.SET_GRAD, f"changing {handle.name}.grad")
     if handle.grad.assigned is not None:  # it is not changed along
         handle.grad.assigned.leave_behind()
     return handle

@@ -15,16 +15,16 @@ from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..state import mistakes
 from ..state.apart import uncompiled
+from ..state.dtensors import local_of
 from ..state.handle import ParamHandle
 from ..state.torch_functions import mutated_arguments
 from .at_home import AtHome
-from .record import GradState, refuse_torn, writable
+from .record import refuse_torn, writable
 from .values import GradValues
 
 aten = torch.ops.aten
 WITHOUT_VALUES = (
     aten.detach.default,
-    aten.alias.default,
     aten.zero_.default,
     aten._foreach_zero_.default,
 )  # which ask no other rank
@@ -35,10 +35,10 @@ class GradProxy(AtHome):
     run on the bytes at home.
 
     Reads, in-place writes, norms, clipping and ``GradScaler.unscale_`` act exactly as on a plain
-    gradient. After the step has consumed it, writes other than zeroing raise UsageError. A proxy
-    that users hold when its parameter gets another gradient becomes a plain tensor, as in torch. A
-    view shares the bytes at home if the device can compute with them and a write has an effect. If
-    not, it is a :class:`GradView`.
+    gradient. A proxy
+    that users hold when its parameter gets another gradient becomes a plain tensor, as in torch. On
+    one rank a view or an array of it has memory of its own, and writes to that count; with several
+    ranks a view is a :class:`GradView`.
     """
 
     @staticmethod
@@ -64,16 +64,35 @@ class GradProxy(AtHome):
             )
         return handle.engine.gradients
 
+    def _in_memory(self) -> torch.Tensor | None:
+        """Returns the plain tensor that is this gradient now, or None: its bytes are at home."""
+        handle = self._infinity_grad
+        if self.plain is not None or handle.grad is None or handle.grad.proxy is not self:
+            return self.plain
+        shown = None if handle.grad.assigned is None else self._bank.assigned.shown(handle)
+        return None if shown is None else local_of(shown)
+
+    def _lent(self) -> torch.Tensor:
+        if self.plain is not None:
+            return self.plain
+        with self._infinity_grad.engine.uses.begin():
+            refuse_torn(self._infinity_grad)
+            self._bank.refresh(self._infinity_grad)
+            return self._bank.assigned.lend(self._infinity_grad)
+
     @classmethod
     @uncompiled
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         grads = [
             leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, GradProxy)
         ]
-        if any(grad.plain is not None for grad in grads):
-            args, kwargs = tree_map_only(GradProxy, _plain_or_itself, (args, kwargs or {}))
+        plain = {id(grad): value for grad in grads if (value := grad._in_memory()) is not None}
+        if plain:
+            args, kwargs = tree_map_only(
+                GradProxy, lambda grad: plain.get(id(grad), grad), (args, kwargs or {})
+            )
             result = func(*args, **kwargs)
-            return next((grad for grad in grads if grad.plain is result), result)
+            return next((grad for grad in grads if plain.get(id(grad)) is result), result)
         with grads[0]._infinity_grad.engine.uses.begin():
             for grad in grads if func not in WITHOUT_VALUES else ():
                 grad._bank.refresh(grad._infinity_grad)
@@ -101,13 +120,11 @@ class GradProxy(AtHome):
         for grad in grads:
             grad._values  # noqa: B018 - raises for a stale one
             refuse_torn(grad._infinity_grad)
-        borrowed = _Borrowed(grads, mutated_arguments(func, args, kwargs))
         if func.is_view and subject is not None:
-            is_consumed = subject._infinity_grad.grad.state is GradState.CONSUMED
-            is_strided = func is aten.as_strided.default
-            if borrowed.copied or borrowed.from_disk or is_consumed or is_strided:
+            if not subject._is_alone:
                 return views_of(subject, func, args, kwargs)
-            subject._bank.assigned.note_view(subject._infinity_grad)
+            return func(subject._bank.assigned.lend(subject._infinity_grad), *args[1:], **kwargs)
+        borrowed = _Borrowed(grads, mutated_arguments(func, args, kwargs))
         borrowed_args, borrowed_kwargs = tree_map_only(GradProxy, borrowed.lend, (args, kwargs))
         result = func(*borrowed_args, **borrowed_kwargs)
         if func.namespace == "c10d":
@@ -150,10 +167,6 @@ class _Borrowed:
             grad._values.note_edit(grad._infinity_grad, self._borrowed[id(grad)])
             if len(self.from_disk) > 1 or id(grad) in self.copied:
                 grad._values.put(grad._infinity_grad, self._borrowed[id(grad)])
-
-
-def _plain_or_itself(grad: GradProxy) -> torch.Tensor:
-    return grad if grad.plain is None else grad.plain
 
 
 def _wait_for(result: Any) -> None:
@@ -204,8 +217,7 @@ def _unscale(func, args: tuple) -> None:
 
 
 class GradView(AtHome):
-    """A read-only view of a gradient whose bytes cannot be borrowed. It reads the home at each
-    use."""
+    """A read-only view of a gradient that several ranks have. It reads the home at each use."""
 
     @staticmethod
     def __new__(
@@ -222,6 +234,10 @@ class GradView(AtHome):
         tensor._source, tensor._take = source, take
         return tensor
 
+    def _lent(self) -> torch.Tensor:
+        with self._infinity_grad.engine.uses.begin():
+            return self.value().clone()
+
     def value(self) -> torch.Tensor:
         """Returns the view as a plain tensor, valid until other gradients are read."""
         self._source._values  # noqa: B018 - raises for a stale one
@@ -237,11 +253,10 @@ class GradView(AtHome):
         name = views[0]._infinity_grad.name
         if any(isinstance(each, GradView) for each in mutated_arguments(func, args, kwargs)):
             raise UsageError(
-                f"{func} of a view of {name}.grad: that gradient is consumed, or at home elsewhere"
-                " (on another device, a disk, or several ranks), where a view can be read only."
-                f" Change {name}.grad itself, before step(), or a .clone()."
+                f"{func} of a view of {name}.grad: with several ranks a view can be read only."
+                f" Change {name}.grad itself, or a .clone()."
             )
-        if func in (aten.detach.default, aten.alias.default):
+        if func is aten.detach.default:
             return views[0]
         if func.is_view and isinstance(args[0], GradView):
             return views_of(args[0], func, args, kwargs)
@@ -279,7 +294,7 @@ def views_of(source: GradProxy | GradView, func, args: tuple, kwargs: dict) -> A
 def _shortcut(func, subject: GradProxy, args: tuple):
     """Runs operations that need no bytes: scaling, zeroing, detaching. Also divides by a number in
     place. Returns None for any other."""
-    if func in WITHOUT_VALUES[:2] or func is aten.detach_.default:
+    if func in (aten.detach.default, aten.detach_.default):
         return subject
     if torch.Tag.inplace_view in func.tags:
         subject._refuse_reshaping(func)

@@ -41,7 +41,7 @@ class GradValues:
         room for it. Of experts, rows of zeros become rows as others if the product of zero and the
         factor is another value."""
         if len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
-            self._arrived_shard(handle)  # applies them
+            self._arrived_shard(handle, write=True)  # applies them
         if not 0 < factor < math.inf and handle.grad.rows is not None:
             self.homes.view(handle, write=True)
 
@@ -59,7 +59,7 @@ class GradValues:
         record = handle.grad
         with self._store.guarding():
             handle.flat_param.homes.wait_running()
-            if record.state is GradState.CONSUMED:
+            if record.state is GradState.CONSUMED and not write:
                 view = self.homes.view(handle, write=False)
                 return multiply(view.clone(), record.factors) if record.factors else view
             view = self.homes.view(handle, write=write or bool(record.factors))
@@ -128,7 +128,7 @@ class GradValues:
         if self.ranks.size > 1:
             return self._norm_over_ranks(handle, order)
         self.norms.ask(order)
-        if record.norm is not None and record.norm[0] == order and not record.viewed:
+        if record.norm is not None and record.norm[0] == order:
             record.landing.precede()
             return record.norm[1].to(handle.flat_param.spec.grad_dtype, copy=True)
         norm = self.norms.of(self.value(handle, write=False), order)
@@ -144,10 +144,7 @@ class GradValues:
         if self.norms.order is None:
             self.norms.ask(2.0)
         records = [handle.grad for handle in handles]
-        if any(
-            record.norm is None or record.norm[0] <= 0 or record.viewed or record.factors
-            for record in records
-        ):
+        if any(record.norm is None or record.norm[0] <= 0 or record.factors for record in records):
             return False
         for record in records:
             record.landing.precede()
@@ -213,7 +210,7 @@ class GradValues:
         if not self.homes.is_remote(handle):
             change(self.own(handle))
             return
-        self._arrived_shard(handle)
+        self._arrived_shard(handle, write=True)
         home = self.homes.shard(handle, write=True)
         there = torch.empty_like(home, device=self.device.where).copy_(home)
         change(there)
@@ -224,18 +221,17 @@ class GradValues:
         """Returns this rank's elements of the gradient, to be changed in place."""
         if handle.flat_param.ranks.size == 1:
             return self.value(handle, write=True)
-        home = self._arrived_shard(handle)
+        self._arrived_shard(handle, write=True)
         handle.grad.norm = None
-        return (
-            self.homes.shard(handle, write=True) if handle.grad.state is GradState.LANDED else home
-        )
+        return self.homes.shard(handle, write=True)
 
-    def _arrived_shard(self, handle: ParamHandle) -> torch.Tensor:
-        """Returns this rank's elements of the gradient, with every factor applied, for reading."""
+    def _arrived_shard(self, handle: ParamHandle, *, write: bool = False) -> torch.Tensor:
+        """Returns this rank's elements of the gradient, with every factor applied; for reading, or
+        the home itself (``write``)."""
         record = handle.grad
         with self._store.guarding():
             handle.flat_param.homes.wait_running()
-            if record.state is GradState.CONSUMED:
+            if record.state is GradState.CONSUMED and not write:
                 return multiply(self.homes.shard(handle, write=False).clone(), record.factors)
             home = self.homes.shard(handle, write=bool(record.factors))
             if record.factors:

@@ -172,9 +172,7 @@ class Stepper:
                 homes = flat_param.homes
                 if not context.steps_flat_param(flat_param) or homes.rows is not None:
                     continue
-                if not homes.shadow_extents or any(
-                    h.grad.viewed or h.grad.assigned is not None for h in handles
-                ):
+                if not homes.shadow_extents or any(h.grad.assigned is not None for h in handles):
                     continue
                 spans = list(self._spans.of(flat_param))
                 if not spans:

@@ -244,29 +244,38 @@ def test_gradient_after_the_step_reads_as_before_it(clip, pair):
         assert torch.equal(model.get_parameter(name).grad.norm(), param.grad.norm()), name
 
 
-@pytest.mark.parametrize(
-    "write", ["mul_", "add_", "copy_", "index", "row", "clip", "view", "fill_"]
-)
+@pytest.mark.parametrize("write", ["mul_", "add_", "index", "row", "clip", "view", "torn"])
 @both_ends
-def test_changing_a_gradient_after_the_step_raises(write, pair):
-    """Method: the step has consumed the gradient; any change but zeroing raises UsageError, in
-    place or by a view."""
-    _, model, optimizer = pair
-    optimizer.step()
-    grad = model.blocks[0].feed[0].weight.grad
-    with pytest.raises(infinity.UsageError, match="zero_grad|clone"):
-        {
-            "mul_": lambda: grad.mul_(2),
-            "add_": lambda: grad.add_(1),
-            "copy_": lambda: grad.copy_(torch.zeros(grad.shape)),
-            "index": lambda: grad.__setitem__(0, 1.0),
-            "row": lambda: grad[0].add_(1.0),
-            "clip": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
-            "view": lambda: grad.view(-1).mul_(2),
-            "fill_": lambda: grad.fill_(1.0),
-        }[write]()
-    grad.zero_()
-    assert not grad.any()
+def test_changing_a_gradient_after_the_step(write, pair):
+    """Method: changed in place or by a view on both models, then stepped again: torch's gradients
+    and weights. Twin: after a backward that failed, no gradient is changed."""
+    plain, model, optimizer = pair
+    plain_optimizer = adamw(plain, LR)
+    changes: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+        "mul_": lambda _, grad: grad.mul_(2),
+        "add_": lambda _, grad: grad.add_(1),
+        "index": lambda _, grad: grad.__setitem__(0, 1.0),
+        "row": lambda _, grad: grad[0].add_(1.0),
+        "clip": lambda one, _: torch.nn.utils.clip_grad_norm_(one.parameters(), 1e-3),
+        "view": lambda _, grad: grad.view(-1).mul_(2),
+    }
+    for one, its in ((plain, plain_optimizer), (model, optimizer)):
+        its.step()
+        if write == "torn":
+            continue
+        changes[write](one, one.blocks[0].feed[0].weight.grad)
+        its.step()
+    for name, param in plain.named_parameters():
+        assert torch.equal(model.get_parameter(name).grad.clone(), param.grad), name
+    torch.testing.assert_close(model.state_dict(), plain.state_dict())  # AdamW within some ulps
+    if write == "torn":
+        hook = model.blocks[0].feed[0].weight.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(model)
+        hook.remove()
+        first = next(model.parameters())
+        with pytest.raises(infinity.UsageError, match="half done"):
+            first.grad.mul_(0.5)
 
 
 VIEWED: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -287,7 +296,7 @@ VIEWED: dict[str, Callable[[torch.Tensor], Any]] = {
 @both_ends
 def test_a_view_of_a_gradient_reads_as_torchs(steps, pair):
     """Method: what logs take of gradients, on both models. Twin: once the gradient is zeroed a kept
-    view reads zeros; gone, it raises."""
+    view reads zeros, also after the next backward."""
     plain, model, optimizer = pair
     if steps:
         optimizer.step()
@@ -302,8 +311,8 @@ def test_a_view_of_a_gradient_reads_as_torchs(steps, pair):
     optimizer.zero_grad(set_to_none=False)
     assert not (kept + 0).any()
     optimizer.zero_grad()
-    with pytest.raises(infinity.UsageError, match="from before zero_grad"):
-        kept + 0
+    step(model)
+    assert not kept.any() and grad is not model.blocks[0].feed[0].weight.grad
 
 
 @pytest.mark.parametrize("how", ["zero_grad", "assigned None", "model gone"])

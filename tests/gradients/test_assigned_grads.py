@@ -15,6 +15,7 @@ from infinity.gradients import assigned_grads
 from infinity.gradients.assigned_grads import AssignedGrads
 from infinity.gradients.record import GradState
 from infinity.machine import accelerator
+from infinity.state.operations import State
 
 ROWS = torch.stack([RAMP, RAMP])
 ODD = torch.linspace(0.1, 0.8, 8).view(2, 4)  # whose sums and products are rounded
@@ -224,12 +225,10 @@ def test_assigning_what_it_is_already_counts_for_the_next_step_again(job):
 
 
 def test_a_tensor_without_memory_of_its_own_is_not_watched(job):
-    """A stand-in, a sparse one, a view of a home. Twin: any other is."""
+    """A stand-in, a sparse one, one on meta. Twin: any other is."""
     first, second, *_ = job.handles
-    grad = second.param.grad
-    view = grad.view(-1).view(2, 4)
-    part = torch.zeros(2, 4)
-    for value in (grad, view, ODD.to_sparse(), ODD.to("meta")):
+    grad, part = second.param.grad, torch.zeros(2, 4)
+    for value in (grad, ODD.to_sparse(), ODD.to("meta")):
         of(job).watch(first, value, part)
         assert first.grad.assigned is None
     of(job).watch(first, ODD, ODD)
@@ -319,22 +318,21 @@ def test_a_landed_gradient_that_is_shared_stays_landed(job):
     assert torch.equal(at_home(job, 1), 2 * ROWS)
 
 
-def test_views_of_another_gradient_are_refused(job):
-    """Also with several ranks its stand-in, and the tensor that was assigned to it. Twins: views of
-    its own, and of memory that is nobody's."""
+def test_another_gradient_is_refused_with_several_ranks(job):
+    """Its stand-in, and the tensor that was assigned to it. Twins: on one rank, and a view of
+    memory that is no gradient's."""
     first, second, *_ = job.handles
-    view, own = second.param.grad.view(-1), first.param.grad.view(-1)
-    assert of(job).plain_of(first, own) is own
+    view = second.param.grad.view(-1)
+    assert of(job).plain_of(first, view) is view
+    del view
     flat = torch.zeros(16)
     assert of(job).plain_of(first, flat) is flat
     proxy, assigned = second.param.grad, assign(job, ODD.clone(), 2)
     assert of(job).plain_of(first, assigned) is assigned
-    refused = [view]
-    for values in (refused, [view, proxy, assigned, assigned.view(-1)]):
-        for value in values:
-            with pytest.raises(UsageError, match=r"a view of another gradient"):
-                of(job).plain_of(first, value)
-        of(job).ranks = OTHERS
+    of(job).ranks = OTHERS
+    for value in (proxy, assigned, assigned.view(-1)):
+        with pytest.raises(UsageError, match=r"another parameter's gradient"):
+            of(job).plain_of(first, value)
     assert of(job).plain_of(job.handles[2], assigned) is assigned
     other = ODD.clone()
     assert of(job).plain_of(first, other) is other
@@ -342,35 +340,35 @@ def test_views_of_another_gradient_are_refused(job):
     assert of(job).plain_of(first, sparse) is sparse and of(job).plain_of(first, meta) is meta
 
 
-def test_a_view_of_another_parameter_in_the_same_shard_is_refused():
-    """By its place in the home. Twin: its own begins and ends where the parameter does."""
-    job = small_at_home(bias=True)
-    job.backward(RAMP)
-    weight, bias, *_ = job.handles
-    views = {handle: handle.param.grad.view(-1) for handle in (weight, bias)}
-    for handle in (weight, bias):
-        for owner, view in views.items():
-            for part in (view[:1], view[-1:]):
-                if owner is handle:
-                    assert of(job).plain_of(handle, part) is part
-                else:
-                    with pytest.raises(UsageError, match=r"a view of another gradient"):
-                        of(job).plain_of(handle, part)
-    end = views[bias].as_strided(
-        (1,), (1,), bias.flat_param.layout.placements[bias.index].offset + 2
-    )
-    with pytest.raises(UsageError, match=r"a view of another gradient"):
-        of(job).plain_of(bias, end)
+def test_what_is_lent_is_the_gradient_while_it_is_held(job):
+    """And only so long: an array refers to the tensor. Twin: with several ranks it is a copy."""
+    first, second, *_ = job.handles
+    lent = of(job).lend(first)
+    assert torch.equal(lent, ROWS) and of(job).lend(first) is lent is first.param.grad
+    array = lent.numpy()
+    del lent
+    of(job).let_go_unheld()
+    array[:] = 3.0
+    of(job).settle_all()
+    assert torch.equal(at_home(job), torch.full((2, 4), 3.0)) and first.grad.assigned is not None
+    del array
+    of(job).let_go_unheld()
+    assert first.grad.assigned is None
+    of(job).ranks = OTHERS
+    of(job).lend(second).zero_()
+    assert second.grad.assigned is None and torch.equal(at_home(job, 1), 2 * ROWS)
 
 
-def test_a_view_that_is_handed_out_ends_an_update_made_ahead():
-    """Writes through it are not seen. Twin: of the other shard the update stays."""
+def test_an_update_made_ahead_stays_until_what_is_lent_is_written_to():
+    """Twin: of the other shard it stays all the same."""
     job, given = small_at_home(speculate=True), RAMP.clone().requires_grad_()
     job.backward(given, given)
     first, second, *_ = job.handles
+    lent = of(job).lend(first)
+    of(job).settle_all()
     assert first.flat_param.homes.shadow is not None
-    of(job).note_view(first)
-    assert first.grad.viewed and not second.grad.viewed
+    lent.zero_()
+    of(job).settle_all()
     assert first.flat_param.homes.shadow is None and second.flat_param.homes.shadow is not None
 
 
@@ -422,7 +420,7 @@ def test_zeros_reach_the_home_and_the_tensor(job):
 
 @torch.no_grad()
 def test_a_users_factor_changes_the_tensor_or_waits_at_home(job):
-    """Twin: a consumed gradient at home refuses it."""
+    """Twin: a gradient that half a step has applied refuses it."""
     first, second, *_ = job.handles
     value = assign(job, ODD.clone())
     of(job).scale_as_user(first, 0.3)
@@ -430,7 +428,10 @@ def test_a_users_factor_changes_the_tensor_or_waits_at_home(job):
     of(job).scale_as_user(second, 0.5)
     assert second.grad.factors == [0.5]
     second.grad.move(GradState.CONSUMED)
-    with pytest.raises(UsageError, match=r"layers\.1\.weight\.grad was consumed"):
+    of(job).scale_as_user(second, 0.25)
+    assert second.grad.factors == [0.5, 0.25]
+    job.engine.uses.define(State.STEPPED, lambda: True)
+    with pytest.raises(UsageError, match=r"layers\.1\.weight\.grad between step_in_backward"):
         of(job).scale_as_user(second, 0.5)
 
 

@@ -72,9 +72,6 @@ def test_it_has_the_form_of_its_parameter_and_shows_its_values(grad):
 
 
 EXPORTS = {
-    "numpy()": lambda grad: grad.numpy(),
-    "numpy() by force": lambda grad: grad.numpy(force=True),
-    "an array of NumPy": lambda grad: grad.__array__(),
     "DLPack": lambda grad: torch.utils.dlpack.from_dlpack(grad),
     "data_ptr()": lambda grad: grad.data_ptr(),
     "untyped_storage()": lambda grad: grad.untyped_storage(),

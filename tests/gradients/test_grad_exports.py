@@ -25,7 +25,7 @@ import infinity
 from infinity.machine import storage_guard
 
 SEED = 40
-KINDS = ("landed", "stepped", "view")
+KINDS = ("landed", "stepped")
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 DOORS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -35,7 +35,6 @@ DOORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "untyped_storage": lambda g: g.untyped_storage(),
     "storage": lambda g: g.storage(),
     "data_ptr": lambda g: g.data_ptr(),
-    "asarray": np.asarray,
     "reduce_tensor": torch.multiprocessing.reductions.reduce_tensor,
     "set_": lambda g: g.set_(torch.ones(3)),
     "resize_": lambda g: g.resize_(1, 2),
@@ -44,7 +43,6 @@ DOORS: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 UNHEARD: dict[str, Callable[[torch.Tensor], Any]] = {
     "to_dlpack": torch._C._to_dlpack,
-    "apply_": lambda g: g.apply_(lambda x: x + 1),
 }
 COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pickle": lambda g: pickle.loads(pickle.dumps(g)),
@@ -66,8 +64,7 @@ def model_and_optimizer(home: str, folder: Path) -> tuple[nn.Module, Any]:
 def stand_in(kind: str, model: nn.Module, optimizer: Any) -> torch.Tensor:
     if kind != "landed":
         optimizer.step()
-    grad = model[0].weight.grad
-    return grad if kind != "view" else grad.view(-1)[3:]
+    return model[0].weight.grad
 
 
 @every_kind

@@ -116,19 +116,6 @@ def test_what_a_transfer_uses_lives_until_it_ends(job, order, monkeypatch):
     assert all(norm is record.norm[1] for norm in norms)
 
 
-def test_no_norm_is_kept_of_bytes_that_may_change_unseen(job):
-    """Twin: an earlier norm is forgotten, too."""
-    record = job.handles[0].grad
-    job.engine.gradients.values.norms.ask(2.0)
-    land(job, ODD, adds=False)
-    assert record.norm is not None
-    record.viewed = True
-    for whole in (True, False):
-        record.norm = (2.0, torch.ones(()))
-        land(job, ODD, adds=True, whole=whole)
-        assert record.norm is None
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_bytes_of_a_gradient_are_counted_on_their_way_home(job, whole):
     edge = job.engine.job.traffic.edges["device->host"]

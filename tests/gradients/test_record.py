@@ -20,6 +20,7 @@ from infinity.gradients.record import (
     would_be_lost,
     writable,
 )
+from infinity.state.operations import Operation
 
 ABSENT, LANDED, CONSUMED, TORN = GradState
 STEPS = {  # whither a gradient may go from where, by hand
@@ -30,8 +31,19 @@ STEPS = {  # whither a gradient may go from where, by hand
 }
 
 
-def handle_with(record: GradRecord | None) -> SimpleNamespace:
-    return SimpleNamespace(name="a.weight", grad=record)
+def handle_with(
+    record: GradRecord | None, *, is_over: bool = True, torn: tuple = ()
+) -> SimpleNamespace:
+    """``is_over``: the last step is; ``torn``: gradients of its model that were."""
+
+    def check(operation: Operation, what: str) -> None:
+        assert operation is Operation.SET_GRAD
+        if not is_over:
+            raise UsageError(f"{what} in half a step")
+
+    gradients = SimpleNamespace(changes=SimpleNamespace(torn=torn))
+    engine = SimpleNamespace(uses=SimpleNamespace(check=check), gradients=gradients)
+    return SimpleNamespace(name="a.weight", grad=record, engine=engine)
 
 
 def zeros_at_home() -> GradRecord:
@@ -56,7 +68,7 @@ def test_a_new_gradient_is_absent_and_has_no_past():
     record, other = GradRecord(), GradRecord()
     assert record.state is ABSENT and record.norm is record.sample is record.assigned is None
     record.factors.append(0.5)
-    assert other.factors == [] and not (record.averaged or record.viewed)
+    assert other.factors == [] and not (record.averaged or record.is_in_hooks)
 
 
 def test_a_sample_has_about_64_elements_at_equal_distances():
@@ -102,15 +114,14 @@ def test_only_a_landed_gradient_is_there_for_the_step(state):
 
 
 def test_zeros_of_zero_grad_are_no_loss_and_anything_else_is():
-    """Twins: another order of the norm rounds small elements away; a view or a factor may have
-    changed what the norm was taken of."""
+    """Twins: another order of the norm rounds small elements away; a factor may have changed what
+    the norm was taken of."""
     assert not would_be_lost(handle_with(zeros_at_home()))
     for norm in (None, (2.0, torch.zeros(())), (math.inf, torch.tensor(1e-45))):
         assert would_be_lost(handle_with(GradRecord(LANDED, norm=norm)))
-    viewed, multiplied = zeros_at_home(), zeros_at_home()
-    viewed.viewed = True
+    multiplied = zeros_at_home()
     multiplied.factors.append(0.5)
-    assert would_be_lost(handle_with(viewed)) and would_be_lost(handle_with(multiplied))
+    assert would_be_lost(handle_with(multiplied))
 
 
 @pytest.mark.parametrize("arrives", [0.0, 3.0])
@@ -132,18 +143,30 @@ def test_only_a_torn_gradient_cannot_be_read(state):
 
 
 @pytest.mark.parametrize("state", GradState, ids=lambda state: state.name)
-def test_torn_and_consumed_gradients_cannot_be_changed(state):
-    handle = handle_with(GradRecord(state))
-    if state in (TORN, CONSUMED):
-        with pytest.raises(UsageError, match="half done" if state is TORN else "was consumed by"):
-            writable(handle)
-    else:
-        assert writable(handle) is handle
+def test_torn_gradients_and_those_of_half_a_step_cannot_be_changed(state):
+    """Twin: after the whole step a consumed one can be."""
+    for is_over in (False, True):
+        handle = handle_with(GradRecord(state), is_over=is_over)
+        if state is TORN or (state is CONSUMED and not is_over):
+            with pytest.raises(UsageError, match="half done" if state is TORN else "half a step"):
+                writable(handle)
+        else:
+            assert writable(handle) is handle
+
+
+def test_a_loop_of_changes_is_refused_before_the_first_if_any_gradient_is_torn():
+    """Twin: once that one is zeroed the others are changed."""
+    other = handle_with(GradRecord(TORN))
+    handle = handle_with(GradRecord(LANDED), torn=(other,))
+    with pytest.raises(UsageError, match="half done"):
+        writable(handle)
+    other.grad = zeros_at_home()
+    assert writable(handle) is handle
 
 
 def test_an_assigned_tensor_is_left_behind_by_a_change_that_is_allowed():
     """Twin: a refused change leaves it as it is."""
-    for state, is_left in ((LANDED, True), (CONSUMED, False)):
+    for state, is_left in ((LANDED, True), (CONSUMED, True), (TORN, False)):
         tensor = torch.ones(3)
         assigned = Assigned(tensor, is_copied=True, alone=False)
         handle = handle_with(GradRecord(state, assigned=assigned))

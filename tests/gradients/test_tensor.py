@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from small import RAMP, AtHome, Elsewhere, small_at_home
@@ -14,6 +15,7 @@ from infinity.errors import UsageError
 from infinity.gradients.record import GradRecord, GradState
 from infinity.gradients.tensor import GradProxy, GradView
 from infinity.machine import accelerator
+from infinity.state.operations import State
 
 ROWS = torch.stack([RAMP, RAMP])
 ODD = torch.linspace(0.1, 0.8, 8).view(2, 4)  # whose sums and products are rounded
@@ -60,6 +62,12 @@ def at_home(job: AtHome, index: int = 0) -> torch.Tensor:
 def consume(job: AtHome) -> None:
     for handle in job.handles[:2]:
         handle.grad.move(GradState.CONSUMED)
+
+
+def of_several_ranks(job: AtHome) -> None:
+    """Lets gradients take the ways that they take with others, though this rank has all bytes."""
+    ranks = SimpleNamespace(alone=False, size=1, pp_group=None)
+    job.engine.gradients.values.ranks = job.engine.gradients.assigned.ranks = ranks
 
 
 def averaged_by(job: AtHome) -> Averager:
@@ -147,27 +155,34 @@ def test_a_gradient_is_used_in_a_use_of_the_job(here):
     running = SimpleNamespace(average=lambda: seen.append(here.engine.job.scopes.running_here))
     here.engine.gradients.reduce_with(None, running.average)
     first + 1
-    consume(here)
-    view = first[0]
-    view + 1
+    first[0]
+    first.numpy()
     assert seen == [True] * len(seen) and len(seen) == 3
 
 
-def test_a_consumed_gradient_can_be_read_and_zeroed_only(job):
-    first, _ = grads(job)
+@pytest.mark.parametrize("is_over", [True, False])
+def test_a_consumed_gradient_is_changed_once_its_step_is_over(job, is_over):
+    """It stays consumed. Twin: between the two halves of a step each change is refused."""
+    (first, _), expected = grads(job), ROWS.clone()
     consume(job)
+    job.engine.uses.define(State.STEPPED, lambda: not is_over)
     writes = (
-        lambda: first.mul_(2),
-        lambda: first.div_(2),
-        lambda: first.add_(1),
-        lambda: torch._amp_foreach_non_finite_check_and_unscale_(
-            [first], torch.zeros(1), torch.ones(1)
+        lambda grad: grad.mul_(3),
+        lambda grad: grad.div_(2),
+        lambda grad: grad.add_(1),
+        lambda grad: torch._amp_foreach_non_finite_check_and_unscale_(
+            [grad], torch.zeros(1), torch.tensor(0.3)
         ),
     )
     for write in writes:
-        with pytest.raises(UsageError, match=r"layers\.0\.weight\.grad was consumed"):
-            write()
-    assert torch.equal(first + 0, ROWS) and torch.equal(at_home(job), ROWS)
+        if is_over:
+            write(first)
+            write(expected)
+        else:
+            with pytest.raises(UsageError, match=r"layers\.0\.weight\.grad between step_in"):
+                write(first)
+    assert torch.equal(first + 0, expected) and torch.equal(at_home(job), expected)
+    assert job.handles[0].grad.state is GradState.CONSUMED
     first.zero_()
     assert job.handles[0].grad.state is GradState.LANDED and at_home(job).count_nonzero() == 0
 
@@ -191,8 +206,11 @@ def test_a_torn_gradient_can_be_zeroed_only(here):
 
 
 def test_a_view_of_a_torn_gradient_cannot_be_read(here):
-    consume(here)
-    first, _ = grads(here)
+    """With several ranks. Twin: on one rank it has memory of its own."""
+    first, second = grads(here)
+    own = second[0]
+    of_several_ranks(here)
+    assert torch.equal(own + 0, 2 * RAMP)
     view = first[0]
     assert torch.equal(view + 0, RAMP)
     here.handles[0].grad = GradRecord(GradState.TORN, proxy=first, shown=first)
@@ -204,7 +222,7 @@ def test_a_stand_in_from_before_is_refused(here):
     """Of a gradient that was cleared, or of a model that is gone; a view of it, too. Twin: the
     present one."""
     old = grads(here)[0]
-    consume(here)
+    of_several_ranks(here)
     view = old[0]
     here.handles[0].param.grad = None
     here.backward(RAMP)
@@ -236,35 +254,50 @@ def test_a_stand_in_whose_parameter_got_another_gradient_is_a_plain_tensor(job):
 # --- views ---
 
 
-def test_a_view_shares_the_bytes_where_a_write_to_it_counts(job):
-    """Twin: else it is read at each use, and cannot be written to."""
+def test_a_view_has_memory_of_its_own_and_a_write_to_it_counts(job):
+    """At every home, before and after a step. Twin: once it is let go the bytes are at home."""
     first, _ = grads(job)
-    shares = (
-        job.engine.device.is_host and job.handles[0].flat_param.arrays["grad"].tier.value != "nvme"
-    )
     view = first.t()
-    assert (type(view) is torch.Tensor) == shares
-    assert view.shape == (4, 2) and view.stride() == (1, 4) and torch.equal(view + 0, ROWS.t())
+    assert type(view) is torch.Tensor and view.shape == (4, 2) and view.stride() == (1, 4)
+    assert torch.equal(view, ROWS.t())
     first.add_(1)
-    assert torch.equal(view + 0, ROWS.t() + 1)
-    assert job.handles[0].grad.viewed == shares
-    if shares:
-        view.add_(1)
-        assert torch.equal(at_home(job), ROWS + 2)
-    else:
-        for write in (lambda: view.add_(1), lambda: torch.add(view, 1, out=view)):
-            with pytest.raises(UsageError, match=r"of a view of layers\.0\.weight\.grad"):
-                write()
-        assert torch.equal(at_home(job), ROWS + 1)
+    assert torch.equal(view, ROWS.t() + 1)
+    view.mul_(2)
+    assert torch.equal(first + 0, 2 * (ROWS + 1))
+    consume(job)
+    view[0] = 0.5
+    assert torch.equal(first.sum(), view.sum())
+    del view
+    expected = 2 * (ROWS + 1)
+    expected[:, 0] = 0.5
+    assert torch.equal(first + 0, expected) and torch.equal(at_home(job), expected)
+    assert job.handles[0].grad.assigned is None
 
 
-@pytest.mark.parametrize("consumed", [False, True])
-def test_views_that_are_not_lent_read_the_home_at_each_use(here, consumed):
-    """Of a consumed gradient, or by strides. Twins: any other view of a landed one shares it."""
-    first, _ = grads(here)
-    if consumed:
-        consume(here)
-    assert (type(first[0]) is GradView) == consumed
+def test_arrays_are_of_memory_that_the_engine_does_not_use(job):
+    """By every way to NumPy. Twins: with several ranks an array can be read only, and elements are
+    not changed by a function."""
+    first, _ = grads(job)
+    arrays = [np.asarray(first), first.numpy(), first.detach().cpu().numpy(force=True)]
+    arrays += [first.view(-1).numpy().reshape(2, 4), np.array(first, dtype=np.float32)]
+    first.apply_(lambda value: value + 1)
+    first.map_(torch.ones(2, 4), lambda value, other: value - other)
+    job.handles[0].param.grad = None
+    job.backward(ODD[0])
+    assert all(array.tolist() == ROWS.tolist() for array in arrays)
+    of_several_ranks(job)
+    first, _ = grads(job)
+    for array in (first.numpy(), first[0].numpy(), first.t().numpy()):
+        assert not array.flags.writeable
+    with pytest.raises(UsageError, match=r"apply_\(\)"):
+        first.apply_(lambda value: value + 1)
+
+
+def test_views_with_several_ranks_read_the_home_at_each_use(here):
+    """And cannot be written to. Twin: on one rank they are plain tensors."""
+    first, second = grads(here)
+    assert type(second[0]) is torch.Tensor
+    of_several_ranks(here)
     view = first.as_strided((2, 2), (2, 1), 3)
     assert type(view) is GradView and torch.equal(view + 0, torch.tensor([[4.0, 1.0], [2.0, 3.0]]))
     here.engine.gradients.homes.view(here.handles[0], write=True).copy_(ODD)
@@ -277,12 +310,16 @@ def test_views_that_are_not_lent_read_the_home_at_each_use(here, consumed):
     taken = view.clone()
     taken.zero_()
     assert torch.equal(view + 0, ODD.as_strided((2, 2), (2, 1), 3))
+    for write in (lambda: view.add_(1), lambda: torch.add(view, 1, out=view)):
+        with pytest.raises(UsageError, match=r"of a view of layers\.0\.weight\.grad"):
+            write()
 
 
 def test_several_views_are_each_their_own(here):
     """With factors that wait for the step, which a consumed gradient keeps."""
     here.handles[0].grad.factors.append(0.5)
     consume(here)
+    of_several_ranks(here)
     first, _ = grads(here)
     for each, expected in zip(first.unbind(1), (ROWS * 0.5).unbind(1)):
         assert type(each) is GradView and torch.equal(each + 0, expected)
@@ -290,7 +327,7 @@ def test_several_views_are_each_their_own(here):
 
 
 def test_a_view_is_averaged_before_it_is_read(here):
-    consume(here)
+    of_several_ranks(here)
     view, averager = grads(here)[0][0], averaged_by(here)
     view + 1
     assert averager.averages == 1
