@@ -46,7 +46,12 @@ KNOWN = (
         ("history",),
         "earlier pairs of question and answer, or messages; their answers are learned too",
     ),
-    Known("column", "more", ("input", "context", "passage"), "text that follows the question"),
+    Known(
+        "column",
+        "more",
+        ("input", "context", "passage"),
+        "text that follows the question of a pair; refused beside a conversation alone",
+    ),
     Known("column", "variables", ("chat_template_kwargs",), "given to the chat template"),
     Known("column", "last", ("only_last",), "true: of the answers, the last one is learned"),
     Known(
@@ -116,7 +121,7 @@ KNOWN = (
     Known(
         "role",
         "assistant",
-        ("assistant", "gpt", "chatgpt", "bing", "bard", "bot", "model"),
+        ("assistant", "gpt", "chatgpt", "chatbot", "bing", "bard", "bot", "model"),
         "an answer, which is learned",
     ),
     Known(
@@ -226,6 +231,13 @@ def choose_form(data: Any, source: str) -> Form:
         return Form(text=text)
     beside = {use: first(use) for use in ("tools", "system", "history", "variables", "last")}
     if messages:
+        for name in (names[name] for name in known("column", "more") if name in names):
+            if not pairs and (at := _first_filled(data, name)):
+                raise ConfigError(
+                    f"--data: {source}: the column {name} (first in sample {at}) is text for a"
+                    f" question, and {messages} has the questions. Write it into them, or remove"
+                    " the column."
+                )
         return Form(messages=messages, **beside)
     question, answer = pairs[0]
     more = [name for name in known("column", "more") if name in names and name not in pairs[0]]
@@ -246,9 +258,13 @@ def _refuse(data: Any, names: dict[str, str], source: str, *, beside_answers: bo
         if not each.refused or (each.use in ("label", "choices") and not beside_answers):
             continue
         for name in (names[name] for name in each.names if name in names):
-            values = data.select_columns([name]).with_format("arrow")[:].column(0).to_pylist()
-            at = next((at for at, value in enumerate(values, 1) if not is_empty(value)), None)
-            if at is not None:
+            if at := _first_filled(data, name):
                 raise ConfigError(
                     f"--data: {source}: the column {name} (first in sample {at}) {each.refused}"
                 )
+
+
+def _first_filled(data: Any, name: str) -> int | None:
+    """Returns the number of the first sample, from 1, that has something in a column."""
+    values = data.select_columns([name]).with_format("arrow")[:].column(0).to_pylist()
+    return next((at for at, value in enumerate(values, 1) if not is_empty(value)), None)

@@ -79,13 +79,13 @@ def read_sample(row: dict[str, Any], form: Form, *, template: str, padded: bool)
         message["role"] == "assistant" and mark is not False and at >= (start or 0)
         for at, (message, mark) in enumerate(read)
     ]
+    last = next((at for at in reversed(range(len(read))) if learned[at]), -1)
+    if row.get(form.last or "") and last > (start or 0):
+        learned, start = [at == last for at in range(len(read))], None
     if start is not None and all(mark is not False for _, mark in read[start:]):
         learned = [at >= start for at in range(len(read))]
     else:
         start = None
-    if start is None and row.get(form.last or "") and any(learned):
-        last = max(at for at, wanted in enumerate(learned) if wanted)
-        learned = [at == last for at in range(len(learned))]
     if padded:
         tools = _unpadded(tools)
     if tools is not None and (bare_tools or str(form.tools).strip().lower() == "functions"):

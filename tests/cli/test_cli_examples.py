@@ -6,6 +6,7 @@ form that people have them. TRL renders and masks them.
 
 from __future__ import annotations
 
+import io
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -241,6 +242,31 @@ def test_a_job_shows_what_it_learns_and_saves_what_can_be_talked_to(train, tmp_p
     assert transformers.AutoModelForCausalLM.from_pretrained("tuned").generation_config.eos_token_id
 
 
+def test_what_is_left_out_is_told_once(tokenizer, tmp_path):
+    """Columns, keys that the template does not read, and samples. Twin: nothing is, and the way
+    that the file is read is told alone."""
+    from rich.console import Console
+
+    from infinity.cli.training.progress import show_examples
+
+    rows = [row | {"source": "book"} for row in rows_of("messages")]
+    rows[0]["messages"][0]["name"] = "Ann"
+    rows.append({"messages": chat_of("1+1?", "2.")[:1], "id": 8, "source": "web"})
+    lines = []
+    for data in (rows, rows_of("prompt")):
+        console = Console(width=200, record=True, quiet=False, file=io.StringIO())
+        show_examples(console, read(save_rows(tmp_path / "a.jsonl", data), tokenizer), tokenizer)
+        lines.append(console.export_text().splitlines()[3:])
+    assert lines[0] == [
+        "Read as conversations: messages",
+        "Columns left out: id, source",
+        "keys of messages left out: name (the chat template does not read them), in 1 of the"
+        " samples",
+        "1 sample left out (no answer in it)",
+    ]
+    assert lines[1] == ["Read as questions and answers: prompt, completion"]
+
+
 def test_a_resumed_job_has_the_bits_of_an_uninterrupted_one(train, tmp_path):
     """With micro-batches of other counts of learned tokens."""
     save_rows(tmp_path / "chat.jsonl", rows_of("messages"))
@@ -302,6 +328,12 @@ REFUSED = {
     "no roles": ([{"messages": [{"content": "a"}] * 2}] * 3, "a message needs role and content"),
     "numbers": ([{"prompt": "a", "completion": 3}] * 3, "completion and text are texts"),
     "no answers": ([{"messages": chat_of("a", "b")[:1]}] * 3, "no conversation has an answer"),
+    "bad answers": ([{"messages": chat_of("a", "b"), "label": False}] * 3, "the method KTO"),
+    "pictures": ([{"messages": chat_of("a", "b"), "images": ["a.png"]}] * 3, "column images"),
+    "tools for no one": (
+        [{"messages": chat_of("a", "b"), "tools": [{"n": 1}]}] * 3,
+        "column tools",
+    ),
 }
 
 

@@ -100,3 +100,13 @@ def test_one_thing_by_two_names_is_refused():
     with pytest.raises(ConfigError, match="system and system_prompt, which are one thing"):
         form_of(row)
     assert form_of(ANSWER | {"system_prompt": "b"}).system == "system_prompt"
+
+
+def test_text_for_a_question_is_refused_beside_a_conversation():
+    """The question is in the conversation. Twins: empty; of another form, which is listed."""
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    with pytest.raises(ConfigError, match=r"column context \(first in sample 1\) is text for a q"):
+        form_of(chat | {"context": "One is 1."})
+    assert form_of(chat | {"context": ""}).used == ["messages"]
+    row = chat | {"instruction": "a", "input": "b", "output": "c"}
+    assert form_of(row).told(list(row))[1] == "Columns left out: instruction, input, output"
