@@ -381,7 +381,7 @@ def _find_owners(
             for module in owner.modules()
             if module is not owner
         )
-        if not group.owners or group.is_used_apart or around:
+        if group.tile_rows or group.is_used_apart or around:
             unit.share()
     return owners
 

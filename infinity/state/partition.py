@@ -61,8 +61,10 @@ class Group:
 
     @property
     def is_used_apart(self) -> bool:
-        """Whether several modules use it, and not only those of one block."""
-        return len(self.owners) > max(1, len(self.called))
+        """Whether several modules use it, and not only those of one block, or any module may."""
+        if self.block is None:
+            return len(self.owners) != 1 and not self.tile_rows
+        return len(self.owners) > len(self.called)
 
 
 STAYS = "_infinity_stays"  # attribute of a parameter
@@ -285,7 +287,7 @@ def held_nbytes(model: nn.Module, groups: list[Group], nbytes_of: dict[int, int]
     for group in groups:
         for owner in group.owners:
             owned.setdefault(owner, []).append(group)
-    unowned = (group for group in groups if not group.owners and not group.tile_rows)
+    unowned = (group for group in groups if group.block is not None and not group.owners)
     most = max((nbytes_of[id(group)] for group in unowned), default=0)
     pending: list[tuple[nn.Module, frozenset[int]]] = [(model, frozenset())]
     seen: set[tuple[int, frozenset[int]]] = set()

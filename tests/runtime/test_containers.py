@@ -12,6 +12,7 @@ import pytest
 import torch
 from containers import KINDS, Lists, Mixture, Parameters, trained
 from models import at_home, differing, seeded
+from ranks import Jobs
 
 import infinity
 from infinity.api.lay_out import lay_out
@@ -96,3 +97,13 @@ def test_the_weights_of_containers_are_there_for_inference(tmp_path):
             assert torch.equal(model(x), made(kind)[0](x))
         device = infinity.stats(model).tiers["device"]
         assert device.peak_nbytes <= device.planned_nbytes
+
+
+@pytest.mark.timeout(700)
+def test_ranks_gather_what_is_used_outside_of_owners(standing_ranks):
+    """Method: ZeRO-3 over two ranks with the same batches, each kind with the least; beside plain
+    torch in one process, bit for bit."""
+    names = ["Lists", "Parameters", "Functions", "Mixture"]
+    jobs = Jobs(standing_ranks(2), "container_jobs", {"kinds": {"names": names}})
+    for found in jobs["kinds"]:
+        assert found == dict.fromkeys(names, (True, [], True))

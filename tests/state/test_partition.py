@@ -128,6 +128,8 @@ def test_parameters_of_a_container_outside_of_blocks_have_no_owner():
     assert group.params == list(whole.parameters())
     assert group.owners == [whole.b, whole.c.norm, whole.c.inner.block.linear]
     assert group.called == [] and group.is_used_apart
+    (alone,) = partition(model(a=nn.ParameterList([torch.ones(4)])), "auto")
+    assert alone.owners == [] and alone.is_used_apart  # it may be used anywhere
 
 
 def test_a_tied_weight_of_a_container_is_owned_by_the_called_modules_that_hold_it():
@@ -218,6 +220,10 @@ def test_nested_forwards_hold_all_their_units_and_siblings_do_not():
     assert held_nbytes(whole, groups, nbytes) == 111
     groups[1].block = nn.ModuleList([whole.a, whole.c])  # which are used one after the other
     assert held_nbytes(whole, groups, nbytes) == 101
+    groups[1].owners.clear()  # an operation holds it, in the forward of the first one
+    assert held_nbytes(whole, groups, nbytes) == 101
+    nbytes[id(groups[1])] = 1000
+    assert held_nbytes(whole, groups, nbytes) == 1000
 
 
 def test_a_named_class_may_stand_inside_another_named_one():
