@@ -73,8 +73,6 @@ class GradRecord:
     # Of experts updated by rows: those whose gradient may not be zero; None: all
     rows: frozenset[int] | None = None
     are_others_zero: bool = True  # the other rows' bytes at home; else they are undefined
-    # Users' hooks run before it lands: ``p.grad`` is what autograd accumulated
-    is_in_hooks: bool = False
 
     @property
     def state(self) -> GradState:

@@ -123,12 +123,12 @@ class Backward:
         else:
             self._land(handle)
         try:
-            handle.grad.is_in_hooks = sums_first
+            handle.is_in_hooks = sums_first
             for hook in tuple(hooks.values()):
                 if hook(param) is not None:
                     raise RuntimeError("Tensor post accumulate grad hooks should return None.")
         finally:
-            handle.grad.is_in_hooks = False
+            handle.is_in_hooks = False
         if sums_first and raw_grad(param) is not None:
             self._land(handle)
         self._count(handle)

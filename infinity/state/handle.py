@@ -82,6 +82,7 @@ class ParamHandle:
         "is_counted",
         "is_tied",
         "edits",
+        "is_in_hooks",
         "_unit",
         "_flat_param",
         "_engine",
@@ -111,6 +112,8 @@ class ParamHandle:
         self.is_tied = is_shared(self.param)  # with another stage's copy
         # Of a tied one: digest of the values that users set since the wrap or a load.
         self.edits = 0
+        # Users' hooks run before its gradient lands: ``p.grad`` is what autograd accumulated.
+        self.is_in_hooks = False
         self._engine = weakref.ref(engine)
 
     @property

@@ -78,11 +78,6 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
             ),
         ),
         (
-            "torch/autograd/graph.py",
-            "register_multi_grad_hook _get_grad_fn_or_grad_acc",
-            "Register one hook for each parameter: param.register_post_accumulate_grad_hook(hook).",
-        ),
-        (
             "peft/",
             (
                 "merge merge_and_unload _unload_and_optionally_merge merge_adapter unmerge_adapter"

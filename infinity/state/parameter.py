@@ -43,6 +43,7 @@ from .handle import (
 )
 from .packed import is_packed
 from .torch_functions import (
+    AS_ITSELF,
     DETACH,
     EQUAL,
     LIKE,
@@ -65,7 +66,7 @@ class _ManagedGrad:
         if param is None:
             return self
         handle = handle_of(param)
-        if handle is None or handle.grad is None or handle.grad.is_in_hooks:
+        if handle is None or handle.grad is None or handle.is_in_hooks:
             return raw_grad(param)
         if torch._C._current_graph_task_id() != -1 and (accumulated := raw_grad(param)) is not None:
             return accumulated  # not yet landed: another hook runs before ours
@@ -73,7 +74,7 @@ class _ManagedGrad:
 
     def __set__(self, param, value):
         handle = handle_of(param)
-        if handle is None or handle.grad is None or handle.grad.is_in_hooks:
+        if handle is None or handle.grad is None or handle.is_in_hooks:
             set_raw_grad(param, value)
         else:
             handle.engine.gradients.set(handle, value)
@@ -192,6 +193,9 @@ class _Stored:
                 return answer
             if func in TO and converts_to_itself(func, subject, args, kwargs):
                 return subject
+            if func in AS_ITSELF and args[1:] and args[1] is subject:
+                if (view := _as_itself(func, subject)) is not None:
+                    return view
             if func == torch.Tensor.data.__set__:  # a new object at every look-up, so never `is`
                 return set_data(subject, args[1])
         touched = [leaf for leaf in leaves if isinstance(leaf, _Stored)]
@@ -244,6 +248,19 @@ class _Stored:
 
     def __reduce_ex__(self, protocol):
         raise _refuse_copy(self, "pickled")
+
+
+def _as_itself(func, subject: torch.Tensor) -> torch.Tensor | None:
+    """Returns ``subject.view_as(subject)``, by which a tensor's place in the graph is found: it
+    needs no bytes. None in a pass or a transform, which have them."""
+    if handle_of(subject).engine.computing or transforms.are_running():
+        return None
+    if not is_distributed(subject):
+        return transforms.whole_view(subject, StoredAlias.like)
+    if not mistakes.is_called_from("torch/autograd/graph.py"):
+        return None
+    with DisableTorchFunction():
+        return func(subject, subject)
 
 
 class StoredParameter(_Stored, torch.nn.Parameter):

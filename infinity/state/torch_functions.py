@@ -67,6 +67,7 @@ TO = {
     torch.Tensor.type,
 }
 EQUAL = {torch.equal, torch.Tensor.equal}
+AS_ITSELF = {torch.Tensor.view_as, torch.Tensor.expand_as}
 
 _TYPE_NAMES = {
     dtype: torch.empty(0, dtype=dtype).type().removeprefix("torch.")

@@ -68,7 +68,7 @@ def test_a_new_gradient_is_absent_and_has_no_past():
     record, other = GradRecord(), GradRecord()
     assert record.state is ABSENT and record.norm is record.sample is record.assigned is None
     record.factors.append(0.5)
-    assert other.factors == [] and not (record.averaged or record.is_in_hooks)
+    assert other.factors == [] and not record.averaged
 
 
 def test_a_sample_has_about_64_elements_at_equal_distances():

@@ -12,6 +12,7 @@ import pytest
 import torch
 from models import TIERS, at_home
 from torch import nn
+from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 
 import infinity
 from infinity.errors import CapacityError, UsageError
@@ -327,6 +328,57 @@ def test_a_hook_between_the_backwards_of_one_pass_has_the_sum(home, tmp_path):
         loop.unwrap()
         found.append(loop.bits())
     assert found[0] == found[1] != found[2]
+
+
+def over_several(loop: Hooked) -> None:
+    params = list(loop.model.parameters())
+    hook = register_multi_grad_hook(params, lambda grads: loop.seen.extend(map(torch.clone, grads)))
+    register_multi_grad_hook(params[1:], lambda grad: loop.seen.append(grad.clone()), mode="any")
+    register_multi_grad_hook([params[0].view(-1), params[2]], lambda grads: None)
+    loop.steps(2)
+    hook.remove()
+    loop.steps(1)
+
+
+def at_edges(loop: Hooked) -> None:
+    edges = [get_gradient_edge(param) for param in loop.model.parameters()]
+    loss = loop.model(torch.ones(2, 6)).square().sum()
+    loop.seen.extend(torch.autograd.grad(loss, edges, retain_graph=True))
+    loss.backward(inputs=edges[:1])
+    loop.seen.append(loop.model[0].weight.grad.clone())
+
+
+def at_nodes(loop: Hooked) -> None:
+    weight = loop.model[0].weight
+    node = weight.view_as(weight).grad_fn.next_functions[0][0]
+    assert node is get_gradient_edge(weight).node and node.variable is weight
+    node.register_prehook(lambda grads: loop.seen.append(grads[0].clone()))
+    node.register_hook(lambda *_: loop.seen.append(weight.grad.clone()))
+    loop.steps(2)
+
+
+@pytest.mark.parametrize("script", [over_several, at_edges, at_nodes])
+@pytest.mark.parametrize("home", [*TIERS])
+def test_places_in_the_graph_are_found_without_weights(script, home, tmp_path):
+    """Method: twins: multi-gradient hooks, gradients of edges and hooks of nodes have torch's bits.
+    To find a place reads nothing. Twin: torch's own error for a frozen parameter."""
+    found = []
+    for each in (None, home):
+        loop = Hooked(lambda param: None, each, tmp_path)
+        loop.wrap()
+        moved = []
+        for _ in range(2 if each else 0):
+            moved.append({k: e.nbytes for k, e in infinity.stats(loop.model).edges.items()})
+            list(map(get_gradient_edge, loop.model.parameters()))
+        assert moved[:1] == moved[1:]
+        script(loop)
+        loop.model[0].bias.requires_grad_(False)
+        with pytest.raises(RuntimeError, match="does not require gradients"):
+            get_gradient_edge(loop.model[0].bias)
+        loop.model[0].bias.requires_grad_(True)
+        loop.unwrap()
+        found.append(loop.bits())
+    assert found[0] == found[1]
 
 
 def test_a_failed_wrap_leaves_hooks_that_their_handles_remove():
