@@ -20,6 +20,7 @@ from ..config.config import Config
 from ..distributed.collectives import Collectives
 from ..distributed.parallel_dims import ParallelDims
 from ..errors import CapacityError, ConfigError, InternalError
+from ..forwards.tables import tables_of
 from ..forwards.tiles import SMALLEST_TILE_NBYTES, candidates
 from ..machine import limits, scratch
 from ..machine.accelerator import make_device
@@ -45,6 +46,8 @@ from .remedies import with_remedies
 from .unmoved import unmoved_nbytes
 
 logger = logging.getLogger(__name__)
+
+SUMMED_AT_ONCE = 3  # gradients of a tied weight, unless they land use by use
 
 MakeFlatParams = Callable[[Group], list[FlatParam]]
 
@@ -140,6 +143,7 @@ class Ways:
             device,
             reuses,
         )
+        self._tables = tables_of(model)
         self._dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
         self._buffers_nbytes = unmoved_nbytes(model)
         self._made: dict[tuple, _Way | None] = {}
@@ -221,6 +225,9 @@ class Ways:
             return None
         groups = partition(self._model, cast("str | tuple[str, ...]", config.units), tiled)
         flat_params = [self._make(group) for group in groups]
+        for group in groups:
+            own = [] if group.tile_rows else [p for p in group.params if p in self._tables]
+            group.tables = {param: self._tables[param] for param in own}
         sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
         held = held_nbytes(
             self._model,
@@ -295,6 +302,18 @@ def unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
         tuple(_size_of_flat_param(flat) for flat in flat_params),
         tile_nbytes,
         group.place,
+        0 if group.tile_rows else sum(_autograd_nbytes(flat, group) for flat in flat_params),
+    )
+
+
+def _autograd_nbytes(flat_param: FlatParam, group: Group) -> int:
+    """Counts the gradients of a flat param that autograd holds at once in a backward. Those of a
+    tied weight wait for each other: one waits, one is made, and their sum."""
+    if not flat_param.spec.stepped:
+        return 0
+    return flat_param.spec.dtype.itemsize * sum(
+        place.numel * (SUMMED_AT_ONCE if param in group.tied - group.tables.keys() else 1)
+        for param, place in zip(flat_param.params, flat_param.layout.placements)
     )
 
 

@@ -28,6 +28,7 @@ from ..errors import ConfigError
 from ..forwards.context import found_weakly
 from ..forwards.micro_batch import check_block, install_chunks
 from ..forwards.replaced_forward import ReplacedForward
+from ..forwards.tables import install_tables
 from ..forwards.tiled_layers import install_tiles
 from ..machine.device import Device
 from ..machine.progress import progress
@@ -393,6 +394,10 @@ def _replace_forwards(engine: Engine, model: nn.Module, groups: list[Group]) -> 
     tiles = {group.params[0]: group.tile_rows for group in groups if group.tile_rows}
     find, units_of = found_weakly(engine.make_forward_context), engine.units_of
     removers = [*install_tiles(find, model, tiles)]
+    if job.reducer is None:
+        stepped = {handle.param for handle in job.trained}
+        tables = {param: use for group in groups for param, use in group.tables.items()}
+        removers += install_tables(find, {p: tables[p] for p in tables.keys() & stepped})
     blocks = _blocks(model, groups)
     if job.config.micro_batch is not None:
         removers += [

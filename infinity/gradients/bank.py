@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,6 +20,7 @@ from ..storage.store import ArrayStore
 from .assigned_grads import AssignedGrads
 from .homes import GradHomes
 from .lander import Lander
+from .meeting import Meeting
 from .record import GradRecord, GradState
 from .tensor import GradProxy
 from .values import GradValues
@@ -50,6 +51,8 @@ class GradientBank:
         self._average: Callable[..., None] = lambda **_: None
         # In a pass of several backwards: sums that land after the last one
         self._waiting: WholeGradients | None = None
+        # Of the running backward, by parameter and task of autograd. None: autograd adds its uses.
+        self._meetings: dict[tuple[ParamHandle, int], Meeting | None] = {}
         self.takes_samples = False  # of gradients that ranks with other local parts share
 
     # --- what autograd and torch.nn.utils see ---
@@ -209,6 +212,7 @@ class GradientBank:
         """Marks gradients that an exception interrupted as torn, and sends opened gradients home.
         Only while no transfer is running."""
         self.changes.tear()
+        self._meetings.clear()
         if self._waiting is not None:
             self._waiting.drop()
         self._waiting = None
@@ -301,6 +305,48 @@ class GradientBank:
         if sums is not None and (before := sums.give_back(handle)) is not None:
             grad = before.to(grad.dtype) + grad
         return grad
+
+    # --- uses that land apart ---
+
+    def meet(
+        self, handle: ParamHandle, task: int, ids: Sequence[torch.Tensor], wholes: int
+    ) -> Meeting | None:
+        """Returns where the gradients of ``handle``'s uses meet in autograd's ``task``, or None if
+        autograd has to add them: always the same in one task.
+
+        ``ids``: of the lookups still to come, the one that asks among them. ``wholes``: uses of
+        every row still to come.
+        """
+        if (key := (handle, task)) not in self._meetings:
+            record = handle.grad
+            is_first = record.state is GradState.ABSENT
+            spec = handle.flat_param.spec
+            meets = (
+                self._add_whole is None
+                and self._waiting is None
+                and record.state is not GradState.TORN
+                and record.assigned is None
+                and record.with_graph is None
+                # Else what is at home would be added to each, and not to their sum.
+                and (wholes <= 1 or (is_first and spec.grad_dtype == spec.dtype))
+            )
+            if meets:
+                self.changes.begin(handle)
+            self._meetings[key] = Meeting(handle, ids) if meets else None
+        return self._meetings[key]
+
+    def end_meetings(self) -> list[ParamHandle]:
+        """Lands the rows that met. Returns their parameters."""
+        meetings, self._meetings = self._meetings, {}
+        met = [meeting for meeting in meetings.values() if meeting is not None]
+        for meeting in met:
+            handle = meeting.handle
+            self.reopen(handle)
+            self._lander.land_rows(
+                handle, *meeting.rows(), adds=handle.grad.state is not GradState.ABSENT
+            )
+            handle.grad.move(GradState.LANDED)
+        return [meeting.handle for meeting in met]
 
     @contextmanager
     def landing_rows(self, handle: ParamHandle) -> Iterator[Callable]:

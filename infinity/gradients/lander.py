@@ -50,6 +50,21 @@ class Lander:
                 adds=adds,
             )
 
+    def land_rows(
+        self, handle: ParamHandle, ids: torch.Tensor, rows: torch.Tensor, *, adds: bool
+    ) -> None:
+        """Sets the gradient of ``handle`` to ``rows`` at ``ids`` and zeros elsewhere, or adds them
+        (``adds``). Blocks until what landed before has arrived."""
+        with self._store.traffic.copying("device->host", rows.nbytes, handle.name):
+            handle.flat_param.homes.wait_running()
+            home = self._homes.view(handle, write=True)
+            if adds:
+                self._changes.apply_factors(handle, home)
+            else:
+                home.zero_()
+            home.index_add_(0, ids.to(home.device), rows.to(home.device, home.dtype))
+        handle.grad.norm = None
+
     def _land_rows(
         self, handle: ParamHandle, grad: torch.Tensor, take_norm: TakeNorm, *, adds: bool
     ) -> None:

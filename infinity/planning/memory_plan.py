@@ -50,6 +50,7 @@ class MemoryPlan:
     slot_nbytes: int  # one optimizer slot; 0 when all state is in memory
     service_nbytes: int
     device_window_nbytes: int  # weights gathered at once
+    autograd_nbytes: int = 0  # of gradients that autograd makes, beside the window's room for them
     waiting_nbytes: int = 0  # whole gradients on the device, until an accumulation pass ends
     landing_nbytes: int = 0  # device gradients still being copied, at most
     gpu_direct_nbytes: int = 0  # device memory for weights on the road from disk; 0: no road

@@ -85,7 +85,7 @@ class MemoryTerms:
         self._add_ranks()
         landing, device_slot = self._device_step()
         self._class_step()
-        window = self._window()  # takes the rest of a budget
+        window, autograd = self._window()  # take the rest of a budget
         return MemoryPlan(
             tiers=self.tiers,
             units_ahead=self._rung.units_ahead,
@@ -96,6 +96,7 @@ class MemoryTerms:
             slot_nbytes=slot,
             service_nbytes=service,
             device_window_nbytes=window,
+            autograd_nbytes=autograd,
             landing_nbytes=landing,
             gpu_direct_nbytes=gpu_direct,
             device_slot_nbytes=device_slot,
@@ -182,26 +183,45 @@ class MemoryTerms:
             own = whole * (not self._device.is_host) * any(flat.whole_grad for flat in flat_params)
             self._add(Tier.DEVICE, "gradients of other ranks", 2 * whole + of_replicas + own)
 
-    def _window(self) -> int:
-        """Adds the weights gathered at once: the most held, plus one unit. In the backward the next
-        unit arrives while the last one's gradients are still accumulated."""
-        config, window = self._config, 0
-        tile = max((unit.tile_nbytes for unit in self._units), default=0)
+    def _least_window(self) -> int:
+        """Returns the weights gathered at once: the most held, plus one unit. In the backward the
+        next unit arrives while the last one's gradients are still accumulated."""
         sharded = any(unit.is_sharded for unit in self._units)
-        if self._params is not Tier.DEVICE or sharded:
-            sizes = [unit.weight_nbytes for unit in self._whole_units]
-            largest, total = max(sizes, default=0), sum(sizes)
-            least = self._held + largest
-            if config.device_memory is None:
-                least += self._device.overlaps * largest  # one more is being copied meanwhile
-            window = total if sharded and config.shard != "parameters" else min(least, total)
+        if self._params is Tier.DEVICE and not sharded:
+            return 0
+        sizes = [unit.weight_nbytes for unit in self._whole_units]
+        largest, total = max(sizes, default=0), sum(sizes)
+        least = self._held + largest
+        if self._config.device_memory is None:
+            least += self._device.overlaps * largest  # one more is being copied meanwhile
+        return total if sharded and self._config.shard != "parameters" else min(least, total)
+
+    def _window(self) -> tuple[int, int]:
+        """Adds the weights gathered at once, and the gradients that autograd makes of a unit. The
+        rest of a budget goes to more weights, then to those gradients: the window makes room for
+        them, as far as it is larger than what is held."""
+        config, window, autograd = self._config, self._least_window(), self._autograd_nbytes()
+        tile = max((unit.tile_nbytes for unit in self._units), default=0)
+        if config.device_memory is not None:
+            whole, autograd = autograd, max(0, autograd - max(0, window - self._held))
+            rest = int(config.device_memory) - tile - sum(self.terms[Tier.DEVICE].values())
             # With params="auto", units get a home in the rest instead.
-            if config.device_memory is not None and config.params != "auto":
-                rest = int(config.device_memory) - tile - sum(self.terms[Tier.DEVICE].values())
-                window = min(total, max(window, rest))
+            if window and config.params != "auto":
+                total = sum(unit.weight_nbytes for unit in self._whole_units)
+                window = min(total, max(window, rest - autograd))
+            autograd = max(autograd, min(whole, rest - window))
         self._add(Tier.DEVICE, "gathered weights", window)
         self._add(Tier.DEVICE, "a tile", tile)
-        return window
+        self._add(Tier.DEVICE, "gradients in the backward", autograd)
+        return window, autograd
+
+    def _autograd_nbytes(self) -> int:
+        """Counts the gradients that autograd makes of a unit before they land. An accelerator's are
+        counted as gradients on their way, those of several ranks as gradients to be averaged."""
+        if not self._device.is_host or any(unit.is_averaged for unit in self._units):
+            return 0
+        most = max((unit.autograd_nbytes for unit in self._units), default=0)
+        return round_up(most, native.BLOCK_NBYTES)
 
     def _device_step(self) -> tuple[int, int]:
         """Adds in-flight gradients of a device whose memory the CPU cannot access, and slots for

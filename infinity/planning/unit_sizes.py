@@ -76,6 +76,8 @@ class UnitSize:
     flat_params: tuple[FlatParamSize, ...]
     tile_nbytes: int = 0  # bytes of a tile, if its weight is tiled; 0: it is gathered whole
     place: int = 0  # of its first parameter in the model: about the order of use
+    # Gradients that autograd holds of it at once, on the device, before they land.
+    autograd_nbytes: int = 0
 
     @property
     def weight_nbytes(self) -> int:

@@ -20,8 +20,10 @@ from typing import Any
 
 import torch
 
+from .. import native
 from ..errors import UsageError
 from ..gradients.record import GradState
+from ..machine.tiers import Tier
 from ..state.apart import apart, has_bytes, refuse_without_bytes
 from ..state.dtensors import is_distributed, part_of
 from ..state.handle import ParamHandle, managed, raw_grad, set_raw_grad
@@ -73,7 +75,9 @@ class Backward:
             h for h, p in trained if h.grad is not None and p.requires_grad
         } - self._without_grad.get(unit, set())
         with self.job.store.guarding():
+            self._pass.gradients = None  # the last unit's have landed
             self.gather(unit, shows=False)
+            self._pass.gradients = self._make_gradient_room(unit)
             # After the gather, which compute waits for: a transport may run them in turn.
             if self.job.reducer is not None:
                 self.job.reducer.reach(unit)
@@ -81,6 +85,16 @@ class Backward:
         if self.gathers_with_ranks:
             self._pass.expected.setdefault(unit, expected)
         self._pass.since[unit] = time.perf_counter()
+
+    def _make_gradient_room(self, unit: ParamUnit) -> native.Charge | None:
+        """Charges the device for the gradients that autograd makes of ``unit``. An accelerator's
+        are charged as they land, and those that ranks average when they are added up."""
+        if not self.job.device.is_host or self.job.reducer is not None:
+            return None
+        nbytes = self.job.planned.sizes[unit.index].autograd_nbytes
+        self.job.prefetcher.make_gradient_room(nbytes)
+        what = f"the gradients of {unit.name}"
+        return self.job.ledger.reserve(Tier.DEVICE, nbytes, what, passing=True)
 
     def unhold(self, unit: ParamUnit) -> None:
         """Takes the backward's hold off ``unit``, and closes its gradients' homes."""
@@ -131,14 +145,14 @@ class Backward:
             handle.is_in_hooks = False
         if sums_first and raw_grad(param) is not None:
             self._land(handle)
-        self._count(handle)
+        self._has_landed(handle)
 
     def landed(self, param: torch.Tensor) -> None:
         """Sends home a gradient that autograd accumulated in ``param``."""
         handle = managed(param)
         if self._begin_landing(handle):
             self._land(handle)
-            self._count(handle)
+            self._has_landed(handle)
 
     @apart
     def _begin_landing(self, handle: ParamHandle) -> bool:
@@ -181,7 +195,7 @@ class Backward:
             self.job.gradients.land(handle, grad)
 
     @apart
-    def _count(self, handle: ParamHandle) -> None:
+    def _has_landed(self, handle: ParamHandle) -> None:
         """Counts a landed gradient: releases its unit after the last one."""
         self._pass.reached.add(handle.unit)
         self._without_grad.get(handle.unit, set()).discard(handle)
@@ -246,12 +260,16 @@ class Backward:
     def end_task(self) -> None:
         """Ends the outermost task: takes off its holds, notes the parameters that got no gradient,
         and ends the reductions. Every rank calls this; it may block on them."""
+        with self.job.store.guarding():
+            for handle in self.job.gradients.end_meetings():
+                self._has_landed(handle)
         for unit, missing in (self._pass.awaited | self._pass.expected).items():
             # Else this was torch.autograd.grad, which accumulates nothing.
             if unit in self._pass.reached:
                 self._without_grad[unit] = self._without_grad.get(unit, set()) | missing
         for unit in list(self._pass.awaited):
             self.unhold(unit)
+        self._pass.gradients = None
         self._pass.expected.clear()
         self._pass.reached.clear()
         self._end()

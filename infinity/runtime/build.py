@@ -216,6 +216,7 @@ def _make_prefetcher(base: _Base, later: Later) -> Prefetcher:
         base.ledger,
         base.schedule,
         window_nbytes=base.plan.device_window_nbytes,
+        autograd_nbytes=base.plan.autograd_nbytes,
         units_ahead=base.plan.units_ahead,
         give_way=lambda: later.engine.backward.give_way(),
         collectives=base.collectives,

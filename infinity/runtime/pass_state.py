@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from .. import native
 from ..state.handle import ParamHandle
 from ..state.operations import State
 from ..state.step_counter import StepCounter
@@ -72,6 +73,9 @@ class Pass:
     since: dict[ParamUnit, float] = field(default_factory=dict)
     # Units that got a gradient in this backward.
     reached: set[ParamUnit] = field(default_factory=set)
+
+    # The charge for gradients that autograd makes of the unit that was held last.
+    gradients: native.Charge | None = None
 
     is_accumulating: bool = False
     has_begun: bool = False  # an accumulation pass begins with its first root forward

@@ -54,6 +54,7 @@ class Prefetcher:
         schedule: Schedule,
         *,
         window_nbytes: int,
+        autograd_nbytes: int = 0,
         units_ahead: int,
         give_way: Callable[[], bool],
         collectives: Collectives,
@@ -64,6 +65,7 @@ class Prefetcher:
         self.units, self.schedule = units, schedule
         self._store, self._ledger, self._journal = store, ledger, journal
         self._window, self._slots = Window(window_nbytes), StagingSlots(units, store)
+        self._autograd_nbytes = autograd_nbytes  # for gradients, beside the window
         # The host cannot time the compute of a device that runs asynchronously.
         self.look_ahead = LookAhead(units_ahead, is_fixed=device.overlaps)
         self._collectives, self._ranks, self._device = collectives, collectives.ranks, device
@@ -288,6 +290,15 @@ class Prefetcher:
                     unit.stage()
         else:
             unit.wait_for_update()
+
+    def make_gradient_room(self, nbytes: int) -> None:
+        """Evicts idle units, then ones the backward can spare, until autograd can make ``nbytes``
+        of gradients."""
+        while self._resident_nbytes() + nbytes > self._window.nbytes + self._autograd_nbytes:
+            if idle := self._idle():
+                self._evict(idle[0])
+            elif not self._give_way():
+                return
 
     def narrow(self, nbytes: int) -> None:
         """Takes ``nbytes`` of the planned window away until the next call; between passes, and the

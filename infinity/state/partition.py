@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeGuard
 
 import torch
@@ -52,6 +52,9 @@ class Group:
     chosen: nn.Module | None = None  # the module, if a forward reads some of its rows only
     is_divided: bool = False  # experts, of which other data ranks have others
     place: int = 0  # of its first parameter in the model: about the order of use
+    tied: set[nn.Parameter] = field(default_factory=set)  # those that have several names
+    # Those whose gradients land use by use, and the modules that use them.
+    tables: dict[nn.Parameter, list[nn.Module]] = field(default_factory=dict)
 
     @property
     def called(self) -> list[nn.Module]:
@@ -143,6 +146,7 @@ def partition(
     places = {param: place for place, param in enumerate(names)}
     for group in groups:
         group.place = min(places[param] for param in group.params)
+        group.tied = {param for param in group.params if len(names[param]) > 1}
     return groups
 
 
