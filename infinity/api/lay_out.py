@@ -21,7 +21,7 @@ from ..distributed.collectives import Collectives
 from ..distributed.parallel_dims import ParallelDims
 from ..errors import CapacityError, ConfigError, InternalError
 from ..forwards.tables import tables_of
-from ..forwards.tiles import SMALLEST_TILE_NBYTES, candidates
+from ..forwards.tiles import HEAD_RATIO, SMALLEST_TILE_NBYTES, candidates
 from ..machine import limits, scratch
 from ..machine.accelerator import make_device
 from ..machine.device import Device
@@ -302,15 +302,20 @@ def unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
         tuple(_size_of_flat_param(flat) for flat in flat_params),
         tile_nbytes,
         group.place,
-        0 if group.tile_rows else sum(_autograd_nbytes(flat, group) for flat in flat_params),
+        sum(_autograd_nbytes(flat, group) for flat in flat_params),
     )
 
 
 def _autograd_nbytes(flat_param: FlatParam, group: Group) -> int:
-    """Counts the gradients of a flat param that autograd holds at once in a backward. Those of a
-    tied weight wait for each other: one waits, one is made, and their sum."""
+    """Counts the gradients of a flat param that a backward holds at once. Those of a tied weight
+    wait for each other: one waits, one is made, and their sum. Those of a
+    head's tile are summed in fp32."""
     if not flat_param.spec.stepped:
         return 0
+    if group.tile_rows:
+        rows, width = group.params[0].shape
+        summed = torch.float32.itemsize if rows >= HEAD_RATIO * width else 0
+        return group.tile_rows * width * (flat_param.spec.dtype.itemsize + summed)
     return flat_param.spec.dtype.itemsize * sum(
         place.numel * (SUMMED_AT_ONCE if param in group.tied - group.tables.keys() else 1)
         for param, place in zip(flat_param.params, flat_param.layout.placements)

@@ -115,11 +115,11 @@ class Table:
         return bool(hooks) or bool(users_hooks(self.param)) or len(raw_hooks(self.param)) > 1
 
     @apart
-    def land(self, meeting: Meeting, grad: torch.Tensor) -> None:
+    def land(self, grad: torch.Tensor) -> None:
         """Lands a whole use's gradient, but for the rows that meet those of lookups."""
         context = self._find()
         with context.store.guarding():
-            context.gradients.land(meeting.handle, meeting.keep_rows(grad))
+            context.gradients.land(handle_of(self.param), grad)
 
 
 class Lookup(torch.autograd.Function):
@@ -158,7 +158,7 @@ class WholeUse(torch.autograd.Function):
         use, meeting = ctx.table.meet(ctx)
         if meeting is None:
             return (None if use is GradUse.NONE else dw), None
-        ctx.table.land(meeting, dw)
+        ctx.table.land(dw)
         return None, None
 
 

@@ -234,6 +234,8 @@ class GradientBank:
                 self.changes.begin(handle)
                 handle.grad.with_graph = grad
             return
+        if (meeting := self._meetings.get((handle, torch._C._current_graph_task_id()))) is not None:
+            grad = meeting.keep_rows(grad)
         assigned = self.assigned.lands_on(handle)
         self.reopen(handle)
         self.changes.begin(handle)
@@ -341,6 +343,8 @@ class GradientBank:
         met = [meeting for meeting in meetings.values() if meeting is not None]
         for meeting in met:
             handle = meeting.handle
+            if not len(meeting.ids):
+                continue
             self.reopen(handle)
             self._lander.land_rows(
                 handle, *meeting.rows(), adds=handle.grad.state is not GradState.ABSENT

@@ -34,7 +34,8 @@ class Meeting:
         """``ids``: of all lookups whose gradients this backward still makes."""
         self.handle = handle
         spec, (count, width) = handle.flat_param.spec, handle.param.shape
-        self.ids = torch.cat([each.reshape(-1) for each in ids]) if ids else torch.empty(0)
+        none = torch.empty(0, dtype=torch.int64, device=handle.param.device)
+        self.ids = torch.cat([none, *(each.reshape(-1) for each in ids)])
         if self.ids.numel() < count:
             self.ids = self.ids.sort().values  # with repetitions: their number needs no wait
             first = torch.ones_like(self.ids, dtype=torch.bool)

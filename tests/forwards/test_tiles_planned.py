@@ -196,9 +196,9 @@ def test_raising_device_memory_by_what_a_forward_asks_for_works():
     model, _ = wrap(seeded(SEED, Functional))
     with pytest.raises(CapacityError) as told:
         model(torch.randn(2, WIDTH))
-    more = re.search(r"by (\d+(?:\.\d+)?) KiB", str(told.value))
+    more = re.search(r"by (\d+(?:\.\d+)?) MiB", str(told.value))
     model, _ = wrap(
-        seeded(SEED, Functional), device_memory=DEVICE + int(float(more[1]) * KIB) + KIB
+        seeded(SEED, Functional), device_memory=DEVICE + int(float(more[1]) * 1024 * KIB) + KIB
     )
     model(torch.randn(2, WIDTH))
 

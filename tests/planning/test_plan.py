@@ -10,6 +10,7 @@ names as the least that works. A plan with exactly that budget succeeds; with on
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 
@@ -518,3 +519,34 @@ def test_updates_ahead_are_refused_where_they_cannot_be(tmp_path):
     with pytest.raises(CapacityError, match="all weights are at home on the device"):
         make_plan(units, config_of(tmp_path, **ahead | {"params": "device"}), held_nbytes=0)
     assert len(make_plan(units, config_of(tmp_path, **ahead), held_nbytes=0).shadowed) == 3
+
+
+def test_gradients_that_autograd_makes_are_planned(tmp_path):
+    """Plans two units of which one is most: without a budget its gradient has room of its own;
+    within the least one the window makes room for it, but for what is held. Twin: frozen units
+    need none."""
+    large, small = 512 * 4096, 4096
+    sizes = [
+        dataclasses.replace(unit(name, ("fp32", numel)), autograd_nbytes=4 * numel)
+        for name, numel in (("table", large), ("block", small), ("last", small))
+    ]
+    term = "gradients in the backward"
+    homes = dict(params="host", optimizer="host")
+    free = dict.fromkeys(Tier, 1 << 40)
+
+    def device_terms(units, **values):
+        config = Config(**homes, host_memory=AMPLE, **values)
+        return make_plan(units, config, held_nbytes=4 * large, free=free).terms[Tier.DEVICE]
+
+    assert device_terms(sizes)[term] == 4 * large
+    with pytest.raises(CapacityError) as told:
+        device_terms(sizes, device_memory=MIB)
+    least = int(re.search(r"least that works here is [^(]*\((\d+) bytes\)", str(told.value))[1])
+    terms = device_terms(sizes, device_memory=least)
+    assert sum(terms.values()) == least
+    assert terms["gathered weights"] + terms[term] >= 2 * 4 * large
+    with pytest.raises(CapacityError):
+        device_terms(sizes, device_memory=least - 1)
+    assert device_terms(sizes, device_memory=AMPLE)[term] == 4 * large
+    frozen = [dataclasses.replace(each, autograd_nbytes=0) for each in sizes]
+    assert term not in device_terms(frozen)

@@ -17,7 +17,7 @@ import infinity
 from infinity.forwards import tiled_layers
 from infinity.runtime.registry import wrapped
 
-SEED, DEVICE = 12, 256 * 1024
+SEED, DEVICE = 12, 272 * 1024
 WIDTH, VOCAB = 64, 2100  # 9 tiles, the last one ragged
 no_grad, inference = torch.no_grad(), torch.inference_mode()
 
