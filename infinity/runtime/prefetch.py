@@ -333,9 +333,9 @@ class Prefetcher:
             elif not self._give_way():
                 break
         over = self._resident_nbytes() + unit.weight_nbytes - self._window.nbytes
-        if any(handle.grad is not None for handle in unit.handles):
-            over += over > 0 and unit.weight_nbytes  # of its gradients
         if over > 0 and self._ledger.accounts[Tier.DEVICE].budget_nbytes is not None:
+            if any(handle.grad is not None for handle in unit.handles):
+                over += unit.weight_nbytes  # of its gradients
             raise _no_room(unit, self._window.nbytes, self._pass.resident, over)
 
     def _idle(self) -> list[ParamUnit]:
