@@ -116,6 +116,7 @@ def read_examples(
             code=_code(),
         )
         made = _map(datasets, data.select_columns(form.used), renderer)
+        told += [] if form.text else renderer.told()
         skipped, notes, kept = _looked_at(made, files.source)
         rows = made if len(kept) == len(made) else made.select(kept)
         rows = rows.select_columns(["input_ids", "labels"])

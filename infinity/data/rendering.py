@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .columns import Form
-from .samples import Sample, read_sample
+from .samples import THOUGHTS, Sample, read_sample
 
 NOT_LEARNED = -100  # label
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -24,6 +24,12 @@ UNMARKED = "no answer in it that the chat template marks"
 # What a template may lack when it ends in an error of Python.
 LACKED = ("tools", "documents")
 WITHIN_MESSAGE = ("content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
+
+
+TRIED = Sample(
+    messages=[{"role": role, "content": f"#{role}#"} for role in ("user", "assistant")],
+    learned=[False, True],
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +51,13 @@ class Renderer:
     @classmethod
     def of(cls, tokenizer: Any, template: str | None, **given: Any) -> Renderer:
         """Makes the renderer of a tokenizer."""
-        if not tokenizer.is_fast:
+        fast = getattr(tokenizer, "is_fast", False)
+        if not fast:
             template = None  # it cannot tell which tokens are marked
         own = tokenizer.chat_template or ""
         texts = own if isinstance(own, dict) else {"default": own}
         text = template or "\n".join(texts.values())
-        marked = tokenizer.is_fast and bool(MARK.search(template or texts.get("default", "")))
+        marked = fast and bool(MARK.search(template or texts.get("default", "")))
         made = cls(
             tokenizer=tokenizer,
             template=template,
@@ -64,11 +71,29 @@ class Renderer:
 
     def _shows_text(self) -> bool:
         """Tries whether the template renders what is said."""
-        said = [{"role": role, "content": f"#{role}#"} for role in ("user", "assistant")]
         try:
-            return all(each["content"] in self._written(Sample(), said) for each in said)
+            written = self._written(TRIED, TRIED.messages)
         except ConfigError:
             return False
+        return all(each["content"] in written for each in TRIED.messages)
+
+    def told(self) -> list[str]:
+        """Says if the model will not learn to end its answers, as an answer tried shows."""
+        try:
+            rows = (
+                self._of_marks(TRIED, [])
+                if self.marked and self.form.messages
+                else [self._of_answer(TRIED, 1, 2, [])]
+            )
+        except ConfigError:
+            return []  # told of the sample that it concerns
+        learned = self.tokenizer.decode([token for token in rows[0][1] if token != NOT_LEARNED])
+        if not learned.strip().endswith(TRIED.messages[1]["content"]):
+            return []
+        return [
+            "No token that ends an answer is learned, by the chat template: the model may not"
+            " learn to stop"
+        ]
 
     def batch(self, columns: dict[str, list], numbers: list[int]) -> dict[str, list]:
         """Makes rows of samples with these numbers, counted from 0: input_ids and labels, lists of
@@ -118,6 +143,8 @@ class Renderer:
             rows = [self._of_answer(sample, at, at + 1, notes) for at in ends]
         if not any(_any_learned(labels) for _, labels in rows):
             return [], UNMARKED if self.marked and rows else UNANSWERED, notes
+        if self._loses_thoughts(sample):
+            notes.append("what answers think is left out, or some of it, by the chat template")
         cut = [(tokens[: self.length], labels[: self.length]) for tokens, labels in rows]
         kept = [each for each in cut if _any_learned(each[1])]
         if not kept:
@@ -125,6 +152,22 @@ class Renderer:
         if len(kept) < len(rows):
             notes.append(f"answers beyond {self.length} tokens are not learned")
         return kept, "", notes
+
+    def _loses_thoughts(self, sample: Sample) -> bool:
+        """Whether the template does not render what learned answers think, as templates do that
+        forget it in earlier turns."""
+        for at, message in enumerate(sample.messages):
+            if not sample.learned[at] or message["role"] != "assistant":
+                continue
+            said = [str(message[key]) for key in THOUGHTS if message.get(key)]
+            if "</think>" in (message.get("content") or ""):
+                said.append(message["content"])
+            if said:
+                last = len(sample.messages) if self.marked or sample.start else at + 1
+                written = self._written(sample, sample.messages[:last])
+                if any(each.strip() not in written for each in said):
+                    return True
+        return False
 
     def _of_text(self, text: str) -> tuple[list[int], list[int]]:
         end = self.tokenizer.eos_token or ""
@@ -216,7 +259,7 @@ class Renderer:
                 messages,
                 tools=sample.tools,
                 chat_template=template,
-                **{**how, **sample.variables},
+                **{**sample.variables, **how},
             )
         except Exception as error:  # noqa: BLE001 - templates may be wrong in every way
             raise ConfigError(self._template_error(error, template, sample, messages)) from None
@@ -249,6 +292,8 @@ class Renderer:
         elif kind == "TypeError":
             sign = r" in |\|" if "iterable" in said else r"[+~|%/*-]"
             pieces = [piece for piece in pieces if re.search(sign, piece[2:-2])]
+        elif kind == "TemplateError":
+            pieces = [piece for piece in pieces if said in piece] or pieces
         words = set(re.findall(r"\w+", " ".join(pieces)))
         lacks: list[str] = []
         if kind in ("TypeError", "UndefinedError"):

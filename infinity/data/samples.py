@@ -15,8 +15,7 @@ from ..errors import ConfigError
 from .columns import ROLES, Form, is_empty, known
 
 NEEDED = 'must be a list of messages, as [{"role": "user", "content": "..."}].'
-# What a message says beside its text. A template that reads none of a group leaves it out.
-ALIASES = ({"reasoning_content", "reasoning", "thinking"},)
+THOUGHTS = {"reasoning_content", "reasoning", "thinking"}  # names of one key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +33,8 @@ class Sample:
     def unread(self, template: str) -> set[str]:
         """Returns the keys of messages that the template does not name."""
         keys = {key for message in self.messages for key in message} - {"role", "content"}
-        for group in ALIASES:
-            if any(name in template for name in group):
-                keys -= group
+        if any(name in template for name in THOUGHTS):
+            keys -= THOUGHTS  # transformers gives it by each of its names
         return {key for key in keys if not re.search(rf"\b{re.escape(key)}\b", template)}
 
 

@@ -75,6 +75,11 @@ ERRORS = {  # what a template does -> template, its line, what is told
         1,
         ("TypeError", "({% for t in tools %})", "The sample has no tools."),
     ),
+    "raises in a line of its own length": (
+        TURN * 2 + "{% if messages %}{{ raise_exception('No system role') }}{% endif %}",
+        1,
+        ("TemplateError", "({{ raise_exception('No system role') }})"),
+    ),
     "divides by zero": (TURN + "{{ 1 / 0 }}", 1, ("ZeroDivisionError",)),
 }
 
@@ -262,3 +267,35 @@ def test_an_answer_of_no_weight_is_context_in_a_known_template(name, reading):
     assert "a-two" in learned and "a-one" not in learned and "q-" not in learned
     assert found.rows["input_ids"] == whole.rows["input_ids"]
     assert "a-one" in "".join(part.split("]")[0] for part in texts[0].split("[")[1:])
+
+
+def test_thoughts_that_a_template_forgets_are_told(reading):
+    """In what is said, and by a key of their own, in the first of two turns. Twin: a template that
+    keeps them."""
+    last = "{% if m.role == 'user' or loop.last %}"
+    for said in ("<think>hm</think>2.", "2."):
+        answer = {"role": "assistant", "content": said}
+        if said == "2.":
+            answer["reasoning_content"] = "hm"
+        rows = [{"messages": [LONG[0], answer, *LONG[2:]]}] * 2
+        forgets = MARKED.replace("{{ m.content or '' }}", last + "{{ m.content }}{% endif %}")
+        forgets = forgets.replace(
+            "{% if m.reasoning_content %}", "{% if m.thinking and loop.last %}"
+        )
+        for template, lost in ((forgets, True), (MARKED, False)):
+            found, _ = reading(rows, template)
+            assert any("what answers think is left out" in line for line in found.told) == lost
+
+
+def test_answers_that_end_without_a_token_are_told(reading):
+    """By a template that ends no last turn, and by one whose marks leave the end out. Twins: the
+    end is learned."""
+    ask = "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    open_end = TURN.replace("<|end|>", "{{ '' if loop.last else '<|end|>' }}") + ask
+    inside = MARKED.replace("<|end|>{% endgeneration %}", "{% endgeneration %}<|end|>")
+    for template, lost in ((open_end, True), (TURN + ask, False), (inside, True), (MARKED, False)):
+        row = (
+            {"messages": CHAT} if "generation %}" in template else {"prompt": "a", "response": "b"}
+        )
+        found, _ = reading([row] * 2, template)
+        assert any("No token that ends an answer" in line for line in found.told) == lost, template
