@@ -87,7 +87,7 @@ def check_axis(what: str, mesh: Any, name: str) -> None:
 def describe_model(model: nn.Module) -> dict[str, str]:
     """Describes a model before it is sharded: its parameters, their ties and order in memory, its
     buffers, its modules with their settings, its configuration."""
-    found: dict[str, str] = {}
+    found = {"the model": type(model).__name__}
     names: dict[torch.Tensor, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)

@@ -7,13 +7,19 @@ exchange   an all-to-all that turns a part's tokens with all heads into all toke
 All layers but attention compute each token by itself, so they run on the part. Attention runs on
 all tokens, with a part of the heads (Jacobs et al. 2023, DeepSpeed Ulysses): it is the one that the
 model would have had, over a window or over all tokens.
+
+Modules that only turn positions into embeddings get all positions, since some choose their
+frequencies by the largest one, and a part of what they return is used. Every other module is tried
+once for each length: what it computes for the part must be the same if more tokens precede it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..errors import ConfigError, UsageError
 from ..forwards.neighborhood_backends import neighborhood_attention
 from ..state.tensors import digest_of
-from .agreement import agree_over, check_axis, describe_model
+from .agreement import agree_over, check_axis, collect, describe_model
+from .token_wise import computes_positions, depends_on_others, is_like
 
 NAME = "infinity_sequence_parts"  # of an attention, for transformers
 IGNORED = -100  # transformers' label of a token that has no loss
@@ -81,6 +88,11 @@ def _check(model: nn.Module, size: int) -> None:
             f"sequence_parallel: {name} is no causal language model of transformers whose attention"
             " can be chosen (attn_implementation). Give one, or divide its sequences by hand."
         )
+    if "position_ids" not in takes:
+        raise ConfigError(
+            f"sequence_parallel: the forward of {name} takes no position_ids, so a part of a"
+            " sequence would begin at position 0. Give a model that does."
+        )
     mixing = [name for name, each in model.named_modules() if isinstance(each, MIXES)]
     kinds = {*(getattr(config, "layer_types", None) or ())} - KINDS
     if mixing or kinds:
@@ -117,6 +129,12 @@ class _Parts:
     def __init__(self, mesh: DeviceMesh, inner: str):
         self._mesh, self._inner = mesh, inner
         self._rank, self._size, self._group = mesh.get_local_rank(), mesh.size(), mesh.get_group()
+        self._places = torch.arange(0)  # of the last part's tokens
+        self._computing: set[nn.Module] = set()  # those that have got all positions
+        self._attending: set[type] = set()  # classes of modules that call the attention
+        self._tried: set[tuple] = set()  # modules by class, settings and length
+        self._tries: list[tuple[str, str] | None] = []  # in this forward: those that failed
+        self._seen: list[tuple] | None = None  # while one is tried: what it gives its attention
 
     def __deepcopy__(self, memo: dict) -> _Parts:
         return self  # the group has no copy
@@ -135,10 +153,100 @@ class _Parts:
             return (), self._divided(dict(zip(names, args)) | kwargs)
 
         def after(_: nn.Module, __: tuple, output: Any) -> Any:
+            self._refuse_dependent()
             return self._joined(output)
 
+        for name, module in model.named_modules():
+            if computes_positions(module):
+                module.register_forward_pre_hook(self._with_all_positions, with_kwargs=True)
+                module.register_forward_hook(functools.partial(self._of_part, name))
+            elif module is not model and not type(module).__module__.startswith("torch."):
+                attempt = functools.partial(self._try, name, set())
+                module.register_forward_hook(attempt, with_kwargs=True)
         model.register_forward_pre_hook(before, with_kwargs=True)
         model.register_forward_hook(after)
+
+    # --- what depends on the length ---
+
+    def _with_all_positions(self, module: nn.Module, args: tuple, kwargs: dict) -> Any:
+        def whole(value: Any) -> Any:
+            if not is_like(value, self._places):
+                return value
+            self._computing.add(module)
+            places = torch.arange(self._size * value.shape[-1], device=value.device)
+            return places.to(value.dtype).expand(*value.shape[:-1], -1)
+
+        return tuple(map(whole, args)), {name: whole(value) for name, value in kwargs.items()}
+
+    def _of_part(self, name: str, module: nn.Module, _: Any, output: Any) -> Any:
+        """Takes this part of what ``module`` has computed for all positions."""
+        if module not in self._computing:
+            return output  # inside of another one
+        self._computing.discard(module)
+        count = self._size * self._places.numel()
+
+        def part(value: Any) -> Any:
+            if isinstance(value, (tuple, list)):
+                return type(value)(map(part, value))
+            if not isinstance(value, torch.Tensor):
+                return value
+            if value.dim() < 2 or value.shape[1] != count:
+                raise ConfigError(
+                    f"sequence_parallel: {name} ({type(module).__name__}, of rope type"
+                    f" {getattr(module, 'rope_type', 'unknown')}) gives a tensor of"
+                    f" {tuple(value.shape)} for {count} positions, which has no parts: dim 1 must"
+                    " be the tokens"
+                )
+            return value.chunk(self._size, 1)[self._rank]
+
+        return part(output)
+
+    def _try(
+        self, name: str, tried: set[int], module: nn.Module, args: tuple, kwargs: dict, _: Any
+    ) -> None:
+        """Notes whether ``module`` gives a token something else among more tokens: it would do so
+        in a part. ``tried``: the lengths at which it is known."""
+        count = self._places.numel()
+        if count in tried or self._seen is not None or torch.compiler.is_compiling():
+            return
+        tried.add(count)
+        own = vars(module).items()
+        settings = {name: each for name, each in own if isinstance(each, (bool, float, str))}
+        key = type(module), repr(settings), count
+        if key in self._tried:  # one like it
+            return
+        self._tried.add(key)
+        inner = {type(each) for each in module.modules() if each is not module}
+        if inner.isdisjoint(self._attending):
+            others = torch.arange(self._size * count)
+            others = others[(others // count) != self._rank]
+            given = args, kwargs
+            self._tries.append(
+                (name, type(module).__name__)
+                if depends_on_others(module, given, self._places, others, self._seeing)
+                else None
+            )
+
+    def _refuse_dependent(self) -> None:
+        """Raises ConfigError on all ranks if a module that was tried on any depends on the tokens
+        that a rank does not have. A collective, if there was one."""
+        tries, self._tries = self._tries, []
+        for found in collect("a forward", self._group, lambda: tries) if tries else ():
+            for name, kind in filter(None, found):
+                raise ConfigError(
+                    f"sequence_parallel: what {name} ({kind}) gives a token depends on the number"
+                    " of tokens, or on those before it, of which each rank has a part. Turn that"
+                    " off in the model, or train it without a cp axis."
+                )
+
+    @contextmanager
+    def _seeing(self) -> Iterator[list[tuple]]:
+        """Notes what layers give their attention in the block, which computes none."""
+        self._seen = []
+        try:
+            yield self._seen
+        finally:
+            self._seen = None
 
     # --- the batch ---
 
@@ -163,7 +271,8 @@ class _Parts:
         given.pop("attention_mask", None)
         tokens = given["input_ids" if "input_ids" in given else "inputs_embeds"]
         begin = self._rank * tokens.shape[1]
-        places = torch.arange(begin, begin + tokens.shape[1], device=tokens.device)
+        self._places = torch.arange(begin, begin + tokens.shape[1])
+        places = self._places.to(tokens.device)
         return given | {"position_ids": places[None], "use_cache": False}
 
     def _refuse(self, given: dict[str, Any]) -> None:
@@ -215,6 +324,13 @@ class _Parts:
 
     def attend(self, module: nn.Module, given: tuple, window: int | None, more: dict) -> Any:
         """Computes attention of this part's queries, keys and values to all tokens."""
+        self._attending.add(type(module))
+        if self._seen is not None:
+            self._seen.append((*given, more.get("scaling")))
+            query, _, value = given
+            return value.repeat_interleave(
+                query.shape[HEADS] // value.shape[HEADS], HEADS
+            ).transpose(HEADS, TOKENS)
         for each in given:
             _check_heads(each.shape[HEADS], self._size, f"{each.shape[HEADS]} heads of a layer")
         given = tuple(_exchange(each, HEADS, TOKENS, self._group) for each in given)

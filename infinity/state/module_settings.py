@@ -57,7 +57,7 @@ def describe_modules(model: nn.Module, *, unlike: Iterable[nn.Module] = ()) -> d
         )
         told = ", ".join(f"{key}={value}" for key, value in settings if value is not None)
         kind = type(module)
-        found[f"module {name}" if name else "the model"] = (
+        found[f"module {name}" if name else "the outermost module"] = (
             f"{kind.__module__}.{kind.__qualname__}({told})"
         )
     return found

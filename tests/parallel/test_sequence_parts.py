@@ -29,6 +29,7 @@ REFUSED = {
     "models differ": "ConfigError: sequence_parallel: the model is LlamaForCausalLM on rank 0 and",
     "balanced experts": "the loss that balances experts is not a mean over tokens",
     "flex": "flex_attention needs masks",
+    "no positions": "the forward of Counts takes no position_ids",
     "unchanged": "sdpa",
     "length": "UsageError: 23 tokens cannot be divided into 2 equal parts: give 22 or 24",
     "padding": "UsageError: a padded batch cannot be divided",
@@ -44,6 +45,15 @@ REFUSED = {
 }
 
 
+RIGHT = ["dynamic", "longrope", "yarn", "frequencies"]
+DEPENDENT = {
+    "scaled": "what model.layers.0.self_attn (Scaled) gives a token depends on",
+    "places": "what model.embed_tokens (Places) gives a token depends on",
+    "learned frequencies": "what model.rotary_emb (Frequencies) gives a token depends on",
+}
+TWINS = ["dynamic", "longrope", "scaled", "places"]
+
+
 @pytest.fixture(scope="module")
 def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
     """Everything that two ranks do."""
@@ -54,6 +64,8 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
         f"parts:{name}": {"name": name, "configs": [host, on_disk], "folder": str(swap / name)}
         for name in ("llama", "windows", "gpt2", "mixtral")
     }
+    jobs |= {f"rotated:{name}": {"name": name} for name in (*RIGHT, *DEPENDENT)}
+    jobs |= {f"rotated:{name}-twin": {"name": name, "fault": True} for name in TWINS}
     jobs |= {"adapters": {"config": host}, "refused": {}, "memory": {}}
     return Jobs(standing_ranks(2), "sequence_jobs", jobs)
 
@@ -75,6 +87,29 @@ def test_ulysses_ranks_with_parts_of_a_sequence_train_as_one_process(two, name):
     first, second = two[f"parts:{name}"]
     assert first["homes"][0]["losses"] == second["homes"][0]["losses"]
     assert not models.differing(first["homes"][0]["weights"], second["homes"][0]["weights"])
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_frequencies_of_a_part_are_those_of_the_whole_sequence(two, name):
+    """Though some are chosen by the largest position, at lengths that only the whole sequence
+    has."""
+    for said, off in two[f"rotated:{name}"]:
+        assert said == "was taken" and off < 2e-5, (said, off)
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_what_depends_on_the_length_is_refused_by_its_module(two, name):
+    """Attention scaled by the length, places that are counted anew, frequencies that are learned
+    and chosen by the largest position. Both ranks raise before a step."""
+    for said, _ in two[f"rotated:{name}"]:
+        assert said.startswith(f"ConfigError: sequence_parallel: {DEPENDENT[name]}"), said
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_part_alone_would_train_something_else(two, name):
+    """The failing twin: each module gets the part, and none is tried."""
+    for said, off in two[f"rotated:{name}-twin"]:
+        assert said == "was taken" and off > 2e-5, (said, off)
 
 
 def test_two_parts_have_half_of_the_memory_each(two):

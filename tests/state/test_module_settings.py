@@ -117,4 +117,4 @@ def test_settings_leave_out_what_is_not_plain():
     assert describe_modules(model) == before
     model[0].heads = 4
     assert describe_modules(model) != before
-    assert describe_modules(model, unlike=[model[0]]).keys() == {"the model", "module 1"}
+    assert describe_modules(model, unlike=[model[0]]).keys() == {"the outermost module", "module 1"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,121 @@ def language_model(name: str) -> nn.Module:
             layer_types=["sliding_attention", "full_attention"],
         )
     ).train()
+
+
+# Frequencies that follow the length, and such that do not
+ROPES: dict[str, dict[str, Any]] = {
+    "dynamic": {"max_position_embeddings": 4},
+    "longrope": {
+        "max_position_embeddings": 48,
+        "original_max_position_embeddings": 14,
+        "short_factor": [1.0] * 8,
+        "long_factor": [1.0 + each for each in range(8)],
+    },
+    "yarn": {"max_position_embeddings": 48, "original_max_position_embeddings": 14},
+}
+
+
+def rotary(name: str) -> nn.Module:
+    """A Llama with frequencies of the type ``name``, or with what stands for a user's own."""
+    import transformers as hf
+
+    options = dict(ROPES.get(name, {}))
+    rope = {"rope_type": name, "factor": 4.0, "rope_theta": 1e4} if options else None
+    if rope is not None:
+        rope |= {key: options.pop(key) for key in [*options] if key != "max_position_embeddings"}
+    torch.manual_seed(12)
+    config = hf.LlamaConfig(
+        vocab_size=98,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rope_parameters=rope,
+        **options,
+    )
+    model = hf.LlamaForCausalLM(config).train()
+    OWN.get(name, lambda model: None)(model)
+    return model
+
+
+def scaled_by_length(model: nn.Module) -> None:
+    """Attention that is scaled by the logarithm of the length, beyond twelve tokens (log-n)."""
+    kind = type(model.model.layers[0].self_attn)
+
+    class Scaled(kind):
+        def forward(self, hidden_states, *given, **more):
+            count = max(12, hidden_states.shape[1])
+            self.scaling = self.head_dim**-0.5 * math.log(count) / math.log(12)
+            return super().forward(hidden_states, *given, **more)
+
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = Scaled
+
+
+class Places(nn.Module):
+    """Adds learned places, counted in what it is given."""
+
+    def __init__(self, words: nn.Module):
+        super().__init__()
+        self.words, self.places = words, nn.Embedding(TOKENS, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.words(ids) + self.places(torch.arange(ids.shape[1]))
+
+
+class Frequencies(nn.Module):
+    """Frequencies that follow the largest position; ``learns``: with a parameter."""
+
+    def __init__(self, inner: nn.Module, *, learns: bool):
+        super().__init__()
+        self.inner = inner
+        self.gain = nn.Parameter(torch.ones(())) if learns else 1.0
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple:
+        scale = self.gain * (1 + position_ids.max() / 100)
+        return tuple(each * scale for each in self.inner(x, position_ids))
+
+
+def with_frequencies(model: nn.Module, *, learns: bool = False) -> None:
+    model.model.rotary_emb = Frequencies(model.model.rotary_emb, learns=learns)
+
+
+OWN: dict[str, Any] = {
+    "scaled": scaled_by_length,
+    "places": lambda model: setattr(model.model, "embed_tokens", Places(model.model.embed_tokens)),
+    "frequencies": with_frequencies,
+    "learned frequencies": lambda model: with_frequencies(model, learns=True),
+}
+
+
+def rotated(name: str, *, fault: bool = False) -> tuple[str, float]:
+    """Two steps of one process, then of parts, which are shorter than the first length that counts.
+    How far the weights are apart. ``fault``: all modules get the part's positions."""
+    model, mesh = rotary(name), axis()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def train(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
+        for step in range(2):
+            model(**batch_of(step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return whole(model.state_dict())
+
+    right, found = train(model, optimizer), {}
+    with contextlib.ExitStack() as blind:
+        if fault:
+            for checked in ("computes_positions", "depends_on_others"):
+                blind.enter_context(mock.patch.object(sequence_parts, checked, lambda *_: False))
+        model = infinity.parallel.sequence_parallel(rotary(name), mesh["cp"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        config = {"params": "host", "optimizer": "host"}
+        model, optimizer = infinity.wrap_model(model, optimizer, config, mesh=mesh)
+        said = told(lambda: found.update(train(model, optimizer)))
+    infinity.unwrap_model(model, optimizer)
+    off = [(right[key] - value).abs().max().item() for key, value in found.items()]
+    return said, max(off, default=-1.0)
 
 
 def batch_of(step: int) -> dict[str, torch.Tensor]:
@@ -163,6 +280,18 @@ def data_and_parts(config: dict) -> dict[str, Any]:
     return {"loss": losses[0], "grads off": off(grads, theirs)}
 
 
+def positionless() -> nn.Module:
+    """A model that counts its positions itself."""
+    model = language_model("llama")
+
+    class Counts(type(model)):
+        def forward(self, input_ids=None, labels=None, **more):
+            return super().forward(input_ids=input_ids, labels=labels, **more)
+
+    model.__class__ = Counts
+    return model
+
+
 def refused() -> dict[str, str]:
     """What sequence_parallel and its forwards do not take."""
     import transformers as hf
@@ -190,6 +319,7 @@ def refused() -> dict[str, str]:
         "models differ": told(lambda: divide(language_model(("llama", "gpt2")[rank]), mesh)),
         "balanced experts": told(lambda: divide(balanced, mesh)),
         "flex": told(lambda: divide(flex, mesh)),
+        "no positions": told(lambda: divide(positionless(), mesh)),
         "unchanged": odd.config._attn_implementation,
     }
     model = divide(language_model("llama"), mesh)
