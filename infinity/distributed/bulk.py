@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -96,12 +97,13 @@ class Bulk:
         then: Callable[[], None] | None = None,
         begin: Callable[[], dist.Work] | None = None,
     ) -> Pending:
-        self._passes.enter()
         collective = Collective(what, whole.numel(), describe(self.ranks, kind, mine, whole))
-        if self.ranks.dp_group.collective_trace.next != collective:
-            self._passes.meet_for(what)
-        start = time.perf_counter()
-        work = self._start(collective, kind, mine, whole, begin)
+        with self._alone():
+            self._passes.enter()
+            if self.ranks.dp_group.collective_trace.next != collective:
+                self._passes.meet_for(what)
+            start = time.perf_counter()
+            work = self._start(collective, kind, mine, whole, begin)
 
         def finish() -> None:
             then()
@@ -122,9 +124,12 @@ class Bulk:
             self._ordered.popleft().wait()
 
     def wait_for_ordered(self) -> None:
-        """Blocks until the ordered gathers are over. Raises PeerError if one has failed."""
+        """Blocks until the ordered gathers are over. Raises PeerError if one has failed, UsageError
+        if other ranks have diverged meanwhile."""
         while self._ordered:
             self._ordered.popleft().wait()
+        if self.ranks.dp_group is not None:
+            self.ranks.dp_group.raise_heard()
 
     def _pending(
         self,
@@ -133,24 +138,20 @@ class Bulk:
         finish: Callable[[], None] | None,
         device: torch.device,
     ) -> Pending:
-        place = self.ranks.dp_group
+        pending = Pending(works, what, finish, is_on_host=device.type == "cpu")
+        if (place := self.ranks.dp_group) is not None:
 
-        def poll(settling: bool) -> None:
-            if place is not None and place.sees_alarm():
-                place.barrier(f"{what} {self._progress}", settling=settling)
+            def poll(settling: bool) -> None:
+                place.meet_if_called(f"{what} {self._progress}", settling=settling)
 
-        def forget() -> None:
-            if place is not None:
-                place.collective_trace.under_way()
+            def forget() -> None:
+                with place.lock:
+                    place.collective_trace.under_way()
 
-        pending = Pending(
-            works,
-            what,
-            finish,
-            poll=poll,
-            forget=forget,
-            is_on_host=device.type == "cpu",
-        )
+            pending.poll, pending.forget, pending.check = poll, forget, place.raise_heard
+            if not pending.is_on_host:
+                progress = self._progress  # the listener must not keep the channel
+                place.listen(device, lambda: f"waiting for the device {progress}")
         pending.borrowed = borrowed(works)
         return pending
 
@@ -251,14 +252,23 @@ class Bulk:
         self, what: str, kind: Kind, given: torch.Tensor, taken: torch.Tensor
     ) -> dist.Work:
         """Starts a collective. Meets first if the verified pass continues with another one."""
-        self._passes.enter()
         passing, collective = (
             self.ranks.dp_group.collective_trace,
             Collective(what, given.nbytes, describe(self.ranks, kind, given, taken)),
         )
-        if passing.is_verified and passing.next != collective:
-            self._passes.meet_for(what)
-        return self._start(collective, kind, given, taken)
+        with self._alone():
+            self._passes.enter()
+            if passing.is_verified and passing.next != collective:
+                self._passes.meet_for(what)
+            return self._start(collective, kind, given, taken)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Lets the channel's listener do nothing in the block. Raises what it has met with."""
+        place = self.ranks.dp_group
+        with place.lock:
+            place.raise_heard()
+            yield
 
     # --- shared by both ---
 
@@ -280,15 +290,16 @@ class Bulk:
     def drop_lost(self) -> None:
         """Waits for all transfers. After an interrupt the last one may or may not have started."""
         self._ordered.clear()  # the collective trace has their works
-        lost = (
-            self.ranks.dp_group.collective_trace.under_way()
-            if self.ranks.dp_group is not None
-            else []
-        )
+        lost: list[tuple[dist.Work, bool]] = []
+        if (place := self.ranks.dp_group) is not None:
+            with place.lock:
+                lost += place.collective_trace.under_way()
         if self.ranks.shard_group is not None and self.ranks.shard_group.homes is not None:
-            lost += self.ranks.shard_group.homes.under_way()
-        for work in lost:
-            self._pending([work], "what an exception left", None, torch.device("cpu")).drop()
+            lost += [(work, True) for work in self.ranks.shard_group.homes.under_way()]
+        for work, is_on_host in lost:
+            pending = self._pending([work], "what an exception left", None, torch.device("cpu"))
+            pending.is_on_host = is_on_host
+            pending.drop()
 
 
 def _ordered_sum(parts: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:

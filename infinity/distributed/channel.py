@@ -12,6 +12,7 @@ next sync point, and all others raise its reason.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Sequence
@@ -21,11 +22,13 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InfinityError, PeerError, UsageError
+from . import failure_report
 from .collective_trace import CollectiveTrace
+from .listener import Listener
 from .pending import ranks_lost
 from .shared_homes import SharedHomes
 from .sync_point import SyncPoint
-from .transfer import Transfer, all_gather
+from .transfer import Transfer, all_gather, give_up
 from .tree import Tree
 
 SAID_NBYTES = 448  # an operation's name, or the reason of a failure
@@ -34,8 +37,20 @@ ORIGIN = re.compile(r", from infinity-[0-9a-f-]+\)")  # the load that a rank's v
 HEARING_SECONDS = 5.0  # that a failed rank waits for another rank to come to a sync point
 
 
+def _locked(method: Callable) -> Callable:
+    """Makes a method of a channel keep its listener away."""
+
+    @functools.wraps(method)
+    def locked(self: Channel, *given: Any, **more: Any) -> Any:
+        with self.lock:
+            return method(self, *given, **more)
+
+    return locked
+
+
 class Channel:
-    """The sync points of one process group. Used from one thread at a time."""
+    """The sync points of one process group. Used from one thread at a time, beside its
+    listener."""
 
     def __init__(
         self,
@@ -59,6 +74,9 @@ class Channel:
         self.has_lost = False  # a rank is gone, or did not come
         self._sync_point: SyncPoint | None = None  # the last one
         self._failure_report: SyncPoint | None = None  # at which this rank reported its failure
+        self.lock = self.collective_trace.lock
+        self._listener: Listener | None = None
+        self._heard: InfinityError | None = None  # of a sync point that the listener has made
 
     def carry(self, bulk: dist.ProcessGroup, reductions: dist.ProcessGroup | None = None) -> None:
         """Sends gathers over ``bulk`` and gradients over ``reductions``, groups that reach the
@@ -73,6 +91,8 @@ class Channel:
         """Releases the groups now: their threads and descriptors must not wait for the garbage
         collector. No sync point is possible afterwards. Idempotent."""
         self._ended, self._sync_point, self._failure_report = True, None, None
+        if self._listener is not None:
+            self._listener.close()
         self.collective_trace.close()
         if self.homes is not None:
             self.homes.close()
@@ -82,6 +102,7 @@ class Channel:
 
     # --- sync points ---
 
+    @_locked
     def start_sync(
         self,
         what: str,
@@ -105,6 +126,8 @@ class Channel:
                 f"rank {dist.get_rank()} cannot go on at '{what}': this job failed before. Start it"
                 " again."
             )
+        if not settling:
+            self.raise_heard()
         self.finish_sync()
         return self._begin(
             SyncPoint(
@@ -119,6 +142,7 @@ class Channel:
         sync_point.begin()
         return sync_point
 
+    @_locked
     def barrier(self, what: str, flags: Sequence[int] = (), **how: Any) -> torch.Tensor:
         """Blocks until all ranks come to ``what``. Returns the maximum of the ranks' ``flags``:
         uint8 [flags].
@@ -129,12 +153,14 @@ class Channel:
         """
         return self.start_sync(what, flags, **how).wait()
 
+    @_locked
     def pass_on(self, what: str, transfer: Transfer) -> Any:
         """Meets for ``what``, then returns the result of ``transfer``. Raises as
         :meth:`barrier`."""
         self.start_sync(what, transfer=transfer).wait()
         return transfer.wait()
 
+    @_locked
     def spans(
         self,
         what: str,
@@ -152,6 +178,7 @@ class Channel:
         sync_point.wait()
         return sync_point.spans
 
+    @_locked
     def finish_sync(self) -> None:
         """Blocks until the last sync point is over. Drops one that no other rank can have observed.
         Raises as :meth:`barrier`."""
@@ -166,9 +193,11 @@ class Channel:
                 if self._ended or not sync_point.is_failure_report:
                     raise  # this rank's own failure is not raised here
 
+    @_locked
     def strike(self) -> None:
         """Notes that an exception interrupted this rank, and completes the sync point that it had
         started: other ranks act on it."""
+        self._heard = None  # the exception is raised in its place
         self.collective_trace.strike()
         if not self._ended:
             with contextlib.suppress(InfinityError):  # an error of the interrupted operation
@@ -176,6 +205,7 @@ class Channel:
         # A sync point at which ranks diverge clears it; others may wait after it
         self.collective_trace.strike()
 
+    @_locked
     def fail(self, error: BaseException) -> None:
         """Reports ``error`` at the next sync point: all other ranks raise it there. Blocks until
         they have come."""
@@ -184,6 +214,7 @@ class Channel:
             with contextlib.suppress(InfinityError):
                 self._begin_failure_report(error).wait()
 
+    @_locked
     def warn(self, error: BaseException) -> None:
         """Reports ``error`` without waiting for the other ranks, which raise it at their next
         sync point. This rank raises, too, until it can go on."""
@@ -196,6 +227,7 @@ class Channel:
             if not self._ended and not waits:
                 self._begin_failure_report(error)
 
+    @_locked
     def report_failure(self, error: BaseException) -> None:
         """Reports ``error`` without waiting for the other ranks. This rank cannot go on
         afterwards."""
@@ -214,6 +246,7 @@ class Channel:
         """True once no sync point is possible here: closed, failed, or ranks lost."""
         return self._ended
 
+    @_locked
     def is_heard(self) -> bool:
         """Returns whether the others have come to the sync point at which this rank reported its
         failure, or are gone."""
@@ -226,6 +259,56 @@ class Channel:
                 pass
             self._failure_report = None
         return True
+
+    # --- the listener ---
+
+    def listen(self, device: torch.device, describe: Callable[[], str]) -> None:
+        """Starts the listener, which announces what ``describe`` returns. Idempotent."""
+        if self._listener is None and not self._ended:
+            self._listener = Listener(self.meet_others, device, describe)
+
+    def raise_heard(self) -> None:
+        """Raises the error of a sync point that the listener has made, once. This rank and the
+        others are at the same point."""
+        if self._heard is not None:
+            error, self._heard = self._heard, None
+            raise error
+
+    def meet_others(self, announcement: str) -> InfinityError | None:
+        """Makes the sync point at which others wait, in place of a training thread that is away.
+        Returns the error of ranks that are gone, while collectives run and until the training
+        thread has raised it. Called by the listener."""
+        if self.lock.acquire(blocking=False):
+            try:
+                last = self._sync_point
+                if self._ended:
+                    pass
+                elif last is not None and last.is_begun and not last.is_over:
+                    if last.is_failure_report and last.poll():
+                        self.finish_sync()  # others wait for what it starts
+                elif self._heard is None and self.is_waited_for:
+                    self.meet_if_called(announcement)
+            except InfinityError as error:
+                self._heard = error
+            except RuntimeError as error:
+                self._heard = self.lost(announcement, error)
+            finally:
+                self.lock.release()
+        return self._heard if self.has_lost and self.is_waited_for else None
+
+    def meet_if_called(self, announcement: str, *, settling: bool = False) -> None:
+        """Makes the sync point at which ranks that have diverged wait, if there are any. Raises as
+        :meth:`barrier`; with a device PeerError, too, if a rank has ended."""
+        if self.sees_alarm():
+            self.barrier(announcement, settling=settling)
+        elif self._listener is not None and failure_report.ended(self.ranks):
+            # Of a device's collective no transport tells it
+            raise self.lost(announcement, RuntimeError("the process of a rank has ended"))
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a collective runs that this rank has started."""
+        return self.collective_trace.is_under_way
 
     # --- the interface for sync points ---
 
@@ -290,6 +373,7 @@ class Channel:
     def lost(self, what: str, error: RuntimeError) -> PeerError:
         """Makes the error for a failed transport, and marks the channel as ended."""
         self._ended = self.has_lost = True
+        give_up()
         return ranks_lost(what, error)
 
     def exchange_texts(self, what: str) -> Transfer:

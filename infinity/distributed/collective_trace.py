@@ -28,6 +28,7 @@ not know what that is: a rank that has started it encodes it as numbers.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ import torch.distributed as dist
 MOST_KNOWN = 64  # remembered sequences
 DIGEST_NBYTES = 8
 NUMBERS = 6  # that encode a collective (see `kinds`)
+IS_ON_HOST = 5  # which of them tells whether it is in host memory
 STAND_IN = ""  # the name of one started only to complete another rank's
 
 
@@ -56,9 +58,11 @@ Dummy = tuple[Callable[[], dist.Work], Callable[[], int]]
 
 
 class CollectiveTrace:
-    """The position of this rank in a pass. Used from the thread that runs the model."""
+    """The position of this rank in a pass. Used from the thread that runs the model, or by the
+    channel's listener, under the ``lock``."""
 
     def __init__(self) -> None:
+        self.lock = threading.RLock()
         self._known: OrderedDict[bytes, list[Collective]] = OrderedDict()
         self._key = b""  # of this pass
         self._started: list[Collective] = []
@@ -68,7 +72,7 @@ class CollectiveTrace:
         self.was_followed = False  # the last pass was verified, and did not diverge
         # Started, by number: those that some rank may lack, and the last
         self._recent: list[tuple[int, Collective]] = []
-        self._under_way: list[dist.Work] = []
+        self._under_way: list[tuple[dist.Work, Collective]] = []
         self._starting: tuple[Collective, Callable[[], int], int] | None = None
         self._expects = False  # the last sync point was for this rank's next collective
         self._was_interrupted = False
@@ -167,16 +171,21 @@ class CollectiveTrace:
         """Starts ``collective`` by ``begin()``, and records it. ``count()``: collectives the
         transport has started. After an interrupt it tells whether this one was."""
         self._starting = collective, count, count()
-        self._under_way.append(begin())
+        self._under_way.append((begin(), collective))
         self._note(collective)
         self._expects, self._starting = False, None
-        return self._under_way[-1]
+        return self._under_way[-1][0]
 
-    def under_way(self) -> list[dist.Work]:
-        """Returns the started collectives that are not complete, and forgets the others. If
-        interrupted, the caller may not have received the handle."""
-        self._under_way = [work for work in self._under_way if not work.is_completed()]
-        return list(self._under_way)
+    def under_way(self) -> list[tuple[dist.Work, bool]]:
+        """Returns the started collectives that are not complete, and whether each is in host
+        memory. Forgets the others. If interrupted, the caller may not have received the handle."""
+        self._under_way = [each for each in self._under_way if not each[0].is_completed()]
+        return [(work, bool(of.numbers[IS_ON_HOST])) for work, of in self._under_way]
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a started collective is not complete. Valid from any thread."""
+        return any(not work.is_completed() for work, _ in tuple(self._under_way))
 
     def _note(self, collective: Collective) -> None:
         """Records that ``collective`` was started. Idempotent."""

@@ -14,6 +14,7 @@ import re
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,21 @@ class _FailureReport:
             size,
             os.getpid(),
         )
+        self._processes: dict[int, int] = {}  # of the others, once they have joined
         self._store.set(
             f"who/{rank}", json.dumps([socket.gethostname(), running_kernel(), os.getpid()])
         )
+
+    def ended(self, ranks: Sequence[int]) -> bool:
+        """Returns whether one of ``ranks`` is known to have ended. Does not block."""
+        if not self._processes:
+            self._processes = self.processes()
+        if any(rank in ranks and not runs(pid) for rank, pid in self._processes.items()):
+            return True
+        with contextlib.suppress(Exception):  # the store may have gone first
+            if self._store.add("left", 0):
+                return any(self._store.check([f"why/{rank}"]) for rank in ranks)
+        return False
 
     def processes(self) -> dict[int, int]:
         """Returns the process ids of the other ranks that this process can see."""
@@ -60,6 +73,7 @@ class _FailureReport:
         text = describe_chain(error)
         with contextlib.suppress(Exception):  # the store may have gone first
             self._store.set(f"why/{self._rank}", text[:LONGEST])
+            self._store.add("left", 1)
 
     def silent(self) -> str:
         """Returns the ranks that have not reported (hung), and reports that this one gave up: a
@@ -166,6 +180,11 @@ def reasons() -> str:
 def silent() -> str:
     """Returns the ranks that have not reported, after this one has waited in vain, or ""."""
     return _report.silent() if _report is not None else ""
+
+
+def ended(ranks: Sequence[int]) -> bool:
+    """Returns whether one of ``ranks`` is known to have ended. Does not block."""
+    return _report is not None and _report.ended(ranks)
 
 
 def processes() -> dict[int, int]:

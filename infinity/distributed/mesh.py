@@ -32,7 +32,7 @@ from .axes import SEQUENCE_AXES, members_of, rank_rows
 from .channel import Channel
 from .parallel_dims import ExpertGroup, ParallelDims
 from .pending import ranks_lost
-from .transfer import end_groups, group_timeout
+from .transfer import end_groups, expect_ranks, group_timeout
 from .tree import Tree, family_of
 
 
@@ -67,6 +67,7 @@ def parallel_dims(mesh: Any, *, divides_experts: bool = False) -> ParallelDims:
         failure_report.join(
             dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         )
+        expect_ranks()
         return _join(mesh, rows, wrap, divides_experts, own_groups)
     except BaseException as error:
         end_groups(own_groups)

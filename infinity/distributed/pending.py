@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,10 +10,8 @@ import torch.distributed as dist
 
 from ..errors import InfinityError, PeerError
 from ..machine.device import Ticketed
-from . import failure_report, transfer
+from . import failure_report
 from .transfer import wait_for
-
-LONGEST_NAP = 1e-3  # seconds between two polls of a device
 
 
 @dataclass(eq=False)
@@ -31,6 +28,8 @@ class Pending:
     release: Callable[[], None] = lambda: None  # of its memory, once no transfer runs
     # Called while waiting: raises if the others do not come
     poll: Callable[[bool], None] = lambda settling: None
+    # Called before the data is used: raises if it is not the others'
+    check: Callable[[], None] = lambda: None
     # Signals that no other rank reads this one's home; None: none does
     borrowed: Ticketed | None = None
     forget: Callable[[], None] = lambda: None  # forgets completed works
@@ -49,7 +48,9 @@ class Pending:
                 if ordering:
                     work.wait()
                 else:
-                    self._wait(work, settling)
+                    wait_for(work, lambda: self.poll(settling), is_on_host=self.is_on_host)
+            if not settling:
+                self.check()
             if not ordering:
                 self._forget_works()
                 self.count()
@@ -59,7 +60,7 @@ class Pending:
         except RuntimeError as error:
             for work in self.works:  # a failed or abandoned work may still move bytes
                 with contextlib.suppress(RuntimeError):
-                    wait_for(work)
+                    wait_for(work, is_on_host=self.is_on_host)
             self._forget_works()
             raise (
                 error if isinstance(error, InfinityError) else ranks_lost(self.what, error)
@@ -83,26 +84,6 @@ class Pending:
         self.finish = None
         with contextlib.suppress(PeerError):
             self.wait(settling=True)
-
-    def _wait(self, work: dist.Work, settling: bool) -> None:
-        if self.is_on_host:
-            wait_for(work, lambda: self.poll(settling))
-        else:
-            self._watch(work, settling)
-
-    def _watch(self, work: dist.Work, settling: bool) -> None:
-        """Polls a device's transport on the host, because its own wait only orders queues: late
-        ranks must be noticed."""
-        nap, began = 1e-5, time.monotonic()
-        asked = began
-        while not work.is_completed():
-            time.sleep(nap)
-            nap = min(2 * nap, LONGEST_NAP)
-            if time.monotonic() - asked > transfer.HEARING_INTERVAL.total_seconds():
-                transfer.refuse_longer(began)
-                self.poll(settling)
-                asked = time.monotonic()
-        work.wait()
 
 
 def ranks_lost(what: str, error: BaseException) -> PeerError:

@@ -135,12 +135,13 @@ class SyncPoint:
         """Blocks until the sync point is over. Returns the maximum of the ranks' flags, uint8
         [flags]. Raises UsageError if another rank is at something else, PeerError if one failed or
         is gone. Both are raised on all ranks, which are at the same point afterwards."""
-        while self._found is None:
-            self._go_on(self._rounds[-1])
-        if self._transfer is not None:
-            self._channel.complete(self._transfer, self._what)
-            self._transfer = None
-        return self._flags_of(self._found)
+        with self._channel.collective_trace.lock:
+            while self._found is None:
+                self._go_on(self._rounds[-1])
+            if self._transfer is not None:
+                self._channel.complete(self._transfer, self._what)
+                self._transfer = None
+            return self._flags_of(self._found)
 
     def _go_on(self, last: Round) -> None:
         """Handles the result of a round. Idempotent."""
@@ -211,7 +212,8 @@ class SyncPoint:
 
     def poll(self) -> bool:
         """Returns whether all ranks have come. Does not block."""
-        return self._rounds[-1].merge.poll()
+        with self._channel.collective_trace.lock:
+            return self._rounds[-1].merge.poll()
 
 
 def _message(header: Sequence[int], flags: Sequence[int], flags_nbytes: int) -> torch.Tensor:

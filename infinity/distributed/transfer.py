@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 HEARING_INTERVAL = timedelta(milliseconds=500)  # of a wait, to see Ctrl-C and missing ranks
+LONGEST_NAP = 1e-3  # seconds between two polls of a device
 GRACE_SECONDS = 5.0  # beyond the group's timeout, so that the transport's own error comes first
 
 Operation = Callable[[], dist.Work]
@@ -73,12 +74,21 @@ def _begin(stage: Stage, works: list[dist.Work]) -> None:
         works.extend(map(call, stage()))
 
 
-def wait_for(work: dist.Work, meanwhile: Callable[[], None] = lambda: None) -> None:
+def wait_for(
+    work: dist.Work,
+    meanwhile: Callable[[], None] = lambda: None,
+    *,
+    is_on_host: bool = True,
+) -> None:
     """Blocks until ``work`` is complete. Calls ``meanwhile`` about twice a second.
 
     Raises RuntimeError if it failed, or exceeds the group's timeout plus ``GRACE_SECONDS``: a
-    transport may have no limit of its own.
+    transport may have no limit of its own. After :func:`give_up` all waits end together, within
+    ``GRACE_SECONDS``: a rank that is gone is not waited for anew.
     """
+    if not is_on_host:
+        _poll(work, meanwhile)
+        return
     began = asked = time.monotonic()
     while True:
         try:
@@ -90,15 +100,48 @@ def wait_for(work: dist.Work, meanwhile: Callable[[], None] = lambda: None) -> N
                 return
             if time.monotonic() - asked < HEARING_INTERVAL.total_seconds() / 2:
                 raise  # not the end of an interval
-        refuse_longer(began)
+        _refuse_longer(began)
         meanwhile()
         asked = time.monotonic()
 
 
-def refuse_longer(began: float) -> None:
+def _poll(work: dist.Work, meanwhile: Callable[[], None]) -> None:
+    """Waits for a device's transport on the host. Its own wait only orders queues, or with a limit
+    aborts all of the group's collectives when that ends (NCCL)."""
+    nap, began = 1e-5, time.monotonic()
+    asked = began
+    while not work.is_completed():
+        time.sleep(nap)
+        nap = min(2 * nap, LONGEST_NAP)
+        if time.monotonic() - asked > HEARING_INTERVAL.total_seconds():
+            _refuse_longer(began)
+            meanwhile()
+            asked = time.monotonic()
+    work.wait()
+
+
+_gave_up: float | None = None  # when ranks were lost, of time.monotonic()
+
+
+def give_up() -> None:
+    """Notes that a rank is gone, or did not come."""
+    global _gave_up
+    _gave_up = _gave_up or time.monotonic()
+
+
+def expect_ranks() -> None:
+    """Gives waits their whole limit again: all ranks have just met."""
+    global _gave_up
+    _gave_up = None
+
+
+def _refuse_longer(began: float) -> None:
     """Raises RuntimeError if a wait since ``began`` (of ``time.monotonic()``) exceeds the limit."""
-    if (seconds := time.monotonic() - began) > patience_seconds() + GRACE_SECONDS:
-        raise RuntimeError(f"timed out after {seconds:.0f} s")
+    now = time.monotonic()
+    end = began + patience_seconds() + GRACE_SECONDS
+    if now > (end if _gave_up is None else min(end, _gave_up + GRACE_SECONDS)):
+        give_up()
+        raise RuntimeError(f"timed out after {now - began:.0f} s")
 
 
 def patience_seconds() -> float:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -38,6 +39,7 @@ def replicas(of: torch.Tensor, monkeypatch) -> Collectives:
     place = SimpleNamespace(
         rank=0, size=2, bulk=None, collective_trace=CollectiveTrace(), finish_sync=lambda: None
     )
+    place.lock, place.raise_heard = contextlib.nullcontext(), lambda: None
     return Collectives(ParallelDims(replicate_group=place))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 
 import infinity
 from infinity.distributed.bulk import MOST_ORDERED, Bulk
+from infinity.distributed.collective_trace import Collective, CollectiveTrace
 from infinity.distributed.parallel_dims import ParallelDims
 from infinity.distributed.pending import Pending
 from infinity.errors import PeerError
@@ -38,6 +40,7 @@ NEVER = 1 << 40
 @pytest.fixture
 def bulk(monkeypatch):
     monkeypatch.setattr("infinity.distributed.pending.ranks_lost", _lost)
+    monkeypatch.setattr("infinity.distributed.transfer._gave_up", None)
     return Bulk(ParallelDims(), Traffic(), SimpleNamespace(), SimpleNamespace())
 
 
@@ -80,6 +83,26 @@ def test_a_gather_that_is_dropped_is_waited_for_at_once(bulk):
     work = Work(5)
     gather(bulk, work, lambda: pytest.fail("its data is not used")).drop()
     assert work.left < 0
+
+
+def test_what_an_exception_left_is_polled_where_it_is_a_devices(bulk, monkeypatch):
+    """A handle that was lost between its launch and its note, of a collective that still runs: its
+    own waits, with a limit, would abort it. Twin: one in host memory gets them."""
+    trace, waits = CollectiveTrace(), []
+
+    class Limited(Work):
+        def wait(self, *limit: object) -> None:
+            waits.append(limit)
+            self.left = -1
+
+    place = SimpleNamespace(collective_trace=trace, lock=nullcontext(), raise_heard=lambda: None)
+    place.meet_if_called = lambda *_, **__: None
+    monkeypatch.setattr(ParallelDims, "dp_group", place)
+    for is_on_host in (False, True):
+        numbers = (0, 0, 0, 0, 0, is_on_host)
+        trace.start(Collective("a gather", 8, numbers), lambda: Limited(3), lambda: 0)
+    bulk.drop_lost()
+    assert waits == [(), (timedelta(milliseconds=500),)]
 
 
 @pytest.mark.parametrize("what", ["an error of the transport", "an alarm of another rank"])

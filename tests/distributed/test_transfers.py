@@ -23,6 +23,7 @@ from ranks import launch_without
 from infinity.distributed import transfer
 from infinity.distributed.transfer import Transfer, wait_for
 from infinity.distributed.tree import Tree
+from infinity.errors import PeerError
 from infinity.runtime.scoped_call import _meaning_of
 from infinity.state.journal import Journal
 
@@ -147,11 +148,62 @@ def test_merges_are_counted_as_others_hear_of_them(n, monkeypatch):
 def test_a_wait_ends_with_the_timeout(monkeypatch):
     """For what never ends, where the transport itself knows no limit."""
     monkeypatch.setattr(transfer, "HEARING_INTERVAL", timedelta(milliseconds=5))
+    monkeypatch.setattr(transfer, "_gave_up", None)
     monkeypatch.setattr(transfer, "patience_seconds", lambda: -transfer.GRACE_SECONDS + 0.02)
     work, heard = Work([], "never", "never"), []
     with pytest.raises(RuntimeError, match="timed out after"):
         wait_for(work, lambda: heard.append(1))
     assert work.waits > 1 and heard
+
+
+def test_a_rank_that_did_not_come_is_not_waited_for_anew(monkeypatch):
+    """After a wait whose limit ended, or a rank that is known to be gone. Twin: all ranks have met
+    again since."""
+    monkeypatch.setattr(transfer, "_gave_up", None)
+    monkeypatch.setattr(transfer, "patience_seconds", lambda: 3600.0)
+    monkeypatch.setattr(transfer, "HEARING_INTERVAL", timedelta(milliseconds=2))
+    monkeypatch.setattr(transfer, "GRACE_SECONDS", 0.01)
+    transfer.give_up()
+    for is_on_host in (True, False):
+        with pytest.raises(RuntimeError, match="timed out after"):
+            wait_for(Work([], "never", "never"), is_on_host=is_on_host)
+    transfer.expect_ranks()
+    asked = []
+
+    def meet() -> None:
+        asked.append(1)
+        if len(asked) > 20:
+            raise PeerError("an alarm")
+
+    with pytest.raises(PeerError):
+        wait_for(Work([], "never", "never"), meet)
+
+
+@pytest.mark.parametrize("how", ["ends", "later", "fails"])
+def test_a_devices_work_gets_no_wait_with_a_limit(how):
+    """NCCL answers the end of a limit by aborting the group's collectives. Twin: one in host memory
+    gets some."""
+
+    class OfDevice(Work):
+        limits, questions = (), 0
+
+        def is_completed(self) -> bool:
+            self.questions += 1
+            return self.how != "later" or self.questions > 3
+
+        def wait(self, limit: timedelta | None = None) -> None:
+            self.limits += (limit,)
+            super().wait(limit)
+
+    work = OfDevice([], how, how)
+    try:
+        wait_for(work, is_on_host=False)
+        assert how != "fails"
+    except RuntimeError as error:
+        assert "closed by peer" in str(error) and how == "fails"
+    assert work.limits == (None,)
+    wait_for(host := OfDevice([], "ends"))
+    assert host.limits == (transfer.HEARING_INTERVAL,)
 
 
 def test_a_work_that_fails_and_never_says_that_it_is_over_ends_the_wait():

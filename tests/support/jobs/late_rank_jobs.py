@@ -4,8 +4,13 @@ streams, as those of NCCL are."""
 from __future__ import annotations
 
 import sys
+import tempfile
+import threading
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 sys.path += [str(folder) for folder in Path(__file__).resolve().parents[1].glob("*/")]
 
@@ -18,6 +23,7 @@ from torch import nn
 
 import infinity
 from infinity.distributed.bulk import Bulk
+from infinity.distributed.channel import Channel
 
 
 def batch_of_rank(count: int):
@@ -72,6 +78,90 @@ def host_is_ahead(config: dict[str, Any]) -> list[bool]:
     finally:
         Bulk._note_ordered, Bulk.wait_for_ordered = note, wait
     return [any(running), bool(left) and not any(left)]
+
+
+READS = {
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x[0, 0].tolist(),
+    "nonzero": lambda x: (x > 1).nonzero(),
+    "copy": lambda x: x.cpu(),
+    "nothing": lambda x: None,
+}
+
+
+def one_raises(reads: str, *, in_backward: bool = False, fault: bool = False) -> dict[str, Any]:
+    """Rank 1 raises in a block while the others read a value in each block, and goes on. What both
+    raised until all trained again, whether their weights are equal, and how many collectives were
+    aborted. ``fault``: nobody listens."""
+    rank, said, before = dist.get_rank(), [], late_jobs.LATE.counts()["aborts"]
+    with tempfile.TemporaryDirectory() as folder, late_device.delayed(late_jobs.LATE):
+        with mock.patch.object(late_jobs, "BLOCKS", 8):  # more than are gathered ahead
+            model, optimizer = late_jobs.made()
+
+        def read(_: Any, __: Any, out: torch.Tensor) -> None:
+            READS[reads](out)
+
+        for block in model.blocks:
+            block.register_forward_hook(read)
+        if fault:
+            Channel.listen = lambda *_: None
+        config = {**late_jobs.NVME, "device": late_jobs.WHERE, "nvme_paths": [folder]}
+        model, optimizer = infinity.wrap_model(model, optimizer, config)
+
+        def one_step(ids: torch.Tensor) -> None:
+            loss = late_jobs.loss_of(model, ids)
+            loss.backward()
+            late_jobs.step(optimizer)
+
+        def raises(*_: Any) -> None:
+            raise ValueError("the user's own")
+
+        steps, given, failing = 0, list(batch_of_rank(5)), rank == 1
+        while steps < len(given) and len(said) < 8:
+            block, handle = model.blocks[-2 if in_backward else 1], None
+            if steps == 2 and failing:
+                handle = (
+                    block.register_full_backward_hook(raises)
+                    if in_backward
+                    else block.register_forward_pre_hook(raises)
+                )
+                failing = False
+            try:
+                one_step(given[steps])
+                steps += 1
+            except (infinity.InfinityError, ValueError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+                optimizer.zero_grad()
+            if handle is not None:
+                handle.remove()
+        weights = torch.cat([value.float().flatten() for value in model.state_dict().values()])
+        infinity.unwrap_model(model, optimizer)
+    listening = [each.name for each in threading.enumerate() if "listener" in each.name]
+    return {
+        "said": said,
+        "steps": steps,
+        "weights": weights.cpu(),
+        "aborts": late_jobs.LATE.counts()["aborts"] - before,
+        "listening": listening,
+    }
+
+
+def aborted_by_a_limit() -> list[str]:
+    """A wait with a limit, behind a rank that comes late: the twin of polls."""
+    group = dist.new_group([0, 1], backend="late", timeout=timedelta(seconds=30))
+    limit = group._get_backend(torch.device(late_jobs.WHERE)).options._timeout
+    whole, mine = torch.zeros(2, device=late_jobs.WHERE), torch.ones(1, device=late_jobs.WHERE)
+    if dist.get_rank():
+        time.sleep(1.5)
+    work = dist.all_gather_into_tensor(whole, mine, group=group, async_op=True)
+    said = [str(limit)]
+    for _ in range(2):
+        try:
+            work.wait(timedelta(milliseconds=100 if dist.get_rank() == 0 else 30000))
+            said.append("over")
+        except RuntimeError as error:
+            said.append(str(error).splitlines()[0])
+    return said
 
 
 def without_order() -> list[bool]:

@@ -226,6 +226,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     auto& memory = Memory::all();
     return std::map<std::string, long>{{"jobs", counts.jobs},
                                        {"host_waits", counts.host_waits},
+                                       {"aborts", counts.aborts},
                                        {"allocations", memory.asked},
                                        {"fresh", memory.fresh},
                                        {"reused", memory.reused}};

@@ -36,7 +36,7 @@ def install() -> ModuleType:
     dist.Backend.register_backend(
         NAME,
         lambda store, rank, size, timeout: late.make_backend(
-            dist.ProcessGroupGloo(store, rank, size, timeout), rank, size
+            dist.ProcessGroupGloo(store, rank, size, timeout), rank, size, timeout
         ),
         devices=[NAME],
     )

@@ -45,6 +45,7 @@ struct Counts {
   std::atomic<long> jobs{0};
   std::atomic<long> host_waits{0};  // of the thread that loaded this: the one that trains
 
+  std::atomic<long> aborts{0};  // of collectives, by waits whose limit ended
   std::atomic<bool> refuses_copies{false};  // that the training thread would wait for
 
   void wait() { host_waits += trains(); }
@@ -73,6 +74,10 @@ class Event {
   bool done() {
     std::lock_guard hold(mutex_);
     return done_;
+  }
+  bool done_within(std::chrono::milliseconds limit) {
+    std::unique_lock hold(mutex_);
+    return changed_.wait_for(hold, limit, [this] { return done_; });
   }
 
  private:
