@@ -3,8 +3,9 @@ replacement."""
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MethodType
@@ -15,6 +16,8 @@ import torch
 from ..errors import UsageError
 from .books import OptimizerBooks
 from .state_entry import GONE
+
+logger = logging.getLogger(__name__)
 
 Groups = list[dict[str, Any]]
 
@@ -78,12 +81,28 @@ class Given:
         try:
             # Hooks of users' loads must not run
             vars(self.optimizer).update({kind: OrderedDict() for kind in self.SHARED})
-            self.optimizer.load_state_dict(state_dict)
+            self._load(state_dict)
         finally:
             vars(self.optimizer).update(self._hooks)
         self.optimizer.param_groups = self._groups
         self.optimizer.state.update(outside)
         vars(self.optimizer).update(attributes)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Loads by the class's own method; if that raises, by torch's, which it extends."""
+        self.optimizer.state = defaultdict(dict)
+        if not state_dict["state"]:
+            return  # some classes expect what their first step adds
+        try:
+            self.optimizer.load_state_dict(state_dict)
+        except Exception as error:  # noqa: BLE001 - of the class's own code
+            logger.warning(
+                "load_state_dict() of %s raised %r: its state is loaded as torch.optim.Optimizer"
+                " does",
+                type(self.optimizer).__name__,
+                error,
+            )
+            torch.optim.Optimizer.load_state_dict(self.optimizer, state_dict)
 
     def _give_back_calls(self) -> None:
         for name, own in self._own.items():

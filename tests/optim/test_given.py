@@ -207,3 +207,44 @@ def test_an_unwrap_that_is_interrupted_keeps_the_hooks(monkeypatch):
     assert tries == [0, 0] and called == []
     plain.load_state_dict(copy.deepcopy(plain.state_dict()))
     assert called == ["loaded"]
+
+
+class ExpectsItsFirstStep(torch.optim.SGD):
+    """Reads a key that its first step adds to the groups, as adv_optm's do."""
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        assert all("seen" in group for group in self.param_groups), "no first step"
+
+
+def of_lion_adv(params):
+    return pytest.importorskip("adv_optm").Lion_adv(params, lr=0.01)
+
+
+def of_adamw_adv(params):
+    return pytest.importorskip("adv_optm").AdamW_adv(params, lr=0.01)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+@pytest.mark.parametrize(
+    "make", [lambda p: ExpectsItsFirstStep(p, 0.1, momentum=0.9), of_lion_adv, of_adamw_adv]
+)
+def test_an_unwrap_does_not_need_the_classs_load_state_dict(make, count):
+    """Method: a class whose load_state_dict raises is unwrapped before its first step, or after
+    two, and goes on as if it had not been wrapped. Twin: its own method does raise."""
+
+    def trained(wraps: bool) -> torch.Tensor:
+        model, _ = made()
+        optimizer = make(model.parameters())
+        if wraps:
+            model, optimizer = infinity.wrap_model(model, optimizer, {"params": "host"})
+        train(model, optimizer, count)
+        if wraps:
+            model, optimizer = infinity.unwrap_model(model, optimizer)
+        train(model, optimizer, 2)
+        return model[0].weight.detach().clone()
+
+    assert torch.equal(trained(True), trained(False))
+    optimizer = ExpectsItsFirstStep(nn.Linear(2, 2).parameters(), 0.1)
+    with pytest.raises(AssertionError, match="no first step"):
+        optimizer.load_state_dict(optimizer.state_dict())
