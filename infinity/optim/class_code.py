@@ -47,6 +47,37 @@ def step_as(
     none of the user's objects. ``method``: of the class, in place of ``step``; ``first``: the first
     group, if that is another one, which some classes look at."""
     kind = type(optimizer)
+    other, settings = _over(optimizer, group, params, states, first)
+    if method == "step":  # without the profiler and the hooks of all optimizers
+        with torch.no_grad():
+            plain_step(kind.step)(other)
+    else:
+        getattr(other, method)()
+    changed = {
+        key: value
+        for key, value in other.param_groups[-1].items()
+        if key != "params" and not (key in settings and _equal(value, settings[key]))
+    }
+    return [dict(other.state.get(param, {})) for param in params], changed
+
+
+def like_it(
+    optimizer: torch.optim.Optimizer, group: Group, params: Sequence[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Makes an optimizer of the same class and attributes, without state, over other ``params``
+    with ``group``'s settings."""
+    return _over(optimizer, group, params, [{} for _ in params], None)[0]
+
+
+def _over(
+    optimizer: torch.optim.Optimizer,
+    group: Group,
+    params: Sequence[torch.nn.Parameter],
+    states: Sequence[Mapping[str, Any]],
+    first: Group | None,
+) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+    """Makes the optimizer of :func:`step_as`. Returns it, and the settings that it began with."""
+    kind = type(optimizer)
     other = kind.__new__(kind)
     for name, value in vars(optimizer).items():
         if name not in ("step", "state", "param_groups"):
@@ -65,17 +96,7 @@ def step_as(
     if first is not None and first is not group:
         of_first = {key: value for key, value in first.items() if key != "params"}
         other.param_groups.insert(0, copy.deepcopy(of_first) | {"params": []})
-    if method == "step":  # without the profiler and the hooks of all optimizers
-        with torch.no_grad():
-            plain_step(kind.step)(other)
-    else:
-        getattr(other, method)()
-    changed = {
-        key: value
-        for key, value in own.items()
-        if key != "params" and not (key in settings and _equal(value, settings[key]))
-    }
-    return [dict(other.state.get(param, {})) for param in params], changed
+    return other, settings
 
 
 def class_step(

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 SHAPES = (4, 6), (5, 3)
 STEPS, RATE = 3, 0.01
+LEAST = 6  # of a dimension, in a trial
 State = dict[str, Any]
 
 
@@ -145,7 +146,7 @@ def _tried(
         ) from error
 
 
-class _Run:
+class Run:
     """Steps of some parameters: each alone, or all together."""
 
     def __init__(
@@ -161,10 +162,10 @@ class _Run:
         self.states: list[State] = [{} for _ in params]
         self._together = together
 
-    def step(self, grads: Sequence[torch.Tensor]) -> None:
+    def step(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Steps by ``grads``."""
         for param, grad in zip(self.params, grads):
-            param.grad = grad.clone()
+            param.grad = None if grad is None else grad.clone()
         everyone = list(range(len(self.params)))
         changed: State = {}
         for places in [everyone] if self._together else [[place] for place in everyone]:
@@ -188,13 +189,13 @@ def _try(
 ) -> tuple[State, bool]:
     """Steps two matrices together, one at a time, and in parts. Returns the state of the first, and
     whether parts have the same results. Raises ConfigError if one at a time they differ."""
-    settings = _settings(optimizer, group)
+    settings = settings_to_move(optimizer, group)
     params = [_values(shape, where) for shape in SHAPES]
-    runs = [_Run(optimizer, settings, params, together=each) for each in (False, True)]
-    parts = _Run(optimizer, settings, _parts_of(params), together=False)
+    runs = [Run(optimizer, settings, params, together=each) for each in (False, True)]
+    parts = Run(optimizer, settings, _parts_of(params), together=False)
     are_parts_same = not known.needs_whole
     for number in range(STEPS):
-        grads = [_grad(param, number) for param in params]
+        grads = [gradient_of(param, number) for param in params]
         for run in runs:
             run.step(grads)
         try:
@@ -205,7 +206,7 @@ def _try(
     alone, together = runs
     if known.measured is None and not (
         torch.equal(alone.values, together.values)
-        and all(map(_are_same, alone.states, together.states))
+        and all(map(are_same, alone.states, together.states))
     ):
         raise ConfigError(
             f"optimizer {known.name}, with these settings, steps all parameters at once, as a clip"
@@ -228,7 +229,7 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> str:
     return f" It has {said}." if said else ""
 
 
-def _settings(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> State:
+def settings_to_move(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> State:
     """Returns the settings of ``group`` by which parameters move."""
     settings = {key: value for key, value in group.items() if key != "params"}
     if hasattr(optimizer, "train"):  # else it may refuse to step
@@ -243,7 +244,7 @@ def _costs(
 ) -> ClassPiece:
     """Measures what the class makes and keeps; where it does not step on the processor, it is
     assumed."""
-    settings = _settings(optimizer, group)
+    settings = settings_to_move(optimizer, group)
     try:
         return costs_of(
             lambda param, state: class_step(optimizer, settings, param, state)[0],
@@ -265,16 +266,16 @@ def _values(shape: tuple[int, int], where: torch.device) -> torch.Tensor:
     return torch.linspace(-1, 1, numel, dtype=torch.float32, device=where).view(shape)
 
 
-def _grad(param: torch.Tensor, number: int) -> torch.Tensor:
+def gradient_of(param: torch.Tensor, number: int) -> torch.Tensor:
     """Makes gradients of several sizes, also over steps: some settings clip."""
     values = torch.arange(param.numel(), dtype=torch.float32, device=param.device)
-    rows = torch.arange(1, 1 + param.shape[0], dtype=torch.float32, device=param.device)
-    sizes = rows * 10.0 ** (param.shape[1] - 4)
-    sizes *= (1.0, 1e-3, 2.0)[number % 3]
-    return torch.cos(values * (number + 1)).view(param.shape) * sizes.view(-1, 1)
+    columns = param.shape[-1] if param.ndim else 1
+    rows = 1 + values // max(columns, 1)
+    sizes = rows * 10.0 ** (min(columns, LEAST) - 4) * (1.0, 1e-3, 2.0)[number % 3]
+    return (torch.cos(values * (number + 1)) * sizes).view(param.shape)
 
 
-def _are_same(one: State, other: State) -> bool:
+def are_same(one: State, other: State) -> bool:
     """Tells whether two states of a parameter have the same tensors."""
     return all(
         torch.equal(value, other[name])

@@ -29,6 +29,7 @@ from .class_trial import with_moments
 from .known import BY_CLASS, KNOWN, OF_TORCH, Known
 from .known_elsewhere import ALIASES, as_it_is, refuse_overrides
 from .matrices import check_split
+from .own_class import by_own_code, instead
 
 logger = logging.getLogger(__name__)
 
@@ -74,14 +75,12 @@ def recognise(optimizer: torch.optim.Optimizer) -> Known:
     if (alias := ALIASES.get(name)) is not None:
         return _of_alias(optimizer, alias)
     base = next((torchs for torchs in TORCHS if isinstance(optimizer, torchs)), None)
-    if base is None and kind.__name__ != "Lion":
-        raise ConfigError(
-            f"optimizer {name} is not supported. {_instead(kind)}Supported are {SUPPORTED}."
-        )
     own = plain_step(vars(optimizer)["step"]) if "step" in vars(optimizer) else None
     runs = plain_step(kind.step)
     if own is not None and own is not runs:
         raise _other_step(name, "was replaced on the object", own)
+    if base is None and kind.__name__ != "Lion":
+        return _of_own_class(optimizer, name)
     if base is None:
         # Without a step its name and hyperparameters decide
         if not _is_torchs(runs, "Optimizer.step"):
@@ -104,6 +103,22 @@ def recognise(optimizer: torch.optim.Optimizer) -> Known:
     return (
         known if known.rule is not None else with_moments(known, optimizer, optimizer.param_groups)
     )
+
+
+def _of_own_class(optimizer: torch.optim.Optimizer, name: str) -> Known:
+    """Returns how an optimizer of no known class is stepped. Raises ConfigError with the reason,
+    and with what to do, if its own code cannot do it one parameter at a time."""
+    try:
+        known = by_own_code(optimizer)
+    except ConfigError as error:
+        raise ConfigError(
+            f"optimizer {name} is not supported. {_instead(type(optimizer))}Supported are"
+            f" {SUPPORTED}, and classes whose step of a parameter depends on no other one. {error}"
+            + instead(optimizer)
+        ) from None
+    _check_all(known, optimizer)
+    logger.info("%s steps by its own code, one parameter at a time", name)
+    return known
 
 
 def _check_all(known: Known, optimizer: torch.optim.Optimizer) -> None:
@@ -177,20 +192,24 @@ def refuse_wrapper(optimizer: Any) -> None:
     attributes."""
     if any(type(optimizer) is torchs for torchs in TORCHS):
         return
-    inner = next(
-        (
-            each
-            for each in getattr(optimizer, "__dict__", {}).values()
-            if isinstance(each, torch.optim.Optimizer)
-        ),
-        None,
-    )
-    if inner is not None and inner is not optimizer:
-        kind, of = type(optimizer), type(inner).__name__
+    values = getattr(optimizer, "__dict__", {})
+    of_wrapper = [
+        name for name, value in values.items() if isinstance(value, torch.optim.Optimizer)
+    ]
+    inner = values[of_wrapper[0]] if of_wrapper else optimizer
+    if inner is not optimizer:
+        kind, of, name = type(optimizer), type(inner).__name__, f"optimizer.{of_wrapper[0]}"
+        shared = [
+            key
+            for key in ("param_groups", "state")
+            if key in values and values[key] is vars(inner).get(key)
+        ]
         raise ConfigError(
             f"{kind.__module__}.{kind.__qualname__} is a wrapper around {of}: give wrap_model the"
             f" {of} itself, and put the wrapper around what wrap_model returns (with Accelerate:"
-            " wrap_model first, then accelerator.prepare)"
+            " wrap_model first, then accelerator.prepare). For a wrapper that is made already:\n"
+            f"    model, {name} = infinity.wrap_model(model, {name}, config)"
+            + "".join(f"\n    optimizer.{key} = {name}.{key}" for key in shared)
         )
     if isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "param_groups"):
         raise ConfigError(

@@ -7,15 +7,21 @@ kernel is within some ulps. Twins: the loop without the wrapper differs.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 import torch
+from lazily import Lazily
+from own_optimizers import Sharpness
 from small_net import furthest, model, stepped_by_class
 from torch import nn, optim
 
 import infinity
+from infinity.errors import ConfigError
 
+pytorch_optimizer = Lazily("pytorch_optimizer")
 pytestmark = pytest.mark.filterwarnings("ignore")
 MADE = {
     "by a rule": (lambda p: optim.AdamW(p, lr=1e-2), 2e-6),
@@ -102,6 +108,48 @@ def test_a_wrapper_around_the_wrapped_optimizer_has_the_librarys_numbers(loop, w
     expected = trained(make, loop, None, tmp_path)
     assert furthest(trained(make, loop, "host", tmp_path), expected) <= near
     assert furthest(trained(make, plainly, "host", tmp_path), expected) > 1e-4
+
+
+WRAPPERS = {
+    "of a script": lambda p: Sharpness(p, optim.SGD, lr=0.1, momentum=0.9),
+    "SAM": lambda p: pytorch_optimizer.SAM(p, optim.AdamW, lr=1e-2, adaptive=True),
+    "LookSAM": lambda p: pytorch_optimizer.LookSAM(p, optim.AdamW, lr=1e-2),
+    "Lookahead": lambda p: pytorch_optimizer.Lookahead(optim.AdamW(p, lr=1e-2), k=3),
+    "OrthoGrad": lambda p: pytorch_optimizer.OrthoGrad(optim.AdamW(p, lr=1e-2)),
+    "ScheduleFreeWrapper": lambda p: pytorch_optimizer.ScheduleFreeWrapper(optim.SGD(p, lr=1e-2)),
+}
+
+
+def with_closures(net: nn.Module, optimizer: optim.Optimizer) -> dict[str, torch.Tensor]:
+    if hasattr(optimizer, "train"):
+        optimizer.train()
+    for batch in batches(6):
+        backward(net, batch)
+        optimizer.step(partial(backward, net, batch))
+        optimizer.zero_grad()
+    return {name: value.detach().clone() for name, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("home", ["host", "nvme"])
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_the_lines_of_the_message_keep_a_wrapper(name, home, tmp_path):
+    """Method: a wrapper, which may have made its optimizer itself, is refused; the lines of the
+    message are run as they are. Twin: without the wrapper the weights are others."""
+    plain, net = model(), model()
+    expected = with_closures(plain, WRAPPERS[name](list(plain.parameters())))
+    optimizer = WRAPPERS[name](list(net.parameters()))
+    with pytest.raises(ConfigError, match="is a wrapper around") as error:
+        infinity.wrap_model(net, optimizer)
+    lines = [line for line in str(error.value).splitlines() if line.startswith("    ")]
+    assert 1 <= len(lines) <= 3
+    config = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)]}
+    names = {"model": net, "optimizer": optimizer, "infinity": infinity, "config": config}
+    exec(textwrap.dedent("\n".join(lines)), names)
+    assert names["model"][0][0].weight._infinity is not None
+    assert furthest(with_closures(names["model"], optimizer), expected) < 2e-6
+    for kind, rate in ((optim.SGD, 0.1), (optim.AdamW, 1e-2), (optim.SGD, 1e-2)):
+        bare = model()
+        assert furthest(with_closures(bare, kind(bare.parameters(), lr=rate)), expected) > 1e-4
 
 
 @pytest.mark.parametrize("home", ["host", "nvme"])

@@ -23,12 +23,14 @@ from infinity.optim.class_step import ClassStepper
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from matrices_net import OfMatrices, matrices_net, muon_of, trained
+from own_optimizers import MuonWithAdam
 from small_net import model, same, stepped_by_class, steps
 
 MADE = {
     "in parts": stepped_by_class,
     "Adafactor": lambda p: optim.Adafactor(p, lr=1e-2, weight_decay=0.1),
     "Prodigy": lambda p: Prodigy(p, d0=1e-3),
+    "of a script": MuonWithAdam,
     "Muon": lambda p: optim.Muon([each for each in p if each.requires_grad], lr=0.02),
 }
 
