@@ -286,15 +286,15 @@ class Renderer:
         # Of a line of many statements, those that can end so.
         pieces = re.findall(r"\{[%{].*?[%}]\}", line) or [line]
         kind = type(error).__name__
+        quoted = re.findall(r"'(\w+)'", said) if kind == "UndefinedError" else []
         if kind == "UndefinedError":
-            quoted = re.findall(r"'(\w+)'", said)
             pieces = [piece for piece in pieces if any(word in piece for word in quoted)]
         elif kind == "TypeError":
             sign = r" in |\|" if "iterable" in said else r"[+~|%/*-]"
             pieces = [piece for piece in pieces if re.search(sign, piece[2:-2])]
         elif kind == "TemplateError":
             pieces = [piece for piece in pieces if said in piece] or pieces
-        words = set(re.findall(r"\w+", " ".join(pieces)))
+        words = set(quoted or re.findall(r"\w+", " ".join(pieces)))
         lacks: list[str] = []
         if kind in ("TypeError", "UndefinedError"):
             given = {"tools": sample.tools, **sample.variables}
@@ -309,7 +309,9 @@ class Renderer:
         named = [lack.split()[0] for lack in lacks]
         likely = [piece for piece in pieces if any(name in piece for name in named)] + pieces
         shown = likely[0] if likely and len(line) > 120 else line
-        at = f" at line {number} ({shown.strip()[:120]})" if number else ""
+        if not number:
+            return f"it cannot be rendered ({kind}: {said})."
+        at = f" at line {number} ({shown.strip()[:120]})"
         missing = f" The sample has no {', and no '.join(lacks)}." if lacks else ""
         return f"the chat template ends{at} in {kind}: {said}.{missing}"
 

@@ -176,12 +176,12 @@ def _history(row: dict[str, Any], column: str | None) -> list[dict[str, Any]]:
 def _system(
     row: dict[str, Any], column: str | None, first: dict[str, Any] | None
 ) -> dict[str, Any] | None:
-    said = row.get(column or "")
+    said = _joined_parts(row.get(column or ""))
     if not said:
         return None
     if not isinstance(said, str):
         raise ConfigError(f"{column} must be a text.")
-    if first is not None and first.get("content", first.get("value")) != said:
+    if first is not None and _joined_parts(first.get("content", first.get("value"))) != said:
         raise ConfigError(
             f"the column {column} is one system message, and the conversation begins with"
             " another. Remove one of them."
@@ -216,8 +216,8 @@ def _message(
     if len(texts) > 1:
         raise ConfigError(f"a message has both {' and '.join(texts)}. Remove one of them.")
     said = message.pop(texts[0]) if texts else None
-    if isinstance(called := message.get("tool_calls"), str):
-        message["tool_calls"] = called = json.loads(called)
+    if called := _parsed(message, "tool_calls", list):
+        message["tool_calls"] = called
     if (old := message.get("function_call")) and not called:
         message.pop("function_call")
         message["tool_calls"] = called = [{"type": "function", "function": old}]
@@ -231,11 +231,7 @@ def _message(
             said, message["tool_calls"] = "", calls
         elif not isinstance(said, str):
             said = json.dumps(said, ensure_ascii=False)
-    if isinstance(said, list):
-        parts = [part.get("text") if isinstance(part, dict) else part for part in said]
-        if not all(isinstance(part, str) for part in parts):
-            raise ConfigError("a message has a part that is no text, as a picture.")
-        said = "".join(parts)
+    said = _joined_parts(said)
     if said is not None and not isinstance(said, str):
         raise ConfigError(
             f"a message has {texts[0]} {str(said)[:40]!r}, of type {type(said).__name__}: it must"
@@ -247,6 +243,16 @@ def _message(
     if said is not None or "content" in given:
         found["content"] = said
     return found | message, mark
+
+
+def _joined_parts(said: Any) -> Any:
+    """Joins what is said in parts of text."""
+    if not isinstance(said, list):
+        return said
+    parts = [part.get("text") if isinstance(part, dict) else part for part in said]
+    if not all(isinstance(part, str) for part in parts):
+        raise ConfigError("a message has a part that is no text, as a picture.")
+    return "".join(parts)
 
 
 def _mark(message: dict[str, Any], role: str, speaker: str) -> bool | None:

@@ -126,6 +126,18 @@ SPOILED = {  # a sample that cannot be used whole -> what is told
         "begins with another",
     ),
     "tools that are no JSON": ({"messages": CHAT, "tools": "add(a)"}, "tools is text, and no JSON"),
+    "calls that are no JSON": (
+        {"messages": [CHAT[0], {"role": "assistant", "tool_calls": "add(a)"}]},
+        "tool_calls is text, and no JSON",
+    ),
+    "a call that is no list": (
+        {"messages": [CHAT[0], {"role": "assistant", "tool_calls": {"name": "add"}}]},
+        "tool_calls must be a list",
+    ),
+    "variables of the renderer": (
+        {"messages": CHAT, "chat_template_kwargs": {"tools": []}},
+        "it cannot be rendered (TypeError",
+    ),
     "a history of texts": (
         {"instruction": "a", "output": "b", "history": ["c"]},
         "history must be a list of pairs",

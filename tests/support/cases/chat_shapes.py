@@ -320,6 +320,17 @@ SHAPES = {
         said="<|system|>Be brief.<|end|>" + ANSWERED,
     ),
     "mistral last alone": Shape({"messages": LONG, "only_last": True}, said=CONTEXT + SECOND),
+    # Bedrock
+    "bedrock": Shape(
+        {
+            "system": [{"text": "Be brief."}],
+            "messages": [
+                {"role": "user", "content": [{"text": "1+1?"}]},
+                {"role": "assistant", "content": [{"text": "2."}]},
+            ],
+        },
+        said="<|system|>Be brief.<|end|>" + ANSWERED,
+    ),
     # Unsloth
     "unsloth ShareGPT": Shape(
         {"conversations": _from(("human", "1+1?"), ("gpt", "2.")), "source": "x", "score": 5.2},
