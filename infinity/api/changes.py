@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ..config.config import Config
+from ..state.lasting import Lasting
 from ..state.packed import Packed
 from .coded_weights import CodedWeights
 from .quantize import Quantized
@@ -20,6 +21,7 @@ class Changes:
 
     def __init__(self) -> None:
         self._ties, self._quantized, self.packed = Ties(), Quantized(), Packed()
+        self.lasting = Lasting()
         self._coded = CodedWeights()
 
     def make(
@@ -39,6 +41,7 @@ class Changes:
 
     def undo(self) -> None:
         """Restores the model."""
+        self.lasting.remove()
         self.packed.remove()
         self._coded.remove()
         self._quantized.remove()

@@ -258,8 +258,8 @@ def _check_lasting(model: nn.Module, names: dict[torch.Tensor, list[str]]) -> No
         f"{len(made)} of the model's {len(names)} parameters"
         f" ({', '.join(made[:3])}{', ...' if len(made) > 3 else ''}) are other Parameters each"
         f" time the model is asked for them: {kind.__module__}.{kind.__name__} makes them anew,"
-        " and what is at home would not be theirs. Leave such modules out (with peft: out of"
-        " LoraConfig(target_modules=...), or in exclude_modules), or keep this model unwrapped."
+        " and what is at home would not be theirs. Leave such modules out, or keep this model"
+        " unwrapped."
     )
 
 

@@ -169,6 +169,7 @@ def _check_everywhere(
     configuration, and the model as read. Every rank calls this."""
     with collectives.together("checking what wrap_model was given"):
         config = Config.make(config if config is not None else NOTHING_CHOSEN)
+        changes.lasting.install(model)
         check(model, optimizers, config)
         warn_of_aliases(model, optimizers)
         changes.make(model, optimizers, config)
@@ -197,7 +198,9 @@ def _wrap(
     try:
         wrapped = _wrap_moved(model, given, config, collectives, mesh, stays)
         changes.settle()
-        model.__dict__[RECORD].packed = changes.packed
+        record = model.__dict__[RECORD]
+        record.packed = changes.packed
+        record.removers.insert(0, changes.lasting)  # removed last: removers list the modules
         return wrapped
     except BaseException:
         stays.remove()

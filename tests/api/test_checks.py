@@ -69,12 +69,6 @@ def with_renewed_weights(folder: Path) -> nn.Module:
     return nn.Sequential(make(), Renews(8, 8))
 
 
-def with_lora_in_attention(folder: Path) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2), "out": nn.Linear(8, 8)})
-    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["attention", "out"]))
-
-
 REFUSED = {
     "cpu_offload": (with_cpu_offload, "AlignDevicesHook"),
     "disk_offload": (with_disk_offload, "AlignDevicesHook"),
@@ -91,10 +85,6 @@ REFUSED = {
             "1 of the model's 6 parameters .1.weight. are other Parameters each"
             " time.*test_checks.Renews"
         ),
-    ),
-    "LoRA in attention": (
-        with_lora_in_attention,
-        "base_layer.in_proj_weight.*peft.tuners.lora.layer.MultiheadAttention",
     ),
 }
 
