@@ -249,7 +249,7 @@ def choose_form(data: Any, source: str) -> Form:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value, or its JSON text, says nothing."""
+    """Tells whether a value, or its JSON text, says nothing."""
     return value is None or value in ("", [], {}, "null", '""', "[]", "{}")
 
 

@@ -90,8 +90,8 @@ def load_examples(datasets: Any, files: ExampleFiles) -> Any:
 
 
 def is_padded(datasets: Any, files: ExampleFiles) -> bool:
-    """Whether what is read has None for each key of a message that others have. JSON is read as it
-    is written since datasets 4.7."""
+    """Tells whether what is read has None for each key of a message that others have. JSON is read
+    as it is written since datasets 4.7."""
     return files.loader != "json" or not hasattr(datasets, "Json")
 
 
