@@ -13,6 +13,7 @@ from ..errors import UsageError
 from ..machine.tiers import Tier
 from ..state import mistakes
 from ..state.dtensors import is_common, like, part_of
+from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle, handle_of, set_raw_grad
 from ..state.operations import Operation
 from ..state.unit import ParamUnit
@@ -70,7 +71,7 @@ class GradientBank:
             if handle.grad.state is GradState.ABSENT and not mistakes.is_called_from(
                 "torch/nn/modules/module.py", "zero_grad"
             ):
-                self._average()
+                self._average_with(handle)
             if (
                 handle.grad.assigned is not None
                 and (assigned := self.assigned.shown(handle)) is not None
@@ -110,7 +111,7 @@ class GradientBank:
         )
         self.assigned.part_from(handle)
         self.clear(handle)
-        self._average()
+        self._average_with(handle)
         handle.grad.averaged = self.ranks.data_size > 1
         handle.grad.move(GradState.LANDED)
         with self._store.guarding():
@@ -118,17 +119,22 @@ class GradientBank:
             self.values.put(handle, value)
         self.assigned.watch(handle, given, part)
 
-    def average(self) -> None:
-        """Settles assigned tensors, then averages gradients that wait for it. Every rank calls
-        this."""
+    def average(self, of: Callable[[FlatParam], bool] = lambda flat: True) -> None:
+        """Settles assigned tensors, then averages gradients that wait for it, of the flat params
+        ``of``. Every rank calls this."""
         self.assigned.settle_all()
-        self._average()
+        self._average(of=of)
 
     def refresh(self, handle: ParamHandle) -> None:
         """Settles and averages before the values of the gradient of ``handle`` are read."""
         if handle.grad.assigned is not None:
             self.assigned.settle(handle)
-        self._average()
+        self._average_with(handle)
+
+    def _average_with(self, handle: ParamHandle) -> None:
+        """Averages the gradients of the optimizer that steps ``handle``."""
+        place = handle.flat_param.spec.optimizer
+        self._average(of=lambda flat: flat.spec.optimizer == place)
 
     def clear(self, handle: ParamHandle) -> None:
         """Sets ``p.grad = None``. Clearing the last gradient also forgets the backwards since the

@@ -319,12 +319,17 @@ class Reducer:
 
     # --- gradients kept whole until someone looks (ZeRO-1) ---
 
-    def average(self, *, are_gone: bool = False) -> None:
-        """Averages landed gradients. Every rank calls this. ``are_gone``: none is left."""
+    def average(
+        self, *, are_gone: bool = False, of: Callable[[FlatParam], bool] = lambda flat: True
+    ) -> None:
+        """Averages landed gradients of the flat params ``of``, as one of several optimizers steps
+        them: more backwards may add to the others. Every rank calls this. ``are_gone``: none is
+        left."""
         self._unread &= not are_gone
         if not self._unread:
             return
-        flat_params = _stepped(self._units)
+        stepped = _stepped(self._units)
+        flat_params = [each for each in stepped if of(each[1])]
         got = [
             {h.index for h in handles if h.grad.state is GradState.LANDED and not h.grad.averaged}
             for *_, handles in flat_params
@@ -336,7 +341,7 @@ class Reducer:
             if wanted:
                 self._reduce(unit, flat_param, had, wanted, f"reducing {unit.name}", decided=True)
         self._finish()
-        self._unread = False
+        self._unread = len(flat_params) < len(stepped)
 
 
 def _stepped(units: Iterable[ParamUnit]) -> list[tuple[ParamUnit, FlatParam, list[ParamHandle]]]:

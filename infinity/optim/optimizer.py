@@ -253,7 +253,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             return total.full_tensor() if is_distributed(total) else total
         with context.uses.begin():
             self.read_groups()
-            context.gradients.average()
+            context.gradients.average(context.steps_flat_param)
             total = context.gradients.values.total_norm(
                 float(norm_type), among=self._members.group_of
             )

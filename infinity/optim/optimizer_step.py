@@ -86,7 +86,7 @@ class OptimizerStep:
         """Averages the gradients. Raises UsageError if they cannot be stepped."""
         context = self._context
         context.updates.asked = time.perf_counter()
-        context.gradients.average()
+        context.gradients.average(context.steps_flat_param)
         if not context.steps.begun:
             self._members.reopen_consumed()
         for handle in context.trained:

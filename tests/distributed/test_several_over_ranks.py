@@ -8,12 +8,13 @@ from ranks import Jobs
 pytestmark = pytest.mark.timeout(700)
 
 
-@pytest.mark.parametrize("shard", ["parameters", "gradients"])
+@pytest.mark.parametrize("shard", ["parameters", "gradients", "optimizer"])
 def test_ranks_step_each_optimizer_together(shard, standing_ranks, tmp_path):
-    """With the bits of one process, and through a checkpoint. Twin: ranks that step different ones
-    raise."""
+    """With the bits of one process, and through a checkpoint: gradients of one that steps every
+    other time add up meanwhile, also when the other is clipped. Twin: ranks that step different
+    ones raise."""
     given = {"folder": str(tmp_path), "shard": shard}
     jobs = Jobs(standing_ranks(2), "several_jobs", {"several": given})
     for found in jobs["several"]:
-        assert found["same"] and found["resumed"]
+        assert found["same"] and found["resumed"] and found["clipped"]
         assert found["said"] in ("UsageError", "PeerError")

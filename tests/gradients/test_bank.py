@@ -44,7 +44,7 @@ class Averager:
     def add(self, handle: Any, grad: torch.Tensor) -> None:
         self.added.append((handle, grad))
 
-    def average(self, *, are_gone: bool = False) -> None:
+    def average(self, *, are_gone: bool = False, of: object = None) -> None:
         self.averages.append(are_gone)
 
 

@@ -26,7 +26,7 @@ class Averager:
 
     averages = 0
 
-    def average(self, *, are_gone: bool = False) -> None:
+    def average(self, *, are_gone: bool = False, of: object = None) -> None:
         self.averages += 1
 
 
@@ -152,7 +152,8 @@ def test_its_values_are_averaged_before_they_are_read_and_not_for_zeros(here):
 def test_a_gradient_is_used_in_a_use_of_the_job(here):
     """Method: whether a scope is open while it is averaged; for a view, too."""
     first, seen = grads(here)[0], []
-    running = SimpleNamespace(average=lambda: seen.append(here.engine.job.scopes.running_here))
+    note = lambda **_: seen.append(here.engine.job.scopes.running_here)
+    running = SimpleNamespace(average=note)
     here.engine.gradients.reduce_with(None, running.average)
     first + 1
     first[0]

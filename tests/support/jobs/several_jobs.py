@@ -23,15 +23,27 @@ def _pair() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
     ]
 
 
-def _train(model: nn.Module, optimizers: list[torch.optim.Optimizer], seed: int) -> list[float]:
+def _clip(optimizer: torch.optim.Optimizer) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if hasattr(params[0], "_infinity"):
+        infinity.clip_grad_norm_(optimizer, 0.05)
+    else:
+        nn.utils.clip_grad_norm_(params, 0.05)
+
+
+def _train(
+    model: nn.Module, optimizers: list[torch.optim.Optimizer], seed: int, *, clips: bool = False
+) -> list[float]:
     """Every rank has the same batch, so that the average is what one process computes. The second
-    one steps every other time."""
+    one steps every other time. ``clips``: each by the norm of its own gradients."""
     generator, losses = torch.Generator().manual_seed(seed), []
     for number in range(4):
         loss = model(torch.randn(4, 16, generator=generator)).pow(2).mean()
         loss.backward()
         losses.append(loss.item())
         for optimizer in optimizers[: 1 + number % 2]:
+            if clips:
+                _clip(optimizer)
             optimizer.step()
             optimizer.zero_grad()
     return losses
@@ -55,4 +67,14 @@ def several(folder: str, shard: str) -> dict[str, Any]:
         said = "nothing"
     except infinity.InfinityError as error:
         said = type(error).__name__
-    return {"same": losses == expected, "resumed": resumed == more, "said": said}
+    clipped = [
+        _train(*each, seed=3, clips=True)
+        for each in (_pair(), infinity.wrap_model(*_pair(), config))
+    ]
+    apart = max(abs(one - other) for one, other in zip(*clipped))
+    return {
+        "same": losses == expected,
+        "resumed": resumed == more,
+        "said": said,
+        "clipped": apart < 1e-6 < abs(clipped[0][-1] - _train(*_pair(), seed=3)[-1]),
+    }
