@@ -470,7 +470,7 @@ def test_where_ranks_are_cut_gradients_are_averaged_before_they_are_measured():
     job, averages = small_at_home(), []
     job.backward(RAMP, 2 * RAMP)
     cut(job)
-    running = lambda: averages.append(job.engine.job.scopes.running_here)
+    running = lambda **_: averages.append(job.engine.job.scopes.running_here)
     job.engine.gradients.reduce_with(None, running)
     job.optimizer.param_groups[0]["params"] = [job.handles[0].param]
     assert job.optimizer.total_norm(1.0) == 20 and averages == [True]

@@ -105,7 +105,7 @@ def test_gradients_are_averaged_before_a_step_and_each_step_begins_once():
     """Twin: the rest of a step that has begun does not begin again."""
     job, averages, begun = small_at_home(), [], []
     job.backward(RAMP)
-    averager = SimpleNamespace(average=lambda: averages.append(True))
+    averager = SimpleNamespace(average=lambda **_: averages.append(True))
     job.engine.gradients.reduce_with(None, averager.average)
     job.engine.job.updates.begin_step = lambda units: begun.append(job.engine.steps.index)
     step = step_of(job)
