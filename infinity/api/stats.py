@@ -176,9 +176,10 @@ def _bounds(job: Job, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
     updater = job.updates.updater
     if moved and updater is not None and updater.elements:
         flat_params = sum(flat.spec.stepped for unit in job.units for flat in unit.flat_params)
+        rate = memory_rate(room=job.config.host_memory)
         # A rate that was measured beside other work is too low. The updates themselves tell.
         bounds["memory traffic of the optimizer"] = min(
-            updater.elements / steps * moved / flat_params / memory_rate(),
+            updater.elements / steps * moved / flat_params / rate,
             updater.step_seconds / steps,
         )
     return bounds

@@ -80,11 +80,10 @@ def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None
             | {"edges": traffic(plan, units), "tokens_per_step": job.tokens}
             | {"seconds": {}, "rates": {}, "unknown": unknown}
         )
-    compute = compute_time(
-        job.model, job.model_config, dtype=dtype, device=job.config.device, **job.batch
-    )
+    compute = compute_time(job.model, job.model_config, dtype=dtype, engine=job.config, **job.batch)
     on_disk = plan.planned_nbytes(Tier.NVME) > 0
-    rates = Rates.measure(job.config.nvme_paths if on_disk else (), job.config.device)
+    folders = job.config.nvme_paths if on_disk else ()
+    rates = Rates.measure(folders, job.config.device, room=job.config.host_memory)
     prediction = predict(plan, units, rates, compute_seconds=compute.seconds)
     written, drives = prediction.edges["host->nvme"], len(job.config.nvme_paths)
     wear = endurance(written, prediction.step_seconds, drives, rating)

@@ -135,7 +135,7 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     inputs = read_inputs(args, files, ranks, console)
     model = _make_model(args, settings, inputs.model_config, console)
     config = engine_config(settings, model)
-    compute = _time_compute(args, model, inputs, config.device)
+    compute = _time_compute(args, model, inputs, config)
     with no_cache(model):
         if ranks.is_first:
             _check_room(args, model, config)
@@ -186,7 +186,7 @@ def _check_engine(args: argparse.Namespace, settings: dict[str, Any], console: C
 
 
 def _time_compute(
-    args: argparse.Namespace, model: Any, inputs: Inputs, device: str | None
+    args: argparse.Namespace, model: Any, inputs: Inputs, config: infinity.Config
 ) -> Compute:
     import torch
 
@@ -197,7 +197,7 @@ def _time_compute(
         length=inputs.batches.tokens_per_batch // args.batch_size,
         dtype=getattr(torch, DTYPES[args.dtype]),
         checkpointing=args.gradient_checkpointing,
-        device=device,
+        engine=config,
     )
 
 

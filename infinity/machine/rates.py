@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
@@ -14,7 +13,8 @@ from . import disk_profile
 from .limits import memory_left
 
 PROBE_NBYTES, LEAST_PROBE_NBYTES = 64 * 1024 * 1024, 1024 * 1024
-PROBE_SHARE = 1 / 16  # of the memory left, where that is less
+PROBE_SHARE = 1 / 16  # of the memory left or of a budget, where that is less
+CHECKSUMS = "checksums"
 
 
 @dataclass(frozen=True)
@@ -30,45 +30,60 @@ class Rates:
     device_memory: float | None = None
 
     @classmethod
-    def measure(cls, nvme_paths: Sequence[str], device: torch.device | str | None = None) -> Rates:
+    def measure(
+        cls,
+        nvme_paths: Sequence[str],
+        device: torch.device | str | None = None,
+        *,
+        room: int | str | None = None,
+    ) -> Rates:
         """Measures this machine, and the memory of the compute ``device``. The disks' rates come
-        from their stored profiles."""
+        from their stored profiles. ``room``: see :func:`memory_rate`."""
         found = disk_profile.rates(nvme_paths) if nvme_paths else (None, None, None)
         where = torch.device(device if device is not None else "cpu")
         return cls(
-            memory_rate(),
-            checksum_rate(),
+            memory_rate(room=room),
+            checksum_rate(room=room),
             *found,
             memory_rate(str(where)) if where.type != "cpu" else None,
         )
 
 
-@cache
-def memory_rate(device: str = "cpu") -> float:
-    """Measures the bytes per second that a copy reads and writes in a device's memory. Cached."""
-    nbytes = _probe_nbytes() if torch.device(device).type == "cpu" else PROBE_NBYTES
-    source = torch.ones(nbytes, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-
-    def copy() -> None:
-        target.copy_(source)
-        if source.device.type != "cpu":
-            torch.accelerator.synchronize(source.device)
-
-    return 2 * nbytes / _best(copy)
+_known: dict[str, float] = {}  # what was measured -> its rate
 
 
-@cache
-def checksum_rate() -> float:
-    """Measures the bytes per second that one thread checksums. Cached."""
-    source = torch.ones(_probe_nbytes(), dtype=torch.uint8)
-    return source.nbytes / _best(lambda: native.crc32c(source))
+def memory_rate(device: str = "cpu", *, room: int | str | None = None) -> float:
+    """Measures the bytes per second that a copy reads and writes in a device's memory, once.
+    ``room``: the job's budget of the host in bytes, of which a probe takes a part (None: none)."""
+    if device not in _known:
+        is_host = torch.device(device).type == "cpu"
+        nbytes = _probe_nbytes(room) if is_host else PROBE_NBYTES
+        source = torch.ones(nbytes, dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+
+        def copy() -> None:
+            target.copy_(source)
+            if not is_host:
+                torch.accelerator.synchronize(source.device)
+
+        _known[device] = 2 * nbytes / _best(copy)
+    return _known[device]
 
 
-def _probe_nbytes() -> int:
+def checksum_rate(*, room: int | str | None = None) -> float:
+    """Measures the bytes per second that one thread checksums, once. ``room``: see
+    :func:`memory_rate`."""
+    if CHECKSUMS not in _known:
+        source = torch.ones(_probe_nbytes(room), dtype=torch.uint8)
+        _known[CHECKSUMS] = source.nbytes / _best(lambda: native.crc32c(source))
+    return _known[CHECKSUMS]
+
+
+def _probe_nbytes(room: int | str | None) -> int:
     """Returns the bytes of a probe of the host's memory: more than caches hold, unless a job under
-    way has left too little, which a probe must not use up."""
-    return max(LEAST_PROBE_NBYTES, min(PROBE_NBYTES, int(memory_left() * PROBE_SHARE)))
+    way has left too little, or has too small a budget, which a probe must not use up."""
+    most = PROBE_NBYTES if room is None else min(PROBE_NBYTES, int(int(room) * PROBE_SHARE))
+    return max(LEAST_PROBE_NBYTES, min(most, int(memory_left() * PROBE_SHARE)))
 
 
 def _best(work) -> float:

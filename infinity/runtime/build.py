@@ -263,6 +263,7 @@ def _plan_activations(engine: Engine) -> None:
 def _send_rate(job: Job) -> float:
     """Returns the bytes per second of an activation's way home and back."""
     if job.device.is_host:
-        return memory_rate() / 4  # every byte is read and written twice, in both directions
+        # Every byte is read and written twice, in both directions.
+        return memory_rate(room=job.config.host_memory) / 4
     ways = ("device->host", "host->device")
     return 1 / sum(1 / (job.traffic.rate(way) or LINK_RATE) for way in ways)

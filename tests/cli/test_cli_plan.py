@@ -760,11 +760,51 @@ def test_what_is_built_to_measure_compute_has_a_limit(monkeypatch, vocabulary, m
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config)
     found = compute.compute_time(
-        model, config, batch=1, length=8, dtype=torch.bfloat16, checkpointing=False
+        model,
+        config,
+        batch=1,
+        length=8,
+        dtype=torch.bfloat16,
+        checkpointing=False,
+        engine=infinity.Config(device_memory="64GiB"),
     )
     print(f"built {max(built, default=0) / 2**30:.1f} GiB of weights")
     assert max(built, default=0) <= compute.LARGEST_PROBE_NBYTES
     assert (found.how == "measured") == measured
+
+
+@pytest.mark.parametrize(
+    ("budgets", "measured"),
+    [
+        ({"device_memory": "200KiB"}, False),
+        ({"device_memory": "100KiB", "host_memory": "100KiB"}, False),
+        ({"device_memory": "2MiB"}, True),
+        ({}, True),
+    ],
+    ids=str,
+)
+def test_the_time_of_compute_is_measured_within_the_budgets(monkeypatch, budgets, measured):
+    """A probe takes no more than the job that it is for; else the time is estimated. Twin: without
+    the limit it is measured under every budget."""
+    monkeypatch.setattr(compute, "_measure", lambda *args: 1.0)
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=100)
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+
+    def how() -> str:
+        return compute.compute_time(
+            model,
+            config,
+            batch=1,
+            length=8,
+            dtype=torch.float32,
+            checkpointing=False,
+            engine=infinity.Config(**budgets),
+        ).how
+
+    assert how() == ("measured" if measured else "estimated")
+    monkeypatch.setattr(compute, "_room_of", lambda engine: 1 << 40)
+    assert how() == "measured"
 
 
 @pytest.mark.parametrize("limit", [compute.WHOLE_FLOPS, 1.0])
@@ -784,7 +824,13 @@ def test_compute_scales_with_the_layers(monkeypatch, limit):
         with torch.device("meta"):
             model = transformers.GPT2LMHeadModel(config)
         found = compute.compute_time(
-            model, config, batch=1, length=8, dtype=torch.float32, checkpointing=False
+            model,
+            config,
+            batch=1,
+            length=8,
+            dtype=torch.float32,
+            checkpointing=False,
+            engine=infinity.Config(),
         )
         assert (found.seconds, found.how) == (1.0 + 2 * layers, "measured")
     assert tried == ([1, 2, 7] if limit > 1 else [1, 3] * 3)

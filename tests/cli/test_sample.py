@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import train_memory
 from chatty import save_base
 
 transformers = pytest.importorskip("transformers")
@@ -17,6 +20,7 @@ import infinity.cli
 from infinity.cli.training import sample
 
 NTOKENS, SEED = 6, 3
+JOB_OF_ITS_OWN = str(Path(train_memory.__file__))
 JOB = (
     "train --model base --data text.txt --nvme-path nvme --steps 1 --batch-size 1 --lr 0.01"
     f" --sequence-length 16 --eval-batches 1 --sample-bytes {NTOKENS} --seed {SEED} --dtype fp32"
@@ -65,3 +69,25 @@ def test_the_sample_ends_with_its_time(report, monkeypatch):
     monkeypatch.setattr(sample, "MOST_SECONDS", -1.0)
     cut = report("--params nvme --overwrite")["sample"]
     assert len(cut) < len(whole) and whole.startswith(cut)
+
+
+@pytest.mark.slow
+def test_steps_outside_of_the_training_take_no_model_of_memory(tmp_path):
+    """A job in a process of its own, with budgets of a quarter of its weights: what the measurement
+    of the compute, the first loss, and the save with its sample take is at most half of the
+    weights. Twin: loading the saved model takes more than them."""
+    config = transformers.LlamaConfig(
+        vocab_size=400, hidden_size=512, intermediate_size=1024, num_hidden_layers=16
+    )
+    config.num_attention_heads = config.num_key_value_heads = 8
+    model = transformers.LlamaForCausalLM(config)
+    weights = sum(param.nbytes for param in model.parameters())
+    model.save_pretrained(tmp_path / "large")
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    (tmp_path / "nvme").mkdir()
+    words = [sys.executable, JOB_OF_ITS_OWN, str(tmp_path), str(weights // 4)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    taken = [int(word) for word in done.stdout.split()[-2:]]
+    print(f"{[nbytes >> 20 for nbytes in taken]} MiB, {weights >> 20} MiB of weights")
+    assert taken[0] <= weights // 2 and taken[1] > weights

@@ -9,7 +9,9 @@ operations and the rate of one matrix product.
 from __future__ import annotations
 
 import copy
+import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ LARGEST_PROBE_NBYTES = 3 << 29
 LARGEST_PROBE_FLOPS = 3e12
 WHOLE_FLOPS = 4e11  # of a batch; blocks that fit a cache compute faster than a whole model's
 ON_A_GPU = 8  # times as much
+SAVED = 24  # elements that a layer saves for its backward, per token and element of its width
 ROUNDS = 3
 
 
@@ -56,19 +59,22 @@ def compute_time(
     length: int,
     dtype: torch.dtype,
     checkpointing: bool,
-    device: str | None = None,
+    engine: Any,
 ) -> Compute:
     """Measures or estimates the seconds of forward and backward of one batch. ``model`` may be on
-    meta; ``config`` is its transformers configuration. Runs small models on ``device``; None: on
-    the processor."""
-    where = device or "cpu"
+    meta; ``config`` is its transformers configuration. Runs small models on the device of
+    ``engine``, a Config, within its budgets."""
+    from ... import native
+
+    where, room = engine.device or "cpu", _room_of(engine)
     layers = _layer_count(config)
     flops = step_flops(model, config, batch=batch, length=length, checkpointing=checkpointing)
     try:
-        if flops < WHOLE_FLOPS and _is_small(config, batch * length, length, dtype, where):
+        if flops < WHOLE_FLOPS and _is_small(config, batch * length, length, dtype, where, room):
             whole = _measure(config, layers, batch, length, dtype, checkpointing, where)
             return Compute(whole, "measured")
-        if layers and _is_small(_with_layers(config, 3), batch * length, length, dtype, where):
+        small = _with_layers(config, 3) if layers else config
+        if layers and _is_small(small, batch * length, length, dtype, where, room):
             one, three = (
                 _measure(config, count, batch, length, dtype, checkpointing, where)
                 for count in (1, 3)
@@ -76,6 +82,9 @@ def compute_time(
             return Compute(max(one, one + (layers - 1) * (three - one) / 2), "measured")
     except Exception:  # noqa: BLE001 - an architecture that cannot be had smaller: it is estimated
         pass
+    finally:
+        gc.collect()
+        native.trim_heap()  # of the probe, whose memory the job needs now
     return Compute(flops / product_rate(dtype, where), "estimated")
 
 
@@ -108,18 +117,36 @@ def _with_layers(config: Any, layers: int) -> Any:
     return small
 
 
-def _is_small(config: Any, tokens: int, length: int, dtype: torch.dtype, device: str) -> bool:
-    """Whether a model of ``config``, with gradients and a batch's logits, is small enough to build
-    and run as a probe."""
+def _room_of(engine: Any) -> int:
+    """Returns the bytes that a probe may take: the budgets that the job will have on the device
+    that computes. Without any, what is free."""
+    from ...machine import limits
+
+    is_host = engine.device is None or engine.device.startswith("cpu")
+    budgets = [engine.device_memory, engine.host_memory if is_host else None]
+    given = [int(budget) for budget in budgets if budget is not None]
+    if given or not is_host:
+        return sum(given) or sys.maxsize
+    return limits.for_the_engine(limits.memory_left())
+
+
+def _is_small(
+    config: Any, tokens: int, length: int, dtype: torch.dtype, device: str, room: int
+) -> bool:
+    """Whether a model of ``config``, with gradients and what a batch saves, is small enough to
+    build and run as a probe, and fits in ``room`` bytes."""
     import torch
 
     with torch.device("meta"):
         model = auto_class(config, None).from_config(config, trust_remote_code=is_trusted(config))
     params = sum(param.numel() for param in model.parameters())
-    logits = 4 * tokens * (getattr(config.get_text_config(), "vocab_size", 0) or 0)
-    nbytes = (2 * params + logits) * dtype.itemsize
+    text = config.get_text_config()
+    logits = 4 * tokens * (getattr(text, "vocab_size", 0) or 0)
+    saved = SAVED * tokens * (getattr(text, "hidden_size", 0) or 0) * (_layer_count(config) or 0)
+    nbytes = (2 * params + logits + saved) * dtype.itemsize
     flops, times = _flops(config, params, tokens, length), 1 if device == "cpu" else ON_A_GPU
-    return nbytes < times * LARGEST_PROBE_NBYTES and flops < times * LARGEST_PROBE_FLOPS
+    most = min(times * LARGEST_PROBE_NBYTES, room)
+    return nbytes < most and flops < times * LARGEST_PROBE_FLOPS
 
 
 def _layer_count(config: Any) -> int | None:

@@ -56,7 +56,8 @@ def predict_step(job: Job, compute_seconds: float) -> float:
     from ...runtime.registry import wrapped
 
     engine = wrapped(job.model).engine
-    rates = Rates.measure(_folders(job), engine.job.config.device)
+    config = engine.job.config
+    rates = Rates.measure(_folders(job), config.device, room=config.host_memory)
     prediction = predict(
         engine.job.planned.plan,
         engine.job.planned.sizes,

@@ -1,0 +1,71 @@
+"""The memory that `infinity train` takes in its steps outside of the training: a script, for a
+process of its own."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import infinity.cli
+from infinity.cli import train
+
+STEPS = ("_time_compute", "_begin", "_save_and_sample")
+
+
+def anonymous() -> int:
+    """The bytes of this process that are no file's."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def growth_of(call: Any, *args: Any) -> tuple[Any, int]:
+    """The result of a call, and the bytes that it takes at most."""
+    before, most, ended = anonymous(), [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            most[0] = max(most[0], anonymous())
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        return call(*args), max(most[0], anonymous()) - before
+    finally:
+        ended.set()
+        watching.join()
+
+
+def measure(place: Path, budget: int) -> None:
+    """Runs the job, and prints the most that one of the steps takes; then what it takes to load the
+    saved model."""
+    taken = []
+
+    def counted(call: Any) -> Any:
+        def counting(*args: Any) -> Any:
+            result, nbytes = growth_of(call, *args)
+            taken.append(nbytes)
+            return result
+
+        return counting
+
+    for name in STEPS:
+        setattr(train, name, counted(getattr(train, name)))
+    words = (
+        f"train --model {place}/large --data {place}/text.txt --nvme-path {place}/nvme"
+        f" --params nvme --optimizer nvme --host-memory {budget} --device-memory {budget}"
+        " --steps 1 --batch-size 1 --sequence-length 16 --eval-batches 1 --sample-bytes 2"
+        f" --dtype fp32 --threads 1 --json --out {place}/out"
+    )
+    assert infinity.cli.main(words.split()) == 0
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    options = {"dtype": torch.float64}  # others are mapped from the file
+    print(max(taken), growth_of(lambda: read(f"{place}/out", **options))[1])
+
+
+if __name__ == "__main__":
+    measure(Path(sys.argv[1]), int(sys.argv[2]))
