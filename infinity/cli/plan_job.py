@@ -80,7 +80,7 @@ def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None
             | {"edges": traffic(plan, units), "tokens_per_step": job.tokens}
             | {"seconds": {}, "rates": {}, "unknown": unknown}
         )
-    compute = compute_time(job.model, job.model_config, dtype=dtype, engine=job.config, **job.batch)
+    compute = compute_time(job.model, job.model_config, dtype=dtype, limits=job.config, **job.batch)
     on_disk = plan.planned_nbytes(Tier.NVME) > 0
     folders = job.config.nvme_paths if on_disk else ()
     rates = Rates.measure(folders, job.config.device, room=job.config.host_memory)

@@ -197,7 +197,7 @@ def _time_compute(
         length=inputs.batches.tokens_per_batch // args.batch_size,
         dtype=getattr(torch, DTYPES[args.dtype]),
         checkpointing=args.gradient_checkpointing,
-        engine=config,
+        limits=config,
     )
 
 

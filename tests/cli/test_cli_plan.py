@@ -766,7 +766,7 @@ def test_what_is_built_to_measure_compute_has_a_limit(monkeypatch, vocabulary, m
         length=8,
         dtype=torch.bfloat16,
         checkpointing=False,
-        engine=infinity.Config(device_memory="64GiB"),
+        limits=infinity.Config(device_memory="64GiB"),
     )
     print(f"built {max(built, default=0) / 2**30:.1f} GiB of weights")
     assert max(built, default=0) <= compute.LARGEST_PROBE_NBYTES
@@ -799,11 +799,11 @@ def test_the_time_of_compute_is_measured_within_the_budgets(monkeypatch, budgets
             length=8,
             dtype=torch.float32,
             checkpointing=False,
-            engine=infinity.Config(**budgets),
+            limits=infinity.Config(**budgets),
         ).how
 
     assert how() == ("measured" if measured else "estimated")
-    monkeypatch.setattr(compute, "_room_of", lambda engine: 1 << 40)
+    monkeypatch.setattr(compute, "_room_of", lambda config: 1 << 40)
     assert how() == "measured"
 
 
@@ -830,7 +830,7 @@ def test_compute_scales_with_the_layers(monkeypatch, limit):
             length=8,
             dtype=torch.float32,
             checkpointing=False,
-            engine=infinity.Config(),
+            limits=infinity.Config(),
         )
         assert (found.seconds, found.how) == (1.0 + 2 * layers, "measured")
     assert tried == ([1, 2, 7] if limit > 1 else [1, 3] * 3)

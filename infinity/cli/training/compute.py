@@ -59,14 +59,14 @@ def compute_time(
     length: int,
     dtype: torch.dtype,
     checkpointing: bool,
-    engine: Any,
+    limits: Any,
 ) -> Compute:
     """Measures or estimates the seconds of forward and backward of one batch. ``model`` may be on
     meta; ``config`` is its transformers configuration. Runs small models on the device of
-    ``engine``, a Config, within its budgets."""
+    ``limits``, a Config, within its budgets."""
     from ... import native
 
-    where, room = engine.device or "cpu", _room_of(engine)
+    where, room = limits.device or "cpu", _room_of(limits)
     layers = _layer_count(config)
     flops = step_flops(model, config, batch=batch, length=length, checkpointing=checkpointing)
     try:
@@ -117,13 +117,13 @@ def _with_layers(config: Any, layers: int) -> Any:
     return small
 
 
-def _room_of(engine: Any) -> int:
+def _room_of(config: Any) -> int:
     """Returns the bytes that a probe may take: the budgets that the job will have on the device
     that computes. Without any, what is free."""
     from ...machine import limits
 
-    is_host = engine.device is None or engine.device.startswith("cpu")
-    budgets = [engine.device_memory, engine.host_memory if is_host else None]
+    is_host = config.device is None or config.device.startswith("cpu")
+    budgets = [config.device_memory, config.host_memory if is_host else None]
     given = [int(budget) for budget in budgets if budget is not None]
     if given or not is_host:
         return sum(given) or sys.maxsize
