@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,6 +13,7 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ..errors import UsageError
+from ..state.apart import makes_hooks
 from ..state.journal import Journal
 from ..state.unit import ParamUnit
 from .context import ForwardContext
@@ -30,18 +32,28 @@ class Checkpointed:
         """The journal of the job. Raises UsageError if the engine is gone."""
         return self._context().journal
 
-    def run(self, leaves: list, spec: Any) -> Any:
-        """Runs the forward, and again in the backward. Without grad mode, runs it once."""
-        if not torch.is_grad_enabled():
-            return self.compute(spec, *leaves)
-        versions = [unit.version for unit in self._units]
-        return checkpoint(
-            partial(self.compute, versions=versions), spec, *leaves, use_reentrant=False
-        )
+    def run(self, leaves: list, spec: Any, *, forward: Any = None, held: Held | None = None) -> Any:
+        """Runs the forward, and again in the backward. Without grad mode, runs it once.
 
-    def compute(self, spec: Any, *leaves: Any, versions: list[int] | None = None) -> Any:
-        """Computes the forward of flattened arguments. ``versions``: the units' versions at the
-        first run. Raises UsageError if a recomputation finds others."""
+        ``forward``: in place of the block's. ``held``: keeps what the forward saves, until it is
+        dropped.
+        """
+        if not torch.is_grad_enabled():
+            return self.compute(spec, *leaves, forward=forward)
+        versions = [unit.version for unit in self._units]
+        compute = partial(self.compute, versions=versions, forward=forward, held=held)
+        return checkpoint(compute, spec, *leaves, use_reentrant=False)
+
+    def compute(
+        self,
+        spec: Any,
+        *leaves: Any,
+        versions: list[int] | None = None,
+        forward: Any = None,
+        held: Held | None = None,
+    ) -> Any:
+        """Computes the forward of flattened arguments, as :meth:`run`. ``versions``: the units'
+        versions at the first run. Raises UsageError if a recomputation finds others."""
         context = self._context()
         args, kwargs = tree_unflatten(list(leaves), spec)
         running: AbstractContextManager[Any] = nullcontext()
@@ -52,8 +64,51 @@ class Checkpointed:
                     " (by optimizer.step() or load_state_dict()). Run backward before the step."
                 )
             running = context.running_again(self._units)
+        elif held is not None:
+            running = held.hooks()
         with running, context.saving_tensors():
-            return self.forward(*args, **kwargs)
+            return (forward or self.forward)(*args, **kwargs)
+
+
+class Held:
+    """What one forward saves inside a checkpoint. It is held, so that nothing is computed again,
+    until :meth:`drop`: whether a block may run again, and finds room, is known once it has run."""
+
+    def __init__(self) -> None:
+        # How a tensor is saved outside of the checkpoint
+        self._save, self._bring = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._saved: list[weakref.ref[_Both]] = []
+
+    @makes_hooks
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Makes the hooks for saved tensors, inside the checkpoint's."""
+        count, compute = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def pack(tensor: torch.Tensor) -> _Both:
+            both = _Both(self._save(tensor), count(tensor))
+            self._saved.append(weakref.ref(both))
+            return both
+
+        def unpack(both: _Both) -> torch.Tensor:
+            return compute(both.counted) if both.saved is None else self._bring(both.saved)
+
+        pack.count, pack.is_counted = count, True
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def drop(self) -> None:
+        """Drops what is held: the backward runs the forward again."""
+        for ref in self._saved:
+            if (both := ref()) is not None:
+                both.saved = None
+
+
+class _Both:
+    """A saved tensor as it is held, and what the checkpoint has in its place."""
+
+    __slots__ = ("saved", "counted", "__weakref__")
+
+    def __init__(self, saved: Any, counted: Any):
+        self.saved, self.counted = saved, counted
 
 
 def random_states(places: set[torch.device]) -> dict[torch.device, torch.Tensor]:

@@ -1,7 +1,9 @@
 """Recompute: measures blocks, and chooses for each to keep, send home or recompute its activations.
 
 Two passes are measured first: the bytes that each block saves and the seconds that its forward
-computes. Sending is priced at the rate of the link.
+computes. Sending is priced at the rate of the link. What a measured block saves is kept or sent as
+there is room. If there is none, it is dropped at the block's end and computed again in the
+backward. A larger input than those measured is measured, too.
 
 A block is recomputed only if ``Config(recompute=True)`` allows it. It never is if its forward
 changes Python state, draws from generators other than torch's, or has hooks of others inside.
@@ -23,12 +25,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
 from ..machine.device import Device
-from ..machine.tiers import Tier
 from ..planning.activation_choice import ActivationChoice, Measured, choose
 from ..state.unit import ParamUnit
-from .checkpointed import Checkpointed
+from .checkpointed import Checkpointed, Held
 from .context import ForwardContext
-from .replaced_forward import own_forward
+from .replaced_forward import around_own
 from .value_snapshot import MODULE_OWN, SCALARS, NoSnapshot, Snapshot, has_containers
 
 logger = logging.getLogger(__name__)
@@ -48,23 +49,31 @@ class ActivationPlanner:
         spare_nbytes: int,
         send_rate: Callable[[], float],
         recomputes: bool,
+        home_nbytes: Callable[[], float] = lambda: float("inf"),
     ):
         """``spare_nbytes``: that activations may have on ``device``. ``send_rate``: bytes per
-        second of the round trip."""
+        second of the round trip. ``home_nbytes``: that they may have at home."""
         self.find_context, self.device, self.spare_nbytes = find, device, spare_nbytes
-        self._send_rate, self.recomputes = send_rate, recomputes
+        self._send_rate, self._home_nbytes = send_rate, home_nbytes
+        self.recomputes = recomputes
+        # Of the device's bytes, what is left to a block that is computed again
+        self.reserved_nbytes, self.found_no_room = 0, False
+        # By class and shapes: what a block saves, and what of that is its input
+        self._known: dict[tuple, tuple[int, int]] = {}
+        self._inputs: set[int] = set()  # the storages of this pass's inputs
         self.block: PlannedBlock | None = None  # the block whose forward runs
         self.outside_nbytes = 0  # bytes that this pass saved outside of blocks
         self._blocks: list[weakref.ref[PlannedBlock]] = []  # owned by their modules
         self._chosen = 0  # blocks in the last choice
+        self._chooses_again = False
 
-    def add(self, block: nn.Module, units: Sequence[ParamUnit]) -> PlannedBlock:
+    def add(self, block: nn.Module, units: Sequence[ParamUnit]) -> Callable:
         """Builds the forward that ``block`` is to run in place of its own."""
-        planned = PlannedBlock(
-            self, block, Checkpointed(self.find_context, units, own_forward(block))
-        )
+        planned = PlannedBlock(self, block, units)
         self._blocks.append(weakref.ref(planned))
-        return planned
+        forward = around_own(block, planned.run)
+        forward.__signature__ = inspect.signature(block.forward)  # type: ignore[attr-defined]
+        return forward
 
     @property
     def blocks(self) -> list[PlannedBlock]:
@@ -76,9 +85,10 @@ class ActivationPlanner:
         for block in self.blocks:
             block.end_pass()
         measured = [block for block in self.blocks if block.is_measured]
-        if len(measured) > self._chosen:
+        if len(measured) > self._chosen or self._chooses_again:
             self._choose(measured)
         self.outside_nbytes, self.block = 0, None
+        self._inputs.clear()
 
     @contextmanager
     def run_block(self, block: PlannedBlock) -> Iterator[None]:
@@ -103,22 +113,45 @@ class ActivationPlanner:
 
     def forget_choices(self) -> None:
         """Makes the next pass choose again."""
-        self._chosen = 0
+        self._chooses_again = True
+
+    @contextmanager
+    def measuring(self, kind: tuple) -> Iterator[None]:
+        """Leaves room to compute a block again, and tells in ``found_no_room`` whether what is
+        saved inside found none. ``kind``: a block of none before is kept on the device by no
+        byte."""
+        if kind in self._known:
+            saved, inputs = (max(each) for each in zip(*self._known.values()))
+            to_come = sum(not block.has_run for block in self.blocks)
+            self.reserved_nbytes = saved + inputs * to_come
+        elif self.recomputes:
+            self.reserved_nbytes = self.spare_nbytes
+        self.found_no_room = False
+        try:
+            yield
+        finally:
+            self.reserved_nbytes = 0
+
+    def note(self, kind: tuple, nbytes: int, inputs: Sequence[torch.Tensor]) -> int:
+        """Notes what a block of ``kind`` saves: ``nbytes``, its ``inputs`` among them. Returns how
+        many bytes those have that are no inputs of an earlier block."""
+        storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in inputs}
+        new = storages.keys() - self._inputs
+        self._inputs |= new
+        input_nbytes = sum(storages[key].nbytes() for key in new)
+        self._known[kind] = max((nbytes, input_nbytes), self._known.get(kind, (0, 0)))
+        return input_nbytes
 
     def _choose(self, blocks: list[PlannedBlock]) -> None:
-        host = self.find_context().ledger.accounts[Tier.HOST]
-        left = (
-            float("inf") if host.budget_nbytes is None else host.budget_nbytes - host.planned_nbytes
-        )
         found = choose(
             [block.measured() for block in blocks],
             device_nbytes=max(0, self.spare_nbytes - self.outside_nbytes),
-            host_nbytes=left,
+            host_nbytes=self._home_nbytes(),
             send_rate=self._send_rate(),
         )
         for block, choice in zip(blocks, found):
             block.choice = choice
-        self._chosen = len(blocks)
+        self._chosen, self._chooses_again = len(blocks), False
         logger.info("activations of %d blocks: %s", len(blocks), self.counts())
 
     def counts(self) -> dict[str, int]:
@@ -135,36 +168,38 @@ class ActivationPlanner:
 
 
 class PlannedBlock:
-    """A block's forward, which runs as the planner chose."""
+    """Runs a block's forward as the planner chose."""
 
-    def __init__(self, planner: ActivationPlanner, block: nn.Module, checkpointed: Checkpointed):
-        self._planner, self._block, self._checkpointed = planner, weakref.ref(block), checkpointed
+    def __init__(self, planner: ActivationPlanner, block: nn.Module, units: Sequence[ParamUnit]):
+        self._planner, self._block = planner, weakref.ref(block)
+        self._checkpointed = Checkpointed(planner.find_context, units, None)
         self.choice = ActivationChoice.KEEP
         self._passes = 0  # measured passes
         self._calls = self._saved = 0  # calls and saved bytes of this pass
         self._storages: set[int] = set()
-        self._nbytes, self._seconds = 0, float("inf")
+        self._nbytes, self._input_nbytes, self._seconds = 0, 0, float("inf")
+        self._numel = -1  # elements of the largest input that was measured
         self._is_repeatable = planner.recomputes
         self._mode: tuple = ()  # the training flag of every module inside, when measured
-        self.__signature__ = inspect.signature(block.forward)
+
+    @property
+    def has_run(self) -> bool:
+        """Whether it has run, or runs, in this pass."""
+        return self._calls > 0
 
     @property
     def is_measured(self) -> bool:
         return self._passes >= MEASURED_PASSES and self._seconds < float("inf")
 
     def end_pass(self) -> None:
-        """Stores the last pass's measurements if the block ran in it, and resets the counts."""
-        if self._calls:
-            self._passes += 1
-            self._nbytes = (
-                self._saved if self.choice is not ActivationChoice.RECOMPUTE else self._nbytes
-            )
+        """Counts the last pass if the block ran in it, and resets the counts of one pass."""
+        self._passes += bool(self._calls)
         self._calls = self._saved = 0
         self._storages.clear()
 
     def measured(self) -> Measured:
         """Returns the block's measurements so far."""
-        return Measured(self._nbytes, self._seconds, self._is_repeatable)
+        return Measured(self._nbytes, self._seconds, self._is_repeatable, self._input_nbytes)
 
     def saves(self, storage: torch.UntypedStorage) -> None:
         """Counts the bytes of a saved storage, once a pass."""
@@ -172,29 +207,29 @@ class PlannedBlock:
             self._storages.add(storage._cdata)
             self._saved += storage.nbytes()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs ``forward``, the block's own."""
         planner = self._planner
-        plain = torch.compiler.is_compiling() or not torch.is_grad_enabled()
-        plain = plain or planner.find_context().is_recomputed()
+        plain = not torch.is_grad_enabled() or planner.find_context().is_recomputed()
         # Evaluations are not measured, nor are blocks inside blocks.
         if plain or planner.block is not None or not self._block().training:
-            return self._checkpointed.forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         self._calls += 1
+        inputs = _tensors(args, kwargs) if planner.recomputes else []
         with planner.run_block(self):
             if self._calls > 1 and self._is_repeatable:
                 self._refuse()
-            if not self.is_measured:
-                return self._measure(args, kwargs)
+            recomputes = self.choice is ActivationChoice.RECOMPUTE
+            if recomputes and self._is_heard():
+                self._refuse()
+            elif recomputes and self._mode != self._modes():  # training flags changed
+                self._passes, self.choice = 0, ActivationChoice.SEND
+                planner.forget_choices()
+            if not self.is_measured or sum(map(torch.Tensor.numel, inputs)) > self._numel:
+                return self._measure(forward, args, kwargs, inputs)
             if self.choice is ActivationChoice.RECOMPUTE:
-                if self._is_heard():
-                    self._refuse()
-                elif self._mode != self._modes():  # training flags changed: measure again
-                    self._passes, self.choice = 0, ActivationChoice.SEND
-                    planner.forget_choices()
-                    return self._measure(args, kwargs)
-                else:
-                    return self._checkpointed.run(*tree_flatten((args, kwargs)))
-            return self._checkpointed.forward(*args, **kwargs)
+                return self._checkpointed.run(*tree_flatten((args, kwargs)), forward=forward)
+            return forward(*args, **kwargs)
 
     def _refuse(self) -> None:
         """Excludes the block from recomputation."""
@@ -202,10 +237,15 @@ class PlannedBlock:
         if self.choice is ActivationChoice.RECOMPUTE:
             self.choice = ActivationChoice.SEND
 
-    def _measure(self, args: tuple, kwargs: dict) -> Any:
+    def _measure(
+        self, forward: Callable, args: tuple, kwargs: dict, inputs: list[torch.Tensor]
+    ) -> Any:
         planner = self._planner
         edges = planner.find_context().traffic.edges.values()
         state = self._state(args, kwargs) if self._is_repeatable else None
+        if self._is_repeatable and (state is None or self._is_heard()):
+            self._refuse()
+        held = Held() if self._is_repeatable else None
         stalled = sum(edge.stall_seconds for edge in edges)
 
         def count(start: float, end: float) -> None:
@@ -214,18 +254,36 @@ class PlannedBlock:
             waited = sum(edge.stall_seconds for edge in edges) - stalled if is_here else 0.0
             self._seconds = max(0.0, end - start - waited)
 
-        with planner.device.timing(count):
-            output = self._checkpointed.forward(*args, **kwargs)
+        kind = type(self._block()), *(each.shape for each in inputs)
+        with planner.measuring(kind), planner.device.timing(count):
+            if held is None:
+                output = forward(*args, **kwargs)
+            else:
+                leaves, spec = tree_flatten((args, kwargs))
+                output = self._checkpointed.run(leaves, spec, forward=forward, held=held)
         plain = all(
             leaf is None or isinstance(leaf, (torch.Tensor, *SCALARS))
             for leaf in tree_leaves(output)
         )
         if self._is_repeatable and (
-            not plain or state is None or state != self._state(args, kwargs) or self._is_heard()
+            not plain or state != self._state(args, kwargs) or self._is_heard()
         ):
-            self._is_repeatable = False
+            self._refuse()
+        recomputes = self.choice is ActivationChoice.RECOMPUTE or planner.found_no_room
+        if held is not None and self._is_repeatable and recomputes:
+            held.drop()
+        self._note(kind, inputs)
         self._mode = self._modes()
         return output
+
+    def _note(self, kind: tuple, inputs: list[torch.Tensor]) -> None:
+        """Notes what was measured of ``inputs``."""
+        planner, numel = self._planner, sum(map(torch.Tensor.numel, inputs))
+        input_nbytes = planner.note(kind, self._saved, inputs) if self._is_repeatable else 0
+        if numel >= self._numel:
+            if self.is_measured:  # larger than the input that was chosen for
+                planner.forget_choices()
+            self._numel, self._nbytes, self._input_nbytes = numel, self._saved, input_nbytes
 
     def _modes(self) -> tuple:
         return tuple(module.training for module in self._block().modules())
@@ -273,3 +331,7 @@ class PlannedBlock:
         return any(
             not getattr(hook, "is_infinity", False) for hooks in heard for hook in hooks.values()
         )
+
+
+def _tensors(args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor]

@@ -22,11 +22,13 @@ class ActivationChoice(Enum):
 
 @dataclass(frozen=True)
 class Measured:
-    """One block: bytes its forward saves, seconds it takes, and whether it may be recomputed."""
+    """One block: bytes its forward saves, seconds it takes, and whether it may be recomputed.
+    ``input_nbytes``: of those, what stays if it is."""
 
     nbytes: int
     seconds: float
     is_repeatable: bool
+    input_nbytes: int = 0
 
 
 def choose(
@@ -46,19 +48,37 @@ def choose(
         return [ActivationChoice.KEEP] * len(blocks)
     # One block at a time is on the device while it is recomputed.
     room = device_nbytes - max(block.nbytes for block in blocks)
-    choices = [ActivationChoice.SEND] * len(blocks)
+    choices = [
+        ActivationChoice.RECOMPUTE if block.is_repeatable else ActivationChoice.SEND
+        for block in blocks
+    ]
     for index in sorted(
         range(len(blocks)),
         key=lambda i: (cost(blocks[i]) / max(1, blocks[i].nbytes), i),
         reverse=True,
     ):
-        block = blocks[index]
+        block, otherwise = blocks[index], choices[index]
         if block.nbytes <= room:
-            choices[index], room = ActivationChoice.KEEP, room - block.nbytes
-        elif block.is_repeatable and (
+            choices[index] = ActivationChoice.KEEP
+            if _peak_nbytes(blocks, choices) <= device_nbytes:
+                room -= block.nbytes
+                continue
+            choices[index] = otherwise
+        if not block.is_repeatable or not (
             block.seconds < block.nbytes / send_rate or block.nbytes > host_nbytes
         ):
-            choices[index] = ActivationChoice.RECOMPUTE
-        else:
+            choices[index] = ActivationChoice.SEND
             host_nbytes -= block.nbytes
     return choices
+
+
+def _peak_nbytes(blocks: Sequence[Measured], choices: Sequence[ActivationChoice]) -> int:
+    """Returns the most bytes on the device at the end of the forward, and as the backward reaches
+    each block, from the last: it frees what the later ones had."""
+    stays = peak = 0
+    for block, choice in zip(blocks, choices):
+        peak = max(peak, stays + block.nbytes)
+        if choice is not ActivationChoice.SEND:
+            is_kept = choice is ActivationChoice.KEEP
+            stays += block.nbytes if is_kept else block.input_nbytes
+    return max(peak, stays)

@@ -20,9 +20,11 @@ class ActivationCopies:
     """Copies in the device's queues, in both directions. Used from the threads that run forward and
     backward."""
 
-    def __init__(self, device: Device, order: SavingOrder):
-        self._device, self._order = device, order
-        self._in_flight = InFlight(IN_FLIGHT_NBYTES, of_largest=IN_FLIGHT_OF_LARGEST)
+    def __init__(self, device: Device, order: SavingOrder, most_nbytes: float = float("inf")):
+        """``most_nbytes``: that may be on their way."""
+        self._device, self._order, self._most_nbytes = device, order, most_nbytes
+        limit = int(min(IN_FLIGHT_NBYTES, most_nbytes))
+        self._in_flight = InFlight(limit, of_largest=IN_FLIGHT_OF_LARGEST)
         self._in_use: dict[int, Event] = {}  # by home address: the last copy that reads the buffer
         # By queue: its last copy; after it no copy uses any buffer.
         self._last: dict[str, Event] = {}
@@ -62,7 +64,8 @@ class ActivationCopies:
         storage, saved.arrived = saved.coming
         saved.coming = None
         if self._device.overlaps:
-            for other in self._order.before(saved, nbytes=IN_FLIGHT_NBYTES):
+            ahead = min(IN_FLIGHT_NBYTES, self._most_nbytes)
+            for other in self._order.before(saved, nbytes=int(ahead)):
                 if (
                     other.coming is None
                     and other.bytes_on_device() is None

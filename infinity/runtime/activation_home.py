@@ -14,6 +14,7 @@ import torch
 from .. import native
 from ..errors import CapacityError, UsageError
 from ..machine.device import note_used
+from ..machine.sizes import format_nbytes
 from ..machine.tiers import Tier
 from ..storage.arrays import StateArray
 from ..storage.store import ArrayStore
@@ -25,11 +26,20 @@ from .saved_tensor import Saved, SavingOrder, blocks, raw_bytes
 class ActivationHome:
     """Buffers at home for saved storages. Used from the threads that run forward and backward."""
 
-    def __init__(self, store: ArrayStore, tier: Tier, staging: native.PinnedPool | None):
-        self._store, self._tier = store, tier
+    def __init__(
+        self,
+        store: ArrayStore,
+        tier: Tier,
+        staging: native.PinnedPool | None,
+        most_nbytes: int | None = None,
+        in_flight_nbytes: float = float("inf"),
+    ):
+        """``most_nbytes``: of host memory, beside the tier's budget; None: no limit.
+        ``in_flight_nbytes``: that may be on their way to and from it."""
+        self._store, self._tier, self._most_nbytes = store, tier, most_nbytes
         self._device = store.device
         self._order = SavingOrder()
-        self._copies = ActivationCopies(store.device, self._order)
+        self._copies = ActivationCopies(store.device, self._order, in_flight_nbytes)
         self._disk = ActivationsOnDisk(store, staging, self._order) if staging is not None else None
         # Buffers in use, with the transfers that may still use them, keyed by a weak reference to
         # the saved storage. C code appends a dead reference to _left, so an interrupt cannot leak a
@@ -67,6 +77,16 @@ class ActivationHome:
         self._places[weakref.ref(saved, self._left.append)] = saved.place, saved.writes
         return saved
 
+    def _taken_nbytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays)
+
+    def room_nbytes(self) -> float:
+        """Returns the bytes that activations may have at home, with those that they have."""
+        account = self._store.ledger.accounts[self._tier]
+        if account.budget_nbytes is not None:
+            return self._taken_nbytes() + account.budget_nbytes - account.planned_nbytes
+        return float("inf") if self._most_nbytes is None else self._most_nbytes
+
     def _take(self, nbytes: int) -> StateArray:
         """Allocates ``nbytes`` at home. Raises CapacityError over the tier's budget."""
         self._reclaim()
@@ -77,6 +97,13 @@ class ActivationHome:
             self._free.remove(best)
             return best
         try:
+            most, taken = self._most_nbytes, self._taken_nbytes()
+            if most is not None and taken + size > most:
+                raise CapacityError(
+                    f"host_memory was not given, and what the plan left of what was free is"
+                    f" {format_nbytes(most)}: {format_nbytes(taken)} are in use, and"
+                    f" {format_nbytes(size)} more are needed."
+                )
             array = self._store.arrays.allocate_more(self._tier, size, "activations")
             if array.tier is not Tier.NVME:
                 self._arrays.append(array)

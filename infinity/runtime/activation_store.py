@@ -39,6 +39,7 @@ from .saved_tensor import (
 )
 
 SMALLEST_NBYTES = 64 * 1024  # smaller storages stay: moving them costs more than it frees
+SHARE_IN_FLIGHT = 1 / 16  # of what may be kept: as much may be on its way home, or back
 
 
 class ActivationStore:
@@ -52,9 +53,13 @@ class ActivationStore:
         staging: native.PinnedPool | None,
         *,
         spare_nbytes: int | None,
+        most_nbytes: int | None = None,
     ):
+        """``spare_nbytes``: of the device, that may be kept; ``most_nbytes``: of the host, that may
+        be taken. None: the tier's budget alone limits it."""
         self._store, self._device = store, store.device
-        self._home = ActivationHome(store, tier, staging)
+        in_flight = float("inf") if spare_nbytes is None else spare_nbytes * SHARE_IN_FLIGHT
+        self._home = ActivationHome(store, tier, staging, most_nbytes, in_flight)
         self._planner: ActivationPlanner | None = None
         # May stay on the device; None: nothing may, and home must have room.
         self.spare_nbytes = spare_nbytes
@@ -112,6 +117,10 @@ class ActivationStore:
         """Bytes that stay on the device because its budget has room."""
         return self._kept.charged_nbytes
 
+    def home_nbytes(self) -> float:
+        """Returns the bytes that activations may have at home."""
+        return self._home.room_nbytes()
+
     def rebuild(self) -> None:
         """Frees every buffer whose saved storage is gone, after an exception. Only while nothing is
         in flight."""
@@ -145,8 +154,10 @@ class ActivationStore:
         if self._planner is not None:
             self._planner.saves(storage)
         if saved is None:
-            is_sent = self._planner is not None and self._planner.is_sending
-            if not is_sent and self.kept_nbytes + storage.nbytes() <= (self.spare_nbytes or 0):
+            planner = self._planner
+            is_sent = planner is not None and planner.is_sending
+            room = (self.spare_nbytes or 0) - (planner.reserved_nbytes if planner else 0)
+            if not is_sent and self.kept_nbytes + storage.nbytes() <= room:
                 return None
             with self._store.guarding():
                 try:
@@ -154,6 +165,8 @@ class ActivationStore:
                 except CapacityError:
                     if self.spare_nbytes is None:
                         raise
+                    if planner is not None:
+                        planner.found_no_room = True
                     return None
                 self._home.send(saved, storage, tensor)
             if nbytes == storage.nbytes():

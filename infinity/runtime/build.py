@@ -190,7 +190,9 @@ def _make_job(
         edits=edits,
         handed=HandedOut(store, steps, collectives.ranks, borrowed, uses, edits),
         prefetcher=prefetcher,
-        activations=resources.make_activations(alone=base.collectives.ranks.alone),
+        activations=resources.make_activations(
+            alone=base.collectives.ranks.alone, local_size=base.collectives.ranks.local_size
+        ),
         in_common=InCommon(collectives, base.device, steps, gradients, trained),
         sequences=Sequences(collectives, base.device),
         running=base.running,
@@ -256,6 +258,7 @@ def _plan_activations(engine: Engine) -> None:
                 spare_nbytes=job.activations.spare_nbytes,
                 send_rate=partial(_send_rate, job),
                 recomputes=job.config.recompute,
+                home_nbytes=job.activations.home_nbytes,
             )
         )
 

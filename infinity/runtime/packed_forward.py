@@ -11,6 +11,7 @@ dense    a saved tensor with as many elements as the weight has rows times colum
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -53,13 +54,13 @@ class PackedForward:
             return self._own(x)
 
     def _hooks(self, kind: tuple, outer: tuple | None) -> tuple[Callable, Callable]:
-        shapes, count = self._known[kind], 0
+        shapes, numbers, count = self._known[kind], itertools.count(), _count_of(outer)
 
         def pack(tensor: torch.Tensor) -> Any:
-            nonlocal count
-            number, count = count, count + 1
+            number = next(numbers)
             if self._is_dense(tensor):
                 if number < len(shapes) and shapes[number] == tensor.shape:
+                    count(tensor)
                     return Again(self, number, kind)
                 _tell(self._kind, tensor)
             return outer[0](tensor) if outer else SavedTensor(tensor)
@@ -135,11 +136,13 @@ class CodedForward:
         outer, counted = _hooks_around()
         if counted or not torch.is_grad_enabled():
             return self._own(*args, **kwargs)
+        count = _count_of(outer)
         with noting_unpacked() as made:
 
             def pack(tensor: torch.Tensor) -> Any:
                 found = made.get(tensor.untyped_storage()._cdata)
                 if found is not None and not found.storage.expired():
+                    count(tensor)
                     return CodedAgain(found, tensor)
                 if any(tensor.shape == each.shape for each in made.values()):
                     _tell(self._kind, tensor)
@@ -166,7 +169,12 @@ def _hooks_around() -> tuple[tuple | None, bool]:
     nothing and counts what is saved."""
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     counted = is_checkpoint(outer) or (outer and getattr(outer[0], "is_counted", False))
-    return outer, bool(counted)
+    return outer, bool(counted) and not hasattr(outer[0], "count")
+
+
+def _count_of(outer: tuple | None) -> Callable[[torch.Tensor], Any]:
+    """Returns what counts a saved tensor for a checkpoint outside of ``outer``, which keeps it."""
+    return getattr(outer[0], "count", lambda tensor: None) if outer else lambda tensor: None
 
 
 def _autocast_of(device: torch.device) -> torch.dtype | None:

@@ -15,7 +15,7 @@ from ..config.config import Config
 from ..distributed.collectives import Collectives
 from ..distributed.parallel_dims import ParallelDims
 from ..errors import CapacityError
-from ..machine import processors
+from ..machine import limits, processors
 from ..machine.arena import KEPT_DATA
 from ..machine.device import Device
 from ..machine.ledger import Ledger
@@ -71,6 +71,7 @@ class Resources:
 
     def __init__(self, config: Config, plan: MemoryPlan, units: list[ParamUnit], store: ArrayStore):
         self._config, self._plan, self._store = config, plan, store
+        self._host_left_nbytes = limits.for_the_engine(limits.memory_left())
         self._charges: dict[tuple[Tier, str], native.Charge] = {}
         self._regions: dict[str, native.Region] = {}
         for unit in units:
@@ -181,18 +182,35 @@ class Resources:
             measured=self._config.update_threads is None,
         )
 
-    def make_activations(self, *, alone: bool) -> ActivationStore | None:
+    def make_activations(self, *, alone: bool, local_size: int = 1) -> ActivationStore | None:
         """Makes the store of activations, or returns None if torch keeps them. ``alone``: there is
-        one rank."""
+        one rank; ``local_size``: of how many on this machine."""
         home = self._config.activations
+        most = self._most_on_host(local_size)
         if home in ("host", "nvme"):
             return ActivationStore(
-                self._store, Tier(home), self.activation_staging, spare_nbytes=None
+                self._store,
+                Tier(home),
+                self.activation_staging,
+                spare_nbytes=None,
+                most_nbytes=most if home == "host" else None,
             )
         spare = self._spare_for_activations(alone) if home == "auto" else None
         if spare is None:
             return None
-        return ActivationStore(self._store, Tier.HOST, None, spare_nbytes=max(0, spare))
+        return ActivationStore(
+            self._store, Tier.HOST, None, spare_nbytes=max(0, spare), most_nbytes=most
+        )
+
+    def _most_on_host(self, local_size: int) -> int | None:
+        """Returns the bytes of host memory for activations: without a budget, what the plan leaves
+        of what was free, as plans measure it."""
+        if self._config.host_memory is not None:
+            return None
+        planned = self._plan.planned_nbytes(Tier.HOST)
+        if self._store.device.is_host:
+            planned += max(self._plan.planned_nbytes(Tier.DEVICE), self._config.device_memory or 0)
+        return max(0, self._host_left_nbytes // local_size - planned)
 
     def _spare_for_activations(self, alone: bool) -> int | None:
         """Returns the bytes that the plan leaves to activations on the device; None: torch keeps

@@ -140,13 +140,14 @@ def saving_hooks(
     # A checkpoint counts the saved tensors, and must get the same count in its forward and in its
     # recomputation. There the same weight may be saved with or without these hooks.
     counted = is_checkpoint(outer) or getattr(outer_pack, "is_counted", False)
+    count = getattr(outer_pack, "count", outer_pack)
 
     def pack_one(tensor: torch.Tensor) -> Any:
         if tensor.layout is torch.strided and type(tensor) not in OPAQUE:
             entry = storages.find(tensor)
             if entry is not None:
                 if counted:
-                    outer_pack(tensor)
+                    count(tensor)
                 return SavedWeight.of(tensor, *entry)
         return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
 
@@ -173,6 +174,8 @@ def saving_hooks(
 
     pack, unpack = through_dtensors(pack, unpack)
     pack.is_counted = counted
+    if count is not outer_pack:  # the tensors are kept, too
+        pack.count = count
     return pack, unpack
 
 

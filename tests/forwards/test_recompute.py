@@ -295,6 +295,102 @@ def test_a_part_is_kept_and_the_budget_holds_in_every_pass(recomputations):
     assert blocks == {"kept": 1, "sent": 0, "recomputed": BLOCKS - 1} and recomputations
 
 
+def test_the_inputs_of_recomputed_blocks_leave_less_to_those_that_are_kept():
+    """Room for two blocks of ten bytes beside the one that runs. Twin: inputs that cost nothing."""
+    found = {}
+    for inputs in (0, 6):
+        blocks = [Measured(10, 1e-9, True, inputs)] * 4
+        chosen = choose(blocks, device_nbytes=31, host_nbytes=0, send_rate=1e9)
+        found[inputs] = chosen.count(ActivationChoice.KEEP)
+        assert sum(10 if each is ActivationChoice.KEEP else inputs for each in chosen) <= 31
+    assert found == {0: 2, 6: 1}
+
+
+@pytest.mark.parametrize("largest", [ROWS, 4 * ROWS, 40 * ROWS])
+def test_what_finds_no_room_is_recomputed_at_once_at_any_size(largest, recomputations):
+    """Sizes that grow once choices are made, and a host without room: no more is kept than the
+    budget, beside the inputs and the block that runs. Twin: a first pass of the same."""
+
+    def loop(model, optimizer):
+        for count in (ROWS, ROWS, ROWS, largest, largest):
+            loss, store = model(rows(1, count)), wrapped(model).engine.job.activations
+            if store is not None:
+                inputs = BLOCKS * count * WIDTH * 4 + store.planner.outside_nbytes
+                assert store.kept_nbytes <= max(store.spare_nbytes, inputs + 4096)
+            yield stepped(optimizer, loss)
+
+    blocks = assert_same_bits(Model, loop, "sent", host=0, spare=4096)
+    assert blocks["recomputed"] == BLOCKS and len(recomputations) >= 4 * BLOCKS
+
+
+COMPILED: dict[str, Callable] = {
+    "each block": lambda model, how: [block.compile(**how) for block in model.blocks],
+    "in place": lambda model, how: [
+        model.blocks.__setitem__(i, torch.compile(block, **how))
+        for i, block in enumerate(model.blocks)
+    ],
+    "each forward": lambda model, how: [
+        setattr(block, "forward", torch.compile(block.forward, **how)) for block in model.blocks
+    ],
+    "the model": lambda model, how: model.compile(**how),
+}
+
+
+@not_kept
+@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("is_wrapped_first", [False, True])
+def test_compiled_blocks_are_chosen_for_as_eager_ones(
+    name, is_wrapped_first, choice, recomputations
+):
+    """Method: one step in two, with the graph of one block for all. Twin: eager, which has the same
+    counts and recomputations."""
+    torch._dynamo.reset()
+    backend = "aot_eager" if name == "each block" else "eager"
+    compiled = lambda model: COMPILED[name](model, {"backend": backend})
+
+    def build() -> nn.Module:
+        model = Chain()
+        return model if is_wrapped_first else (compiled(model), model)[1]
+
+    def loop(model, optimizer):
+        if is_wrapped_first:
+            compiled(model)
+        yield from simply(model, optimizer)
+
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    right, found = trained(Chain, simply, None)[0], trained(build, loop, choice)
+    names = found[0].keys() & right.keys()  # other names in place
+    assert (
+        found[1][choice] == BLOCKS
+        and differing(*({n: f[n] for n in names} for f in (found[0], right))) == []
+    )
+    assert len(recomputations) == (BLOCKS * (STEPS - 2) if choice == "recomputed" else 0)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    assert 0 < graphs <= 3  # the model has one around the blocks
+
+
+class Chain(nn.Module):
+    """Blocks that torch.compile takes whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Link() for _ in range(BLOCKS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Link(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
 def test_a_host_too_tight_to_send_to_makes_blocks_recompute(recomputations):
     """Sending is free, but there is hardly any host memory: what does not fit is run again."""
     assert assert_same_bits(Model, simply, "sent", host=4096)["recomputed"] and recomputations

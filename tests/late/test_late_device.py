@@ -132,6 +132,27 @@ def test_without_a_fault_nothing_is_found(job, answer):
     assert answer == [True] * 4
 
 
+@pytest.mark.parametrize(
+    "job", [f"room:{host}" for host in ("a small host", "no host", "inputs that grow")]
+)
+def test_blocks_are_recomputed_from_the_first_step_where_torchs_checkpoint_fits(job, answer):
+    """Method: a card with room for 76 of the 192 tensors that a model saves. Its losses are those
+    of torch's checkpoint, and blocks were recomputed."""
+    assert answer == [True, True]
+
+
+@pytest.mark.parametrize("job", ["room:a full host"])
+def test_without_a_budget_no_more_is_sent_than_the_host_had_left(job, answer):
+    """Method: 4 MiB are left to the engine, 3 of which are planned."""
+    assert answer == [True, True, True]
+
+
+@pytest.mark.parametrize("job", ["room:nothing is dropped"])
+def test_a_block_that_finds_no_room_has_to_be_dropped(job, answer):
+    """The twin of the tests above."""
+    assert answer.startswith("OutOfMemoryError")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("job", few(["memory:host", "memory:nvme"], 1))
 def test_a_step_that_finds_no_memory_can_be_repeated(job, answer):

@@ -133,6 +133,23 @@ def test_free_buffers_of_other_sizes_make_room(made):
         made.send(5, 4 * BLOCK)
 
 
+@on_host
+def test_without_a_budget_no_more_is_taken_than_was_left(made):
+    """Twins: the same store without a limit, and buffers that are freed are used again. With a
+    budget, its room counts."""
+    limited = ActivationHome(made.store, Tier.HOST, None, 3 * BLOCK)
+    kept = limited.save(0, 2 * BLOCK)
+    with pytest.raises(CapacityError, match="activations: host_memory was not given"):
+        limited.save(0, 2 * BLOCK)
+    assert limited.room_nbytes() == 3 * BLOCK and made.home.room_nbytes() == float("inf")
+    del kept
+    assert limited.save(0, 3 * BLOCK).nbytes == 3 * BLOCK and made.send(1, 8 * BLOCK)
+    account = made.store.ledger.accounts[Tier.HOST]
+    budget = account.planned_nbytes + 5 * BLOCK
+    made.store.ledger.limit(Tier.HOST, budget_nbytes=budget, planned_nbytes=account.planned_nbytes)
+    assert limited.room_nbytes() == 8 * BLOCK  # with those that it has
+
+
 @pytest.mark.parametrize("made", [Tier.NVME], indirect=True, ids=str)
 def test_space_on_disk_is_used_again(made):
     """Method: a budget for two storages, and one after the other is freed."""

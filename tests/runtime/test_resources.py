@@ -17,6 +17,7 @@ from infinity import native
 from infinity.distributed.collectives import Collectives
 from infinity.distributed.parallel_dims import ParallelDims
 from infinity.errors import CapacityError
+from infinity.machine import limits
 from infinity.machine.device import Device
 from infinity.machine.ledger import Ledger
 from infinity.machine.tiers import Tier
@@ -309,6 +310,22 @@ def test_the_store_of_activations_is_where_the_config_has_them(make):
         assert made.resources.make_activations(alone=True).spare_nbytes == spare
         made.store.device.is_host = False
         assert made.resources.make_activations(alone=True) is None
+
+
+@pytest.mark.parametrize("home", ["host", "auto"])
+def test_activations_have_what_the_plan_leaves_of_a_host_without_a_budget(make, home, monkeypatch):
+    """The processor computes, so that the device's budget is of the same memory. Twins: a budget
+    is the limit itself, and ranks of one machine divide what is left."""
+    monkeypatch.setattr(limits, "memory_left", lambda: 3 << 30)
+    config = {"activations": home, "device_memory": 1 << 20}
+    terms = {each: {} for each in Tier} | {Tier.HOST: {"weights": 100}}
+    resources = make(plan_of(terms=terms), **config).resources
+    left = 2 << 30
+    for ranks in (1, 2):
+        activations = resources.make_activations(alone=True, local_size=ranks)
+        assert activations.home_nbytes() == left // ranks - 100 - (1 << 20)
+    budget = make(plan_of(terms=terms), **config, host_memory=1 << 30).resources
+    assert budget.make_activations(alone=True)._home._most_nbytes is None
 
 
 def test_each_rank_has_a_timeline_of_its_own(monkeypatch):

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,6 +33,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import InfinityError
+from infinity.forwards.checkpointed import Held
 from infinity.forwards.recompute import PlannedBlock
 from infinity.machine import accelerator, in_flight, storage_guard
 from infinity.machine import device as devices
@@ -397,6 +399,72 @@ def recomputed() -> list[bool]:
     return found
 
 
+class Waves(nn.Module):
+    """Saves eight tensors of the size of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = x
+        for _ in range(7):
+            y = torch.sin(y)
+        return x + self.linear(y)
+
+
+class Deep(nn.Module):
+    def __init__(self, *, checkpoints: bool):
+        super().__init__()
+        self.blocks, self.checkpoints = nn.ModuleList(Waves() for _ in range(24)), checkpoints
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = (
+                torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+                if self.checkpoints
+                else block(x)
+            )
+        return x.square().mean()
+
+
+TENSOR_NBYTES = 512 * WIDTH * 4  # of Deep's
+
+
+def in_little_room(
+    config: dict[str, Any], *, tensors: int = 76, longer: int = 1, checkpoints: bool = False
+) -> dict[str, Any]:
+    """Trains Deep, which saves 192 tensors, with room for ``tensors`` of them on the card. Returns
+    the losses, and what was done with the blocks. ``longer``: the inputs of the first steps have as
+    many times fewer rows."""
+    torch.manual_seed(SEED)
+    model = Deep(checkpoints=checkpoints)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    told, generator = [], torch.Generator().manual_seed(SEED)
+    with (
+        mock.patch("infinity.machine.card_memory.LIBRARIES_NBYTES", 0),
+        late_device.with_room(LATE, (tensors + 16) * TENSOR_NBYTES),
+    ):
+        config = {"device": WHERE, **HOST, "device_memory": 16 * TENSOR_NBYTES, **config}
+        model, optimizer = infinity.wrap_model(model, optimizer, config)
+        for index in range(2 * STEPS):
+            rows = 512 if index >= STEPS else 512 // longer
+            loss = model(torch.randn(rows, WIDTH, generator=generator).to(WHERE))
+            loss.backward()
+            step(optimizer)
+            told.append(loss.item())
+        stats = infinity.stats(model)
+        infinity.unwrap_model(model, optimizer)
+    return {"losses": told, "blocks": stats.blocks, "host": stats.tiers["host"].peak_nbytes}
+
+
+def recomputed_in_little_room(*, longer: int = 1, **config: Any) -> list[Any]:
+    """Tells whether it has the losses of torch's checkpoint, and what was done with the blocks."""
+    right = in_little_room({"activations": "device"}, longer=longer, checkpoints=True)
+    found = in_little_room({"recompute": True, **config}, longer=longer)
+    return [found["losses"] == right["losses"], found["blocks"]["recomputed"] > 0]
+
+
 JOBS: dict[str, Callable[[], Any]] = {}
 
 
@@ -420,6 +488,30 @@ add("clipped_micro_batches:speculating", clipped_micro_batches, {**HOST, "specul
 add("plain:another device", plain, {**HOST, "device": "late:1"})
 JOBS["plain:views read after a use"] = views_read
 JOBS["plain:blocks recomputed"] = lambda: recomputed()
+PLANNED_NBYTES = (3 << 20) + 4096  # of the host, for the state of Deep
+for _name, _more in {
+    "a small host": {"host_memory": PLANNED_NBYTES + 20 * TENSOR_NBYTES},
+    "no host": {"host_memory": PLANNED_NBYTES},
+    "inputs that grow": {"host_memory": PLANNED_NBYTES, "longer": 128},
+}.items():
+    JOBS[f"room:{_name}"] = partial(recomputed_in_little_room, **_more)
+
+
+def on_a_full_host(**config: Any) -> list[Any]:
+    """No budget is given, and the machine has 4 MiB for the engine."""
+    with mock.patch("infinity.machine.limits.memory_left", lambda: 6 << 20):
+        found = recomputed_in_little_room(**config)
+        sent = in_little_room({"recompute": True, **config})["host"]
+    return [*found, sent <= 4 << 20]
+
+
+def nothing_is_dropped() -> list[Any]:
+    with mock.patch.object(Held, "drop", lambda self: None):
+        return recomputed_in_little_room(host_memory=PLANNED_NBYTES)
+
+
+JOBS["room:a full host"] = on_a_full_host
+JOBS["room:nothing is dropped"] = nothing_is_dropped
 for _kind in ("reentrant", "not reentrant"):
     add(f"plain:checkpoints, {_kind}", plain, WINDOW, checkpoints=_kind)
 

@@ -219,6 +219,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   });
   module.def("put", &put, pybind11::arg("device"), pybind11::arg("work"),
              pybind11::arg("seconds") = 0.0);
+  module.def("leave", [](std::size_t nbytes) { Memory::all().leave(nbytes); });
   module.def("free_nbytes", [] { return Memory::all().free_nbytes(); });
   module.def("taken_nbytes", [] { return Memory::all().taken_nbytes(); });
   module.def("refuse_copies", [](bool refuses) { counts.refuses_copies = refuses; });

@@ -162,6 +162,21 @@ def at_rates(late: ModuleType, *, link: float, memory: float, flops: float) -> I
         late.set_rates(0.0, 0.0, 0.0)
 
 
+# --- memory ---
+
+
+@contextmanager
+def with_room(late: ModuleType, nbytes: int) -> Iterator[None]:
+    """Leaves ``nbytes`` of the device's memory in the block."""
+    torch.accelerator.synchronize()
+    late.leave(nbytes)
+    try:
+        yield
+    finally:
+        torch.accelerator.synchronize()
+        late.leave(0)
+
+
 # --- the build ---
 
 

@@ -3,7 +3,7 @@
 //
 // Freed blocks go to the cache of their stream at once, as in torch's allocator, and are
 // overwritten in the order of that stream, as a later kernel would. An allocation can be made to
-// fail.
+// fail, and what is left be made little.
 #pragma once
 
 #include <atomic>
@@ -52,7 +52,13 @@ class Memory {
   }
   std::size_t free_nbytes() {
     std::lock_guard hold(mutex_);
-    return kCapacity - taken_;
+    return capacity_ - taken_;
+  }
+  // Leaves ``nbytes``, and nothing in the caches; 0: all addresses that no tensor ever had.
+  void leave(std::size_t nbytes) {
+    std::lock_guard hold(mutex_);
+    caches_.clear();
+    capacity_ = nbytes ? std::min(kCapacity, taken_ + nbytes) : kCapacity;
   }
 
   void* allocate(std::size_t nbytes, int device) {
@@ -70,7 +76,7 @@ class Memory {
       cached.pop_back();
       ++reused;
     } else {
-      TORCH_CHECK_WITH(OutOfMemoryError, taken_ + size <= kCapacity, "late: out of memory");
+      TORCH_CHECK_WITH(OutOfMemoryError, taken_ + size <= capacity_, "late: out of memory");
       place = seen_ + taken_;
       taken_ += size;
       ++fresh;
@@ -125,7 +131,7 @@ class Memory {
 
   char *seen_, *used_;
   std::mutex mutex_;
-  std::size_t taken_ = 4096;
+  std::size_t taken_ = 4096, capacity_ = kCapacity;
   std::map<char*, Block> blocks_;
   std::map<Stream*, std::map<std::size_t, std::vector<char*>>> caches_;
 };
