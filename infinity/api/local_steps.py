@@ -45,7 +45,8 @@ class LocalSteps:
     lr, momentum
         Of the outer optimizer, SGD with Nesterov momentum (Douillard et al. 2023, DiLoCo). ``lr=1,
         momentum=0`` is the plain mean of the groups. Then ``every=1`` averages the gradients
-        before each step: the bits of data parallelism, for every optimizer.
+        before each step: the bits of data parallelism, for every optimizer, if the micro-batches
+        of a step are in :func:`infinity.accumulate`.
     stream
         Whether units are averaged one after the other, spread evenly over the period (Douillard et
         al. 2025, Streaming DiLoCo); else all after its last step.

@@ -58,6 +58,10 @@ def two(standing_ranks, tmp_path_factory) -> Mapping[str, Any]:
         "resumes:on disk": STREAMED | {"saved_at": 9, "wait": False} | on_disk,
         "skewed": {"steps": 90, "skewed_from": 20, "skewed_to": 60},
     }
+    for name, together in (("apart", False), ("together", True)):
+        micro_batches = {"steps": 2, "micro": 3, "together": together}
+        jobs[f"data_parallel:{name}"] = micro_batches
+        jobs[f"trains:{name}"] = micro_batches | {"every": 1, **PLAIN}
     jobs["goes"] = {"made": 3}
     jobs |= {f"is_struck:{at}": STREAMED | {"at": at} for at in (70, 95)}
     jobs |= {f"fails:{what}": {"what": what} for what in ("settings", "probe")}
@@ -165,6 +169,16 @@ def test_an_average_after_every_step_has_the_bits_of_data_parallelism(two, kind)
     for found, expected in zip(two[f"trains:{name}"], two[f"data_parallel:{kind}"]):
         assert not models.differing(found["weights"], expected)
         assert found["ended"] == [True] * 4 and not found["outer"]
+
+
+def test_micro_batches_that_are_reduced_once_have_the_bits_of_data_parallelism(two):
+    """In `infinity.accumulate`. The twin: data parallelism averages each micro-batch over all
+    ranks, the groups only their sum."""
+    for name, is_same in (("together", True), ("apart", False)):
+        for found, expected in zip(two[f"trains:{name}"], two[f"data_parallel:{name}"]):
+            assert (not models.differing(found["weights"], expected)) is is_same
+            for key, value in found["weights"].items():
+                torch.testing.assert_close(value, expected[key], atol=1e-5, rtol=1e-5)
 
 
 def test_averaged_weights_are_near_them_and_differ(two):

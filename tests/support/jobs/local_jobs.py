@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -53,9 +54,19 @@ def make(
     return model, optimizer, infinity.LocalSteps(model, mesh["slow"], **local)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
-    loss = models.loss_of(model, batch(number, 0, dist.get_rank()))
-    loss.backward()
+def step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    *,
+    micro: int = 1,
+    together: bool = False,
+) -> float:
+    """A step of ``micro`` micro-batches. ``together``: their gradients are reduced once."""
+    with infinity.accumulate(model) if together else contextlib.nullcontext():
+        for turn in range(micro):
+            loss = models.loss_of(model, batch(number, turn, dist.get_rank())) / micro
+            loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
@@ -71,12 +82,14 @@ def outer_values(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
-def trains(steps: int, shape=(2, 1), **made: Any) -> dict[str, Any]:
+def trains(
+    steps: int, shape=(2, 1), *, micro: int = 1, together: bool = False, **made: Any
+) -> dict[str, Any]:
     """Trains ``steps``, with an average when it is due."""
     model, optimizer, local = make(shape, **made)
     losses, ended = [], []
     for number in range(steps):
-        losses.append(step(model, optimizer, number))
+        losses.append(step(model, optimizer, number, micro=micro, together=together))
         ended.append(local.after_step())
     stats = infinity.stats(model).as_dict()
     return {
@@ -98,14 +111,18 @@ def trains(steps: int, shape=(2, 1), **made: Any) -> dict[str, Any]:
 
 
 def data_parallel(
-    steps: int, shape=(2, 1), names=("dp_replicate", "dp_shard"), kind: str = "sgd"
+    steps: int,
+    shape=(2, 1),
+    names=("dp_replicate", "dp_shard"),
+    kind: str = "sgd",
+    **micro_batches: Any,
 ) -> dict[str, torch.Tensor]:
     """The weights of one job of all ranks."""
     model = build(3)
     mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=names)
     model, optimizer = infinity.wrap_model(model, optimizer_of(kind, model), HOST, mesh=mesh)
     for number in range(steps):
-        step(model, optimizer, number)
+        step(model, optimizer, number, **micro_batches)
     return cloned(model.state_dict())
 
 
