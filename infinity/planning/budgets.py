@@ -95,9 +95,10 @@ def measured_free(tier: Tier, config: Config, device: Device | None = None) -> i
 
 
 def budget_too_small(
-    plan: MemoryPlan, tier: Tier, budgets: Budgets, config: Config
+    plan: MemoryPlan, tier: Tier, budgets: Budgets, config: Config, *, of_stages: bool = False
 ) -> CapacityError:
-    """Makes the error for a plan that exceeds the budget of ``tier``, with its terms."""
+    """Makes the error for a plan that exceeds the budget of ``tier``, with its terms.
+    ``of_stages``: of a pipeline, whose buffers follow the batch."""
     budget, parts = budgets[tier], dict(plan.terms[tier])
     if tier is Tier.HOST and budgets.shared is not None:  # the CPU computes in the same memory
         budget = budgets.shared
@@ -122,6 +123,8 @@ def budget_too_small(
         if buffers > budget
         else ""
     )
+    if of_stages and tier is Tier.DEVICE:
+        told += " What passes between stages comes on top: the first step tells how much."
     error = CapacityError(
         f"{given} {format_nbytes(budget)} ({budget} bytes){where}, but the least that works"
         " here is"

@@ -303,10 +303,12 @@ class Prefetcher:
     def narrow(self, nbytes: int) -> None:
         """Takes ``nbytes`` of the planned window away until the next call; between passes, and the
         same on all ranks of a shard group. Raises CapacityError, with nothing changed, if the
-        largest unit would not fit."""
-        self._window.narrow(
-            nbytes, largest_nbytes=max((unit.weight_nbytes for unit in self.units), default=0)
+        largest unit would not fit with its gradients."""
+        needed = (
+            unit.weight_nbytes * (1 + any(handle.grad is not None for handle in unit.handles))
+            for unit in self.units
         )
+        self._window.narrow(nbytes, largest_nbytes=max(needed, default=0))
         while self._resident_nbytes() > self._window.nbytes and (idle := self._idle()):
             self._evict(idle[0])
 

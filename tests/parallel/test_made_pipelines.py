@@ -35,6 +35,9 @@ REFUSED = {
 }
 
 
+LEAST = ("LoopedBFS", "1F1B", "hand-made")
+
+
 @pytest.fixture(scope="module")
 def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
     """Everything that two ranks do."""
@@ -101,6 +104,7 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
         f"tied:{what}": {"config": models.at_home("nvme", "host", swap), "fault": what == "fault"}
         for what in ("ten", "fault")
     }
+    jobs |= {f"least:{kind}": {"schedule": kind} for kind in LEAST}
     jobs["memory"] = {"config": {"params": "host", "optimizer": "host"}}
     jobs["reviewed"] = {"config": models.at_home("host", "host", swap)}
     return Jobs(standing_ranks(2), "made_pipeline_jobs", jobs, folder=folder)
@@ -271,6 +275,20 @@ def test_what_passes_between_stages_is_charged_and_the_window_gives_way(two):
         rank["too much"].startswith("CapacityError: the device window")
         and "Raise Config(device_memory=...)" in rank["too much"]
     )
+
+
+@pytest.mark.parametrize("schedule", LEAST)
+def test_the_least_that_a_pipeline_needs_is_named_in_two_errors_at_most(two, schedule):
+    """The wrap names what it plans, and says that the batch's buffers come on top; the first step
+    names all. The ranks train with the most that one of them says."""
+    for said in two[f"least:{schedule}"]:
+        assert len(said) == 3, said
+        wrap, step, last = said
+        assert wrap.startswith("CapacityError: device_memory is 4.0 KiB") and (
+            "What passes between stages comes on top: the first step tells how much." in wrap
+        )
+        assert step.startswith("CapacityError: the device window of"), step
+        assert "with its gradients" in step and last == "was taken"
 
 
 BOUNDARY = 2 * 12 * 64 * 4  # bytes of a micro-batch of two sequences of 12, 64 features in fp32

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import signal
@@ -388,6 +389,73 @@ def memory(config: dict) -> dict[str, Any]:
     found["too much"] = told(lambda: pipe.step(torch.ones(4096, 256), torch.ones(4096, 256)))
     infinity.unwrap_model(pipe.chunks, optimizer)
     return found
+
+
+def least(schedule: str) -> list[str]:
+    """What is said with the most device_memory that a rank's error before names, from one that is
+    too small on: by the wrap, and by the first step."""
+    mesh, said, budget = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), [], 4096
+
+    def run() -> None:
+        torch.manual_seed(0)
+        layers = [
+            nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)) for _ in range(8)
+        ]
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.AdamW(model.parameters())
+        config = {"params": "host", "optimizer": "host", "device_memory": budget}
+        if schedule == "hand-made":
+            rank = dist.get_rank()
+            chunks = [nn.Sequential(*layers[at : at + 2]) for at in (2 * rank, 6 - 2 * rank)]
+            params = [param for chunk in chunks for param in chunk.parameters()]
+            chunks, optimizer = infinity.wrap_model(
+                chunks, torch.optim.AdamW(params), config, mesh=mesh
+            )
+            stages = [
+                PipelineStage(chunk, at, 4, torch.device("cpu"), group=mesh.get_group())
+                for chunk, at in zip(chunks, (rank, 3 - rank))
+            ]
+            made = schedules.ScheduleZBVZeroBubble(stages, 4, loss_fn=F.mse_loss)
+            made = infinity.parallel.attach(made)
+            inputs = () if rank else (torch.randn(64, 64),)
+            target = {} if rank else {"target": torch.randn(64, 64)}
+
+            def step() -> None:
+                made.step(*inputs, **target)
+        else:
+            pipe, optimizer = infinity.parallel.pipeline(
+                model,
+                mesh,
+                optimizer,
+                config,
+                schedule=schedule,
+                micro_batches=4,
+                loss_fn=F.mse_loss,
+                quiet=True,
+            )
+            chunks = pipe.chunks
+
+            def step() -> None:
+                pipe.step(torch.randn(64, 64), torch.randn(64, 64))
+
+        try:
+            for _ in range(2):
+                step()
+                optimizer.step()
+                optimizer.zero_grad()
+        finally:
+            infinity.unwrap_model(chunks, optimizer)
+
+    while len(said) < 4 and "was taken" not in said:
+        said.append(told(run))
+        if found := re.search(r"Config\(device_memory=(\d+)\)", said[-1]):
+            budget = int(found[1])
+        elif found := re.search(r"by ([\d.]+) KiB, or by the most", said[-1]):
+            budget += math.ceil(float(found[1]) * 1024)
+        everyones: list = [None, None]
+        dist.all_gather_object(everyones, budget)
+        budget = max(everyones)
+    return said
 
 
 def keep(made: tuple) -> tuple:
