@@ -32,6 +32,7 @@ from scaled import scale_fp8
 import infinity
 import infinity.cli
 from infinity.api import quantize as quantize_module
+from infinity.machine import limits
 
 peft, bitsandbytes, torchao = Lazily("peft"), Lazily("bitsandbytes"), Lazily("torchao")
 
@@ -433,6 +434,29 @@ def test_a_disk_is_found_if_none_is_named(report, place):
     named = report("--lora", quantize="nf4")
     assert report("--lora", quantize="nf4", nvme_path=None)["losses"] == named["losses"]
     assert not list(place.rglob(".infinity-*"))
+
+
+def test_adapters_over_a_packed_base_train_in_tiles_if_that_alone_fits(
+    report, place, monkeypatch, capsys, caplog
+):
+    """Leaves memory for tiles of the head, and not for the head, without a budget. Twins: with
+    memory for it, none; with too little for tiles, an error with what was tried."""
+    config = transformers.AutoConfig.from_pretrained("base")
+    config.vocab_size = 40_000  # the tokenizer needs the first few
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained("wide")
+    transformers.AutoTokenizer.from_pretrained("base").save_pretrained("wide")
+    monkeypatch.setattr(limits, "for_the_engine", lambda nbytes: nbytes)
+
+    def train(left: int) -> str:
+        monkeypatch.setattr(limits, "memory_left", lambda: left)
+        caplog.clear()
+        report("--lora", quantize="nf4", model="wide", steps=1, warmup_steps=0, sample_bytes=0)
+        return caplog.text
+
+    assert "run in tiles" not in train(1 << 30)
+    assert "run in tiles" in train(14 << 20)
+    with pytest.raises(AssertionError, match="Make so much free"):
+        train(1 << 20)
 
 
 def test_the_experts_of_a_mixture_are_packed_and_train_as_from_memory(report, place):
