@@ -26,6 +26,7 @@ from ..state.packed import is_code
 from ..state.parts import parts_of
 from .hub_names import flat_param_size_of, hub_sources, is_transformers, names_to_write
 from .model_files import describe_files, name_files, name_written, split, storing, written
+from .module_names import PREFIX
 from .source import Source
 from .unpacked import dense_source, has_packed
 
@@ -238,13 +239,14 @@ def _wrapped_dtype(param: torch.Tensor) -> torch.dtype:
 
 
 def _save_adapters(model: nn.Module, folder: Path, *, writes: bool) -> None:
-    own = adapter_tensors(model) if is_adapted(model) else _tensors_of_added(model)
+    added = not is_adapted(model)
+    own = _tensors_of_added(model) if added else adapter_tensors(model, saving=True)
     if writes:
         try:
-            with replacing(folder) as made:
+            with replacing(folder) as made, prompts_in_memory(model, own):
                 if (card := folder / CARD).is_file():  # PEFT appends to it
                     shutil.copy(card, made)
-                model.save_pretrained(made, state_dict=own, save_embedding_layers=False)
+                model.save_pretrained(made, state_dict=own)
         except OSError as error:
             raise StorageError(
                 error.errno or 0, f"cannot write the adapters to {folder}: {error}", str(folder)
@@ -269,43 +271,90 @@ def _tensors_of_added(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: source.read() for name, source in sources_of(model).items() if name in wanted}
 
 
-def adapter_tensors(model: nn.Module, *, embeddings: bool = False) -> dict[str, torch.Tensor]:
-    """Reads the tensors of a wrapped PEFT model that are not its base's, under their state dict
-    names. ``embeddings``: also the base's embeddings, which PEFT saves if they are adapted or
-    resized."""
-    prefix = getattr(model.base_model, "prefix", None) or "prompt_encoder"
-    wanted = {
+def adapter_tensors(model: nn.Module, *, saving: bool = False) -> dict[str, torch.Tensor]:
+    """Reads the tensors of a wrapped PEFT model that are not its base's, under all their state dict
+    names. ``saving``: also the base's embeddings, if PEFT saves them: adapted or resized ones."""
+    of_tuner = getattr(model.base_model, "prefix", None)
+    layers = tuple(
+        f"{path}."
+        for path, module in model.named_modules(remove_duplicate=False)
+        if hasattr(module, "adapter_layer_names")
+    )
+    trained = {
         name
         for name, param in model.named_parameters(remove_duplicate=False)
         if param.requires_grad
     }
-    if embeddings:
-        tables = {
-            id(module)
-            for get in ("get_input_embeddings", "get_output_embeddings")
-            if (module := getattr(model, get)())
-        }
-        above = [
-            name
-            for name, module in model.named_modules(remove_duplicate=False)
-            if id(module) in tables
-        ]
-        wanted |= {
-            name
-            for name, _ in model.named_parameters(remove_duplicate=False)
-            if name.startswith(tuple(above))
-        }
+    sources = sources_of(model, tied=True)
+    # Also what layers share, and their tuner has: projections, say
     own = {
         name: source
-        for name, source in sources_of(model).items()
-        if name in wanted or prefix in name or "modules_to_save" in name
+        for name, source in sources.items()
+        if name in trained
+        or (of_tuner or "prompt_encoder") in name
+        or "modules_to_save" in name
+        or (name.startswith(layers) and ".base_layer." not in name)
+        or (of_tuner and name.startswith("base_model.") and not name.startswith(PREFIX))
     }
-    return {name: source.read() for name, source in own.items()}
+    read = {id(source): source.read() for source in own.values()}
+    tensors = {name: read[id(source)] for name, source in own.items()}
+    if saving:
+        for name in _asked_of_tables(model, sources, tensors):
+            tensors[name] = sources[name].read()
+    return tensors
 
 
-def sources_of(model: nn.Module) -> dict[str, Source]:
-    """Maps the name of every tensor of a wrapped model's state dict to its source, tied ones
-    once, packed ones unpacked."""
+def _asked_of_tables(
+    model: nn.Module, sources: Mapping[str, Source], tensors: dict[str, torch.Tensor]
+) -> list[str]:
+    """Lists the base's embeddings that PEFT saves with the adapters ``tensors``."""
+    tables = {
+        id(module)
+        for get in ("get_input_embeddings", "get_output_embeddings")
+        if (module := getattr(model, get, lambda: None)()) is not None
+    }
+    above = tuple(
+        f"{name}."
+        for name, module in model.named_modules(remove_duplicate=False)
+        if id(module) in tables
+    )
+    asked = {
+        name: torch.empty(source.shape, dtype=source.dtype, device="meta")
+        for name, source in sources.items()
+        if name.startswith(above) and name not in tensors
+    }
+    select = importlib.import_module("peft").get_peft_model_state_dict
+    chosen = {
+        id(value)
+        for adapter in (model.peft_config if asked else ())
+        for value in select(model, {**tensors, **asked}, adapter).values()
+    }
+    return [name for name, value in asked.items() if id(value) in chosen]
+
+
+@contextmanager
+def prompts_in_memory(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Gives the prompt encoders of a wrapped PEFT model their values of ``tensors``: PEFT saves
+    some of their Parameters as they are."""
+    modules = dict(model.named_modules())
+    own = {path: module for path, module in modules.items() if path.startswith("prompt_encoder.")}
+    before = [(module, module._parameters) for module in own.values()]
+    try:
+        for path, module in own.items():
+            module._parameters = {
+                name: nn.Parameter(tensors[f"{path}.{name}"], requires_grad=False)
+                for name in module._parameters
+                if f"{path}.{name}" in tensors
+            }
+        yield
+    finally:
+        for module, params in before:
+            module._parameters = params
+
+
+def sources_of(model: nn.Module, *, tied: bool = False) -> dict[str, Source]:
+    """Maps the name of every tensor of a wrapped model's state dict to its source, packed ones
+    unpacked. ``tied``: one tensor has all its names, and one source, or else the first."""
     store = engine_of(model).job.store
     places = {
         f"{path}.{name}" if path else name: (module, name)
@@ -315,10 +364,13 @@ def sources_of(model: nn.Module) -> dict[str, Source]:
     }
     tensors = {key: getattr(module, name) for key, (module, name) in places.items()}
     sources: dict[str, Source] = {}
-    for name in names_to_write(model, tensors):
+    known: dict[int, Source] = {}
+    for name in tensors if tied else names_to_write(model, tensors):
         tensor = tensors[name]
         handle = handle_of(tensor)
-        if has_packed(*places[name]):
+        if id(tensor) in known:
+            sources[name] = known[id(tensor)]
+        elif has_packed(*places[name]):
             sources[name] = dense_source(*places[name])
         elif handle is None:
             sources[name] = Source(
@@ -334,4 +386,6 @@ def sources_of(model: nn.Module) -> dict[str, Source]:
                     handle.param, handle.flat_param.read_value(store, handle.index)
                 ),
             )
+        if name in sources:
+            known[id(tensor)] = sources[name]
     return sources

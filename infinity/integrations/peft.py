@@ -13,9 +13,12 @@ source    how to read one tensor of the merged model (see :mod:`infinity.checkpo
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,6 +48,10 @@ from peft.tuners.tuners_utils import (  # noqa: E402
     BaseTunerLayer,
 )
 from peft.utils.other import AuxiliaryTrainingWrapper  # noqa: E402
+
+COMPUTED = ("FROD", "OSF", "PSOFT")  # PEFT's types with parts computed from the base's weights
+# First values of LoRA that are computed from the base's weights, and taken off them
+TAKEN_OFF = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 # --- in place ---
 
@@ -86,8 +93,35 @@ def _for_each_layer(model: nn.Module, change: Callable[[BaseTunerLayer], None]) 
         )
     for name, layer in model.named_modules():
         if isinstance(layer, BaseTunerLayer):
-            with full_params(model, [name], writeback=True):
+            with (
+                full_params(model, [name], writeback=True) as whole,
+                _in_memory(layer, name, whole),
+            ):
                 change(layer)
+
+
+@contextmanager
+def _in_memory(layer: nn.Module, path: str, whole: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Gives the modules of ``layer`` plain Parameters in the memory of ``whole``, and takes over
+    what they are replaced by: some functions of torch take plain ones alone."""
+    own = dict(layer.named_modules(prefix=path))
+    before = [(at, module, module._parameters) for at, module in own.items()]
+    try:
+        for at, module, params in before:
+            module._parameters = {
+                name: nn.Parameter(value.detach(), requires_grad=False)
+                if (value := whole.get(f"{at}.{name}")) is not None
+                else param
+                for name, param in params.items()
+            }
+        yield
+        for at, module, params in before:
+            for name in params:
+                if (value := whole.get(f"{at}.{name}")) is not None:
+                    value.copy_(module._parameters[name].detach())
+    finally:
+        for _, module, params in before:
+            module._parameters = params
 
 
 # --- into files ---
@@ -148,10 +182,13 @@ def _twin_of(model: nn.Module, hollow: nn.Module, tensors: Mapping[str, torch.Te
         weights = peft.get_peft_model_state_dict(
             model, state_dict=dict(tensors), adapter_name=name, save_embedding_layers=False
         )
+        config = copy.copy(model.peft_config[name])
+        if _made_of_base(config):
+            config.init_lora_weights = True  # the base at home is what that has left
         if twin is None:
-            twin = peft.PeftModel(hollow, model.peft_config[name], adapter_name=name)
+            twin = peft.PeftModel(hollow, config, adapter_name=name)
         else:
-            twin.add_adapter(name, model.peft_config[name])
+            twin.add_adapter(name, config)
         _adapt(twin, name, weights)
     if twin is None:
         raise UsageError("no adapter of this model is active: choose one by set_adapter")
@@ -160,7 +197,19 @@ def _twin_of(model: nn.Module, hollow: nn.Module, tensors: Mapping[str, torch.Te
     for name, param in list(twin.named_parameters()):
         if name in tensors and not _is_hollow(param):
             _put(twin, name, nn.Parameter(param.data.to(tensors[name].dtype), requires_grad=False))
+    # Some adapters make constants of the base's weights, which a hollow model has not.
+    twins = dict(twin.named_modules())
+    for name, buffer in model.named_buffers():
+        path, _, own = name.rpartition(".")
+        if path in twins and own in twins[path]._buffers:
+            twins[path]._buffers[own] = buffer.detach().clone()
     return twin
+
+
+def _made_of_base(config: Any) -> bool:
+    """Tells whether LoRA's first values are made of the base's weights, as PiSSA's are, and taken
+    off them."""
+    return isinstance(getattr(config, "init_lora_weights", True), str)
 
 
 def _hollow(build: Callable[[], nn.Module]) -> nn.Module:
@@ -184,10 +233,21 @@ def adapted_twin(model: Path, adapter: Path) -> nn.Module:
     """Makes the hollow twin of the model in the folder ``model`` (from its config.json), with the
     adapter in the folder ``adapter``.
 
-    Raises ConfigError if a folder has no model or adapter, or the adapter is of another model.
+    Raises ConfigError if a folder has no model or adapter, the adapter is of another model, or
+    parts of it are computed from the model's weights.
     """
     transformers = require("transformers")
     try:
+        told = peft.PeftConfig.from_pretrained(adapter)
+        first = str(getattr(told, "init_lora_weights", ""))
+        kind = str(getattr(told.peft_type, "value", told.peft_type))
+        if kind in COMPUTED or first.startswith(TAKEN_OFF):
+            raise ConfigError(
+                f"{adapter}: an adapter of {kind}{f' ({first})' if kind == 'LORA' else ''} is"
+                " computed from the base's weights when it is loaded. Load both by"
+                " peft.PeftModel.from_pretrained, then infinity.wrap_model(model), and"
+                " infinity.integrations.save_merged(model, folder)"
+            )
         config = transformers.AutoConfig.from_pretrained(model)
         kind = getattr(transformers, (config.architectures or [""])[0], None)
         build = (
@@ -198,7 +258,7 @@ def adapted_twin(model: Path, adapter: Path) -> nn.Module:
         hollow = _hollow(build)
         names = set(hollow.state_dict())
         weights = peft.load_peft_weights(str(adapter), device="cpu")
-        twin = peft.PeftModel(hollow, peft.PeftConfig.from_pretrained(adapter))
+        twin = peft.PeftModel(hollow, told)
         left = _adapt(twin, "default", weights)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(
@@ -313,7 +373,11 @@ def _merging(
             for layer in layers:
                 layer.merge()
             if layers:
-                return base.get_parameter(name).data
+                own = _base_of(target)
+                value = own.get_parameter(name).data
+                for layer in layers if own is not base else ():
+                    layer.unmerge()  # layers of LN tuning change places with the base's
+                return value
             merged = target.unload_and_optionally_merge_module(
                 merge=True, safe_merge=False, adapter_names=None
             )

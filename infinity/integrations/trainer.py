@@ -24,7 +24,12 @@ from torch import nn
 
 from ..checkpoint.interval import Interval, share_of
 from ..checkpoint.load import load_checkpoint
-from ..checkpoint.pretrained import adapter_tensors, is_adapted, save_pretrained
+from ..checkpoint.pretrained import (
+    adapter_tensors,
+    is_adapted,
+    prompts_in_memory,
+    save_pretrained,
+)
 from ..checkpoint.random_state import keep_random_state
 from ..checkpoint.save import save_checkpoint
 from ..config.deepspeed import SCHEDULE, SCHEDULES
@@ -200,8 +205,9 @@ class InfinityMixin:
             return
         if is_adapted(self.model):
             with wrapped(self.model).engine.uses.begin():
-                adapters = adapter_tensors(self.model, embeddings=True)
-            super()._save(output_dir, adapters)
+                adapters = adapter_tensors(self.model, saving=True)
+            with prompts_in_memory(self.model, adapters):
+                super()._save(output_dir, adapters)
             return
         folder = output_dir if output_dir is not None else self.args.output_dir
         super()._save(folder, {})  # writes an empty file of weights, which is replaced next

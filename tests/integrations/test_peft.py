@@ -15,12 +15,14 @@ import pytest
 import torch
 from lazily import Lazily
 from models import differing, seeded
+from safetensors.torch import load_file
 from torch import nn
 from trainer_cases import SEED, arguments, assert_same, llama, on_disk, rows, values
 
 import infinity
 from infinity import integrations
 from infinity.cli import main
+from infinity.integrations.peft import adapted_twin
 
 peft = Lazily("peft")
 transformers = pytest.importorskip("transformers")
@@ -318,3 +320,88 @@ def test_what_cannot_be_merged_is_refused(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "keep it beside the model" in said and "another model" in said and "--model DIR" in said
     assert not (tmp_path / "out").exists()
+
+
+QV = ["q_proj", "v_proj"]
+FORMS: dict[str, Callable[[], Any]] = {  # what PEFT saves of them beside what is trained, or shares
+    "projections in buffers": lambda: peft.VeraConfig(r=4, target_modules=QV, **LM),
+    "projections of layers": lambda: peft.RandLoraConfig(r=4, target_modules=QV, **LM),
+    "shared by layers": lambda: peft.LilyConfig(r=4, target_modules=QV, **LM),
+    "computed from the base": lambda: peft.FrodConfig(target_modules=QV, progressbar=False, **LM),
+    "an embedding": lambda: peft.LoraConfig(r=4, target_modules=["embed_tokens"], **LM),
+    "prompts of tasks": lambda: peft.MultitaskPromptTuningConfig(
+        num_virtual_tokens=3, num_tasks=2, num_transformer_submodules=1, **LM
+    ),
+    "taken off the base": lambda: peft.LoraConfig(
+        r=4, target_modules=QV, init_lora_weights="pissa", **LM
+    ),
+    "norms": lambda: peft.LNTuningConfig(target_modules=["input_layernorm"], **LM),
+}
+
+
+def of_form(name: str) -> nn.Module:
+    def build() -> nn.Module:
+        model = peft.get_peft_model(llama(attention_dropout=0.0), FORMS[name]())
+        for param in model.parameters():
+            if param.requires_grad:
+                param.data += 0.02 * torch.randn(param.shape)
+        return model
+
+    return seeded(SEED, build)
+
+
+def stepped(model: nn.Module, optimizer: Any, name: str) -> list[float]:
+    batch = torch.utils.data.default_collate(rows(2))
+    tasks = {"task_ids": torch.tensor([0, 1])} if "tasks" in name else {}
+    losses = []
+    for _ in range(2):
+        loss = model(**batch, **tasks).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_adapters_of_every_form_train_and_are_saved_as_peft_saves_them(name, tmp_path):
+    """Also: an adapter's file has the names and bits of PEFT's own. Twin: another step makes
+    another file."""
+    plain, model = of_form(name), of_form(name)
+    model, optimizer = infinity.wrap_model(model, sgd(model), on_disk(tmp_path))
+    own = sgd(plain)
+    assert stepped(model, optimizer, name) == stepped(plain, own, name)
+    plain.save_pretrained(tmp_path / "plain")
+    infinity.save_pretrained(model, tmp_path / "saved")
+    files = [tmp_path / each / "adapter_model.safetensors" for each in ("plain", "saved")]
+    assert differing(*map(load_file, files)) == []
+    stepped(plain, own, name)
+    plain.save_pretrained(tmp_path / "plain")
+    assert differing(*map(load_file, files))
+
+
+@pytest.mark.parametrize(
+    "name", ["computed from the base", "taken off the base", "norms", "projections in buffers"]
+)
+def test_what_is_merged_into_files_is_what_peft_merges(name, tmp_path):
+    """Method: save_merged beside merge_and_unload. Twin: a folder's merge, which has no base in
+    memory, equals that too, or is refused."""
+    plain, model = of_form(name).eval(), of_form(name).eval()
+    llama(attention_dropout=0.0).save_pretrained(tmp_path / "base")
+    plain.save_pretrained(tmp_path / "adapter")
+    infinity.wrap_model(model, None, {"params": "host"})
+    integrations.save_merged(model, tmp_path / "merged")
+    expected = plain.merge_and_unload().state_dict()
+    kind = transformers.LlamaForCausalLM
+    assert differing(kind.from_pretrained(tmp_path / "merged").state_dict(), expected) == []
+    command = ["export", str(tmp_path / "base"), str(tmp_path / "out"), "--merge"]
+    if name in ("computed from the base", "taken off the base"):
+        with pytest.raises(infinity.ConfigError, match="computed from the base's weights"):
+            adapted_twin(tmp_path / "base", tmp_path / "adapter")
+    else:
+        assert main([*command, str(tmp_path / "adapter")]) == 0
+        assert (tmp_path / "out").is_dir()
