@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..machine import dispatch_keys
 from ..state.dtensors import local_of, set_bytes
 from ..state.packed import has_inner, is_packed, named_places, small_places
 from ..state.partition import is_managed, parameter_names
@@ -101,6 +102,7 @@ class _ParamBefore:
     def restore(self) -> None:
         param = self._param
         if param.__class__ is not self._class:
+            dispatch_keys.ask_nobody(param)
             param.__class__ = self._class
         if param.__dict__.keys() != self._attributes.keys():
             for name in param.__dict__.keys() - self._attributes.keys():

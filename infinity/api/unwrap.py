@@ -11,6 +11,7 @@ from torch import nn
 
 from .. import native
 from ..gradients.at_home import AtHome
+from ..machine import dispatch_keys
 from ..optim.optimizer import InfinityOptimizer
 from ..optim.recognised import as_given, like_given
 from ..runtime.registry import RECORD, Wrapped, wrapped
@@ -111,6 +112,7 @@ def _plan_unwrap(record: Wrapped, managed: Sequence[InfinityOptimizer]) -> Calla
         for remover in reversed(record.removers):
             remover.remove()
         for param, (value, grad) in values.items():
+            dispatch_keys.ask_nobody(param)
             param.__class__ = plain_class(param)
             param.__dict__.pop("_infinity", None)
             set_bytes(param, value)

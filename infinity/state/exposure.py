@@ -10,6 +10,7 @@ import torch
 
 from ..distributed.collectives import Collectives
 from ..errors import UsageError
+from ..machine import dispatch_keys
 from ..machine.tiers import Tier
 from ..storage.store import ArrayStore
 from .dtensors import is_distributed
@@ -91,8 +92,16 @@ class Exposure:
         plain, distributed = classes
         for flat_param in self._flat_params:
             for param in flat_param.params:
-                if not is_packed(param):
-                    param.__class__ = distributed if is_distributed(param) else plain
+                if is_packed(param):
+                    continue
+                if is_distributed(param):
+                    param.__class__ = distributed
+                    continue
+                # A class that is asked has to answer.
+                dispatch_keys.ask_nobody(param)
+                param.__class__ = plain
+                if classes is STORED:
+                    dispatch_keys.ask_class(param)
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor, *, stays: bool) -> None:
         """Watches for changes through ``data``, the ``param.data`` that a user got: torch does not

@@ -198,7 +198,7 @@ def managed(param: torch.Tensor) -> ParamHandle:
 def own_bytes(param: torch.Tensor) -> torch.Tensor:
     """Returns a detached tensor of a parameter's device bytes, whatever its class. Valid while it
     is resident."""
-    with DisableTorchFunction():
+    with DisableTorchFunction(), torch._C._DisableTorchDispatch():
         return torch.Tensor.detach(local_of(param))
 
 

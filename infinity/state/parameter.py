@@ -133,6 +133,17 @@ def _refuse_copy(param: torch.Tensor, what: str) -> UsageError:
     )
 
 
+def _copied(param: torch.Tensor, memo: dict) -> torch.Tensor:
+    """Returns a plain copy of a parameter or of a tensor at rest, as ``copy.deepcopy`` does."""
+    if mistakes.is_misuse() or is_distributed(param):
+        raise _refuse_copy(param, "deep-copied")
+    if id(param) not in memo:
+        value = param.detach().clone()
+        is_param = isinstance(param, torch.nn.Parameter)
+        memo[id(param)] = torch.nn.Parameter(value, param.requires_grad) if is_param else value
+    return memo[id(param)]
+
+
 class ResidentParameter(torch.nn.Parameter):
     """A managed parameter whose bytes are on the device."""
 
@@ -150,7 +161,7 @@ class ResidentParameter(torch.nn.Parameter):
         return self
 
     def __deepcopy__(self, memo):
-        raise _refuse_copy(self, "deep-copied")
+        return _copied(self, memo)
 
     def __reduce_ex__(self, protocol):
         raise _refuse_copy(self, "pickled")
@@ -244,7 +255,7 @@ class _Stored:
         return format(str(self), spec)
 
     def __deepcopy__(self, memo):
-        raise _refuse_copy(self, "deep-copied")
+        return _copied(self, memo)
 
     def __reduce_ex__(self, protocol):
         raise _refuse_copy(self, "pickled")
@@ -269,6 +280,11 @@ class StoredParameter(_Stored, torch.nn.Parameter):
     grad = _ManagedGrad()
     _post_accumulate_grad_hooks = _UsersHooks()
     __torch_function__ = _Stored.__torch_function__
+
+    @classmethod
+    @uncompiled
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        return _dispatched(func, args, kwargs or {})
 
 
 class StoredDTensor(_Stored, DTensor):
@@ -362,19 +378,33 @@ class StoredAlias(_Stored, torch.Tensor):
     @classmethod
     @uncompiled
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        # Only calls that bypass __torch_function__ arrive here: torch.tensor(alias), and operations
-        # of a transform of torch.func. Calls that bypass this too (DLPack) meet the storage guard.
-        aliases = [
-            leaf for leaf in tree_flatten((args, kwargs or {}))[0] if isinstance(leaf, StoredAlias)
-        ]
-        handle = handle_of(aliases[0])
-        if not handle.engine.computing:
-            return touch(func, args, kwargs or {}, aliases, StoredAlias.like, dispatched=True)
-        with handle.engine.uses.begin():
-            for alias in aliases:
-                handle.engine.touch(handle_of(alias), str(func))
-            args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs or {}))
-            return func(*args, **kwargs)
+        return _dispatched(func, args, kwargs or {})
+
+
+def _dispatched(func, args: tuple, kwargs: dict) -> Any:
+    """Calls ``func``, an operation that bypassed ``__torch_function__``: of a constructor
+    (``torch.tensor(p)``), a scripted function, or a transform of torch.func. Calls that bypass this
+    too (DLPack) meet the storage guard."""
+    touched = [
+        leaf
+        for leaf in tree_flatten((args, kwargs))[0]
+        if isinstance(leaf, (StoredAlias, StoredParameter)) and not is_packed(leaf)
+    ]
+    handle = handle_of(touched[0])
+    if not handle.engine.computing:
+        return touch(func, args, kwargs, touched, StoredAlias.like, dispatched=True)
+    with handle.engine.uses.begin():
+        for tensor in touched:
+            handle.engine.touch(handle_of(tensor), str(func))
+        args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs))
+        args, kwargs = tree_map_only(StoredParameter, _bytes_in_pass, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _bytes_in_pass(param: StoredParameter) -> torch.Tensor:
+    handle = handle_of(param)
+    handle.unit.watch(param, value := own_bytes(param))
+    return value
 
 
 def _for_transform(tensor: torch.Tensor) -> torch.Tensor:
@@ -428,7 +458,7 @@ def _like(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tenso
     handle = handle_of(subject)
     if mistakes.advice():
         raise handle.engine.refusal(handle, func.__name__)
-    with DisableTorchFunction():
+    with DisableTorchFunction(), torch._C._DisableTorchDispatch():
         if is_whole(subject):
             return func(handle.param, *args, **kwargs)
         twin = torch.empty_strided(

@@ -21,7 +21,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from ..errors import UsageError
-from ..machine import storage_guard
+from ..machine import dispatch_keys, storage_guard
 from . import mistakes
 from .handle import DisableTorchFunction, Owner, ParamHandle, handle_of, managed, own_bytes
 from .torch_functions import mutated_arguments
@@ -191,6 +191,10 @@ class _Call:
                     held.enter_context(engine.saving_tensors())
                 if engine.computing:  # the parameters stay at rest: see runtime/prefetch.py
                     held.enter_context(DisableTorchFunction())
+                    for param in [handle.param for handle in its]:
+                        if dispatch_keys.is_asked(param):
+                            dispatch_keys.ask_nobody(param)
+                            held.callback(dispatch_keys.ask_class, param)
             written = self.targets
             values = _Values(touched, written)
             args, kwargs = values.arguments(self.args, self.kwargs)

@@ -229,6 +229,19 @@ TOUCHES: dict[str, Callable[[Any], Any]] = {
     "np from_dlpack": lambda p: np.from_dlpack(p.detach()),
     "as_tensor": lambda p: torch.as_tensor(p.detach()) + 0,
     "tensor": lambda p: torch.tensor(p.detach()),
+    "tensor of it": torch.tensor,
+    "Tensor of it": lambda p: torch.Tensor(p) * 2,
+    "tensor of a type": torch.FloatTensor,
+    "tensor to train": lambda p: torch.tensor(p, requires_grad=True) + 0,
+    "tensor of elements": lambda p: torch.tensor([p[0, 0], p[1, 0]]),
+    "as_tensor dtype": lambda p: torch.as_tensor(p, dtype=torch.float64),
+    "new": lambda p: torch.zeros(1).new(p) + torch.zeros(1).new_tensor(p),
+    "sparse": lambda p: torch.sparse_coo_tensor(torch.tensor([[0, 1]]), p[:2]).to_dense(),
+    "sparse of it": lambda p: torch.sparse_coo_tensor(torch.arange(len(p))[None], p).to_dense(),
+    "as_subclass": lambda p: p.as_subclass(torch.Tensor) * 2,
+    "scripted": lambda p: SCRIPTED(p),
+    "scripted, grad": lambda p: torch.autograd.grad(SCRIPTED(p).square().sum(), p),
+    "scripted over a list": lambda p: OVER_A_LIST([p, p.detach()]),
     "set_": lambda p: p.detach().set_(torch.ones(3)),
     "resize_": lambda p: p.detach().resize_(3),
     "as_strided": lambda p: p.as_strided((2, 2), (1, 1)),
@@ -249,6 +262,16 @@ TOUCHES: dict[str, Callable[[Any], Any]] = {
     "histc": lambda p: torch.histc(p),
     "svd": lambda p: torch.linalg.svd(p),
 }
+
+
+@torch.jit.script
+def SCRIPTED(x: torch.Tensor) -> torch.Tensor:
+    return x * 2 + x.norm()
+
+
+@torch.jit.script
+def OVER_A_LIST(each: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([x.view(-1)[1:] for x in each])
 
 
 def plainly(value: Any) -> Any:
@@ -337,11 +360,9 @@ def test_touching_a_parameter_at_rest_does_what_torch_does_or_names_the_way(touc
     assert complaint is None, complaint
 
 
-# Ways that go around __torch_function__: nobody can name the parameter there, and torch's own
-# refusal is the answer.
+# Ways to a storage, which torch gives without asking a class: nobody can name the parameter there,
+# and torch's own refusal is the answer.
 AROUND: dict[str, Callable[[Any], Any]] = {
-    "tensor": lambda p: torch.tensor(p),
-    "as_tensor dtype": lambda p: torch.as_tensor(p, dtype=torch.float64),
     "to_dlpack": lambda p: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p.detach())),
     "data_ptr": lambda p: p.data_ptr() and p.untyped_storage().data_ptr() and None,
     "storage clone": lambda p: p.untyped_storage().clone().nbytes(),

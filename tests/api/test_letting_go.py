@@ -493,13 +493,12 @@ def test_a_job_goes_without_the_garbage_collector(home, swap):
 
 def holds_its_parameter(monkeypatch) -> None:
     """A hook that is registered on a parameter, and leads back to it."""
-    register = hooks.LandingHook._register
+    make = hooks.LandingHook.__init__
 
-    def holding(self, param: torch.Tensor) -> None:
-        self._landed = lambda given, landed=self._landed, mine=param: landed(given)
-        register(self, param)
+    def holding(self, param: torch.Tensor, landed) -> None:
+        make(self, param, lambda given, mine=param: landed(given))
 
-    monkeypatch.setattr(hooks.LandingHook, "_register", holding)
+    monkeypatch.setattr(hooks.LandingHook, "__init__", holding)
 
 
 def holds_the_shards(monkeypatch) -> None:

@@ -34,9 +34,6 @@ ASKING: dict[str, Use] = {
         nn.Linear(8, 8, bias=False), {"weight": w}, (x,)
     ),
     "vmap": lambda x, w: torch.func.vmap(lambda row: row @ w)(x),
-    "a clone to one that does not ask": lambda x, w: scripted(x, w.clone()),
-}
-NOT_ASKING: dict[str, Use] = {
     "tensor": lambda x, w: x @ torch.tensor(w),
     "new_tensor": lambda x, w: x @ x.new_tensor(w),
     "as_tensor of another dtype": lambda x, w: x @ torch.as_tensor(w, dtype=torch.float64).float(),
@@ -45,6 +42,8 @@ NOT_ASKING: dict[str, Use] = {
     ),
     "a scripted function": lambda x, w: scripted(x, w),
     "a subclass": lambda x, w: x @ w.as_subclass(torch.Tensor),
+}
+NOT_ASKING: dict[str, Use] = {
     "a storage": lambda x, w: x @ torch.empty(0).set_(w.untyped_storage(), 0, (8, 8), (8, 1)),
     "a Parameter": lambda x, w: x @ nn.Parameter(w),
     "a Parameter of the detached": lambda x, w: x @ nn.Parameter(w.detach()),

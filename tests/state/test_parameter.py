@@ -20,6 +20,7 @@ from lone import lone_group
 from memory_arrays import MemoryArray
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+import infinity
 from infinity import native
 from infinity.errors import UsageError
 from infinity.machine import storage_guard
@@ -175,14 +176,26 @@ def test_its_text_has_its_name_and_its_home(job):
 
 
 @pytest.mark.parametrize("kind", ["at rest", "an alias", "resident"])
-def test_it_is_neither_copied_deeply_nor_pickled(kind, job):
+def test_it_is_not_pickled(kind, job):
     tensor = job.params[0].detach() if kind == "an alias" else job.params[0]
     if kind == "resident":
         tensor.__class__ = ResidentParameter
-    with pytest.raises(UsageError, match="parameter a is managed by Infinity and cannot be deep-"):
-        copy.deepcopy(tensor)
     with pytest.raises(UsageError, match="parameter a is managed by Infinity and cannot be pick"):
         pickle.dumps(tensor)
+
+
+def test_a_deep_copy_is_a_plain_parameter_of_the_values():
+    """Once for several references, at rest and in a forward. Twin: of a detached one, a tensor."""
+    layer, copies = torch.nn.Linear(3, 2), []
+    expected = layer.weight.detach().clone()
+    layer.register_forward_pre_hook(lambda module, _: copies.append(copy.deepcopy(module.weight)))
+    model, _ = infinity.wrap_model(torch.nn.Sequential(layer), None, {"params": "host"})
+    model(torch.ones(1, 3))
+    first, again = copy.deepcopy([layer.weight, layer.weight])
+    for each in (*copies, first):
+        assert type(each) is torch.nn.Parameter and torch.equal(each, expected)
+    detached = copy.deepcopy(layer.weight.detach())
+    assert first is again and type(detached) is torch.Tensor and torch.equal(detached, expected)
 
 
 def test_a_conversion_to_itself_returns_it(job):

@@ -1,0 +1,70 @@
+"""Dispatch keys: operations on a tensor ask its class from the time it is told to."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from infinity.machine import dispatch_keys
+
+
+class Told(torch.Tensor):
+    """Notes the operations on it, and runs them as on a plain tensor."""
+
+    told: list[str] = []
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.told.append(func.__name__)
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **(kwargs or {}))
+
+
+@torch.jit.script
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+WAYS = {
+    "tensor": torch.tensor,
+    "Tensor": lambda x: torch.Tensor(x).clone(),
+    "sparse": lambda x: torch.sparse_coo_tensor(torch.tensor([[0, 2]]), x).to_dense(),
+    "scripted": doubled,
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct")
+@pytest.mark.parametrize("way", WAYS)
+def test_what_asks_no_function_asks_the_class(way):
+    """Method: a tensor whose class is changed. Twin: before it is told to, and after it is told not
+    to any more, torch asks nobody."""
+    tensor, go = torch.tensor([1.0, 2.0]), WAYS[way]
+    expected, counts = go(tensor), []
+    tensor.__class__ = Told
+    for change in (dispatch_keys.ask_nobody, dispatch_keys.ask_class, dispatch_keys.ask_nobody):
+        change(tensor)
+        assert dispatch_keys.is_asked(tensor) == (change is dispatch_keys.ask_class)
+        Told.told.clear()
+        with torch._C.DisableTorchFunctionSubclass():
+            assert torch.equal(go(tensor), expected)
+        counts.append(len(Told.told))
+    assert counts[0] == counts[2] == 0 < counts[1]
+
+
+def test_another_data_leaves_the_keys():
+    """As a parameter's memory is replaced while it is at rest. Twin: one that is not asked."""
+    for asks in (True, False):
+        tensor = torch.ones(2)
+        tensor.__class__ = Told
+        if asks:
+            dispatch_keys.ask_class(tensor)
+        tensor.data = torch.zeros(2)
+        assert dispatch_keys.is_asked(tensor) == asks
+        dispatch_keys.ask_nobody(tensor)
+
+
+def test_in_a_torch_that_differs_nothing_is_changed(monkeypatch):
+    monkeypatch.setattr(dispatch_keys, "_place", lambda: None)
+    tensor = torch.ones(2)
+    dispatch_keys.ask_class(tensor)
+    assert not dispatch_keys.is_asked(tensor)
