@@ -7,6 +7,7 @@ engine, because the job must not keep it alive.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -47,6 +48,8 @@ from .resources import Resources, make_store, trace_path
 from .sequences import Sequences
 from .shut_down import shut_down
 from .value_edits import ValueEdits
+
+logger = logging.getLogger(__name__)
 
 LINK_RATE = 25e9  # bytes per second, of a link that nothing was measured on: PCIe 4.0
 
@@ -248,8 +251,9 @@ def _plan_activations(engine: Engine) -> None:
     """Chooses from now on which blocks' activations are kept, sent or recomputed, if there is a
     device budget to spend on them."""
     job = engine.job
+    if job.config.recompute and (why := _why_not_chosen(job)):
+        logger.warning("recompute=True has no effect here: %s", why)
     planned = job.activations is not None and job.activations.spare_nbytes is not None
-    # Ranks must decide the same, but measure different times.
     if planned and job.config.micro_batch is None and job.ranks.alone:
         job.activations.plan_with(
             ActivationPlanner(
@@ -261,6 +265,22 @@ def _plan_activations(engine: Engine) -> None:
                 home_nbytes=job.activations.home_nbytes,
             )
         )
+
+
+def _why_not_chosen(job: Job) -> str | None:
+    """Returns why nothing is chosen for blocks; None if it is."""
+    if not job.ranks.alone:  # they must decide the same, but measure different times
+        return (
+            "with several ranks every block keeps what it saves. Use the model's own gradient"
+            " checkpointing."
+        )
+    if job.config.micro_batch is not None:
+        return "with micro_batch every block that runs in parts is recomputed."
+    if job.config.activations != "auto":
+        return f"activations={job.config.activations!r} is the home of all that is saved."
+    if job.activations is None:
+        return "no device_memory was given, so that all that is saved stays where it is computed."
+    return None
 
 
 def _send_rate(job: Job) -> float:

@@ -323,6 +323,25 @@ def test_what_finds_no_room_is_recomputed_at_once_at_any_size(largest, recomputa
     assert blocks["recomputed"] == BLOCKS and len(recomputations) >= 4 * BLOCKS
 
 
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        ({"activations": "host"}, "activations='host'"),
+        ({"micro_batch": 2, "device_memory": 1 << 20}, "micro_batch"),
+        ({}, "device_memory"),
+        ({"device_memory": 1 << 20}, ""),
+        ({"recompute": False}, ""),
+    ],
+    ids=str,
+)
+def test_a_wrap_in_which_nothing_is_recomputed_says_so(more, told, caplog):
+    """Twins: with a budget to choose for, and without the wish, nothing is said."""
+    model, config = Chain(), {"params": "host", "optimizer": "host", "recompute": True, **more}
+    infinity.wrap_model(model, adamw(model, 1e-2), config)
+    said = [each.message for each in caplog.records if "no effect" in each.message]
+    assert len(said) == bool(told) and all(told in each for each in said)
+
+
 COMPILED: dict[str, Callable] = {
     "each block": lambda model, how: [block.compile(**how) for block in model.blocks],
     "in place": lambda model, how: [
