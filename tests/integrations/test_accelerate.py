@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,38 @@ def ours(folder: Path, **more: Any) -> integrations.InfinityAccelerator:
     return integrations.InfinityAccelerator(
         cpu=True, gradient_accumulation_steps=2, infinity=on_disk(folder), **more
     )
+
+
+DEEPSPEED = {
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    "gradient_clipping": "auto",
+    "gradient_accumulation_steps": 4,
+    "bf16": {"enabled": "auto"},
+}
+
+
+def test_a_deepspeed_json_takes_its_values_from_the_loop(tmp_path, caplog):
+    """Claim: the loop's own clipping and scheduler are the ones, and what the JSON has otherwise is
+    told. Accelerate's YAML that names the JSON is the same. Twin: wrap_model has no loop."""
+    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
+    named = {"deepspeed_config_file": str(tmp_path / "ds.json")}
+    yaml = {"distributed_type": "DEEPSPEED", "deepspeed_config": named}
+    theirs = Loop(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2))
+    theirs.epoch()
+    for source in (str(tmp_path / "ds.json"), yaml):
+        mine = Loop(
+            integrations.InfinityAccelerator(
+                cpu=True, gradient_accumulation_steps=2, infinity=source
+            )
+        )
+        mine.epoch()
+        assert mine.seen == theirs.seen and differing(mine.values, theirs.values) == []
+        assert "gradient_accumulation_steps=4 left to the loop, which has 2" in caplog.text
+        caplog.clear()
+    with pytest.raises(infinity.ConfigError, match="gradient_clipping='auto'"):
+        infinity.Config.make(DEEPSPEED)
 
 
 @pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
