@@ -14,13 +14,21 @@ from ..config.config import Config
 from ..errors import ConfigError
 from ..gradients.record import GradState
 from ..optim.optimizer import InfinityOptimizer
-from ..optim.recognised import Optimizers, Recognised, as_given, like_given
+from ..optim.recognised import (
+    Optimizers,
+    Recognised,
+    as_given,
+    check_count,
+    check_together,
+    like_given,
+)
 from ..optim.rules import saved_step
 from ..runtime.engine import Engine
 from ..runtime.job import Job
-from ..runtime.registry import engine_of, wrapped
+from ..runtime.registry import Wrapped, engine_of, wrapped
 from ..state.dtensors import local_of
-from ..state.handle import handle_of, managed, raw_grad, set_raw_grad
+from ..state.flat_param import FlatParam
+from ..state.handle import ParamHandle, handle_of, managed, raw_grad, set_raw_grad
 from ..state.operations import Operation
 from .checks import check_kind
 
@@ -49,11 +57,13 @@ def join(
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     config: Config | Mapping[str, Any] | str | os.PathLike | None,
 ) -> Any:
-    """Gives a wrapped ``model`` more optimizers, of parameters that none of its others steps.
+    """Gives a wrapped ``model`` more optimizers. What others of it step as well, the new ones step
+    from then on, with moments of their own; its gradients stay.
 
     Returns what stands for ``optimizer``, in its form. Raises ConfigError for parameters that are
-    stepped already or are another model's, and for other settings in ``config``; UsageError or
-    CapacityError as ``add_param_group`` does.
+    another model's or in two of ``optimizer``, and for other settings in ``config``; UsageError or
+    CapacityError as ``add_param_group`` does, and where arrays are shared with a parameter that
+    another optimizer keeps.
     """
     engine, record = engine_of(model), wrapped(model)
     job, given = engine.job, as_given(optimizer)
@@ -61,35 +71,56 @@ def join(
     for each in given:
         check_kind(each)
     optimizers = Optimizers(given, lambda param: handle_of(param) is not None)
-    for recognised in optimizers:
-        for param in _moved(recognised):
-            handle = managed(param)
-            if handle.engine.uses is not job.uses:
-                raise ConfigError(f"{ASKED}: {handle.name} is of another wrapped model")
-            if handle.grad is not None:
-                raise ConfigError(f"{ASKED}: {handle.name} is stepped by one of this model already")
+    handles = [managed(param) for each in optimizers for param in _moved(each)]
+    for handle in handles:
+        if handle.engine.uses is not job.uses:
+            raise ConfigError(f"{ASKED}: {handle.name} is of another wrapped model")
+    names: dict[torch.Tensor, list[str]] = {handle.param: handle.names for handle in handles}
+    before = _places(job, ())
+    check_together(given, names, job.config)
+    check_count(len(optimizers) + len(_places(job, handles)), job.config)
     places = enumerate(optimizers, start=record.count)
-    stepping = [_admit(engine, job, each, place) for place, each in places]
-    record.join(stepping, optimizers.plain)
+    stepping = [_admit(engine, job, record, each, place) for place, each in places]
+    record.join(stepping, optimizers.plain, before - _places(job, ()))
     return like_given(optimizers.results(stepping), optimizer)
 
 
-def _moved(given: Recognised) -> list[torch.Tensor]:
+def _places(job: Job, without: Sequence[ParamHandle]) -> set[int]:
+    """Returns the places of the optimizers that step parameters, ``without`` some of these."""
+    left_out = set(without)
+    return {h.flat_param.spec.optimizer for h in job.trained if h not in left_out}
+
+
+def _moved(given: Recognised) -> list[nn.Parameter]:
     params = [param for group in given.optimizer.param_groups for param in group["params"]]
     return [param for param in params if handle_of(param) is not None]
 
 
-def _admit(engine: Engine, job: Job, given: Recognised, place: int) -> InfinityOptimizer:
+def _admit(
+    engine: Engine, job: Job, record: Wrapped, given: Recognised, place: int
+) -> InfinityOptimizer:
     """Takes over one optimizer: its parameters get memory for gradients and state."""
-    params, moments = _moved(given), given.known.arrays_of(given.moments, job.config)
+    params, known = _moved(given), given.known
+
+    def moments_of(flat_param: FlatParam) -> dict[str, torch.dtype]:
+        dtypes = {known.by_param.get(each) for each in flat_param.params if each in known.by_param}
+        by_class = "fp32" if "fp32" in dtypes else next(iter(dtypes), None)
+        return known.arrays_of(given.moments, job.config, by_class)
+
+    def release() -> None:
+        for each in record.optimizers:
+            each.state.give_up(params)
+        job.borrowed.forget()
+
     with job.uses.operation(Operation.ADD_PARAM_GROUP):
         engine.admit(
             params,
             place=place,
-            moments=moments,
-            class_piece=given.known.piece,
-            then=lambda: None,
+            moments_of=moments_of,
+            class_piece=known.piece,
+            then=release,
             asked=ASKED,
+            takes=True,
         )
         for param in params:
             handle, state = managed(param), given.optimizer.state.get(param, {})

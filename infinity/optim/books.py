@@ -7,7 +7,7 @@ OptimizerBooks   torch's mapping of parameters to their state. Values are at hom
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -148,6 +148,12 @@ class OptimizerBooks(Shown, defaultdict):
         return handle.has_state and bool(self.homes.names_of(handle))
 
     # --- values that are not at home ---
+
+    def give_up(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Forgets ``params``, which another optimizer steps from now on. Idempotent."""
+        for param in params:
+            dict.pop(self, param, None)
+        self.homes.forget_partial()
 
     def own_values(self) -> dict[Any, Any]:
         """Returns copies of the values that are not at home, with the user's own keys."""

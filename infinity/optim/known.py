@@ -168,10 +168,15 @@ class Known:
             if any(self._has_moment(name, group) for group in groups)
         }
 
-    def added_moments(self, group: Group, moments: Mapping[str, str]) -> Mapping[str, str]:
-        """Returns those that an added ``group`` gets arrays for: of a rule all ``moments`` of the
-        optimizer, as parameters of groups that come later may share its arrays."""
-        return moments if self.rule is not None else self.moments_of([group])
+    def added_arrays(
+        self, group: Group, moments: Mapping[str, str], config: Config
+    ) -> dict[str, torch.dtype]:
+        """Returns the arrays that an added ``group`` gets, and their dtype: of a rule those of all
+        ``moments`` of the optimizer, as parameters of groups that come later may share them. They
+        are in fp32 if the class chooses for each parameter. Raises ConfigError as
+        :meth:`arrays_of`."""
+        added = moments if self.rule is not None else self.moments_of([group])
+        return self.arrays_of(added, config, None if self.dtype_of is None else "fp32")
 
     def _has_moment(self, name: str, group: Group) -> bool:
         if self.rule is None:

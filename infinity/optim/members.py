@@ -25,10 +25,11 @@ class Members:
     def read(self, groups: list[dict[str, Any]]) -> None:
         """Reads the groups. Raises UsageError, with nothing changed, for unknown parameters."""
         lists = [group["params"] for group in groups]
-        if len(lists) == len(self._params) and all(
+        is_same = len(lists) == len(self._params) and all(
             len(now) == len(before) and all(map(is_, now, before))
             for now, before in zip(lists, self._params)
-        ):
+        )
+        if is_same and all(self._context.steps_flat_param(h.flat_param) for h in self.group_of):
             return
         found: dict[ParamHandle, int] = {}
         for index, params in enumerate(lists):
@@ -90,6 +91,8 @@ class Members:
         if not self._context.steps_flat_param(handle.flat_param):
             raise UsageError(
                 f"the optimizer's group {index} has {handle.name}, whose state is another"
-                " optimizer's of this model. unwrap_model first, move it, and wrap again."
+                " optimizer's of this model. If wrap_model has given it to that one since, step"
+                " that one alone, or take the parameter out of this group. To move it,"
+                " unwrap_model first, move it, and wrap again."
             )
         return handle

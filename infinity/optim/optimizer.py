@@ -170,10 +170,10 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
             outside = set(outside_of(group))
             moved = [param for param in group["params"] if param not in outside]
-            added = self._known.added_moments(group, self._moments)
+            arrays = self._known.added_arrays(group, self._moments, context.config)
             context.admit(
                 moved,
-                moments=self._known.arrays_of(added, context.config),
+                moments_of=lambda _: arrays,
                 class_piece=self._known.piece,
                 then=then,
             )

@@ -159,9 +159,14 @@ def check_together(
                     f"parameter {name} is in the optimizers {places[param]} and {place}"
                     " of the list: give each parameter to one of them"
                 )
-    for name in ("max_grad_norm", "speculate") if len(optimizers) > 1 else ():
+    check_count(len(optimizers), config)
+
+
+def check_count(count: int, config: Config) -> None:
+    """Raises ConfigError for options of ``config`` that ``count`` optimizers do not have."""
+    for name in ("max_grad_norm", "speculate") if count > 1 else ():
         if getattr(config, name):
             raise ConfigError(
-                f"{name} with {len(optimizers)} optimizers: it is for a step of all parameters."
+                f"{name} with {count} optimizers: it is for a step of all parameters."
                 " Clip in the loop: torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
             )

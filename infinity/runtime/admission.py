@@ -1,6 +1,8 @@
-"""Admission: starts training parameters that were frozen at wrap time.
+"""Admission: starts training parameters that were frozen at wrap time, or that another optimizer
+has stepped until now.
 
 latecomer   a parameter that is admitted
+taken       a latecomer that another optimizer has stepped. Its moments begin anew
 growth      the arrays that a flat param with latecomers lacks. They are flat and span all of its
             parameters, of which only the latecomers are stepped
 
@@ -24,7 +26,7 @@ from ..planning.budgets import measured_free
 from ..planning.memory_plan import MemoryPlan, term_of
 from ..planning.unit_sizes import FlatParamSize, UnitSize
 from ..state.flat_param import FlatParam
-from ..state.flat_param_spec import ClassPiece, FlatParamSpec
+from ..state.flat_param_spec import SCALES, ClassPiece, FlatParamSpec
 from ..state.handle import ParamHandle, handle_of, raw_grad
 from ..state.unit import ParamUnit
 from ..storage.arrays import ArrayIO, StateArray
@@ -53,20 +55,24 @@ def admit(
     resources: Resources,
     params: Iterable[torch.Tensor],
     *,
-    moments: Mapping[str, torch.dtype],
+    moments_of: Callable[[FlatParam], Mapping[str, torch.dtype]],
     hook: Callable[[torch.Tensor], None],
     then: Callable[[], None],
     place: int = 0,
     class_piece: ClassPiece | None = None,
     asked: str = "add_param_group",
+    takes: bool = False,
 ) -> None:
     """Steps ``params``: see :meth:`Engine.admit`. Blocks until all bytes are at home."""
-    handles = _latecomers(job, params, place, asked)
+    handles = _latecomers(job, params, place, asked, takes=takes)
     growths: dict[FlatParam, Growth] = {}
     for handle in handles:
-        if not (spec := handle.flat_param.spec).stepped:
+        spec = (flat_param := handle.flat_param).spec
+        if not spec.stepped or spec.optimizer != place:
+            moments = moments_of(flat_param)
             spec = spec.trained(job.config.master, moments, place, class_piece=class_piece)
-            growths[handle.flat_param] = Growth(handle.unit, spec)
+            growths[flat_param] = Growth(handle.unit, spec)
+    _refuse_elsewhere(job, handles, growths, asked)
     sizes = [_grown(size, unit, growths) for size, unit in zip(job.planned.sizes, job.units)]
     wait_idle(job)
     job.gradients.homes.settle()
@@ -88,6 +94,8 @@ def admit(
             job.updates.use(updater, job.device, job.planned.plan.device_slot_nbytes)
         job.gradients.homes.stage_in(resources.grad_staging)
         for flat_param, growth in growths.items():
+            if flat_param.spec.stepped and flat_param.spec.optimizer != place:
+                _begin_anew(job, flat_param, growth)
             flat_param.homes.grow(growth.spec, growth.arrays)
         for handle in handles:
             if handle.grad is None:
@@ -101,10 +109,9 @@ def admit(
 
 
 def _latecomers(
-    job: Job, params: Iterable[torch.Tensor], place: int, asked: str
+    job: Job, params: Iterable[torch.Tensor], place: int, asked: str, *, takes: bool
 ) -> list[ParamHandle]:
-    """Returns the handles of ``params``. Raises UsageError if a parameter, or the job, allows no
-    admission."""
+    """Returns the handles of ``params``. Raises UsageError if a parameter allows no admission."""
     handles = []
     for param in params:
         handle = handle_of(param)
@@ -114,16 +121,32 @@ def _latecomers(
                 " wrap_model has taken home with this optimizer, so its state has no home."
                 f" {INSTEAD}"
             )
-        if handle.flat_param.spec.stepped and handle.flat_param.spec.optimizer != place:
+        handles.append(handle)
+    wanted = set(handles)
+    for handle in handles:
+        spec = handle.flat_param.spec
+        others = [each for each in handle.flat_param.handles if each.grad and each not in wanted]
+        if spec.stepped and spec.optimizer != place and (others or not takes):
+            beside = f", as {others[0].name}" if others else ""
             raise UsageError(
                 f"{asked}: {handle.name} is stored with parameters of another optimizer of"
-                f" this model. {INSTEAD}"
+                f" this model{beside}. {INSTEAD}"
             )
-        if raw_grad(param) is not None:
+        if handle.grad is None and raw_grad(handle.param) is not None:
             raise UsageError(
                 f"{asked}: {handle.name} has a gradient from before: set it to None first"
             )
-        handles.append(handle)
+    return handles
+
+
+def _refuse_elsewhere(
+    job: Job, handles: Iterable[ParamHandle], growths: Mapping[FlatParam, Growth], asked: str
+) -> None:
+    """Raises UsageError for parameters that were frozen, or whose state needs more arrays, over
+    several ranks or off the processor."""
+    grows = any(_lacking(flat_param, growth.spec) for flat_param, growth in growths.items())
+    if not grows and all(handle.grad is not None for handle in handles):
+        return
     if not job.ranks.alone:
         raise UsageError(
             f"{asked} after wrap_model, with several ranks: not available in this version."
@@ -134,7 +157,21 @@ def _latecomers(
             f"{asked} after wrap_model, computing on {job.device.where}: not available in"
             f" this version. {INSTEAD}"
         )
-    return handles
+
+
+def _lacking(flat_param: FlatParam, spec: FlatParamSpec) -> dict[str, torch.dtype]:
+    """Returns the arrays of ``spec``, with their dtypes, that ``flat_param`` does not have."""
+    there = {name: array.dtype for name, array in flat_param.arrays.items()}
+    return {name: dtype for name, dtype in spec.array_dtypes().items() if there.get(name) != dtype}
+
+
+def _begin_anew(job: Job, flat_param: FlatParam, growth: Growth) -> None:
+    """Zeroes the moments that a flat param keeps for its new optimizer, and their counts."""
+    for name in (*growth.spec.moments, *SCALES.values()):
+        if name in flat_param.arrays and name not in growth.arrays:
+            _fill(job, flat_param.arrays[name], _zeros(flat_param.arrays[name].dtype))
+    for handle in flat_param.handles:
+        handle.step, handle.keeps_moments = 0, False
 
 
 def _grown(size: UnitSize, unit: ParamUnit, growths: Mapping[FlatParam, Growth]) -> UnitSize:
@@ -157,9 +194,7 @@ def _sizes(plan: MemoryPlan, growths: Mapping[FlatParam, Growth]) -> list[tuple[
             FlatParamSize(growth.spec, flat_param.layout.numel),
         )
         found += [
-            (tiers[name], name, size.nbytes(name))
-            for name in growth.spec.array_dtypes()
-            if name not in flat_param.arrays
+            (tiers[name], name, size.nbytes(name)) for name in _lacking(flat_param, growth.spec)
         ]
     return found
 
@@ -196,16 +231,19 @@ def _allocate(job: Job, flat_param: FlatParam, growth: Growth) -> None:
     )
     for name, array in growth.arrays.items():
         if name == "master" and growth.spec.master == native.Master.FLOAT32:
-            make: Callable[[int, int], torch.Tensor] = partial(_masters, store, flat_param)
+            _fill(job, array, partial(_masters, store, flat_param))
         elif array.tier is Tier.NVME:  # disk space may hold old bytes
-            make = lambda begin, end, dtype=array.dtype: torch.zeros(
-                end - begin, dtype=dtype, device="cpu"
-            )
-        else:
-            continue
-        for begin in range(0, array.numel, ZEROED_AT_ONCE):
-            end = min(array.numel, begin + ZEROED_AT_ONCE)
-            store.write(array, begin, make(begin, end), version=job.steps.index)
+            _fill(job, array, _zeros(array.dtype))
+
+
+def _fill(job: Job, array: StateArray, make: Callable[[int, int], torch.Tensor]) -> None:
+    for begin in range(0, array.numel, ZEROED_AT_ONCE):
+        end = min(array.numel, begin + ZEROED_AT_ONCE)
+        job.store.write(array, begin, make(begin, end), version=job.steps.index)
+
+
+def _zeros(dtype: torch.dtype) -> Callable[[int, int], torch.Tensor]:
+    return lambda begin, end: torch.zeros(end - begin, dtype=dtype, device="cpu")
 
 
 def _masters(store: ArrayIO, flat_param: FlatParam, begin: int, end: int) -> torch.Tensor:

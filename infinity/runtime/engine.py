@@ -21,6 +21,7 @@ from ..optim.context import StepContext
 from ..optim.outer_step import OuterStep
 from ..state import mistakes
 from ..state.dtensors import is_distributed
+from ..state.flat_param import FlatParam
 from ..state.flat_param_spec import ClassPiece
 from ..state.handle import ParamHandle
 from ..state.home_arrays import Update
@@ -65,7 +66,6 @@ class Engine:
         self.accumulation = AccumulationPass(job, self.backward)
         self._touches = Touches(job, lambda handle, what: me().refusal(handle, what))
         # insist: a finalizer runs once, so Ctrl-C must not end it early.
-        self.optimizers = 0  # that step the parameters
         finalizer = self._finalizer = weakref.finalize(self, native.insist, free)
         job.uses.define(State.UNWRAPPED, lambda: not finalizer.alive)
         define_states(job.uses, job.running, job.steps)
@@ -73,11 +73,10 @@ class Engine:
     def make_step_context(self, place: int = 0) -> StepContext:
         """Makes the context of the optimizer at ``place``. Its callbacks may keep this object
         alive; this object does not keep the context."""
-        self.optimizers = max(self.optimizers, place + 1)
         job, running, handed = self.job, self.job.running, self.job.handed
         return StepContext(
             place=place,
-            is_only=lambda: self.optimizers == 1,
+            is_only=lambda: all(h.flat_param.spec.optimizer == place for h in job.trained),
             config=job.config,
             units=job.units,
             trained_in_job=job.trained,
@@ -252,15 +251,17 @@ class Engine:
         self,
         params: Iterable[torch.Tensor],
         *,
-        moments: Mapping[str, torch.dtype],
+        moments_of: Callable[[FlatParam], Mapping[str, torch.dtype]],
         then: Callable[[], None],
         place: int = 0,
         class_piece: ClassPiece | None = None,
         asked: str = "add_param_group",
+        takes: bool = False,
     ) -> None:
-        """Steps ``params``, frozen until now, by the optimizer at ``place``. ``moments``: the
-        arrays of its rule, and their dtype; ``class_piece``: of its class steps. Raises UsageError
-        or CapacityError, which say what was ``asked``, with nothing changed."""
+        """Steps ``params``, frozen until now, by the optimizer at ``place``. ``moments_of``: the
+        arrays of its rule in a flat param, and their dtype; ``class_piece``: of its class steps;
+        ``takes``: also parameters that another one steps. Raises UsageError or CapacityError, which
+        say what was ``asked``, with nothing changed."""
         if self.average is not None:
             raise UsageError(
                 f"{asked}: the average of this model does not have these parameters. Make"
@@ -277,8 +278,9 @@ class Engine:
             params,
             place=place,
             class_piece=class_piece,
-            moments=moments,
+            moments_of=moments_of,
             asked=asked,
+            takes=takes,
             hook=self.passes.hook,
             then=then,
         )

@@ -41,6 +41,8 @@ class Wrapped:
         # The rest of an unwrap that has begun; may be called repeatedly.
         self.unwrapping: Callable[[], None] | None = None
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        # The places of those that have given all their parameters to later ones.
+        self._replaced: set[int] = set()
         # Given to wrap_model, too: they have no parameter that the engine moves.
         self._plain = [weakref.ref(optimizer) for optimizer in plain]
         _records.add(self)
@@ -52,25 +54,32 @@ class Wrapped:
 
     @property
     def optimizers(self) -> list[InfinityOptimizer]:
-        """The optimizers that wrap_model returned, as far as they are alive."""
-        return [alive for optimizer in self._optimizers if (alive := optimizer()) is not None]
+        """The optimizers that wrap_model returned, as far as they are alive. Those that have given
+        all parameters to later ones are left out."""
+        remain = [ref for place, ref in enumerate(self._optimizers) if place not in self._replaced]
+        return [alive for optimizer in remain if (alive := optimizer()) is not None]
 
     @property
     def optimizer(self) -> InfinityOptimizer | list[InfinityOptimizer] | None:
         """The optimizer that wrap_model returned, or all of them if they are several."""
         alive = self.optimizers
-        return (alive[0] if alive else None) if len(self._optimizers) < 2 else alive
+        several = len(self._optimizers) - len(self._replaced) > 1
+        return alive if several else next(iter(alive), None)
 
     @property
     def count(self) -> int:
-        """How many optimizers step at home."""
+        """How many optimizers step at home, or have."""
         return len(self._optimizers)
 
     def join(
-        self, optimizers: Sequence[InfinityOptimizer], plain: Sequence[torch.optim.Optimizer]
+        self,
+        optimizers: Sequence[InfinityOptimizer],
+        plain: Sequence[torch.optim.Optimizer],
+        replaced: set[int],
     ) -> None:
-        """Adds optimizers that step other parameters."""
+        """Adds optimizers. ``replaced``: the places of those that have no parameter any more."""
         self._optimizers += [weakref.ref(optimizer) for optimizer in optimizers]
+        self._replaced |= replaced
         self._plain += [weakref.ref(optimizer) for optimizer in plain]
 
     def take_optimizers(
@@ -91,7 +100,8 @@ class Wrapped:
                 "this optimizer is not the one that wrap_model returned with this model"
             )
         ours = sorted(cast("list[InfinityOptimizer]", given), key=lambda each: each.context.place)
-        count, wanted = len(ours) + len(plain), len(self._optimizers) + len(self._plain)
+        wanted = len(self._optimizers) - len(self._replaced) + len(self._plain)
+        count = len(ours) + len(plain)
         if count != wanted or len({each.context.place for each in ours}) != len(ours):
             raise UsageError(
                 f"{count} of the {wanted} optimizers that wrap_model returned with this model: give"

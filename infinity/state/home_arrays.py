@@ -160,7 +160,7 @@ class HomeArrays:
         made: dict[str, StateArray] = {}
         try:
             for name, dtype in spec.array_dtypes().items():
-                if name not in self.arrays:
+                if name not in self.arrays or self.arrays[name].dtype != dtype:
                     begin, end = self.layout.own(name)
                     made[name] = store.arrays.allocate_later(
                         tiers[name], dtype, end - begin, f"{name} of {what}"
@@ -172,8 +172,12 @@ class HomeArrays:
         return made
 
     def grow(self, spec: FlatParamSpec, arrays: dict[str, StateArray]) -> None:
-        """Makes these the arrays of ``spec``, with more ``arrays`` (AT_HOME only). Idempotent."""
-        self.spec, self.arrays = spec, self.arrays | arrays
+        """Makes these the arrays of ``spec``, with more ``arrays`` (AT_HOME only), and drops those
+        that it lacks. Idempotent."""
+        both = self.arrays | arrays
+        self.spec, self.arrays = spec, {name: both[name] for name in spec.array_dtypes()}
+        if spec.class_piece is not None:
+            self.rows = None  # of a kernel
 
     def choose(self, slot: int) -> None:
         """Chooses the ``slot`` to which the next update writes the new weights, if it is to keep

@@ -72,9 +72,8 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
             (
                 "This is not the optimizer that wrap_model returned: it would need the weights at"
                 " home. Take the result, model, optimizer = infinity.wrap_model(model, optimizer,"
-                " config), and step that optimizer. Several optimizers for one model are one with a"
-                " parameter group each; a new one is built after unwrap_model, and wrapped with the"
-                " model again."
+                " config), and step that optimizer. A later optimizer over a wrapped model is given"
+                " to wrap_model, too."
             ),
         ),
         (

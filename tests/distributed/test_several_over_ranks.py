@@ -18,3 +18,12 @@ def test_ranks_step_each_optimizer_together(shard, standing_ranks, tmp_path):
     for found in jobs["several"]:
         assert found["same"] and found["resumed"] and found["clipped"]
         assert found["said"] in ("UsageError", "PeerError")
+
+
+@pytest.mark.parametrize("shard", ["parameters", "optimizer"])
+def test_ranks_take_over_together(shard, standing_ranks):
+    """Method: two ranks with one batch, beside one process. Twin: frozen parameters cannot join
+    over ranks, which is said before anything changes."""
+    for found in Jobs(standing_ranks(2), "several_jobs", {"stages": {"shard": shard}})["stages"]:
+        assert found["same"] and found["former"] == "UsageError"
+        assert "with several ranks: not available" in found["frozen"] and found["goes_on"]

@@ -52,7 +52,7 @@ class Told:
             job,
             resources,
             params,
-            moments=dict.fromkeys(MOMENTS[:moments], torch.float32),
+            moments_of=lambda _: dict.fromkeys(MOMENTS[:moments], torch.float32),
             hook=self.hooked.append,
             then=then or (lambda: self.ended.append(True)),
         )
@@ -249,7 +249,7 @@ def test_a_parameter_that_is_not_this_jobs_is_refused():
                 engine.job,
                 engine._resources,
                 [job.handles[4].param, param],
-                moments={"exp_avg": torch.float32},
+                moments_of=lambda _: {"exp_avg": torch.float32},
                 hook=lambda param: pytest.fail("hooked"),
                 then=lambda: pytest.fail("ended"),
             )

@@ -78,3 +78,38 @@ def several(folder: str, shard: str) -> dict[str, Any]:
         "said": said,
         "clipped": apart < 1e-6 < abs(clipped[0][-1] - _train(*_pair(), seed=3)[-1]),
     }
+
+
+def stages(shard: str) -> dict[str, Any]:
+    """Trains in two stages, the second by a later optimizer over the wrapped model; then tries one
+    over parameters that were frozen."""
+
+    def trained(wraps: bool) -> tuple[list[float], Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
+        model[0].requires_grad_(False)
+        params = [param for param in model.parameters() if param.requires_grad]
+        former, later = (torch.optim.AdamW(params, lr=rate) for rate in (0.01, 0.02))
+        if wraps:
+            config = {"params": "host", "optimizer": "host", "shard": shard}
+            model, former = infinity.wrap_model(model, former, config)
+        losses = _train(model, [former], seed=1)
+        model(torch.ones(2, 16)).sum().backward()
+        if wraps:
+            model, later = infinity.wrap_model(model, later)
+        return losses + _train(model, [later], seed=2), (model, former, later)
+
+    expected, _ = trained(False)
+    losses, (model, former, later) = trained(True)
+    said = {}
+    for name, tried in (
+        ("former", former.step),
+        ("frozen", lambda: infinity.wrap_model(model, torch.optim.SGD(model[0].parameters()))),
+    ):
+        try:
+            tried()
+        except infinity.InfinityError as error:
+            said[name] = type(error).__name__ if name == "former" else str(error)
+    goes_on = len(_train(model, [later], seed=3)) == 4
+    apart = max(abs(one - other) for one, other in zip(losses, expected))
+    return {"same": apart < 1e-6, "goes_on": goes_on, **said}
