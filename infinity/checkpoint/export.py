@@ -28,7 +28,7 @@ from .hub_names import SHARD_SIZE, flat_param_size_of, hub_sources, names_to_wri
 from .load import NOT_A_CHECKPOINT, checkpoint_of
 from .manifest import MANIFEST, OTHERS, check_files, what_it_is
 from .model_files import write_sources
-from .module_names import Incoming, may_lack
+from .module_names import Incoming, left_out, may_lack
 from .parts import read_tensors
 from .pretrained import write_configs
 from .saved_tensors import SavedTensors
@@ -155,6 +155,14 @@ class _Target:
             "nbytes": sum(source.nbytes for source in sources.values()),
         }
 
+    def rest(self) -> dict[str, Source]:
+        """Returns the tensors in the files of the model's folder for which its class has no place:
+        a checkpoint does not have them."""
+        if self.model is None or self.beside is None or not any(self.beside.glob("*.safetensors")):
+            return {}
+        given = without_packing(WeightFiles(self.beside).sources(), self.beside)
+        return left_out(self.model, given)
+
     def _as_saved(self, sources: dict[str, Source]) -> dict[str, Source]:
         """Applies the change to the tensors, and gives them the names of the model's own
         ``save_pretrained``, unless they have them already."""
@@ -227,7 +235,7 @@ def _export(manifest: dict[str, Any], data: Path, target: _Target) -> dict[str, 
         if any(map(OF_ADAPTER.search, sources)) and target.change is None:
             return _write_adapter(data.parent, sources, target)
         _refuse_packed(data.parent, sources)
-        written = target.write(sources)
+        written = target.write(target.rest() | sources)
     return written | {"parameters": sum(_numel(entry) for entry in manifest["parameters"].values())}
 
 

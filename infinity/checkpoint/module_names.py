@@ -21,6 +21,10 @@ JOINS = {"MergeModulelist", "Concatenate"}  # transformers' conversions that cha
 PREFIX = "base_model.model."  # PEFT's prefix for names of the base model
 
 
+# Of older versions of transformers, whose files have what is computed.
+MADE = re.compile(r"(inv_freq|masked_bias|attn\.bias|position_ids)$")
+
+
 class Incoming:
     """The tensors of a folder as those of a model's state dict: renamed, fused or split as
     ``from_pretrained`` does.
@@ -133,6 +137,17 @@ def _conversion(
         }
 
     return convert
+
+
+def left_out(model: nn.Module, given: Mapping[str, Source]) -> dict[str, Source]:
+    """Returns the tensors of ``given``, a folder's, for which ``model`` has no place. Leaves out
+    those that it makes itself."""
+    taken = Incoming(model, given, model.state_dict(keep_vars=True)).taken
+    return {
+        name: source
+        for name, source in given.items()
+        if name not in taken and not MADE.search(name)
+    }
 
 
 def base_of(model: nn.Module) -> nn.Module:

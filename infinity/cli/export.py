@@ -30,7 +30,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         "--model",
         type=a_path,
         metavar="DIR",
-        help="copy configuration and tokenizer from this folder",
+        help="copy configuration, tokenizer, and tensors without a place in its class, from here",
     )
     parser.add_argument(
         "--merge",

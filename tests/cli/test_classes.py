@@ -61,7 +61,8 @@ def test_a_folder_of_images_and_text_keeps_its_class_and_tensors(kind, home, sta
     save_file(
         tensors("base") | {"mtp.fc.weight": extra}, "base/model.safetensors", {"format": "pt"}
     )
-    assert run(f"{JOB} --params {home} --optimizer {home} --out out") == 0
+    saved = " --checkpoint saved" if kind == "qwen3_5" else ""
+    assert run(f"{JOB} --params {home} --optimizer {home} --out out{saved}") == 0
     told, before, after = capsys.readouterr().out, tensors("base"), tensors("out")
     assert before.keys() == after.keys() and class_in("out") == class_in("base")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
@@ -74,6 +75,9 @@ def test_a_folder_of_images_and_text_keeps_its_class_and_tensors(kind, home, sta
     )
     assert not info["missing_keys"] and type(loaded).__name__ == class_in("base")
     if kind == "qwen3_5":
+        assert run("export saved exported --model base") == 0
+        assert tensors("exported").keys() == before.keys()
+        assert class_in("exported") == class_in("base")
         half = transformers.AutoModelForCausalLM.from_config(loaded.config)
         assert type(half) is not type(loaded) and len(half.state_dict()) < len(loaded.state_dict())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,9 +9,6 @@ from ...errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import nn
-
-# Of older versions of transformers, whose files have what is computed.
-MADE = re.compile(r"(inv_freq|masked_bias|attn\.bias|position_ids)$")
 
 
 def misfit(path: Path | None, model: nn.Module | None) -> str:
@@ -65,22 +61,16 @@ def is_streamed(model: nn.Module, path: Path | None) -> bool:
     )
 
 
-def left_out(path: Path | None, model: nn.Module) -> dict[str, Any]:
+def rest_of(path: Path | None, model: nn.Module) -> dict[str, Any]:
     """Returns the sources of a folder's tensors for which the class of ``model`` has no place:
-    layers that predict further tokens, for example. Leaves out those that it makes itself."""
-    from ...checkpoint.module_names import Incoming
+    layers that predict further tokens, for example."""
+    from ...checkpoint.module_names import left_out
     from ...checkpoint.unpacked import without_scales
     from ...checkpoint.weight_files import WeightFiles
 
     if path is None or not any(path.glob("*.safetensors")) or is_packed_folder(model.config):
         return {}
-    given = without_scales(WeightFiles(path).sources(), path)
-    taken = Incoming(model, given, model.state_dict(keep_vars=True)).taken
-    return {
-        name: source
-        for name, source in given.items()
-        if name not in taken and not MADE.search(name)
-    }
+    return left_out(model, without_scales(WeightFiles(path).sources(), path))
 
 
 def is_packed_folder(config: Any) -> bool:

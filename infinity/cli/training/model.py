@@ -19,7 +19,7 @@ from ...data.corpus import BYTE_VOCABULARY, SEPARATOR_BYTE
 from ...errors import ConfigError
 from ...machine.sizes import format_count
 from .classes import auto_class, pattern_of, untouched_parts
-from .folders import is_streamed, left_out, misfit
+from .folders import is_streamed, misfit, rest_of
 from .options import DEFAULT_SEQUENCE_LENGTH
 
 if TYPE_CHECKING:
@@ -283,7 +283,7 @@ def _carry_rest(path: Path, model: nn.Module, say: Callable[[str], None]) -> Non
     and says which."""
     from ...checkpoint.pretrained import carry
 
-    if rest := left_out(path, model):
+    if rest := rest_of(path, model):
         carry(model, rest)
         names = ", ".join([*rest][:4]) + (", ..." if len(rest) > 4 else "")
         say(
