@@ -133,7 +133,9 @@ class Backward:
             return
         sums_first = self._pass.is_accumulating or not self.job.ranks.alone
         if sums_first:
-            self._sum_before(handle)
+            # With tensor parallelism hooks of transformers sum what comes over the mesh, once.
+            if self.job.ranks.tp_group is None:
+                self._sum_before(handle)
         else:
             self._land(handle)
         try:
