@@ -30,6 +30,7 @@ from ..machine.tiers import Tier
 from ..machine.traffic import DATA, Traffic, shares_of
 from ..runtime.job import Job
 from ..runtime.registry import is_wrapped, wrapped
+from ..state.partition import called_parts
 from ..state.unit import ParamUnit
 from .stats import edges_of, stats
 
@@ -287,9 +288,15 @@ def _free_name() -> str:
 
 
 def _owners(model: nn.Module, job: Job) -> list[tuple[str, nn.Module]]:
-    """Returns the modules that are units of their own, with their names."""
+    """Returns the modules that are units of their own, or are called inside such a container, with
+    the units' names."""
     names = {unit.name for unit in job.units}
-    return [(name, module) for name, module in model.named_modules() if name in names]
+    return [
+        (name, part)
+        for name, module in model.named_modules()
+        if name in names
+        for part in called_parts(model, module)
+    ]
 
 
 def _edge_status(

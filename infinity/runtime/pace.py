@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..state.partition import called_parts
 from .job import Job
 
 
@@ -70,9 +71,14 @@ class Pace:
 
 
 def _innermost(model: nn.Module, names: set[str]) -> Iterator[nn.Module]:
-    """Yields the modules that are units of their own and contain no other; ``model`` itself if
-    there are none."""
-    owners = {module for name, module in model.named_modules() if name in names}
+    """Yields the modules that are units of their own, or are called inside such a container, and
+    contain no other; ``model`` itself if there are none."""
+    owners = {
+        part
+        for name, module in model.named_modules()
+        if name in names
+        for part in called_parts(model, module)
+    }
     found = [
         module
         for module in owners

@@ -136,7 +136,7 @@ def partition(
         params = [p for p in tensors_of(block) if is_managed(p) and p not in taken]
         if params:
             taken |= set(params)
-            owners = [part for part in _called_parts(model, block) if _holds(part, params)]
+            owners = [part for part in called_parts(model, block) if _holds(part, params)]
             groups.append(Group(name, params, owners, block))
     largest = max((_nbytes(group.params) for group in groups if not group.tile_rows), default=0)
     groups += _rest(
@@ -180,11 +180,11 @@ def _is_container(model: nn.Module, module: nn.Module) -> bool:
     )
 
 
-def _called_parts(model: nn.Module, module: nn.Module) -> list[nn.Module]:
+def called_parts(model: nn.Module, module: nn.Module) -> list[nn.Module]:
     """Lists ``module``, or the outermost modules inside a container that are called."""
     if not _is_container(model, module):
         return [module]
-    parts = (part for child in module.children() for part in _called_parts(model, child))
+    parts = (part for child in module.children() for part in called_parts(model, child))
     return list(dict.fromkeys(parts))
 
 

@@ -182,10 +182,10 @@ class _Call:
         handles: dict[Owner, list[ParamHandle]] = {}
         for tensor in touched:
             handles.setdefault(managed(tensor).engine, []).append(managed(tensor))
-        failure, result = None, None
+        failure, result, written = None, None, self.targets
         with ExitStack() as held:
             for engine, its in handles.items():
-                writes = any(managed(each).engine is engine for each in self.targets)
+                writes = any(managed(each).engine is engine for each in written)
                 held.enter_context(engine.touching(its, self.name, writes=writes))
                 if not self.dispatched:
                     held.enter_context(engine.saving_tensors())
@@ -195,7 +195,6 @@ class _Call:
                         if dispatch_keys.is_asked(param):
                             dispatch_keys.ask_nobody(param)
                             held.callback(dispatch_keys.ask_class, param)
-            written = self.targets
             values = _Values(touched, written)
             args, kwargs = values.arguments(self.args, self.kwargs)
             try:

@@ -8,6 +8,8 @@ import time
 
 import pytest
 import torch
+from containers import Lists, batches
+from models import seeded
 from torch import nn
 
 import infinity
@@ -85,6 +87,18 @@ def test_a_status_says_where_the_loop_is(tmp_path, monkeypatch):
     )
     (history,) = run_files.read(tmp_path, run_files.HISTORY)
     assert [point[0] for point in history["points"]] == [1, 2]
+
+
+def test_a_unit_that_is_a_list_is_told_of_as_the_modules_inside_run(tmp_path, monkeypatch):
+    """Method: what is told in a forward of lists. Twin: the units of modules, above."""
+    told = []
+    monkeypatch.setattr(infinity.Watch, "_tell", lambda self, *what, now=False: told.append(what))
+    model = seeded(SEED, Lists)
+    model, _ = infinity.wrap_model(model, None, {"params": "host"})
+    with infinity.Watch(model, folder=tmp_path):
+        model(batches()[0])
+    forwards = [unit for phase, unit in told if phase == "forward"]
+    assert list(dict.fromkeys(forwards)) == [f"layers.{n}" for n in range(6)]
 
 
 def test_it_writes_no_more_often_than_it_is_told(tmp_path, monkeypatch):

@@ -69,6 +69,42 @@ def test_the_seconds_of_blocks_are_counted_and_not_the_waits_before_them(clock):
     assert clock.now == 44 and pace.take() == 4.0 and pace.take() == 0.0
 
 
+def test_what_is_called_inside_of_blocks_that_are_not_is_counted(clock):
+    """Method: blocks that are lists, of two layers of a second each. Twin: a list that is called
+    itself is counted once, with what it waits for inside."""
+
+    class Lists(nn.Module):
+        kind = nn.ModuleList
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(self.kind([Slow(clock), Slow(clock)]) for _ in range(2))
+
+        def forward(self, x):
+            for layers in self.layers:
+                clock.now += 10
+                for layer in [layers] if callable(getattr(layers, "run", None)) else layers:
+                    x = layer(x)
+            return x
+
+    class Called(Lists):
+        class kind(nn.ModuleList):
+            def run(self, x):
+                clock.now += 10
+                return self[1](self[0](x))
+
+            forward = run
+
+    for kind, seconds in ((Lists, 4.0), (Called, 24.0)):
+        model = kind()
+        model, optimizer = infinity.wrap_model(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), HOST
+        )
+        pace = Pace(model, wrapped(model).engine.job)
+        model(torch.ones(2, 4)).sum().backward()
+        assert pace.take() == seconds
+
+
 def test_a_forward_that_fails_is_over(clock):
     """The next one is counted as ever."""
     model, pace = timed(clock)
