@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -210,13 +211,13 @@ class _Stored:
             if func == torch.Tensor.data.__set__:  # a new object at every look-up, so never `is`
                 return set_data(subject, args[1])
         touched = [leaf for leaf in leaves if isinstance(leaf, _Stored)]
+        if transforms.are_running() and not any(map(is_distributed, touched)):
+            return transforms.call(func, args, kwargs, _Stored, _for_transform)
         engine = handle_of(touched[0]).engine
         if engine.computing:
             with engine.uses.begin():  # another thread's pass is over by then
                 if engine.computing:
                     return _compute(func, args, kwargs, touched)
-        if transforms.are_running() and not any(map(is_distributed, touched)):
-            return transforms.call(func, args, kwargs, _Stored, _for_transform)
         if subject is not None and func is torch.Tensor.copy_ and is_whole(subject):
             return set_value(subject, *args[1:], **kwargs)
         return touch(func, args, kwargs, touched, StoredAlias.like)
@@ -390,12 +391,12 @@ def _dispatched(func, args: tuple, kwargs: dict) -> Any:
         for leaf in tree_flatten((args, kwargs))[0]
         if isinstance(leaf, (StoredAlias, StoredParameter)) and not is_packed(leaf)
     ]
-    handle = handle_of(touched[0])
-    if not handle.engine.computing:
-        return touch(func, args, kwargs, touched, StoredAlias.like, dispatched=True)
-    with handle.engine.uses.begin():
-        for tensor in touched:
-            handle.engine.touch(handle_of(tensor), str(func))
+    engine = handle_of(touched[0]).engine
+    with engine.uses.begin() if engine.computing else nullcontext():
+        if not (engine.computing and func.overloadpacket is torch.ops.aten.set_):
+            return touch(func, args, kwargs, touched, StoredAlias.like, dispatched=True)
+        for tensor in touched:  # whose memory another tensor has from then on
+            engine.touch(handle_of(tensor), str(func))
         args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs))
         args, kwargs = tree_map_only(StoredParameter, _bytes_in_pass, (args, kwargs))
         return func(*args, **kwargs)
@@ -409,7 +410,7 @@ def _bytes_in_pass(param: StoredParameter) -> torch.Tensor:
 
 def _for_transform(tensor: torch.Tensor) -> torch.Tensor:
     """Returns what stands for a tensor at rest in a transform of torch.func."""
-    if isinstance(tensor, StoredParameter) and not handle_of(tensor).engine.computing:
+    if isinstance(tensor, StoredParameter):
         return transforms.whole_view(tensor, StoredAlias.like)
     return tensor
 
@@ -440,7 +441,7 @@ def class_at_rest(param: torch.Tensor) -> type:
 def _compute(func, args: tuple, kwargs: dict, touched: list) -> Any:
     """Calls ``func`` in a forward or backward, outside of the parameters' owners."""
     name = getattr(func, "__name__", str(func))
-    is_wrapped = transforms.are_running() or any(map(is_distributed, touched))
+    is_wrapped = any(map(is_distributed, touched))
     if is_wrapped or name in SHARING:
         # What it returns may read the memory later.
         for tensor in touched:
