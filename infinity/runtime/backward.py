@@ -55,6 +55,8 @@ class Backward:
         """Holds ``unit`` in a backward, whose gradients may be none of its. ``shows``: a forward of
         an owner runs again. May block on disk and on other ranks."""
         self.job.handed.refuse_in_backward(unit)
+        if unit not in self._pass.awaited:
+            self._pass.gradients = None  # the last unit's have landed
         self.job.prefetcher.hold(unit, backward=True, shows=shows)
 
     def hold(self, unit: ParamUnit) -> None:
@@ -75,7 +77,6 @@ class Backward:
             h for h, p in trained if h.grad is not None and p.requires_grad
         } - self._without_grad.get(unit, set())
         with self.job.store.guarding():
-            self._pass.gradients = None  # the last unit's have landed
             self.gather(unit, shows=False)
             self._pass.gradients = self._make_gradient_room(unit)
             # After the gather, which compute waits for: a transport may run them in turn.

@@ -7,6 +7,8 @@ device.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -68,6 +70,16 @@ class Recomputed(Lists):
     def run(self, layer, x):
         norm, attention, feed = layer
         return feed(checkpoint(lambda x: attention(norm(x)), x, use_reentrant=False))
+
+
+class RecomputedByTasks(Lists):
+    """Checkpoints all of a layer, in a backward inside the backward."""
+
+    def run(self, layer, x):
+        return checkpoint(partial(super().run, layer), x, use_reentrant=True)
+
+    def forward(self, x):
+        return super().forward(x.detach().requires_grad_())
 
 
 class Names(Stack):
@@ -146,7 +158,7 @@ class Mixture(Stack):
         return out
 
 
-KINDS = (Lists, Recomputed, Names, Parameters, Functions, OtherMethod, Mixture)
+KINDS = (Lists, Recomputed, RecomputedByTasks, Names, Parameters, Functions, OtherMethod, Mixture)
 
 
 def batches() -> list[torch.Tensor]:
