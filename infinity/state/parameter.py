@@ -391,12 +391,12 @@ def _dispatched(func, args: tuple, kwargs: dict) -> Any:
         for leaf in tree_flatten((args, kwargs))[0]
         if isinstance(leaf, (StoredAlias, StoredParameter)) and not is_packed(leaf)
     ]
-    engine = handle_of(touched[0]).engine
-    with engine.uses.begin() if engine.computing else nullcontext():
-        if not (engine.computing and func.overloadpacket is torch.ops.aten.set_):
+    handle = handle_of(touched[0])
+    with handle.engine.uses.begin() if handle.engine.computing else nullcontext():
+        if not (handle.engine.computing and func.overloadpacket is torch.ops.aten.set_):
             return touch(func, args, kwargs, touched, StoredAlias.like, dispatched=True)
         for tensor in touched:  # whose memory another tensor has from then on
-            engine.touch(handle_of(tensor), str(func))
+            handle.engine.touch(handle_of(tensor), str(func))
         args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs))
         args, kwargs = tree_map_only(StoredParameter, _bytes_in_pass, (args, kwargs))
         return func(*args, **kwargs)

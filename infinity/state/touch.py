@@ -189,7 +189,7 @@ class _Call:
                 held.enter_context(engine.touching(its, self.name, writes=writes))
                 if not self.dispatched:
                     held.enter_context(engine.saving_tensors())
-                if engine.computing:  # the parameters stay at rest: see runtime/prefetch.py
+                if its[0].engine.computing:  # the parameters stay at rest: see runtime/prefetch.py
                     held.enter_context(DisableTorchFunction())
                     for param in [handle.param for handle in its]:
                         if dispatch_keys.is_asked(param):

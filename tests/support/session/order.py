@@ -36,6 +36,7 @@ OF_STANDING_RANKS = (
     "distributed/test_shares_over_ranks.py",
     "distributed/test_slow_axis.py",
     "parallel/test_user_edits.py",
+    "runtime/test_containers.py",
     "state/test_module_settings.py",
 )
 
