@@ -36,7 +36,7 @@ from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
 from ..state.uses import Uses
 from ..storage.store import ArrayStore
-from .handed_tensor import VALUE, HandedTensor, Homes
+from .handed_tensor import VALUE, HandedTensor
 from .value_edits import ValueEdits
 
 
@@ -53,7 +53,7 @@ class HandedOut:
         uses: Uses,
         edits: ValueEdits,
     ):
-        self._homes, self._steps, self._ranks = Homes(store, steps, ranks), steps, ranks
+        self._steps, self._ranks = steps, ranks
         self._borrowed, self._uses, self._edits = borrowed, uses, edits
         self._entries: dict[int, HandedTensor] = {}  # by their storages, which they keep alive
         self._keys: dict[ParamHandle, set[int]] = {}  # keys of each parameter's entries
@@ -100,7 +100,7 @@ class HandedOut:
         entry = self._entries.get(key)
         if entry is None or entry.tensor is not reference:
             return
-        if not (entry.is_counted or entry.is_exported or entry.is_held(dying=True)):
+        if not (entry.is_touched or entry.is_held(dying=True)):
             self._drop(key, entry)
 
     @contextmanager
@@ -148,7 +148,8 @@ class HandedOut:
             return
         written: list[HandedTensor] = []
         for key, entry in self._entries.copy().items():
-            if entry.is_written(self._homes, is_stale=self._is_stale(entry)):
+            # A snapshot once in a step.
+            if entry.is_written(self._steps.index if self._is_stale(entry) else -1):
                 written.append(entry)
             elif not entry.is_held():
                 self._drop(key, entry)
@@ -161,7 +162,7 @@ class HandedOut:
         for entry in (
             [each for handle in unit.handles for each in self._of(handle)] if self._entries else ()
         ):
-            if entry.array == VALUE and not self._is_stale(entry) and entry.is_counted:
+            if entry.array == VALUE and not self._is_stale(entry) and entry.is_written():
                 raise UsageError(
                     f"this backward needs {entry.handle.name} as it was in its forward, but the"
                     " state_dict() value was written to since. Run backward before that."
@@ -296,7 +297,7 @@ class HandedOut:
         self._borrowed.write(entry.handle, {entry.array: whole}, then)
 
     def _follow(
-        self, entry: HandedTensor, alike: list[HandedTensor], looked: tuple[list[int], bytes]
+        self, entry: HandedTensor, alike: list[HandedTensor], looked: tuple[list[int], int]
     ) -> None:
         """Notes that ``entry`` equals home, and copies it to the other state dicts' tensors of that
         value."""

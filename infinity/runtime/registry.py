@@ -38,6 +38,8 @@ class Wrapped:
         self._parts = model if isinstance(model, Parts) else None
         self.came_from = came_from  # the device of each parameter before the wrap
         self.packed = Packed()  # its packed weights
+        # Takes its attributes that are views of weights anew.
+        self.take_views: Callable[[], None] = lambda: None
         # The rest of an unwrap that has begun; may be called repeatedly.
         self.unwrapping: Callable[[], None] | None = None
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]

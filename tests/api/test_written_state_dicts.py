@@ -9,6 +9,7 @@ import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from models import at_home, differing
@@ -192,6 +193,101 @@ def test_what_is_written_is_the_models_as_with_torch(write, home, tmp_path):
     """Method: the same writes between two steps, to plain torch's state dicts and to ours; all bits
     are equal after further steps."""
     assert differing(run(*wrap(home, tmp_path), WRITES[write]), run(*make(), WRITES[write])) == []
+
+
+def by_storage(tensor: torch.Tensor) -> None:
+    index = (17 * WIDTH + 5) * tensor.itemsize
+    seven = torch.tensor([7.0]).view(torch.uint8)
+    tensor.untyped_storage()[index : index + 4].copy_(seven.untyped_storage())
+
+
+def by_view_of_data(tensor: torch.Tensor) -> None:
+    tensor.view(-1).data[17 * WIDTH + 5] = 7.0
+
+
+def by_data_of_a_row(tensor: torch.Tensor) -> None:
+    tensor[17].data[5] = 7.0
+
+
+def by_numpy_view(tensor: torch.Tensor) -> None:
+    numpy.asarray(tensor)[17:18, 5] = 7.0
+
+
+def by_numpys_own_function(tensor: torch.Tensor) -> None:
+    numpy.copyto(tensor.numpy()[17], 7.0, where=numpy.arange(WIDTH) == 5)
+
+
+def by_memory(tensor: torch.Tensor) -> None:
+    memoryview(tensor.numpy()).cast("B").cast("f")[17 * WIDTH + 5] = 7.0
+
+
+def by_bits(tensor: torch.Tensor) -> None:
+    tensor.data.view(torch.int32)[17, 5] = torch.tensor(7.0).view(torch.int32)
+
+
+def by_detached_fill(tensor: torch.Tensor) -> None:
+    tensor.detach()[17, 5].fill_(7.0)
+
+
+def by_out(tensor: torch.Tensor) -> None:
+    torch.full((1,), 7.0, out=tensor.data[17, 5:6])
+
+
+def by_lists(tensor: torch.Tensor) -> None:
+    torch._foreach_mul_([tensor.data[17, 5:6]], 0.0)
+    torch._foreach_add_([tensor.data[17, 5:6]], 7.0)
+
+
+def by_dlpack(tensor: torch.Tensor) -> None:
+    torch.from_dlpack(tensor)[17, 5] = 7.0
+
+
+def by_dlpack_in_numpy(tensor: torch.Tensor) -> None:
+    array = numpy.from_dlpack(tensor)
+    array.flags.writeable or pytest.skip("this NumPy gives no memory to write to")
+    array[17, 5] = 7.0
+
+
+def by_set_memory(tensor: torch.Tensor) -> None:
+    torch.empty(0).set_(tensor.data.untyped_storage())[17 * WIDTH + 5] = 7.0
+
+
+WAYS = [each for name, each in list(globals().items()) if name.startswith("by_")]
+SOURCES: dict[str, Callable[..., torch.Tensor]] = {
+    "model.state_dict": lambda model, optimizer: model.state_dict()["0.weight"],
+    "a block's state_dict": lambda model, optimizer: model[0].state_dict()["weight"],
+    "optimizer.state_dict": lambda _, optimizer: optimizer.state_dict()["state"][0]["exp_avg"],
+    "optimizer.state": lambda model, optimizer: optimizer.state[model[0].weight]["exp_avg"],
+}
+
+
+@pytest.mark.parametrize("home", HOMES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_one_element_counts_however_it_is_written(source, home, tmp_path):
+    """Writes one element of a large tensor in each way, and reads the source anew; then the same to
+    a tensor that a step has made a snapshot, which raises; the optimizer's own follows the
+    steps, and counts. Twin: NumPy only reads it before."""
+    model, optimizer = wrap(home, tmp_path)
+    train(model, optimizer, 0)
+    take = SOURCES[source]
+    for way in WAYS:
+        take(model, optimizer).zero_()
+        way(take(model, optimizer))
+        assert take(model, optimizer)[17, 5] == 7.0, way
+        take(model, optimizer).zero_()
+        kept = take(model, optimizer)
+        train(model, optimizer, 1)
+        kept.numpy().sum()
+        loss_of(model, 1)
+        way(kept)
+        if source == "optimizer.state":  # which follows the steps
+            assert take(model, optimizer)[17, 5] == 7.0, way
+        else:
+            with pytest.raises(infinity.UsageError, match="snapshot"):
+                train(model, optimizer, 2)
+                loss_of(model, 2)  # what NumPy has is compared once in a step
+            optimizer.zero_grad()
+        del kept
 
 
 @pytest.mark.parametrize("home", HOMES)
