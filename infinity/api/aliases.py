@@ -1,7 +1,8 @@
-"""Aliases: warns of tensors and arrays that share the memory of weights before a wrap.
+"""Aliases: tensors and arrays that share the memory of weights before a wrap.
 
-In torch such a tensor shows every step of the weight, and a write to it changes the weight. After a
-wrap it keeps the old values instead. Sharing that ordinary models have too gives no warning:
+In torch such a tensor shows every step of the weight, and a write to it changes the weight. One
+that is an attribute of the model goes on to (:class:`OwnViews`); of any other a warning tells, for
+it keeps the old values. Sharing that ordinary models have too gives no warning:
 
 - a state dict from which the model was loaded (``load_state_dict(assign=True)``) or that it gave, -
 an array from which it was made (``torch.from_numpy``): torch cannot tell it from a mapped file, -
@@ -12,16 +13,18 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..errors import ConfigError
 from ..machine import storage_guard
 from ..state.dtensors import local_of
-from ..state.handle import raw_grad
+from ..state.handle import handle_of, raw_grad
 from ..state.partition import is_managed, parameter_names
 
 logger = logging.getLogger(__name__)
@@ -30,15 +33,17 @@ TOLD = 3  # names in the message
 MARK = "infinity"  # in the metadata of a graph's node
 
 
-def warn_of_aliases(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+def warn_of_aliases(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], views: OwnViews
+) -> None:
     """Warns, once, if an object outside the model and its optimizers shares the memory of managed
-    parameters."""
+    parameters. ``views``: those of the model, which follow them."""
     names = {
         param: its[0]
         for param, its in parameter_names(model).items()
         if is_managed(param) and _has_bytes(local_of(param))
     }
-    own = _own_tensors(model, optimizers)
+    own = _own_tensors(model, optimizers) | _with_bases(views.tensors)
     counts = Counter(map(storage_guard.identity, own.values()))
     held: dict[int, list[nn.Parameter]] = {}
     for param in names:
@@ -79,6 +84,89 @@ def warn_of_aliases(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer
             ", ".join(found[:TOLD]),
             ", ..." if len(found) > TOLD else "",
         )
+
+
+class OwnViews:
+    """The attributes of a model that are views of its weights: from the wrap to the unwrap they are
+    views at rest, which show the values at home."""
+
+    def __init__(self, model: nn.Module):
+        """Finds them. Raises ConfigError for a view that cannot follow its weight: a buffer, one of
+        several weights, or one inside a tuple."""
+        by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        for param, names in parameter_names(model).items():
+            if is_managed(param) and _has_bytes(param):
+                by_storage.setdefault(storage_guard.identity(param), []).append((names[0], param))
+        self._found: list[tuple[Any, Any, nn.Parameter, tuple]] = []
+        for path, place, key, tensor, follows in _attributes(model) if by_storage else ():
+            if handle_of(tensor) is not None or is_managed(tensor) or tensor.grad_fn is not None:
+                continue
+            if not _has_bytes(tensor) or not tensor.numel():
+                continue
+            shared = by_storage.get(storage_guard.identity(tensor), [])
+            whose = [(name, param) for name, param in shared if _contains(param, tensor)]
+            if shared and not (whose and follows and tensor.dtype == whose[0][1].dtype):
+                raise ConfigError(
+                    f"{path} is a view of the weight {(whose or shared)[0][0]}, which goes home: it"
+                    " would keep the values of now. Compute it in the forward, make it a plain"
+                    " attribute that is a view of one weight, or clone() it before wrap_model."
+                )
+            for _, param in whose[:1]:
+                offset = tensor.storage_offset() - param.storage_offset()
+                self._found.append((place, key, param, (tensor.size(), tensor.stride(), offset)))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The views as they are now."""
+        return [_there(place)[key] for place, key, *_ in self._found]
+
+    def take(self) -> None:
+        """Takes the views anew, of the parameters as they are now: at rest, or plain."""
+        with torch.no_grad():
+            for place, key, param, (size, stride, offset) in self._found:
+                data = param.detach()
+                _there(place)[key] = data.as_strided(size, stride, data.storage_offset() + offset)
+
+
+def _attributes(model: nn.Module) -> Iterator[tuple[str, Any, Any, torch.Tensor, bool]]:
+    """Yields the path of each buffer and tensor attribute of the modules of ``model``, where it is
+    and its key there, and whether another tensor may take its place."""
+    for prefix, module in model.named_modules():
+        path = f"{prefix}." if prefix else ""
+        for name, value in module._buffers.items():
+            if value is not None:
+                yield path + name, module._buffers, name, value, False
+        for name, value in list(vars(module).items()):
+            if name in ("_parameters", "_buffers", "_modules"):
+                continue
+            if isinstance(value, torch.Tensor):
+                yield path + name, weakref.ref(module), name, value, True
+            elif type(value) in (list, tuple, dict):
+                items = value.items() if type(value) is dict else enumerate(value)
+                for key, each in items:
+                    if isinstance(each, torch.Tensor):
+                        follows = type(value) is not tuple
+                        yield f"{path}{name}[{key!r}]", value, key, each, follows
+
+
+def _there(place: Any) -> Any:
+    """Returns the list or dict at ``place``, or the attributes of the module that it refers to: the
+    model's record has the places, and must not keep the model."""
+    return vars(place()) if isinstance(place, weakref.ref) else place
+
+
+def _contains(param: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether all of ``view`` lies in the span of ``param``, of the same storage."""
+    (begin, end), (first, last) = (
+        (at := tensor.storage_offset() * tensor.itemsize, at + _span_nbytes(tensor))
+        for tensor in (param, view)
+    )
+    return begin <= first and last <= end
+
+
+def _span_nbytes(tensor: torch.Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
+    return (last + 1) * tensor.itemsize
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:

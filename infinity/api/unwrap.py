@@ -118,6 +118,7 @@ def _plan_unwrap(record: Wrapped, managed: Sequence[InfinityOptimizer]) -> Calla
             set_bytes(param, value)
             param.grad = grad
         record.packed.remove()
+        record.take_views()
         for given, state, outside, attributes in books:
             given.take_back(state, outside, attributes)
         engine.shut_down()

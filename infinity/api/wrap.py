@@ -60,7 +60,7 @@ from .agreement import (
     share_of_machine,
     share_processors,
 )
-from .aliases import warn_of_aliases
+from .aliases import OwnViews, warn_of_aliases
 from .before import Before, MovedRest
 from .changes import Changes
 from .checks import check, check_tensor_parallel
@@ -171,7 +171,7 @@ def _check_everywhere(
         config = Config.make(config if config is not None else NOTHING_CHOSEN)
         changes.lasting.install(model)
         check(model, optimizers, config)
-        warn_of_aliases(model, optimizers)
+        warn_of_aliases(model, optimizers, OwnViews(model))
         changes.make(model, optimizers, config)
         described = read_model(model)
         check_tensor_parallel(described, config, collectives.ranks)
@@ -220,7 +220,7 @@ def _wrap_moved(
     config = own_budgets(config, collectives.ranks)
     device, config, (groups, flat_params, plan) = _lay_out(model, optimizers, config, collectives)
     engine, trains = None, len(optimizers) > 0
-    before = Before(model, given)
+    before, views = Before(model, given), OwnViews(model)
     try:
         if collectives.ranks.data_size > 1 and (
             device.backend is not None or device.where.type != "cpu"
@@ -249,7 +249,10 @@ def _wrap_moved(
             broadcast_rest(model, collectives)
             rest = MovedRest(model, device.where)
             report_unmoved(model)
-        return _commit(model, optimizers, engine, groups, [stays, rest])
+        committed = _commit(model, optimizers, engine, groups, [stays, rest])
+        views.take()
+        model.__dict__[RECORD].take_views = views.take
+        return committed
     except BaseException:
         native.insist(partial(_undo, before, engine, device))
         raise

@@ -64,8 +64,8 @@ class Table:
         self._uses: list[weakref.ref] = []  # of graphs that may still run backward
 
     def is_tracked(self) -> bool:
-        """Whether the running forward's use of the weight gets a gradient of its own. Autocast
-        adds the gradients of several uses in its own dtype: autograd keeps those."""
+        """Tells whether the running forward's use of the weight gets a gradient of its own.
+        Autocast adds the gradients of several uses in its own dtype: autograd keeps those."""
         return (
             torch.is_grad_enabled()
             and self.param.requires_grad
@@ -109,7 +109,7 @@ class Table:
             return use, context.gradients.meet(handle, task, ids, wholes)
 
     def _is_watched(self) -> bool:
-        """Whether a user's hook has to see the whole gradient."""
+        """Tells whether a user's hook has to see the whole gradient."""
         with DisableTorchFunction():
             hooks = self.param._backward_hooks
         return bool(hooks) or bool(users_hooks(self.param)) or len(raw_hooks(self.param)) > 1

@@ -4,6 +4,7 @@ not of ordinary models."""
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -216,3 +217,91 @@ def test_weights_of_another_wrapped_model_are_passed_over(tmp_path, caplog):
     assert len(said_at_wrap(model, at_home("host", "host", tmp_path), caplog)) == 1
     del held
     infinity.unwrap_model(other)
+
+
+class WithViews(nn.Module):
+    """Attributes of each kind that are views of weights, used in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.c = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.b = nn.utils.spectral_norm(nn.Linear(8, 8))  # keeps one until its first forward
+        self.first = self.a.weight.data.view(-1)[:16]
+        self.rows = [self.c.weight.detach()[2]]
+        self.turned = {"w": self.c.weight.data.t()}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.c(self.b(self.a(x))) * self.first.sum() + self.rows[0].sum()
+        return y + (self.turned["w"] @ x.t()).sum()
+
+
+@pytest.mark.parametrize("home", [None, *HOMES])
+def test_attributes_that_are_views_of_weights_follow_them(home, tmp_path):
+    """Trains a model that computes with views of its weights, writes through them, and unwraps it:
+    all as in torch. Twin: plain torch, the case None, against views that were cloned."""
+
+    def found(model: nn.Module, config: dict | None) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if config is not None:
+            model, optimizer = infinity.wrap_model(model, optimizer, config)
+        values = []
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            values.append(loss.item())
+        with torch.no_grad():
+            model.first.zero_()
+            model.rows[0].fill_(2.0)
+            values += [model.a.weight.sum().item(), model.c.weight.sum().item()]
+        if config is not None:
+            infinity.unwrap_model(model, optimizer)
+        model.a.weight.data.fill_(1.0)
+        return [*values, model.first.sum().item(), model.turned["w"].sum().item()]
+
+    if home is None:
+        model = WithViews()
+        model.first = model.first.clone()
+        assert found(model, None) != found(WithViews(), None)
+    else:
+        assert found(WithViews(), at_home(home, home, tmp_path)) == found(WithViews(), None)
+
+
+def a_buffer(model: nn.Module) -> None:
+    model[0].register_buffer("first", model[0].weight.data.view(-1)[:16])
+
+
+def a_flat_buffer(model: nn.Module) -> None:
+    model.whole = flat(model)
+
+
+def a_tuple(model: nn.Module) -> None:
+    model[1].parts = (model[1].weight.data[:4], model[1].weight.data[4:])
+
+
+def other_bits(model: nn.Module) -> None:
+    model[0].bits = model[0].weight.data.view(torch.int32)
+
+
+@pytest.mark.parametrize(
+    "add, name, weight",
+    [
+        (a_buffer, "0.first", "0.weight"),
+        (a_flat_buffer, "whole", "0.weight"),
+        (a_tuple, "1.parts[0]", "1.weight"),
+        (other_bits, "0.bits", "0.weight"),
+    ],
+)
+def test_a_view_that_cannot_follow_its_weight_is_refused_by_name(add, name, weight, tmp_path):
+    """Wraps a model with each. Twin: a clone of the same values is the model's own."""
+    model = make()
+    add(model)
+    with pytest.raises(infinity.ConfigError, match=re.escape(f"{name} is a view of the weight")):
+        infinity.wrap_model(model, None, at_home("host", "host", tmp_path))
+    assert type(model[0].weight) is nn.Parameter
+    model = make()
+    model[0].register_buffer("first", model[0].weight.data.view(-1)[:16].clone())
+    infinity.wrap_model(model, None, at_home("host", "host", tmp_path))

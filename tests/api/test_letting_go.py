@@ -72,7 +72,7 @@ def wrapped(home: str, folder: Path, *, tiles: bool = False, **more: Any) -> tup
         model.blocks = seeded(
             SEED, lambda: nn.Sequential(nn.Linear(WIDTH, 16 * WIDTH), nn.Linear(16 * WIDTH, WIDTH))
         )
-        optimizer, more = torch.optim.AdamW(model.parameters()), {**more, "device_memory": "192KiB"}
+        optimizer, more = torch.optim.AdamW(model.parameters()), {**more, "device_memory": "212KiB"}
     model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, home, folder, **more))
     return model, optimizer, of(model, optimizer)
 
