@@ -2,12 +2,20 @@
 
 Inside an owner, autograd saves each weight as a reference to its unit. Unpacking it makes the unit
 resident. This works for any output of the module and any kind of checkpointing.
+
+[Note: attributes of a saved parameter] Torch makes a new tensor of what an unpack hook returns, so
+a Function of a user's would not find the attributes that libraries set on parameters. Where one
+saves such a parameter, its class gets a ``saved_tensors`` that returns the parameter itself.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +27,9 @@ from ..state.packed import has_inner, inner_tensors
 from ..state.unit import ParamUnit
 from ..state.weight_storages import WeightStorages
 from .saved_tensor import SavedTensor, through_dtensors
+
+PACKAGE = str(Path(__file__).parent.parent)
+OWN_ATTRIBUTES = "_infinity"  # their names begin so
 
 
 @dataclass(eq=False)
@@ -35,6 +46,8 @@ class SavedWeight:
     conj: bool
     neg: bool
     there: frozenset[int] | None  # the experts that were on the device; None: all
+    # The parameter, if it has attributes and a user's Function has saved it.
+    param: weakref.ref[torch.nn.Parameter] | None = None
 
     @classmethod
     def of(cls, tensor: torch.Tensor, unit: ParamUnit, flat: torch.Tensor) -> SavedWeight:
@@ -126,6 +139,41 @@ except ImportError:  # pragma: no cover
     pass
 
 
+_unpacked = threading.local()  # parameters that the running `saved_tensors` has found, by place
+
+
+def _note_saved_by_function(tensor: torch.Tensor, saved: SavedWeight) -> None:
+    """Notes in ``saved`` the parameter ``tensor``, if it has attributes of a user's and a Function
+    of a user's saves it."""
+    if not isinstance(tensor, torch.nn.Parameter) or all(
+        name.startswith(OWN_ATTRIBUTES) for name in vars(tensor)
+    ):
+        return
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    if frame is not None and frame.f_code is torch.autograd.Function.apply.__func__.__code__:
+        saved.param = weakref.ref(tensor)
+        frame.f_locals["cls"]._backward_cls.saved_tensors = property(_saved_tensors)
+
+
+def _saved_tensors(ctx: Any) -> tuple:
+    """Returns ``ctx.saved_tensors``, with parameters that have attributes themselves."""
+    outer, found = getattr(_unpacked, "params", None), {}
+    _unpacked.params = found
+    try:
+        values = torch._C._FunctionBase.saved_tensors.__get__(ctx)
+    finally:
+        _unpacked.params = outer
+    return tuple(found.get(_place(value), value) for value in values)
+
+
+def _place(tensor: torch.Tensor | None) -> tuple | None:
+    if tensor is None:
+        return None
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
 def saving_hooks(
     storages: WeightStorages, hold: Callable[[ParamUnit], None]
 ) -> tuple[Callable, Callable]:
@@ -148,7 +196,9 @@ def saving_hooks(
             if entry is not None:
                 if counted:
                     count(tensor)
-                return SavedWeight.of(tensor, *entry)
+                saved = SavedWeight.of(tensor, *entry)
+                _note_saved_by_function(tensor, saved)
+                return saved
         return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
 
     def pack(tensor: torch.Tensor) -> Any:
@@ -167,7 +217,10 @@ def saving_hooks(
         hold(saved.unit)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             _save_in_graph_of_backward(storages, hold)
-        return saved.tensor()
+        value = saved.tensor()
+        if saved.param is not None and (params := getattr(_unpacked, "params", None)) is not None:
+            params[_place(value)] = saved.param() if saved.param() is not None else value
+        return value
 
     def unpack(saved: Any) -> torch.Tensor:
         return saved.tensor(unpack_one) if isinstance(saved, SavedPacked) else unpack_one(saved)
