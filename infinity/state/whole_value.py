@@ -53,7 +53,7 @@ def set_data(subject: torch.Tensor, value: torch.Tensor) -> None:
         getattr(value, name) == getattr(subject, name) for name in ("shape", "dtype", "device")
     )
     if (
-        handle.engine.computing
+        torch._C._current_graph_task_id() != -1
         or "_chain" in subject.__dict__  # only that object would have the value
         or not alike
         or handle_of(value) is not None  # in torch both would have one memory from then on
@@ -64,5 +64,8 @@ def set_data(subject: torch.Tensor, value: torch.Tensor) -> None:
             " load_state_dict()."
         )
     with torch.no_grad():
-        set_value(subject, value)
+        if handle.engine.computing:  # another block's: as any change of it in a forward
+            subject.detach().copy_(value)
+        else:
+            set_value(subject, value)
     handle.replaced += 1

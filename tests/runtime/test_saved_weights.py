@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import infinity
 from infinity.errors import UsageError
 from infinity.runtime.saved_weights import SavedWeight, is_checkpoint, saving_hooks
 from infinity.state.weight_storages import WeightStorages
@@ -125,3 +127,92 @@ def test_a_checkpoint_counts_a_weight_that_is_saved_as_a_reference():
     pack(unit.flat)
     assert asked == []
     assert not is_checkpoint(None) and not is_checkpoint((asked.append and pack, None))
+
+
+class Tagged(torch.autograd.Function):
+    """A product whose backward reads and writes attributes of the weight, as fused layers do."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        weight.seen = getattr(weight, "seen", 0) + 1
+        main = getattr(weight, "main_grad", None)
+        if main is not None:
+            main.add_(dy.t() @ x)
+        return dy @ weight * getattr(weight, "tag", 1.0), dy.t() @ x
+
+
+class SetUp(Tagged):
+    """The same, with a context that is set up apart."""
+
+    @staticmethod
+    def forward(x, weight):
+        return x @ weight.t()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+
+class TwoWeights(torch.autograd.Function):
+    """Saves a weight, nothing, and the weight's own product."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight, None, x * 2)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight, nothing, twice = ctx.saved_tensors
+        assert nothing is None
+        weight.seen = getattr(weight, "seen", 0) + 1
+        return dy @ weight * weight.tag, dy.t() @ twice / 2
+
+
+class Layer(nn.Module):
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.weight, self.function = nn.Parameter(torch.randn(8, 8)), function
+        self.weight.tag = 0.5
+        if function is SetUp:
+            self.weight.main_grad = torch.zeros(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function.apply(x, self.weight)
+
+
+@pytest.mark.parametrize(
+    "function, home", [(Tagged, "nvme"), (SetUp, "host"), (TwoWeights, "device")]
+)
+def test_a_users_function_finds_the_attributes_of_the_weight_it_saved(function, home, tmp_path):
+    """Trains beside plain torch: same losses, and the same attributes afterwards. Twin: without the
+    weight's tag the losses are others."""
+
+    def trained(*, wraps: bool, tag: float = 0.5) -> list:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Layer(function) for _ in range(3)), nn.LayerNorm(8))
+        for layer in model[:3]:
+            layer.weight.tag = tag
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if wraps:
+            homes = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)]}
+            model, optimizer = infinity.wrap_model(model, optimizer, homes)
+        losses = []
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            loss = (model(x) ** 3).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        main = getattr(model[0].weight, "main_grad", torch.zeros(1))
+        return [*losses, model[0].weight.seen, main.sum().item()]
+
+    assert trained(wraps=True) == trained(wraps=False)
+    assert trained(wraps=True, tag=1.0) != trained(wraps=False)

@@ -62,3 +62,69 @@ def test_a_leaf_is_not_set_under_autograd(model):
         model[0].weight.copy_(torch.ones(3, 3))
     with torch.no_grad():
         model[0].weight.copy_(torch.ones(3, 3))
+
+
+class Reaching(nn.Module):
+    """Its forward assigns the data of another block's weight, which is at home then."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in "123")
+        self.how, self.calls = how, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        x = self.blocks[0](x)
+        linear, norm = self.blocks[1]
+        if self.how == "a constant":
+            norm.bias.data = torch.full((8,), 0.1 * self.calls)
+        elif self.how == "its own value, scaled":
+            norm.weight.data = norm.weight.data * 0.9
+        elif self.how == "its own value, clamped":
+            linear.weight.data = linear.weight.clamp(-0.2, 0.2)
+        elif self.how == "a block that ran":
+            self.blocks[0][0].bias.data = torch.zeros(8)
+        return self.blocks[2](self.blocks[1](x))
+
+
+@pytest.mark.parametrize(
+    "how, home",
+    [
+        ("a constant", "nvme"),
+        ("its own value, scaled", "device"),
+        ("its own value, clamped", "host"),
+        ("a block that ran", "host"),
+    ],
+)
+def test_data_of_another_block_is_assigned_in_a_forward(how, home, tmp_path):
+    """Trains three steps beside plain torch, with the same losses and weights. Twin: in a backward
+    the assignment is refused."""
+    found = []
+    for wraps in (False, True):
+        model = Reaching(how)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if wraps:
+            homes = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)]}
+            model, optimizer = infinity.wrap_model(model, optimizer, homes)
+        losses = []
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            loss = (model(x) ** 3).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append([*losses, *(value.clone() for value in model.state_dict().values())])
+    assert all(
+        torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+        for one, other in zip(*found)
+    )
+
+    def assign(_grad: torch.Tensor) -> None:
+        model.blocks[0][1].bias.data = torch.zeros(8)
+
+    out = model(x)
+    out.register_hook(assign)
+    with pytest.raises(infinity.UsageError, match="would not reach its home"):
+        out.sum().backward()
