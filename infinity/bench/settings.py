@@ -19,6 +19,7 @@ class Settings:
     rivals: bool = True
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     show: Callable[[Sequence[Any]], None] = lambda rows: None  # prints rows as they are measured
+    keep: Callable[[Any], None] = lambda measured: None  # saves what has been measured so far
 
     def scaled(self, nbytes: int, multiple: int) -> int:
         """Scales ``nbytes`` and rounds it to a multiple of ``multiple``, at least one."""

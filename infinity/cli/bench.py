@@ -142,8 +142,18 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
 
     _check_output(args)
     shown = _Shown()
-    settings = replace(_settings(args), show=shown.show)
     measured = results.Measured([])
+
+    def keep(found: results.Measured) -> Path | None:
+        if args.save is None:
+            return None
+        content, path = results.result(args.theme, found), Path(args.save)
+        if path.is_dir():
+            return results.save(content, path)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        return path
+
+    settings = replace(_settings(args), show=shown.show, keep=keep)
     with _stdout_for(args.json):
         busy = results.busy()  # before anything is measured
         for number, theme in enumerate(chosen, start=1):
@@ -159,13 +169,10 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
             print(f"({note})")
         if told := results.bound_of(measured.rows):
             print(told)
-    found = results.result(args.theme, measured)
     if args.json:
-        print(json.dumps(found))
-    if args.save and Path(args.save).is_dir():
-        print(results.save(found, Path(args.save)), file=sys.stderr)
-    elif args.save:
-        Path(args.save).write_text(json.dumps(found, indent=1) + "\n")
+        print(json.dumps(results.result(args.theme, measured)))
+    if (saved := keep(measured)) is not None and Path(args.save).is_dir():
+        print(saved, file=sys.stderr)
     return 0
 
 
