@@ -4,14 +4,31 @@ GPU train."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 LOSS_TOKENS = 4096  # whose logits are in memory at once
 TABLE_ELEMENTS = 1 << 20  # of the values that weights are filled with
+FLOPS = "6 x parameters without the embedding + causal attention"  # of a token, as counted here
+PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default} | {
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+}  # what costs most to make again: matrix products, and attention by each of its kernels
 
 
 @dataclass(frozen=True)
@@ -33,11 +50,11 @@ class Shape:
         return int(self.layers * block + 2 * self.vocabulary * self.width + self.width)
 
     def flops(self, length: int) -> int:
-        """Counts the operations of a token's forward and backward in a sequence of ``length``,
-        without what is computed again."""
-        return (
-            6 * self.parameters + 6 * self.layers * length * self.width
-        )  # causal: half of the scores
+        """Counts the operations of a token's forward and backward in a sequence of ``length``: six
+        for each parameter but the embedding's, which is a look-up, and attention's, of which half
+        of the scores are computed. What is computed again is not counted."""
+        computed = self.parameters - self.vocabulary * self.width
+        return 6 * computed + 6 * self.layers * length * self.width
 
 
 SHAPES = {
@@ -78,7 +95,9 @@ def fill(weight: torch.Tensor) -> None:
     if weight.is_meta:
         return
     generator = torch.Generator().manual_seed(weight.numel())
-    table = torch.randn(TABLE_ELEMENTS, generator=generator, device="cpu").mul_(0.02).to(weight)
+    # In fp32, whatever the default is: the same weights for each system
+    table = torch.randn(TABLE_ELEMENTS, generator=generator, device="cpu", dtype=torch.float32)
+    table = table.mul_(0.02).to(weight)
     for part in weight.view(-1).split(TABLE_ELEMENTS):
         part.copy_(table[: part.numel()])
 
@@ -133,11 +152,20 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
+def _keeps_products(_: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    if operation in PRODUCTS:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
 class Llama(nn.Module):
     """``model(ids)`` is the loss of predicting each token from those before it. Blocks are computed
-    again in the backward, unless ``recomputes`` is cleared."""
+    again in the backward, unless ``recomputes`` is cleared. Of the first ``products_kept`` blocks
+    the results of matrix products and attention are kept, and only the others are computed
+    again."""
 
     recomputes = True
+    products_kept = 0
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -153,8 +181,11 @@ class Llama(nn.Module):
         half = self.shape.width // self.shape.heads // 2
         angles = places[:, None] * 10000.0 ** (-torch.arange(half, device=ids.device) / half)
         turn = torch.stack([angles.cos(), angles.sin()])
-        for block in self.blocks:
-            if self.recomputes:
+        by_operation = partial(create_selective_checkpoint_contexts, _keeps_products)
+        for place, block in enumerate(self.blocks):
+            if place < self.products_kept:
+                x = checkpoint(block, x, turn, use_reentrant=False, context_fn=by_operation)
+            elif self.recomputes:
                 x = checkpoint(block, x, turn, use_reentrant=False)
             else:
                 x = block(x, turn)
