@@ -3,6 +3,9 @@
 ceiling of a kernel         what a copy inside the device moves in the same time
 ceiling of copies           the same bytes in one direction, pinned by torch
 registration                against torch's own pinned allocation
+
+Arrays have random values: zeros and ones are faster than what a training has. Moments begin as
+zeros; the step that warms up gives them values.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from infinity.bench.settings import Settings
 from infinity.machine.accelerator import Accelerator
 
 from .accelerators import this_machines
+from .llama import TABLE_ELEMENTS
 
 PARAMETERS = 256 * 1024 * 1024
 FORMS = {  # name -> weight, master, gradient, moments
@@ -57,12 +61,28 @@ def _seconds(gpu: Accelerator, work: Callable[[], None], rounds: int) -> list[fl
 
 def _copy_bandwidth(gpu: Accelerator, settings: Settings) -> list[float]:
     """GB/s read and written by a copy inside the device."""
-    source = torch.ones(settings.scaled(1 << 30, 1), dtype=torch.uint8, device=gpu.where)
+    source = _random(gpu, settings.scaled(1 << 30, 1), torch.uint8, 4)
     target = torch.empty_like(source)
     return [
         2 * source.numel() / seconds / 1e9
         for seconds in _seconds(gpu, lambda: target.copy_(source), settings.rounds)
     ]
+
+
+def _random(gpu: Accelerator, count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """A table of random values, repeated, on the device: drawing all would take the host long."""
+    generator = torch.Generator().manual_seed(seed)
+    if dtype.is_floating_point:
+        table = torch.randn(min(count, TABLE_ELEMENTS), generator=generator).mul_(0.02).to(dtype)
+    else:
+        info = torch.iinfo(dtype)
+        shape = (min(count, TABLE_ELEMENTS),)
+        table = torch.randint(info.min, info.max + 1, shape, generator=generator, dtype=dtype)
+    made = torch.empty(count, dtype=dtype, device=gpu.where)
+    table = table.to(gpu.where)
+    for part in made.split(TABLE_ELEMENTS):
+        part.copy_(table[: part.numel()])
+    return made
 
 
 def _adam(gpu: Accelerator, name: str, count: int, settings: Settings, bandwidth: list[float]):
@@ -74,16 +94,13 @@ def _adam(gpu: Accelerator, name: str, count: int, settings: Settings, bandwidth
         grad=native.DTYPES[grad],
         moments=native.MOMENT_DTYPES[moments],
     )
-    arrays = {
-        "weight": torch.zeros(count, dtype=weight, device=gpu.where),
-        "grad": torch.ones(count, dtype=grad, device=gpu.where),
-    }
+    arrays = {"weight": _random(gpu, count, weight, 1), "grad": _random(gpu, count, grad, 2)}
     arrays |= {
         moment: torch.zeros(count, dtype=moments, device=gpu.where)
         for moment in ("exp_avg", "exp_avg_sq")
     }
     if master == native.Master.SPLIT:
-        arrays["master"] = torch.zeros(count, dtype=torch.int16, device=gpu.where)
+        arrays["master"] = _random(gpu, count, torch.int16, 3)
     if moments == torch.uint8:
         blocks = count // native.MOMENT_BLOCK
         arrays |= {
@@ -107,10 +124,8 @@ def _adam(gpu: Accelerator, name: str, count: int, settings: Settings, bandwidth
 
 
 def _scan(gpu: Accelerator, count: int, settings: Settings, bandwidth: list[float]):
-    grad, out = (
-        torch.ones(count, dtype=torch.bfloat16, device=gpu.where),
-        torch.empty(count, dtype=torch.float32, device=gpu.where),
-    )
+    grad = _random(gpu, count, torch.bfloat16, 2)
+    out = torch.empty(count, dtype=torch.float32, device=gpu.where)
     total, flag = (
         torch.zeros(1, dtype=torch.float64, device=gpu.where),
         torch.zeros(1, device=gpu.where),
