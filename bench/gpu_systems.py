@@ -4,6 +4,7 @@ compares."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from .llama import SHAPES, Llama
 
 Step = Callable[[], torch.Tensor]
+Context = Callable[[], contextlib.AbstractContextManager]
 
 
 def plain(args: argparse.Namespace) -> tuple[Step, dict]:
@@ -20,7 +22,7 @@ def plain(args: argparse.Namespace) -> tuple[Step, dict]:
     fused."""
     model = _real_model(args)
     masters = [param.detach().float().requires_grad_() for param in model.parameters()]
-    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=args.device != "cpu")
+    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=torch.device(args.device).type == "cuda")
 
     def step() -> torch.Tensor:
         loss = _backward(model, args)
@@ -50,10 +52,15 @@ def ours(args: argparse.Namespace) -> tuple[Step, dict]:
     )
     # Else every block is recomputed by torch's checkpoint, and nothing is left to choose
     model.recomputes = not json.loads(args.config).get("recompute", False)
+    model.products_kept = args.products
+    for block in model.blocks if args.compile else ():
+        block.compile(backend=args.compile)
     told = {"model": model}
+    is_split = args.micro_batches > 1
+    collecting = (lambda: infinity.accumulate(model)) if is_split else contextlib.nullcontext
 
     def step() -> torch.Tensor:
-        loss = _usual_step(model, optimizer, args)
+        loss = _usual_step(model, optimizer, args, collecting)
         if args.wait:
             wrapped(model).engine.wait_idle()
         return loss
@@ -125,30 +132,38 @@ def _real_model(args: argparse.Namespace, device: str | None = None) -> Llama:
             torch.set_default_dtype(torch.float32)
 
 
-_batches: dict[int, torch.Tensor] = {}
+_batches: dict[tuple[int, ...], torch.Tensor] = {}
 
 
 def _batch(args: argparse.Namespace) -> torch.Tensor:
     """Always the same one: what is in it costs nothing and changes nothing."""
-    if args.batch not in _batches:
+    shape, vocabulary = (args.batch, args.length), SHAPES[args.size].vocabulary
+    if (vocabulary, *shape) not in _batches:
         generator = torch.Generator().manual_seed(1)
-        ids = torch.randint(
-            0, SHAPES[args.size].vocabulary, (args.batch, args.length), generator=generator
-        )
-        _batches[args.batch] = ids.to(args.device)
-    return _batches[args.batch]
+        ids = torch.randint(0, vocabulary, shape, generator=generator)
+        _batches[vocabulary, *shape] = ids.to(args.device)
+    return _batches[vocabulary, *shape]
 
 
-def _backward(model: Llama, args: argparse.Namespace) -> torch.Tensor:
-    loss = model(_batch(args))
-    loss.backward()
-    return loss.detach()
+def _backward(
+    model: Llama, args: argparse.Namespace, collecting: Context = contextlib.nullcontext
+) -> torch.Tensor:
+    parts, losses = _batch(args).chunk(args.micro_batches), []
+    with collecting():
+        for part in parts:
+            loss = model(part) / len(parts)
+            loss.backward()
+            losses.append(loss.detach())
+    return sum(losses[1:], losses[0])
 
 
 def _usual_step(
-    model: Llama, optimizer: torch.optim.Optimizer, args: argparse.Namespace
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    args: argparse.Namespace,
+    collecting: Context = contextlib.nullcontext,
 ) -> torch.Tensor:
-    loss = _backward(model, args)
+    loss = _backward(model, args, collecting)
     if args.clip:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

@@ -47,7 +47,7 @@ def install() -> ModuleType:
 def _device_module(late: ModuleType) -> ModuleType:
     module = types.ModuleType(f"torch.{NAME}")
     module.is_available = module.is_initialized = lambda: True
-    module.device_count = torch.accelerator.device_count
+    module.device_count = torch._C._accelerator_hooks_device_count
     module.current_device = torch.accelerator.current_device_index
     module.set_device = torch.accelerator.set_device_index
     module.synchronize = torch.accelerator.synchronize
