@@ -128,6 +128,7 @@ def _scratch_folder(job: Job) -> str:
 
 def _settle(engine: Engine, job: Job) -> None:
     """Ends all that is under way. Raises UsageError if gradients need the memory."""
+    job.gradients.assigned.settle_all()
     if landed := [handle.name for handle in job.trained if would_be_lost(handle)]:
         raise UsageError(
             f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait"

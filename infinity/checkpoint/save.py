@@ -116,6 +116,7 @@ def _draft(
     """Describes a save. Copies all that is not at home. Raises as :func:`save_checkpoint`."""
     job = engine.job
     collectives = job.collectives
+    job.gradients.assigned.settle_all()
     if landed := [handle.name for handle in job.trained if would_be_lost(handle)]:
         raise UsageError(
             f"save_checkpoint between backward and step: the gradients of {len(landed)} parameters"

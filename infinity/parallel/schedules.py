@@ -298,14 +298,8 @@ class _Weight:
     requires_grad = True
 
     def __init__(self, param: nn.Parameter):
-        self.param, self.grad_fn, self.grad = param, _accumulator(param), None
-
-
-def _accumulator(param: nn.Parameter) -> Any:
-    """Returns the graph node that would accumulate ``param``'s gradient."""
-    # The view may have no bytes: nothing reads it.
-    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-        return param.view_as(param).grad_fn.next_functions[0][0]
+        self.param, self.grad = param, None
+        self.grad_fn = torch.autograd.graph.get_gradient_edge(param).node
 
 
 def _land(engine: Engine, weights: list[_Weight]) -> None:

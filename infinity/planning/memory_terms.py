@@ -197,19 +197,19 @@ class MemoryTerms:
         return total if sharded and self._config.shard != "parameters" else min(least, total)
 
     def _window(self) -> tuple[int, int]:
-        """Adds the weights gathered at once, and the gradients that autograd makes of a unit. The
-        rest of a budget goes to more weights, then to those gradients: the window makes room for
-        them, as far as it is larger than what is held."""
+        """Adds the weights gathered at once, and the gradients that autograd makes of a unit.
+        Within the least budget the window makes room for them, as far as it is larger than what is
+        held; the rest of a larger one is theirs first, then for more weights."""
         config, window, autograd = self._config, self._least_window(), self._autograd_nbytes()
         tile = max((unit.tile_nbytes for unit in self._units), default=0)
         if config.device_memory is not None:
-            whole, autograd = autograd, max(0, autograd - max(0, window - self._held))
             rest = int(config.device_memory) - tile - sum(self.terms[Tier.DEVICE].values())
+            least = max(0, autograd - max(0, window - self._held))
+            autograd = max(least, min(autograd, rest - window))
             # With params="auto", units get a home in the rest instead.
             if window and config.params != "auto":
                 total = sum(unit.weight_nbytes for unit in self._whole_units)
                 window = min(total, max(window, rest - autograd))
-            autograd = max(autograd, min(whole, rest - window))
         self._add(Tier.DEVICE, "gathered weights", window)
         self._add(Tier.DEVICE, "a tile", tile)
         self._add(Tier.DEVICE, "gradients in the backward", autograd)

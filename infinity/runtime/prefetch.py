@@ -305,7 +305,12 @@ class Prefetcher:
         same on all ranks of a shard group. Raises CapacityError, with nothing changed, if the
         largest unit would not fit with its gradients."""
         needed = (
-            unit.weight_nbytes * (1 + any(handle.grad is not None for handle in unit.handles))
+            unit.weight_nbytes
+            + max(
+                0,
+                unit.weight_nbytes * any(handle.grad is not None for handle in unit.handles)
+                - self._autograd_nbytes,
+            )
             for unit in self.units
         )
         self._window.narrow(nbytes, largest_nbytes=max(needed, default=0))

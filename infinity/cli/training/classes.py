@@ -107,7 +107,8 @@ def touched(config: Any, path: Path | None, *, trust: bool) -> set[str] | None:
 
 
 def freeze_untouched(model: nn.Module, names: set[str] | None, say: Callable[[str], None]) -> None:
-    """Freezes all parameters but the ``touched`` ones, and says which parts stay as they are."""
+    """Sets ``requires_grad`` of the parameters ``names`` alone, and says which parts stay as they
+    are."""
     if names is None:
         return
     for name, param in model.named_parameters():

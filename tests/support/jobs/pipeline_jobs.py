@@ -267,7 +267,8 @@ def loads(window: int, chunks: int, config: dict) -> dict[str, Any]:
     parts = [nn.Sequential(Pair(), Pair()) for _ in range(chunks)]
     params = [p for part in parts for p in part.parameters()]
     each = sum(p.nbytes for p in parts[0].parameters()) // 2
-    limit = {"device_memory": int(each * (2 * window + 0.5)), "units": ["Pair"]}
+    # And a pair's gradients.
+    limit = {"device_memory": int(each * (2 * window + 1.5)), "units": ["Pair"]}
     parts, optimizer = infinity.wrap_model(
         parts, torch.optim.AdamW(params, fused=True), config | limit, mesh=mesh
     )

@@ -240,7 +240,7 @@ def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
     ParamUnit.start_gather = counting
     unflushed.run(pairs(range(3)))
     ParamUnit.start_gather = start
-    weights, window = weights_of(chunks), engine.job.prefetcher._window.nbytes
+    weights, window = weights_of(chunks), engine.job.prefetcher._window.planned_nbytes
     shards = sum(flat.shard_nbytes for unit in engine.job.units for flat in unit.flat_params)
     infinity.unwrap_model(chunks, optimizer)
     return {
