@@ -185,6 +185,7 @@ def plan(folder: str, *, tiny: bool, rivals: bool = True) -> list[Job]:
     into the first call of ten minutes on an H100; the next, to the card of 24 GiB, into one of four
     behind it. ``tiny``: with a model of a few thousand parameters."""
     small, large = ("tiny", "tiny") if tiny else ("1.3B", "8B")
+    largest = "tiny-8B" if tiny else large  # its name
     state = 14 * SHAPES[small].parameters
     few, many, one = (["--batch", str(n)] for n in ((1, 2, 1) if tiny else (4, 16, 1)))
     window = {} if tiny else WINDOW
@@ -194,7 +195,7 @@ def plan(folder: str, *, tiny: bool, rivals: bool = True) -> list[Job]:
     disk = {"params": "host", "optimizer": "nvme", "nvme_paths": [folder]}
 
     def of_large(name: str, options: list[str], config: dict, seconds: float = 45) -> Job:
-        return _job(f"a.{large}.{name}", large, [*many, *options], config, seconds=seconds)
+        return _job(f"a.{largest}.{name}", large, [*many, *options], config, seconds=seconds)
 
     def of_small(tokens: str, own: str, config: dict | None, seconds: float, system: str) -> Job:
         batch = few if tokens == "8k" else many
@@ -237,35 +238,37 @@ def plan(folder: str, *, tiny: bool, rivals: bool = True) -> list[Job]:
         # Later
         _job(f"a.{small}.8k.deepspeed", small, few, system="deepspeed", seconds=75),
         _job(f"a.{small}.32k.deepspeed", small, many, system="deepspeed", seconds=35),
-        _job(f"a.{large}.32k.deepspeed", large, many, system="deepspeed", seconds=120),
+        _job(f"a.{largest}.32k.deepspeed", large, many, system="deepspeed", seconds=120),
         of_large("32k.int8", [], {**HOST, "moments": "int8"}),
         of_large("32k.host", [], HOST),  # 105 GiB of host memory
         of_small("8k", "half", half, 10, "infinity"),
         of_small("32k", "half", half, 12, "infinity"),
         _job(f"d.{small}.overlapped", small, [*few, "--clip"], HOST, seconds=10),
         _job(f"d.{small}.waited", small, [*few, "--clip", "--wait"], HOST, seconds=10),
-        *(
-            _job(
-                f"budget.{small}.{share}",
-                small,
-                few,
-                {"device_memory": round(share * state)},
-                seconds=12,
-            )
-            for share in SHARES
-        ),
         of_small("8k", "nvme", disk, 30, "infinity"),
         losses("nvme", disk, 30),
     ]
+    budgets = [
+        _job(
+            f"budget.{small}.{share}",
+            small,
+            few,
+            {"device_memory": round(share * state)},
+            seconds=12,
+        )
+        for share in SHARES
+    ]
+    limits = []
     for size in [] if tiny else ["20B", "13B", "27B", "34B"]:
         for moments in ("fp32", "int8"):
             config = {"moments": moments, "nvme_paths": [folder]}
             options = [*one, "--warm-up", "2", "--steps", "1"]
-            job = _job(f"b.{size}.{moments}", size, options, config, seconds=90)
-            jobs.append(dataclasses.replace(job, finds_limit=True))
-    for kind in gpu_ranks.KINDS:
-        job = Job(f"ranks.cards.{kind}", RANKS, (kind, _here(), "2"), 30, worker=(RANKS,))
-        jobs.append(job)
+            limits.append(_job(f"b.{size}.{moments}", size, options, config, seconds=90))
+    jobs += [dataclasses.replace(job, finds_limit=True) for job in [*budgets, *limits]]
+    jobs += [
+        Job(f"ranks.cards.{kind}", RANKS, (kind, _here(), "2"), 30, worker=(RANKS,))
+        for kind in gpu_ranks.KINDS
+    ]
     return [dataclasses.replace(job, lacks=_lacks(job, tiny, rivals)) for job in jobs]
 
 
