@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 import json
 import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import prepared
 import pytest
@@ -77,6 +78,27 @@ def test_a_theme_prints_one_object_with_its_rows(theme, tmp_path):
         assert row["ceiling"] is None or row["ceiling"]["value"] > 0
     assert list(tmp_path.iterdir()) == []
     assert f"{theme}." in done.stderr, "the table is told apart from the object"
+
+
+def test_what_was_measured_is_saved_before_a_theme_ends(tmp_path, monkeypatch):
+    """Method: a theme keeps two rows, one after the other, and is cut off. Twin: of one that keeps
+    nothing there is no file."""
+    theme = ModuleType("cut_off_theme")
+
+    def measure(settings) -> None:
+        for count in range(len(kept)):
+            settings.keep(results.Measured(kept[: count + 1]))
+        raise KeyboardInterrupt
+
+    theme.measure = measure
+    monkeypatch.setitem(sys.modules, theme.__name__, theme)
+    args = checkout.build_parser().parse_args(["gpu_train", "--save", str(tmp_path)])
+    for kept in ([], [results.row(name, "tokens/s", [1.0]) for name in ("one", "two")]):
+        with pytest.raises(KeyboardInterrupt):
+            installed.measure(args, {"gpu_train": theme.__name__}, ("gpu_train",))
+        found = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
+        assert [row["name"] for each in found for row in each["rows"]] == [row.name for row in kept]
+    assert len(found) == 1 and found[0]["theme"] == "gpu_train"
 
 
 POINTS = {

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from bench import gpu_train
 from bench.gpu_jobs import START_SECONDS, Journal
 from infinity.bench.settings import Settings
+from infinity.runtime.registry import wrapped
 
 FIRST, SECOND = 520, 250  # seconds of the two calls on a borrowed GPU
 BEFORE = 75  # of the first: the build, and tests of kernels and engine
@@ -98,25 +98,45 @@ def test_results_are_kept_after_each_job(tmp_path, monkeypatch):
     assert len(Journal(tmp_path / "train.jobs.json").measured()) == 3
 
 
+BATCH = ["--size", "tiny", "--device", "cpu", "--batch", "2", "--length", "32"]
+STEPS = ["--warm-up", "1", "--steps", "2"]
+
+
+@pytest.mark.parametrize("halves", [[], ["--micro-batches", "2"]], ids=["whole", "halves"])
 @pytest.mark.parametrize(
     "more",
     [
-        [],
         ["--products", "1", "--config", '{"params": "host"}'],
-        ["--products", "2", "--micro-batches", "2"],
+        ["--products", "2"],
+        ["--compile", "eager"],
     ],
+    ids=["one", "all", "compiled"],
 )
-def test_products_and_micro_batches_have_the_losses_of_the_plain_step(more):
-    """Method: three steps of AdamW by the worker's own function, with the results of matrix
-    products kept in no, one or both blocks; two micro-batches are compared with each other only,
-    as sums of their losses. Twin: another batch has other losses."""
-    options = ["--size", "tiny", "--device", "cpu", "--batch", "2", "--length", "32"]
-    options += ["--warm-up", "1", "--steps", "2"]
-    split = [word for word in more if word in ("--micro-batches", "2")][-2:]
-    split = split if "--micro-batches" in more else []
-    with contextlib.redirect_stdout(None):
-        plain = gpu_train._run("infinity", [*options, *split])
-        found = gpu_train._run("infinity", [*options, *more])
-        other = gpu_train._run("infinity", [*options, "--batch", "4"])
-    assert json.dumps(found["losses"]) == json.dumps(plain["losses"])
-    assert found["losses"] != other["losses"]
+def test_a_step_that_keeps_products_has_the_losses_of_plain_torch(more, halves):
+    """Method: three steps by the worker's own function, with the products of one block or all kept,
+    whole and in two micro-batches of one accumulation, beside plain torch with fp32 masters. Twin:
+    another batch has other losses."""
+    plain = gpu_train._run("plain", [*BATCH, *STEPS, *halves])
+    found = gpu_train._run("infinity", [*BATCH, *STEPS, *halves, *more])
+    assert found["losses"] == plain["losses"] and len(set(plain["losses"])) == 3
+    other = gpu_train._run("plain", [*BATCH, "--batch", "4", "--warm-up", "0", "--steps", "1"])
+    assert other["losses"] != plain["losses"][:1]
+
+
+def test_a_worker_drops_each_model_before_the_next(monkeypatch):
+    """Method: three configurations in one process, with a look at the engines of those before.
+    Twin: one that something else holds is seen."""
+    ours, engines, alive, held = gpu_train.SYSTEMS["infinity"], [], [], []
+
+    def made(args):
+        alive.append(sum(engine() is not None for engine in engines))
+        step, more = ours(args)
+        engines.append(weakref.ref(wrapped(more["model"]).engine))
+        if len(engines) == 3:
+            held.append(more)
+        return step, more
+
+    monkeypatch.setitem(gpu_train.SYSTEMS, "infinity", made)
+    for more in ([], ["--compile", "eager"], ["--products", "2"], []):
+        gpu_train._run("infinity", [*BATCH, *more, "--warm-up", "0", "--steps", "1"])
+    assert alive == [0, 0, 0, 1]
