@@ -169,7 +169,8 @@ def _check_everywhere(
     configuration, and the model as read. Every rank calls this."""
     with collectives.together("checking what wrap_model was given"):
         config = Config.make(config if config is not None else NOTHING_CHOSEN)
-        changes.lasting.install(model)
+        if isinstance(model, nn.Module):
+            changes.lasting.install(model)
         check(model, optimizers, config)
         warn_of_aliases(model, optimizers, OwnViews(model))
         changes.make(model, optimizers, config)

@@ -82,6 +82,12 @@ class InfinityOptimizer(torch.optim.Optimizer):
             return partial(self._switch, name)
         return given.attribute(name)
 
+    def __deepcopy__(self, memo: dict) -> InfinityOptimizer:
+        raise UsageError(
+            "an optimizer of a wrapped model cannot be deep-copied: its state is at home. Use"
+            " model.state_dict() and optimizer.state_dict(), or infinity.unwrap_model() first."
+        )
+
     def _switch(self, method: str) -> None:
         """Runs ``train`` or ``eval`` of the class, which Schedule-Free optimizers have: they change
         the weights. Every rank calls this."""
