@@ -181,8 +181,8 @@ def _job(
 
 
 def plan(folder: str, *, tiny: bool, rivals: bool = True) -> list[Job]:
-    """Returns every job, in the order of their worth. The first ones, to the losses of e, belong
-    into the first call of ten minutes on an H100; the next, to the card of 24 GiB, into one of four
+    """Returns every job, in the order of their worth. The first ones, to our losses of e, belong
+    into the first call on an H100, of 520 s; the next, to the card of 24 GiB, into one of 250 s
     behind it. ``tiny``: with a model of a few thousand parameters."""
     small, large = ("tiny", "tiny") if tiny else ("1.3B", "8B")
     largest = "tiny-8B" if tiny else large  # its name
@@ -226,8 +226,8 @@ def plan(folder: str, *, tiny: bool, rivals: bool = True) -> list[Job]:
         losses("device", {}, 8),
         losses("host", HOST, 8),
         losses("half", half, 8),
-        losses("fsdp2", None, 15, "fsdp2"),
         # The second call
+        losses("fsdp2", None, 15, "fsdp2"),
         *(
             Job(f"ranks.{kind}", RANKS, (kind, _here(), "1"), seconds, worker=(RANKS,))
             for kind, seconds in zip(gpu_ranks.KINDS, (30, 18, 18))

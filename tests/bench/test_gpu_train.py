@@ -14,7 +14,7 @@ from infinity.bench.settings import Settings
 from infinity.runtime.registry import wrapped
 
 FIRST, SECOND = 520, 250  # seconds of the two calls on a borrowed GPU
-BEFORE = 75  # of the first: the build, and tests of kernels and engine
+BEFORE, AGAIN = 100, 15  # the build, tests of kernels and engine; a build that is there
 
 
 def seconds(jobs: list) -> float:
@@ -24,7 +24,7 @@ def seconds(jobs: list) -> float:
 
 
 def test_two_calls_reach_what_tells_most():
-    """Method: the planned seconds of the jobs up to the losses, and of those up to the small card,
+    """Method: the planned seconds of the jobs up to our losses, and of those up to the small card,
     are within a call of 520 s and one of 250 s."""
     jobs = gpu_train.plan("folder", tiny=False)
     names = [job.name for job in jobs]
@@ -32,9 +32,9 @@ def test_two_calls_reach_what_tells_most():
     for each in (jobs, gpu_train.plan("folder", tiny=True)):
         assert len({job.name for job in each}) == len(each)
     assert all(name.startswith("a.8B.") for name in names[:4])
-    first, second = names.index("e.1.3B.fsdp2") + 1, names.index("a.8B.8k.card24") + 1
+    first, second = names.index("e.1.3B.half") + 1, names.index("a.8B.8k.card24") + 1
     assert seconds(jobs[:first]) < FIRST - BEFORE
-    assert seconds(jobs[first:second]) < SECOND - 10
+    assert seconds(jobs[first:second]) < SECOND - AGAIN
     in_second = set(names[first:second])
     assert {"ranks.sums", "ranks.raises", "ranks.killed", "a.8B.32k.chosen"} <= in_second
 
