@@ -53,8 +53,8 @@ class Lander:
     def land_rows(
         self, handle: ParamHandle, ids: torch.Tensor, rows: torch.Tensor, *, adds: bool
     ) -> None:
-        """Sets the gradient of ``handle`` to ``rows`` at ``ids`` and zeros elsewhere, or adds them
-        (``adds``). Blocks until what landed before has arrived."""
+        """Adds ``rows`` at ``ids`` to the gradient of ``handle``, or to zeros (not ``adds``).
+        Blocks until what landed before has arrived."""
         with self._store.traffic.copying("device->host", rows.nbytes, handle.name):
             handle.flat_param.homes.wait_running()
             home = self._homes.view(handle, write=True)

@@ -36,14 +36,15 @@ class Meeting:
         spec, (count, width) = handle.flat_param.spec, handle.param.shape
         none = torch.empty(0, dtype=torch.int64, device=handle.param.device)
         self.ids = torch.cat([none, *(each.reshape(-1) for each in ids)])
+        # No number of different ids is asked for: the host would wait for the device.
         if self.ids.numel() < count:
-            self.ids = self.ids.sort().values  # with repetitions: their number needs no wait
-            first = torch.ones_like(self.ids, dtype=torch.bool)
-            first[1:] = self.ids[1:] != self.ids[:-1]
-            self._repeated = ~first[:, None]
+            self.ids = self.ids.sort().values
+            is_first = torch.ones_like(self.ids, dtype=torch.bool)
+            is_first[1:] = self.ids[1:] != self.ids[:-1]
         else:
-            self.ids = self.ids.unique()
-            self._repeated = torch.zeros_like(self.ids, dtype=torch.bool)[:, None]
+            self.ids = torch.arange(count, device=self.ids.device)
+            is_first = torch.ones_like(self.ids, dtype=torch.bool)
+        self._repeated = ~is_first[:, None]
         self.sum = torch.zeros(
             len(self.ids), width, dtype=spec.dtype, device=self.ids.device
         )  # of the first row of each id
@@ -65,6 +66,5 @@ class Meeting:
         return grad.add_(0.0).index_fill_(0, self.ids, 0)  # as adding the zeros of other rows does
 
     def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the ids and their rows of the sum, each once."""
-        first = ~self._repeated[:, 0]
-        return self.ids[first], self.sum[first]
+        """Returns the ids and their rows of the sum; those of repeated ids are zero."""
+        return self.ids, self.sum

@@ -141,6 +141,13 @@ def test_blocks_are_recomputed_from_the_first_step_where_torchs_checkpoint_fits(
     assert answer == [True, True]
 
 
+@pytest.mark.parametrize("job", few(["tables:host", "tables:window", "tables:nvme"], 1))
+def test_a_tied_tables_gradients_have_the_bits_of_autograds_sum(job, answer):
+    """Clipped micro-batches whose tied table's gradients land use by use, late, beside a run in
+    which autograd adds them. Twin: `fault:none` and the faults."""
+    assert answer == [True, True]
+
+
 @pytest.mark.parametrize("job", ["room:a full host"])
 def test_without_a_budget_no_more_is_sent_than_the_host_had_left(job, answer):
     """Method: 4 MiB are left to the engine, 3 of which are planned."""

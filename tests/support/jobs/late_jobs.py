@@ -33,6 +33,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import InfinityError
+from infinity.forwards import tables
 from infinity.forwards.checkpointed import Held
 from infinity.forwards.recompute import PlannedBlock
 from infinity.machine import accelerator, in_flight, storage_guard
@@ -74,12 +75,14 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, *, checkpoints: str = ""):
+    def __init__(self, *, checkpoints: str = "", tied: bool = False):
         super().__init__()
         self.checkpoints = checkpoints
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, VOCABULARY)
+        if tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, ids):
         x = self.embed(ids)
@@ -495,6 +498,19 @@ for _name, _more in {
     "inputs that grow": {"host_memory": PLANNED_NBYTES, "longer": 128},
 }.items():
     JOBS[f"room:{_name}"] = partial(recomputed_in_little_room, **_more)
+
+
+def use_by_use(config: dict[str, Any]) -> list[bool]:
+    """Tells whether late runs whose tied table's gradients land use by use have the bits of those
+    that autograd adds."""
+    train = WAYS["clipped_micro_batches"]
+    expected = trained(train, config, tied=True)
+    with mock.patch.object(tables, "WORTH_NBYTES", 1), late_device.delayed(LATE):
+        return [same(trained(train, config, tied=True), expected) for _ in range(LATE_RUNS)]
+
+
+for _homes, _config in {"host": HOST, "nvme": NVME, "window": WINDOW}.items():
+    JOBS[f"tables:{_homes}"] = partial(use_by_use, _config)
 
 
 def on_a_full_host(**config: Any) -> list[Any]:
