@@ -252,6 +252,8 @@ def main(argv: Sequence[str] = ()) -> int:
         state = {"sources": sources, "since": time.time(), "stages": {}}
         for journal in folder.glob(f"*{JOBS}"):
             journal.unlink()
+        # Before any stage: a call that is killed in the first one leaves its jobs to the next
+        path.write_text(json.dumps(state, indent=1))
 
     def copy() -> None:
         _copy_out(folder, state["since"])

@@ -138,7 +138,7 @@ def test_every_plot_is_drawn(name):
 @pytest.mark.slow
 def test_jobs_of_a_gpu_run_without_one(tmp_path):
     """Method: the jobs of `gpu_train` on the processor, with a model of a few thousand parameters:
-    every home of ours runs, and all of them have the same losses."""
+    every home of ours runs, and all of them have the losses of plain torch. Two ranks share it."""
     done = run_bench(
         "gpu_train", "--json", "--scale", "0.01", "--no-rivals", folder=tmp_path, timeout=500
     )
@@ -148,7 +148,12 @@ def test_jobs_of_a_gpu_run_without_one(tmp_path):
     assert {
         f"gpu_train.a.tiny.8k.{home}" for home in ("plain", "host", "device", "half", "nvme")
     } <= names
+    assert {f"gpu_train.ranks.{kind}" for kind in ("sums", "raises", "killed")} <= names
     assert "does not run" not in done.stderr and "other losses" not in done.stderr
+    for home in ("device", "host", "half", "nvme"):
+        assert (
+            f"gpu_train.e.tiny: {home} has the losses of plain, the same numbers" in found["notes"]
+        )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -139,6 +139,26 @@ def test_a_stage_has_passed_once_each_of_its_jobs_has(with_jobs, tmp_path, monke
     assert with_jobs.main() == 0
 
 
+def test_a_call_that_is_killed_loses_the_running_job_only(with_jobs, tmp_path, monkeypatch):
+    """Method: the tool itself ends in its only stage, in the third job; the next call goes on with
+    that one. Twin: without a state that names the sources the jobs begin anew."""
+    run = with_jobs._run
+
+    def killed(*args, **more) -> None:
+        run(*args, **more)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(with_jobs, "_run", killed)
+    with pytest.raises(KeyboardInterrupt):
+        with_jobs.main()
+    monkeypatch.setattr(with_jobs, "_run", run)
+    assert with_jobs.main() == 0
+    assert (tmp_path / "calls").read_text().split() == ["call", *"abc", "call", *"cd"]
+    (with_jobs.STATE / "state.json").unlink()
+    with_jobs.main()
+    assert (tmp_path / "calls").read_text().split()[-4:] == ["a", "b", "c", "d"]
+
+
 def test_results_and_logs_are_in_the_out_folder_although_a_call_is_cut_off(
     with_jobs, tmp_path, monkeypatch
 ):
