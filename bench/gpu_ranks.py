@@ -37,7 +37,7 @@ GROUP_SECONDS = 30  # of the process group: longer than a rank needs to say what
 
 def run(kind: str, device: str, *, cards: int = 1, seconds: float = 40) -> dict[str, Any]:
     """Runs ``kind`` on ``device``, in processes that all end within ``seconds`` each. Returns the
-    ``outcome`` in words, and ``seconds``. Raises RuntimeError where it is not what is promised."""
+    ``outcome`` in words, and ``seconds``. Raises RuntimeError if it is not what is promised."""
     start = time.monotonic()
     ranks = _launch(kind, device, 2, cards, seconds)
     spent = time.monotonic() - start

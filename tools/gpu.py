@@ -9,8 +9,8 @@ train       a stage of many jobs, the most telling first, which are kept one by 
 late        an argument: everything runs against the late device of the tests, which needs no GPU.
             It shows that the stages run from start to end; its figures mean nothing
 --seconds   of this call (520): a borrowed GPU has two, of 520 and of 250
-OUT         where this variable of the environment names a folder, results and logs are copied
-            there as they change: state.json, train.jobs.json, logs.txt, the files of results
+OUT         a variable of the environment: the folder to which results and logs are copied as they
+            change (state.json, train.jobs.json, logs.txt, the files of results)
 
 Needs the repository and a Python with torch, pybind11 or pip's wheel of it, and pytest: no network,
 no liburing (the thread engine serves, or LIBURING_ROOT points at a copy). Tests of what is not
