@@ -8,7 +8,7 @@ train       a stage of many jobs, the most telling first, which are kept one by 
             was measured, or left out with what the machine lacks. Results are written after each
 late        an argument: everything runs against the late device of the tests, which needs no GPU.
             It shows that the stages run from start to end; its figures mean nothing
---seconds   of this call (520): a borrowed GPU has two, of 520 and of 250
+--seconds   of this call (520); the order of the jobs is made for a second one of 250
 OUT         a variable of the environment: the folder to which results and logs are copied as they
             change (state.json, train.jobs.json, logs.txt, the files of results)
 
