@@ -164,6 +164,9 @@ class Run:
 
     def step(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Steps by ``grads``."""
+        if not self._together:
+            # As in a step here, where what a class keeps on a parameter is gone in the next one.
+            self.params = [torch.nn.Parameter(param.detach()) for param in self.params]
         for param, grad in zip(self.params, grads):
             param.grad = None if grad is None else grad.clone()
         everyone = list(range(len(self.params)))
@@ -210,9 +213,9 @@ def _try(
     ):
         raise ConfigError(
             f"optimizer {known.name}, with these settings, steps all parameters at once, as a clip"
-            " by their common norm does, or draws random numbers: here they are stepped one at a"
-            " time. Switch that off, and clip by Config(max_grad_norm=...)."
-            + _settings_of(optimizer)
+            " by their common norm does, draws random numbers, or keeps state outside of"
+            " optimizer.state: here parameters are stepped one at a time. Switch that off, and clip"
+            " by Config(max_grad_norm=...)." + _settings_of(optimizer)
         )
     return alone.states[0], are_parts_same and torch.equal(alone.values, parts.values)
 

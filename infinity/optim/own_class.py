@@ -8,8 +8,10 @@ trial       steps of small parameters like those of a group: by one optimizer th
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -36,15 +38,15 @@ def by_own_code(optimizer: torch.optim.Optimizer) -> Known:
     """Returns how an ``optimizer`` of no known class is stepped by its own code. Raises ConfigError
     with the reason if that would be another step."""
     kind = type(optimizer)
-    between = kind.__mro__[: kind.__mro__.index(torch.optim.Optimizer)]
     for name in KEPT:
-        if any(name in vars(each) for each in between):
+        if any(name in vars(each) for each in _own_classes(kind)):
             raise ConfigError(f"It has a {name}() of its own, which would not run.")
+    groups = [_with_unread_names(group) for group in optimizer.param_groups]
     with _unchanged(optimizer):
         step = plain_step(kind.step).__code__.co_qualname
         known = class_entry(f"{kind.__module__}.{kind.__qualname__}", step, needs_whole=True)
-        known = with_moments(known, optimizer, optimizer.param_groups)
-        for group in optimizer.param_groups:
+        known = with_moments(known, optimizer, groups)
+        for group in groups:
             _try(optimizer, group, known.tried[switches(group)])
         return known
 
@@ -96,13 +98,15 @@ def _try(optimizer: torch.optim.Optimizer, group: Group, moments: Sequence[str])
         name for name, value in _numbers(together).items() if numbers.get(name) != value
     ]:
         raise ConfigError(f"It counts in {changed[0]}, beside its state.")
+    if others := [key for key in together.state if not isinstance(key, torch.Tensor)]:
+        raise ConfigError(f"Its state has {others[0]!r}, which is no parameter.")
     if not (
         all(map(torch.equal, theirs, alone.params))
         and all(are_same(together.state[p], state) for p, state in zip(theirs, alone.states))
     ):
         raise ConfigError(
-            "It steps several parameters at once, as a clip by their common norm does, and not each"
-            " as if it were alone."
+            "It steps several parameters at once, as a clip by their common norm does, or keeps"
+            " state outside of optimizer.state."
         )
     for value in (value for state in alone.states for value in state.values()):
         if isinstance(value, torch.Tensor) and type(value) is not torch.Tensor:
@@ -123,9 +127,65 @@ def _unchanged(optimizer: torch.optim.Optimizer) -> Iterator[None]:
                 value.copy_(kept)
 
 
-def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Returns the attributes of ``optimizer`` that are numbers."""
-    return {name: value for name, value in vars(optimizer).items() if type(value) in (int, float)}
+def _own_classes(kind: type) -> tuple[type, ...]:
+    """Returns ``kind`` and those of its bases that are above torch's."""
+    return kind.__mro__[: kind.__mro__.index(torch.optim.Optimizer)]
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, int | float]:
+    """Returns the numbers that ``optimizer`` keeps beside its settings and state: in its
+    attributes, in those of its classes, and in all that these hold."""
+    found: dict[str, int | float] = {}
+    own = {
+        name: value
+        for each in reversed(_own_classes(type(optimizer)))
+        for name, value in vars(each).items()
+    } | vars(optimizer)
+    waiting = [(name, own[name]) for name in own if name not in ("state", "param_groups")]
+    seen: set[int] = set()
+    while waiting:
+        path, value = waiting.pop()
+        if type(value) in (int, float):
+            found[path] = value
+        elif id(value) not in seen and not isinstance(value, (torch.Tensor, type, ModuleType)):
+            seen.add(id(value))
+            if isinstance(value, Mapping):
+                waiting += [(f"{path}[{key!r}]", each) for key, each in value.items()]
+            elif isinstance(value, (list, tuple, set, deque)):
+                waiting += [(f"{path}[{at}]", each) for at, each in enumerate(value)]
+            else:
+                held = getattr(value, "__dict__", {})
+                waiting += [(f"{path}.{name}", each) for name, each in held.items()]
+    return found
+
+
+class _Unread:
+    """Stands for a list of a group that has one text for each parameter: raises ConfigError if it
+    is read."""
+
+    def __init__(self, key: str):
+        self._key = key
+
+    def __iter__(self) -> Iterator[str]:
+        raise ConfigError(
+            f"It reads {self._key} of a group, which has one for each parameter, and here it is"
+            " given one parameter at a time."
+        )
+
+    def __getitem__(self, place: Any) -> str:
+        return next(iter(self))
+
+
+def _with_unread_names(group: Group) -> Group:
+    """Returns ``group`` without the names of its parameters: an error stands for them."""
+    return {
+        key: _Unread(key)
+        if isinstance(value, list)
+        and len(value) == len(group["params"])
+        and all(isinstance(each, str) for each in value)
+        else value
+        for key, value in group.items()
+    }
 
 
 def _values(shape: tuple[int, ...]) -> torch.Tensor:

@@ -9,6 +9,7 @@ the reason; the two lines of the message, run as they are, give the plain bits.
 from __future__ import annotations
 
 import textwrap
+from typing import ClassVar
 
 import pytest
 import torch
@@ -93,6 +94,68 @@ class Counting(Momentum):
         param.sub_(param.grad * group["now"])
 
 
+class CountingInside(Counting):
+    """Keeps its count in an object, and halves its rate long after a trial."""
+
+    class Count:
+        value = 0
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.inside = [self.Count()]
+
+    def step(self, closure=None):
+        self.inside[0].value += 1
+        self.count = 1000 * (self.inside[0].value > 100) - 1
+        super().step()
+
+
+class CountingForAll(Counting):
+    """Keeps its count in the class, for all its optimizers."""
+
+    counts: ClassVar[dict[str, int]] = {"steps": 0}
+
+    def step(self, closure=None):
+        self.counts["steps"] += 1
+        self.count = 1000 * (self.counts["steps"] > 100) - 1
+        super().step()
+
+
+class CountingInState(Counting):
+    """Keeps its count in its state, by a name."""
+
+    def step(self, closure=None):
+        self.state["all"]["steps"] = self.state["all"].get("steps", 0) + 1
+        self.count = 1000 * (self.state["all"]["steps"] > 100) - 1
+        super().step()
+
+
+class OnParameters(Momentum):
+    """Keeps sums as attributes of parameters."""
+
+    def update(self, group, param, state):
+        param.before = getattr(param, "before", 0) * group["decay"] + param.grad
+        param.sub_(param.before, alpha=group["lr"])
+
+
+class ByName(Momentum):
+    """Steps biases at another rate, by the names of parameters."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        for group in self.param_groups:
+            group["names"] = [f"{at}.weight" for at, _ in enumerate(group["params"])]
+            group["names"][-1] = "bias"
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for name, param in zip(group["names"], group["params"]):
+                if param.grad is not None:
+                    rate = group["lr"] * (0.1 if "bias" in name else 1)
+                    param.sub_(param.grad, alpha=rate)
+
+
 class Noisy(Momentum):
     def update(self, group, param, state):
         param.sub_((param.grad + torch.randn_like(param)) * group["lr"])
@@ -158,6 +221,11 @@ class Idle(Momentum):
 REFUSED = {
     ByOneNorm: "steps all parameters at once, as a clip by their common norm does",
     Counting: "counts in count, beside its state",
+    CountingInside: "counts in inside[0].value, beside its state",
+    CountingForAll: "counts in counts['steps'], beside its state",
+    CountingInState: "state has 'all', which is no parameter",
+    OnParameters: "keeps state outside of optimizer.state",
+    ByName: "reads names of a group, which has one for each parameter",
     Noisy: "draws random numbers",
     Stacked: "keeps sum, which are as large as a parameter and have another shape",
     OfLargeOnes: "on small tensors on the CPU raised AssertionError",
@@ -181,6 +249,18 @@ def test_what_one_parameter_at_a_time_would_lose_is_refused(kind):
     assert REFUSED[kind] in str(error.value), str(error.value)
     assert not optimizer.state and type(net[3].weight) is nn.Parameter
     assert furthest(dict(net.state_dict()), before) == 0
+
+
+def test_names_of_parameters_that_a_class_does_not_read_are_kept():
+    """Twin: one that reads them is refused above."""
+    net = model()
+    optimizer = Momentum([{"params": list(net.parameters()), "names": ["a"] * 8}])
+    net, optimizer = infinity.wrap_model(net, optimizer, {"params": "host"})
+    steps(net, optimizer, 2)
+    other = model()
+    steps(other, Momentum(other.parameters()), 2)
+    assert furthest(dict(net.state_dict()), dict(other.state_dict())) == 0
+    assert optimizer.param_groups[0]["names"] == ["a"] * 8
 
 
 def test_a_class_that_meets_other_ranks_is_refused(tmp_path):
