@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 import tomllib
 from pathlib import Path
@@ -15,6 +16,8 @@ from typing import Any
 from .errors import ConfigError
 
 LARGEST_NBYTES = 1 << 30  # of a text file: more is none of ours
+# Outside of texts in JSON: comments, then commas at the end of a list or table.
+REMARKS = r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", r",(?=\s*[}\]])"
 
 
 def read_text(path: str | os.PathLike, *, most_nbytes: int = LARGEST_NBYTES) -> str:
@@ -56,10 +59,11 @@ def parse_json(text: str) -> Any:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Reads a file of keys and values: TOML, YAML by its suffix, else JSON. Raises ConfigError if
-    it cannot be read, is invalid, or no table."""
+    """Reads a file of keys and values: TOML, YAML by its suffix, else JSON, which may have comments
+    and commas at ends, as DeepSpeed reads it. Raises ConfigError if it cannot be read, is invalid,
+    or no table."""
     try:
-        text = read_text(path)
+        text = read_text(path).removeprefix("\ufeff")  # of editors on Windows
     except OSError as error:
         raise ConfigError(
             f"config file {path} cannot be read: {error.strerror}. Give one of TOML, YAML or JSON"
@@ -88,6 +92,13 @@ def _parse_table(path: Path, text: str) -> Any:
     if path.suffix == ".toml":
         return tomllib.loads(text)
     if path.suffix not in (".yaml", ".yml"):
+        for pattern in REMARKS:
+            text = re.sub(
+                rf'("(?:\\.|[^"\\])*")|{pattern}',
+                lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]),  # places stay
+                text,
+                flags=re.DOTALL,
+            )
         return parse_json(text)
     try:
         import yaml

@@ -191,6 +191,11 @@ class _Translation:
         elif kind == "FSDP":
             self.precision("mixed_precision", self.mixed_precision)
             self.fsdp(self.table("fsdp_config"), "fsdp_config.")
+        elif self.mixed_precision not in (None, "no", False):  # YAML reads `no` as false
+            self.report.append(
+                f"mixed_precision={self.mixed_precision!r} left to the loop: autocast in it, or"
+                " Config(param_dtype=...)"
+            )
         for other, table in (("DEEPSPEED", "deepspeed_config"), ("FSDP", "fsdp_config")):
             if kind != other and self.mapping.get(table):
                 self.report.append(f"{table} off: distributed_type is {kind}")
@@ -329,8 +334,8 @@ class _Translation:
         hint = f": did you mean {near[0]}?" if near else ""
         if self.strict:
             raise ConfigError(
-                f"{path}{key} is not a key of Accelerate that is known here{hint} Correct it, or"
-                " leave it out."
+                f"{path}{key} is not a key of Accelerate that is known here{hint or '.'} Correct"
+                " it, or leave it out."
             )
         self.report.append(f"{path}{key} unknown{hint}")
 

@@ -366,7 +366,7 @@ def _told(tool: str, config: Config, report: list[str]) -> Config:
     for path in config.nvme_paths:
         with contextlib.suppress(OSError):  # then the wrap says that there is no folder
             os.makedirs(path, exist_ok=True)
-    told = folded(report)
+    told = folded(report) or ["no key changes anything"]
     if config.expects_optimizer is not None:
         told.append(f"its optimizer: {torch_line(dict(config.expects_optimizer))}")
     logger.warning("%s config read:\n  %s", tool, "\n  ".join(told))

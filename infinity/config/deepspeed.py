@@ -203,7 +203,9 @@ class _Translation:
         is switched on and not supported, or unknown if strict."""
         for key, value in table.items():
             known = find(path, key) if isinstance(key, str) else None
-            if known is None:
+            if known is None and str(key).startswith("_"):
+                self.off(f"{path}{key}", "a remark")
+            elif known is None:
                 self.unknown(path, key)
             elif known.name not in taken:
                 self._note(f"{path}{key}", known, value)

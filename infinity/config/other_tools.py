@@ -172,6 +172,14 @@ def whose(mapping: Mapping, names: Sequence[str], where: str = "", way_out: str 
             )
         return found
     unknown = [key for key in mapping if key not in names]
+    for key in unknown:
+        inside = mapping[key]
+        if isinstance(inside, Mapping) and (is_deepspeed(inside) or is_accelerate(inside)):
+            tool = DEEPSPEED if is_deepspeed(inside) else ACCELERATE
+            raise ConfigError(
+                f"{where}{key} holds a configuration of {tool}, and it is read alone: give the"
+                f" table {key} itself, or a file of it{way_out}"
+            )
     near = {key: difflib.get_close_matches(str(key), names, n=1) for key in unknown}
     strange = [key for key in unknown if not near[key]]
     if tables or len(strange) > max(1, len(mapping) // 2):

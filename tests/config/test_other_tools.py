@@ -88,3 +88,63 @@ def test_toml_of_another_tool_is_refused_by_name(tmp_path):
         assert read_table(tmp_path / "c.toml")
         with pytest.raises(ConfigError, match=f"c.toml: this is a configuration of {tool}"):
             Config.make(tmp_path / "c.toml")
+
+
+def test_json_is_read_with_its_remarks(tmp_path):
+    """DeepSpeed reads Hjson: comments of three kinds and commas at ends, and what an editor on
+    Windows puts first. Twin: in a text they are the text, and a missing comma stays an error."""
+    told = '"optimizer": {"type": "AdamW", "params": {"lr": 1e-3, /* all */}}, // end'
+    for number, text in enumerate(
+        (
+            '{// of the run\n"zero_optimization": {"stage": 2, # shards\n},\n}',
+            '\ufeff{"zero_optimization":\r\n {"stage": 2}}\r\n',
+            '/* one\ntwo */ {"zero_optimization": {"stage": 2}, ' + told + "\n}",
+        )
+    ):
+        (path := tmp_path / f"{number}.json").write_text(text)
+        assert Config.make(path).shard == "gradients"
+    texts = {
+        "nvme_paths": [
+            "/a//b,]",
+            "/a/*b",
+            "/# \\",
+        ],
+        "params": "nvme",
+    }
+    (tmp_path / "own.json").write_text(json.dumps(texts))
+    assert read_table(tmp_path / "own.json") == texts
+    (tmp_path / "bad.json").write_text('{// x\n"params": "host"\n "optimizer": "host"}')
+    with pytest.raises(ConfigError, match="line 3 column 2"):
+        read_table(tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize(
+    ("source", "key", "tool"),
+    [
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "deepspeed", "DeepSpeed"),
+        ({"ds_config": {"bf16": {"enabled": True}}, "seed": 1}, "ds_config", "DeepSpeed"),
+        ({"run": {"fsdp_offload_params": True}, "params": "host"}, "run", "Accelerate"),
+    ],
+)
+def test_a_table_inside_of_another_one_is_named(source, key, tool):
+    """Twin: the table itself is read."""
+    with pytest.raises(ConfigError, match=f"{key} holds a configuration of {tool}.*read alone"):
+        Config.make(source)
+    assert Config.make(source[key])
+
+
+def test_remarks_and_what_is_left_to_the_loop_are_told(caplog):
+    """Keys of a DeepSpeed JSON that begin with _, at each level, and Accelerate's autocast. Twin: a
+    key without it is unknown."""
+    caplog.set_level("INFO")
+    zero = {"stage": 2, "_why": "small"}
+    assert Config.make({"_comment": "a", "zero_optimization": zero}).shard == "gradients"
+    assert "_comment off: a remark" in caplog.text and "zero_optimization._why off" in caplog.text
+    Config.make({"distributed_type": "MULTI_GPU", "mixed_precision": "fp16"})
+    assert "mixed_precision='fp16' left to the loop: autocast" in caplog.text
+    Config.make({"distributed_type": "NO"})
+    assert "no key changes anything" in caplog.text
+    with pytest.raises(ConfigError, match="DeepSpeed note is unknown"):
+        Config.make({"note": "a", "zero_optimization": {"stage": 2}})
+    with pytest.raises(ConfigError, match=r"foo is not a key of Accelerate that is known here\. C"):
+        Config.make({"foo": 1, "distributed_type": "FSDP"})
