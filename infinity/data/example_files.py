@@ -140,6 +140,8 @@ def _hint(files: ExampleFiles) -> str:
         head = file.read(4096)
     if head.lstrip().startswith(b"{'"):
         return ". JSON needs double quotes: these are Python's"
+    if re.match(rb"(\xef\xbb\xbf)?\s*\[\s*[\[{\"]", head):
+        return '. Each sample must be an object, as {"messages": [...]}, and none is a list'
     try:
         head[:-4].decode()
     except UnicodeDecodeError:

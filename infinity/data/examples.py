@@ -240,6 +240,11 @@ def _looked_at(made: Any, source: str) -> tuple[dict[str, int], list[str], list[
             last, at = sample, at + 1
     if set(skipped) == {EMPTY} and not kept:
         raise ConfigError(f"--data: all samples of {source} are empty.")
+    if not kept and UNLEARNED in skipped and set(skipped) <= {EMPTY, UNLEARNED}:
+        raise ConfigError(
+            f"--data: no answer of {source} is to be learned: each has weight 0, or another mark"
+            " that leaves it out."
+        )
     if not kept and set(skipped) <= {EMPTY, UNANSWERED, UNLEARNED}:
         raise ConfigError(
             f"--data: no conversation has an answer that is to be learned, which is a message of"

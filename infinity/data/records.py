@@ -188,14 +188,18 @@ def _parsed(text: str) -> Any:
 
 def _sample_of(value: Any) -> dict[str, Any] | None:
     """Finds the first record in a JSON document: the document itself, an item of it, or an item of
-    a list in it."""
+    a list in it, at any depth."""
     if isinstance(value, dict):
         if _is_record(value):
             return value
         lists = (each for each in value.values() if isinstance(each, list))
         return next((found for each in lists if (found := _sample_of(each)) is not None), None)
-    firsts = value[:3] if isinstance(value, list) else ()
-    return next((each for each in firsts if isinstance(each, dict) and _is_record(each)), None)
+    for each in value[:3] if isinstance(value, list) else ():
+        if isinstance(each, list) and (found := _sample_of(each)) is not None:
+            return found
+        if isinstance(each, dict) and _is_record(each):
+            return each
+    return None
 
 
 def _is_record(value: dict[str, Any]) -> bool:

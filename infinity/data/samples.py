@@ -31,11 +31,12 @@ class Sample:
     variables: dict[str, Any] = field(default_factory=dict)
 
     def unread(self, template: str) -> set[str]:
-        """Returns the keys of messages that the template does not name."""
+        """Returns the keys of messages that the template does not read from them."""
         keys = {key for message in self.messages for key in message} - {"role", "content"}
         if any(name in template for name in THOUGHTS):
             keys -= THOUGHTS  # transformers gives it by each of its names
-        return {key for key in keys if not re.search(rf"\b{re.escape(key)}\b", template)}
+        # A bare name is a variable: `tools` of the sample, not of a message.
+        return {key for key in keys if not re.search(rf"""(\.|['"]){re.escape(key)}\b""", template)}
 
 
 def read_sample(row: dict[str, Any], form: Form, *, template: str, padded: bool) -> Sample | None:
@@ -66,7 +67,8 @@ def read_sample(row: dict[str, Any], form: Form, *, template: str, padded: bool)
                 question[-1] = _joined(question[-1], added, name)
         given, start = [*question, *answer], len(question)
         bare_tools = isinstance(row[form.pair[0]], str)
-    said_first = 1 if given[0].get("role", given[0].get("from")) == "system" else 0
+    speaker = str(given[0].get("role", given[0].get("from")))
+    said_first = 1 if ROLES.get(speaker.lower()) == "system" else 0
     if pairs := _history(row, form.history):
         given, start = [*given[:said_first], *pairs, *given[said_first:]], None
     if system := _system(row, form.system, given[0] if said_first else None):
@@ -84,6 +86,8 @@ def read_sample(row: dict[str, Any], form: Form, *, template: str, padded: bool)
         learned = [at >= start for at in range(len(read))]
     else:
         start = None
+    if tools is not None:
+        tools = [_parsed({form.tools: tool}, form.tools, dict) for tool in tools]
     if padded:
         tools = _unpadded(tools)
     if tools is not None and (bare_tools or str(form.tools).strip().lower() == "functions"):
@@ -97,8 +101,12 @@ def read_sample(row: dict[str, Any], form: Form, *, template: str, padded: bool)
     )
     if tools and "tools" not in template:
         _not_rendered(f"the column {form.tools}", "what the tools are")
-    if "tool_calls" in found.unread(template):
+    unread = found.unread(template)
+    if "tool_calls" in unread:
         _not_rendered("tool_calls of a message", "the calls of tools")
+    for key in known("column", "tools"):
+        if key in unread and any(not is_empty(message.get(key)) for message in messages):
+            _not_rendered(f"{key} of a message (put them into a column)", "what the tools are")
     return found
 
 

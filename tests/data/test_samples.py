@@ -125,6 +125,19 @@ SPOILED = {  # a sample that cannot be used whole -> what is told
         {"messages": [{"role": "system", "content": "a"}, *CHAT], "system": "b"},
         "begins with another",
     ),
+    "another system, in capitals": (
+        {"messages": [{"role": "SYSTEM", "content": "a"}, *CHAT], "system": "b"},
+        "begins with another",
+    ),
+    "tools in a message": (
+        {"messages": [{"role": "system", "content": "a", "tools": [TOOL]}, *CHAT]},
+        "does not render tools of a message",
+    ),
+    "functions in a question": (
+        {"messages": [{**CHAT[0], "functions": [TOOL["function"]]}, CHAT[1]]},
+        "does not render functions of a message",
+    ),
+    "names of tools": ({"messages": CHAT, "tools": ["add"]}, "tools is text, and no JSON"),
     "tools that are no JSON": ({"messages": CHAT, "tools": "add(a)"}, "tools is text, and no JSON"),
     "calls that are no JSON": (
         {"messages": [CHAT[0], {"role": "assistant", "tool_calls": "add(a)"}]},
@@ -174,3 +187,30 @@ def test_a_history_of_messages_comes_after_the_system_message(tokenizer, tmp_pat
                 "<|system|>Be brief.<|end|><|user|>1+1?<|end|><|assistant|>[2.<|end|>]"
                 "<|user|>2+2?<|end|><|assistant|>[4.<|end|>]"
             )
+
+
+def test_tools_are_read_however_their_json_is_nested(tokenizer, tmp_path):
+    """A list, its text, and a list of texts. Twin: of no tools nothing is rendered, also where a
+    message has an empty list of them."""
+    empty = [{**CHAT[0], "tools": []}, CHAT[1]]
+    for tools in ([TOOL], json.dumps([TOOL]), [json.dumps(TOOL)]):
+        rows = [{"messages": CHAT, "tools": tools}] * 2
+        found = read(write(tmp_path / "data.jsonl", rows), tokenizer)
+        assert shown(found, tokenizer).startswith(f"<|tools|>{json.dumps([TOOL])}<|end|><|user|>")
+    found = read(write(tmp_path / "twin.jsonl", [{"messages": empty}] * 2), tokenizer)
+    assert shown(found, tokenizer).startswith("<|user|>")
+
+
+def test_data_of_which_nothing_can_be_learned_says_why(tokenizer, tmp_path):
+    """All answers without weight, lists in place of samples, in both kinds of JSON. Twin: no lists
+    of texts are samples."""
+    silent = [CHAT[0], {**CHAT[1], "weight": 0}]
+    with pytest.raises(ConfigError, match="no answer of .* is to be learned: each has weight 0"):
+        read(write(tmp_path / "data.jsonl", [{"messages": silent}] * 3), tokenizer)
+    with pytest.raises(ConfigError, match="must be an object, as .*, and none is a list"):
+        read(write(tmp_path / "lists.jsonl", [CHAT] * 3), tokenizer)
+    (tmp_path / "lists.json").write_text(json.dumps([CHAT] * 3))
+    with pytest.raises(ConfigError, match="the columns 0, 1. Needed is one of"):
+        read(tmp_path / "lists.json", tokenizer)
+    (tmp_path / "text.json").write_text(json.dumps([["a", "b"], [["c"]]]))
+    assert find_examples(tmp_path / "text.json") is None
