@@ -21,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..gradients.meeting import Meeting, lookup_gradient
+from ..machine import graph_nodes
 from ..state.apart import apart
 from ..state.handle import DisableTorchFunction, handle_of, raw_hooks
 from ..state.parameter import users_hooks
@@ -81,7 +82,8 @@ class Table:
     def meet(self, ctx: Any) -> tuple[GradUse, Meeting | None]:
         """Tells what the running backward does with the gradient of ``ctx``'s use, and where it
         meets the others'. None: autograd adds them."""
-        use, task = GradUse.of(ctx.next_functions[-1][0]), torch._C._current_graph_task_id()
+        accumulator = ctx.next_functions[-1][0]
+        use, task = GradUse.of(accumulator), torch._C._current_graph_task_id()
         ctx.ran_in = task
         handle = handle_of(self.param)
         if (
@@ -95,18 +97,20 @@ class Table:
             return use, None
         context = self._find()
         context.track_backward()
+        alive = [other for ref in self._uses if (other := ref()) is not None]
         # Those of this backward that are still to come.
         coming = [
             other
-            for ref in self._uses
-            if (other := ref()) is not None
-            and other.ran_in != task
-            and torch._C._will_engine_execute_node(other)
+            for other in alive
+            if other.ran_in != task and torch._C._will_engine_execute_node(other)
         ]
+        # Without a gradient of their own: `F.linear(x, table.weight)`, a penalty on the weight.
+        references = graph_nodes.references(accumulator)
+        others = 2 if references is None else references - len(alive)
         ids = [other.ids for other in (ctx, *coming) if other.ids is not None]
         wholes = sum(other.ids is None for other in (ctx, *coming))
         with context.store.guarding():
-            return use, context.gradients.meet(handle, task, ids, wholes)
+            return use, context.gradients.meet(handle, task, ids, wholes, others)
 
     def _is_watched(self) -> bool:
         """Tells whether a user's hook has to see the whole gradient."""

@@ -317,13 +317,18 @@ class GradientBank:
     # --- uses that land apart ---
 
     def meet(
-        self, handle: ParamHandle, task: int, ids: Sequence[torch.Tensor], wholes: int
+        self,
+        handle: ParamHandle,
+        task: int,
+        ids: Sequence[torch.Tensor],
+        wholes: int,
+        others: int,
     ) -> Meeting | None:
         """Returns where the gradients of ``handle``'s uses meet in autograd's ``task``, or None if
         autograd has to add them: always the same in one task.
 
         ``ids``: of the lookups still to come, the one that asks among them. ``wholes``: uses of
-        every row still to come.
+        every row still to come. ``others``: uses at most whose gradients autograd adds up first.
         """
         if (key := (handle, task)) not in self._meetings:
             record = handle.grad
@@ -346,6 +351,8 @@ class GradientBank:
     def end_meetings(self) -> list[ParamHandle]:
         """Lands the rows that met. Returns their parameters."""
         meetings, self._meetings = self._meetings, {}
+                # Of three addends autograd may add the others' between two that meet.
+                and (not others or (others == 1 and not wholes and len(ids) == 1))
         met = [meeting for meeting in meetings.values() if meeting is not None]
         for meeting in met:
             handle = meeting.handle

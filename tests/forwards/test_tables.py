@@ -80,6 +80,55 @@ class ByHand(Tied):
         return F.linear(x + self.layer(x).tanh(), self.table.weight)
 
 
+class Penalized(Tied):
+    """Its weight is used by itself, too: before the lookup and after it."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        before = self.table.weight.square().mean()
+        return super().forward(ids) + before + self.table.weight.abs().mean()
+
+
+class PenalizedRows(Penalized):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, ROWS)
+
+
+class OwnRows(nn.Embedding):
+    """A subclass that looks up rows of what it computes from its weight."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.weight * 3)
+
+
+class ComputedRows(Tied):
+    embedding = OwnRows
+
+
+class InBlock(nn.Module):
+    """A block whose forward uses its table as a layer, as rows and as a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Tied()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.inner(ids) @ self.inner.table.weight
+
+
+class Blocks(Tied):
+    """Blocks that own their tables, so that no use of them comes from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([InBlock(), InBlock()])
+        self.table = self.blocks[0].inner.table
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks[0](ids) + self.blocks[1](ids))
+
+
 class Recomputed(Tied):
     """The embedding runs again in the backward: a backward of its own, inside of the outer one."""
 
@@ -95,7 +144,10 @@ class Kept(Recomputed):
         return checkpoint(self.head, x + self.layer(x).tanh(), use_reentrant=False)
 
 
-KINDS = [Tied, TwoLookups, TwoHeads, ScaledRows, Untied, ByHand, Recomputed, Kept]
+KINDS = [
+    *(Tied, TwoLookups, TwoHeads, ScaledRows, Untied, ByHand, Recomputed, Kept),
+    *(Penalized, PenalizedRows, ComputedRows, Blocks),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -178,6 +230,18 @@ def test_no_whole_gradient_is_made_for_a_lookup(kind, swap, monkeypatch):
     assert made_rows[2:] == [ROWS]
     right = made(kind)
     assert torch.equal(seen[0], gradient_after(right, 1))
+
+
+def test_uses_without_a_gradient_of_their_own_are_added_by_autograd(swap, monkeypatch):
+    """The twin: without the count of what leads to the weight the sum has other bits."""
+    monkeypatch.setattr(
+        "infinity.forwards.tables.graph_nodes.references",
+        lambda node: 2,  # the uses of a Tied
+    )
+    right = gradient_after(made(Penalized), 3)
+    model, _ = at_home(made(Penalized), "host", swap)
+    found = gradient_after(model, 3)
+    assert torch.allclose(found, right) and not torch.equal(bits(found), bits(right))
 
 
 def test_a_gradient_that_is_asked_for_is_whole(swap):
