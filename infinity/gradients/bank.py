@@ -68,6 +68,14 @@ class GradientBank:
         """
         handle.engine.uses.check(Operation.USE_GRAD, f"{handle.name}.grad")
         with handle.engine.uses.begin():
+            if self._meetings and (began := self._began_to_land(handle)) is not None:
+                if began.is_first:
+                    return None  # autograd sets it after the last use's
+                raise UsageError(
+                    f"{handle.name}.grad in the middle of a backward: a part of this backward's"
+                    " gradient is in it already. Read it after the backward, or in a hook on that"
+                    " parameter."
+                )
             if handle.grad.state is GradState.ABSENT and not mistakes.is_called_from(
                 "torch/nn/modules/module.py", "zero_grad"
             ):
@@ -241,6 +249,7 @@ class GradientBank:
                 handle.grad.with_graph = grad
             return
         if (meeting := self._meetings.get((handle, torch._C._current_graph_task_id()))) is not None:
+            meeting.begin(is_first=handle.grad.state is GradState.ABSENT)
             grad = meeting.keep_rows(grad)
         assigned = self.assigned.lands_on(handle)
         self.reopen(handle)
@@ -342,22 +351,27 @@ class GradientBank:
                 and record.with_graph is None
                 # Else what is at home would be added to each, and not to their sum.
                 and (wholes <= 1 or (is_first and spec.grad_dtype == spec.dtype))
+                # Of three addends autograd may add the others' between two that meet.
+                and (not others or (others == 1 and not wholes and len(ids) == 1))
             )
             if meets:
                 self.changes.begin(handle)
             self._meetings[key] = Meeting(handle, ids) if meets else None
         return self._meetings[key]
 
+    def _began_to_land(self, handle: ParamHandle) -> Meeting | None:
+        """Returns the meeting of a running backward of which a part has landed, or None."""
+        for (its, _), meeting in self._meetings.copy().items():
+            if its is handle and meeting is not None and meeting.is_first is not None:
+                return meeting
+        return None
+
     def end_meetings(self) -> list[ParamHandle]:
         """Lands the rows that met. Returns their parameters."""
         meetings, self._meetings = self._meetings, {}
-                # Of three addends autograd may add the others' between two that meet.
-                and (not others or (others == 1 and not wholes and len(ids) == 1))
         met = [meeting for meeting in meetings.values() if meeting is not None]
         for meeting in met:
             handle = meeting.handle
-            if not len(meeting.ids):
-                continue
             self.reopen(handle)
             self._lander.land_rows(
                 handle, *meeting.rows(), adds=handle.grad.state is not GradState.ABSENT

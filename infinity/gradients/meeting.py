@@ -33,6 +33,7 @@ class Meeting:
     def __init__(self, handle: ParamHandle, ids: Sequence[torch.Tensor]):
         """``ids``: of all lookups whose gradients this backward still makes."""
         self.handle = handle
+        self.is_first: bool | None = None  # None: no part has landed
         spec, (count, width) = handle.flat_param.spec, handle.param.shape
         none = torch.empty(0, dtype=torch.int64, device=handle.param.device)
         self.ids = torch.cat([none, *(each.reshape(-1) for each in ids)])
@@ -48,6 +49,11 @@ class Meeting:
         self.sum = torch.zeros(
             len(self.ids), width, dtype=spec.dtype, device=self.ids.device
         )  # of the first row of each id
+
+    def begin(self, *, is_first: bool) -> None:
+        """Notes that a part lands before the rows. ``is_first``: nothing had landed before."""
+        if self.is_first is None:
+            self.is_first = is_first
 
     def add(self, ids: torch.Tensor, dy: torch.Tensor, padding_idx: int | None) -> None:
         """Adds the gradient of a lookup of ``ids``, whose output got ``dy``."""

@@ -244,6 +244,34 @@ def test_uses_without_a_gradient_of_their_own_are_added_by_autograd(swap, monkey
     assert torch.allclose(found, right) and not torch.equal(bits(found), bits(right))
 
 
+@pytest.mark.parametrize("home", HOMES)
+def test_a_lookup_of_no_rows_gives_a_gradient_of_zeros(home, swap):
+    """Looks up no ids, ids without a batch, and the padding alone. Twin: without a lookup there is
+    no gradient."""
+    for ids in (torch.zeros(0), torch.zeros(3, 0), torch.full((2,), 3)):
+        model, _ = at_home(made(ScaledRows), home, swap)
+        assert model.table.weight.grad is None
+        model.table(ids.long()).sum().backward()
+        assert torch.equal(model.table.weight.grad, torch.zeros(ROWS, WIDTH))
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_part_of_a_gradient_is_not_shown_in_the_middle_of_a_backward(home, swap):
+    """Reads `grad` in a hook of another parameter, when the head's has landed: None as in torch, or
+    an error if there was one before. Twin: after the backward it has all."""
+    right, (model, _) = made(Tied), at_home(made(Tied), home, swap)
+    seen: list[list] = [[], []]
+    for each, found in zip((right, model), seen):
+        each.layer.weight.register_post_accumulate_grad_hook(
+            lambda _, each=each, found=found: found.append(each.table.weight.grad)
+        )
+        gradient_after(each, 1)
+    assert seen == [[None], [None]]
+    assert torch.equal(model.table.weight.grad, right.table.weight.grad)
+    with pytest.raises(infinity.UsageError, match="table.weight.grad in the middle of a backward"):
+        gradient_after(model, 1)
+
+
 def test_a_gradient_that_is_asked_for_is_whole(swap):
     """Asks by `torch.autograd.grad`, with a graph of its own, and by `inputs=` without the table.
     Twin: `backward()`, whose gradient is at home."""
