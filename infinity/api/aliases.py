@@ -141,12 +141,22 @@ def _attributes(model: nn.Module) -> Iterator[tuple[str, Any, Any, torch.Tensor,
                 continue
             if isinstance(value, torch.Tensor):
                 yield path + name, weakref.ref(module), name, value, True
-            elif type(value) in (list, tuple, dict):
-                items = value.items() if type(value) is dict else enumerate(value)
-                for key, each in items:
-                    if isinstance(each, torch.Tensor):
-                        follows = type(value) is not tuple
-                        yield f"{path}{name}[{key!r}]", value, key, each, follows
+            else:
+                yield from _items(path + name, value, set())
+
+
+def _items(
+    path: str, value: Any, above: set[int]
+) -> Iterator[tuple[str, Any, Any, torch.Tensor, bool]]:
+    """Yields the same of each tensor in ``value``, if that is a list, tuple or dict, and in those
+    inside. ``above``: the ids of those around it."""
+    if type(value) not in (list, tuple, dict) or id(value) in above:
+        return
+    for key, each in value.items() if type(value) is dict else enumerate(value):
+        if isinstance(each, torch.Tensor):
+            yield f"{path}[{key!r}]", value, key, each, type(value) is not tuple
+        else:
+            yield from _items(f"{path}[{key!r}]", each, above | {id(value)})
 
 
 def _there(place: Any) -> Any:

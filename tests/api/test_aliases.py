@@ -229,11 +229,12 @@ class WithViews(nn.Module):
         self.b = nn.utils.spectral_norm(nn.Linear(8, 8))  # keeps one until its first forward
         self.first = self.a.weight.data.view(-1)[:16]
         self.rows = [self.c.weight.detach()[2]]
-        self.turned = {"w": self.c.weight.data.t()}
+        self.turned = {"w": ([self.c.weight.data.t()], "a text")}
+        self.turned["itself"] = self.turned
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.c(self.b(self.a(x))) * self.first.sum() + self.rows[0].sum()
-        return y + (self.turned["w"] @ x.t()).sum()
+        return y + (self.turned["w"][0][0] @ x.t()).sum()
 
 
 @pytest.mark.parametrize("home", [None, *HOMES])
@@ -260,7 +261,7 @@ def test_attributes_that_are_views_of_weights_follow_them(home, tmp_path):
         if config is not None:
             infinity.unwrap_model(model, optimizer)
         model.a.weight.data.fill_(1.0)
-        return [*values, model.first.sum().item(), model.turned["w"].sum().item()]
+        return [*values, model.first.sum().item(), model.turned["w"][0][0].sum().item()]
 
     if home is None:
         model = WithViews()
@@ -282,6 +283,10 @@ def a_tuple(model: nn.Module) -> None:
     model[1].parts = (model[1].weight.data[:4], model[1].weight.data[4:])
 
 
+def a_tuple_in_a_list(model: nn.Module) -> None:
+    model[0].groups = [{"halves": (model[0].weight.data[:4],)}]
+
+
 def other_bits(model: nn.Module) -> None:
     model[0].bits = model[0].weight.data.view(torch.int32)
 
@@ -292,6 +297,7 @@ def other_bits(model: nn.Module) -> None:
         (a_buffer, "0.first", "0.weight"),
         (a_flat_buffer, "whole", "0.weight"),
         (a_tuple, "1.parts[0]", "1.weight"),
+        (a_tuple_in_a_list, "0.groups[0]['halves'][0]", "0.weight"),
         (other_bits, "0.bits", "0.weight"),
     ],
 )
