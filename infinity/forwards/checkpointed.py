@@ -55,6 +55,8 @@ class Checkpointed:
         """Computes the forward of flattened arguments, as :meth:`run`. ``versions``: the units'
         versions at the first run. Raises UsageError if a recomputation finds others."""
         context = self._context()
+        if versions is not None:  # a checkpoint that the user's model does not have
+            torch._C._autograd._top_saved_tensors_default_hooks(True)[0].gives_params = True
         args, kwargs = tree_unflatten(list(leaves), spec)
         running: AbstractContextManager[Any] = nullcontext()
         if torch._C._current_graph_task_id() != -1:

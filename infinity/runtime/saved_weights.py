@@ -190,6 +190,10 @@ def saving_hooks(
     counted = is_checkpoint(outer) or getattr(outer_pack, "is_counted", False)
     count = getattr(outer_pack, "count", outer_pack)
 
+    # A user's checkpoint and others' hooks give back new tensors, without attributes.
+    is_ours = str(getattr(outer_pack, "__module__", None)).startswith("infinity.")
+    gives_params = outer is None or getattr(outer_pack, "gives_params", is_ours)
+
     def pack_one(tensor: torch.Tensor) -> Any:
         if tensor.layout is torch.strided and type(tensor) not in OPAQUE:
             entry = storages.find(tensor)
@@ -197,7 +201,8 @@ def saving_hooks(
                 if counted:
                     count(tensor)
                 saved = SavedWeight.of(tensor, *entry)
-                _note_saved_by_function(tensor, saved)
+                if gives_params:
+                    _note_saved_by_function(tensor, saved)
                 return saved
         return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
 
@@ -226,7 +231,7 @@ def saving_hooks(
         return saved.tensor(unpack_one) if isinstance(saved, SavedPacked) else unpack_one(saved)
 
     pack, unpack = through_dtensors(pack, unpack)
-    pack.is_counted = counted
+    pack.is_counted, pack.gives_params = counted, gives_params
     if count is not outer_pack:  # the tensors are kept, too
         pack.count = count
     return pack, unpack

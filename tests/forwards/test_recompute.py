@@ -21,6 +21,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy
@@ -909,3 +910,41 @@ def test_a_resumed_run_has_the_same_bits_though_choices_are_made_anew(choice, ot
 
     (right, _), (found, _) = (trained(Model, loop, which) for which in (None, choice))
     assert [name for name in differing(found, right) if "yield" in name or name == "noise"] == []
+
+
+class TaggedProduct(torch.autograd.Function):
+    """A product whose gradient depends on an attribute of the weight."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight, x)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight, x = ctx.saved_tensors
+        return dy @ weight * getattr(weight, "tag", 1.0), dy.t() @ x
+
+
+class TaggedBlock(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + TaggedProduct.apply(x, self.weight).tanh()
+
+
+def test_a_recomputed_function_finds_the_attributes_of_its_weight(recomputations):
+    """Trains beside plain torch, which has no checkpoint. Twin: without the tags other bits."""
+
+    class Tagged(Chain):
+        def __init__(self, tag: float = 0.5) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(TaggedBlock() for _ in range(BLOCKS))
+            for block in self.blocks:
+                block.weight.tag = tag
+
+    assert_same_bits(Tagged, simply, "recomputed")
+    assert recomputations
+    tagged, untagged = (trained(partial(Tagged, tag), simply, None)[0] for tag in (0.5, 1.0))
+    assert differing(tagged, untagged)

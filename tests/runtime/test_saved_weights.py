@@ -216,3 +216,36 @@ def test_a_users_function_finds_the_attributes_of_the_weight_it_saved(function, 
 
     assert trained(wraps=True) == trained(wraps=False)
     assert trained(wraps=True, tag=1.0) != trained(wraps=False)
+
+
+def kept_on_cpu(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return block(x)
+
+
+def in_a_checkpoint(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(block, x, use_reentrant=False)
+
+
+def run_twice(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(block, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("call", [kept_on_cpu, in_a_checkpoint, run_twice])
+def test_attributes_are_found_inside_others_hooks_where_torch_finds_them(call):
+    """Has other hooks around what is saved, which give back new tensors, or a second forward
+    without them. Twin: a weight without its tag."""
+
+    def gradient(*, wraps: bool, tag: float = 0.5) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(Layer(Tagged), Layer(Tagged))
+        model[1].weight.tag = tag
+        if wraps:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, _ = infinity.wrap_model(model, optimizer, {"params": "host"})
+        call(model, torch.ones(4, 8, requires_grad=True)).sum().backward()
+        return model[0].weight.grad.clone()
+
+    assert torch.equal(gradient(wraps=True), gradient(wraps=False))
+    is_found = call is run_twice
+    assert torch.equal(gradient(wraps=True, tag=1.0), gradient(wraps=True)) != is_found
