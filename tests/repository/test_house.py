@@ -19,9 +19,6 @@ from pathlib import Path
 from test_import_order import PACKAGE, imports_of, modules_of
 
 HUB_READS, PROTOCOLS, PROTOCOL_NLINES, REBUILDS = 145, 8, 120, 8
-STACK_NLINES = 300
-# Classes that a limit on their length has cut into bases; each is to become objects with fields.
-STACKS: set[str] = set()
 # Folders of the package of whose modules each has a test file of its own.
 TESTED = ("state", "optim", "gradients", "runtime")
 HUB = re.compile(r"(?<![\w.])(?:self\.)?_?engine\.(?!py\b)\w+")
@@ -127,33 +124,6 @@ def test_no_file_leads_back_to_itself():
         ("a", "b")
     ]
     assert not cycles(sources())
-
-
-def stacks(texts: dict[str, str]) -> dict[str, int]:
-    """Lines of every class with those of its bases, where these are the package's own. A base
-    named through a module (``accelerate.Accelerator``) is a library's."""
-    found = {node.name: node for node in classes(texts)}
-
-    def nlines(node: ast.ClassDef) -> int:
-        bases = [ast.unparse(base).split("[")[0] for base in node.bases]
-        return (
-            node.end_lineno
-            - node.lineno
-            + 1
-            + sum(nlines(found[base]) for base in bases if base in found and base != node.name)
-        )
-
-    return {name: nlines(node) for name, node in found.items() if node.bases}
-
-
-def test_a_class_is_read_in_one_place():
-    """Measures every class with its bases. Twin: a base of 200 lines under a class of 200, and a
-    library's class of the same name."""
-    body = "\n".join(f"    x{i} = {i}" for i in range(200))
-    assert stacks({"a.py": f"class A:\n{body}\nclass B(A):\n{body}"})["B"] == 402
-    assert stacks({"a.py": f"class A:\n{body}\nclass B(library.A):\n{body}"})["B"] == 201
-    too_long = {name for name, count in stacks(sources()).items() if count > STACK_NLINES}
-    assert not too_long - STACKS
 
 
 def untested(package: Path, tests: Path) -> list[str]:
