@@ -49,7 +49,7 @@ KNOWN = (
     Known(
         "column",
         "more",
-        ("input", "context", "passage"),
+        ("input", "inputs", "context", "passage"),
         "text that follows the question of a pair; refused beside a conversation alone",
     ),
     Known("column", "variables", ("chat_template_kwargs",), "given to the chat template"),
@@ -81,7 +81,7 @@ KNOWN = (
     Known(
         "column",
         "weights",
-        ("weight", "sample_weight", "loss_mask"),
+        ("weight", "weights", "sample_weight", "loss_weight", "loss_mask"),
         "refused: samples have no weights",
         "gives samples weights, and each learned token counts the same here. Put weight, 0 or 1,"
         " in the messages of the assistant, or remove the column.",
@@ -105,7 +105,7 @@ KNOWN = (
     Known(
         "key",
         "mark",
-        ("weight", "train", "training", "loss", "loss_mask"),
+        ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask"),
         "0 or false in an answer: it is context, and not learned",
     ),
     Known("key", "calls", ("tool_calls", "function_call"), "calls of tools, for the chat template"),

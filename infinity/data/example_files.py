@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,8 +155,17 @@ def _load_tables(datasets: Any, paths: list[Path]) -> Any:
     missing."""
     import pandas
 
-    read = [
-        pandas.read_csv(path, sep=TABLES[path.suffix.lower()], dtype=str, keep_default_na=False)
-        for path in paths
-    ]
+    given = {"dtype": str, "keep_default_na": False, "index_col": False}
+    with warnings.catch_warnings():
+        # A row of more fields than the first line would move or lose them.
+        warnings.simplefilter("error", pandas.errors.ParserWarning)
+        try:
+            read = [
+                pandas.read_csv(path, sep=TABLES[path.suffix.lower()], **given) for path in paths
+            ]
+        except pandas.errors.ParserWarning:
+            raise ValueError(
+                "a row has more fields than the first line has columns. Put texts with a separator"
+                ' in them into double quotes, as "a, b"'
+            ) from None
     return datasets.Dataset.from_pandas(pandas.concat(read), preserve_index=False)

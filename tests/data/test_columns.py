@@ -46,6 +46,7 @@ REFUSED = {
     "images": (ANSWER | {"images": ["a.png"]}, "text alone"),
     "documents": (ANSWER | {"documents": [{"title": "a"}]}, "documents to answer from"),
     "sample_weight": (ANSWER | {"sample_weight": 0.5}, "same here"),
+    "weights": (ANSWER | {"weights": [0, 1]}, "same here"),
     "options": (ANSWER | {"options": ["1", "2"]}, "choose from"),
 }
 

@@ -214,3 +214,34 @@ def test_data_of_which_nothing_can_be_learned_says_why(tokenizer, tmp_path):
         read(tmp_path / "lists.json", tokenizer)
     (tmp_path / "text.json").write_text(json.dumps([["a", "b"], [["c"]]]))
     assert find_examples(tmp_path / "text.json") is None
+
+
+@pytest.mark.parametrize("key", ["weight", "trainable", "loss_weight"])
+def test_an_answer_that_its_author_leaves_out_is_context(key, tokenizer, tmp_path):
+    """The first of two. Twin: half a weight is refused."""
+    turns = [LONG[0], {**LONG[1], key: 0}, *LONG[2:]]
+    found = read(write(tmp_path / "data.jsonl", [{"messages": turns}] * 2), tokenizer)
+    assert shown(found, tokenizer).count("[") == 1 and "[4." in shown(found, tokenizer)
+    with pytest.raises(ConfigError, match=f"a message has {key} 0.5"):
+        turns[1][key] = 0.5
+        read(write(tmp_path / "twin.jsonl", [{"messages": turns}] * 2), tokenizer)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prompt,completion\nyes, or no?,yes\nyes, or no?,no\n",
+        "prompt,completion\r\na,b,\r\na,b\r\n",
+        "prompt\tcompletion\na\tb\na\tb\tc\n",
+    ],
+)
+def test_a_table_with_more_fields_than_columns_is_refused(text, tokenizer, tmp_path):
+    """All rows, the first, a later one: their fields would be of another column. Twin: in quotes
+    they are fields of their own."""
+    path = tmp_path / ("data.tsv" if "\t" in text else "data.csv")
+    path.write_bytes(text.encode())
+    with pytest.raises(ConfigError, match="more fields than the first line|Expected 2 fields"):
+        read(path, tokenizer)
+    sign = "\t" if path.suffix == ".tsv" else ","
+    path.write_text(f"prompt{sign}completion\n" + f'"a{sign} b"{sign}c\n' * 2)
+    assert len(read(path, tokenizer).rows) == 2
