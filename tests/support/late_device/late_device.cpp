@@ -225,12 +225,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("refuse_copies", [](bool refuses) { counts.refuses_copies = refuses; });
   module.def("counts", [] {
     auto& memory = Memory::all();
-    return std::map<std::string, long>{{"jobs", counts.jobs},
-                                       {"host_waits", counts.host_waits},
-                                       {"aborts", counts.aborts},
-                                       {"allocations", memory.asked},
-                                       {"fresh", memory.fresh},
-                                       {"reused", memory.reused}};
+    return std::map<std::string, long>{{"jobs", counts.jobs},     {"host_waits", counts.host_waits},
+                                       {"aborts", counts.aborts}, {"allocations", memory.asked},
+                                       {"fresh", memory.fresh},   {"reused", memory.reused}};
   });
   define_backend(module);
 }
