@@ -273,6 +273,8 @@ class Prefetcher:
         self._slots.fetch_ahead(upcoming, self.look_ahead.depth, wanted_at)
 
     def _bring(self, unit: ParamUnit) -> None:
+        # Of a weight that runs in tiles staging memory holds a tile alone.
+        self._refuse_over(unit, unit.weight_nbytes - self._window.nbytes)
         self._stage(unit)
         self._make_room(unit)
         unit.start_gather(self._store, self._ledger)
@@ -339,11 +341,15 @@ class Prefetcher:
                 self._evict(idle[0])
             elif not self._give_way():
                 break
-        over = self._resident_nbytes() + unit.weight_nbytes - self._window.nbytes
+        self._refuse_over(unit, self._resident_nbytes() + unit.weight_nbytes - self._window.nbytes)
+
+    def _refuse_over(self, unit: ParamUnit, over: int) -> None:
+        """Raises CapacityError if the window of a budget lacks ``over`` bytes for ``unit``."""
         if over > 0 and self._ledger.accounts[Tier.DEVICE].budget_nbytes is not None:
             if any(handle.grad is not None for handle in unit.handles):
                 over += unit.weight_nbytes  # of its gradients
-            raise _no_room(unit, self._window.nbytes, self._pass.resident, over)
+            held = [other for other in self._pass.resident if other in self._pass.holds]
+            raise _no_room(unit, self._window.nbytes, held, over)
 
     def _idle(self) -> list[ParamUnit]:
         """Lists the resident units without holds, in the order of eviction: farthest next use first

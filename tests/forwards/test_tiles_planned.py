@@ -333,3 +333,25 @@ def test_param_dtype_narrows_tiles_too():
     optimizer.step()
     assert {v.dtype for v in model.state_dict().values()} == {torch.float32}
     check_peak(model)
+
+
+USES_BY_HAND = {
+    "a function": lambda model, x: F.linear(x, model[0].weight),
+    "a product": lambda model, x: x @ model[0].weight.t(),
+    "a penalty": lambda model, x: model[0].weight.square(),
+}
+
+
+@pytest.mark.parametrize("home", ["host", "nvme"])
+@pytest.mark.parametrize("use", USES_BY_HAND)
+def test_a_tiled_weight_that_is_used_by_hand_is_refused_by_its_need(use, home, swap):
+    """Uses the whole weight outside of its layer's forward, which nothing has room for: read from
+    disk, staging memory holds a tile of it. Twin: the layer itself goes on with the same loss."""
+    model, _ = wrap(build("linear down"), swap, home)
+    x = batch_for(model, SEED)
+    right = model(x).sum().item()
+    with pytest.raises(
+        CapacityError, match=r"unit 0.* does not fit the device window .* \(\)\. Raise"
+    ):
+        USES_BY_HAND[use](model, x)
+    assert model(x).sum().item() == right
