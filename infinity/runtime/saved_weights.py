@@ -139,7 +139,7 @@ except ImportError:  # pragma: no cover
     pass
 
 
-_unpacked = threading.local()  # parameters that the running `saved_tensors` has found, by place
+_unpacked = threading.local()  # parameters that the running `saved_tensors` has found, in order
 
 
 def _note_saved_by_function(tensor: torch.Tensor, saved: SavedWeight) -> None:
@@ -159,13 +159,18 @@ def _note_saved_by_function(tensor: torch.Tensor, saved: SavedWeight) -> None:
 
 def _saved_tensors(ctx: Any) -> tuple:
     """Returns ``ctx.saved_tensors``, with parameters that have attributes themselves."""
-    outer, found = getattr(_unpacked, "params", None), {}
+    outer, found = getattr(_unpacked, "params", None), []
     _unpacked.params = found
     try:
         values = torch._C._FunctionBase.saved_tensors.__get__(ctx)
     finally:
         _unpacked.params = outer
-    return tuple(found.get(_place(value), value) for value in values)
+    given = []
+    for value in values:  # in their order: a view of a whole weight has its place
+        at = next((n for n, (place, _) in enumerate(found) if place == _place(value)), None)
+        given.append(value if at is None or found[at][1] is None else found[at][1])
+        found = found if at is None else found[at + 1 :]
+    return tuple(given)
 
 
 def _place(tensor: torch.Tensor | None) -> tuple | None:
@@ -223,8 +228,8 @@ def saving_hooks(
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             _save_in_graph_of_backward(storages, hold)
         value = saved.tensor()
-        if saved.param is not None and (params := getattr(_unpacked, "params", None)) is not None:
-            params[_place(value)] = saved.param() if saved.param() is not None else value
+        if (params := getattr(_unpacked, "params", None)) is not None:
+            params.append((_place(value), saved.param() if saved.param is not None else None))
         return value
 
     def unpack(saved: Any) -> torch.Tensor:

@@ -175,6 +175,23 @@ class TwoWeights(torch.autograd.Function):
         return dy @ weight * weight.tag, dy.t() @ twice / 2
 
 
+class WithViews(torch.autograd.Function):
+    """Saves a whole view of the weight, without its attributes, before and behind it."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(weight.detach(), x, weight, weight.detach())
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, dy):
+        before, x, weight, behind = ctx.saved_tensors
+        weight.seen = getattr(weight, "seen", 0) + 1
+        for each in (before, weight, behind):
+            dy = dy * getattr(each, "tag", 1.0)
+        return dy @ weight, dy.t() @ x
+
+
 class Layer(nn.Module):
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         super().__init__()
@@ -188,7 +205,8 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "function, home", [(Tagged, "nvme"), (SetUp, "host"), (TwoWeights, "device")]
+    "function, home",
+    [(Tagged, "nvme"), (SetUp, "host"), (TwoWeights, "device"), (WithViews, "host")],
 )
 def test_a_users_function_finds_the_attributes_of_the_weight_it_saved(function, home, tmp_path):
     """Trains beside plain torch: same losses, and the same attributes afterwards. Twin: without the
