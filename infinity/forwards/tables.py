@@ -11,6 +11,7 @@ three tables at once. Here each use's gradient leaves autograd as it is made, an
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -203,6 +204,7 @@ def install_tables(
 def _forward(module: nn.Module, table: Table) -> Callable[..., Any]:
     forward = own_forward(module)
 
+    @functools.wraps(forward)
     def told_apart(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or not table.is_tracked():
             return forward(*args, **kwargs)
