@@ -125,8 +125,8 @@ def compare_builds(model: DescribedModel, collectives: Collectives) -> None:
         built,
         "wrap_model",
         among=collectives.ranks.data_channels,
-        remedy="Build the same model on all ranks (weight.data = weight.data.contiguous() makes a"
-        " parameter row-major).",
+        remedy="Build the same model on all ranks: weight.data = weight.data.contiguous() makes a"
+        " parameter row-major, and an attribute whose name begins with _ is not compared.",
     )
 
 

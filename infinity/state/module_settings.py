@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import enum
 import functools
+import hashlib
+import inspect
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -20,9 +22,15 @@ from torch import nn
 from .dtensors import local_of
 from .flat_layout import is_dense
 
-# Of attributes that tell where a module is, and may differ between ranks
-OWN = re.compile(r"rank|device|seed|path", re.IGNORECASE)
-PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.Size, enum.Enum)
+# Of attributes that tell where a module is, or what it tells, and may differ between ranks
+OWN = re.compile(
+    r"rank|device|seed|path|verbose|debug|(^|_)(dir|folder|file|host|hostname|main|master|leader"
+    r"|chief|gpu|worker|world|pid|uuid|run_id|run_name)(_|$)|time$",
+    re.IGNORECASE,
+)
+SCALARS = (bool, int, float, complex, str)
+DEEPEST = 8  # tuples in tuples; one that has itself inside has no end
+LONGEST = 1000  # characters of a module's settings; longer ones become a digest
 
 
 def describe_order(shape: torch.Size, stride: tuple[int, ...]) -> str:
@@ -45,7 +53,7 @@ def describe_orders(params: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str
 
 def describe_modules(model: nn.Module, *, unlike: Iterable[nn.Module] = ()) -> dict[str, str]:
     """Describes the class and the settings of each module. Left out are ``unlike``, private
-    attributes, ``training``, and names with rank, device, seed or path in them."""
+    attributes, ``training``, and names of what ranks have of their own (``OWN``)."""
     found, left_out = {}, set(unlike)
     for name, module in model.named_modules():
         if module in left_out:
@@ -56,6 +64,9 @@ def describe_modules(model: nn.Module, *, unlike: Iterable[nn.Module] = ()) -> d
             if not key.startswith("_") and key != "training" and not OWN.search(key)
         )
         told = ", ".join(f"{key}={value}" for key, value in settings if value is not None)
+        if len(told) > LONGEST:
+            digest = hashlib.blake2b(told.encode(errors="replace"), digest_size=8).hexdigest()
+            told = f"{told[:LONGEST]}... with digest {digest}"
         kind = type(module)
         found[f"module {name}" if name else "the outermost module"] = (
             f"{kind.__module__}.{kind.__qualname__}({told})"
@@ -63,16 +74,22 @@ def describe_modules(model: nn.Module, *, unlike: Iterable[nn.Module] = ()) -> d
     return found
 
 
-def _told(value: Any) -> str | None:
+def _told(value: Any, depth: int = DEEPEST) -> str | None:
     """Describes ``value`` by text that is equal on ranks with an equal one; None if it is not
-    plain."""
-    if isinstance(value, PLAIN):
+    plain. Calls no code of a class of the user's, whose text may have an address in it."""
+    kind = type(value)
+    if isinstance(value, enum.Enum):
+        return f"{kind.__qualname__}.{value.name}"
+    if value is None or isinstance(value, torch.dtype):
         return repr(value)
-    if isinstance(value, (tuple, list)):
-        each = [_told(item) for item in value]
+    if (scalar := next((each for each in SCALARS if isinstance(value, each)), None)) is not None:
+        return scalar.__repr__(value)
+    if isinstance(value, (tuple, list)):  # torch.Size, too
+        each = [_told(item, depth - 1) for item in value] if depth else [None]
         return None if None in each else f"({', '.join(map(str, each))})"
     if isinstance(value, functools.partial):
-        return _told((value.func, value.args, tuple(sorted(value.keywords.items()))))
-    if isinstance(value, nn.Module) or not hasattr(value, "__qualname__"):
+        return _told((value.func, value.args, tuple(sorted(value.keywords.items()))), depth)
+    if not isinstance(value, type) and not inspect.isroutine(value):
         return None
-    return f"{value.__module__}.{value.__qualname__}"
+    # What is written in C may have no module
+    return f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', None)}"

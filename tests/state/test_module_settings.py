@@ -3,8 +3,11 @@ over gloo, of which the second differs."""
 
 from __future__ import annotations
 
+import enum
+import functools
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +32,7 @@ SETTINGS = {
     "a module more": "module 5 is absent on rank 0 and torch.nn.modules.dropout.Dropout(",
     "a function": "act=torch.nn.functional.relu, heads=2",
     "heads": "heads=4",
+    "a method": "squash=None.TensorBase.tanh",
     "a partial": "('other', 3)",
 }
 HOST = {"params": "host", "optimizer": "host"}
@@ -62,6 +66,7 @@ def test_a_parameter_in_another_memory_order_is_refused_by_name_and_ranks(two, a
     for rank in two[f"differs:{apart}"]:
         assert rank["said"].startswith(f"ConfigError: wrap_model: {ORDERS[apart]}"), rank["said"]
         assert "weight.data = weight.data.contiguous()" in rank["said"]
+        assert "an attribute whose name begins with _ is not compared" in rank["said"]
 
 
 @pytest.mark.parametrize("apart", SETTINGS)
@@ -72,8 +77,8 @@ def test_modules_with_other_settings_are_refused_by_name(two, apart):
 
 
 def test_what_ranks_may_have_of_their_own_is_taken(two):
-    """Seeds, ranks, device names and private counters; a weight with gaps, which flat arrays do
-    not have."""
+    """Seeds, ranks, names of devices and folders, times and private counters; a weight with gaps,
+    which flat arrays do not have."""
     for apart in ("gaps", "its own"):
         for rank in two[f"differs:{apart}"]:
             assert rank["said"] == "was taken" and torch.equal(rank["weights"], rank["right"])
@@ -118,3 +123,53 @@ def test_settings_leave_out_what_is_not_plain():
     model[0].heads = 4
     assert describe_modules(model) != before
     assert describe_modules(model, unlike=[model[0]]).keys() == {"the outermost module", "module 1"}
+
+
+class Count(int):
+    def __repr__(self) -> str:
+        return object.__repr__(self)
+
+
+class Away:
+    def __getattr__(self, name: str) -> None:
+        raise RuntimeError(f"no {name} here")
+
+
+class Kind(enum.Enum):
+    OWN = object()
+
+
+def in_itself() -> list:
+    made: list = []
+    made.append(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    "value, told",
+    [
+        (Count(3), "value=3"),
+        (Kind.OWN, "value=Kind.OWN"),
+        (torch.Tensor.relu, "value=None.TensorBase.relu"),
+        (functools.partial(str.lower, "A"), "value=(None.str.lower, ('A'), ())"),
+        pytest.param(Away(), "", id="no attributes"),
+        pytest.param(mock.MagicMock(), "", id="a mock"),
+        (in_itself(), ""),
+        ((each for each in ()), ""),
+        (torch.Size([2, 3]), "value=(2, 3)"),
+    ],
+)
+def test_settings_are_told_by_text_that_every_process_has(value, told):
+    """Without code of the user's classes. Twin: what is left out and what is told, above."""
+    model = nn.Identity()
+    model.value = value
+    text = describe_modules(model)["the outermost module"]
+    assert text == f"torch.nn.modules.linear.Identity({told})"
+
+
+def test_long_settings_become_a_digest_that_tells_them_apart():
+    model, told = nn.Identity(), []
+    for last in (1, 2, 1):
+        model.table = [*range(5000), last]
+        told.append(describe_modules(model)["the outermost module"])
+    assert told[0] == told[2] != told[1] and max(map(len, told)) < 1200

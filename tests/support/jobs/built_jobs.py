@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import sys
 from collections.abc import Callable
@@ -25,6 +26,12 @@ import infinity
 from infinity.api import wrap
 
 
+class Level(enum.Enum):
+    """A setting whose text is one of this process."""
+
+    HIGH = object()
+
+
 class Gate(nn.Module):
     """A module of a user's, with settings in its attributes."""
 
@@ -35,6 +42,11 @@ class Gate(nn.Module):
         self.shapes, self.scaled = (8, 8), functools.partial(torch.mul, other=2)
         # What ranks may have of their own
         self.rank, self.device_name, self._calls = dist.get_rank(), f"gpu:{dist.get_rank()}", 0
+        self.is_main, self.log_dir = dist.get_rank() == 0, f"runs/{dist.get_rank()}"
+        self.start_time = 1.5 + dist.get_rank()
+        # Whose text has an address, or no end
+        self.squash, self.level, self.looped = torch.Tensor.relu, Level.HIGH, []
+        self.looped.append(self.looped)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scaled(self.act(self.inner(x)) * self.scale)
@@ -75,6 +87,7 @@ APART: dict[str, Callable[[nn.Sequential], Any]] = {
     "a module more": lambda model: model.append(nn.Dropout(0.1)),
     "a function": lambda model: setattr(model[2], "act", F.gelu),
     "heads": lambda model: setattr(model[2], "heads", 4),
+    "a method": lambda model: setattr(model[2], "squash", torch.Tensor.tanh),
     "a partial": lambda model: setattr(model[2], "scaled", functools.partial(torch.mul, other=3)),
     "its own": lambda model: model[2].__dict__.update(seed=dist.get_rank(), _calls=5),
 }
