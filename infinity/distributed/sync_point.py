@@ -160,15 +160,19 @@ class SyncPoint:
                 last.words = self._channel.exchange_texts(last.said)
             error = self._channel.refusal(last.said, self._channel.complete(last.words, self._what))
             self._transfer = None
-            self._found = message
+            self._end(message)
             raise error
         if header[Word.SETTLING] and not self._settling:
             return self.begin()
         if not header[Word.SETTLING]:
             self._heard = message
             self._then(self._flags_of(message))
-        self._found = message
+        self._end(message)
         return None
+
+    def _end(self, message: torch.Tensor) -> None:
+        # The channel has its last sync point, and the process the channel until the engine is gone
+        self._found, self._then = message, _nothing
 
     def _come_together(self, last: Round, least: int, most: int) -> None:
         """Makes every rank start the collectives that any has started. Numbers above ``least`` are
@@ -214,6 +218,10 @@ class SyncPoint:
         """Returns whether all ranks have come. Does not block."""
         with self._channel.collective_trace.lock:
             return self._rounds[-1].merge.poll()
+
+
+def _nothing(found: torch.Tensor) -> None:
+    """Does nothing with the flags of a sync point that is over."""
 
 
 def _message(header: Sequence[int], flags: Sequence[int], flags_nbytes: int) -> torch.Tensor:

@@ -67,7 +67,13 @@ def two(standing_ranks, tmp_path_factory) -> Mapping[str, list[Any]]:
         for asked in (True, False)
     }
     jobs |= {f"held_back:{share}": {"share": share} for share in (True, False)}
-    jobs |= {"partly": {}, "left": {}, "struck": {}}
+    jobs |= {
+        "partly": {},
+        "left": {},
+        "struck": {},
+        "dropped": {},
+        "dropped:fault": {"fault": True},
+    }
     jobs["trains:compressed"] = {"config": {"compress_gathers": True}}
     return Jobs(standing_ranks(2), "sharing_jobs", jobs)
 
@@ -133,6 +139,12 @@ def test_nothing_of_the_memory_is_left(two):
         (files, mappings), works = of_rank["wrapped"], of_rank["works"]
         assert files == 0 and mappings > 0 and works
         assert of_rank["after"] == (0, 0)
+
+
+def test_a_model_that_is_dropped_keeps_no_memory(two):
+    """The channel lives until the engine is gone, and must not keep it. Twin: its last sync point
+    keeps what it was to do."""
+    assert two["dropped"] == [0, 0] and all(left > 0 for left in two["dropped:fault"])
 
 
 def test_no_group_outlives_the_unwrap(two):

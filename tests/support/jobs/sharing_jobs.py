@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +18,7 @@ import torch.distributed as dist
 import infinity
 from infinity import native
 from infinity.distributed import kinds, shared_homes
+from infinity.distributed.sync_point import SyncPoint
 from infinity.runtime.registry import wrapped
 from infinity.state import versions
 
@@ -153,6 +155,44 @@ def left() -> dict[str, Any]:
         "works": works,
         "more": [b - a for a, b in zip(before, held_after)],
     }
+
+
+def dropped(*, fault: bool = False) -> int:
+    """Counts the mappings of shared weights that are left of models which were trained and dropped
+    without an unwrap, after a step, a state dict and an error. ``fault``: sync points keep what
+    they were to do."""
+
+    def mappings() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("infinity-weights")
+
+    def raises(*_: Any) -> None:
+        raise ValueError("the user's own")
+
+    def end(point: SyncPoint, message: torch.Tensor) -> None:
+        point._found = message
+        kept.append(weakref.ref(point))
+
+    def use(after: str) -> None:
+        model, optimizer = _wrap({})
+        rank_jobs.train(model, optimizer, steps=1)
+        if after == "a state dict":
+            model.state_dict()
+        if after == "an error":
+            handle = optimizer.register_step_pre_hook(raises)
+            with contextlib.suppress(ValueError):
+                rank_jobs.train(model, optimizer, steps=1)
+            handle.remove()
+
+    kept: list[weakref.ref[SyncPoint]] = []
+    before = mappings()
+    with mock.patch.object(SyncPoint, "_end", end) if fault else contextlib.nullcontext():
+        for after in ("a step", "a state dict", "an error"):
+            use(after)
+    left = mappings() - before
+    for point in filter(None, (ref() for ref in kept)):
+        point._then = None  # the next job has this process, too
+    return left
 
 
 def struck() -> dict[str, Any]:
