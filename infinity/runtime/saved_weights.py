@@ -3,9 +3,9 @@
 Inside an owner, autograd saves each weight as a reference to its unit. Unpacking it makes the unit
 resident. This works for any output of the module and any kind of checkpointing.
 
-[Note: attributes of a saved parameter] Torch makes a new tensor of what an unpack hook returns, so
-a Function of a user's would not find the attributes that libraries set on parameters. Where one
-saves such a parameter, its class gets a ``saved_tensors`` that returns the parameter itself.
+[Note: the saved parameter itself] Torch makes a new tensor of what an unpack hook returns, so a
+Function of a user's would not find its class, nor the attributes that libraries set on parameters.
+The class of one that saves a parameter gets a ``saved_tensors`` that returns the parameter itself.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from ..state.weight_storages import WeightStorages
 from .saved_tensor import SavedTensor, through_dtensors
 
 PACKAGE = str(Path(__file__).parent.parent)
-OWN_ATTRIBUTES = "_infinity"  # their names begin so
 
 
 @dataclass(eq=False)
@@ -46,7 +45,7 @@ class SavedWeight:
     conj: bool
     neg: bool
     there: frozenset[int] | None  # the experts that were on the device; None: all
-    # The parameter, if it has attributes and a user's Function has saved it.
+    # The parameter, if a user's Function has saved it.
     param: weakref.ref[torch.nn.Parameter] | None = None
 
     @classmethod
@@ -143,11 +142,8 @@ _unpacked = threading.local()  # parameters that the running `saved_tensors` has
 
 
 def _note_saved_by_function(tensor: torch.Tensor, saved: SavedWeight) -> None:
-    """Notes in ``saved`` the parameter ``tensor``, if it has attributes of a user's and a Function
-    of a user's saves it."""
-    if not isinstance(tensor, torch.nn.Parameter) or all(
-        name.startswith(OWN_ATTRIBUTES) for name in vars(tensor)
-    ):
+    """Notes in ``saved`` the parameter ``tensor``, if a Function of a user's saves it."""
+    if not isinstance(tensor, torch.nn.Parameter):
         return
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
@@ -158,7 +154,7 @@ def _note_saved_by_function(tensor: torch.Tensor, saved: SavedWeight) -> None:
 
 
 def _saved_tensors(ctx: Any) -> tuple:
-    """Returns ``ctx.saved_tensors``, with parameters that have attributes themselves."""
+    """Returns ``ctx.saved_tensors``, with the parameters themselves."""
     outer, found = getattr(_unpacked, "params", None), []
     _unpacked.params = found
     try:

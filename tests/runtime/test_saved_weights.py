@@ -236,6 +236,40 @@ def test_a_users_function_finds_the_attributes_of_the_weight_it_saved(function, 
     assert trained(wraps=True, tag=1.0) != trained(wraps=False)
 
 
+class Typed(TwoWeights):
+    """Takes another branch for parameters, and for attributes that come after the forward."""
+
+    @staticmethod
+    def backward(ctx, dy):
+        weight, _, twice = ctx.saved_tensors
+        dy = dy * (2.0 if isinstance(weight, nn.Parameter) else 3.0)
+        return dy @ weight * getattr(weight, "late", 1.0), dy.t() @ twice / 2
+
+
+@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+def test_a_users_function_gets_a_parameter_without_attributes_itself(home, tmp_path):
+    """Asks for the class of the weight, and for an attribute set behind the forward. Twin: without
+    that attribute."""
+
+    def gradient(*, wraps: bool, late: float = 5.0) -> torch.Tensor:
+        torch.manual_seed(0)
+        model = nn.Sequential(Layer(Typed), Layer(Typed))
+        for layer in model:
+            del layer.weight.tag
+        if wraps:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            homes = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)]}
+            model, _ = infinity.wrap_model(model, optimizer, homes)
+        loss = model(torch.ones(4, 8)).sum()
+        model[1].weight.late = late
+        loss.backward()
+        return model[0].weight.grad.clone()
+
+    right = gradient(wraps=False)
+    assert torch.equal(gradient(wraps=True), right)
+    assert not torch.equal(gradient(wraps=True, late=1.0), right)
+
+
 def kept_on_cpu(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
     with torch.autograd.graph.save_on_cpu():
         return block(x)
