@@ -25,7 +25,10 @@ def ask_class(tensor: torch.Tensor) -> None:
 
 
 def ask_nobody(tensor: torch.Tensor) -> None:
-    """Has operations on ``tensor`` run as on a plain one."""
+    """Has operations on ``tensor`` run as on a plain one. A wrapper (a DTensor) has the key of its
+    own, and keeps it: without it torch would read memory that a wrapper does not have."""
+    if hasattr(type(tensor), "__tensor_flatten__"):
+        return
     if (place := _place()) is not None:
         _keys(tensor, place).value &= ~_python()
 

@@ -68,3 +68,15 @@ def test_in_a_torch_that_differs_nothing_is_changed(monkeypatch):
     tensor = torch.ones(2)
     dispatch_keys.ask_class(tensor)
     assert not dispatch_keys.is_asked(tensor)
+
+
+def test_a_wrapper_keeps_its_own_key():
+    """Asks nobody for a tensor of a wrapper's class, which has no memory. Twin: a plain tensor that
+    was asked runs as before."""
+    inner = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    dispatch_keys.ask_nobody(inner)
+    assert dispatch_keys.is_asked(inner) and inner.sum().item() == 5.0
+    plain = torch.ones(2)
+    dispatch_keys.ask_class(plain)
+    dispatch_keys.ask_nobody(plain)
+    assert not dispatch_keys.is_asked(plain)
