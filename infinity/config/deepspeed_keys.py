@@ -266,8 +266,10 @@ TOP = (
     Key("checkpoint", NOT_NEEDED, "`save_checkpoint` and `load_checkpoint`"),
     Key("elasticity", NOT_NEEDED, "checkpoints load at any number of ranks", removed=True),
     Key("autotuning", NOT_NEEDED, "`infinity plan`"),
-    Key("compile", NOT_NEEDED, "torch.compile works"),
-    Key("graph_harvesting", NOT_NEEDED, "torch.compile works", removed=True),
+    Key("compile", NOT_NEEDED, "torch.compile works (no GPU has run it yet)"),
+    Key(
+        "graph_harvesting", NOT_NEEDED, "torch.compile works (no GPU has run it yet)", removed=True
+    ),
     Key("dataloader_drop_last", NOT_NEEDED, LOOP),
     Key("disable_allgather", NOT_NEEDED, BUCKETS),
     Key("disable_python_gc", NOT_NEEDED, LOOP),

@@ -348,7 +348,8 @@ def scaled(kind: str, config: dict | None) -> dict[str, Any]:
             scaler.scale(loss).backward()
         if step == 1 and (config is None or dist.get_rank() == 1):
             grad = model.blocks[0].up.weight.grad
-            (grad._local_tensor if isinstance(grad, DTensor) else grad)[-1].fill_(float("inf"))
+            local = grad._local_tensor if isinstance(grad, DTensor) else grad
+            local.masked_fill_(torch.arange(len(local))[:, None] == len(local) - 1, float("inf"))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
