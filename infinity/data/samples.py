@@ -126,10 +126,9 @@ def _parsed(row: dict[str, Any], column: str | None, kind: type) -> Any:
         try:
             value = json.loads(value)
         except ValueError as error:
-            wanted = (
-                f" {NEEDED}" if column and column.lower() in known("column", "messages") else ""
-            )
-            raise ConfigError(f"{column} is text, and no JSON ({error}).{wanted}") from None
+            is_chat = column and column.lower() in known("column", "messages")
+            wanted = f": it {NEEDED}" if is_chat else ""
+            raise ConfigError(f"{column} is text, and no JSON ({error}){wanted}") from None
     if value is not None and not isinstance(value, kind):
         if column and column.strip().lower() in known("column", "messages"):
             raise ConfigError(f"{column} {NEEDED}")

@@ -18,14 +18,14 @@ HOST = {"params": "host", "optimizer": "host"}
 
 
 class WithBuffers(nn.Module):
-    """8 MiB of buffers over a layer of a few KiB; views of them, and of a parameter, beside."""
+    """8 MiB of buffers over a layer of a few KiB, and views of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(16, 16)
         self.register_buffer("table", torch.ones(2 * MIB))
         self.register_buffer("part", self.table[:16])
-        self.register_buffer("same", self.layer.weight.detach()[0], persistent=False)
+        self.register_buffer("same", self.table[16:32], persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x) * self.part

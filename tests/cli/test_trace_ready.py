@@ -147,9 +147,9 @@ def test_dataflow_of_helix_rc_a_barrier_before_the_step_is_found(swap, monkeypat
     """Method: a step waits 50 ms before it submits any update, though gradients have landed."""
     average = GradientBank.average
 
-    def barrier(self):
+    def barrier(self, *given):
         time.sleep(0.05)
-        return average(self)
+        return average(self, *given)
 
     monkeypatch.setattr(GradientBank, "average", barrier)
     found = trace_of(swap, trains=True)

@@ -283,7 +283,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "learn tokens.jsonl": ("has the columns input_ids, labels", COLUMNS),
     "learn headless.csv": ("has the columns hi, ho", COLUMNS),
     "learn semicolon.csv": ("has the columns prompt;completion", "separated by commas"),
-    "learn pairs.jsonl": ("pairs of preferred answers", "train it with TRL's DPOTrainer"),
+    "learn pairs.jsonl": ("has preferred answers", "Train with TRL's DPOTrainer"),
     "learn norole.jsonl": ("one has no role", "a message needs role and content"),
     "learn noanswer.jsonl": ("no conversation has an answer", "a message of the role assistant"),
     "learn one.jsonl": ("2 samples are needed", "Give more data, or a larger --sequence-length"),
@@ -321,7 +321,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
         "Leave it out, or give --device cpu",
     ),
     "job --data-limit 0": ("--data-limit 0", "give more than 0"),
-    "learn dict.jsonl": ("messages must be a list of messages", 'as .{"role": "user"'),
+    "learn dict.jsonl": ("must be a list of messages", 'as .{"role": "user"'),
     "RANK=0 WORLD_SIZE=x job": (
         "WORLD_SIZE='x' is not a number from 1 on",
         "Start the job with torchrun, or unset RANK",
@@ -462,7 +462,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
         "JSON needs double quotes: these are Python's",
     ),
     "learn latin.csv": ("datasets cannot read latin.csv", "iconv -f LATIN1"),
-    "learn string.jsonl": ("messages must be a list of messages", 'as .{"role": "user"'),
+    "learn string.jsonl": ("must be a list of messages", 'as .{"role": "user"'),
     "trace nvme": ("nvme is a folder", "give the file that Config.trace"),
     "trace chat.jsonl": ("line 1, is not of a timeline", "give the file that Config.trace"),
     "report run": ("run is not a run, or damaged", "leave RUN out to see the newest"),
@@ -525,8 +525,8 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     ),
     "tiny --deepspeed stage.json": ("zero_optimization=3", "is not a table of keys"),
     "learn roles.jsonl": (
-        "--data: no conversation has an answer",
-        "The roles are bot, human",
+        "roles.jsonl: sample 1",
+        "narrator",
     ),
     "trace text.txt": ("holds no event", "give the file that Config.trace"),
     "--model base train": (
@@ -648,7 +648,7 @@ def save_poor(place: Path) -> None:
         "dict": chat["messages"][0],
         "string": "hi",
         "nocontent": [{"role": "user"}, {"role": "assistant"}],
-        "roles": [{"role": "human", "content": "a"}, {"role": "bot", "content": "b"}],
+        "roles": [{"role": "narrator", "content": "a"}, {"role": "critic", "content": "b"}],
         "parts": [{"role": role, "content": part} for role in ("user", "assistant")],
     }
     rows = {name: [{"messages": given}] * 4 for name, given in messages.items()}

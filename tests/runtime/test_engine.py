@@ -402,7 +402,7 @@ def test_a_frozen_parameter_is_stepped_once_it_is_admitted():
     engine.passes.hook_later(hooked.append)
     admit = lambda: engine.admit(
         [late.param],
-        moments={"exp_avg": torch.float32},
+        moments_of=lambda _: {"exp_avg": torch.float32},
         then=lambda: ended.append(True),
     )
     for name, said in (("average", "the average of this model"), ("stale", "without_flush")):

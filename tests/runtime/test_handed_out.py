@@ -13,9 +13,11 @@ import torch
 
 from infinity.errors import UsageError
 from infinity.machine import storage_guard
+from infinity.optim.borrowed_state import STEP
+from infinity.optim.optimizer_state import MASTER
 from infinity.runtime import handed_out
 from infinity.runtime.handed_out import HandedOut
-from infinity.runtime.handed_tensor import MASTER, STEP, VALUE
+from infinity.runtime.handed_tensor import VALUE
 from infinity.state.operations import Operation, State
 
 OLD = "it is a snapshot"
