@@ -49,7 +49,7 @@ class HandedTensor:
         :meth:`look`."""
         self.stamp, self.index = stamp, index
         self._versions, self._print = looked if looked is not None else self.look()
-        if looked is None:
+        if looked is None or looked == self.look():  # else more was written since
             self._arm()
 
     def _count(self) -> list[int]:

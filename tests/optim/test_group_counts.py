@@ -205,7 +205,7 @@ def test_gradients_are_clipped_and_rates_scheduled_as_in_the_loop(case, tmp_path
 ELSEWHERE = [
     {"optimizer": "nvme", "update_threads": 1},
     {"params": "nvme", "optimizer": "nvme", "host_memory": "1MiB", "update_threads": 3},
-    {"params": "device", "optimizer": "host", "device_memory": "128KiB"},
+    {"params": "device", "optimizer": "host", "device_memory": "160KiB"},
     {"params": "device", "optimizer": "device", "update_threads": 2},
 ]
 
