@@ -152,12 +152,13 @@ def in_itself() -> list:
         (Kind.OWN, "value=Kind.OWN"),
         (torch.Tensor.relu, "value=None.TensorBase.relu"),
         (functools.partial(str.lower, "A"), "value=(None.str.lower, ('A'), ())"),
-        pytest.param(Away(), "", id="no attributes"),
-        pytest.param(mock.MagicMock(), "", id="a mock"),
+        (Away(), ""),
+        (mock.MagicMock(), ""),
         (in_itself(), ""),
         ((each for each in ()), ""),
         (torch.Size([2, 3]), "value=(2, 3)"),
     ],
+    ids="count enum method partial attributes mock itself generator size".split(),
 )
 def test_settings_are_told_by_text_that_every_process_has(value, told):
     """Without code of the user's classes. Twin: what is left out and what is told, above."""
