@@ -39,7 +39,12 @@ KNOWN = (
         ("tools", "available_tools", "functions"),
         "given to the chat template, as a list or JSON text",
     ),
-    Known("column", "system", ("system", "system_prompt", "system_message"), "the system message"),
+    Known(
+        "column",
+        "system",
+        ("system", "system_prompt", "system_message", "system_instruction"),
+        "the system message",
+    ),
     Known(
         "column",
         "history",
@@ -51,6 +56,13 @@ KNOWN = (
         "more",
         ("input", "inputs", "context", "passage"),
         "text that follows the question of a pair; refused beside a conversation alone",
+    ),
+    Known(
+        "column",
+        "thoughts",
+        ("reasoning_content", "reasoning", "thinking", "thoughts", "cot", "complex_cot"),
+        "text: what the answer thinks, `reasoning_content` for the chat template. A switch, as"
+        " on or off, is not used",
     ),
     Known("column", "variables", ("chat_template_kwargs",), "given to the chat template"),
     Known("column", "last", ("only_last",), "true: of the answers, the last one is learned"),
@@ -81,7 +93,16 @@ KNOWN = (
     Known(
         "column",
         "weights",
-        ("weight", "weights", "sample_weight", "loss_weight", "loss_mask"),
+        (
+            "weight",
+            "weights",
+            "sample_weight",
+            "loss_weight",
+            "loss_mask",
+            "loss_scale",
+            "mask",
+            "train_on_turn",
+        ),
         "refused: samples have no weights",
         "gives samples weights, and each learned token counts the same here. Put weight, 0 or 1,"
         " in the messages of the assistant, or remove the column.",
@@ -100,20 +121,57 @@ KNOWN = (
         "refused",
         "has documents to answer from. Write them into the messages, or remove the column.",
     ),
+    Known(
+        "column",
+        "suffix",
+        ("suffix",),
+        "refused beside answers",
+        "has text that comes after the answer, which a chat has no place for. Train on texts that"
+        " have the tokens for it, or remove the column.",
+    ),
+    Known(
+        "column",
+        "tree",
+        ("parent_id", "parent_message_id", "replies"),
+        "refused unless beside a conversation",
+        "makes a tree of messages that are rows of their own. Write each conversation into one"
+        " row, as messages, or remove the column.",
+    ),
     Known("key", "role", ("role", "from"), "who speaks"),
     Known("key", "content", ("content", "value", "text"), "what is said; parts of text are joined"),
     Known(
         "key",
         "mark",
-        ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask"),
+        (
+            "weight",
+            "train",
+            "training",
+            "trainable",
+            "train_on_turn",
+            "loss",
+            "loss_weight",
+            "loss_mask",
+            "loss_scale",
+        ),
         "0 or false in an answer: it is context, and not learned",
     ),
     Known("key", "calls", ("tool_calls", "function_call"), "calls of tools, for the chat template"),
     Known(
         "key",
         "refused",
-        ("train_detail", "image", "images", "video", "videos", "audio", "audios"),
-        "refused, unless empty",
+        (
+            "train_detail",
+            "mask",
+            "prefix",
+            "partial",
+            "image",
+            "images",
+            "video",
+            "videos",
+            "audio",
+            "audios",
+        ),
+        "refused, unless empty or false",
     ),
     Known("role", "system", ("system",), "the system message"),
     Known("role", "developer", ("developer",), "for the chat template, as it is"),
@@ -174,6 +232,7 @@ class Form:
     tools: str | None = None
     system: str | None = None
     history: str | None = None
+    thoughts: str | None = None
     variables: str | None = None
     last: str | None = None
 
@@ -183,7 +242,14 @@ class Form:
 
     @property
     def used(self) -> list[str]:
-        beside = (self.tools, self.system, self.history, self.variables, self.last)
+        beside = (
+            self.tools,
+            self.system,
+            self.history,
+            self.thoughts,
+            self.variables,
+            self.last,
+        )
         return [*self.main, *self.more, *(name for name in beside if name)]
 
     def told(self, columns: list[str]) -> list[str]:
@@ -218,7 +284,7 @@ def choose_form(data: Any, source: str) -> Form:
     if ("query", "answers") in pairs and not first("tools"):
         pairs.remove(("query", "answers"))
     text = names.get("text")
-    _refuse(data, names, source, beside_answers=bool(messages or pairs))
+    _refuse(data, names, source, chat=bool(messages), beside_answers=bool(messages or pairs))
     if not (messages or pairs or text):
         only = data.column_names[0] if len(data.column_names) == 1 else ""
         hint = " Is ; its separator? Columns are separated by commas, or tabs in .tsv."
@@ -229,7 +295,11 @@ def choose_form(data: Any, source: str) -> Form:
         )
     if not (messages or pairs):
         return Form(text=text)
-    beside = {use: first(use) for use in ("tools", "system", "history", "variables", "last")}
+    for name in known("column", "thoughts"):
+        if name in names and not any(map(_is_written, _values(data, names[name]))):
+            names.pop(name)
+    uses = ("tools", "system", "history", "thoughts", "variables", "last")
+    beside = {use: first(use) for use in uses}
     if messages:
         for name in (names[name] for name in known("column", "more") if name in names):
             if not pairs and (at := _first_filled(data, name)):
@@ -253,9 +323,18 @@ def is_empty(value: Any) -> bool:
     return value is None or value in ("", [], {}, "null", '""', "[]", "{}")
 
 
-def _refuse(data: Any, names: dict[str, str], source: str, *, beside_answers: bool) -> None:
+def _is_written(value: Any) -> bool:
+    """Tells whether a value is text of several words, or a list of texts: no switch."""
+    return len(value.split()) > 1 if isinstance(value, str) else bool(value) and value is not True
+
+
+def _refuse(
+    data: Any, names: dict[str, str], source: str, *, chat: bool, beside_answers: bool
+) -> None:
     for each in KNOWN:
-        if not each.refused or (each.use in ("label", "choices") and not beside_answers):
+        if not each.refused or (each.use == "tree" and chat):
+            continue
+        if each.use in ("label", "choices", "suffix") and not beside_answers:
             continue
         for name in (names[name] for name in each.names if name in names):
             if at := _first_filled(data, name):
@@ -266,5 +345,9 @@ def _refuse(data: Any, names: dict[str, str], source: str, *, beside_answers: bo
 
 def _first_filled(data: Any, name: str) -> int | None:
     """Returns the number of the first sample, from 1, that has something in a column."""
-    values = data.select_columns([name]).with_format("arrow")[:].column(0).to_pylist()
+    values = _values(data, name)
     return next((at for at, value in enumerate(values, 1) if not is_empty(value)), None)
+
+
+def _values(data: Any, name: str) -> list[Any]:
+    return data.select_columns([name]).with_format("arrow")[:].column(0).to_pylist()

@@ -23,6 +23,9 @@ UNLEARNED = "no answer in it is to be learned"
 UNMARKED = "no answer in it that the chat template marks"
 # What a template may lack when it ends in an error of Python.
 LACKED = ("tools", "documents")
+PLACES = re.compile(r"<(?:image|video|audio)>")
+# Tokens of tokenizers that stand for a picture, video or sound
+MEDIA = re.compile(r"image|img|vision|video|audio", re.I)
 WITHIN_MESSAGE = ("content", "name", "tool_calls", "tool_call_id", "reasoning_content", "thinking")
 
 
@@ -42,6 +45,7 @@ class Renderer:
     text: str  # of the template, with all its variants
     marked: bool
     in_parts: bool  # the template reads what is said as a list of parts alone
+    media: tuple[str, ...]  # tokens for pictures, videos and sounds
     form: Form
     source: str
     length: int
@@ -64,6 +68,7 @@ class Renderer:
             text=text,
             marked=marked,
             in_parts=False,
+            media=tuple(filter(MEDIA.search, sorted(tokenizer.get_added_vocab()))),
             **given,
         )
         parted = replace(made, in_parts=True)
@@ -120,12 +125,26 @@ class Renderer:
         if sample is None:
             return [], EMPTY, []
         roles += [message["role"] for message in sample.messages]
+        said = [sample.text or "", *(message.get("content") or "" for message in sample.messages)]
+        for token in self.media:
+            if any(token in text for text in said):
+                raise ConfigError(
+                    f"it has {token}, the tokenizer's token for a picture, video or sound, and"
+                    " `infinity train` gives a model text alone. Remove the sample, or the word."
+                )
         notes = []
         if unread := sample.unread(self.text):
             notes.append(
                 f"keys of messages left out: {', '.join(sorted(unread))} (the chat template does"
                 " not read them)"
             )
+        if row.get(self.form.thoughts or "") and not any(name in self.text for name in THOUGHTS):
+            notes.append(
+                f"the column {self.form.thoughts} left out (the chat template does not read"
+                " reasoning_content)"
+            )
+        if words := sorted({word for text in said for word in PLACES.findall(text)}):
+            notes.append(f"{', '.join(words)} read as text, with no picture, video or sound")
         if sample.text is not None:
             rows = [self._of_text(sample.text)]
         elif sample.start is not None:
@@ -144,7 +163,10 @@ class Renderer:
         if not any(_any_learned(labels) for _, labels in rows):
             return [], UNMARKED if self.marked and rows else UNANSWERED, notes
         if self._loses_thoughts(sample):
-            notes.append("what answers think is left out, or some of it, by the chat template")
+            notes.append(
+                "what answers think is left out, or some of it, by the chat template"
+                " (reasoning_content, thinking, or </think> in the text)"
+            )
         cut = [(tokens[: self.length], labels[: self.length]) for tokens, labels in rows]
         kept = [each for each in cut if _any_learned(each[1])]
         if not kept:
@@ -247,6 +269,7 @@ class Renderer:
     def _rendered(self, sample: Sample, messages: list[dict[str, Any]], **how: Any) -> Any:
         # A completion is rendered by the tokenizer's own template, as TRL does.
         template = self.template if sample.start is None else None
+        messages = [_thinking(message) for message in messages]
         if self.in_parts:
             messages = [
                 {**message, "content": [{"type": "text", "text": message["content"]}]}
@@ -314,6 +337,12 @@ class Renderer:
         at = f" at line {number} ({shown.strip()[:120]})"
         missing = f" The sample has no {', and no '.join(lacks)}." if lacks else ""
         return f"the chat template ends{at} in {kind}: {said}.{missing}"
+
+
+def _thinking(message: dict[str, Any]) -> dict[str, Any]:
+    """Gives the thoughts of a message the names that templates read, as transformers 5 does."""
+    said = next((message[key] for key in THOUGHTS if message.get(key)), None)
+    return message if said is None else {"thinking": said, **message, "reasoning_content": said}
 
 
 def _any_learned(labels: list[int]) -> bool:

@@ -15,7 +15,11 @@ from ..errors import ConfigError
 from .columns import ROLES, Form, is_empty, known
 
 NEEDED = 'must be a list of messages, as [{"role": "user", "content": "..."}].'
-THOUGHTS = {"reasoning_content", "reasoning", "thinking"}  # names of one key
+# Names of one key, which templates read by the first or the second
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+PARTS = (None, "text", "input_text", "output_text")  # types of parts that are said
+# The place of a picture, video or sound in a question; closed again, it is HTML
+MEDIA = re.compile(r"\s*<(image|video|audio)>(?!.*</\1>)|.*<(image|video|audio)>\s*$", re.S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +38,7 @@ class Sample:
         """Returns the keys of messages that the template does not read from them."""
         keys = {key for message in self.messages for key in message} - {"role", "content"}
         if any(name in template for name in THOUGHTS):
-            keys -= THOUGHTS  # transformers gives it by each of its names
+            keys -= set(THOUGHTS)
         # A bare name is a variable: `tools` of the sample, not of a message.
         return {key for key in keys if not re.search(rf"""(\.|['"]){re.escape(key)}\b""", template)}
 
@@ -75,6 +79,8 @@ def read_sample(row: dict[str, Any], form: Form, *, template: str, padded: bool)
         given, start = [system, *given], None if start is None else start + 1
     read = [_message(each, template, padded) for each in given]
     messages = [message for message, _ in read]
+    if thoughts := row.get(form.thoughts or ""):
+        _think(messages, thoughts, str(form.thoughts))
     learned = [
         message["role"] == "assistant" and mark is not False and at >= (start or 0)
         for at, (message, mark) in enumerate(read)
@@ -180,6 +186,22 @@ def _history(row: dict[str, Any], column: str | None) -> list[dict[str, Any]]:
     return found
 
 
+def _think(messages: list[dict[str, Any]], thoughts: Any, column: str) -> None:
+    """Gives the answer its thoughts, unless they are in it."""
+    if not isinstance(thoughts, str):
+        raise ConfigError(f"{column} must be a text: what the answer thinks.")
+    answers = [message for message in messages if message["role"] == "assistant"]
+    for message in answers:
+        if any(thoughts.strip() in str(message.get(key) or "") for key in ("content", *THOUGHTS)):
+            return
+    if len(answers) != 1 or any(key in answers[0] for key in THOUGHTS):
+        raise ConfigError(
+            f"the column {column} does not say which answer thinks it. Write it into that message"
+            " as reasoning_content, or remove the column."
+        )
+    answers[0]["reasoning_content"] = thoughts
+
+
 def _system(
     row: dict[str, Any], column: str | None, first: dict[str, Any] | None
 ) -> dict[str, Any] | None:
@@ -208,8 +230,8 @@ def _message(
     if not isinstance(speaker, str):
         raise ConfigError(f"a message needs {needs}, and one has no {by}.")
     for key in known("key", "refused"):
-        if not is_empty(message.pop(key, None)):
-            raise ConfigError(f"a message has {key}, which cannot be learned. Remove it.")
+        if not is_empty(value := message.pop(key, None)) and value is not False:
+            raise ConfigError(f"a message has {key}, which cannot be used here. Remove it.")
     role = ROLES.get(speaker.lower().replace("-", "_"))
     if f"'{speaker}'" in template or f'"{speaker}"' in template:
         role = role if role in ("assistant", "call", "user") else speaker
@@ -225,7 +247,9 @@ def _message(
     said = message.pop(texts[0]) if texts else None
     if called := _parsed(message, "tool_calls", list):
         message["tool_calls"] = called
-    if (old := message.get("function_call")) and not called:
+    if (old := message.get("function_call")) and called and "function_call" not in template:
+        raise ConfigError("a message has both tool_calls and function_call. Remove one of them.")
+    if old and not called:
         message.pop("function_call")
         message["tool_calls"] = called = [{"type": "function", "function": old}]
     if not called:
@@ -244,6 +268,12 @@ def _message(
             f"a message has {texts[0]} {str(said)[:40]!r}, of type {type(said).__name__}: it must"
             " be a text, or a list of parts of text."
         )
+    if isinstance(said, str) and role != "assistant" and (place := MEDIA.match(said)):
+        raise ConfigError(
+            f"a message of the role {speaker} has <{place[1] or place[2]}>, the place of a picture,"
+            " video or sound, and `infinity train` gives a model text alone. Remove the sample, or"
+            " the word."
+        )
     if said is None and not message.get("tool_calls"):
         raise ConfigError(f"a message needs {needs}, and one has no {needs.split()[-1]}.")
     found = {"role": role}
@@ -256,6 +286,18 @@ def _joined_parts(said: Any) -> Any:
     """Joins what is said in parts of text."""
     if not isinstance(said, list):
         return said
+    for part in (part for part in said if isinstance(part, dict)):
+        if part.get("type") not in PARTS:
+            raise ConfigError(
+                f"a message has a part of type {part['type']}, which is no text that is said: a"
+                " picture, a call or a thought. Give calls as tool_calls and thoughts as"
+                " reasoning_content of the message."
+            )
+        if marks := [key for key in known("key", "mark") if part.get(key) is not None]:
+            raise ConfigError(
+                f"a part of a message has {marks[0]}. Messages are learned whole: give it to the"
+                " message, or remove it."
+            )
     parts = [part.get("text") if isinstance(part, dict) else part for part in said]
     if not all(isinstance(part, str) for part in parts):
         raise ConfigError("a message has a part that is no text, as a picture.")

@@ -287,6 +287,38 @@ def test_thoughts_that_a_template_forgets_are_told(reading):
             assert any("what answers think is left out" in line for line in found.told) == lost
 
 
+def test_thoughts_that_a_template_does_not_render_are_told_by_their_name(reading):
+    """As a key of a message, by each of its names, and as a column. Twin: a template that renders
+    them, by either name that templates know."""
+    silent = MARKED.replace("m.reasoning_content", "m.nothing")
+    older = MARKED.replace("m.reasoning_content", "m.thinking")
+    rows = {
+        "reasoning": {"messages": [CHAT[0], {**CHAT[1], "reasoning": "One and one."}]},
+        "thinking": {"messages": [CHAT[0], {**CHAT[1], "thinking": "One and one."}]},
+        "cot": {"question": "1+1?", "answer": "2.", "cot": "One and one."},
+    }
+    for name, row in rows.items():
+        found, (text, _) = reading([row] * 2, silent)
+        assert "One" not in text and any(name in line and "left" in line for line in found.told[1:])
+        for template in (MARKED, older):
+            found, (text, _) = reading([row] * 2, template)
+            assert "<think>One and one.</think>2." in text
+            assert not any("left out" in line for line in found.told), found.told
+
+
+def test_a_tokenizers_token_for_pictures_is_refused_in_samples(base, tmp_path):
+    """Anywhere in a conversation or a text. Twin: a tokenizer without it, which reads the word."""
+    path = tmp_path / "data.jsonl"
+    for row in ({"messages": chat_of("a <image> here", "b")}, {"text": "a <image> here"}):
+        path.write_text((json.dumps(row) + "\n") * 2)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+        found = read_examples(find_examples(path), tokenizer, sequence_length=99)
+        assert any("<image> read as text" in line for line in found.told)
+        tokenizer.add_special_tokens({"extra_special_tokens": ["<image>"]})
+        with pytest.raises(ConfigError, match="sample 1: it has <image>, the tokenizer's token"):
+            read_examples(find_examples(path), tokenizer, sequence_length=99)
+
+
 def test_answers_that_end_without_a_token_are_told(reading):
     """By a template that ends no last turn, and by one whose marks leave the end out. Twins: the
     end is learned."""

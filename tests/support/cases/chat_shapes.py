@@ -64,6 +64,14 @@ CALLED = [
 MARKED_CALL = '<|assistant|>[<call>add{"a": 1}<|end|>]<|tool|>2<|end|><|assistant|>[2.<|end|>]'
 CONTEXT = "<|user|>1+1?<|end|><|assistant|>2.<|end|>"  # an answer that is not learned
 
+A_THOUGHT = {"role": "assistant", "content": "2.", "reasoning_content": "One and one."}
+THOUGHT = "<|user|>1+1?<|end|><|assistant|>[<think>One and one.</think>2.<|end|>]"
+
+
+def _turns_trained() -> list[dict[str, Any]]:
+    first, question, last = _from(("gpt", "2."), ("human", "2+2?"), ("gpt", "4."))
+    return [{**first, "train_on_turn": False}, question, {**last, "train_on_turn": True}]
+
 
 def _marked(key: str, value: Any, at: int = 1) -> list[dict[str, Any]]:
     return [{**each, key: value} if here == at else each for here, each in enumerate(LONG)]
@@ -121,7 +129,7 @@ SHAPES = {
                 CHAT[1],
             ]
         },
-        refused=("no text", "picture"),
+        refused=("image_url", "no text", "picture"),
     ),
     "openai preference": Shape(
         {
@@ -154,6 +162,10 @@ SHAPES = {
     "trl loop of calls": Shape({"prompt": CALLED[:1], "completion": CALLED[1:], "tools": [TOOL]}),
     "trl reasoning": Shape(
         {"messages": [CHAT[0], {**CHAT[1], "reasoning_content": "One and one."}]}
+    ),
+    "trl thinking": Shape({"messages": [CHAT[0], {**CHAT[1], "thinking": "One and one."}]}),
+    "trl reasoning by its short name": Shape(
+        {"prompt": CHAT[:1], "completion": [{**CHAT[1], "reasoning": "One and one."}]}
     ),
     "trl from and value": Shape({"conversations": _from(Q, A)}, said=ANSWERED),
     "trl preference": Shape(
@@ -341,6 +353,91 @@ SHAPES = {
         {"instruction": "1+1?", "input": "", "output": "2.", "text": "### Instruction: 1+1?"},
         said=ANSWERED,
         told="Read as questions and answers: instruction, output; with input",
+    ),
+    # Thoughts in a column
+    "thoughts of a medical set": Shape(
+        {"Question": "1+1?", "Complex_CoT": "One and one.", "Response": "2."}, said=THOUGHT
+    ),
+    "thoughts beside a conversation": Shape(
+        {"messages": CHAT, "reasoning": "One and one."}, THOUGHT
+    ),
+    "thoughts that are in the answer": Shape(
+        {
+            "messages": [*LONG[:3], {**A_THOUGHT, "content": "4."}],
+            "reasoning_content": "One and one.",
+        },
+        said=ANSWERED + "<|user|>2+2?<|end|><|assistant|>[<think>One and one.</think>4.<|end|>]",
+    ),
+    "thoughts of no answer": Shape(
+        {"messages": LONG, "thinking": "One and one."}, refused=("thinking", "which answer")
+    ),
+    "thoughts in a list": Shape(
+        {"question": "1+1?", "answer": "2.", "cot": ["One", "and"]}, refused=("cot", "a text")
+    ),
+    "thoughts as a switch": Shape(
+        {"input": CHAT[:1], "output": "2.", "reasoning": "on", "system_prompt": "Be brief."},
+        said="<|system|>Be brief.<|end|>" + ANSWERED,
+        told="left out: reasoning",
+    ),
+    # Pictures that are not there
+    "llava without a picture": Shape(
+        {"conversations": _from(("human", "<image>\nWhat?"), ("gpt", "2."))},
+        refused=("<image>", "sample 1"),
+    ),
+    "a video at the end": Shape(
+        {"instruction": "What is it?\n<video>", "output": "2."}, refused=("<video>",)
+    ),
+    "a tag of HTML": Shape(
+        {"messages": _said(("user", "<video>a</video>"), A)},
+        said="<|user|><video>a</video><|end|><|assistant|>[2.<|end|>]",
+        told="<video> read as text",
+    ),
+    "a word in a text": Shape({"text": "It is <image> there."}, told="<image> read as text"),
+    # Others
+    "open assistant": Shape(
+        {"message_id": "b", "parent_id": "a", "role": "assistant", "text": "2."},
+        refused=("parent_id", "tree"),
+    ),
+    "turns that are trained": Shape(
+        {"conversations": [{"from": "human", "value": "1+1?"}, *_turns_trained()]},
+        said=CONTEXT + SECOND,
+    ),
+    "nemo mask": Shape({"conversations": LONG, "mask": "User"}, refused=("mask",)),
+    "nemo mask of a turn": Shape({"messages": _marked("mask", True)}, refused=("mask",)),
+    "swift loss_scale": Shape({"messages": _marked("loss_scale", 0.0)}, said=CONTEXT + SECOND),
+    "swift loss_scale of 2": Shape(
+        {"messages": _marked("loss_scale", 2.0)}, refused=("loss_scale",)
+    ),
+    "mistral prefix": Shape({"messages": _marked("prefix", True, at=3)}, refused=("prefix",)),
+    "mistral prefix that is none": Shape({"messages": _marked("prefix", False)}),
+    "fill in the middle": Shape(
+        {"prompt": "def one():", "completion": "return", "suffix": " 1"}, refused=("suffix",)
+    ),
+    "responses of OpenAI": Shape(
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "input_text", "text": "1+1?"}]},
+                {"role": "assistant", "content": [{"type": "output_text", "text": "2."}]},
+            ]
+        },
+        said=ANSWERED,
+    ),
+    "a thought as a part": Shape(
+        {"messages": [CHAT[0], {"role": "assistant", "content": [{"type": "thinking"}]}]},
+        refused=("type thinking", "reasoning_content"),
+    ),
+    "a part that is not trained": Shape(
+        {
+            "messages": [
+                CHAT[0],
+                {"role": "assistant", "content": [{"type": "text", "text": "2.", "train": False}]},
+            ]
+        },
+        refused=("part of a message has train",),
+    ),
+    "calls in two ways": Shape(
+        {"messages": [CALLED[0], {**CALLED[1], "function_call": {"name": "sub"}}], "tools": [TOOL]},
+        refused=("both tool_calls and function_call",),
     ),
     # ToolACE and xLAM
     "toolace": Shape(
