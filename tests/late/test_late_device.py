@@ -148,6 +148,26 @@ def test_a_tied_tables_gradients_have_the_bits_of_autograds_sum(job, answer):
     assert answer == [True, True]
 
 
+PLANNED = [
+    f"planned:{homes} {kind}"
+    for kind in ("tied", "untied")
+    for homes in ("host", "nvme", "window", "tiles")
+]
+
+
+@pytest.mark.parametrize("job", every(PLANNED, 2))
+def test_a_model_that_is_mostly_its_table_finds_room_in_what_is_planned(job, answer):
+    """Method: micro-batches in a room of the planned bytes and the user's logits. The allocator
+    gave no more. Twin: below, a plan without gradients."""
+    assert isinstance(answer, int) and answer <= 0, answer
+
+
+@pytest.mark.parametrize("job", ["planned:without gradients"])
+def test_a_plan_without_gradients_leaves_no_room_for_them(job, answer):
+    """The twin of the test above."""
+    assert isinstance(answer, str) and "late: out of memory" in answer
+
+
 @pytest.mark.parametrize("job", ["room:a full host"])
 def test_without_a_budget_no_more_is_sent_than_the_host_had_left(job, answer):
     """Method: 4 MiB are left to the engine, 3 of which are planned."""

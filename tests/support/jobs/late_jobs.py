@@ -513,6 +513,71 @@ for _homes, _config in {"host": HOST, "nvme": NVME, "window": WINDOW}.items():
     JOBS[f"tables:{_homes}"] = partial(use_by_use, _config)
 
 
+class MostlyTable(nn.Module):
+    """A table of 2 MiB, and a head that has it or one of its own."""
+
+    rows = 8192
+
+    def __init__(self, *, tied: bool):
+        super().__init__()
+        self.table, self.layer = nn.Embedding(self.rows, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, self.rows, bias=False)
+        if tied:
+            self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        return self.head(self.layer(self.table(ids)))
+
+
+TOKENS = 4
+OWN_NBYTES = 6 * TOKENS * MostlyTable.rows * 4  # of the user: logits, their gradients, the loss
+
+
+def over_the_plan(config: dict[str, Any], *, tied: bool) -> int:
+    """Trains MostlyTable in a room of the planned bytes and the user's own. Returns the bytes that
+    the allocator gave beyond these, at most."""
+    torch.manual_seed(SEED)
+    model = MostlyTable(tied=tied)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    with tempfile.TemporaryDirectory() as folder, late_device.delayed(LATE):
+        torch.accelerator.synchronize()
+        before = LATE.live_nbytes()
+        LATE.reset_peak()
+        config = {"device": WHERE, "nvme_paths": [folder], **config}
+        model, optimizer = infinity.wrap_model(model, optimizer, config)
+        planned = infinity.stats(model).tiers["device"].planned_nbytes
+        with late_device.with_room(LATE, before + planned + OWN_NBYTES - LATE.live_nbytes()):
+            for _ in range(STEPS):
+                for _ in range(2):
+                    ids = torch.randint(0, model.table.num_embeddings, (TOKENS,)).to(WHERE)
+                    nn.functional.cross_entropy(model(ids), ids).backward()
+                step(optimizer)
+            over = LATE.peak_nbytes() - before - planned - OWN_NBYTES
+            infinity.unwrap_model(model, optimizer)
+    return over
+
+
+PLANNED = {
+    "host": HOST,
+    "nvme": NVME,
+    "window": {**HOST, "device_memory": "10400KiB"},
+    "tiles": {**NVME, "device_memory": "7400KiB", "host_memory": "12MiB"},
+}
+for _homes, _config in PLANNED.items():
+    for _tied in (True, False):
+        JOBS[f"planned:{_homes} {'tied' if _tied else 'untied'}"] = partial(
+            over_the_plan, _config, tied=_tied
+        )
+
+
+def gradients_are_not_planned() -> int:
+    with mock.patch("infinity.planning.memory_terms.GRADS_IN_FLIGHT", 0):
+        return over_the_plan(HOST, tied=True)
+
+
+JOBS["planned:without gradients"] = gradients_are_not_planned
+
+
 def on_a_full_host(**config: Any) -> list[Any]:
     """No budget is given, and the machine has 4 MiB for the engine."""
     with mock.patch("infinity.machine.limits.memory_left", lambda: 6 << 20):

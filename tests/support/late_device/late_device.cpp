@@ -221,7 +221,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              pybind11::arg("seconds") = 0.0);
   module.def("leave", [](std::size_t nbytes) { Memory::all().leave(nbytes); });
   module.def("free_nbytes", [] { return Memory::all().free_nbytes(); });
-  module.def("taken_nbytes", [] { return Memory::all().taken_nbytes(); });
+  module.def("live_nbytes", [] { return Memory::all().live_nbytes(); });
+  module.def("peak_nbytes", [] { return Memory::all().peak_nbytes(); });
+  module.def("reset_peak", [] { Memory::all().reset_peak(); });
   module.def("refuse_copies", [](bool refuses) { counts.refuses_copies = refuses; });
   module.def("counts", [] {
     auto& memory = Memory::all();

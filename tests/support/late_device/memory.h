@@ -3,7 +3,8 @@
 //
 // Freed blocks go to the cache of their stream at once, as in torch's allocator, and are
 // overwritten in the order of that stream, as a later kernel would. An allocation can be made to
-// fail, and what is left be made little.
+// fail, and what is left be made little: what is cached counts as free, since torch's allocator
+// splits it, and gives it back before it fails.
 #pragma once
 
 #include <atomic>
@@ -46,19 +47,27 @@ class Memory {
   void* usable(const void* place) const {
     return place ? used_ + (static_cast<const char*>(place) - seen_) : nullptr;
   }
-  std::size_t taken_nbytes() {
+  // Of living tensors: now, and the most since the last ``reset_peak``.
+  std::size_t live_nbytes() {
     std::lock_guard hold(mutex_);
-    return taken_;
+    return live_;
+  }
+  std::size_t peak_nbytes() {
+    std::lock_guard hold(mutex_);
+    return peak_;
+  }
+  void reset_peak() {
+    std::lock_guard hold(mutex_);
+    peak_ = live_;
   }
   std::size_t free_nbytes() {
     std::lock_guard hold(mutex_);
-    return capacity_ - taken_;
+    return capacity_ - live_;
   }
-  // Leaves ``nbytes``, and nothing in the caches; 0: all addresses that no tensor ever had.
+  // Leaves ``nbytes``; 0: all.
   void leave(std::size_t nbytes) {
     std::lock_guard hold(mutex_);
-    caches_.clear();
-    capacity_ = nbytes ? std::min(kCapacity, taken_ + nbytes) : kCapacity;
+    capacity_ = nbytes ? std::min(kCapacity, live_ + nbytes) : kCapacity;
   }
 
   void* allocate(std::size_t nbytes, int device) {
@@ -69,6 +78,7 @@ class Memory {
         (std::max<std::size_t>(nbytes, 1) + kGranule - 1) / kGranule * kGranule;
     Stream* stream = stream_of(device);
     std::lock_guard hold(mutex_);
+    TORCH_CHECK_WITH(OutOfMemoryError, live_ + size <= capacity_, "late: out of memory");
     auto& cached = caches_[stream][size];
     char* place;
     if (!cached.empty()) {
@@ -76,12 +86,14 @@ class Memory {
       cached.pop_back();
       ++reused;
     } else {
-      TORCH_CHECK_WITH(OutOfMemoryError, taken_ + size <= capacity_, "late: out of memory");
+      TORCH_CHECK_WITH(OutOfMemoryError, taken_ + size <= kCapacity, "late: out of addresses");
       place = seen_ + taken_;
       taken_ += size;
       ++fresh;
     }
     blocks_[place] = {size, stream, {}};
+    live_ += size;
+    peak_ = std::max(peak_, live_);
     return place;
   }
 
@@ -127,11 +139,12 @@ class Memory {
     block.owner->put([to = usable(place), size = block.size] { std::memset(to, kFreed, size); });
     std::lock_guard hold(mutex_);
     caches_[block.owner][block.size].push_back(place);
+    live_ -= block.size;
   }
 
   char *seen_, *used_;
   std::mutex mutex_;
-  std::size_t taken_ = 4096, capacity_ = kCapacity;
+  std::size_t taken_ = 4096, live_ = 0, peak_ = 0, capacity_ = kCapacity;
   std::map<char*, Block> blocks_;
   std::map<Stream*, std::map<std::size_t, std::vector<char*>>> caches_;
 };
