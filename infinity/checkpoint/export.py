@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -51,6 +52,7 @@ BESIDE = (
 )
 
 
+ELSEWHERE = "elsewhere.json"  # in it: the folder of tensors that its class has no place for
 OF_MODEL = "model"  # a folder in a checkpoint of `infinity train`: what belongs to its model
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OF_ADAPTER = re.compile(r"(\.lora_\w+|\.modules_to_save)\.\w+(?=\.|$)")  # with PEFT's own name
@@ -94,7 +96,7 @@ def export(
                     " adapter into what was written"
                 )
             with foreign_sources(checkpoint) as sources:
-                return target.write(sources)
+                return target.write(target.rest() | sources)
         if checkpoint.is_file() or list(checkpoint.glob("*.safetensors")):
             return target.write(without_packing(WeightFiles(checkpoint).sources(), checkpoint))
         _refuse_others(checkpoint)
@@ -155,13 +157,26 @@ class _Target:
             "nbytes": sum(source.nbytes for source in sources.values()),
         }
 
-    def rest(self) -> dict[str, Source]:
-        """Returns the tensors in the files of the model's folder for which its class has no place:
-        a checkpoint does not have them."""
-        if self.model is None or self.beside is None or not any(self.beside.glob("*.safetensors")):
-            return {}
-        given = without_packing(WeightFiles(self.beside).sources(), self.beside)
-        return left_out(self.model, given)
+    def rest(self, noted: Path | None = None) -> dict[str, Source]:
+        """Returns the tensors for which the model's class has no place, from its folder: a
+        checkpoint does not have them. ``noted``: their names, and the folder that they were in.
+        Raises ConfigError if one is not to be found."""
+        told = {"tensors": []}
+        beside = self.beside
+        if noted is not None and noted.is_file():
+            told = json.loads(noted.read_text())
+            beside = Path(told["folder"]) if beside in (None, noted.parent) else beside
+        found = {}
+        if self.model is not None and beside is not None and any(beside.glob("*.safetensors")):
+            given = without_packing(WeightFiles(beside).sources(), beside)
+            found = left_out(self.model, given)
+        if missing := [name for name in told["tensors"] if name not in found]:
+            raise ConfigError(
+                f"{beside} has not {len(missing)} tensors that the model's class has no place for"
+                f" ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}): give the folder"
+                " of the model that was trained, --model DIR"
+            )
+        return found
 
     def _as_saved(self, sources: dict[str, Source]) -> dict[str, Source]:
         """Applies the change to the tensors, and gives them the names of the model's own
@@ -235,7 +250,7 @@ def _export(manifest: dict[str, Any], data: Path, target: _Target) -> dict[str, 
         if any(map(OF_ADAPTER.search, sources)) and target.change is None:
             return _write_adapter(data.parent, sources, target)
         _refuse_packed(data.parent, sources)
-        written = target.write(target.rest() | sources)
+        written = target.write(target.rest(data.parent / OF_MODEL / ELSEWHERE) | sources)
     return written | {"parameters": sum(_numel(entry) for entry in manifest["parameters"].values())}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import multimodal
@@ -75,11 +76,30 @@ def test_a_folder_of_images_and_text_keeps_its_class_and_tensors(kind, home, sta
     )
     assert not info["missing_keys"] and type(loaded).__name__ == class_in("base")
     if kind == "qwen3_5":
-        assert run("export saved exported --model base") == 0
-        assert tensors("exported").keys() == before.keys()
-        assert class_in("exported") == class_in("base")
+        for given in ("", " --model base"):  # by default they come from where they were
+            assert run(f"export saved exported{given} --overwrite") == 0
+            assert tensors("exported").keys() == before.keys()
+            assert class_in("exported") == class_in("base")
         half = transformers.AutoModelForCausalLM.from_config(loaded.config)
         assert type(half) is not type(loaded) and len(half.state_dict()) < len(loaded.state_dict())
+
+
+def test_tensors_without_a_place_are_exported_or_their_folder_is_asked_for(place, capsys):
+    """Of a model of text, after its folder has moved, and with the folder of a model that lacks
+    them: nothing is written. Twin: its own folder, at the new place."""
+    multimodal.save("qwen3_5", Path("base"))
+    extra = {f"mtp.{name}.weight": torch.ones(3, 2) for name in ("fc", "norm", "a", "b")}
+    shutil.copytree("base", "other")
+    save_file(tensors("base") | extra, "base/model.safetensors", {"format": "pt"})
+    assert run(f"{JOB} --checkpoint saved") == 0
+    Path("base").rename("moved")
+    for given in ("", " --model other"):
+        assert run(f"export saved exported{given}") == 2
+        told = capsys.readouterr().err
+        assert "4 tensors" in told and "mtp.fc.weight" in told and "--model DIR" in told
+        assert not Path("exported").exists()
+    assert run("export saved exported --model moved") == 0
+    assert extra.keys() <= tensors("exported").keys() == tensors("moved").keys()
 
 
 def test_adapters_are_added_to_what_text_touches(place, capsys):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import json
 import math
 import os
 import time
@@ -312,7 +313,8 @@ def held_out_loss(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> f
 def save_checkpoint(job: Job, *, wait: bool = True) -> None:
     """Saves the job if it has a folder for it; without ``wait`` beside the next step. Every rank
     calls this."""
-    from ...checkpoint.export import OF_MODEL
+    from ...checkpoint.export import ELSEWHERE, OF_MODEL
+    from ...checkpoint.pretrained import CARRIED
 
     if job.checkpoint is None:
         return
@@ -338,6 +340,9 @@ def save_checkpoint(job: Job, *, wait: bool = True) -> None:
                 if part is not None:
                     part.save_pretrained(made)
             copy_processors(job.model_folder, made)
+            if carried := job.model.__dict__.get(CARRIED):
+                told = {"folder": os.path.realpath(str(job.model_folder)), "tensors": list(carried)}
+                (made / ELSEWHERE).write_text(json.dumps(told))
 
 
 def finish_save(job: Job, *, raises: bool = True) -> None:
