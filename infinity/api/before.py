@@ -102,7 +102,7 @@ class _ParamBefore:
     def restore(self) -> None:
         param = self._param
         if param.__class__ is not self._class:
-            dispatch_keys.ask_nobody(param)
+            dispatch_keys.clear_python_key(param)
             param.__class__ = self._class
         if param.__dict__.keys() != self._attributes.keys():
             for name in param.__dict__.keys() - self._attributes.keys():

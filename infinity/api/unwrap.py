@@ -112,7 +112,7 @@ def _plan_unwrap(record: Wrapped, managed: Sequence[InfinityOptimizer]) -> Calla
         for remover in reversed(record.removers):
             remover.remove()
         for param, (value, grad) in values.items():
-            dispatch_keys.ask_nobody(param)
+            dispatch_keys.clear_python_key(param)
             param.__class__ = plain_class(param)
             param.__dict__.pop("_infinity", None)
             set_bytes(param, value)

@@ -17,14 +17,14 @@ import torch
 _WORDS = 40  # prefix of a TensorImpl with the keys, in all supported torches
 
 
-def ask_class(tensor: torch.Tensor) -> None:
+def set_python_key(tensor: torch.Tensor) -> None:
     """Has operations on ``tensor`` call ``__torch_dispatch__`` of its class, until
-    :func:`ask_nobody`."""
+    :func:`clear_python_key`."""
     if (place := _place()) is not None:
         _keys(tensor, place).value |= _python()
 
 
-def ask_nobody(tensor: torch.Tensor) -> None:
+def clear_python_key(tensor: torch.Tensor) -> None:
     """Has operations on ``tensor`` run as on a plain one. A wrapper (a DTensor) has the key of its
     own, and keeps it: without it torch would read memory that a wrapper does not have."""
     if hasattr(type(tensor), "__tensor_flatten__"):
@@ -33,7 +33,7 @@ def ask_nobody(tensor: torch.Tensor) -> None:
         _keys(tensor, place).value &= ~_python()
 
 
-def is_asked(tensor: torch.Tensor) -> bool:
+def has_python_key(tensor: torch.Tensor) -> bool:
     """Returns whether operations on ``tensor`` call its class."""
     return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
@@ -74,6 +74,6 @@ def _place() -> int | None:
     (place,) = places
     before = _keys(plain, place).value
     _keys(plain, place).value |= _python()
-    works = is_asked(plain)
+    works = has_python_key(plain)
     _keys(plain, place).value = before
-    return place if works and not is_asked(plain) else None
+    return place if works and not has_python_key(plain) else None

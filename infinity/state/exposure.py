@@ -98,10 +98,10 @@ class Exposure:
                     param.__class__ = distributed
                     continue
                 # A class that is asked has to answer.
-                dispatch_keys.ask_nobody(param)
+                dispatch_keys.clear_python_key(param)
                 param.__class__ = plain
                 if classes is STORED:
-                    dispatch_keys.ask_class(param)
+                    dispatch_keys.set_python_key(param)
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor, *, stays: bool) -> None:
         """Watches for changes through ``data``, the ``param.data`` that a user got: torch does not

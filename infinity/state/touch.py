@@ -192,9 +192,9 @@ class _Call:
                 if its[0].engine.computing:  # the parameters stay at rest: see runtime/prefetch.py
                     held.enter_context(DisableTorchFunction())
                     for param in [handle.param for handle in its]:
-                        if dispatch_keys.is_asked(param):
-                            dispatch_keys.ask_nobody(param)
-                            held.callback(dispatch_keys.ask_class, param)
+                        if dispatch_keys.has_python_key(param):
+                            dispatch_keys.clear_python_key(param)
+                            held.callback(dispatch_keys.set_python_key, param)
             values = _Values(touched, written)
             args, kwargs = values.arguments(self.args, self.kwargs)
             try:

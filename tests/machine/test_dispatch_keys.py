@@ -41,9 +41,13 @@ def test_what_asks_no_function_asks_the_class(way):
     tensor, go = torch.tensor([1.0, 2.0]), WAYS[way]
     expected, counts = go(tensor), []
     tensor.__class__ = Told
-    for change in (dispatch_keys.ask_nobody, dispatch_keys.ask_class, dispatch_keys.ask_nobody):
+    for change in (
+        dispatch_keys.clear_python_key,
+        dispatch_keys.set_python_key,
+        dispatch_keys.clear_python_key,
+    ):
         change(tensor)
-        assert dispatch_keys.is_asked(tensor) == (change is dispatch_keys.ask_class)
+        assert dispatch_keys.has_python_key(tensor) == (change is dispatch_keys.set_python_key)
         Told.told.clear()
         with torch._C.DisableTorchFunctionSubclass():
             assert torch.equal(go(tensor), expected)
@@ -57,26 +61,26 @@ def test_another_data_leaves_the_keys():
         tensor = torch.ones(2)
         tensor.__class__ = Told
         if asks:
-            dispatch_keys.ask_class(tensor)
+            dispatch_keys.set_python_key(tensor)
         tensor.data = torch.zeros(2)
-        assert dispatch_keys.is_asked(tensor) == asks
-        dispatch_keys.ask_nobody(tensor)
+        assert dispatch_keys.has_python_key(tensor) == asks
+        dispatch_keys.clear_python_key(tensor)
 
 
 def test_in_a_torch_that_differs_nothing_is_changed(monkeypatch):
     monkeypatch.setattr(dispatch_keys, "_place", lambda: None)
     tensor = torch.ones(2)
-    dispatch_keys.ask_class(tensor)
-    assert not dispatch_keys.is_asked(tensor)
+    dispatch_keys.set_python_key(tensor)
+    assert not dispatch_keys.has_python_key(tensor)
 
 
 def test_a_wrapper_keeps_its_own_key():
     """Asks nobody for a tensor of a wrapper's class, which has no memory. Twin: a plain tensor that
     was asked runs as before."""
     inner = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    dispatch_keys.ask_nobody(inner)
-    assert dispatch_keys.is_asked(inner) and inner.sum().item() == 5.0
+    dispatch_keys.clear_python_key(inner)
+    assert dispatch_keys.has_python_key(inner) and inner.sum().item() == 5.0
     plain = torch.ones(2)
-    dispatch_keys.ask_class(plain)
-    dispatch_keys.ask_nobody(plain)
-    assert not dispatch_keys.is_asked(plain)
+    dispatch_keys.set_python_key(plain)
+    dispatch_keys.clear_python_key(plain)
+    assert not dispatch_keys.has_python_key(plain)
