@@ -6,6 +6,7 @@ export     shares a tensor's memory past torch's operations: DLPack, NumPy, a st
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -21,6 +22,7 @@ class AtHome(torch.Tensor):
     values. An export raises UsageError, any other access to its memory RuntimeError."""
 
     _infinity_grad: ParamHandle
+    _lent: Callable[[], torch.Tensor]  # makes a plain tensor of its values, in memory of its own
     plain: torch.Tensor | None = None  # its own values, once its parameter got another gradient
 
     @classmethod
@@ -114,10 +116,6 @@ class AtHome(torch.Tensor):
     @property
     def _is_alone(self) -> bool:
         return self._infinity_grad.engine.gradients.values.ranks.alone
-
-    def _lent(self) -> torch.Tensor:
-        """Returns the values as a plain tensor in memory that the engine does not use."""
-        raise NotImplementedError
 
     def __dlpack__(self, *args, **kwargs):
         self._refuse("DLPack")

@@ -7,6 +7,7 @@ device.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from functools import partial
 
 import torch
@@ -35,7 +36,7 @@ class FeedForward(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class Stack(nn.Module):
+class Stack(nn.Module, ABC):
     """Layers, and a head that is called. A kind of stack makes one layer, and runs one."""
 
     def __init__(self) -> None:
@@ -43,11 +44,11 @@ class Stack(nn.Module):
         self.layers = nn.ModuleList([self.layer() for _ in range(LAYERS)])
         self.head = nn.Linear(WIDTH, 2)
 
-    def layer(self) -> nn.Module:
-        raise NotImplementedError
+    @abstractmethod
+    def layer(self) -> nn.Module: ...
 
-    def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def run(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor: ...
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
