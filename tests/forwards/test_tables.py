@@ -397,8 +397,10 @@ class Model(nn.Module):
 
 def grown(tied, home, budget):
     model = Model(tied)
-    config = {"params": home, "optimizer": home, "nvme_paths": [sys.argv[1]], "device_memory": budget}
-    model, optimizer = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), config)
+    config = {"params": home, "optimizer": home, "device_memory": budget}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    config["nvme_paths"] = [sys.argv[1]]
+    model, optimizer = infinity.wrap_model(model, optimizer, config)
     device = infinity.stats(model).tiers["device"]
     there = wrapped(model).engine.job.ledger.accounts[Tier.DEVICE].charged_nbytes
     gc.collect()
@@ -423,7 +425,7 @@ for home in ("device", "host", "nvme"):
             print(json.dumps([home, tied, "what is planned", grown(tied, home, planned)[1]]))
         if home != "device":
             print(json.dumps([home, tied, "tiles", grown(tied, home, planned // 3)[1]]))
-"""  # noqa: E501
+"""
 OWN_NBYTES = 12 * 1024**2  # torch's: logits, activations, buffers of products. Half a table
 
 
