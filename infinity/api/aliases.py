@@ -11,13 +11,18 @@ an export, while a live graph may have saved a view of the weight.
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import functools
 import gc
 import logging
+import types
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -87,82 +92,187 @@ def warn_of_aliases(
 
 
 class OwnViews:
-    """The attributes of a model that are views of its weights: from the wrap to the unwrap they are
-    views at rest, which show the values at home."""
+    """What a model holds that are views of its weights: from the wrap to the unwrap they are views
+    at rest, which show the values at home."""
 
     def __init__(self, model: nn.Module):
         """Finds them. Raises ConfigError for a view that cannot follow its weight: a buffer, one of
-        several weights, or one inside a tuple."""
+        several weights, an array, or one inside a tuple."""
         by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
         for param, names in parameter_names(model).items():
             if is_managed(param) and _has_bytes(param):
                 by_storage.setdefault(storage_guard.identity(param), []).append((names[0], param))
-        self._found: list[tuple[Any, Any, nn.Parameter, tuple]] = []
-        for path, place, key, tensor, follows in _attributes(model) if by_storage else ():
-            if handle_of(tensor) is not None or is_managed(tensor) or tensor.grad_fn is not None:
+        own = Counter(map(storage_guard.identity, _with_bases(model.parameters()).values()))
+        by_storage = {
+            key: its
+            for key, its in by_storage.items()
+            if storage_guard.references(its[0][1]) > own[key]
+        }
+        by_address = {
+            param.untyped_storage().data_ptr(): its
+            for its in by_storage.values()
+            for _, param in its[:1]
+        }
+        self._found: list[_View] = []
+        for path, place, key, value, follows in _held(model) if by_storage else ():
+            if isinstance(value, np.ndarray):
+                shared = by_address.get(_owner_address(value), [])
+            elif handle_of(value) is not None or is_managed(value) or not _has_bytes(value):
                 continue
-            if not _has_bytes(tensor) or not tensor.numel():
-                continue
-            shared = by_storage.get(storage_guard.identity(tensor), [])
-            whose = [(name, param) for name, param in shared if _contains(param, tensor)]
-            if shared and not (whose and follows and tensor.dtype == whose[0][1].dtype):
+            else:
+                shared = by_storage.get(storage_guard.identity(value), [])
+            is_tensor = isinstance(value, torch.Tensor)
+            whose = [
+                (name, param) for name, param in shared if is_tensor and _contains(param, value)
+            ]
+            if shared and not (whose and follows and value.dtype == whose[0][1].dtype):
                 raise ConfigError(
                     f"{path} is a view of the weight {(whose or shared)[0][0]}, which goes home: it"
                     " would keep the values of now. Compute it in the forward, make it a plain"
                     " attribute that is a view of one weight, or clone() it before wrap_model."
                 )
             for _, param in whose[:1]:
-                offset = tensor.storage_offset() - param.storage_offset()
-                self._found.append((place, key, param, (tensor.size(), tensor.stride(), offset)))
+                offset = value.storage_offset() - param.storage_offset()
+                form = (value.size(), value.stride(), offset)
+                self._found.append(_View(place, key, param, form, value.requires_grad, value))
 
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The views as they are now."""
-        return [_there(place)[key] for place, key, *_ in self._found]
+        return [view for each in self._found if (view := each.there()) is not None]
 
     def take(self) -> None:
-        """Takes the views anew, of the parameters as they are now: at rest, or plain."""
-        with torch.no_grad():
-            for place, key, param, (size, stride, offset) in self._found:
-                data = param.detach()
-                _there(place)[key] = data.as_strided(size, stride, data.storage_offset() + offset)
+        """Takes the views anew, of the parameters as they are now: at rest, or plain. Leaves out
+        those in whose place something else is by now."""
+        for each in self._found:
+            each.take()
 
 
-def _attributes(model: nn.Module) -> Iterator[tuple[str, Any, Any, torch.Tensor, bool]]:
-    """Yields the path of each buffer and tensor attribute of the modules of ``model``, where it is
-    and its key there, and whether another tensor may take its place."""
+class _View:
+    """A view of a weight, and its place: a list, a dict, or the attributes of an object, which is
+    not kept alive, since the model's record has the views and must not keep the model."""
+
+    def __init__(
+        self, place: Any, key: Any, param: nn.Parameter, form: tuple, has_grad: bool, view: Any
+    ):
+        self._place, self._key, self._param, self._form = place, key, param, form
+        self._has_grad, self._view = has_grad, weakref.ref(view)
+
+    def there(self) -> torch.Tensor | None:
+        """Returns the view, if it still is at its place."""
+        try:
+            found = self._place[self._key]
+        except (LookupError, AttributeError):
+            return None
+        return found if found is self._view() else None
+
+    def take(self) -> None:
+        if self.there() is None:
+            return
+        size, stride, offset = self._form
+        with torch.set_grad_enabled(self._has_grad):
+            data = self._param if self._has_grad else self._param.detach()
+            view = data.as_strided(size, stride, data.storage_offset() + offset)
+        self._place[self._key], self._view = view, weakref.ref(view)
+
+
+class _Attributes:
+    """The attributes of an object, or what a cell of a closure has, as a mapping."""
+
+    def __init__(self, owner: Any):
+        self._owner: Callable[[], Any]
+        try:
+            self._owner = weakref.ref(owner)
+        except TypeError:
+            self._owner = lambda: owner  # it has slots alone, or is a cell
+
+    def __getitem__(self, name: str) -> Any:
+        return object.__getattribute__(self._owner(), name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        object.__setattr__(self._owner(), name, value)  # past a module's, and a frozen dataclass's
+
+
+Held = tuple[str, Any, Any, Any, bool]
+MOST = 100_000  # objects that are looked through
+_PASSED = (type, types.ModuleType, torch.optim.Optimizer, str, bytes, int, float, logging.Logger)
+
+
+def _held(model: nn.Module) -> Iterator[Held]:
+    """Yields the path of each tensor and array that ``model`` holds outside of its parameters,
+    where it is and its key there, and whether another tensor may take its place."""
+    rest: list[tuple[str, Any]] = []
     for prefix, module in model.named_modules():
         path = f"{prefix}." if prefix else ""
         for name, value in module._buffers.items():
             if value is not None:
                 yield path + name, module._buffers, name, value, False
+        for name, value in vars(type(module)).items():
+            yield from _found(path + name, None, name, value, False, rest)
         for name, value in list(vars(module).items()):
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            if isinstance(value, torch.Tensor):
-                yield path + name, weakref.ref(module), name, value, True
-            else:
-                yield from _items(path + name, value, set())
+            if name == "_parameters":
+                for of, param in value.items():
+                    rest += [(path + of, param)] if param is not None else []
+            elif name not in ("_buffers", "_modules"):
+                yield from _found(path + name, _Attributes(module), name, value, True, rest)
+    seen: set[int] = set()
+    while rest and len(seen) < MOST:
+        path, each = rest.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            for inner, place, key, value, follows in _inside(path, each):
+                yield from _found(inner, place, key, value, follows, rest)
 
 
-def _items(
-    path: str, value: Any, above: set[int]
-) -> Iterator[tuple[str, Any, Any, torch.Tensor, bool]]:
-    """Yields the same of each tensor in ``value``, if that is a list, tuple or dict, and in those
-    inside. ``above``: the ids of those around it."""
-    if type(value) not in (list, tuple, dict) or id(value) in above:
-        return
-    for key, each in value.items() if type(value) is dict else enumerate(value):
-        if isinstance(each, torch.Tensor):
-            yield f"{path}[{key!r}]", value, key, each, type(value) is not tuple
-        else:
-            yield from _items(f"{path}[{key!r}]", each, above | {id(value)})
+def _found(
+    path: str, place: Any, key: Any, value: Any, follows: bool, rest: list[tuple[str, Any]]
+) -> Iterator[Held]:
+    """Yields a tensor or array, and puts anything else to what is looked through."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        yield path, place, key, value, follows
+    elif not isinstance(value, (nn.Module, *_PASSED)):
+        rest.append((path, value))
 
 
-def _there(place: Any) -> Any:
-    """Returns the list or dict at ``place``, or the attributes of the module that it refers to: the
-    model's record has the places, and must not keep the model."""
-    return vars(place()) if isinstance(place, weakref.ref) else place
+def _inside(path: str, value: Any) -> Iterator[Held]:
+    """Yields what an object holds: items, attributes, what a function takes from around it."""
+    if isinstance(value, (list, collections.deque)):
+        yield from ((f"{path}[{at}]", value, at, each, True) for at, each in enumerate(value))
+    elif isinstance(value, (tuple, set, frozenset)):
+        yield from ((f"{path}[{at}]", None, at, each, False) for at, each in enumerate(value))
+    elif isinstance(value, dict):
+        items = list(value.items())
+        yield from ((f"{path}[{key!r}]", value, key, each, True) for key, each in items)
+    elif isinstance(value, types.MethodType):
+        yield path, None, "", value.__self__, False
+        yield path, None, "", value.__func__, False
+    elif isinstance(value, functools.partial):
+        for name in ("func", "args", "keywords"):
+            yield f"{path}.{name}", None, "", getattr(value, name), False
+    elif isinstance(value, types.FunctionType):
+        for name in ("__defaults__", "__kwdefaults__"):
+            yield f"{path}.{name}", None, "", getattr(value, name), False
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
+            with contextlib.suppress(ValueError):  # an empty cell
+                there = cell.cell_contents
+                yield f"{path}().{name}", _Attributes(cell), "cell_contents", there, True
+    names = set(getattr(value, "__dict__", {}))
+    for base in type(value).__mro__:
+        slots = vars(base).get("__slots__", ())
+        names |= {slots} if isinstance(slots, str) else set(slots)
+    for name in sorted(names):
+        with contextlib.suppress(AttributeError):
+            there = object.__getattribute__(value, name)
+            yield f"{path}.{name}", _Attributes(value), name, there, True
+
+
+def _owner_address(array: np.ndarray) -> int:
+    """Returns the address of the memory that an array is a view of."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    if isinstance(array.base, torch.Tensor):
+        return _address(array.base)
+    return array.__array_interface__["data"][0]
 
 
 def _contains(param: torch.Tensor, view: torch.Tensor) -> bool:

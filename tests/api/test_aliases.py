@@ -3,8 +3,14 @@ not of ordinary models."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import gc
 import logging
 import re
+import types
+import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -219,6 +225,17 @@ def test_weights_of_another_wrapped_model_are_passed_over(tmp_path, caplog):
     infinity.unwrap_model(other)
 
 
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    inner: Any
+    more: Any
+
+
+@dataclasses.dataclass(slots=True)
+class Slots:
+    first: torch.Tensor
+
+
 class WithViews(nn.Module):
     """Attributes of each kind that are views of weights, used in its forward."""
 
@@ -231,10 +248,19 @@ class WithViews(nn.Module):
         self.rows = [self.c.weight.detach()[2]]
         self.turned = {"w": ([self.c.weight.data.t()], "a text")}
         self.turned["itself"] = self.turned
+        held = self.a.weight.data[3]
+        self.closed = lambda x: x * held.sum()
+        self.a.register_forward_hook(lambda module, args, out: self.closed(out))
+        self.record = Frozen(Slots(self.c.weight.data[:, 1]), deque([self.a.bias.data[:2]]))
+        self.c.bias.beside = self.c.bias.data[:1]
+        self.scaled = functools.partial(torch.mul, other=self.c.weight.data[4])
+        self.trained = [self.c.weight[5]]  # with its graph, so that it has a part in the gradient
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.c(self.b(self.a(x))) * self.first.sum() + self.rows[0].sum()
-        return y + (self.turned["w"][0][0] @ x.t()).sum()
+        y = y + (self.turned["w"][0][0] @ x.t()).sum() + self.c.bias.beside
+        y = y * self.record.inner.first.sum() + self.record.more[0].sum()
+        return self.scaled(y) + self.trained[0] * x
 
 
 @pytest.mark.parametrize("home", [None, *HOMES])
@@ -291,6 +317,21 @@ def other_bits(model: nn.Module) -> None:
     model[0].bits = model[0].weight.data.view(torch.int32)
 
 
+def an_array_in_an_object(model: nn.Module) -> None:
+    model[0].kept = types.SimpleNamespace(array=model[0].weight.detach().numpy()[2:])
+
+
+def a_default_of_a_hook(model: nn.Module) -> None:
+    def hook(module, args, out, row=model[1].weight.data[0]):
+        return out + row
+
+    model[1].register_forward_hook(hook)
+
+
+def a_set_in_a_frozen_object(model: nn.Module) -> None:
+    model[0].kept = Frozen({model[0].weight.data[1]}, None)
+
+
 @pytest.mark.parametrize(
     "add, name, weight",
     [
@@ -299,15 +340,40 @@ def other_bits(model: nn.Module) -> None:
         (a_tuple, "1.parts[0]", "1.weight"),
         (a_tuple_in_a_list, "0.groups[0]['halves'][0]", "0.weight"),
         (other_bits, "0.bits", "0.weight"),
+        (an_array_in_an_object, "0.kept.array", "0.weight"),
+        (a_default_of_a_hook, "1._forward_hooks[", "1.weight"),
+        (a_set_in_a_frozen_object, "0.kept.inner[0]", "0.weight"),
     ],
 )
 def test_a_view_that_cannot_follow_its_weight_is_refused_by_name(add, name, weight, tmp_path):
     """Wraps a model with each. Twin: a clone of the same values is the model's own."""
     model = make()
     add(model)
-    with pytest.raises(infinity.ConfigError, match=re.escape(f"{name} is a view of the weight")):
+    with pytest.raises(
+        infinity.ConfigError, match=re.escape(name) + f".*is a view of the weight {weight}"
+    ):
         infinity.wrap_model(model, None, at_home("host", "host", tmp_path))
     assert type(model[0].weight) is nn.Parameter
     model = make()
     model[0].register_buffer("first", model[0].weight.data.view(-1)[:16].clone())
     infinity.wrap_model(model, None, at_home("host", "host", tmp_path))
+
+
+def test_what_took_the_place_of_a_view_stays_after_the_unwrap(tmp_path):
+    """Replaces two of three views while the model is wrapped. Twin: the third follows its weight,
+    and the model goes with its last reference."""
+    model = make()
+    model.rows = [row for row in model[0].weight.data[:3]]
+    model.more = types.SimpleNamespace(row=model[1].weight.data[0], model=model)
+    model, _ = infinity.wrap_model(model, None, at_home("host", "host", tmp_path))
+    model.rows[0], model.more.row = torch.ones(8), None
+    model.rows.pop()
+    infinity.unwrap_model(model)
+    assert torch.equal(model.rows[0], torch.ones(8)) and model.more.row is None
+    model[0].weight.data.fill_(2.0)
+    assert len(model.rows) == 2 and torch.equal(model.rows[1], torch.full((8,), 2.0))
+    model, _ = infinity.wrap_model(model, None, at_home("host", "host", tmp_path))
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
