@@ -6,8 +6,10 @@ plan    the most that a tier is expected to be charged, known before the first s
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from .. import native
 from ..errors import CapacityError
@@ -21,8 +23,10 @@ class Ledger:
 
     ``accounts``: for each tier the bytes charged now, their peak, those planned, and the limit
     (None: none). A :class:`native.Charge` frees its bytes when it is released or collected.
+    ``share``: this rank's part of the machine's host and NVMe budgets, as users give them.
     """
 
+    share: Fraction = Fraction(1)
     accounts: dict[Tier, native.Account] = field(
         default_factory=lambda: {tier: native.Account() for tier in Tier}
     )
@@ -53,13 +57,22 @@ class Ledger:
         charge = account.charge(nbytes, passing)
         if charge is None:
             charged, budget = account.charged_nbytes, account.budget_nbytes
-            raise CapacityError(
+            share = 1 if tier is Tier.DEVICE else self.share
+            given, least = math.ceil(budget / share), math.ceil((charged + nbytes) / share)
+            name = BUDGETS[tier]
+            error = CapacityError(
                 f"{what} needs {format_nbytes(nbytes)} of {tier} memory, but"
-                f" {format_nbytes(charged)} of {format_nbytes(budget)} is in use. Raise"
-                f" Config({BUDGETS[tier]}=...) by at least"
-                f" {format_nbytes(charged + nbytes - budget)}."
+                f" {format_nbytes(charged)} of {format_nbytes(budget)} is in use. Raise {name} by"
+                f" at least {format_nbytes(least - given)}: Config({name}={least})"
             )
+            error.needed = {name: charged + nbytes}
+            raise error
         return charge
+
+    def check(self, tier: Tier, nbytes: int, what: str) -> None:
+        """Raises CapacityError if :meth:`reserve` would, with nothing charged. Before several are
+        made, so that the error names all of them."""
+        self.reserve(tier, nbytes, what).release()
 
     def room(self, tier: Tier) -> int | None:
         """Returns the bytes of ``tier`` that may still be charged; None without a limit."""

@@ -34,6 +34,7 @@ from ..state.pieces import (
     Progress,
     allocate_beside,
     change_pieces,
+    check_room_beside,
     pieces_of,
     read_value,
 )
@@ -133,6 +134,13 @@ class OuterStep:
     def _allocate(self, most: int) -> None:
         kinds = () if self.settings.is_plain and not self.axis.compresses else (ANCHOR,)
         kinds += (MOMENTUM,) if self.settings.momentum else ()
+        numel = max(map(_numel, self.units.values()), default=0)
+        # Each exchange: all groups' rows and their mean; then what is sent, and a row decoded.
+        each = self.axis.size * self.axis.nbytes_of(numel) + 4 * numel
+        nbytes = most * each + 2 * 4 * numel
+        wanted = [(flat, torch.float32) for flats in self.units.values() for flat in flats]
+        what = f"the state of LocalSteps ({', '.join((*kinds, 'exchanges'))})"
+        check_room_beside(self._store, wanted * len(kinds), what, on_host_nbytes=nbytes)
         for kind in kinds:
             self.arrays[kind] = {}
             for unit, flat_params in self.units.items():
@@ -141,10 +149,6 @@ class OuterStep:
                     self.arrays[kind][flat_param] = allocate_beside(
                         self._store, flat_param, torch.float32, what, version=self._steps.index
                     )
-        numel = max(map(_numel, self.units.values()), default=0)
-        # Each exchange: all groups' rows and their mean; then what is sent, and a row decoded.
-        each = self.axis.size * self.axis.nbytes_of(numel) + 4 * numel
-        nbytes = most * each + 2 * 4 * numel
         self._charge = self._store.ledger.admit(Tier.HOST, nbytes, "exchanges between groups")
 
     def free(self) -> None:

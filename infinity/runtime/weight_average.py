@@ -23,7 +23,14 @@ from ..state.encoding import encode
 from ..state.flat_param import FlatParam
 from ..state.handle import ParamHandle
 from ..state.operations import State
-from ..state.pieces import Piece, Progress, allocate_beside, change_pieces, read_value
+from ..state.pieces import (
+    Piece,
+    Progress,
+    allocate_beside,
+    change_pieces,
+    check_room_beside,
+    read_value,
+)
 from ..storage.arrays import StateArray
 from .job import Job, wait_idle
 
@@ -41,11 +48,24 @@ class WeightAverage:
         self.is_exchanged = False
         self.is_wanted = False  # as the weights: else the next use brings the weights back
         self._arrays: dict[FlatParam, StateArray] = {}
+        dtypes = {
+            flat_param: torch.float32 if "master" in flat_param.arrays else flat_param.spec.dtype
+            for unit in job.units
+            for flat_param in unit.flat_params
+            if flat_param.spec.stepped
+        }
+        otherwise, version = job.planned.plan.tiers["master"], job.steps.index
         try:
-            for unit in job.units:
-                for flat_param in unit.flat_params:
-                    if flat_param.spec.stepped:
-                        self._allocate(flat_param, f"average of unit {unit.name}")
+            check_room_beside(job.store, dtypes.items(), "the average", otherwise=otherwise)
+            for flat_param, dtype in dtypes.items():
+                self._arrays[flat_param] = allocate_beside(
+                    job.store,
+                    flat_param,
+                    dtype,
+                    "the average",
+                    version=version,
+                    otherwise=otherwise,
+                )
         except BaseException:
             self.free()
             raise
@@ -61,11 +81,6 @@ class WeightAverage:
         if (job := self._job()) is None or job.uses.is_in(State.UNWRAPPED):
             raise UsageError("the average went with its model, which was unwrapped or is gone")
         return job
-
-    def _allocate(self, flat_param: FlatParam, what: str) -> None:
-        dtype = torch.float32 if "master" in flat_param.arrays else flat_param.spec.dtype
-        store, version = self.job.store, self.job.steps.index
-        self._arrays[flat_param] = allocate_beside(store, flat_param, dtype, what, version=version)
 
     @property
     def arrays_in_memory(self) -> list[StateArray]:

@@ -385,7 +385,7 @@ def test_an_average_keeps_within_the_budget(tmp_path):
     planned = infinity.stats(probe).tiers["host"].planned_nbytes
     full, its = pair("host", tmp_path, host_memory=planned + 64 * 1024)
     for _ in range(2):
-        with pytest.raises(infinity.CapacityError, match="average of unit"):
+        with pytest.raises(infinity.CapacityError, match="the average needs"):
             infinity.ema(full, 0.9)
     step(full, its, 0)
 

@@ -169,7 +169,7 @@ def test_anchors_that_have_no_room_are_refused_with_numbers():
     made.local.remove()
     account = engine_of(made.model).job.ledger.accounts[Tier.HOST]
     account.budget_nbytes = account.charged_nbytes + 4096
-    with pytest.raises(CapacityError, match="Raise Config"):
+    with pytest.raises(CapacityError, match=r"Raise host_memory by .* Config\(host_memory="):
         infinity.LocalSteps(made.model, made.axis)
     assert engine_of(made.model).outer is None
     loss_of(made.model, tokens(0)).backward()
