@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, cast
 
 import torch
@@ -22,6 +22,7 @@ from ..distributed.parallel_dims import ParallelDims
 from ..errors import CapacityError, ConfigError, InternalError
 from ..forwards.tables import tables_of
 from ..forwards.tiles import HEAD_RATIO, SMALLEST_TILE_NBYTES, candidates
+from ..forwards.uses_by_hand import used_by_hand
 from ..machine import limits, scratch
 from ..machine.accelerator import make_device
 from ..machine.device import Device
@@ -113,7 +114,7 @@ def lay_out(
             collectives=alone,
             dtype_of=dtype_of,
         )
-        _, (groups, flat_params, plan) = lay_out_here(
+        _, (groups, flat_params, plan, _) = lay_out_here(
             model, config, flat_params_of, device, alone, reuses=reuses, explains=explains
         )
     finally:
@@ -149,38 +150,50 @@ class Ways:
         self._made: dict[tuple, _Way | None] = {}
 
     def lay_out(
-        self, config: Config, free: Mapping[Tier, int] | None, *, tiles: bool = True
+        self,
+        config: Config,
+        free: Mapping[Tier, int] | None,
+        *,
+        tiles: bool = True,
+        surely: bool = False,
     ) -> Laid:
         """Makes the groups, their flat params and the plan. If the device's budget is below the
         bytes that are held together, large layers run in tiles of the largest size that fits.
-        Without a budget that is what is free, if ``tiles`` lets them. ``free``: see
-        :func:`make_plan`. Raises CapacityError if no plan fits."""
+        Without a budget that is what is free, if ``tiles`` lets them. ``surely``: no weight runs in
+        tiles that code uses by hand. ``free``: see :func:`make_plan`. Raises CapacityError if no
+        plan fits."""
         refused: CapacityError | None = None
-        for limit in (None, *self._tile_limits(config, free)):
+        whole: partial[MemoryPlan] | None = None
+        for limit, by_hand in self._ways_to_tile(config, free):
+            if limit is not None and by_hand and surely:
+                break
             if limit is not None and config.device_memory is None:
                 if not tiles or not _is_device_short(refused, config):
                     break
-            way = self._way(config, limit)
+            way = self._way(config, limit, by_hand)
             if way is None:
                 continue
+            plan_of = partial(
+                make_plan,
+                way.sizes,
+                held_nbytes=way.held_nbytes,
+                free=free,
+                device=self._device,
+                reuses=self._reuses,
+                buffers_nbytes=self._buffers_nbytes,
+            )
+            whole = whole or plan_of
             try:
-                plan = make_plan(
-                    way.sizes,
-                    config,
-                    held_nbytes=way.held_nbytes,
-                    free=free,
-                    device=self._device,
-                    reuses=self._reuses,
-                    buffers_nbytes=self._buffers_nbytes,
-                )
+                plan = plan_of(config)
             except CapacityError as error:
-                refused = error
+                if limit is None or not by_hand:
+                    refused = error
                 if any(size.is_averaged for size in way.sizes) or any(
                     map(is_distributed, self._model.parameters())
                 ):
                     break  # each tile would need a gather and a reduction of its own
                 continue
-            return Laid(way.groups, way.flat_params, plan)
+            return Laid(way.groups, way.flat_params, plan, partial(_refuses_window, whole))
         if refused is None:
             raise InternalError("no plan was tried")
         raise refused
@@ -207,20 +220,28 @@ class Ways:
         if free is not None and config.nvme_paths and not free[Tier.NVME]:
             free = {**free, Tier.NVME: measured_free(Tier.NVME, config, self._device)}
         try:
-            self.lay_out(config, free)
+            self.lay_out(config, free, surely=True)
         except CapacityError as error:
             return error
         return None
 
-    def _way(self, config: Config, limit: int | None) -> _Way | None:
-        """Returns the way with tiles of ``limit`` bytes; None: there is nothing to tile."""
-        key = config.units, limit
+    def _way(self, config: Config, limit: int | None, by_hand: bool = True) -> _Way | None:
+        """Returns the way with tiles of ``limit`` bytes; None: there is nothing to tile.
+        ``by_hand``: weights that code uses by hand run in tiles, too."""
+        key = config.units, limit, by_hand
         if key not in self._made:
-            self._made[key] = self._make_way(config, limit)
+            self._made[key] = self._make_way(config, limit, by_hand)
         return self._made[key]
 
-    def _make_way(self, config: Config, limit: int | None) -> _Way | None:
-        tiled = {} if limit is None else candidates(self._model, limit, self._dtype_of)
+    @cached_property
+    def _by_hand(self) -> set[nn.Parameter]:
+        return used_by_hand(self._model)
+
+    def _make_way(self, config: Config, limit: int | None, by_hand: bool) -> _Way | None:
+        tiled = {}
+        if limit is not None:
+            without = set() if by_hand else self._by_hand
+            tiled = candidates(self._model, limit, self._dtype_of, without)
         if limit is not None and not tiled:
             return None
         groups = partition(self._model, cast("str | tuple[str, ...]", config.units), tiled)
@@ -235,6 +256,18 @@ class Ways:
             {id(group): size.weight_nbytes for group, size in zip(groups, sizes)},
         )
         return _Way(groups, flat_params, sizes, held)
+
+    def _ways_to_tile(
+        self, config: Config, free: Mapping[Tier, int] | None
+    ) -> Iterator[tuple[int | None, bool]]:
+        """Yields the tile sizes to try, None first, and whether weights that are used by hand run
+        in tiles, too. They do if nothing else fits: a branch with such a use may never run."""
+        yield None, True
+        limits = list(self._tile_limits(config, free))
+        for by_hand in (False, True):
+            if by_hand and not self._by_hand:
+                return
+            yield from ((limit, by_hand) for limit in limits)
 
     def _tile_limits(self, config: Config, free: Mapping[Tier, int] | None) -> Iterator[int]:
         """Yields the tile sizes to try, in bytes, largest first."""
@@ -265,11 +298,39 @@ class _Way(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """The result of :meth:`Ways.lay_out`."""
+    """The result of :meth:`Ways.lay_out`. ``refuses_window``: plans without tiles for a window of
+    so many bytes, and so many of gradients beside it. Returns the error of a configuration that is
+    too small for them, or None."""
 
     groups: list[Group]
     flat_params: list[list[FlatParam]]
     plan: MemoryPlan
+    refuses_window: Callable[[int, int, Config], CapacityError | None]
+
+
+def _refuses_window(
+    whole: partial[MemoryPlan], window_nbytes: int, grad_nbytes: int, config: Config
+) -> CapacityError | None:
+    try:
+        plan = whole(config)
+    except CapacityError as error:
+        return error
+    units, budget = whole.args[0], cast(int, config.device_memory)
+    moved = sum(
+        unit.weight_nbytes
+        for index, unit in enumerate(units)
+        if plan.tiers_of(index)["weight"] is not Tier.DEVICE
+    )
+    window = min(window_nbytes, moved)
+    room = plan.device_window_nbytes
+    short = max(window - room, window + grad_nbytes - room - plan.autograd_nbytes)
+    if short <= 0:
+        return None
+    if config.params == AUTO:  # more memory becomes a home before it becomes a window
+        short = max(short, budget // 8)
+    refused = CapacityError(f"the device window lacks {format_nbytes(short)}")
+    refused.needed = {BUDGETS[Tier.DEVICE]: budget + short}
+    return refused
 
 
 def _tell_of_tiles(groups: list[Group], config: Config) -> None:
@@ -453,6 +514,7 @@ def lay_out_here(
                 works,
                 steps=any(flat.spec.stepped for size in sizes for flat in size.flat_params),
                 largest_nbytes=max((size.weight_nbytes for size in sizes), default=0),
+                share=collectives.ranks.machine_share,
             ) from None
         _tell_of_tiles(laid.groups, config)
         return laid

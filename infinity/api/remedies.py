@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from ..config.choices import AUTO
@@ -20,41 +22,64 @@ from ..machine.sizes import format_nbytes
 from ..machine.tiers import BUDGETS
 
 Works = Callable[[Config], "CapacityError | None"]
-MOST_BUDGETS = len(BUDGETS)  # that can be short one after the other
+MOST_TRIES = 4 * len(BUDGETS)  # of budgets that are short one after the other
 LEAST_POWER = 16  # of two: the smallest budget of the device that is tried
 LOWER = ("host", "nvme")  # homes below the device
 
 
 def with_remedies(
-    error: CapacityError, config: Config, works: Works, *, steps: bool, largest_nbytes: int
+    error: CapacityError,
+    config: Config,
+    works: Works,
+    *,
+    steps: bool,
+    largest_nbytes: int,
+    share: Fraction = Fraction(1),
 ) -> CapacityError:
     """Returns ``error`` with the changes after which the plan fits: larger budgets, if budgets were
     given, and the smallest change of something else. ``steps``: whether an optimizer steps the
-    model. ``largest_nbytes``: the weights of its largest unit. Tries some twenty plans."""
-    larger = _larger(error, config, works) or ("make so much free" if error.needed else "")
-    found = [remedy for remedy in (larger, _other(config, works, steps, largest_nbytes)) if remedy]
-    text = ", or ".join(found or ["nothing that can be set makes it fit"])
-    made = CapacityError(f"{error} {text[0].upper()}{text[1:]}.")
+    model. ``largest_nbytes``: the weights of its largest unit. ``share``: this rank's
+    part of the budgets of a machine. Tries some twenty plans."""
+    larger = _larger(error, config, works, share) or ("make so much free" if error.needed else "")
+    return _told(error, [larger, _other(config, works, steps, largest_nbytes)])
+
+
+def with_larger_budgets(
+    error: CapacityError, config: Config, works: Works, share: Fraction
+) -> CapacityError:
+    """Returns ``error``, of a running job, with the budgets that are enough for what it needed."""
+    return _told(error, [_larger(error, config, works, share)])
+
+
+def _told(error: CapacityError, remedies: list[str]) -> CapacityError:
+    """Adds ``remedies`` to an error. Nothing follows them: their last word may be copied."""
+    text = " or ".join(filter(None, remedies)) or "nothing that can be set makes it fit"
+    made = CapacityError(f"{error} {text[0].upper()}{text[1:]}")
     made.needed = error.needed
     return made
 
 
-def _larger(error: CapacityError, config: Config, works: Works) -> str:
+def _larger(error: CapacityError, config: Config, works: Works, share: Fraction) -> str:
     """Returns the budgets that are enough, if all that are short were given."""
     larger: dict[str, Any] = {}
     refused: CapacityError | None = error
-    for _ in range(MOST_BUDGETS):
+    for _ in range(MOST_TRIES):
         for name, nbytes in (refused.needed if refused is not None else {}).items():
             if getattr(config, name) is None:
                 return ""
             larger[name] = nbytes
         refused = works(dataclasses.replace(config, **larger))
         if refused is None:
-            told = " and ".join(
-                f"{name} by {format_nbytes(nbytes - int(getattr(config, name)))}"
-                for name, nbytes in larger.items()
+            given = {name: getattr(config, name) for name in larger}
+            whole, before = (
+                {
+                    name: nbytes if name == "device_memory" else math.ceil(nbytes / share)
+                    for name, nbytes in each.items()
+                }
+                for each in (larger, given)
             )
-            return f"raise {told}: {_as_config(larger)}"
+            told = (f"{name} by {format_nbytes(whole[name] - before[name])}" for name in whole)
+            return f"raise {' and '.join(told)}: {_as_config(whole)}"
     return ""
 
 

@@ -24,7 +24,7 @@ from ..config.config import Config
 from ..distributed.collectives import Collectives
 from ..distributed.mesh import join_device, join_node, parallel_dims
 from ..distributed.parallel_dims import ParallelDims
-from ..errors import ConfigError
+from ..errors import CapacityError, ConfigError
 from ..forwards.context import found_weakly
 from ..forwards.micro_batch import check_block, install_chunks
 from ..forwards.replaced_forward import ReplacedForward
@@ -74,6 +74,7 @@ from .lay_out import (
     unit_size,
 )
 from .meta_init import Materialized
+from .remedies import with_larger_budgets
 from .send_home import Homes, send_flat_param_home
 from .share_homes import connect_homes, share_homes
 from .state_dict import install_state_dict
@@ -219,7 +220,13 @@ def _wrap_moved(
     moved = set(filter(is_managed, model.parameters()))
     optimizers = Optimizers(given, moved.__contains__, parameter_names(model))
     config = own_budgets(config, collectives.ranks)
-    device, config, (groups, flat_params, plan) = _lay_out(model, optimizers, config, collectives)
+    device, config, laid = _lay_out(model, optimizers, config, collectives)
+    groups, flat_params, plan, refuses_window = laid
+
+    def explain(error: CapacityError, window_nbytes: int, grad_nbytes: int) -> CapacityError:
+        works = partial(refuses_window, window_nbytes, grad_nbytes)
+        return with_larger_budgets(error, config, works, collectives.ranks.machine_share)
+
     engine, trains = None, len(optimizers) > 0
     before, views = Before(model, given), OwnViews(model)
     try:
@@ -234,7 +241,14 @@ def _wrap_moved(
             sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
             homes = share_homes(config, device, collectives)
             engine = build_engine(
-                config, plan, units, sizes, stepping=trains, device=device, collectives=collectives
+                config,
+                plan,
+                units,
+                sizes,
+                stepping=trains,
+                device=device,
+                collectives=collectives,
+                explain=explain,
             )
         with collectives.together("sharing weights"):
             connect_homes(config, homes, engine.job)

@@ -5,7 +5,7 @@ rows    of a Linear: outputs; of an Embedding: the vocabulary; of transformers' 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -45,10 +45,14 @@ def is_tileable(module: nn.Module) -> bool:
 
 
 def candidates(
-    model: nn.Module, limit_nbytes: int, dtype_of: Callable[[torch.Tensor], torch.dtype]
+    model: nn.Module,
+    limit_nbytes: int,
+    dtype_of: Callable[[torch.Tensor], torch.dtype],
+    without: Container[nn.Parameter] = (),
 ) -> dict[nn.Parameter, int]:
     """Finds the weights larger than ``limit_nbytes``, in their compute dtype, whose every user can
-    be tiled. Returns for each the number of rows whose tile is within the limit, at least 1."""
+    be tiled, but for those in ``without``. Returns for each the number of rows whose tile is within
+    the limit, at least 1."""
     users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -59,6 +63,7 @@ def candidates(
         size = dtype_of(param).itemsize
         if (
             type(param) is not nn.Parameter
+            or param in without
             or param.dim() != 2
             or param.numel() * size <= limit_nbytes
         ):

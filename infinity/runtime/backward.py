@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .. import native
-from ..errors import UsageError
+from ..errors import CapacityError, UsageError
 from ..gradients.record import GradState
 from ..machine.tiers import Tier
 from ..state.apart import apart, has_bytes, refuse_without_bytes
@@ -43,6 +43,9 @@ class Backward:
         # Parameters without a gradient in an earlier backward.
         self._without_grad: dict[ParamUnit, set[ParamHandle]] = {}
         self._listeners: list[Callable[[ParamUnit], None]] = []
+        # The node of the graph that runs, and the units whose weights it has taken out.
+        self._node: Any = None
+        self._taken: set[ParamUnit] = set()
 
     @property
     def gathers_with_ranks(self) -> bool:
@@ -58,6 +61,15 @@ class Backward:
         if unit not in self._pass.awaited:
             self._pass.gradients = None  # the last unit's have landed
         self.job.prefetcher.hold(unit, backward=True, shows=shows)
+
+    def take_out(self, unit: ParamUnit) -> None:
+        """Holds ``unit`` as :meth:`hold`, and until the node of the graph that takes a weight of it
+        out is over: that takes out all of its weights before it computes."""
+        if (node := torch._C._current_autograd_node()) is not self._node:
+            self._node = node
+            self._taken.clear()
+        self._taken.add(unit)
+        self.hold(unit)
 
     def hold(self, unit: ParamUnit) -> None:
         """Holds ``unit`` until its gradients of the running backward have landed. May block on disk
@@ -95,7 +107,11 @@ class Backward:
         nbytes = self.job.planned.sizes[unit.index].autograd_nbytes
         self.job.prefetcher.make_gradient_room(nbytes)
         what = f"the gradients of {unit.name}"
-        return self.job.ledger.reserve(Tier.DEVICE, nbytes, what, passing=True)
+        try:
+            return self.job.ledger.reserve(Tier.DEVICE, nbytes, what, passing=True)
+        except CapacityError:
+            self.job.prefetcher.refuse_gradients(unit, nbytes)
+            raise
 
     def unhold(self, unit: ParamUnit) -> None:
         """Takes the backward's hold off ``unit``, and closes its gradients' homes."""
@@ -112,8 +128,9 @@ class Backward:
         The unit is gathered again if it is needed. Mostly it has a parameter without a gradient, or
         a tied one whose other use is yet to come. Returns False if the backward can spare no unit.
         """
+        taken = self._taken if torch._C._current_autograd_node() is self._node else ()
         for unit in self._pass.awaited:
-            if not any(unit in frame.units for frame in self._pass.frames):
+            if unit not in taken and not any(unit in frame.units for frame in self._pass.frames):
                 self.unhold(unit)
                 return True
         return False
@@ -272,7 +289,8 @@ class Backward:
                 self._without_grad[unit] = self._without_grad.get(unit, set()) | missing
         for unit in list(self._pass.awaited):
             self.unhold(unit)
-        self._pass.gradients = None
+        self._pass.gradients = self._node = None
+        self._taken.clear()
         self._pass.expected.clear()
         self._pass.reached.clear()
         self._end()

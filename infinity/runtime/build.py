@@ -31,6 +31,7 @@ from ..optim.updates import Updates
 from ..planning.memory_plan import MemoryPlan
 from ..planning.schedule import Schedule
 from ..planning.unit_sizes import UnitSize
+from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.step_counter import StepCounter
 from ..state.unit import ParamUnit
@@ -43,7 +44,7 @@ from .in_common import InCommon
 from .job import Job, Planned
 from .one_thread import wait_for_others
 from .pass_state import Pass
-from .prefetch import Prefetcher
+from .prefetch import Explain, Prefetcher, no_more
 from .resources import Resources, make_store, trace_path
 from .sequences import Sequences
 from .shut_down import shut_down
@@ -98,10 +99,12 @@ def build_engine(
     stepping: bool,
     device: Device,
     collectives: Collectives,
+    explain: Explain = no_more,
 ) -> Engine:
     """Allocates the homes and all other lasting memory, and makes the engine.
 
-    ``stepping``: an optimizer steps the parameters. Raises CapacityError or StorageError with
+    ``stepping``: an optimizer steps the parameters. ``explain``: see
+    :class:`Prefetcher`. Raises CapacityError or StorageError with
     everything freed.
     """
     base, later = _make_base(config, plan, units, device, collectives), Later()
@@ -113,7 +116,8 @@ def build_engine(
         resources = Resources(config, plan, units, store)
         if stepping:
             updates.use(resources.make_updater(), device, plan.device_slot_nbytes)
-        job = _make_job(base, Planned(plan, sizes), resources, later, stepping=stepping)
+        prefetcher = _make_prefetcher(base, later, explain)
+        job = _make_job(base, Planned(plan, sizes), resources, later, prefetcher, stepping=stepping)
         engine = Engine(job, resources, free)
         later.set(engine)
         _plan_activations(engine)
@@ -131,7 +135,8 @@ def _make_base(
     collectives: Collectives,
 ) -> _Base:
     """Makes the parts that the others are built on. Allocates no home yet."""
-    traffic, ledger = collectives.traffic, Ledger()
+    traffic = collectives.traffic
+    ledger = Ledger(collectives.ranks.machine_share)
     if config.trace is not None:
         traffic.timeline = Timeline(trace_path(config.trace, collectives.ranks))
     budgets = (config.device_memory, config.host_memory, config.nvme_capacity)
@@ -158,11 +163,17 @@ def _make_base(
 
 
 def _make_job(
-    base: _Base, planned: Planned, resources: Resources, later: Later, *, stepping: bool
+    base: _Base,
+    planned: Planned,
+    resources: Resources,
+    later: Later,
+    prefetcher: Prefetcher,
+    *,
+    stepping: bool,
 ) -> Job:
     """Makes the parts that run while the model runs, and the job of all."""
     store, steps, journal, collectives = base.store, base.steps, base.journal, base.collectives
-    prefetcher, trained = _make_prefetcher(base, later), []
+    trained: list[ParamHandle] = []
     uses, borrowed = _make_uses(base, later), BorrowedState(store, steps, journal)
     edits = ValueEdits(store, prefetcher, journal, collectives, steps)
     gradients = GradientBank(
@@ -213,7 +224,7 @@ def _make_uses(base: _Base, later: Later) -> Uses:
     )
 
 
-def _make_prefetcher(base: _Base, later: Later) -> Prefetcher:
+def _make_prefetcher(base: _Base, later: Later, explain: Explain) -> Prefetcher:
     """Makes the prefetcher, which may ask the backward to give way."""
     return Prefetcher(
         base.units,
@@ -222,6 +233,7 @@ def _make_prefetcher(base: _Base, later: Later) -> Prefetcher:
         base.schedule,
         window_nbytes=base.plan.device_window_nbytes,
         autograd_nbytes=base.plan.autograd_nbytes,
+        explain=explain,
         units_ahead=base.plan.units_ahead,
         give_way=lambda: later.engine.backward.give_way(),
         collectives=base.collectives,

@@ -252,7 +252,11 @@ class Passes:
                 for handle in handles:
                     if (experts := handle.unit.arrival.experts) is not None:
                         experts.want_touched(handle.param)
-                for unit in dict.fromkeys(handle.unit for handle in handles):
+                units = list(dict.fromkeys(handle.unit for handle in handles))
+                moved = [unit for unit in units if not unit.stays]
+                if len(moved) > 1:  # all at once: the error of one would not name them
+                    self.job.prefetcher.refuse_over(moved, sum(u.weight_nbytes for u in moved))
+                for unit in units:
                     if self.holds(unit):
                         self.job.prefetcher.complete(unit)
                         continue
@@ -341,7 +345,7 @@ class Passes:
 
         def hold(unit: ParamUnit) -> None:
             if backward := me():
-                backward.hold(unit)
+                backward.take_out(unit)
             elif not unit.stays:
                 raise too_late()
 

@@ -22,7 +22,7 @@ from ..errors import CapacityError
 from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.sizes import format_nbytes
-from ..machine.tiers import Tier
+from ..machine.tiers import BUDGETS, Tier
 from ..planning.lookahead import LookAhead
 from ..planning.schedule import Schedule
 from ..state.apart import apart
@@ -40,7 +40,14 @@ COPIES_AHEAD = 2  # units on their way to the device beside the one that compute
 GATHERS_AHEAD = 1
 
 
+# Adds to an error what gives a window of so many bytes, and so many of gradients beside it.
+Explain = Callable[[CapacityError, int, int], CapacityError]
 COMING = (Residency.RESIDENT, Residency.GATHERING)
+
+
+def no_more(error: CapacityError, window_nbytes: int, grad_nbytes: int) -> CapacityError:
+    """Adds nothing to ``error``."""
+    return error
 
 
 class Prefetcher:
@@ -55,6 +62,7 @@ class Prefetcher:
         *,
         window_nbytes: int,
         autograd_nbytes: int = 0,
+        explain: Explain = no_more,
         units_ahead: int,
         give_way: Callable[[], bool],
         collectives: Collectives,
@@ -66,6 +74,7 @@ class Prefetcher:
         self._store, self._ledger, self._journal = store, ledger, journal
         self._window, self._slots = Window(window_nbytes), StagingSlots(units, store)
         self._autograd_nbytes = autograd_nbytes  # for gradients, beside the window
+        self._explain = explain
         # The host cannot time the compute of a device that runs asynchronously.
         self.look_ahead = LookAhead(units_ahead, is_fixed=device.overlaps)
         self._collectives, self._ranks, self._device = collectives, collectives.ranks, device
@@ -274,7 +283,7 @@ class Prefetcher:
 
     def _bring(self, unit: ParamUnit) -> None:
         # Of a weight that runs in tiles staging memory holds a tile alone.
-        self._refuse_over(unit, unit.weight_nbytes - self._window.nbytes)
+        self.refuse_over([unit], unit.weight_nbytes)
         self._stage(unit)
         self._make_room(unit)
         unit.start_gather(self._store, self._ledger)
@@ -306,7 +315,7 @@ class Prefetcher:
         """Takes ``nbytes`` of the planned window away until the next call; between passes, and the
         same on all ranks of a shard group. Raises CapacityError, with nothing changed, if the
         largest unit would not fit with its gradients."""
-        needed = (
+        needed = [
             unit.weight_nbytes
             + max(
                 0,
@@ -314,8 +323,11 @@ class Prefetcher:
                 - self._autograd_nbytes,
             )
             for unit in self.units
-        )
-        self._window.narrow(nbytes, largest_nbytes=max(needed, default=0))
+        ]
+        try:
+            self._window.narrow(nbytes, largest_nbytes=max(needed, default=0))
+        except CapacityError as error:
+            raise self._explain(error, nbytes + max(needed), 0) from None
         while self._resident_nbytes() > self._window.nbytes and (idle := self._idle()):
             self._evict(idle[0])
 
@@ -341,15 +353,34 @@ class Prefetcher:
                 self._evict(idle[0])
             elif not self._give_way():
                 break
-        self._refuse_over(unit, self._resident_nbytes() + unit.weight_nbytes - self._window.nbytes)
+        self.refuse_over([unit], self._resident_nbytes() + unit.weight_nbytes)
 
-    def _refuse_over(self, unit: ParamUnit, over: int) -> None:
-        """Raises CapacityError if the window of a budget lacks ``over`` bytes for ``unit``."""
-        if over > 0 and self._ledger.accounts[Tier.DEVICE].budget_nbytes is not None:
-            if any(handle.grad is not None for handle in unit.handles):
-                over += unit.weight_nbytes  # of its gradients
-            held = [other for other in self._pass.resident if other in self._pass.holds]
-            raise _no_room(unit, self._window.nbytes, held, over)
+    def refuse_over(self, units: Sequence[ParamUnit], nbytes: int) -> None:
+        """Raises CapacityError if the window of a budget is less than the ``nbytes`` that are
+        needed for ``units``. The error names what is enough, with which none of them runs in
+        tiles."""
+        budget = self._ledger.accounts[Tier.DEVICE].budget_nbytes
+        if nbytes <= self._window.nbytes or budget is None:
+            return
+        # An accelerator's, and those that ranks average, have room of their own.
+        makes = self._device.is_host and self._collectives.ranks.data_size == 1
+        trained = [each for each in units if any(handle.grad for handle in each.handles)]
+        grads = makes * max((each.weight_nbytes for each in trained), default=0)
+        self._refuse(units, grads)
+
+    def refuse_gradients(self, unit: ParamUnit, nbytes: int) -> None:
+        """Raises the CapacityError of :meth:`refuse_over` for ``nbytes`` of gradients of ``unit``,
+        for which there is no room beside the window."""
+        self._refuse([unit], nbytes)
+
+    def _refuse(self, units: Sequence[ParamUnit], grads: int) -> None:
+        budget = self._ledger.accounts[Tier.DEVICE].budget_nbytes
+        held = [each for each in self._pass.resident if each in self._pass.holds]
+        held = [each for each in held if each not in units]
+        needed = sum(each.weight_nbytes for each in (*units, *held))
+        error = _no_room(units, self._window.nbytes, held)
+        error.needed = {BUDGETS[Tier.DEVICE]: budget + needed + grads - self._window.nbytes}
+        raise self._explain(error, needed, grads)
 
     def _idle(self) -> list[ParamUnit]:
         """Lists the resident units without holds, in the order of eviction: farthest next use first
@@ -382,12 +413,14 @@ class Prefetcher:
 
 
 def _no_room(
-    unit: ParamUnit, window_nbytes: int, resident: Iterable[ParamUnit], over: int
+    units: Sequence[ParamUnit], window_nbytes: int, held: Iterable[ParamUnit]
 ) -> CapacityError:
-    """Makes the error of a window that lacks ``over`` bytes for ``unit``."""
-    held = ", ".join(other.name for other in resident)
+    """Makes the error of a window without room for ``units`` beside those that are ``held``."""
+    names = " with unit ".join(
+        f"{unit.name} ({format_nbytes(unit.weight_nbytes)})" for unit in units
+    )
     return CapacityError(
-        f"unit {unit.name} ({format_nbytes(unit.weight_nbytes)}) does not fit the device window of"
-        f" {format_nbytes(window_nbytes)} beside the units in use ({held}). Raise"
-        f" Config(device_memory=...) by {format_nbytes(over)}."
+        f"unit {names} does not fit the device window of"
+        f" {format_nbytes(window_nbytes)} beside the units in use"
+        f" ({', '.join(other.name for other in held)})."
     )

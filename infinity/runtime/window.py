@@ -25,9 +25,7 @@ class Window:
             raise CapacityError(
                 f"the device window of {format_nbytes(planned)} has to leave"
                 f" {format_nbytes(nbytes)} to what passes between stages, but the largest unit"
-                f" takes {format_nbytes(largest_nbytes)} with its gradients. Raise"
-                " Config(device_memory=...) by"
-                f" {format_nbytes(largest_nbytes + nbytes - planned)}, or by the most that a rank"
-                " says, or use smaller micro-batches."
+                f" takes {format_nbytes(largest_nbytes)} with its gradients. Use smaller"
+                " micro-batches, or give the most that a rank says."
             )
         self.nbytes = max(0, planned - nbytes)

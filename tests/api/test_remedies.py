@@ -177,3 +177,110 @@ def test_changes_are_the_smallest_first():
     assert {"optimizer": "host"} not in remedies._homes(config, steps=True)
     assert remedies._homes(infinity.Config(), steps=True) == []
     assert all("optimizer" not in each for each in remedies._homes(config, steps=False))
+
+
+class ByHand(nn.Module):
+    """Uses the weights of its layers as ``use`` says; the code of that is outside of the model."""
+
+    def __init__(self, use: Any):
+        super().__init__()
+        self.table, self.head = nn.Embedding(ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)
+        self.body = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        self.use = use
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.use(self, self.body(self.table(ids))).square().mean()
+
+
+BY_HAND = {
+    "a function": lambda m, x: torch.nn.functional.linear(x, m.head.weight),
+    "a penalty": lambda m, x: m.head(x).mean() + m.head.weight.pow(2).sum(),
+    "weight norm": lambda m, x: x @ (m.head.weight / m.head.weight.norm(dim=1, keepdim=True)).T,
+    "a tied head": lambda m, x: x @ m.table.weight.T,
+    "two at once": lambda m, x: x @ (m.head.weight * m.table.weight).T,
+}
+
+
+@pytest.mark.parametrize(
+    ("use", "home"),
+    [(use, HOST | {"device_memory": "400KiB"}) for use in BY_HAND]
+    + [
+        ("a function", DISK | {"device_memory": "700KiB"}),
+        ("a tied head", {"device_memory": "700KiB"}),
+        ("two at once", DISK | {"device_memory": "700KiB"}),
+    ],
+    ids=str,
+)
+def test_a_forward_that_uses_a_weight_by_hand_names_a_budget_that_works(use, home, place):
+    """Applies what the first forward's error names, once: two steps run, with torch's losses."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = seeded(SEED, lambda: ByHand(BY_HAND[use]))
+        return model, torch.optim.AdamW(model.parameters())
+
+    def losses(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        found = []
+        for _ in range(2):
+            loss = model(torch.arange(8))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        return found
+
+    with pytest.raises(CapacityError, match="does not fit the device window") as refused:
+        losses(*infinity.wrap_model(*made(), home))
+    (change,) = printed(refused.value)
+    assert str(refused.value).endswith(f"Config(device_memory={change['device_memory']})")
+    wrapped = infinity.wrap_model(*made(), home | change)
+    assert losses(*wrapped) == losses(*made())
+    device = infinity.stats(wrapped[0]).tiers["device"]
+    assert device.peak_nbytes <= device.budget_nbytes
+
+
+def test_a_budget_that_was_not_planned_with_need_not_work(place, monkeypatch):
+    """The twin: with every budget taken for enough, what the window lacks is added, and the layer
+    is in tiles again."""
+    monkeypatch.setattr(lay_out, "_refuses_window", lambda *given: None)
+    home = HOST | {"device_memory": "400KiB"}
+    model, _ = infinity.wrap_model(ByHand(BY_HAND["a function"]), None, home)
+    with pytest.raises(CapacityError) as refused:
+        model(torch.arange(8))
+    (change,) = printed(refused.value) or [{"device_memory": "1200KiB"}]
+    model, _ = infinity.wrap_model(ByHand(BY_HAND["a function"]), None, home | change)
+    with pytest.raises(CapacityError):
+        model(torch.arange(8))
+
+
+class Shown(nn.Module):
+    """Uses its head by hand, which its code shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(2 * ROWS, WIDTH), nn.Linear(WIDTH, ROWS, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(self.table(ids), self.head.weight)
+
+
+def test_what_code_shows_to_be_used_by_hand_is_not_tiled(place, caplog, monkeypatch):
+    """Gives the least that the wrap names: the table runs in tiles, and the head is whole. Twin: if
+    the code is not read, the head is in tiles, and the first forward has no room for it."""
+
+    def run(given: Any) -> None:
+        model = Shown()
+        model, _ = infinity.wrap_model(
+            model, torch.optim.SGD(model.parameters(), 0.1), HOST | {"device_memory": given}
+        )
+        model(torch.arange(8)).sum().backward()
+
+    def least() -> int:
+        with pytest.raises(CapacityError) as refused:
+            run("16KiB")
+        return printed(refused.value)[0]["device_memory"]
+
+    run(least())
+    assert "table.weight" in caplog.text and "head.weight" not in caplog.text
+    monkeypatch.setattr(lay_out, "used_by_hand", lambda model: set())
+    with pytest.raises(CapacityError, match=r"head.weight .* does not fit the device window"):
+        run(least())

@@ -273,7 +273,7 @@ def test_what_passes_between_stages_is_charged_and_the_window_gives_way(two):
     assert narrower > 0  # of the seven layers
     assert (
         rank["too much"].startswith("CapacityError: the device window")
-        and "Raise Config(device_memory=...)" in rank["too much"]
+        and "Raise device_memory by" in rank["too much"]
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from models import seeded
 from torch import nn
 
 import infinity
+from infinity.errors import CapacityError
 from infinity.runtime.backward import Backward
 from infinity.runtime.registry import wrapped
 
@@ -137,3 +139,34 @@ def test_a_frozen_models_input_gets_its_gradient_by_autograd_grad():
     assert not any(
         map(wrapped(model).engine.job.prefetcher.is_held, wrapped(model).engine.job.units)
     )
+
+
+def test_a_node_keeps_all_weights_that_it_has_taken_out(monkeypatch):
+    """Multiplies two weights, with a window for them and none for their gradients: the error names
+    what is enough, which trains. Twin: if room is made of what the node has taken out, it computes
+    with memory that is gone."""
+
+    class Layer(nn.Linear):
+        """One that does not run in tiles."""
+
+    class Product(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = Layer(256, 256), Layer(256, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.other(self.one(x)) + x @ (self.one.weight * self.other.weight)).sum()
+
+    def train(budget: int) -> None:
+        model = seeded(3, Product)
+        config = CONFIG | {"units": ["Layer"], "device_memory": budget}
+        model, _ = infinity.wrap_model(model, torch.optim.SGD(model.parameters()), config)
+        model(torch.ones(2, 256)).backward()
+
+    least = 2 * 272 * 1024
+    with pytest.raises(CapacityError) as refused:
+        train(least)
+    train(int(str(refused.value).rpartition("Config(device_memory=")[2][:-1]))
+    monkeypatch.setattr(Backward, "take_out", Backward.hold)
+    with pytest.raises(RuntimeError, match="Storage that is invalid"):
+        train(least)
