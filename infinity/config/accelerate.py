@@ -110,6 +110,7 @@ TOP = (
     Key("fp16", MAPPED, "`mixed_precision: fp16` by its old name"),
     *(Key(name, NOT_NEEDED, RENTED) for name in SAGEMAKER),
     Key("parallelism_config", REFUSED, "give wrap_model a mesh"),
+    Key("tp_config", REFUSED, "give wrap_model a mesh"),
     Key("megatron_lm_config", REFUSED, "give wrap_model a mesh"),
     Key("fp8_config", REFUSED, "weights are computed with in fp32, bf16 or fp16"),
     Key("downcast_bf16", REFUSED, TPU, off=("no",)),

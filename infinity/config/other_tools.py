@@ -40,7 +40,12 @@ TOOLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "LLaMA-Factory",
         TABLES,
-        ("model_name_or_path template", "finetuning_type", "model_name_or_path stage"),
+        (
+            "model_name_or_path template",
+            "finetuning_type",
+            "model_name_or_path stage",
+            "template dist_config",
+        ),
     ),
     ("ms-swift", TABLES, ("train_type model", "tuner_type model", "swift_version")),
     ("mistral-finetune", SCRIPT, ("model_id_or_path", "run_dir seq_len")),
@@ -51,6 +56,7 @@ TOOLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("ai-toolkit", DIFFUSION, ("job config.process",)),
     ("diffusion-pipe", DIFFUSION, ("pipeline_stages", "micro_batch_size_per_gpu")),
     ("verl", MESH, ("actor_rollout_ref",)),
+    ("OpenRLHF or slime", MESH, ("pretrain zero_stage", "actor_num_nodes")),
     ("NeMo RL", MESH, ("policy cluster", "grpo policy")),
     ("GPT-NeoX", MESH, ("pipe_parallel_size", "model_parallel_size", "attention_config")),
     ("fairseq", SCRIPT, ("distributed_training", "ddp_backend")),
@@ -76,8 +82,15 @@ TOOLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         "Megatron-LM",
         MESH,
-        ("tensor_model_parallel_size", "*.tensor_model_parallel_size", "language_model"),
+        (
+            "tensor_model_parallel_size",
+            "*.tensor_model_parallel_size",
+            "language_model",
+            "num_layers micro_batch_size",
+            "micro_batch_size global_batch_size",
+        ),
     ),
+    ("Megatron Bridge", MESH, ("train.train_iters",)),
     ("nanotron", MESH, ("parallelism tokens", "checkpoints parallelism")),
     ("torchtitan", MESH, ("parallelism training", "job training", "metrics training", "job model")),
     ("MaxText", MESH, ("base_emb_dim", "per_device_batch_size", "dcn_data_parallelism")),
@@ -127,10 +140,21 @@ TOOLS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
             "num_train_epochs",
             "model_name_or_path",
             "lr_scheduler_type",
+            "learning_rate optim",
+            "learning_rate gradient_checkpointing",
         ),
     ),
     ("Hydra", SCRIPT, ("_target_", "*._target_", "hydra")),
-    ("PEFT's adapter", "load it with PeftModel.from_pretrained, then wrap", ("peft_type",)),
+    (
+        "PEFT's adapter",
+        "load it with PeftModel.from_pretrained, then wrap",
+        ("peft_type", "lora_alpha"),
+    ),
+    (
+        "bitsandbytes",
+        'load the model with it, then wrap; or `{"quantize": "nf4"}` packs frozen weights',
+        ("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "load_in_4bit", "load_in_8bit"),
+    ),
     ("a model of diffusers", DIFFUSION, ("_class_name", "_diffusers_version")),
     (
         "a model of transformers",
@@ -180,7 +204,7 @@ def whose(mapping: Mapping, names: Sequence[str], where: str = "", way_out: str 
                 f"{where}{key} holds a configuration of {tool}, and it is read alone: give the"
                 f" table {key} itself, or a file of it{way_out}"
             )
-    near = {key: difflib.get_close_matches(str(key), names, n=1) for key in unknown}
+    near = {key: difflib.get_close_matches(str(key), names, n=1, cutoff=0.7) for key in unknown}
     strange = [key for key in unknown if not near[key]]
     if tables or len(strange) > max(1, len(mapping) // 2):
         raise ConfigError(
