@@ -463,7 +463,7 @@ def _within_device(
         raise CapacityError(
             f"device_memory is {format_nbytes(given)}, but {device.where} has nothing left beside"
             " other tensors and processes and what cuBLAS and NCCL need. Free some of it, or"
-            " compute elsewhere: Config(device='cpu')."
+            " compute elsewhere: Config(device='cpu')"
         )
     logger.warning(
         "device_memory is %s, but %s can give %s, beside other tensors and processes and what"
@@ -579,7 +579,7 @@ def _nowhere(found: list[Candidate], needed: int, left: int, limit: str) -> Conf
         f"weights, optimizer state and gradients are {format_nbytes(needed)}, and {limit} leaves"
         f" {format_nbytes(left)}, of which a part is activations'. A folder on a disk is needed,"
         f" and none was found here, or on another machine of the job: looked at {looked_at}. Name"
-        " one: Config(nvme_paths=['/path/on/the/disk'])."
+        " one: Config(nvme_paths=['/path/on/the/disk'])"
     )
 
 
@@ -602,7 +602,7 @@ def _tell(
     )
     logger.warning(
         "homes chosen, for %s leaves %s, of which %s stay free for activations and data: %s%s."
-        " To choose others: Config(params=, optimizer=, nvme_paths=).",
+        " To choose others: Config(params=, optimizer=, nvme_paths=)",
         limit,
         format_nbytes(left),
         reserve,

@@ -120,8 +120,8 @@ def _scratch_folder(job: Job) -> str:
     chosen = scratch.choose(found, sum(map(plan.planned_nbytes, (Tier.DEVICE, Tier.HOST))))
     if chosen is None:
         raise ConfigError(
-            "park needs a folder on a disk: infinity.park(model, '/path/on/the/disk'), or"
-            f" Config(nvme_paths=[...]); none of {', '.join(map(str, found))} can be used"
+            f"park needs a folder on a disk, and none of {', '.join(map(str, found))} can be used."
+            " Name one: infinity.park(model, '/path/on/the/disk') or Config(nvme_paths=[...])"
         )
     return chosen.folder
 

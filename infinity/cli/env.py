@@ -227,8 +227,8 @@ def _direct_storage(folders: list[str]) -> list[Finding]:
     found, (kernels, why) = f"cuFile {native.cufile()[0]}", native.gpu_kernels()
     if kernels is None:
         remedy = (
-            "build infinity._cuda with nvcc; or Config(checksums='sampled'), which verifies each"
-            " byte in one read of 16 only"
+            "build infinity._cuda with nvcc; or verify each byte in one read of 16 only:"
+            " Config(checksums='sampled')"
         )
         return [
             Finding(

@@ -131,7 +131,7 @@ def _chat(speaker: Speaker, args: argparse.Namespace) -> int:
     if not speaker.tokenizer.chat_template:
         raise ConfigError(
             f"{args.model} has no chat template: it was not trained on conversations. Continue text"
-            " with --prompt."
+            " with --prompt"
         )
     messages = [{"role": "system", "content": args.system}] if args.system else []
     asks = sys.stdin.isatty()

@@ -230,7 +230,7 @@ def _samples_of(given: str, length: int) -> int:
     tokens = int(found[1]) * 1024 ** " KM".index(found[2].upper() or " ") if found else 0
     if tokens < 1 or tokens % length:
         raise ConfigError(
-            f"--batch-tokens {given}: give a multiple of --sequence-length {length}, as"
+            f"--batch-tokens {given}: give a multiple of --sequence-length {length} as"
             f" {max(1, tokens // length) * length}"
         )
     return tokens // length

@@ -33,7 +33,7 @@ COLOURS = {
     "optimizer": "#8a6d1b",
     "stalled": "#c4511d",
 }
-GIVE = "give the file that Config(trace=...), or `infinity train --trace`, wrote"
+GIVE = "give the file that Config(trace=...) or `infinity train --trace` wrote"
 EDGE_COLOUR = "#1f6fb2"
 
 

@@ -240,7 +240,7 @@ def _end(
         report.update(_save_and_sample(args, job, console))
     else:
         how = f": `infinity export {args.checkpoint} OUT` writes it" if args.checkpoint else ""
-        console.print(f"The trained model is not saved, without --out{how}.")
+        console.print(f"The trained model is not saved, without --out{how}")
     if args.json and ranks.is_first:
         print(json.dumps(report))
     return 0

@@ -130,7 +130,7 @@ def read_examples(
         lost = "".join(f"; {count} {why}" for why, count in skipped.items())
         raise ConfigError(
             f"--data: 2 samples are needed, one to train on and one held out, and {files.source}"
-            f" leaves {len(rows)}{lost}. Give more data, or a larger --sequence-length."
+            f" leaves {len(rows)}{lost}. Give more data, or a larger --sequence-length"
         )
     held_out = max(1, int(len(rows) * HELD_OUT_SHARE))
     return Examples(

@@ -184,7 +184,7 @@ def _norm(grad: GradProxy, order: float) -> torch.Tensor:
         raise UsageError(
             "torch's clip_grad_norm_ sees the gradients of this stage of the pipeline only, and"
             " would clip each stage by another norm: use infinity.clip_grad_norm_(optimizer,"
-            " max_norm), or Config(max_grad_norm=...)."
+            " max_norm) or Config(max_grad_norm=...)"
         )
     return grad._values.norm(grad._infinity_grad, order)
 

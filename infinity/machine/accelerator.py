@@ -322,7 +322,7 @@ def make_device(where: torch.device, traffic: Traffic) -> Device:
     if torch.version.hip is not None:
         raise ConfigError(
             f"device {where} is AMD's, by ROCm, for which there are no kernels and no registered"
-            " host memory here. Compute on the processor: Config(device='cpu')."
+            " host memory here. Compute on the processor: Config(device='cpu')"
         )
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or found.type != where.type:

@@ -214,8 +214,8 @@ def _try(
         raise ConfigError(
             f"optimizer {known.name}, with these settings, steps all parameters at once, as a clip"
             " by their common norm does, draws random numbers, or keeps state outside of"
-            " optimizer.state: here parameters are stepped one at a time. Switch that off, and clip"
-            " by Config(max_grad_norm=...)." + _settings_of(optimizer)
+            " optimizer.state: here parameters are stepped one at a time."
+            f"{_settings_of(optimizer)} Switch that off. To clip: Config(max_grad_norm=...)"
         )
     return alone.states[0], are_parts_same and torch.equal(alone.values, parts.values)
 

@@ -358,7 +358,7 @@ def _instead(kind: type) -> str:
     has_rule = any(each in nearest for each in ("Adam", "SGD", "Lion"))
     if has_rule and any(bits in name for bits in ("8bit", "4bit", "fp8")):
         return (
-            f'Use {nearest} with Config(moments="int8"), which keeps moments in 8 bits; homes do'
+            f'Use {nearest} with Config(moments="int8") to keep moments in 8 bits; homes do'
             " what paging and offload do. "
         )
     return f"{why}Use {nearest}: it is stepped at any home. "

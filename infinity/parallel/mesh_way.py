@@ -166,7 +166,7 @@ class Way:
         raise CapacityError(
             f"{self._mesh}: with {self.samples} samples a micro-batch, what forwards save and pass"
             f" on is {format_nbytes(needed)}, and a device has {format_nbytes(given)}: use"
-            " --gradient-checkpointing, more tp, or fewer tokens a step"
+            " more tp or fewer tokens a step or --gradient-checkpointing"
         )
 
     def plan(self) -> MeshPlan:

@@ -119,7 +119,7 @@ class ActivationHome:
             raise CapacityError(
                 f"activations: {error} Give more, run fewer samples at once (micro_batch),"
                 " recompute more of the forward (gradient checkpointing), or choose another home:"
-                " Config(activations=...)."
+                " Config(activations=...)"
             ) from error
 
     def _reclaim(self) -> None:

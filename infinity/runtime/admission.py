@@ -211,8 +211,8 @@ def _check_room(job: Job, growths: Mapping[FlatParam, Growth], asked: str) -> No
             raise CapacityError(
                 f"{asked}: gradients and optimizer state of these parameters, and of those"
                 f" stored in the same arrays, need {format_nbytes(nbytes)} on {tier}, of which"
-                f" {format_nbytes(free)} may be used. Give them a farther home,"
-                " Config(optimizer='nvme', nvme_paths=[...]), or free as much."
+                f" {format_nbytes(free)} may be used. Free as much, or give them a farther home:"
+                " Config(optimizer='nvme', nvme_paths=[...])"
             )
 
 

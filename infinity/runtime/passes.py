@@ -397,7 +397,7 @@ def _tell_of_autocast(job: Job) -> None:
         logger.warning(
             "autocast makes a %s copy of each fp32 weight that it multiplies by, and keeps it for"
             " the backward: up to %s on %s beside the plan. Weights in %s need none, and have fp32"
-            " masters all the same: Config(param_dtype=%s).",
+            " masters all the same: Config(param_dtype=%s)",
             str(dtype).removeprefix("torch."),
             format_nbytes(nbytes),
             job.device.where,

@@ -148,7 +148,7 @@ class Saved:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an"
                 " inplace operation while it was sent home: leave it as it is until the backward,"
-                " or set Config(activations='device')."
+                " or set Config(activations='device')"
             )
 
     def came_back(self, storage: torch.UntypedStorage) -> None:

@@ -125,7 +125,7 @@ KNOWN: list[tuple[str, frozenset[str], str]] = [
             "half float double bfloat16 to type cuda cpu to_empty share_memory",
             (
                 "The model's dtype and device are fixed while it is wrapped. Choose them before:"
-                " infinity.Config(param_dtype='bf16', device='cuda'), or model.to(...) before"
+                " infinity.Config(param_dtype='bf16', device='cuda') or model.to(...) before"
                 " wrap_model."
             ),
         ),
@@ -196,7 +196,7 @@ def called_alone(param: torch.Tensor) -> str:
         f"This {kind} was called by itself, and its weights come with a larger part of the model."
         " Call the model, or that part, and take what is inside by a forward hook"
         f" (register_forward_hook); or have every {kind} be a part of its own:"
-        f" Config(units=[{kind!r}])."
+        f" Config(units=[{kind!r}])"
     )
 
 

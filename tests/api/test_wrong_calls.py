@@ -117,7 +117,7 @@ USES: dict[str, Row] = {  # use -> its error, patterns of the cause and of the r
     "s.wrap(s.adamw, DISK | {'nvme_paths': 'nvme', 'nvme_capacity': '10KiB'})": (
         CapacityError,
         "nvme_capacity is 10.0 KiB",
-        "Raise nvme_capacity by .*, or keep more on the host",
+        "Raise nvme_capacity by .* or keep more on the host",
     ),
     "s.wrap(None, HOST | {'units': ['Block']})": (ConfigError, "class Block", "has Linear, Sequ"),
     "s.wrap(None, HOST | {'trace': 'notes.txt'})": (ConfigError, "not made by", "another name"),

@@ -276,9 +276,9 @@ def test_a_folder_of_eight_bits_trains_under_adapters(report, capsys):
 @pytest.mark.parametrize(
     ("flags", "changes", "said"),
     [
-        ((), {"quantize": "nf4"}, "add --lora, whose adapters are"),
+        ((), {"quantize": "nf4"}, "adapters are: add --lora"),
         (LORA, {"quantize": "nf4", "model": "packed"}, "leave out --quantize nf4"),
-        ((), {"model": "packed"}, "packed weights are not trained: add --lora"),
+        ((), {"model": "packed"}, "but their adapters are: add --lora"),
         (LORA, {"quantize": "nf4", "model": "base/config.json"}, "give --model a folder"),
         (LORA, {"quantize": "nf5"}, "invalid choice: 'nf5' (choose from 'nf4', 'int8', 'fp8')"),
         (("--lora", "--load-in-4bit"), {}, "--quantize nf4"),

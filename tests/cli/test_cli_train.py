@@ -547,7 +547,7 @@ def test_bad_input_is_one_message_and_status_2(place, capsys, prepare, changes, 
 
 def test_resume_without_a_checkpoint_folder_is_refused(place, capsys):
     assert run("--resume") == 2
-    assert "--resume has nowhere to look. Add --checkpoint FOLDER." in capsys.readouterr().err
+    assert "--resume has nowhere to look. Add --checkpoint FOLDER\n" in capsys.readouterr().err
 
 
 def test_a_model_folder_is_not_overwritten_by_its_own_result(place, report, capsys):

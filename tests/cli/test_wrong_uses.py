@@ -182,7 +182,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "plan --model model.json --host-memory 0%": ("0% is not a share", 'Give more than 0, as "25%"'),
     "plan --model llama-8b --machine laptop --params device": (
         "device.memory is 6.7 GiB .* the least that works here is",
-        "Raise .*device.memory by .*, or give the weights a lower home",
+        "Raise .*device.memory by .* or give the weights a lower home",
     ),
     # --- report, top, trace ---
     "report": ("has no run", "`infinity train` .* a loop with infinity.Watch"),
@@ -295,7 +295,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "job --out taken": ("holds files already .notes.txt.", OTHER_FOLDER),
     "job --checkpoint new --out new": ("are both new", "Give each a place of its own"),
     "job --checkpoint text.txt": ("--checkpoint text.txt is a file", "Give a folder"),
-    "job --checkpoint checkpoint": ("holds a checkpoint already", "--resume, .* --overwrite, or"),
+    "job --checkpoint checkpoint": ("holds a checkpoint already", "--resume or .* --overwrite or"),
     "job --checkpoint deepspeed": ("it is DeepSpeed's", "Give another folder"),
     "job --resume --checkpoint dcp": ("torch.distributed.checkpoint's", "Give another folder"),
     "job --resume --checkpoint trainer": ("it is the Trainer's", "resume_from_checkpoint"),

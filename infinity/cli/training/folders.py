@@ -102,7 +102,7 @@ def check_packed(path: Path | None, config: Any, quantize: str | None, *, trains
     if trains_all:
         raise ConfigError(
             f"{path} is packed in fewer bits (quantization_config), and packed weights are not"
-            " trained: add --lora, whose adapters are."
+            " trained, but their adapters are: add --lora"
         )
     if quantize is not None:
-        raise ConfigError(f"{path} is packed already: leave out --quantize {quantize}.")
+        raise ConfigError(f"{path} is packed already: leave out --quantize {quantize}")

@@ -31,7 +31,7 @@ def find_files(args: argparse.Namespace) -> TextFiles | ExampleFiles:
 def _check_data_options(args: argparse.Namespace, files: TextFiles | ExampleFiles) -> None:
     if isinstance(files, ExampleFiles):
         return
-    remedies = {"pack": "Leave it out: every row of text is full.", "epochs": "Give --steps."}
+    remedies = {"pack": "Leave it out: every row of text is full.", "epochs": "Give --steps"}
     for option, remedy in remedies.items():
         if getattr(args, option):
             raise ConfigError(

@@ -275,7 +275,7 @@ def check_finite(loss: float, job: Job) -> None:
     """Raises InfinityError for a loss that is not finite."""
     if not math.isfinite(loss):
         raise InfinityError(
-            f"The loss is {loss} at step {job.next_step}. Lower --lr, or lengthen --warmup-steps."
+            f"The loss is {loss} at step {job.next_step}. Lower --lr or lengthen --warmup-steps"
         )
 
 

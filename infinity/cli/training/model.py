@@ -73,8 +73,8 @@ def find_model(
     except Exception as error:  # noqa: BLE001 - no network, no such name, no library, no leave
         raise ConfigError(
             f"No such folder: {name}; and as a name on the Hugging Face hub it cannot be fetched:"
-            f" {_first_line(error).rstrip('.')}. Where there is a network: `hf download {name}"
-            f" --local-dir {given.name}`; then give {option}{given.name}."
+            f" {_first_line(error).rstrip('.')}. Where there is a network, run `hf download {name}"
+            f" --local-dir {given.name}` first, then give {option}{given.name}"
         ) from None
 
 
@@ -337,7 +337,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     if not model.supports_gradient_checkpointing:
         raise ConfigError(
             f"{type(model).__name__} has no gradient checkpointing. Leave out"
-            " --gradient-checkpointing."
+            " --gradient-checkpointing"
         )
     # transformers renames it for version 6.
     enable = (

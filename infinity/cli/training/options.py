@@ -247,10 +247,10 @@ def set_defaults(args: argparse.Namespace) -> None:
 def _check_companions(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that do nothing without another one, or beyond it."""
     if args.checkpoint_every is not None and args.checkpoint is None:
-        raise ConfigError("--checkpoint-every needs a folder: add --checkpoint FOLDER.")
+        raise ConfigError("--checkpoint-every needs a folder: add --checkpoint FOLDER")
     if args.checkpoint_overhead is not None:
         if args.checkpoint is None:
-            raise ConfigError("--checkpoint-overhead needs a folder: add --checkpoint FOLDER.")
+            raise ConfigError("--checkpoint-overhead needs a folder: add --checkpoint FOLDER")
         if args.checkpoint_every is not None:
             raise ConfigError(
                 "--checkpoint-every and --checkpoint-overhead both say how often to save: give one"
@@ -260,7 +260,7 @@ def _check_companions(args: argparse.Namespace) -> None:
         args.checkpoint_overhead or DEFAULT_CHECKPOINT_OVERHEAD, "--checkpoint-overhead"
     )
     if args.prompt is not None and args.out is None:
-        raise ConfigError("--prompt is of the sample of a saved model: add --out FOLDER.")
+        raise ConfigError("--prompt is of the sample of a saved model: add --out FOLDER")
     if args.micro_batch is not None and args.micro_batch > args.batch_size:
         raise ConfigError(
             f"--micro-batch {args.micro_batch} is more than --batch-size {args.batch_size}: it is a"
@@ -280,8 +280,8 @@ def check_options(args: argparse.Namespace) -> None:
     args.lora_rank = args.lora_rank or args.lora
     if args.quantize is not None and args.lora_rank is None:
         raise ConfigError(
-            f"--quantize {args.quantize} packs a base that is not trained: add --lora, whose"
-            " adapters are."
+            f"--quantize {args.quantize} packs a base that is not trained, but its adapters are:"
+            " add --lora"
         )
     if args.lora_rank is not None and (args.model is None or args.model.is_file()):
         raise ConfigError(
@@ -290,7 +290,7 @@ def check_options(args: argparse.Namespace) -> None:
     if args.steps is not None and args.epochs is not None:
         raise ConfigError("--steps and --epochs both say how long to train: give one of them.")
     if args.resume and args.checkpoint is None:
-        raise ConfigError("--resume has nowhere to look. Add --checkpoint FOLDER.")
+        raise ConfigError("--resume has nowhere to look. Add --checkpoint FOLDER")
     if args.resume and args.overwrite:
         raise ConfigError(
             "--resume continues a checkpoint and --overwrite replaces it: give one of them."

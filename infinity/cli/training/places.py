@@ -44,8 +44,8 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
         return
     if has_checkpoint(args.checkpoint) and not args.resume:
         raise ConfigError(
-            f"{args.checkpoint} holds a checkpoint already. Continue it with --resume, replace it"
-            " with --overwrite, or give --checkpoint another folder."
+            f"{args.checkpoint} holds a checkpoint already. Continue it with --resume or replace it"
+            " with --overwrite or give --checkpoint another folder."
         )
     for output in given:
         if output is outputs["checkpoint"] and args.resume:

@@ -183,7 +183,7 @@ def check_device(device: str | None) -> None:
         what = "GPU" if kind == "cuda" and not here else f"device {device}"
         raise ConfigError(
             f"--device {device}: torch {torch.__version__} finds no {what} here (`infinity env`"
-            " tells more). Leave it out, or give --device cpu."
+            " tells more). Leave it out, or give --device cpu"
         )
 
 
