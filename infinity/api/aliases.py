@@ -318,7 +318,8 @@ def _own_tensors(
         *map(raw_grad, model.parameters()),
     ]
     for state in (state for optimizer in optimizers for state in optimizer.state.values()):
-        given += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        values = state.values() if isinstance(state, Mapping) else [state]  # some keep a count
+        given += [value for value in values if isinstance(value, torch.Tensor)]
     return _with_bases([local_of(each) for each in given if each is not None])
 
 

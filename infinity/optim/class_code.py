@@ -56,7 +56,7 @@ def step_as(
     changed = {
         key: value
         for key, value in other.param_groups[-1].items()
-        if key != "params" and not (key in settings and _equal(value, settings[key]))
+        if key != "params" and not (key in settings and is_equal(value, settings[key]))
     }
     return [dict(other.state.get(param, {})) for param in params], changed
 
@@ -112,7 +112,8 @@ def class_step(
     return found, changed
 
 
-def _equal(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
+    """Tells whether two settings are the same."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return same_form(one, other) and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)

@@ -20,7 +20,7 @@ import torch
 from ..errors import ConfigError, UsageError
 from ..state.flat_param_spec import EVERY_MOMENT, ClassPiece
 from ..state.handle import handle_of
-from .class_code import class_step, step_as
+from .class_code import class_step, is_equal, step_as
 from .class_costs import costs_of
 from .known import Known, switches
 
@@ -30,6 +30,7 @@ SHAPES = (4, 6), (5, 3)
 STEPS, RATE = 3, 0.01
 LEAST = 6  # of a dimension, in a trial
 State = dict[str, Any]
+NUMBERS = int, float, torch.Tensor
 
 
 def with_moments(
@@ -161,6 +162,7 @@ class Run:
         self.params = [torch.nn.Parameter(param.detach().clone()) for param in params]
         self.states: list[State] = [{} for _ in params]
         self._together = together
+        self.counts_alike = True  # what a step changes in the settings does not depend on gradients
 
     def step(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Steps by ``grads``."""
@@ -170,13 +172,23 @@ class Run:
         for param, grad in zip(self.params, grads):
             param.grad = None if grad is None else grad.clone()
         everyone = list(range(len(self.params)))
-        changed: State = {}
+        changes: list[State] = []
         for places in [everyone] if self._together else [[place] for place in everyone]:
             params, states = ([each[at] for at in places] for each in (self.params, self.states))
             found, changed = step_as(self._optimizer, self._settings, params, states)
+            changes.append(changed)
             for place, state in zip(places, found):
                 self.states[place] = state
-        self._settings |= changed
+        counts = [
+            {key: each for key, each in changed.items() if isinstance(each, NUMBERS)}
+            for changed in changes
+        ]
+        self.counts_alike &= all(
+            each.keys() == counts[0].keys()
+            and all(is_equal(value, counts[0][key]) for key, value in each.items())
+            for each in counts
+        )
+        self._settings |= changes[-1]
 
     @property
     def values(self) -> torch.Tensor:
@@ -208,14 +220,16 @@ def _try(
             are_parts_same = False
     alone, together = runs
     if known.measured is None and not (
-        torch.equal(alone.values, together.values)
+        alone.counts_alike
+        and torch.equal(alone.values, together.values)
         and all(map(are_same, alone.states, together.states))
     ):
         raise ConfigError(
             f"optimizer {known.name}, with these settings, steps all parameters at once, as a clip"
             " by their common norm does, draws random numbers, or keeps state outside of"
-            " optimizer.state: here parameters are stepped one at a time."
-            f"{_settings_of(optimizer)} Switch that off. To clip: Config(max_grad_norm=...)"
+            " optimizer.state, as a sum over gradients in a group: here parameters are stepped one"
+            f" at a time.{_settings_of(optimizer)} Switch that off. To clip:"
+            " Config(max_grad_norm=...)"
         )
     return alone.states[0], are_parts_same and torch.equal(alone.values, parts.values)
 

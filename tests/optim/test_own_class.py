@@ -130,6 +130,49 @@ class CountingInState(Counting):
         super().step()
 
 
+class CountingAtOnce(CountingInState):
+    """Makes the count in its state before its first step."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.state["all"] = 1
+
+    def step(self, closure=None):
+        self.state["all"] += 1
+        self.count = 1000 * (self.state["all"] > 100) - 1
+        Momentum.step(self)
+
+
+class Summing(Momentum):
+    """Keeps a sum over all gradients in its groups, as D-Adaptation does. It raises the rate long
+    after a trial."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        for group in self.param_groups:
+            group["seen"], group["now"] = 0.0, group["lr"]
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            grads = [param.grad for param in group["params"] if param.grad is not None]
+            group["seen"] += sum(grad.square().sum().item() for grad in grads)
+            group["now"] = group["lr"] * (1 + (group["seen"] > 1e6))
+        super().step()
+
+    def update(self, group, param, state):
+        param.sub_(param.grad * group["now"])
+
+
+class Stepping(Summing):
+    """Keeps a count in its groups, which no gradient changes."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["seen"] += 1
+            group["now"] = group["lr"] / group["seen"]
+        Momentum.step(self)
+
+
 class OnParameters(Momentum):
     """Keeps sums as attributes of parameters."""
 
@@ -224,6 +267,8 @@ REFUSED = {
     CountingInside: "counts in inside[0].value, beside its state",
     CountingForAll: "counts in counts['steps'], beside its state",
     CountingInState: "state has 'all', which is no parameter",
+    CountingAtOnce: "on a small tensor on the CPU raised TypeError",
+    Summing: "as a sum over gradients in a group",
     OnParameters: "keeps state outside of optimizer.state",
     ByName: "reads names of a group, which has one for each parameter",
     Noisy: "draws random numbers",
@@ -247,7 +292,8 @@ def test_what_one_parameter_at_a_time_would_lose_is_refused(kind):
         infinity.wrap_model(net, optimizer)
     assert f"{kind.__name__} is not supported" in str(error.value)
     assert REFUSED[kind] in str(error.value), str(error.value)
-    assert not optimizer.state and type(net[3].weight) is nn.Parameter
+    assert type(net[3].weight) is nn.Parameter
+    assert not any(isinstance(key, torch.Tensor) for key in optimizer.state)
     assert furthest(dict(net.state_dict()), before) == 0
 
 
@@ -297,3 +343,14 @@ def test_the_lines_of_the_message_use_such_a_class(kind, home, tmp_path):
     steps(names["model"], names["optimizer"], 5)
     expected, _ = trained(kind, None, tmp_path, 5)
     assert furthest(dict(names["model"].state_dict()), expected) == 0
+
+
+def test_a_count_of_steps_in_a_group_steps_as_alone():
+    """By its own code, at a rate that falls. Twin: a sum over gradients there is refused above."""
+    net, other = model(), model()
+    net, optimizer = infinity.wrap_model(net, Stepping(net.parameters()), {"params": "host"})
+    steps(net, optimizer, 4)
+    theirs = Stepping(other.parameters())
+    steps(other, theirs, 4)
+    assert furthest(dict(net.state_dict()), dict(other.state_dict())) == 0
+    assert {group["seen"] for group in optimizer.param_groups} == {4}
