@@ -77,7 +77,7 @@ KNOWN = (
     Known(
         "column",
         "label",
-        ("label", "kto_tag"),
+        ("label", "kto_tag", "desirable", "is_chosen", "is_rejected"),
         "refused beside answers: good and bad ones are for KTO. Beside a text it is not used",
         f"tells good answers from bad ones, which the method KTO learns. {_NO_METHOD}Train with"
         f" TRL's KTOTrainer. {_REMOVE}",
@@ -120,6 +120,22 @@ KNOWN = (
         ("documents",),
         "refused",
         "has documents to answer from. Write them into the messages, or remove the column.",
+    ),
+    Known(
+        "column",
+        "tokens",
+        ("input_ids", "assistant_masks", "completion_mask"),
+        "refused: rows are made here",
+        "has rows that are made already, and rows are made of the samples here. Remove the column,"
+        " or train these rows with TRL's SFTTrainer.",
+    ),
+    Known(
+        "column",
+        "template",
+        ("chat_template", "enable_thinking", "add_generation_prompt"),
+        "refused: variables of the template are in `chat_template_kwargs`",
+        "is for the chat template, whose variables are the column chat_template_kwargs. Write it"
+        " there (a template goes into the tokenizer), or remove the column.",
     ),
     Known(
         "column",
@@ -319,8 +335,10 @@ def choose_form(data: Any, source: str) -> Form:
 
 
 def is_empty(value: Any) -> bool:
-    """Tells whether a value, or its JSON text, says nothing."""
-    return value is None or value in ("", [], {}, "null", '""', "[]", "{}")
+    """Tells whether a value, or its JSON text, says nothing, nor does anything in it."""
+    if isinstance(value, (list, dict)):
+        return all(map(is_empty, value.values() if isinstance(value, dict) else value))
+    return value is None or value in ("", "null", '""', "[]", "{}")
 
 
 def _is_written(value: Any) -> bool:
@@ -336,6 +354,8 @@ def _refuse(
             continue
         if each.use in ("label", "choices", "suffix") and not beside_answers:
             continue
+        if each.use == "tokens" and not (beside_answers or "text" in names):
+            continue  # all columns are named
         for name in (names[name] for name in each.names if name in names):
             if at := _first_filled(data, name):
                 raise ConfigError(

@@ -61,7 +61,7 @@ def test_a_column_that_cannot_be_used_is_refused_by_name(name):
     assert said in str(refusal.value) and "emove the column" in str(refusal.value).replace(
         "and the column", "emove the column"
     )
-    for empty in (None, "", []):
+    for empty in (None, "", [], [None, {"path": ""}]):
         assert form_of(row | {name: empty}).pair == ("prompt", "completion")
 
 

@@ -402,6 +402,20 @@ SHAPES = {
         {"conversations": [{"from": "human", "value": "1+1?"}, *_turns_trained()]},
         said=CONTEXT + SECOND,
     ),
+    "trl rows that are made": Shape({"messages": CHAT, "input_ids": [1]}, refused=("input_ids",)),
+    "trl marks of rows": Shape(
+        {"prompt": "a", "completion": "b", "completion_mask": [0, 1]}, refused=("completion_mask",)
+    ),
+    "a switch of qwen beside the messages": Shape(
+        {"messages": CHAT, "enable_thinking": False},
+        refused=("enable_thinking", "chat_template_kwargs"),
+    ),
+    "answers that are rejected": Shape(
+        {"messages": CHAT, "is_rejected": True}, refused=("is_rejected", "KTO")
+    ),
+    "pictures that are none": Shape(
+        {"messages": CHAT, "images": [{"bytes": None, "path": ""}]}, said=ANSWERED
+    ),
     "nemo mask": Shape({"conversations": LONG, "mask": "User"}, refused=("mask",)),
     "nemo mask of a turn": Shape({"messages": _marked("mask", True)}, refused=("mask",)),
     "swift loss_scale": Shape({"messages": _marked("loss_scale", 0.0)}, said=CONTEXT + SECOND),
