@@ -5,8 +5,9 @@ order     of the units' reductions: the first rank's forward reversed, shared un
 
 [Note: where a reduction starts] All ranks must start the same collectives in the same order. So a
 reduction starts at a place that does not depend on which gradients a rank has: when the backward
-reaches a unit whose forward ended before that of the reduced one began. By then autograd has
-accumulated the gradients. The remaining reductions start at the end of the backward. In a verified
+reaches a use of a unit that ended in the forward before the first use of the reduced one began. By
+then autograd has accumulated the gradients. Of a unit that is used several times the backward
+reaches the last use first. The remaining reductions start at the end of the backward. In a verified
 pass (see `collective_trace`) the order of all collectives is known, so a reduction that is next
 starts as soon as its gradients are complete.
 
@@ -61,7 +62,10 @@ class Reducer:
         self._by_index = {unit.index: unit for unit in units}
         self.whole = WholeGradients(ledger, bank.homes.device)  # of this rank's batches
         self._order: list[ParamUnit] = []
-        self._places: dict[ParamUnit, int] = {}  # how many of the order start at this unit
+        # The uses of each unit in the first rank's forward: see Schedule.spans().
+        self._spans: dict[int, list[tuple[int, int]]] = {}
+        self._starts: list[int] = []  # of the first uses, in the order
+        self._reached = math.inf  # this many uses of the forward are still ahead in the backward
         self._ready: set[ParamUnit] = set()  # complete on this rank
         self._position = 0  # in the order: of the next reduction
         self._incomplete: list[ParamUnit] = []  # reduced before known complete on all ranks
@@ -98,7 +102,10 @@ class Reducer:
         backward reaches it. Every rank of the shard group calls this after the same gather."""
         if not self._ranks.keeps_gradients and not self.waits_for_more:
             self._agree_on_order()
-            self._start_before(self._places.get(unit, 0))
+            uses = reversed(self._spans.get(unit.index, []))
+            end = next((end for start, end in uses if start < self._reached), math.inf)
+            self._reached = min(self._reached, end)
+            self._start_before(sum(start >= self._reached for start in self._starts))
 
     def _is_next(self) -> bool:
         """Whether the next reduction of the order is next in a verified pass."""
@@ -122,6 +129,7 @@ class Reducer:
         for unit in self._incomplete:  # complete now
             self._on_reduced(unit)
         self._incomplete, self._late, self._ready, self._position = [], set(), set(), 0
+        self._reached = math.inf
 
     def _decide(self) -> None:
         """Exchanges which gradients any rank had, then lands the undecided and late ones."""
@@ -133,12 +141,12 @@ class Reducer:
                 [
                     *(handle in self._got or handle in late for handle in handles),
                     *(handle in late for handle in handles),
-                    bool(late) and self._has_other_order(),
+                    bool(late) and self._own_spans() != self._spans,
                 ],
                 "the end of a backward",
             )
             if is_outdated:
-                self._order, self._places = [], {}  # the next backward agrees on one anew
+                self._order = []  # the next backward agrees on one anew
             self._finish()
             anywhere = {handle for handle, had in zip(handles, flags) if had}
             undecided, self._undecided, self._got = self._undecided, [], set()
@@ -198,16 +206,21 @@ class Reducer:
         came late because the forward took another order. Every rank calls this."""
         if self._order:
             return
-        mine = torch.tensor(_order_of(self._by_index, self._schedule.spans()), device="cpu")
-        found = self._collectives.broadcast(mine, "the order of gradients").tolist()
-        order = [self._by_index[index] for index, _ in found]
-        self._places = {unit: place for unit, (_, place) in zip(order, found)}
-        self._order = order
+        mine = [(unit, *span) for unit, spans in self._own_spans().items() for span in spans]
+        what = "the order of gradients"
+        count = self._collectives.broadcast(torch.tensor(len(mine), device="cpu"), what).item()
+        table = torch.tensor((mine + [(0, 0, 0)] * count)[:count], device="cpu").view(count, 3)
+        self._spans = {}
+        for index, start, end in self._collectives.broadcast(table, what).tolist():
+            self._spans.setdefault(index, []).append((start, end))
+        self._order = _order_of(self._by_index, self._spans)
+        used = (unit for unit in self._order if unit.index in self._spans and not unit.is_shared)
+        self._starts = [self._spans[unit.index][0][0] for unit in used]
 
-    def _has_other_order(self) -> bool:
-        """Whether this pass's forward used the units in another order than the verified one."""
-        own = _order_of(self._by_index, self._schedule.spans())
-        return [self._by_index[index] for index, _ in own] != self._order
+    def _own_spans(self) -> dict[int, list[tuple[int, int]]]:
+        """Returns the uses of this rank's forward."""
+        spans = self._schedule.spans()
+        return {index: spans[index] for index in spans if index in self._by_index}
 
     def abandon(self) -> None:
         """Drops the gradients that a failed backward has not averaged."""
@@ -217,7 +230,7 @@ class Reducer:
                 pending.drop()
         self._pending.clear()
         self._incomplete, self._undecided, self._got, self._late = [], [], set(), set()
-        self._ready, self._position = set(), 0
+        self._ready, self._position, self._reached = set(), 0, math.inf
         self.waits_for_more = self._is_reducing_all = False
 
     # --- one unit ---
@@ -356,17 +369,11 @@ def _stepped(units: Iterable[ParamUnit]) -> list[tuple[ParamUnit, FlatParam, lis
 
 
 def _order_of(
-    units: Mapping[int, ParamUnit], spans: Mapping[int, tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """Returns the indices of ``units`` in reduction order: by their first use in the forward, the
-    last one first, then unused units, then those that several modules share.
-
-    With each goes how many of the order began after its last end. ``spans``: see
-    :meth:`Schedule.spans`.
-    """
-    order = [index for index in reversed(spans) if index in units]
-    order += [index for index in reversed(units) if index not in spans]
-    order.sort(key=lambda index: units[index].is_shared)
-    starts = [spans[index][0] for index in order if index in spans and not units[index].is_shared]
-    ends = {index: end for index, (_, end) in spans.items()}
-    return [(i, sum(start >= ends.get(i, math.inf) for start in starts)) for i in order]
+    units: Mapping[int, ParamUnit], spans: Mapping[int, list[tuple[int, int]]]
+) -> list[ParamUnit]:
+    """Returns ``units`` in reduction order: by their first use in the forward, the last one first,
+    then unused units, then those that several modules share. ``spans``: see
+    :meth:`Schedule.spans`."""
+    order = [units[index] for index in reversed(spans)]
+    order += [units[index] for index in reversed(units) if index not in spans]
+    return sorted(order, key=lambda unit: unit.is_shared)

@@ -23,8 +23,11 @@ class Schedule:
         self._traces: dict[str, list[int]] = {}
         self._kind = ""
         self._current: list[int] = []
-        # Of each unit of this forward: the uses before its first one, and until its last end.
-        self._spans: dict[int, tuple[int, int]] = {}
+        # Of each unit of this forward, for each time that it is held: the uses before, and those
+        # until it is let go.
+        self._spans: dict[int, list[tuple[int, int]]] = {}
+        self._open: set[int] = set()  # units of which a use has not ended
+        self._saved: set[int] = set()  # units of which autograd has recorded a use
         self._is_forward = True  # no unit was used in a backward yet
         self._position = 0  # in the expected trace: the next use
         self._uses: dict[int, list[int]] = {}  # unit -> its positions in the expected trace
@@ -34,8 +37,8 @@ class Schedule:
         the trace of its own kind."""
         if self._current:
             self._traces[self._kind] = self._current
-        self._kind, self._current, self._position = kind, [], 0
-        self._spans, self._is_forward = {}, True
+        self._kind = kind
+        self.forget()
         self._uses = {}
         for position, unit in enumerate(self.expected()):
             self._uses.setdefault(unit, []).append(position)
@@ -43,14 +46,19 @@ class Schedule:
     def forget(self) -> None:
         """Discards the uses recorded in this pass, so that they do not become a trace."""
         self._current, self._position = [], 0
-        self._spans, self._is_forward = {}, True
+        self._spans, self._open, self._saved, self._is_forward = {}, set(), set(), True
 
-    def use(self, unit: int, *, backward: bool = False) -> None:
-        """Records that ``unit`` is used now. ``backward``: in a backward."""
+    def use(self, unit: int, *, backward: bool = False, saves: bool = True) -> None:
+        """Records that ``unit`` is used now. ``backward``: in a backward. ``saves``: autograd
+        records the use. A backward does not reach other ones, as of a norm for a log, unless they
+        are the first: those of a reentrant checkpoint."""
         self._is_forward &= not backward
-        if self._is_forward:
-            start = len(self._current)
-            self._spans.setdefault(unit, (start, start + 1))
+        self._saved |= {unit} if saves else set()
+        if self._is_forward and (saves or unit not in self._saved):
+            start, spans = len(self._current), self._spans.setdefault(unit, [])
+            if unit not in self._open and (not spans or spans[-1][1] < start):
+                spans.append((start, start + 1))
+            self._open.add(unit)
         if self._current and self._current[-1] == unit:
             return
         self._current.append(unit)
@@ -92,13 +100,14 @@ class Schedule:
 
     def leave(self, unit: int) -> None:
         """Records that a use of ``unit`` ends now."""
-        if self._is_forward and unit in self._spans:
-            self._spans[unit] = self._spans[unit][0], len(self._current)
+        if self._is_forward and unit in self._open:
+            self._open.remove(unit)
+            self._spans[unit][-1] = self._spans[unit][-1][0], len(self._current)
 
-    def spans(self) -> dict[int, tuple[int, int]]:
-        """Returns for each unit of this pass's forward, in order of first use: the uses before its
-        first one, and the uses until its last end."""
-        return dict(self._spans)
+    def spans(self) -> dict[int, list[tuple[int, int]]]:
+        """Returns for each unit of this pass's forward, in order of first use, and for each time
+        that it was held: the uses before, and the uses until it was let go."""
+        return {unit: list(spans) for unit, spans in self._spans.items()}
 
     def _expected(self, backward: bool) -> Iterator[int]:
         expected = self._traces.get(self._kind)

@@ -240,7 +240,11 @@ def test_nothing_starts_at_a_unit_whose_forward_ended_last(why):
     use around the others: the backward reaches it first. It is reduced last."""
 
     def work(rank: Rank) -> None:
-        if why == "used twice":
+        if why == "around the others":
+            rank.schedule.begin("train")
+            for unit in range(UNITS):
+                rank.schedule.use(unit)
+        else:
             rank.schedule.use(0)
         rank.schedule.leave(0)
         rank.reach(0)
@@ -249,6 +253,32 @@ def test_nothing_starts_at_a_unit_whose_forward_ended_last(why):
 
     ranks = run(work, shared=(0,) if why == "shared" else ())
     assert ranks[0].reduced[-1] == 0 and ranks[0].averages(3) == [11.0]
+
+
+@pytest.mark.parametrize("uses", [[0, 1, 2, 3] * 2, [0, 1, 2, 3, 2, 1, 0], [0, 1, 0, 2, 0, 3]])
+def test_what_is_used_again_is_reduced_once_its_first_use_is_done(uses):
+    """Method: a backward reaches every use, the last one first; a unit's gradients come with its
+    first use. Claim: no more than one unit's waits. Twin: the first sweep, which reduces nothing
+    that is used before."""
+
+    def work(rank: Rank) -> None:
+        rank.schedule.begin("train")
+        for unit in uses:
+            rank.schedule.use(unit)
+            rank.schedule.leave(unit)
+        for place in reversed(range(len(uses))):
+            rank.reach(uses[place])
+            first = [uses.index(unit) for unit in range(UNITS)]
+            meetings = rank.pair.meetings
+            started = {each for each in range(UNITS) if f"reducing unit {each} (0)" in meetings}
+            assert started == {each for each in range(UNITS) if first[each] > place}
+            if place in first:
+                rank.gets(uses[place], 2.0)
+                rank.ready(uses[place])
+        rank.reducer.end_backward()
+
+    for rank in run(work):
+        assert [rank.averages(unit) for unit in range(UNITS)] == [[2.0]] * UNITS
 
 
 def test_what_one_rank_lacks_counts_as_nothing_and_what_all_lack_stays_absent():
