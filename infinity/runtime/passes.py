@@ -128,7 +128,8 @@ class Passes:
         if keeping is not None and not is_checkpoint(outer):
             keeping.begin(foreign)
             self.scopes.push_hooks(*keeping.hooks(outer))
-        if units and torch.is_grad_enabled():
+        # A Function may save a weight that no operation has brought: that of another module.
+        if (units or keeping is not None) and torch.is_grad_enabled():
             self.scopes.push_hooks(*self._saving_hooks())
 
     def _begin(self, *, training: bool) -> None:
