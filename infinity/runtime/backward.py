@@ -14,7 +14,7 @@ no gradient and so no hook runs for them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -71,6 +71,10 @@ class Backward:
         self._taken.add(unit)
         self.hold(unit)
 
+    def _taken_by_node(self) -> Collection[ParamUnit]:
+        """Returns the units of which the running node has taken weights out."""
+        return self._taken if torch._C._current_autograd_node() is self._node else ()
+
     def hold(self, unit: ParamUnit) -> None:
         """Holds ``unit`` until its gradients of the running backward have landed. May block on disk
         and on other ranks."""
@@ -82,7 +86,8 @@ class Backward:
             self.job.prefetcher.complete(unit)
             return
         if self.gathers_with_ranks:
-            for other in list(self._pass.awaited)[:-1]:
+            taken = self._taken_by_node()
+            for other in [each for each in self._pass.awaited if each not in taken][:-1]:
                 self.unhold(other)
         trained = zip(unit.handles, (param for flat in unit.flat_params for param in flat.params))
         expected = {
@@ -128,7 +133,7 @@ class Backward:
         The unit is gathered again if it is needed. Mostly it has a parameter without a gradient, or
         a tied one whose other use is yet to come. Returns False if the backward can spare no unit.
         """
-        taken = self._taken if torch._C._current_autograd_node() is self._node else ()
+        taken = self._taken_by_node()
         for unit in self._pass.awaited:
             if unit not in taken and not any(unit in frame.units for frame in self._pass.frames):
                 self.unhold(unit)

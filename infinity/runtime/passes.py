@@ -344,9 +344,9 @@ class Passes:
     def _saving_hooks(self) -> tuple[Callable, Callable]:
         me = weakref.ref(self.backward)
 
-        def hold(unit: ParamUnit) -> None:
+        def hold(unit: ParamUnit, for_node: bool) -> None:
             if backward := me():
-                backward.take_out(unit)
+                (backward.take_out if for_node else backward.hold)(unit)
             elif not unit.stays:
                 raise too_late()
 

@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
+import torch
+
 from ..distributed.collectives import Collectives
 from ..errors import CapacityError
 from ..machine.device import Device
@@ -198,7 +200,7 @@ class Prefetcher:
             computed, since = self._pass.computing
             self.look_ahead.note_compute(computed, time.perf_counter() - since)
         self._make_resident(unit)
-        self.schedule.use(unit.index, backward=backward)
+        self.schedule.use(unit.index, backward=backward, saves=torch.is_grad_enabled())
         self._pass.computing = unit.index, (wanted_at := time.perf_counter())
         if (times := unit.take_read_times()) is not None:
             self.look_ahead.note_read(unit.index, *times)

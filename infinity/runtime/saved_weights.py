@@ -176,13 +176,14 @@ def _place(tensor: torch.Tensor | None) -> tuple | None:
 
 
 def saving_hooks(
-    storages: WeightStorages, hold: Callable[[ParamUnit], None]
+    storages: WeightStorages, hold: Callable[[ParamUnit, bool], None]
 ) -> tuple[Callable, Callable]:
     """Makes a pair of saved-tensor hooks that save weights as references. Other tensors go to the
     hooks around them.
 
     ``storages``: of the units' device buffers. ``hold`` makes a unit resident until the running
-    backward is done with it.
+    backward is done with it, and if its second argument is True, at least until the running node
+    of the graph ends.
     """
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     outer_pack, outer_unpack = outer if outer is not None else (None, None)
@@ -218,14 +219,21 @@ def saving_hooks(
         if not isinstance(saved, SavedWeight):
             return saved.tensor() if isinstance(saved, SavedTensor) else outer_unpack(saved)
         saved.check()
+        params = getattr(_unpacked, "params", None)
+        if params is not None and saved.param is not None and (param := saved.param()) is not None:
+            # The Function gets the parameter, and each use of that brings it again.
+            hold(saved.unit, False)
+            value = torch.empty((), dtype=saved.dtype, device=saved.flat.device).expand(saved.size)
+            params.append((_place(value), param))
+            return value
         if saved.unit.arrival.experts is not None:
             saved.unit.arrival.experts.want(saved.there)
-        hold(saved.unit)
+        hold(saved.unit, True)
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
             _save_in_graph_of_backward(storages, hold)
         value = saved.tensor()
-        if (params := getattr(_unpacked, "params", None)) is not None:
-            params.append((_place(value), saved.param() if saved.param is not None else None))
+        if params is not None:
+            params.append((_place(value), None))
         return value
 
     def unpack(saved: Any) -> torch.Tensor:
@@ -238,7 +246,9 @@ def saving_hooks(
     return pack, unpack
 
 
-def _save_in_graph_of_backward(storages: WeightStorages, hold: Callable[[ParamUnit], None]) -> None:
+def _save_in_graph_of_backward(
+    storages: WeightStorages, hold: Callable[[ParamUnit, bool], None]
+) -> None:
     """Saves weights as references in the graph of a backward (``create_graph=True``), too.
 
     Called as a node of the graph takes its saved weights out, before it computes with them. Nobody

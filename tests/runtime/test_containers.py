@@ -1,27 +1,26 @@
 """Models whose repeated parts are never called themselves: the numbers are torch's, and the device
 has what was planned.
 
-Words used here: **least**: the device budget that the plan without one has, which the wrap accepts.
+Words used here: **least**: the device budget that the wrap names when it refuses a smaller one.
 """
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
-from containers import KINDS, Lists, Mixture, Parameters, trained
+from containers import AGAIN, KINDS, MANY, Chained, Lists, Mixture, Parameters, Products, trained
 from models import at_home, differing, seeded
 from ranks import Jobs
 
 import infinity
 from infinity.api.lay_out import lay_out
-from infinity.api.unmoved import unmoved_nbytes
 from infinity.config.config import Config
 from infinity.errors import CapacityError
-from infinity.machine.tiers import Tier
-from infinity.runtime.engine import Engine
+from infinity.runtime.backward import Backward
 from infinity.runtime.passes import Passes
+from infinity.runtime.prefetch import Prefetcher
 
 
 def made(kind):
@@ -34,8 +33,10 @@ def wrapped_at(kind, home, folder, **more):
     model, optimizer = made(kind)
     config = at_home(home, home, folder, **more)
     if home != "device":
-        plan, units = lay_out(model, optimizer, Config(**config))
-        config["device_memory"] = plan.planned_nbytes(Tier.DEVICE) + unmoved_nbytes(model)
+        with pytest.raises(CapacityError) as refused:
+            infinity.wrap_model(model, optimizer, config | {"device_memory": 1})
+        config["device_memory"] = refused.value.needed["device_memory"]
+        _, units = lay_out(model, optimizer, Config(**config))
         assert config["device_memory"] < sum(unit.weight_nbytes for unit in units)
     return infinity.wrap_model(model, optimizer, config)
 
@@ -69,9 +70,56 @@ def test_units_that_stay_until_the_end_of_the_forward_break_the_least(tmp_path, 
 
 def test_weights_that_are_not_saved_as_references_are_gone_in_the_backward(tmp_path, monkeypatch):
     """The twin: autograd saves the memory itself."""
-    monkeypatch.setattr(Engine, "saving_tensors", lambda self: nullcontext())
+    as_they_are = (lambda tensor: tensor.detach(), lambda tensor: tensor)
+    monkeypatch.setattr(Passes, "_saving_hooks", lambda self: as_they_are)
     with pytest.raises(RuntimeError):
         trained(*wrapped_at(Parameters, "host", tmp_path))
+
+
+def needed(kind, folder, **more):
+    """Trains with the least. Returns the budget that the error names."""
+    model, optimizer = wrapped_at(kind, "host", folder, units=["Linear"], **more)
+    with pytest.raises(CapacityError, match="not fit the device window") as refused:
+        trained(model, optimizer)
+    return refused.value.needed["device_memory"]
+
+
+def trained_within(kind, budget):
+    config = {"params": "host", "optimizer": "host", "units": ["Linear"], "device_memory": budget}
+    model, optimizer = infinity.wrap_model(*made(kind), config)
+    return trained(model, optimizer), model
+
+
+@pytest.mark.parametrize("kind", MANY)
+def test_an_operation_over_many_units_names_a_budget_that_works(kind, tmp_path):
+    """Method: one error with the least, then training with the budget that it names, beside plain
+    torch. Twins: the tests below."""
+    plain, budget = made(kind), needed(kind, tmp_path)
+    losses, model = trained_within(kind, budget)
+    assert losses == trained(*plain)
+    assert differing(dict(model.state_dict()), dict(plain[0].state_dict())) == []
+    device = infinity.stats(model).tiers["device"]
+    assert device.peak_nbytes <= device.planned_nbytes <= budget
+
+
+def test_the_need_of_one_unit_after_another_is_not_the_whole(tmp_path, monkeypatch):
+    """The twin: what an operation uses is not looked at together."""
+    refuse = Prefetcher.refuse_over
+
+    def of_one(self, units, nbytes):
+        if len(units) == 1:
+            refuse(self, units, nbytes)
+
+    monkeypatch.setattr(Prefetcher, "refuse_over", of_one)
+    with pytest.raises(CapacityError):
+        trained_within(Chained, needed(Chained, tmp_path))
+
+
+def test_the_units_of_a_running_node_do_not_give_way(tmp_path, monkeypatch):
+    """The twin: the second weight of a product drops the first one, which torch computes with."""
+    monkeypatch.setattr(Backward, "take_out", Backward.hold)
+    with pytest.raises(RuntimeError, match="data pointer"):
+        trained(*wrapped_at(Products, "host", tmp_path, units=["Linear"]))
 
 
 @pytest.mark.parametrize("kind", [Lists, Mixture])
@@ -103,7 +151,7 @@ def test_the_weights_of_containers_are_there_for_inference(tmp_path):
 def test_ranks_gather_what_is_used_outside_of_owners(standing_ranks):
     """Method: ZeRO-3 over two ranks with the same batches, each kind with the least; beside plain
     torch in one process, bit for bit."""
-    names = ["Lists", "Parameters", "Functions", "Mixture"]
+    names = ["Lists", "Parameters", "Functions", "Mixture", *(kind.__name__ for kind in AGAIN)]
     jobs = Jobs(standing_ranks(2), "container_jobs", {"kinds": {"names": names}})
     for found in jobs["kinds"]:
         assert found == dict.fromkeys(names, (True, [], True))

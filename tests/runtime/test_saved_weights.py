@@ -28,7 +28,7 @@ class Unit:
         self.storages.enter(self, self.flat)
 
     def hooks(self) -> tuple:
-        return saving_hooks(self.storages, self.held.append)
+        return saving_hooks(self.storages, lambda unit, for_node: self.held.append(unit))
 
 
 VIEWS = {

@@ -9,7 +9,7 @@ import torch
 from models import differing, seeded
 
 import infinity
-from infinity.api.unmoved import unmoved_nbytes
+from infinity.errors import CapacityError
 
 
 def _made(kind: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -18,20 +18,20 @@ def _made(kind: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def kinds(names: list[str]) -> dict[str, Any]:
-    """Trains each kind with the device memory that is planned without a budget. Every rank has the
+    """Trains each kind with the least device memory that the wrap accepts. Every rank has the
     same batches, so that the average is what one process computes."""
     found = {}
     for name in names:
         plain = _made(name)
         right = containers.trained(*plain)
         config = {"params": "host", "optimizer": "host", "shard": "parameters"}
-        model, optimizer = infinity.wrap_model(*_made(name), config)
-        planned = infinity.stats(model).tiers["device"].planned_nbytes + unmoved_nbytes(model)
-        infinity.unwrap_model(model, optimizer)
-        config["device_memory"] = planned
+        try:
+            infinity.wrap_model(*_made(name), config | {"device_memory": 1})
+        except CapacityError as error:
+            config["device_memory"] = budget = error.needed["device_memory"]
         model, optimizer = infinity.wrap_model(*_made(name), config)
         same = containers.trained(model, optimizer) == right
         differ = differing(dict(model.state_dict()), dict(plain[0].state_dict()))
         device = infinity.stats(model).tiers["device"]
-        found[name] = same, differ, device.peak_nbytes <= device.planned_nbytes <= planned
+        found[name] = same, differ, device.peak_nbytes <= device.planned_nbytes <= budget
     return found

@@ -159,7 +159,129 @@ class Mixture(Stack):
         return out
 
 
-KINDS = (Lists, Recomputed, RecomputedByTasks, Names, Parameters, Functions, OtherMethod, Mixture)
+class ByFunctions(Stack):
+    """A Function saves weights that no operation of the forward uses; a view of one, too."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, other):
+            ctx.save_for_backward(x, weight, other.t())
+            return x * 0.5
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight, transposed = ctx.saved_tensors
+            by_x = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+            return grad @ weight, by_x, by_x * transposed.t()
+
+    def layer(self):
+        return nn.ModuleList(
+            [nn.Linear(WIDTH, WIDTH), nn.ParameterList([torch.ones(WIDTH, WIDTH)])]
+        )
+
+    def run(self, layer, x):
+        return torch.tanh(self.Scaled.apply(x, layer[0].weight, layer[1][0]))
+
+
+class Swept(Stack):
+    """All layers are used, then all again."""
+
+    def layer(self):
+        return FeedForward()
+
+    def run(self, layer, x):
+        return layer(x)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return super().forward(x)
+
+
+class Returned(Swept):
+    """The layers are used inside of each other: the first one first and last."""
+
+    def around(self, x, depth=0):
+        if depth == LAYERS:
+            return x
+        layer = self.layers[depth]
+        return layer(self.around(x + layer(x), depth + 1))
+
+    def forward(self, x):
+        return self.head(self.around(x)).square().mean()
+
+
+class Penalized(Swept):
+    """A penalty uses all weights after the layers; without gradients, they are used once more."""
+
+    def forward(self, x):
+        loss = super().forward(x)
+        loss = loss + 0.001 * sum(layer.up.weight.square().sum() for layer in self.layers)
+        with torch.no_grad():
+            largest = max(layer.down.weight.abs().max() for layer in self.layers)
+        return loss + largest
+
+
+class Several(Stack):
+    """One operation uses the weights of many layers."""
+
+    def layer(self):
+        return nn.Linear(WIDTH, WIDTH)
+
+    @abstractmethod
+    def several(self, x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+        """Uses the weights of all layers."""
+
+    def run(self, layer, x):
+        return torch.tanh(layer(x))
+
+    def forward(self, x):
+        x = x + torch.tanh(self.several(x, [layer.weight for layer in self.layers]))
+        return self.head(x).square().mean()
+
+
+class Chained(Several):
+    def several(self, x, weights):
+        return x @ torch.linalg.multi_dot(weights)
+
+
+class Contracted(Several):
+    def several(self, x, weights):
+        return torch.einsum("bsd,de,ef,fg->bsg", x, *weights[:3])
+
+
+class Diagonal(Several):
+    def several(self, x, weights):
+        return F.linear(x.repeat(1, 1, LAYERS), torch.block_diag(*weights))[..., :WIDTH]
+
+
+class Interpolated(Several):
+    def several(self, x, weights):
+        return x @ torch.lerp(*weights[:3])
+
+
+class Products(Several):
+    """The forward has room for each two; their gradients beside them are one too many."""
+
+    def several(self, x, weights):
+        for one, other in zip(weights[::2], weights[1::2]):
+            x = x @ torch.mm(one, other)
+        return x
+
+
+MANY = (Chained, Contracted, Diagonal, Interpolated, Products)
+KINDS = (
+    Lists,
+    Recomputed,
+    RecomputedByTasks,
+    Names,
+    Parameters,
+    Functions,
+    OtherMethod,
+    Mixture,
+    ByFunctions,
+)
+AGAIN = (Swept, Returned, Penalized)
 
 
 def batches() -> list[torch.Tensor]:
