@@ -15,6 +15,7 @@ import collections
 import contextlib
 import functools
 import gc
+import itertools
 import logging
 import types
 import weakref
@@ -236,13 +237,11 @@ def _found(
 
 def _inside(path: str, value: Any) -> Iterator[Held]:
     """Yields what an object holds: items, attributes, what a function takes from around it."""
-    if isinstance(value, (list, collections.deque)):
-        yield from ((f"{path}[{at}]", value, at, each, True) for at, each in enumerate(value))
-    elif isinstance(value, (tuple, set, frozenset)):
-        yield from ((f"{path}[{at}]", None, at, each, False) for at, each in enumerate(value))
-    elif isinstance(value, dict):
-        items = list(value.items())
-        yield from ((f"{path}[{key!r}]", value, key, each, True) for key, each in items)
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(value, dict):
+        items = value.items()
+    elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
+        items = enumerate(value)
     elif isinstance(value, types.MethodType):
         yield path, None, "", value.__self__, False
         yield path, None, "", value.__func__, False
@@ -256,6 +255,9 @@ def _inside(path: str, value: Any) -> Iterator[Held]:
             with contextlib.suppress(ValueError):  # an empty cell
                 there = cell.cell_contents
                 yield f"{path}().{name}", _Attributes(cell), "cell_contents", there, True
+    follows = isinstance(value, (list, dict, collections.deque))
+    for key, each in list(itertools.islice(items, MOST)):
+        yield f"{path}[{key!r}]", value, key, each, follows
     names = set(getattr(value, "__dict__", {}))
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
