@@ -323,7 +323,9 @@ def _refuses_window(
     )
     window = min(window_nbytes, moved)
     room = plan.device_window_nbytes
-    short = max(window - room, window + grad_nbytes - room - plan.autograd_nbytes)
+    # A window is no larger than all weights: gradients use what is left, too.
+    left = budget - plan.planned_nbytes(Tier.DEVICE)
+    short = max(window - room, window + grad_nbytes - room - plan.autograd_nbytes - left)
     if short <= 0:
         return None
     if config.params == AUTO:  # more memory becomes a home before it becomes a window

@@ -81,7 +81,9 @@ def needed(kind, folder, **more):
     model, optimizer = wrapped_at(kind, "host", folder, units=["Linear"], **more)
     with pytest.raises(CapacityError, match="not fit the device window") as refused:
         trained(model, optimizer)
-    return refused.value.needed["device_memory"]
+    budget = refused.value.needed["device_memory"]
+    assert f"Config(device_memory={budget})" in str(refused.value)
+    return budget
 
 
 def trained_within(kind, budget):
