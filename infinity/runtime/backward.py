@@ -58,6 +58,8 @@ class Backward:
         """Holds ``unit`` in a backward, whose gradients may be none of its. ``shows``: a forward of
         an owner runs again. May block on disk and on other ranks."""
         self.job.handed.refuse_in_backward(unit)
+        # A checkpoint ends its forward by an exception, which is none of an earlier task.
+        self.track_task()
         if unit not in self._pass.awaited:
             self._pass.gradients = None  # the last unit's have landed
         self.job.prefetcher.hold(unit, backward=True, shows=shows)

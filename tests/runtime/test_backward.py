@@ -8,6 +8,7 @@ import pytest
 import torch
 from models import seeded
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.errors import CapacityError
@@ -170,3 +171,44 @@ def test_a_node_keeps_all_weights_that_it_has_taken_out(monkeypatch):
     monkeypatch.setattr(Backward, "take_out", Backward.hold)
     with pytest.raises(RuntimeError, match="Storage that is invalid"):
         train(least)
+
+
+class Checkpointed(nn.Module):
+    """Layers that are checkpoints of their own: the backward's first use is a forward again."""
+
+    def __init__(self, count: int):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(300, 300) for _ in range(count))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("count, casts", [(1, False), (1, True), (3, True)])
+def test_a_backward_may_begin_with_a_forward_that_a_checkpoint_runs_again(count, casts, swap):
+    """Compares gradients with plain torch's: the checkpoint ends its forward by an exception,
+    before any other use of the engine. Twin: an exception of a user's hook is recovered from."""
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        model.zero_grad()
+        x = torch.randn(2, 300, generator=torch.Generator().manual_seed(1))
+        with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        return [param.grad.clone() for param in model.parameters()]
+
+    torch.manual_seed(0)
+    model = Checkpointed(count)
+    right = gradients(model)
+    model.zero_grad()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [str(swap)]}
+    model, _ = infinity.wrap_model(model, optimizer, config)
+    assert all(map(torch.equal, gradients(model), right))
+    hook = model.layers[0].register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        gradients(model)
+    hook.remove()
+    assert all(map(torch.equal, gradients(model), right))
