@@ -34,7 +34,7 @@ from ..planning.budgets import measured_free
 from ..planning.cluster import OnPaper
 from ..planning.memory_plan import MemoryPlan, term_of
 from ..planning.plan import make_plan
-from ..planning.unit_sizes import FlatParamSize, UnitSize
+from ..planning.unit_sizes import SUMMED_AT_ONCE, FlatParamSize, UnitSize
 from ..state.dtensors import is_distributed
 from ..state.flat_param import FlatParam
 from ..state.flat_param_spec import ARRAYS, FlatParamSpec
@@ -48,7 +48,6 @@ from .unmoved import unmoved_nbytes
 
 logger = logging.getLogger(__name__)
 
-SUMMED_AT_ONCE = 3  # gradients of a tied weight, unless they land use by use
 
 MakeFlatParams = Callable[[Group], list[FlatParam]]
 
@@ -371,16 +370,17 @@ def unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
 
 def _autograd_nbytes(flat_param: FlatParam, group: Group) -> int:
     """Counts the gradients of a flat param that a backward holds at once. Those of a tied weight
-    wait for each other: one waits, one is made, and their sum. Those of a
-    head's tile are summed in fp32."""
+    wait for each other: one waits, one is made, and their sum. Only one rank lands those of tables
+    use by use. Those of a head's tile are summed in fp32."""
     if not flat_param.spec.stepped:
         return 0
     if group.tile_rows:
         rows, width = group.params[0].shape
         summed = torch.float32.itemsize if rows >= HEAD_RATIO * width else 0
         return group.tile_rows * width * (flat_param.spec.dtype.itemsize + summed)
+    apart = set() if _size_of_flat_param(flat_param).is_averaged else group.tables.keys()
     return flat_param.spec.dtype.itemsize * sum(
-        place.numel * (SUMMED_AT_ONCE if param in group.tied - group.tables.keys() else 1)
+        place.numel * (SUMMED_AT_ONCE if param in group.tied - apart else 1)
         for param, place in zip(flat_param.params, flat_param.layout.placements)
     )
 

@@ -13,6 +13,7 @@ from ..gradients.bank import GradientBank
 from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.traffic import Traffic
+from ..state.handle import ParamHandle
 from ..state.journal import Journal
 from ..state.unit import ParamUnit
 from ..storage.store import ArrayStore
@@ -38,6 +39,8 @@ class ForwardContext:
     # Makes units' parameters ordinary ones, for a forward that runs again in the backward
     running_again: Callable[[Sequence[ParamUnit]], AbstractContextManager[Any]]
     track_backward: Callable[[], None]  # so that the end of the backward releases what it holds
+    # Autograd will add up whole gradients of a table's uses
+    expect_sum: Callable[[ParamHandle], None]
 
 
 def found_weakly(make: Callable[[], ForwardContext]) -> Callable[[], ForwardContext]:

@@ -66,14 +66,14 @@ class Table:
         self._uses: list[weakref.ref] = []  # of graphs that may still run backward
 
     def is_tracked(self) -> bool:
-        """Tells whether the running forward's use of the weight gets a gradient of its own.
-        Autocast adds the gradients of several uses in its own dtype: autograd keeps those."""
-        return (
-            torch.is_grad_enabled()
-            and self.param.requires_grad
-            and not torch.is_autocast_enabled(self.param.device.type)
-            and not are_running()
-        )
+        """Tells whether the running forward's use of the weight gets a gradient of its own."""
+        return torch.is_grad_enabled() and self.param.requires_grad and not are_running()
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether layers use autocast's copy of the weight. All of them share it, and autograd adds
+        their gradients in its dtype before it makes one of the weight's. Lookups are not cast."""
+        return torch.is_autocast_enabled(self.param.device.type)
 
     def add(self, ctx: Any) -> None:
         """Adds a use: the node of a lookup, which has its ids, or of a whole use."""
@@ -111,7 +111,10 @@ class Table:
         ids = [other.ids for other in (ctx, *coming) if other.ids is not None]
         wholes = sum(other.ids is None for other in (ctx, *coming))
         with context.store.guarding():
-            return use, context.gradients.meet(handle, task, ids, wholes, others)
+            meeting = context.gradients.meet(handle, task, ids, wholes, others)
+        if meeting is None and len(alive) + others > 1:
+            context.expect_sum(handle)
+        return use, meeting
 
     def _is_watched(self) -> bool:
         """Tells whether a user's hook has to see the whole gradient."""
@@ -183,7 +186,7 @@ class _Uses(TorchFunctionMode):
                 if padding_idx is not None and padding_idx < 0:
                     padding_idx += table.param.shape[0]
                 return Lookup.apply(args[0], args[1], padding_idx, table)
-            if func is F.linear:
+            if func is F.linear and not table.is_cast:
                 alias = WholeUse.apply(args[1], table)
                 return func(args[0], alias, *args[2:], **kwargs)
         return func(*args, **kwargs)

@@ -83,6 +83,15 @@ class Ledger:
             else max(0, account.budget_nbytes - account.charged_nbytes)
         )
 
+    def unplanned(self, tier: Tier) -> int | None:
+        """Returns the bytes of ``tier`` that may still be planned; None without a limit."""
+        account = self.accounts[tier]
+        return (
+            None
+            if account.budget_nbytes is None
+            else max(0, account.budget_nbytes - account.planned_nbytes)
+        )
+
     def forget_passing(self) -> None:
         """Releases the charges of an abandoned forward or backward, even if still referenced."""
         for account in self.accounts.values():

@@ -6,7 +6,7 @@ rung    one set of buffer sizes; rungs are tried in turn, from generous to least
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from .. import native
 from ..machine.tiers import Tier
@@ -14,6 +14,7 @@ from .unit_sizes import MIN_CHUNK
 
 MIB = 1024 * 1024
 BUFFERS = "buffers"  # the term of the model's buffers
+GRADIENTS = "gradients in the backward"  # that of what autograd makes
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,16 @@ class MemoryPlan:
     def kept_of(self, unit: int) -> set[str]:
         """Returns the arrays of the unit with this index that are cached on the host."""
         return {name for name, units in self.kept.items() if unit in units}
+
+    def with_gradients(self, nbytes: int) -> MemoryPlan:
+        """Returns the plan with ``nbytes`` more for gradients that autograd makes."""
+        of_device = dict(self.terms[Tier.DEVICE])
+        of_device[GRADIENTS] = of_device.get(GRADIENTS, 0) + nbytes
+        return replace(
+            self,
+            autograd_nbytes=self.autograd_nbytes + nbytes,
+            terms={**self.terms, Tier.DEVICE: of_device},
+        )
 
     @property
     def buffers_nbytes(self) -> int:

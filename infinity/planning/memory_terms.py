@@ -13,7 +13,7 @@ from ..machine.tiers import Tier
 from ..state.flat_param_spec import ARRAYS, home_of
 from ..storage.gpu_direct import SLACK_NBYTES
 from .device_slots import DEVICE_SLOTS
-from .memory_plan import BUFFERS, LADDER, MemoryPlan, Rung, term_of
+from .memory_plan import BUFFERS, GRADIENTS, LADDER, MemoryPlan, Rung, term_of
 from .slots import needed_device_slot_nbytes, optimizer_slot_nbytes
 from .unit_sizes import CHECKSUMMED, UnitSize
 
@@ -23,6 +23,7 @@ ACTIVATION_SLOTS = 8  # four transfers at once, of up to two slots each
 # Copies of the largest gradient: being read, being converted, being added to the one at home.
 GRADS_IN_FLIGHT = 3
 SAVE = "a save beside the training"  # the name of its bytes in plans
+TO_BE_AVERAGED, OF_OTHER_RANKS = "gradients to be averaged", "gradients of other ranks"
 SAVE_NBYTES = 20 * 1024 * 1024  # the least
 CHECKSUM_ENTRY_NBYTES = 4
 FLOAT32_NBYTES = 4
@@ -174,14 +175,14 @@ class MemoryTerms:
                     flat.spec.grad_dtype.itemsize / flat.spec.dtype.itemsize for flat in averaged
                 )
                 filled = round_up(int(self._held * ratio), native.BLOCK_NBYTES)
-                self._add(Tier.DEVICE, "gradients to be averaged", 2 * whole + filled)
+                self._add(Tier.DEVICE, TO_BE_AVERAGED, 2 * whole + filled)
             # As received, and their sum in fp32, also of each replica; plus a whole gradient whose
             # home is not this memory.
             sums = max(FLOAT32_NBYTES * (flat.numel // flat.shards) for flat in averaged)
             replicas = max(flat.replicas for flat in averaged)
             of_replicas = (replicas + 1) * sums if replicas > 1 else 0
             own = whole * (not self._device.is_host) * any(flat.whole_grad for flat in flat_params)
-            self._add(Tier.DEVICE, "gradients of other ranks", 2 * whole + of_replicas + own)
+            self._add(Tier.DEVICE, OF_OTHER_RANKS, 2 * whole + of_replicas + own)
 
     def _least_window(self) -> int:
         """Returns the weights gathered at once: the most held, plus one unit. In the backward the
@@ -204,7 +205,8 @@ class MemoryTerms:
         tile = max((unit.tile_nbytes for unit in self._units), default=0)
         if config.device_memory is not None:
             rest = int(config.device_memory) - tile - sum(self.terms[Tier.DEVICE].values())
-            least = max(0, autograd - max(0, window - self._held))
+            averaged = any(unit.is_averaged for unit in self._units)  # ranks evict nothing
+            least = max(0, autograd - max(0, window - self._held)) if not averaged else autograd
             autograd = max(least, min(autograd, rest - window))
             # With params="auto", units get a home in the rest instead.
             if window and config.params != "auto":
@@ -212,16 +214,19 @@ class MemoryTerms:
                 window = min(total, max(window, rest - autograd))
         self._add(Tier.DEVICE, "gathered weights", window)
         self._add(Tier.DEVICE, "a tile", tile)
-        self._add(Tier.DEVICE, "gradients in the backward", autograd)
+        self._add(Tier.DEVICE, GRADIENTS, autograd)
         return window, autograd
 
     def _autograd_nbytes(self) -> int:
         """Counts the gradients that autograd makes of a unit before they land. An accelerator's are
-        counted as gradients on their way, those of several ranks as gradients to be averaged."""
-        if not self._device.is_host or any(unit.is_averaged for unit in self._units):
+        counted as gradients on their way. Several ranks have room for averages, which a backward
+        does not need while autograd adds up a tied weight's."""
+        if not self._device.is_host:
             return 0
         most = max((unit.autograd_nbytes for unit in self._units), default=0)
-        return round_up(most, native.BLOCK_NBYTES)
+        of_device = self.terms[Tier.DEVICE]
+        most -= sum(of_device.get(term, 0) for term in (TO_BE_AVERAGED, OF_OTHER_RANKS))
+        return round_up(max(0, most), native.BLOCK_NBYTES)
 
     def _device_step(self) -> tuple[int, int]:
         """Adds in-flight gradients of a device whose memory the CPU cannot access, and slots for

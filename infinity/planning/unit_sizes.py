@@ -11,6 +11,7 @@ from ..state.flat_param_spec import EVERY_MOMENT, FlatParamSpec
 
 MIN_CHUNK = native.CHECKSUM_NBYTES // 2  # elements: whole checksum blocks at every element size
 STATE = ("weight", "master", *EVERY_MOMENT)
+SUMMED_AT_ONCE = 3  # gradients of a tied weight, unless they land use by use
 # Arrays of a flat param that can be on disk, each with a partial last block
 CHECKSUMMED = 5
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,9 @@ import torch
 from .. import native
 from ..errors import CapacityError, UsageError
 from ..gradients.record import GradState
+from ..machine.sizes import round_up
 from ..machine.tiers import Tier
+from ..planning.unit_sizes import SUMMED_AT_ONCE
 from ..state.apart import apart, has_bytes, refuse_without_bytes
 from ..state.dtensors import is_distributed, part_of
 from ..state.handle import ParamHandle, managed, raw_grad, set_raw_grad
@@ -106,13 +109,59 @@ class Backward:
             self._pass.expected.setdefault(unit, expected)
         self._pass.since[unit] = time.perf_counter()
 
+    def expect_cast(self, unit: ParamUnit, dtype: torch.dtype) -> None:
+        """Makes room for gradients of ``unit``, which autocast multiplied by in ``dtype``. Its
+        copies are saved, so the backward does not hold the unit. A gradient is made in both
+        dtypes."""
+        largest = (
+            flat.largest * (flat.spec.dtype.itemsize + dtype.itemsize)
+            for flat in self.job.planned.sizes[unit.index].flat_params
+            if flat.spec.dtype is torch.float32
+        )
+        if unit not in self._pass.awaited:
+            self._expect(unit, max(largest, default=0))
+
+    def expect_sum(self, handle: ParamHandle) -> None:
+        """Makes room for the sum of a table's whole gradients, as autograd makes it. The plan has
+        one of them: uses by hand are not known before."""
+        self._expect(
+            handle.unit,
+            SUMMED_AT_ONCE * handle.param.numel() * handle.flat_param.spec.dtype.itemsize,
+        )
+
+    def _expect(self, unit: ParamUnit, nbytes: int) -> None:
+        """Makes room for ``nbytes`` of gradients of ``unit``, or as many as are planned. More than
+        these are planned from now on, as far as the budget goes."""
+        self.track_task()
+        job, planned = self.job, self.job.planned
+        sizes = planned.sizes
+        if (
+            job.device.is_host
+            and job.reducer is None
+            and nbytes > sizes[unit.index].autograd_nbytes
+        ):
+            more = round_up(
+                max(0, nbytes - max(size.autograd_nbytes for size in sizes)), native.BLOCK_NBYTES
+            )
+            if (room := job.ledger.unplanned(Tier.DEVICE)) is not None:
+                more = min(more, room)
+            planned.sizes = list(sizes)
+            planned.sizes[unit.index] = replace(sizes[unit.index], autograd_nbytes=nbytes)
+            planned.plan = planned.plan.with_gradients(more)
+            job.ledger.accounts[Tier.DEVICE].planned_nbytes += more
+            job.prefetcher.plan_gradients(more)
+        self._pass.gradients = None
+        with job.store.guarding():
+            self._pass.gradients = self._make_gradient_room(unit)
+
     def _make_gradient_room(self, unit: ParamUnit) -> native.Charge | None:
         """Charges the device for the gradients that autograd makes of ``unit``. An accelerator's
-        are charged as they land, and those that ranks average when they are added up."""
-        if not self.job.device.is_host or self.job.reducer is not None:
+        are charged as they land. Ranks evict nothing for them."""
+        if not self.job.device.is_host:
             return None
         nbytes = self.job.planned.sizes[unit.index].autograd_nbytes
-        self.job.prefetcher.make_gradient_room(nbytes)
+        if self.job.reducer is None:
+            self.job.prefetcher.make_gradient_room(nbytes)
         what = f"the gradients of {unit.name}"
         try:
             return self.job.ledger.reserve(Tier.DEVICE, nbytes, what, passing=True)

@@ -117,6 +117,7 @@ class Engine:
             saving_tensors=passes.saving,
             running_again=passes.running_again,
             track_backward=self.backward.track_task,
+            expect_sum=self.backward.expect_sum,
         )
 
     def attach(self, names: dict[torch.Tensor, list[str]]) -> None:

@@ -316,6 +316,16 @@ class Passes:
 
             for tensor in _computed(output):
                 tensor.register_hook(arrive)
+        elif units and torch.is_autocast_enabled(where := self.job.device.where.type):
+            dtype = torch.get_autocast_dtype(where)
+
+            def expect(_grad: torch.Tensor) -> None:
+                if backward := me():
+                    for unit in units:
+                        backward.expect_cast(unit, dtype)
+
+            for tensor in _computed(output):
+                tensor.register_hook(expect)
         frozen = [
             unit
             for unit in units

@@ -313,6 +313,10 @@ class Prefetcher:
             elif not self._give_way():
                 return
 
+    def plan_gradients(self, nbytes: int) -> None:
+        """Leaves ``nbytes`` more for gradients beside the window."""
+        self._autograd_nbytes += nbytes
+
     def narrow(self, nbytes: int) -> None:
         """Takes ``nbytes`` of the planned window away until the next call; between passes, and the
         same on all ranks of a shard group. Raises CapacityError, with nothing changed, if the

@@ -641,3 +641,19 @@ def test_other_values_on_other_ranks_are_said(two):
     assert two["other_values:True"] == [[], []]
     (said,), others = two["other_values:False"]
     assert "no replicas" in said and others == []
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("shard", MODES)
+def test_ranks_plan_and_charge_the_whole_gradients_of_a_table(shard, tied, standing_ranks):
+    """Counts whole gradients that are alive in a backward of two ranks, where autograd adds them
+    up. Twin: a tied table with ZeRO-1 needs the term of its own."""
+    jobs = {f"whole_gradients:{shard} {tied}": {"shard": shard, "tied": tied}}
+    for found in Jobs(standing_ranks(2), "table_jobs", jobs)[f"whole_gradients:{shard} {tied}"]:
+        held = found["most"] * found["whole"] + found["weights"]
+        assert held <= found["planned"] and found["charged"] <= found["planned"]
+        of_autograd = 3 if tied else 1
+        assert found["most"] >= of_autograd
+        assert found["charged"] >= (1 + of_autograd) * found["whole"]  # with the weight
+        if tied and shard == "optimizer":
+            assert held > found["planned"] - found["autograd"]

@@ -66,6 +66,25 @@ def test_whole_gradients_at_home_wait_for_nothing_on_the_device(tmp_path):
     )  # the host's own memory is the device here
 
 
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_what_autograd_adds_up_is_planned_as_far_as_averages_leave_no_room(tmp_path, times):
+    """Counts one to three whole gradients of a unit, for ranks that keep whole gradients at home:
+    two of other ranks are not there yet. Twin: ranks that add them up on the device have room."""
+
+    def planned(**of_ranks) -> int:
+        units = [
+            dataclasses.replace(each, autograd_nbytes=times * 2 * MIB)
+            for each in sharded(4, shards=4, **of_ranks)
+        ]
+        shard = "optimizer" if of_ranks else "parameters"
+        config = config_of(tmp_path, params="host", optimizer="host", shard=shard)
+        terms = plan_of(units, config, held=2 * MIB).terms[Tier.DEVICE]
+        return terms.get("gradients in the backward", 0)
+
+    assert planned(whole_grad=True) == max(0, times - 2) * 2 * MIB
+    assert planned() == 0
+
+
 def test_a_machines_ranks_keep_their_part_of_every_weight(tmp_path):
     plan = plan_of(
         sharded(4, shards=8, node_size=4),
