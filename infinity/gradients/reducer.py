@@ -76,6 +76,7 @@ class Reducer:
         # The backward gathers weights, too.
         self.gathers_meanwhile = collectives.ranks.size > 1 and not collectives.ranks.keeps_weights
         self._unread = False  # a backward has ended since the last average (ZeRO-1)
+        self._averaged: set[FlatParam] = set()  # since then, by one of several optimizers
         self._is_reducing_all = False  # in reduce_all(): no barrier between reductions
         self._failure: BaseException | None = None  # to land an average, in reduce_all()
         self.waits_for_more = False  # more backwards of this pass follow: the last one reduces
@@ -120,7 +121,7 @@ class Reducer:
     def end_backward(self) -> None:
         """Ends the backward: averages the remaining gradients. Every rank calls this."""
         if self._ranks.keeps_gradients:
-            self._unread = True
+            self._unread, self._averaged = True, set()
             return
         self._agree_on_order()
         self._start_before(len(self._order))
@@ -176,7 +177,7 @@ class Reducer:
         it."""
         self.waits_for_more = False
         if self._ranks.keeps_gradients:
-            self._unread = True
+            self._unread, self._averaged = True, set()
             return
         self._agree_on_order()
         flat_params = _stepped(self._order)
@@ -342,7 +343,9 @@ class Reducer:
         if not self._unread:
             return
         stepped = _stepped(self._units)
-        flat_params = [each for each in stepped if of(each[1])]
+        flat_params = [each for each in stepped if of(each[1]) and each[1] not in self._averaged]
+        if not flat_params:
+            return
         got = [
             {h.index for h in handles if h.grad.state is GradState.LANDED and not h.grad.averaged}
             for *_, handles in flat_params
@@ -354,7 +357,8 @@ class Reducer:
             if wanted:
                 self._reduce(unit, flat_param, had, wanted, f"reducing {unit.name}", decided=True)
         self._finish()
-        self._unread = len(flat_params) < len(stepped)
+        self._averaged |= {flat_param for _, flat_param, _ in flat_params}
+        self._unread = any(flat_param not in self._averaged for _, flat_param, _ in stepped)
 
 
 def _stepped(units: Iterable[ParamUnit]) -> list[tuple[ParamUnit, FlatParam, list[ParamHandle]]]:

@@ -457,3 +457,28 @@ def test_zero_1_averages_what_is_at_home_when_somebody_looks_once():
 
     for rank in run(work, "optimizer"):
         assert [rank.averages(unit) for unit in range(UNITS)] == [[], [6.0], [], [6.0]]
+
+
+@pytest.mark.parametrize("parts", [[(3,), (2, 1, 0)], [(0, 2), (1,), (3,)], [(1, 2), (0, 3)]])
+def test_optimizers_that_have_averaged_their_own_parts_meet_no_more(parts):
+    """Method: each of several optimizers averages its units' gradients, then somebody looks at all
+    of them, and at one. Twin: the next backward, after which they meet again."""
+    from infinity.gradients.record import GradRecord, GradState
+
+    def work(rank: Rank) -> None:
+        for unit in rank.units:
+            unit.flat_params[0].at_home = torch.full((2 * NUMEL,), 4.0 + 4 * rank.rank)
+            for handle in unit.handles:
+                handle.grad = GradRecord(GradState.LANDED)
+        for times in (1, 2):
+            rank.reducer.end_backward()
+            for part in parts:
+                flats = {rank.units[index].flat_params[0] for index in part}
+                rank.reducer.average(of=flats.__contains__)
+            met = len(rank.pair.meetings)
+            rank.reducer.average(of=flats.__contains__)
+            rank.reducer.average()
+            assert len(rank.pair.meetings) == met
+            assert met and rank.averages(parts[0][0]) == [6.0] * times
+
+    run(work, "optimizer")
