@@ -298,17 +298,21 @@ class _Way(NamedTuple):
 
 class Laid(NamedTuple):
     """The result of :meth:`Ways.lay_out`. ``refuses_window``: plans without tiles for a window of
-    so many bytes, and so many of gradients beside it. Returns the error of a configuration that is
-    too small for them, or None."""
+    so many bytes, and so many of gradients and of what is not planned beside it. Returns the error
+    of a configuration that is too small for them, or None."""
 
     groups: list[Group]
     flat_params: list[list[FlatParam]]
     plan: MemoryPlan
-    refuses_window: Callable[[int, int, Config], CapacityError | None]
+    refuses_window: Callable[[int, int, int, Config], CapacityError | None]
 
 
 def _refuses_window(
-    whole: partial[MemoryPlan], window_nbytes: int, grad_nbytes: int, config: Config
+    whole: partial[MemoryPlan],
+    window_nbytes: int,
+    grad_nbytes: int,
+    beside_nbytes: int,
+    config: Config,
 ) -> CapacityError | None:
     try:
         plan = whole(config)
@@ -322,9 +326,13 @@ def _refuses_window(
     )
     window = min(window_nbytes, moved)
     room = plan.device_window_nbytes
-    # A window is no larger than all weights: gradients use what is left, too.
+    # A window is no larger than all weights: all else uses what is left, too.
     left = budget - plan.planned_nbytes(Tier.DEVICE)
-    short = max(window - room, window + grad_nbytes - room - plan.autograd_nbytes - left)
+    short = max(
+        window - room,
+        window + grad_nbytes - room - plan.autograd_nbytes - left,
+        window + beside_nbytes - room - left,
+    )
     if short <= 0:
         return None
     if config.params == AUTO:  # more memory becomes a home before it becomes a window

@@ -3,14 +3,18 @@ of the former, to them."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from contextlib import nullcontext
 from functools import partial
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from ..errors import UsageError
+from ..errors import InfinityError, UsageError
+from ..forwards.replaced_forward import ReplacedForward
 from ..runtime.engine import Engine
 from ..runtime.handed_tensor import VALUE
 from ..state.dtensors import like
@@ -63,11 +67,37 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
         is_owner = any(handle_of(param) is not None for param in own_tensors(module))
         if is_owner:
             removers.append(module._register_state_dict_hook(fill))
+            removers.append(_raise_as_they_are(module))
         if own_dicts := _with_own_state_dicts(module) if module in parts_of(model) else ():
             removers.append(module._register_state_dict_hook(partial(_fill_own, own_dicts)))
         if is_owner or module in parts_of(model):  # before any buffer is loaded
             removers.append(module.register_load_state_dict_pre_hook(before_load))
     return removers
+
+
+class _Messages(list):
+    """The messages of a ``load_state_dict``, to which torch adds one for each exception of a copy.
+    Raises one of ours instead, as it is: the rest is not loaded."""
+
+    def append(self, message: str) -> None:
+        if isinstance(error := sys.exception(), InfinityError):
+            raise error
+        super().append(message)
+
+
+def _raise_as_they_are(module: nn.Module) -> ReplacedForward:
+    """Lets our errors pass through torch's ``load_state_dict`` of ``module``."""
+    given, reference = module.__dict__.get("_load_from_state_dict"), weakref.ref(module)
+
+    def load(*args: Any) -> None:
+        here = cast("nn.Module", reference())
+        found = _Messages()
+        try:
+            (given or MethodType(type(here)._load_from_state_dict, here))(*args[:-1], found)
+        finally:
+            args[-1].extend(found)
+
+    return ReplacedForward(module, load, "_load_from_state_dict")
 
 
 def _with_own_state_dicts(root: nn.Module) -> list[str]:

@@ -223,8 +223,8 @@ def _wrap_moved(
     device, config, laid = _lay_out(model, optimizers, config, collectives)
     groups, flat_params, plan, refuses_window = laid
 
-    def explain(error: CapacityError, window_nbytes: int, grad_nbytes: int) -> CapacityError:
-        works = partial(refuses_window, window_nbytes, grad_nbytes)
+    def explain(error: CapacityError, *nbytes: Any) -> CapacityError:
+        works = partial(refuses_window, *nbytes)
         return with_larger_budgets(error, config, works, collectives.ranks.machine_share)
 
     engine, trains = None, len(optimizers) > 0

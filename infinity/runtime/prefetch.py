@@ -42,12 +42,13 @@ COPIES_AHEAD = 2  # units on their way to the device beside the one that compute
 GATHERS_AHEAD = 1
 
 
-# Adds to an error what gives a window of so many bytes, and so many of gradients beside it.
-Explain = Callable[[CapacityError, int, int], CapacityError]
+# Adds to an error what gives a window of so many bytes, and so many of gradients and of what is not
+# planned beside it.
+Explain = Callable[[CapacityError, int, int, int], CapacityError]
 COMING = (Residency.RESIDENT, Residency.GATHERING)
 
 
-def no_more(error: CapacityError, window_nbytes: int, grad_nbytes: int) -> CapacityError:
+def no_more(error: CapacityError, *nbytes: int) -> CapacityError:
     """Adds nothing to ``error``."""
     return error
 
@@ -333,7 +334,12 @@ class Prefetcher:
         try:
             self._window.narrow(nbytes, largest_nbytes=max(needed, default=0))
         except CapacityError as error:
-            raise self._explain(error, nbytes + max(needed), 0) from None
+            account = self._ledger.accounts[Tier.DEVICE]
+            budget, largest = account.budget_nbytes or 0, max(needed)
+            short = largest + nbytes - self._window.planned_nbytes
+            error.needed = {BUDGETS[Tier.DEVICE]: budget + short}
+            beside = nbytes + max(0, budget - account.planned_nbytes)
+            raise self._explain(error, largest, 0, beside) from None
         while self._resident_nbytes() > self._window.nbytes and (idle := self._idle()):
             self._evict(idle[0])
 
@@ -386,7 +392,7 @@ class Prefetcher:
         needed = sum(each.weight_nbytes for each in (*units, *held))
         error = _no_room(units, self._window.nbytes, held)
         error.needed = {BUDGETS[Tier.DEVICE]: budget + needed + grads - self._window.nbytes}
-        raise self._explain(error, needed, grads)
+        raise self._explain(error, needed, grads, 0)
 
     def _idle(self) -> list[ParamUnit]:
         """Lists the resident units without holds, in the order of eviction: farthest next use first
