@@ -42,7 +42,9 @@ def wrapped_at(kind, home, folder, **more):
 
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [*KINDS, *(pytest.param(each, marks=pytest.mark.slow) for each in AGAIN)]
+)
 def test_parts_that_are_never_called_train_as_in_torch_within_the_least(kind, home, tmp_path):
     """Method: three steps and an evaluation beside plain torch, bit for bit. Claim: the peak is
     within the plan, which the budget holds. Twins: the tests below."""
