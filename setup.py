@@ -10,30 +10,38 @@ with the thread engine and says so. Each SIMD unit is compiled with its own flag
 decided at run time.
 
 `INFINITY_CUDA`: "auto" (the default) builds `_cuda` where there is an nvcc, "0" never, "1" always.
-`INFINITY_CUDA_ARCH` names other GPUs than sm_80, sm_90 and, by PTX, later ones: "sm_89", say.
+`INFINITY_CUDA_ARCH` names other GPUs than sm_80, sm_90 and, by PTX, later ones: "sm_89", say, or
+"sm_80,sm_100,compute_100". `LDFLAGS` is honoured.
 """
 
 from __future__ import annotations
 
+import math
 import os
-import platform
+import re
 import shlex
 import shutil
 import subprocess
+import sysconfig
+import tempfile
 from pathlib import Path
 
 import ninja
+import pybind11
 from pybind11.setup_helpers import Pybind11Extension, build_ext
 from setuptools import setup
 
 ROOT = Path(__file__).parent
+CSRC = str(ROOT.resolve() / "csrc")
 SOURCES = sorted(
     str(path.relative_to(ROOT))
     for path in (ROOT / "csrc").glob("*/*.cpp")
     if path.parent.name not in {"tests", "cuda"}
 )
-X86 = platform.machine() in {"x86_64", "AMD64"}
-ARM = platform.machine() in {"aarch64", "arm64"}
+# of what is built: _PYTHON_HOST_PLATFORM names another machine than this
+MACHINE = sysconfig.get_platform().rpartition("-")[2]
+X86 = MACHINE in {"x86_64", "AMD64"}
+ARM = MACHINE in {"aarch64", "arm64"}
 # gcc 12 reports the undefined source operand inside its own AVX-512 headers.
 QUIET = ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 UNIT_FLAGS = {
@@ -56,11 +64,23 @@ CUDA_SOURCES = [
     "csrc/cuda/bindings.cpp",
     "csrc/optim/constants.cpp",
 ]
-GPUS = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]"]
+GPUS = "sm_80,sm_90,compute_90"  # the last: PTX, which drivers compile for later ones
 DOUBLES = sorted(
     str(path.relative_to(ROOT)) for path in (ROOT / "csrc/tests/doubles").glob("*.cpp")
 )
-LIGHT = {"bindings.cpp"}  # only converts: optimising it would take half of the build
+# of one processor, by file, on a slow machine; the others take some 3
+SECONDS = {
+    "step.cu": 500,
+    "scan.cu": 20,
+    "checksums.cu": 10,
+    "unit_avx2.cpp": 90,
+    "unit_avx512.cpp": 90,
+    "unit_scalar.cpp": 40,
+    "bindings.cpp": 30,
+    "updater.cpp": 10,
+}
+# Only converts: optimising it would take half of the build. The one source that needs Python.
+BINDINGS = "bindings.cpp"
 
 
 def find_liburing() -> tuple[list[str], list[str]] | None:
@@ -69,7 +89,8 @@ def find_liburing() -> tuple[list[str], list[str]] | None:
         include, library = Path(root, "include"), Path(root, "lib")
         if not (include / "liburing.h").exists():
             raise SystemExit(f"LIBURING_ROOT={root}: no include/liburing.h there")
-        return [f"-I{include}"], [f"-L{library}", f"-Wl,-rpath,{library}", "-luring"]
+        rpath = [f"-Wl,-rpath,{library}"] if (library / "liburing.so").exists() else []
+        return [f"-I{include}"], [f"-L{library}", *rpath, "-luring"]
     try:
         query = ["pkg-config", "--cflags", "--libs", "liburing"]
         flags = shlex.split(
@@ -94,7 +115,8 @@ def find_nvcc() -> str | None:
 
 
 class BuildExtension(build_ext):
-    """Compiles with ninja: every core at once, and only what changed."""
+    """Compiles with ninja, every core at once, and only what changed: objects stay in `build/`, and
+    the next build has the same paths. What needs no Python is compiled once for all of them."""
 
     def run(self) -> None:
         # Not when options are made final: an editable install says only then that it is one.
@@ -107,63 +129,108 @@ class BuildExtension(build_ext):
         ):  # it has all that lies in build_lib: the doubles of an earlier build must not stay there
             shutil.rmtree(Path(self.build_lib, "tests"), ignore_errors=True)
 
-    def build_extension(self, extension: Pybind11Extension) -> None:
+    def build_extensions(self) -> None:
         compiler = os.environ.get("CXX", "c++")
         if shutil.which(shlex.split(compiler)[0]) is None:
             raise SystemExit(
                 f"infinity's core is compiled here, and there is no {compiler}: install a C++17"
                 " compiler (g++), or set CXX"
             )
-        folder = Path(self.build_temp, extension.name).resolve()
+        folder = ROOT.resolve() / "build" / "objects" / self.plat_name
         folder.mkdir(parents=True, exist_ok=True)
-        target = Path(self.get_ext_fullpath(extension.name)).resolve()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (folder / "build.ninja").write_text(self._ninja_file(extension, target))
-        subprocess.run([Path(ninja.BIN_DIR) / "ninja", "-C", folder], check=True)
+        rules = folder / f"{self._python()}.ninja"
+        rules.write_text(self._ninja_file())
+        command = [Path(ninja.BIN_DIR) / "ninja", "-C", folder, "-f", rules.name]
+        self._tell(subprocess.run([*command, "-n"], capture_output=True, text=True).stdout)
+        environment = {"NINJA_STATUS": "[%f/%t, %es] ", **os.environ}
+        subprocess.run(command, check=True, env=environment)
+        for extension in self.extensions:
+            target = Path(self.get_ext_fullpath(extension.name))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.unlink(missing_ok=True)  # a process that has it open keeps what it has
+            shutil.copy2(folder / self._module(extension), target)
 
-    def _ninja_file(self, extension: Pybind11Extension, target: Path) -> str:
+    def _tell(self, dry_run: str) -> None:
+        """Prints what is going to be compiled, and how long it takes."""
+        sources = re.findall(r"^\[.*\] (\S+\.(?:cpp|cu))$", dry_run, re.MULTILINE)
+        if not sources:
+            return
+        cores = len(os.sched_getaffinity(0))
+        minutes = math.ceil(sum(SECONDS.get(Path(each).name, 3) for each in sources) / cores / 60)
+        print(
+            f"files to compile: {len(sources)}, on {cores} processors: about {minutes} min"
+            + (
+                ", INFINITY_CUDA=0 leaves the GPU's kernels out"
+                if any(each.endswith(".cu") for each in sources)
+                else ""
+            ),
+            flush=True,
+        )
+
+    def _python(self) -> str:
+        """Returns the name of the Python that is built for, as its modules have it."""
+        return self.get_ext_filename("_").split(".")[1]
+
+    def _module(self, extension: Pybind11Extension) -> Path:
+        """Returns where the linked module is kept, below the folder of objects."""
+        return Path(self._python(), Path(self.get_ext_filename(extension.name)).name)
+
+    def _ninja_file(self) -> str:
         includes = [
             f"-I{path}"
-            for path in [*extension.include_dirs, *self.compiler.include_dirs, *self.include_dirs]
+            for path in [kept_pybind11(), *self.compiler.include_dirs, *self.include_dirs]
         ]
-        defines = [f"-D{name}={value}" for name, value in extension.define_macros]
-        flags = shlex.join(
-            ["-fPIC", "-DNDEBUG", *defines, *includes, *extension.extra_compile_args]
-        )
+        targets = [f"-gencode=arch=compute_{each.partition('_')[2]},code={each}" for each in gpus()]
         lines = [
             f"cxx = {os.environ.get('CXX', 'c++')}",
-            f"flags = {flags}",
-            f"links = {shlex.join(extension.extra_link_args)}",
+            f"python = {shlex.join(includes)}",
+            f"nvcc = {find_nvcc()}",
+            f"nvflags = {shlex.join([*NVCC_FLAGS, *targets, f'-I{CSRC}'])}",
             "rule compile",
             "  command = $cxx -MMD -MF $out.d $flags $unit -c $in -o $out",
             "  depfile = $out.d",
-            "  deps = gcc",
-            "  description = $in",
-            "rule link",
-            "  command = $cxx -shared $in -o $out $links",
-            "  description = $out",
-            f"nvcc = {find_nvcc()}",
-            f"nvflags = {shlex.join([*NVCC_FLAGS, *gpus(), *includes])}",
+            "  description = $name",
             "rule cuda",
             "  command = $nvcc -MMD -MF $out.d $nvflags -c $in -o $out",
             "  depfile = $out.d",
-            "  deps = gcc",
-            "  description = $in",
+            "  description = $name",
+            "rule link",
+            f"  command = $cxx -shared $in -o $out {os.environ.get('LDFLAGS', '')} $links",
+            "  description = $out",
         ]
-        objects = []
-        for source in extension.sources:
-            objects.append(source.replace("/", "_") + ".o")
-            name = Path(source).name
-            if name.endswith(".cu"):
-                lines.append(f"build {objects[-1]}: cuda {ROOT.resolve() / source}")
-                continue
-            unit = ["-O1"] if name in LIGHT else UNIT_FLAGS.get(name, [])
+        for extension in self.extensions:
+            defines = [f"-D{name}={value}" for name, value in extension.define_macros]
+            paths = [f"-I{path}" for path in extension.include_dirs]
+            flags = ["-fPIC", "-DNDEBUG", *defines, *paths, *extension.extra_compile_args]
+            objects = []
+            for source in extension.sources:
+                name = Path(source).name
+                place = self._python() if name == BINDINGS else "any"
+                objects.append(f"{place}/{extension.name}/{source.replace('/', '_')}.o")
+                rule = "cuda" if name.endswith(".cu") else "compile"
+                unit = ["-O1"] if name == BINDINGS else UNIT_FLAGS.get(name, [])
+                lines += [
+                    f"build {objects[-1]}: {rule} {ROOT.resolve() / source}",
+                    f"  name = {source}",
+                    f"  flags = {shlex.join(flags)}{' $python' if name == BINDINGS else ''}",
+                    f"  unit = {shlex.join(unit)}",
+                ]
             lines += [
-                f"build {objects[-1]}: compile {ROOT.resolve() / source}",
-                f"  unit = {shlex.join(unit)}",
+                f"build {self._module(extension)}: link {' '.join(objects)}",
+                f"  links = {shlex.join(extension.extra_link_args)}",
             ]
-        lines += [f"build {target}: link {' '.join(objects)}", f"default {target}", ""]
-        return "\n".join(lines)
+        return "\n".join([*lines, ""])
+
+
+def kept_pybind11() -> Path:
+    """Returns a folder with pybind11's headers whose path stays: pip installs them to another one
+    for each build, and then everything that includes them would be compiled again."""
+    kept = ROOT.resolve() / "build" / f"pybind11-{pybind11.__version__}"
+    if not kept.exists():
+        kept.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            shutil.copytree(pybind11.get_include(), Path(folder, "include")).rename(kept)
+    return kept
 
 
 # -fmad=false: no contraction, as on the processor.
@@ -180,9 +247,8 @@ NVCC_FLAGS = [
 
 
 def gpus() -> list[str]:
-    """nvcc's arguments for what to compile for."""
-    named = os.environ.get("INFINITY_CUDA_ARCH")
-    return [f"-arch={named}"] if named else GPUS
+    """What nvcc compiles for: sm_* machine code, compute_* PTX."""
+    return (os.environ.get("INFINITY_CUDA_ARCH") or GPUS).replace(" ", "").split(",")
 
 
 def toolkit(nvcc: str) -> Path:
@@ -213,8 +279,10 @@ def cuda_extension(nvcc: str) -> Pybind11Extension:
     return Pybind11Extension(
         "infinity._cuda",
         CUDA_SOURCES,
-        include_dirs=[str(ROOT.resolve() / "csrc")],
+        include_dirs=[CSRC],
         cxx_std=17,
+        include_pybind11=False,
+        define_macros=[("INFINITY_CUDA_TARGETS", '"' + " ".join(gpus()) + '"')],
         extra_compile_args=["-O2", "-Wall", "-Wextra", "-pthread"],
         extra_link_args=[f"-L{found[0]}", "-lcudart_static", "-ldl", "-lrt", "-pthread"],
         depends=[str(path) for path in (ROOT / "csrc").glob("*/*.h")],
@@ -227,8 +295,9 @@ def extension() -> Pybind11Extension:
     core = Pybind11Extension(
         "infinity._C",
         sources,
-        include_dirs=[str(ROOT.resolve() / "csrc")],
+        include_dirs=[CSRC],
         cxx_std=17,
+        include_pybind11=False,
         # No contraction: a fused multiply-add that one unit's compiler invents would change its
         # bits.
         extra_compile_args=["-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-pthread"],
@@ -261,8 +330,9 @@ def doubles_extension() -> Pybind11Extension:
     return Pybind11Extension(
         DOUBLES_MODULE,
         DOUBLES,
-        include_dirs=[str(ROOT.resolve() / "csrc")],
+        include_dirs=[CSRC],
         cxx_std=17,
+        include_pybind11=False,
         extra_compile_args=["-O2", "-Wall", "-Wextra", "-pthread"],
         extra_link_args=["-pthread"],
         depends=[str(path) for path in (ROOT / "csrc").glob("**/*.h")],

@@ -83,6 +83,7 @@ PYBIND11_MODULE(_cuda, m) {
         return sums;
       },
       py::arg("data"), py::arg("nbytes"), py::call_guard<py::gil_scoped_release>());
+  m.attr("targets") = INFINITY_CUDA_TARGETS;  // as setup.py has them: "sm_80 sm_90 compute_90"
   m.def("device", [] {
     std::string refusal;
     const cuda::Device found = cuda::device(&refusal);

@@ -21,6 +21,7 @@ FLAGS = [
     # A misaligned vector, which this processor forgives and a GPU does not, ends the process.
     "-fsanitize=alignment",
     "-fsanitize-undefined-trap-on-error",
+    '-DINFINITY_CUDA_TARGETS="processor"',
     f"-I{ROOT / 'csrc'}",
     f"-I{pybind11.get_include()}",
     f"-I{sysconfig.get_path('include')}",
