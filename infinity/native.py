@@ -43,6 +43,19 @@ MAX_GRAD_FACTORS = _C.MAX_GRAD_FACTORS
 
 
 OLDEST_CAPABILITY = (8, 0)  # that the kernels are built for
+HOW_TO_BUILD_KERNELS = (
+    "Wheels have them; in a clone, with CUDA's nvcc: INFINITY_CUDA=1 python -m pip install -v ."
+)
+
+
+def kernel_targets() -> list[str]:
+    """Returns what the GPU's kernels were compiled for, as nvcc names it: machine code ("sm_90")
+    and PTX ("compute_90"). Empty: they are not built."""
+    try:
+        from . import _cuda
+    except ImportError:
+        return []
+    return _cuda.targets.split()
 
 
 def gpu_kernels() -> tuple[object | None, str]:
@@ -50,7 +63,7 @@ def gpu_kernels() -> tuple[object | None, str]:
     try:
         from . import _cuda
     except ImportError as error:
-        return None, f"not built: {error}. Build where nvcc is found (INFINITY_CUDA=1 insists)"
+        return None, f"not built: {error}. {HOW_TO_BUILD_KERNELS}"
     found = _cuda.device()
     refusal = found.get("refusal", "")
     if not refusal and found["capability"] < OLDEST_CAPABILITY:

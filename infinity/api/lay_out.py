@@ -362,6 +362,22 @@ def _tell_of_tiles(groups: list[Group], config: Config) -> None:
     )
 
 
+def _tell_of_kernels(laid: Laid, device: Device) -> None:
+    """Says what it costs that the device has no kernels for what is trained."""
+    if device.is_host or device.kernels is not None:
+        return
+    sizes = map(unit_size, laid.groups, laid.flat_params)
+    trained = [flat for unit in sizes for flat in unit.flat_params if flat.spec.stepped]
+    if kept_off := sum(flat.nbytes(name) for flat in trained for name in ARRAYS):
+        logger.warning(
+            "%s has no optimizer kernels (%s): the processor steps, and %s of weights, state and"
+            " gradients have their home outside of the device, though they may fit.",
+            device.where,
+            device.kernels_refusal,
+            format_nbytes(kept_off),
+        )
+
+
 def unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
     tile_nbytes = 0
     if group.tile_rows:
@@ -527,6 +543,8 @@ def lay_out_here(
                 share=collectives.ranks.machine_share,
             ) from None
         _tell_of_tiles(laid.groups, config)
+        if collectives.ranks.is_first:
+            _tell_of_kernels(laid, device)
         return laid
 
     if config.nvme_paths != AUTO:

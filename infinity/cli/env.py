@@ -162,7 +162,9 @@ def _gpu(torch, folders: list[str]) -> list[Finding]:
 
     if torch.cuda.is_available() or direct_storage.has_gpu() or native.cuda_driver()[0]:
         return [_cuda(torch), _driver(), _kernels(), *_direct_storage(folders)]
-    return [Finding("cuda", "no GPU: the processor computes")]
+    targets = native.kernel_targets()
+    inside = f"; cuda kernels are inside, for {_told(targets)}" if targets else ""
+    return [Finding("cuda", f"no GPU: the processor computes{inside}")]
 
 
 def _cuda(torch) -> Finding:
@@ -204,7 +206,18 @@ def _kernels() -> Finding:
     from infinity import native
 
     module, refusal = native.gpu_kernels()
-    return Finding("cuda kernels", "built, with a device" if module else refusal)
+    if not (targets := native.kernel_targets()):
+        reason, _, remedy = refusal.partition(". ")
+        return Finding("cuda kernels", reason, remedy)
+    told = f"inside, for {_told(targets)}"
+    return Finding("cuda kernels", told if module else f"{told}; not used: {refusal}")
+
+
+def _told(targets: list[str]) -> str:
+    """Returns the GPUs that kernels were compiled for, in words."""
+    machines = [target for target in targets if target.startswith("sm_")]
+    ptx = [target for target in targets if target not in machines]
+    return ", ".join([*machines, *(f"{each} and newer (PTX)" for each in ptx)])
 
 
 def _direct_storage(folders: list[str]) -> list[Finding]:

@@ -8,9 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import infinity
 from infinity import cli, native
+from infinity.cli import env
+from infinity.machine import direct_storage
 
 NAMES = {
     "infinity",
@@ -62,6 +65,42 @@ def test_a_folder_that_cannot_be_used_is_a_finding_and_not_an_error(folder, caps
     found = findings(capsys, "--nvme-path", str(tmp_path / folder))[f"disk {tmp_path / folder}"]
     assert "cannot be used" in found["value"] and found["remedy"]
     assert not list(tmp_path.glob("infinity-probe-*"))
+
+
+@pytest.mark.parametrize(
+    ("targets", "told"),
+    [
+        ([], "no GPU: the processor computes"),
+        (["sm_90"], "no GPU: the processor computes; cuda kernels are inside, for sm_90"),
+        (["sm_80", "compute_90", "sm_120"], "sm_80, sm_120, compute_90 and newer (PTX)"),
+    ],
+)
+def test_kernels_of_a_gpu_are_named_also_without_one(targets, told, monkeypatch):
+    # Method: kernels for other GPUs are built in; the twin has none.
+    monkeypatch.setattr(native, "kernel_targets", lambda: targets)
+    monkeypatch.setattr(native, "cuda_driver", lambda: (0, "none here"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(direct_storage, "has_gpu", lambda: False)
+    [found] = env._gpu(torch, [])
+    assert found.value.endswith(told) and bool(targets) == ("inside" in found.value)
+
+
+@pytest.mark.parametrize(
+    ("targets", "kernels", "value", "remedy"),
+    [
+        (["sm_90"], (object(), ""), "inside, for sm_90", ""),
+        (["sm_90"], (None, "the driver is too old"), "not used: the driver is too old", ""),
+        ([], (None, native.gpu_kernels()[1]), "not built", "INFINITY_CUDA=1"),
+    ],
+)
+def test_kernels_of_a_gpu_come_with_why_they_are_not_used(
+    targets, kernels, value, remedy, monkeypatch
+):
+    # Method: kernels that run, that the driver refuses, and that are not built.
+    monkeypatch.setattr(native, "kernel_targets", lambda: targets)
+    monkeypatch.setattr(native, "gpu_kernels", lambda: kernels)
+    found = env._kernels()
+    assert value in found.value and remedy in found.remedy and bool(remedy) == bool(found.remedy)
 
 
 def test_another_package_of_this_name_is_refused_at_import(tmp_path):

@@ -679,6 +679,38 @@ def test_state_on_a_device_without_kernels_is_refused(compute_on):
         infinity.wrap_model(*a_model(), {"params": "device", "optimizer": "device"})
 
 
+@pytest.mark.parametrize("case", ["kernels", "not built", "too old", "frozen", "processor"])
+def test_a_wrap_on_a_device_without_kernels_says_what_it_costs(case, compute_on, caplog):
+    """Reads the lines of a wrap whose device has no kernels, and why. Twins: one with kernels, a
+    model that trains nothing, the processor itself."""
+    refusals = {
+        "not built": native.gpu_kernels()[1],
+        "too old": "a card has capability (7, 5), the kernels need (8, 0)",
+    }
+
+    def made(where, traffic):
+        device = Elsewhere(where, traffic)
+        device.kernels_refusal = refusals.get(case, "")
+        return device
+
+    if case != "processor":
+        compute_on(made, object() if case == "kernels" else None)
+    model, optimizer = a_model()
+    if case == "frozen":
+        model.requires_grad_(False)
+        optimizer = None
+    infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host"})
+    told = [each.getMessage() for each in caplog.records if "no optimizer kernels" in each.message]
+    assert len(told) == (case in refusals)
+    for line in told:
+        assert (
+            refusals[case] in line
+            and "the processor steps" in line
+            and "1.3 MiB of weights" in line
+        )
+    assert "INFINITY_CUDA=1" in refusals["not built"]
+
+
 def test_weights_on_the_device_with_state_on_disk_are_refused(compute_on, kernels, tmp_path):
     compute_on(Elsewhere, kernels)
     with pytest.raises(ConfigError, match="in memory"):
