@@ -162,7 +162,7 @@ class Run:
         self.params = [torch.nn.Parameter(param.detach().clone()) for param in params]
         self.states: list[State] = [{} for _ in params]
         self._together = together
-        self.counts_alike = True  # what a step changes in the settings does not depend on gradients
+        self._apart: set[str] = set()  # settings to which parameters give unlike numbers
 
     def step(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Steps by ``grads``."""
@@ -179,16 +179,27 @@ class Run:
             changes.append(changed)
             for place, state in zip(places, found):
                 self.states[place] = state
-        counts = [
-            {key: each for key, each in changed.items() if isinstance(each, NUMBERS)}
-            for changed in changes
-        ]
-        self.counts_alike &= all(
-            each.keys() == counts[0].keys()
-            and all(is_equal(value, counts[0][key]) for key, value in each.items())
-            for each in counts
-        )
+        for key in changes[-1]:
+            if isinstance(changes[-1][key], NUMBERS) and not all(
+                is_equal(each.get(key), changes[-1][key]) for each in changes
+            ):
+                self._apart.add(key)
         self._settings |= changes[-1]
+
+    def adds_up(self) -> bool:
+        """Tells whether a setting that parameters change unlike is added to, as a sum over their
+        gradients is: its new value follows the old one."""
+        for key in self._apart:
+            found = []
+            for more in (0, 1):
+                settings = self._settings | {key: self._settings[key] * (1 + more) + more}
+                param = torch.nn.Parameter(self.params[0].detach().clone())
+                param.grad = gradient_of(param, 1)
+                _, changed = step_as(self._optimizer, settings, [param], [{}])
+                found.append(changed.get(key, settings[key]))
+            if not is_equal(*found):
+                return True
+        return False
 
     @property
     def values(self) -> torch.Tensor:
@@ -220,9 +231,9 @@ def _try(
             are_parts_same = False
     alone, together = runs
     if known.measured is None and not (
-        alone.counts_alike
-        and torch.equal(alone.values, together.values)
+        torch.equal(alone.values, together.values)
         and all(map(are_same, alone.states, together.states))
+        and not alone.adds_up()
     ):
         raise ConfigError(
             f"optimizer {known.name}, with these settings, steps all parameters at once, as a clip"

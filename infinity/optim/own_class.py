@@ -42,10 +42,13 @@ def by_own_code(optimizer: torch.optim.Optimizer) -> Known:
         if any(name in vars(each) for each in _own_classes(kind)):
             raise ConfigError(f"It has a {name}() of its own, which would not run.")
     groups = [_with_unread_names(group) for group in optimizer.param_groups]
+    if path := _by_parameter(optimizer):
+        raise ConfigError(f"It looks parameters up in {path}, and here others stand in for them.")
     with _unchanged(optimizer):
         step = plain_step(kind.step).__code__.co_qualname
         known = class_entry(f"{kind.__module__}.{kind.__qualname__}", step, needs_whole=True)
         known = with_moments(known, optimizer, groups)
+        _refuse_sums(optimizer, groups)
         for group in groups:
             _try(optimizer, group, known.tried[switches(group)])
         return known
@@ -133,9 +136,13 @@ def _own_classes(kind: type) -> tuple[type, ...]:
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, int | float]:
-    """Returns the numbers that ``optimizer`` keeps beside its settings and state: in its
-    attributes, in those of its classes, and in all that these hold."""
-    found: dict[str, int | float] = {}
+    """Returns the numbers that ``optimizer`` keeps beside its settings and state."""
+    return {path: value for path, value in _kept(optimizer) if type(value) in (int, float)}
+
+
+def _kept(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yields what ``optimizer`` keeps beside its settings and state: in its attributes, in those of
+    its classes, and in all that these hold."""
     own = {
         name: value
         for each in reversed(_own_classes(type(optimizer)))
@@ -145,9 +152,8 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, int | float]:
     seen: set[int] = set()
     while waiting:
         path, value = waiting.pop()
-        if type(value) in (int, float):
-            found[path] = value
-        elif id(value) not in seen and not isinstance(value, (torch.Tensor, type, ModuleType)):
+        yield path, value
+        if id(value) not in seen and not isinstance(value, (torch.Tensor, type, ModuleType)):
             seen.add(id(value))
             if isinstance(value, Mapping):
                 waiting += [(f"{path}[{key!r}]", each) for key, each in value.items()]
@@ -156,7 +162,41 @@ def _numbers(optimizer: torch.optim.Optimizer) -> dict[str, int | float]:
             else:
                 held = getattr(value, "__dict__", {})
                 waiting += [(f"{path}.{name}", each) for name, each in held.items()]
-    return found
+
+
+def _by_parameter(optimizer: torch.optim.Optimizer) -> str | None:
+    """Returns where ``optimizer`` has a dict or set by its parameters, or by their ids."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    known = {id(param) for param in params}
+    for path, value in _kept(optimizer):
+        if isinstance(value, (Mapping, set, frozenset)) and any(
+            key in known if type(key) is int else id(key) in known for key in value
+        ):
+            return path
+    return None
+
+
+def _refuse_sums(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
+    """Raises ConfigError if a tensor beside the state is added to in a step, as a count or a sum
+    over parameters is: its new value follows the old one. One that is filled anew does not."""
+    kept = {path: each for path, each in _kept(optimizer) if isinstance(each, torch.Tensor)}
+    kept = {path: each for path, each in kept.items() if not isinstance(each, torch.nn.Parameter)}
+    before = [each.detach().clone() for each in kept.values()]
+    for group in groups if kept else ():
+        after = []
+        for more in (0, 1):
+            for each, value in zip(kept.values(), before):
+                each.copy_(value * (1 + more) + more)
+            param = _values((LEAST, LEAST))
+            Run(optimizer, settings_to_move(optimizer, group), [param], together=False).step(
+                [gradient_of(param, 1)]
+            )
+            after.append([each.detach().clone() for each in kept.values()])
+        for each, value in zip(kept.values(), before):
+            each.copy_(value)
+        for path, value, *found in zip(kept, before, *after):
+            if not torch.equal(found[0], value) and not torch.equal(*found):
+                raise ConfigError(f"It counts in {path}, beside its state.")
 
 
 class _Unread:

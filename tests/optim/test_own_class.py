@@ -163,6 +163,60 @@ class Summing(Momentum):
         param.sub_(param.grad * group["now"])
 
 
+class SummingInATensor(Momentum):
+    """Keeps a sum over all gradients in an attribute."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.seen = torch.zeros(())
+
+    def update(self, group, param, state):
+        self.seen += param.grad.square().sum()
+        param.sub_(param.grad * (group["lr"] * (1 + int(self.seen > 1e30))))
+
+
+class Filling(Momentum):
+    """Fills a tensor of its own with its rate, as those do that compile their step."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        self.rate = torch.zeros(())
+
+    def update(self, group, param, state):
+        state["step"] = state.get("step", 0) + 1
+        self.rate.fill_(group["lr"] / state["step"])
+        param.sub_(param.grad * self.rate)
+
+
+class Telling(Momentum):
+    """Tells in its group of the last rate that it used."""
+
+    def update(self, group, param, state):
+        group["last"] = group["lr"] / (1 + param.grad.norm().item())
+        param.sub_(param.grad * group["last"])
+
+
+class ById(Momentum):
+    """Has a rate for each parameter, by its id."""
+
+    def __init__(self, params):
+        super().__init__(params)
+        own = self.param_groups[0]["params"]
+        self.rates = {id(param): 0.1 * at for at, param in enumerate(own)}
+
+    def update(self, group, param, state):
+        param.sub_(param.grad * self.rates.get(id(param), 0.1))
+
+
+class ByParameter(Momentum):
+    def __init__(self, params):
+        super().__init__(params)
+        self.fast = {self.param_groups[0]["params"][1]}
+
+    def update(self, group, param, state):
+        param.sub_(param.grad * (0.2 if param in self.fast else 0.1))
+
+
 class Stepping(Summing):
     """Keeps a count in its groups, which no gradient changes."""
 
@@ -269,6 +323,9 @@ REFUSED = {
     CountingInState: "state has 'all', which is no parameter",
     CountingAtOnce: "on a small tensor on the CPU raised TypeError",
     Summing: "as a sum over gradients in a group",
+    SummingInATensor: "counts in seen, beside its state",
+    ById: "looks parameters up in rates",
+    ByParameter: "looks parameters up in fast",
     OnParameters: "keeps state outside of optimizer.state",
     ByName: "reads names of a group, which has one for each parameter",
     Noisy: "draws random numbers",
@@ -345,12 +402,16 @@ def test_the_lines_of_the_message_use_such_a_class(kind, home, tmp_path):
     assert furthest(dict(names["model"].state_dict()), expected) == 0
 
 
-def test_a_count_of_steps_in_a_group_steps_as_alone():
-    """By its own code, at a rate that falls. Twin: a sum over gradients there is refused above."""
+@pytest.mark.parametrize("kind", [Stepping, Filling, Telling])
+def test_what_is_no_sum_over_parameters_steps_as_alone(kind):
+    """By its own code: a count of steps in a group, a tensor that each step fills, and a number of
+    a group that tells of the last parameter. Twins: sums over gradients there are refused above."""
     net, other = model(), model()
-    net, optimizer = infinity.wrap_model(net, Stepping(net.parameters()), {"params": "host"})
+    net, optimizer = infinity.wrap_model(net, kind(net.parameters()), {"params": "host"})
     steps(net, optimizer, 4)
-    theirs = Stepping(other.parameters())
+    theirs = kind(other.parameters())
     steps(other, theirs, 4)
     assert furthest(dict(net.state_dict()), dict(other.state_dict())) == 0
-    assert {group["seen"] for group in optimizer.param_groups} == {4}
+    assert [g.get("seen") for g in optimizer.param_groups] == [
+        g.get("seen") for g in theirs.param_groups
+    ]
