@@ -71,11 +71,9 @@ def test_the_sample_ends_with_its_time(report, monkeypatch):
     assert len(cut) < len(whole) and whole.startswith(cut)
 
 
-@pytest.mark.slow
-def test_steps_outside_of_the_training_take_no_model_of_memory(tmp_path):
-    """A job in a process of its own, with budgets of a quarter of its weights: what the measurement
-    of the compute, the first loss, and the save with its sample take is at most half of the
-    weights. Twin: loading the saved model takes more than them."""
+def taken_by(kind: str, tmp_path: Path) -> tuple[list[int], int]:
+    """What the steps of `train_memory` take in a process of its own, with budgets of a quarter of
+    the weights; and the bytes of these."""
     config = transformers.LlamaConfig(
         vocab_size=400, hidden_size=512, intermediate_size=1024, num_hidden_layers=16
     )
@@ -85,9 +83,26 @@ def test_steps_outside_of_the_training_take_no_model_of_memory(tmp_path):
     model.save_pretrained(tmp_path / "large")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 20)
     (tmp_path / "nvme").mkdir()
-    words = [sys.executable, JOB_OF_ITS_OWN, str(tmp_path), str(weights // 4)]
+    words = [sys.executable, JOB_OF_ITS_OWN, kind, str(tmp_path), str(weights // 4)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    taken = [int(word) for word in done.stdout.split()[-2:]]
+    taken = [int(word) for word in done.stdout.splitlines()[-1].split()]
     print(f"{[nbytes >> 20 for nbytes in taken]} MiB, {weights >> 20} MiB of weights")
-    assert taken[0] <= weights // 2 and taken[1] > weights
+    return taken, weights
+
+
+@pytest.mark.slow
+def test_steps_outside_of_the_training_take_no_model_of_memory(tmp_path):
+    """A job in a process of its own, with budgets of a quarter of its weights: what the measurement
+    of the compute, the first loss, and the save with its sample take is at most half of the
+    weights. Twin: loading the saved model takes more than them."""
+    (steps, loaded), weights = taken_by("train", tmp_path)
+    assert steps <= weights // 2 and loaded > weights
+
+
+@pytest.mark.slow
+def test_exports_take_no_model_of_memory(tmp_path):
+    """Exports the checkpoint of such a job, and merges an adapter into its base: each takes at most
+    half of the weights. Twin: loading the merged model takes more than them."""
+    (*exports, loaded), weights = taken_by("export", tmp_path)
+    assert len(exports) == 2 and max(exports) <= weights // 2 and loaded > weights

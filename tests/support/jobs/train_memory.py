@@ -67,5 +67,29 @@ def measure(place: Path, budget: int) -> None:
     print(max(taken), growth_of(lambda: read(f"{place}/out", **options))[1])
 
 
+def measure_export(place: Path, budget: int) -> None:
+    """Trains an adapter and keeps a checkpoint. Prints the most that the export of it takes, and
+    that with the adapter merged into its base; then what it takes to load the merged model."""
+    homes = f"--params nvme --optimizer nvme --host-memory {budget} --device-memory {budget}"
+    words = (
+        f"train --model {place}/large --data {place}/text.txt --nvme-path {place}/nvme {homes}"
+        " --steps 1 --batch-size 1 --sequence-length 16 --sample-bytes 0 --dtype fp32 --threads 1"
+    )
+    taken = []
+    for name, more in (("adapter", " --lora 2"), ("full", f" --checkpoint {place}/checkpoint")):
+        assert infinity.cli.main(f"{words}{more} --out {place}/{name}".split()) == 0
+    for export in (
+        f"{place}/checkpoint {place}/exported --model {place}/large",
+        f"{place}/large {place}/merged --merge {place}/adapter",
+    ):
+        status, nbytes = growth_of(infinity.cli.main, f"export {export}".split())
+        assert status == 0
+        taken.append(nbytes)
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    loaded = growth_of(lambda: read(f"{place}/merged", dtype=torch.float64))[1]
+    print(*taken, loaded)
+
+
 if __name__ == "__main__":
-    measure(Path(sys.argv[1]), int(sys.argv[2]))
+    kind, place, budget = sys.argv[1:]
+    {"train": measure, "export": measure_export}[kind](Path(place), int(budget))
