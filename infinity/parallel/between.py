@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from ..distributed import failure_report
 from ..distributed.mesh import gloo_group
+from ..distributed.parallel_dims import ParallelDims
 from ..distributed.pending import ranks_lost
 from ..errors import InfinityError, UsageError
 from ..runtime.job import Job
@@ -60,7 +61,7 @@ class Between:
             yield
         except BaseException as error:
             if self._of_device is None:
-                _clear(error)
+                clear(error)
                 self._close()
             if (
                 isinstance(error, RuntimeError)
@@ -107,18 +108,25 @@ class Between:
     def _close(self) -> None:
         if (forget := self._forget()) is not None:
             forget()
-        group, self._own = self._own, None
-        if group is None:
-            return
-        if group in self._ranks.own_groups:
-            self._ranks.own_groups.remove(group)
-        with contextlib.suppress(RuntimeError, ValueError, AssertionError, AttributeError):
-            dist.destroy_process_group(group)
+        groups, self._own = [self._own], None
+        close(groups, self._ranks)
+
+
+def close(groups: list[dist.ProcessGroup | None], ranks: ParallelDims) -> None:
+    """Closes the connections of ``groups`` of this wrap, and takes them off the list: it has the
+    last references to them."""
+    while groups:
+        group = groups.pop()
+        if group in ranks.own_groups:
+            ranks.own_groups.remove(group)
+        if group is not None:
+            with contextlib.suppress(RuntimeError, ValueError, AssertionError, AttributeError):
+                dist.destroy_process_group(group)
         del group
-        gc.collect()  # abandoned works also keep the connections
+    gc.collect()  # abandoned works also keep the connections
 
 
-def _clear(error: BaseException) -> None:
+def clear(error: BaseException) -> None:
     """Clears torch's frames in the traceback of ``error`` and of its causes: they keep operations
     of the group."""
     errors: list[BaseException | None] = [error]

@@ -15,8 +15,9 @@ once. torch's runtime is unchanged except for methods of the stages:
 from __future__ import annotations
 
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,6 +28,7 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from ..distributed import failure_report
+from ..distributed.mesh import gloo_group
 from ..distributed.pending import ranks_lost
 from ..errors import ConfigError, InfinityError, UsageError
 from ..runtime.engine import Engine
@@ -34,12 +36,14 @@ from ..runtime.job import Job
 from ..runtime.registry import engine_of
 from ..state.handle import handle_of
 from ..state.operations import Operation
+from .between import clear, close
 from .in_flight import InFlight
 
 ATTACHED = "_infinity_attached"
 COMPARED = "_infinity_compared"  # on a schedule: its owner compares the ranks' inputs
 CUT_SHORT = "_infinity_cut_short"  # on a schedule: an exception ended a step of it
 SHAPES = "_infinity_shapes"  # on a schedule: batch shapes of torch's buffers; absent if unknown
+NUMBERS: WeakKeyDictionary[Job, int] = WeakKeyDictionary()  # of groups for attached stages
 IN_FLIGHT: WeakKeyDictionary[Engine, InFlight] = WeakKeyDictionary()
 
 
@@ -118,24 +122,65 @@ def _accumulating_step(
     schedule: Any, engine: Engine, stages: list[Any], in_flight: InFlight
 ) -> Callable:
     job = engine.job
-    run = schedule.step
+    run, own = schedule.step, _OwnGroup(schedule, job, stages)
 
     @wraps(run)
     def joined(*args: Any, **kwargs: Any) -> Any:
         job.uses.check(Operation.SCHEDULE_STEP)
         _refuse_cut_short(schedule, job)
         vars(schedule).pop(SHAPES, None)
+        sends = nullcontext()
         if not hasattr(schedule, COMPARED):
             with job.uses.begin():
                 _compare(schedule, job, stages, args, kwargs)
+            sends = own.sending()
         with naming_causes(stages):
-            with one_pass(engine, stages), _noting_cuts(schedule, stages):
+            with one_pass(engine, stages), _noting_cuts(schedule, stages), sends:
                 found = run(*args, **kwargs)
             with job.uses.begin():
                 in_flight.charge()
             return found
 
     return joined
+
+
+class _OwnGroup:
+    """The group for transfers of hand-made stages in host memory. An exception closes it: other
+    ranks would wait for this one until the limit of a group that is the user's."""
+
+    def __init__(self, schedule: Any, job: Job, stages: list[Any]):
+        self._schedule, self._job, self._stages = weakref.ref(schedule), job, stages
+        self._own: list[dist.ProcessGroup] = []  # one, or none
+
+    @contextmanager
+    def sending(self) -> Iterator[None]:
+        """Puts the group in place of the stages' own inside the block. Every rank calls this."""
+        ranks, given = self._job.ranks, self._stages[0].group
+        if not self._job.device.is_host or dist.get_world_size(given) == 1:
+            yield
+            return
+        if not self._own:
+            number = NUMBERS[self._job] = NUMBERS.get(self._job, 0) + 1
+            members = dist.get_process_group_ranks(given)
+            what = f"attached stages of wrap {ranks.wrap}, number {number}"
+            self._own.append(gloo_group(members, what))
+            ranks.own_groups.append(self._own[0])
+        for stage in self._stages:
+            stage.group = self._own[0]
+        try:
+            yield
+        except BaseException as error:
+            self._give_back(given)
+            for name in ("fwd_recv_ops", "bwd_recv_ops"):  # works keep the connections
+                getattr(self._schedule(), name, {}).clear()
+            clear(error)
+            close(self._own, ranks)
+            raise
+        self._give_back(given)
+
+    def _give_back(self, group: dist.ProcessGroup) -> None:
+        for stage in self._stages:
+            stage.group = group
 
 
 def _compare(

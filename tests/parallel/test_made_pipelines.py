@@ -105,6 +105,7 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
         for what in ("ten", "fault")
     }
     jobs |= {f"least:{kind}": {"schedule": kind} for kind in LEAST}
+    jobs |= {f"no_room_on:{rank}": {"at": rank} for rank in range(2)}
     jobs["memory"] = {"config": {"params": "host", "optimizer": "host"}}
     jobs["reviewed"] = {"config": models.at_home("host", "host", swap)}
     return Jobs(standing_ranks(2), "made_pipeline_jobs", jobs, folder=folder)
@@ -275,6 +276,17 @@ def test_what_passes_between_stages_is_charged_and_the_window_gives_way(two):
         rank["too much"].startswith("CapacityError: the device window")
         and "Raise device_memory by" in rank["too much"]
     )
+
+
+@pytest.mark.parametrize("at", range(2))
+def test_an_error_on_one_rank_ends_the_step_of_hand_made_stages_on_the_other(two, at):
+    """Raises in a forward of one rank, which then waits for the other: that one learns of a closed
+    connection, not of its group's limit. Twin: the step before trains."""
+    for said in two[f"no_room_on:{at}"]:
+        assert said[at] == "CapacityError: no room here"
+        other = said[1 - at]
+        assert other.startswith("PeerError: rank") and "a step of the pipeline" in other
+        assert "onnection" in other and "imed out" not in other
 
 
 @pytest.mark.parametrize("schedule", LEAST)

@@ -32,6 +32,7 @@ from pipeline_jobs import MICRO, batch, build, loss_of, mesh_of, schedule_of, st
 from ranks import serve, told
 
 import infinity
+from infinity.errors import CapacityError
 from infinity.machine.tiers import Tier
 from infinity.parallel import ties
 from infinity.runtime.registry import engine_of
@@ -748,3 +749,34 @@ def restarted(folder: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     serve(globals())
+
+
+def no_room_on(at: int) -> list[str]:
+    """What ranks say of a step of hand-made stages in which rank ``at`` raises CapacityError, while
+    all of them live on."""
+    mesh, rank = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), dist.get_rank()
+
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if rank == at and steps and x.device.type != "meta":
+                raise CapacityError("no room here")
+            return super().forward(x)
+
+    torch.manual_seed(0)
+    chunk, steps, said = nn.Sequential(Layer(8, 8)), 0, []
+    config = {"params": "host", "optimizer": "host"}
+    chunk, optimizer = infinity.wrap_model(
+        chunk, torch.optim.SGD(chunk.parameters(), 0.1), config, mesh=mesh
+    )
+    stage = PipelineStage(chunk, rank, 2, torch.device("cpu"), group=mesh.get_group())
+    made = infinity.parallel.attach(schedules.Schedule1F1B(stage, 4, loss_fn=F.mse_loss))
+    given = {"target": torch.ones(8, 8)} if rank else {}
+    try:
+        for steps in range(2):
+            said.append(told(lambda: made.step(*(() if rank else (torch.ones(8, 8),)), **given)))
+            assert stage.group is mesh.get_group()
+        everyones: list = [None, None]
+        dist.all_gather_object(everyones, said[1])  # over the default group, which still works
+        return everyones
+    finally:
+        infinity.unwrap_model(chunk, optimizer)
