@@ -51,7 +51,7 @@ class _FailureReport:
             self._processes = self.processes()
         if any(rank in ranks and not runs(pid) for rank, pid in self._processes.items()):
             return True
-        with contextlib.suppress(Exception):  # the store may have gone first
+        with contextlib.suppress(RuntimeError):  # the store may have gone first
             if self._store.add("left", 0):
                 return any(self._store.check([f"why/{rank}"]) for rank in ranks)
         return False
@@ -60,7 +60,7 @@ class _FailureReport:
         """Returns the process ids of the other ranks that this process can see."""
         found = {}
         for rank in range(self._size):
-            with contextlib.suppress(Exception):  # the store may have gone first
+            with contextlib.suppress(RuntimeError):  # the store may have gone first
                 if rank != self._rank and self._store.check([f"who/{rank}"]):
                     _, kernel, pid = json.loads(self._store.get(f"who/{rank}"))
                     if kernel and kernel == running_kernel():
@@ -71,14 +71,14 @@ class _FailureReport:
         if os.getpid() != self._pid:
             return  # a forked child: the rank itself lives
         text = describe_chain(error)
-        with contextlib.suppress(Exception):  # the store may have gone first
+        with contextlib.suppress(RuntimeError):  # the store may have gone first
             self._store.set(f"why/{self._rank}", text[:LONGEST])
             self._store.add("left", 1)
 
     def silent(self) -> str:
         """Returns the ranks that have not reported (hung), and reports that this one gave up: a
         hung rank reports nothing."""
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(RuntimeError):  # the store may have gone first
             self._store.set(f"waits/{self._rank}", "")
             time.sleep(PATIENCE_SECONDS)
             others = [rank for rank in range(self._size) if rank != self._rank]
@@ -111,7 +111,7 @@ class _FailureReport:
             if rank == self._rank:
                 continue
             # Without the store only the transport's error is known
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(RuntimeError):  # of the store, which may have gone first
                 if self._store.check([f"why/{rank}"]):
                     found.append(
                         f"rank {rank} failed:"
