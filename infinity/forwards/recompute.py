@@ -1,9 +1,11 @@
 """Recompute: measures blocks, and chooses for each to keep, send home or recompute its activations.
 
 Two passes are measured first: the bytes that each block saves and the seconds that its forward
-computes. Sending is priced at the rate of the link. What a measured block saves is kept or sent as
-there is room. If there is none, it is dropped at the block's end and computed again in the
-backward. A larger input than those measured is measured, too.
+computes. Sending is priced at the rate of the link. With a budget, what a measured block saves is
+kept or sent as there is room. If there is none, it is dropped at the block's end and computed again
+in the backward. Without one the room is measured, too: every block is computed again until a step
+was made, and what the card has left then is for blocks that are kept. A larger input than those
+measured is measured again.
 
 A block is recomputed only if ``Config(recompute=True)`` allows it. It never is if its forward
 changes Python state, draws from generators other than torch's, or has hooks of others inside.
@@ -24,8 +26,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves
 
+from ..machine.card_memory import CardMemory
 from ..machine.device import Device
-from ..planning.activation_choice import ActivationChoice, Measured, choose
+from ..planning.activation_choice import (
+    READ_AHEAD,
+    ActivationChoice,
+    Measured,
+    choose,
+    least_nbytes,
+)
 from ..state.unit import ParamUnit
 from .checkpointed import Checkpointed, Held
 from .context import ForwardContext
@@ -35,6 +44,40 @@ from .value_snapshot import MODULE_OWN, SCALARS, NoSnapshot, Snapshot, has_conta
 logger = logging.getLogger(__name__)
 
 MEASURED_PASSES = 2  # the first one includes one-time costs
+# Of the measured room; the rest is for gaps between tensors.
+SHARE_FOR_SAVED, SHARE_IN_FLIGHT = 0.8, 1 / 8
+
+
+class MeasuredRoom:
+    """The room on a card beside passes that recompute every block, which are measured first."""
+
+    def __init__(
+        self,
+        memory: CardMemory,
+        *,
+        is_shown: Callable[[], bool],
+        limit_in_flight: Callable[[int], None],
+    ):
+        """Before the first pass. ``is_shown``: whether a whole step was made. ``limit_in_flight``:
+        is told how much of the room may be on its way home, or back."""
+        self._memory, self.is_shown = memory, is_shown
+        self._left_nbytes = memory.left_nbytes(several_ranks=False) or 0
+        self._limit_in_flight = limit_in_flight
+        self._first: tuple[int, int] | None = None  # bytes of room, and least for the blocks then
+
+    def measure(self, least_nbytes: int, largest_nbytes: int) -> tuple[int, bool]:
+        """Returns the bytes that may be kept, and whether others can be sent. ``least_nbytes``:
+        what blocks have in such a pass; ``largest_nbytes``: of one tensor that they save."""
+        unused = self._memory.unused_nbytes()
+        if self._first is None:
+            self._first = unused, least_nbytes
+        else:  # the peak may be that of a pass that kept blocks; such a pass grows as they do
+            first, least = self._first
+            growth = least_nbytes / max(1, least) - 1
+            unused = max(unused, int(first - growth * (self._left_nbytes - first)))
+        in_flight = int(SHARE_IN_FLIGHT * unused)
+        self._limit_in_flight(in_flight)
+        return int(SHARE_FOR_SAVED * unused), READ_AHEAD * largest_nbytes <= in_flight
 
 
 class ActivationPlanner:
@@ -50,10 +93,13 @@ class ActivationPlanner:
         send_rate: Callable[[], float],
         recomputes: bool,
         home_nbytes: Callable[[], float] = lambda: float("inf"),
+        room: MeasuredRoom | None = None,
     ):
         """``spare_nbytes``: that activations may have on ``device``. ``send_rate``: bytes per
-        second of the round trip. ``home_nbytes``: that they may have at home."""
+        second of the round trip. ``home_nbytes``: that they may have at home. ``room``: in place of
+        ``spare_nbytes``, if no budget tells it."""
         self.find_context, self.device, self.spare_nbytes = find, device, spare_nbytes
+        self._room = room
         self._send_rate, self._home_nbytes = send_rate, home_nbytes
         self.recomputes = recomputes
         # Of the device's bytes, what is left to a block that is computed again
@@ -62,10 +108,22 @@ class ActivationPlanner:
         self._known: dict[tuple, tuple[int, int]] = {}
         self._inputs: set[int] = set()  # the storages of this pass's inputs
         self.block: PlannedBlock | None = None  # the block whose forward runs
+        self._largest_nbytes = 0  # of the storages that blocks saved
         self.outside_nbytes = 0  # bytes that this pass saved outside of blocks
         self._blocks: list[weakref.ref[PlannedBlock]] = []  # owned by their modules
         self._chosen = 0  # blocks in the last choice
         self._chooses_again = False
+
+    @property
+    def measures_room(self) -> bool:
+        """Whether the room on the device is measured."""
+        return self._room is not None
+
+    @property
+    def first_choice(self) -> ActivationChoice:
+        """What happens to a block until it is chosen for. A pass that leaves room to none shows
+        how much there is."""
+        return ActivationChoice.RECOMPUTE if self.measures_room else ActivationChoice.KEEP
 
     def add(self, block: nn.Module, units: Sequence[ParamUnit]) -> Callable:
         """Builds the forward that ``block`` is to run in place of its own."""
@@ -85,7 +143,8 @@ class ActivationPlanner:
         for block in self.blocks:
             block.end_pass()
         measured = [block for block in self.blocks if block.is_measured]
-        if len(measured) > self._chosen or self._chooses_again:
+        is_shown = self._room is None or self._room.is_shown()
+        if is_shown and (len(measured) > self._chosen or self._chooses_again):
             self._choose(measured)
         self.outside_nbytes, self.block = 0, None
         self._inputs.clear()
@@ -103,6 +162,7 @@ class ActivationPlanner:
         """Counts the bytes of a saved storage, in the running block or outside of all."""
         if self.block is not None:
             self.block.saves(storage)
+            self._largest_nbytes = max(self._largest_nbytes, storage.nbytes())
         else:
             self.outside_nbytes += storage.nbytes()
 
@@ -143,11 +203,17 @@ class ActivationPlanner:
         return input_nbytes
 
     def _choose(self, blocks: list[PlannedBlock]) -> None:
+        measured = [block.measured() for block in blocks]
+        device_nbytes, host_nbytes = self.spare_nbytes - self.outside_nbytes, self._home_nbytes()
+        if self._room is not None:
+            device_nbytes, sends = self._room.measure(least_nbytes(measured), self._largest_nbytes)
+            host_nbytes = host_nbytes if sends else 0
         found = choose(
-            [block.measured() for block in blocks],
-            device_nbytes=max(0, self.spare_nbytes - self.outside_nbytes),
-            host_nbytes=self._home_nbytes(),
+            measured,
+            device_nbytes=max(0, device_nbytes),
+            host_nbytes=host_nbytes,
             send_rate=self._send_rate(),
+            is_beside=self._room is not None,
         )
         for block, choice in zip(blocks, found):
             block.choice = choice
@@ -173,7 +239,7 @@ class PlannedBlock:
     def __init__(self, planner: ActivationPlanner, block: nn.Module, units: Sequence[ParamUnit]):
         self._planner, self._block = planner, weakref.ref(block)
         self._checkpointed = Checkpointed(planner.find_context, units, None)
-        self.choice = ActivationChoice.KEEP
+        self.choice = planner.first_choice
         self._passes = 0  # measured passes
         self._calls = self._saved = 0  # calls and saved bytes of this pass
         self._storages: set[int] = set()
@@ -222,14 +288,18 @@ class PlannedBlock:
             recomputes = self.choice is ActivationChoice.RECOMPUTE
             if recomputes and self._is_heard():
                 self._refuse()
-            elif recomputes and self._mode != self._modes():  # training flags changed
-                self._passes, self.choice = 0, ActivationChoice.SEND
+            elif recomputes and self._mode and self._mode != self._modes():  # flags changed
+                self._passes, self.choice = 0, planner.first_choice
                 planner.forget_choices()
             if not self.is_measured or sum(map(torch.Tensor.numel, inputs)) > self._numel:
                 return self._measure(forward, args, kwargs, inputs)
             if self.choice is ActivationChoice.RECOMPUTE:
                 return self._checkpointed.run(*tree_flatten((args, kwargs)), forward=forward)
-            return forward(*args, **kwargs)
+            planner.found_no_room = False
+            output = forward(*args, **kwargs)
+            if planner.found_no_room and self.choice is ActivationChoice.SEND:
+                self.choice = ActivationChoice.RECOMPUTE if self._is_repeatable else self.choice
+            return output
 
     def _refuse(self) -> None:
         """Excludes the block from recomputation."""
@@ -243,6 +313,9 @@ class PlannedBlock:
         planner = self._planner
         edges = planner.find_context().traffic.edges.values()
         state = self._state(args, kwargs) if self._is_repeatable else None
+        if planner.measures_room:  # until it is chosen for again
+            is_repeatable = self._is_repeatable
+            self.choice = planner.first_choice if is_repeatable else ActivationChoice.SEND
         if self._is_repeatable and (state is None or self._is_heard()):
             self._refuse()
         held = Held() if self._is_repeatable else None

@@ -43,6 +43,16 @@ class CardMemory:
         free += self._reserved_nbytes() - self._allocated_nbytes()
         return max(0, free - LIBRARIES_NBYTES - several_ranks * NCCL_NBYTES)
 
+    def unused_nbytes(self) -> int:
+        """Returns the bytes that no tensor ever had, not even at the peak. Only if the accelerator
+        tells what is free."""
+        free, module = self.free_nbytes() or 0, torch.get_device_module(self._where)
+        if not hasattr(module, "memory_allocated"):
+            return free
+        # What the driver has given out, or what lives if all else counts as free
+        given = self._reserved_nbytes() or module.memory_allocated(self._where)
+        return max(0, free + given - module.max_memory_allocated(self._where))
+
     def note_kept(self, nbytes: int) -> None:
         """Notes that the allocator now keeps ``nbytes``."""
         self.kept_nbytes, self._reserved = nbytes, self._reserved_nbytes()

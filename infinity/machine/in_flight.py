@@ -19,6 +19,10 @@ class InFlight:
         self._held: deque[tuple[Event, Sequence[torch.Tensor], Callable[[], None]]] = deque()
         self._nbytes = 0
 
+    def limit(self, nbytes: int) -> None:
+        """Sets the limit."""
+        self._limit = nbytes
+
     def emptied(self) -> InFlight:
         """Returns an empty one with the same limit."""
         return InFlight(self._limit, of_largest=self._of_largest)

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+READ_AHEAD = 2  # tensors that come back before the backward asks for them
+
 
 class ActivationChoice(Enum):
     """What happens to the activations that a block saves."""
@@ -32,22 +34,30 @@ class Measured:
 
 
 def choose(
-    blocks: Sequence[Measured], *, device_nbytes: int, host_nbytes: float, send_rate: float
+    blocks: Sequence[Measured],
+    *,
+    device_nbytes: int,
+    host_nbytes: float,
+    send_rate: float,
+    is_beside: bool = False,
 ) -> list[ActivationChoice]:
     """Chooses greedily: blocks that cost most per byte to send or recompute stay on the device.
 
     Of equal blocks the last stay: the backward needs them first. ``send_rate``: bytes per second of
     the round trip. Blocks that cannot be recomputed are sent even beyond ``host_nbytes``.
+    ``is_beside``: ``device_nbytes`` are beside all that a pass needs which keeps no block.
     """
 
     def cost(block: Measured) -> float:
         sending = block.nbytes / send_rate
         return min(sending, block.seconds) if block.is_repeatable else sending
 
-    if sum(block.nbytes for block in blocks) <= device_nbytes:
-        return [ActivationChoice.KEEP] * len(blocks)
+    needed_nbytes = _kept_nbytes if is_beside else _peak_nbytes
+    if needed_nbytes(blocks, all_kept := [ActivationChoice.KEEP] * len(blocks)) <= device_nbytes:
+        return all_kept
     # One block at a time is on the device while it is recomputed.
-    room = device_nbytes - max(block.nbytes for block in blocks)
+    running = max(block.nbytes for block in blocks)
+    room = float("inf") if is_beside else device_nbytes - running
     choices = [
         ActivationChoice.RECOMPUTE if block.is_repeatable else ActivationChoice.SEND
         for block in blocks
@@ -60,7 +70,7 @@ def choose(
         block, otherwise = blocks[index], choices[index]
         if block.nbytes <= room:
             choices[index] = ActivationChoice.KEEP
-            if _peak_nbytes(blocks, choices) <= device_nbytes:
+            if needed_nbytes(blocks, choices) <= device_nbytes:
                 room -= block.nbytes
                 continue
             choices[index] = otherwise
@@ -70,6 +80,25 @@ def choose(
             choices[index] = ActivationChoice.SEND
             host_nbytes -= block.nbytes
     return choices
+
+
+def least_nbytes(blocks: Sequence[Measured]) -> int:
+    """Returns the bytes on the device that ``blocks`` need if none is kept."""
+    return _peak_nbytes(
+        blocks,
+        [
+            ActivationChoice.RECOMPUTE if block.is_repeatable else ActivationChoice.SEND
+            for block in blocks
+        ],
+    )
+
+
+def _kept_nbytes(blocks: Sequence[Measured], choices: Sequence[ActivationChoice]) -> int:
+    return sum(
+        max(0, block.nbytes - block.input_nbytes)
+        for block, choice in zip(blocks, choices)
+        if choice is ActivationChoice.KEEP
+    )
 
 
 def _peak_nbytes(blocks: Sequence[Measured], choices: Sequence[ActivationChoice]) -> int:

@@ -20,14 +20,20 @@ class ActivationCopies:
     """Copies in the device's queues, in both directions. Used from the threads that run forward and
     backward."""
 
-    def __init__(self, device: Device, order: SavingOrder, most_nbytes: float = float("inf")):
-        """``most_nbytes``: that may be on their way."""
-        self._device, self._order, self._most_nbytes = device, order, most_nbytes
-        limit = int(min(IN_FLIGHT_NBYTES, most_nbytes))
-        self._in_flight = InFlight(limit, of_largest=IN_FLIGHT_OF_LARGEST)
+    def __init__(self, device: Device, order: SavingOrder, most_nbytes: int | None = None):
+        """``most_nbytes``: that may be on their way, if the device has little room."""
+        self._device, self._order = device, order
+        self._most_nbytes = IN_FLIGHT_NBYTES if most_nbytes is None else most_nbytes
+        of_largest = IN_FLIGHT_OF_LARGEST if most_nbytes is None else 0
+        self._in_flight = InFlight(self._most_nbytes, of_largest=of_largest)
         self._in_use: dict[int, Event] = {}  # by home address: the last copy that reads the buffer
         # By queue: its last copy; after it no copy uses any buffer.
         self._last: dict[str, Event] = {}
+
+    def limit(self, nbytes: int) -> None:
+        """Sets how many bytes may be on their way."""
+        self._most_nbytes = min(IN_FLIGHT_NBYTES, nbytes)
+        self._in_flight.limit(self._most_nbytes)
 
     def forget(self) -> None:
         """Forgets all copies, after an exception. Only while nothing is in flight."""
@@ -64,8 +70,7 @@ class ActivationCopies:
         storage, saved.arrived = saved.coming
         saved.coming = None
         if self._device.overlaps:
-            ahead = min(IN_FLIGHT_NBYTES, self._most_nbytes)
-            for other in self._order.before(saved, nbytes=int(ahead)):
+            for other in self._order.before(saved, nbytes=self._most_nbytes):
                 if (
                     other.coming is None
                     and other.bytes_on_device() is None

@@ -32,10 +32,11 @@ class ActivationHome:
         tier: Tier,
         staging: native.PinnedPool | None,
         most_nbytes: int | None = None,
-        in_flight_nbytes: float = float("inf"),
+        in_flight_nbytes: int | None = None,
     ):
         """``most_nbytes``: of host memory, beside the tier's budget; None: no limit.
-        ``in_flight_nbytes``: that may be on their way to and from it."""
+        ``in_flight_nbytes``: that may be on their way to and from it, if the device has little
+        room."""
         self._store, self._tier, self._most_nbytes = store, tier, most_nbytes
         self._device = store.device
         self._order = SavingOrder()
@@ -49,6 +50,10 @@ class ActivationHome:
         self._arrays: list[StateArray] = []  # all host memory that was ever taken
         # Free buffers among those; on disk the store manages the space.
         self._free: list[StateArray] = []
+
+    def limit_in_flight(self, nbytes: int) -> None:
+        """Sets how many bytes may be on their way."""
+        self._copies.limit(nbytes)
 
     def rebuild(self) -> None:
         """Frees every buffer whose saved storage is gone, after an exception. Only while nothing is

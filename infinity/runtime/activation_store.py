@@ -58,7 +58,7 @@ class ActivationStore:
         """``spare_nbytes``: of the device, that may be kept; ``most_nbytes``: of the host, that may
         be taken. None: the tier's budget alone limits it."""
         self._store, self._device = store, store.device
-        in_flight = float("inf") if spare_nbytes is None else spare_nbytes * SHARE_IN_FLIGHT
+        in_flight = None if spare_nbytes is None else int(spare_nbytes * SHARE_IN_FLIGHT)
         self._home = ActivationHome(store, tier, staging, most_nbytes, in_flight)
         self._planner: ActivationPlanner | None = None
         # May stay on the device; None: nothing may, and home must have room.
@@ -78,6 +78,10 @@ class ActivationStore:
     def plan_with(self, planner: ActivationPlanner) -> None:
         """Lets ``planner`` choose which blocks' activations are kept, sent home, or recomputed."""
         self._planner = planner
+
+    def limit_in_flight(self, nbytes: int) -> None:
+        """Sets how many bytes may be on their way home, or back."""
+        self._home.limit_in_flight(nbytes)
 
     def begin(self, stays: set[int]) -> None:
         """Begins a forward. ``stays``: storages (by address) that are no activations: buffers,
@@ -134,16 +138,21 @@ class ActivationStore:
             tensor.layout is not torch.strided
             or tensor.device != self._device.where
             or type(tensor) is not torch.Tensor
-        ):
-            return False
-        if (
-            tensor.is_nested
+            or tensor.is_nested
             or not tensor.numel()
-            or tensor.nbytes < SMALLEST_NBYTES // LARGEST_EXCESS
         ):
             return False
         storage = tensor.untyped_storage()
-        return storage.nbytes() >= SMALLEST_NBYTES and storage._cdata not in self._stays
+        if storage._cdata in self._stays:
+            return False
+        is_taken = (
+            tensor.nbytes >= SMALLEST_NBYTES // LARGEST_EXCESS
+            and storage.nbytes() >= SMALLEST_NBYTES
+        )
+        # Small ones are charged to no budget, but take of measured room.
+        if (planner := self._planner) is not None and (is_taken or planner.measures_room):
+            planner.saves(storage)
+        return is_taken
 
     def _pack(self, tensor: torch.Tensor) -> View | None:
         """Returns the view that replaces ``tensor`` in the graph. Returns None if the tensor stays
@@ -151,8 +160,6 @@ class ActivationStore:
         storage = tensor.untyped_storage()
         begin, nbytes = storage_span(tensor, storage.nbytes())
         saved = self._known_bytes(tensor)
-        if self._planner is not None:
-            self._planner.saves(storage)
         if saved is None:
             planner = self._planner
             is_sent = planner is not None and planner.is_sending

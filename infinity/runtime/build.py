@@ -8,6 +8,7 @@ engine, because the job must not keep it alive.
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from .. import native
 from ..config.config import Config
 from ..distributed.collectives import Collectives
 from ..forwards.context import found_weakly
-from ..forwards.recompute import ActivationPlanner
+from ..forwards.recompute import ActivationPlanner, MeasuredRoom
 from ..gradients.bank import GradientBank
 from ..gradients.reducer import Reducer
 from ..machine.device import Device
@@ -267,14 +268,28 @@ def _plan_activations(engine: Engine) -> None:
         logger.warning("recompute=True has no effect here: %s", why)
     planned = job.activations is not None and job.activations.spare_nbytes is not None
     if planned and job.config.micro_batch is None and job.ranks.alone:
+        spare_nbytes, memory = job.activations.spare_nbytes, job.device.memory
+        room = None
+        if memory is not None:
+            # The planner alone says what stays
+            job.activations.spare_nbytes = sys.maxsize
+            job.activations.limit_in_flight(0)
+            room = MeasuredRoom(
+                memory,
+                is_shown=lambda steps=job.steps, stepped=job.trained: (
+                    steps.index > 0 or not stepped
+                ),
+                limit_in_flight=job.activations.limit_in_flight,
+            )
         job.activations.plan_with(
             ActivationPlanner(
                 found_weakly(engine.make_forward_context),
                 job.device,
-                spare_nbytes=job.activations.spare_nbytes,
+                spare_nbytes=spare_nbytes,
                 send_rate=partial(_send_rate, job),
                 recomputes=job.config.recompute,
                 home_nbytes=job.activations.home_nbytes,
+                room=room,
             )
         )
 

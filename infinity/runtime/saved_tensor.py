@@ -21,12 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .. import native
 from ..machine.device import PAST, Event
 from ..machine.sizes import round_up
+from ..planning.activation_choice import READ_AHEAD
 from ..state.apart import makes_hooks
 from ..state.dtensors import is_distributed, local_of, over, spec_of
 from ..storage.arrays import StateArray
 
 LARGEST_EXCESS = 4  # a storage moves whole unless it is larger than the view's span by this factor
-READ_AHEAD = 2  # storages that are read before the backward asks for them
 ALIGNMENT = 64  # bytes: the start of a part keeps the alignment of its elements
 
 

@@ -22,6 +22,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -41,6 +42,7 @@ import infinity
 from infinity import Config
 from infinity.api.lay_out import lay_out
 from infinity.forwards import checkpointed
+from infinity.forwards.recompute import MeasuredRoom
 from infinity.machine.tiers import Tier
 from infinity.planning.activation_choice import ActivationChoice, Measured, choose
 from infinity.planning.memory_plan import BUFFERS
@@ -254,6 +256,37 @@ def test_choices_keep_within_the_device_and_repeat_only_what_may_be(blocks, devi
         )
         <= host
     )
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(st.lists(MEASURED, max_size=8), st.integers(0, 400), st.sampled_from([0.1, 1e9]))
+def test_beside_a_pass_that_keeps_none_no_more_is_kept_than_there_is_room(blocks, device, rate):
+    """Any blocks, room and rates: what is kept, without inputs that are there anyway, fits. Twin:
+    with one more block of those that may be recomputed it does not fit."""
+    found = choose(blocks, device_nbytes=device, host_nbytes=0, send_rate=rate, is_beside=True)
+    of = lambda choice: [
+        max(0, b.nbytes - b.input_nbytes) for b, f in zip(blocks, found) if f is choice
+    ]
+    kept = sum(of(ActivationChoice.KEEP))
+    assert kept <= device
+    assert all(kept + more > device for more in of(ActivationChoice.RECOMPUTE))
+
+
+@pytest.mark.parametrize(
+    "unused, growth, room",
+    [(400, 1, 400), (0, 1, 400), (0, 1.5, 100), (0, 2, 0), (300, 2, 300)],
+)
+def test_room_that_was_measured_shrinks_as_passes_grow(unused, growth, room):
+    """Method: of 1,000 bytes passes take 600 that keep no block. ``unused`` is left after others,
+    with blocks that are ``growth`` times as large. Four fifths are kept, an eighth is on its way.
+    Twin: the first measurement, of the same room."""
+    limits: list[int] = []
+    memory = SimpleNamespace(left_nbytes=lambda several_ranks: 1000, unused_nbytes=lambda: 400)
+    measured = MeasuredRoom(memory, is_shown=lambda: True, limit_in_flight=limits.append)
+    assert measured.measure(100, 25) == (320, True)
+    memory.unused_nbytes = lambda: unused
+    kept, sends = measured.measure(int(100 * growth), 25)
+    assert kept == int(0.8 * room) and sends == (room >= 400) and limits == [50, room // 8]
 
 
 @pytest.mark.parametrize("choice", RATES)

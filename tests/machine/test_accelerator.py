@@ -31,6 +31,15 @@ def test_what_a_card_can_give_leaves_room_for_libraries(several, cuda, monkeypat
     assert given == (8 << 30) + 60 - (96 << 20) - several * (1 << 30)
 
 
+@pytest.mark.parametrize("peak, unused", [(40, 60), (100, 0), (107, -7)])
+def test_what_no_tensor_ever_had_is_unused(peak, unused, cuda, monkeypatch):
+    """The allocator has 100 bytes, and 7 are free. Twins: tensors once had all of those, also
+    what the driver has."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (7, 1000))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda where: peak)
+    assert WithoutStreams(cuda).memory.unused_nbytes() == 7 + unused
+
+
 @pytest.fixture
 def cuda(monkeypatch) -> Cuda:
     cuda = Cuda()

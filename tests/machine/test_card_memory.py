@@ -118,7 +118,8 @@ def test_blocks_are_recomputed_once_the_card_is_full(
         memory = SimpleNamespace(
             is_unified=False,
             engine_nbytes=lambda: 1 << 20,
-            left_nbytes=lambda several_ranks: (64 << 20) if room == "all" else (7 << 18),
+            left_nbytes=lambda several_ranks: 64 << 20,
+            unused_nbytes=lambda: (64 << 20) if room == "all" else (1 << 19),
         )
 
     found = []

@@ -45,6 +45,16 @@ def test_tensors_of_one_copy_are_let_go_together():
     assert events[0].precedes and not events[1].precedes
 
 
+@pytest.mark.parametrize("limit, waits", [(0, True), (150, True), (250, False)])
+def test_a_limit_that_is_set_counts_from_the_next_copy(limit, waits):
+    """Method: two copies within a large limit, then a third. Twin: a limit with room for it."""
+    in_flight, events = InFlight(10**6), [Event() for _ in range(2)]
+    in_flight.keep([torch.empty(100, dtype=torch.uint8)], events[0])
+    in_flight.limit(limit)
+    in_flight.keep([torch.empty(100, dtype=torch.uint8)], events[1])
+    assert [event.precedes for event in events] == [waits, False]
+
+
 def test_tensors_are_let_go_for_the_stream_that_waits(monkeypatch):
     """Method: a copy that still runs leaves for lack of room, on a stream that may not own its
     tensors. Twin: of a copy that is over, the memory can be used at once."""

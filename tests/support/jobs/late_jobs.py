@@ -35,11 +35,12 @@ import infinity
 from infinity.errors import InfinityError
 from infinity.forwards import tables
 from infinity.forwards.checkpointed import Held
-from infinity.forwards.recompute import PlannedBlock
+from infinity.forwards.recompute import ActivationPlanner, PlannedBlock
 from infinity.machine import accelerator, in_flight, storage_guard
 from infinity.machine import device as devices
 from infinity.machine.card_memory import CardMemory
 from infinity.optim.device_share import DeviceShare
+from infinity.planning.activation_choice import ActivationChoice
 from infinity.runtime import activation_copies, activation_home
 
 LATE = late_device.install()
@@ -416,10 +417,34 @@ class Waves(nn.Module):
         return x + self.linear(y)
 
 
-class Deep(nn.Module):
-    def __init__(self, *, checkpoints: bool):
+class Wide(nn.Module):
+    """Saves two tensors of eight times the size of its input."""
+
+    def __init__(self):
         super().__init__()
-        self.blocks, self.checkpoints = nn.ModuleList(Waves() for _ in range(24)), checkpoints
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Attending(nn.Module):
+    """Saves the weights that each 64 rows have for each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.inner = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.inner(self.norm(x)).view(-1, 64, 3, 4, WIDTH // 4).permute(2, 0, 3, 1, 4)
+        y = torch.softmax(torch.matmul(q, k.transpose(-1, -2)), -1)
+        return x + torch.matmul(y, v).transpose(1, 2).reshape(x.shape)
+
+
+class Deep(nn.Module):
+    def __init__(self, *, checkpoints: bool, block: type[nn.Module] = Waves, count: int = 24):
+        super().__init__()
+        self.blocks, self.checkpoints = nn.ModuleList(block() for _ in range(count)), checkpoints
 
     def forward(self, x):
         for block in self.blocks:
@@ -468,6 +493,61 @@ def recomputed_in_little_room(*, longer: int = 1, **config: Any) -> list[Any]:
     return [found["losses"] == right["losses"], found["blocks"]["recomputed"] > 0]
 
 
+KINDS: dict[str, tuple[type[nn.Module], int]] = {
+    "waves": (Waves, 40),
+    "wide": (Wide, 8),
+    "attention": (Attending, 8),
+}
+
+
+def in_tight_room(
+    kind: str, config: dict[str, Any], room: int, *, checkpoints: bool = False, **how: Any
+) -> tuple[list[float], int, dict[str, int]]:
+    """Trains blocks of a ``kind`` with ``room`` bytes of the card (0: all). Returns the losses, the
+    most that was taken of the card, and what was done with the blocks. ``shorter``: the first two
+    steps have half of the rows; ``micro``: batches of a step; ``compiles``: each block."""
+    torch.manual_seed(SEED)
+    block, count = KINDS[kind]
+    model = Deep(checkpoints=checkpoints, block=block, count=count)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    told, generator = [], torch.Generator().manual_seed(SEED)
+    with (
+        mock.patch("infinity.machine.card_memory.LIBRARIES_NBYTES", 0),
+        late_device.with_room(LATE, room),
+    ):
+        LATE.reset_peak()
+        before = LATE.live_nbytes()
+        model, optimizer = infinity.wrap_model(model, optimizer, {"device": WHERE, **config})
+        if how.get("compiles"):
+            for each in model.blocks:
+                each.compile(backend="eager")
+        for index in range(4):
+            for _ in range(how.get("micro", 1)):
+                rows = 512 if how.get("shorter") and index < 2 else 1024
+                loss = model(torch.randn(rows, WIDTH, generator=generator).to(WHERE))
+                loss.backward()
+                told.append(loss.detach())
+            step(optimizer)
+        torch.accelerator.synchronize()
+        taken, blocks = LATE.peak_nbytes() - before, infinity.stats(model).blocks
+        infinity.unwrap_model(model, optimizer)
+    return [loss.item() for loss in told], taken, blocks
+
+
+def in_the_room_of_a_checkpoint(
+    kind: str, homes: dict[str, Any], *, most: float = 1.03, **how: Any
+) -> list[bool]:
+    """Tells whether blocks that may be recomputed have the losses of those inside torch's
+    checkpoint, and are recomputed, with ``most`` times the room that those take on the card."""
+    right, taken, _ = max(
+        (in_tight_room(kind, homes, 0, checkpoints=True, **how) for _ in range(2)),
+        key=lambda found: found[1],
+    )
+    config = {**homes, "activations": "auto", "recompute": True}
+    found, peak, blocks = in_tight_room(kind, config, int(most * taken), **how)
+    return [found == right, peak <= most * taken, blocks["recomputed"] > 0]
+
+
 JOBS: dict[str, Callable[[], Any]] = {}
 
 
@@ -498,6 +578,26 @@ for _name, _more in {
     "inputs that grow": {"host_memory": PLANNED_NBYTES, "longer": 128},
 }.items():
     JOBS[f"room:{_name}"] = partial(recomputed_in_little_room, **_more)
+
+
+TIGHT = {**HOST, "activations": "device", "device_memory": "1MiB"}
+for _name, _how in {
+    "waves": {},
+    "wide, inputs that grow": {"shorter": True},
+    "waves, two batches a step": {"micro": 2},
+    "attention, compiled": {"compiles": True},
+    "wide, more room": {"most": 1.6},
+}.items():
+    _kind = _name.split(",")[0]
+    JOBS[f"tight:{_name}"] = partial(in_the_room_of_a_checkpoint, _kind, TIGHT, **_how)
+
+
+def kept_at_first() -> list[bool]:
+    with mock.patch.object(ActivationPlanner, "first_choice", ActivationChoice.KEEP):
+        return in_the_room_of_a_checkpoint("wide", TIGHT)
+
+
+JOBS["tight:kept at first"] = kept_at_first
 
 
 def use_by_use(config: dict[str, Any]) -> list[bool]:

@@ -54,7 +54,8 @@ def _device_module(late: ModuleType) -> ModuleType:
     module.current_stream = torch.accelerator.current_stream
     module.stream = lambda stream: stream  # which is its own context
     module.mem_get_info = lambda where=None: (late.free_nbytes(), 6 << 30)
-    module.max_memory_allocated = late.peak_nbytes
+    module.memory_allocated = lambda where=None: late.live_nbytes()
+    module.max_memory_allocated = lambda where=None: late.peak_nbytes()
     module.memory_stats = lambda: {
         "num_device_alloc": late.counts()["fresh"],
         "num_alloc_retries": 0,
