@@ -56,18 +56,22 @@ class Ledger:
         account = self.accounts[tier]
         charge = account.charge(nbytes, passing)
         if charge is None:
-            charged, budget = account.charged_nbytes, account.budget_nbytes
-            share = 1 if tier is Tier.DEVICE else self.share
-            given, least = math.ceil(budget / share), math.ceil((charged + nbytes) / share)
-            name = BUDGETS[tier]
-            error = CapacityError(
-                f"{what} needs {format_nbytes(nbytes)} of {tier} memory, but"
-                f" {format_nbytes(charged)} of {format_nbytes(budget)} is in use. Raise {name} by"
-                f" at least {format_nbytes(least - given)}: Config({name}={least})"
-            )
-            error.needed = {name: charged + nbytes}
-            raise error
+            raise self._refusal(tier, nbytes, what)
         return charge
+
+    # Apart: a frame with its own error in a name would keep the graph of a forward that failed.
+    def _refusal(self, tier: Tier, nbytes: int, what: str) -> CapacityError:
+        charged, budget = self.accounts[tier].charged_nbytes, self.accounts[tier].budget_nbytes or 0
+        share = 1 if tier is Tier.DEVICE else self.share
+        given, least = math.ceil(budget / share), math.ceil((charged + nbytes) / share)
+        name = BUDGETS[tier]
+        error = CapacityError(
+            f"{what} needs {format_nbytes(nbytes)} of {tier} memory, but"
+            f" {format_nbytes(charged)} of {format_nbytes(budget)} is in use. Raise {name} by"
+            f" at least {format_nbytes(least - given)}: Config({name}={least})"
+        )
+        error.needed = {name: charged + nbytes}
+        return error
 
     def check(self, tier: Tier, nbytes: int, what: str) -> None:
         """Raises CapacityError if :meth:`reserve` would, with nothing charged. Before several are

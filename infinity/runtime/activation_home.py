@@ -107,7 +107,7 @@ class ActivationHome:
                 raise CapacityError(
                     f"host_memory was not given, and what the plan left of what was free is"
                     f" {format_nbytes(most)}: {format_nbytes(taken)} are in use, and"
-                    f" {format_nbytes(size)} more are needed."
+                    f" {format_nbytes(size)} more are needed. Free as much"
                 )
             array = self._store.arrays.allocate_more(self._tier, size, "activations")
             if array.tier is not Tier.NVME:
@@ -122,7 +122,7 @@ class ActivationHome:
                     self._store.arrays.free_more(array)
                 return self._take(nbytes)
             raise CapacityError(
-                f"activations: {error} Give more, run fewer samples at once (micro_batch),"
+                f"activations: {error} or run fewer samples at once (micro_batch),"
                 " recompute more of the forward (gradient checkpointing), or choose another home:"
                 " Config(activations=...)"
             ) from error
