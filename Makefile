@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HOME := $(CURDIR)/build/huggingface
 export INFINITY_CACHE := $(CURDIR)/build/cache
 
-.PHONY: train test test-fast test-all check lint docs mutants sanitize kernels packages setup env bench gpu clean
+.PHONY: train test test-fast test-all check lint docs mutants sanitize kernels packages wheels index setup env bench gpu clean
 
 # The main job: a 50 M-parameter model, all of its state on disk, a quarter of it allowed in host memory.
 train: setup
@@ -75,6 +75,14 @@ kernels: setup $(VENV)/.test-ready
 # The source distribution and the wheel, each built, installed in an environment of its own and used.
 packages: setup
 	sh tools/check_packages.sh $(VENV) build/packages
+
+# Wheels of the last commit for each Python, with the GPU's kernels, for machines without a compiler
+# (docs/publishing.md): some 20 minutes on two cores. The index is pages and hashes beside them.
+wheels:
+	$(PYTHON) tools/wheels.py build/wheels $(ARGS)
+
+index:
+	$(PYTHON) tools/index.py build/wheels
 
 bench: setup $(VENV)/.test-ready
 	mkdir -p build

@@ -285,7 +285,6 @@ def cuda_extension(nvcc: str) -> Pybind11Extension:
         define_macros=[("INFINITY_CUDA_TARGETS", '"' + " ".join(gpus()) + '"')],
         extra_compile_args=["-O2", "-Wall", "-Wextra", "-pthread"],
         extra_link_args=[f"-L{found[0]}", "-lcudart_static", "-ldl", "-lrt", "-pthread"],
-        depends=[str(path) for path in (ROOT / "csrc").glob("*/*.h")],
     )
 
 
@@ -302,7 +301,6 @@ def extension() -> Pybind11Extension:
         # bits.
         extra_compile_args=["-O3", "-ffp-contract=off", "-Wall", "-Wextra", "-pthread"],
         extra_link_args=["-pthread", "-ldl"],
-        depends=[str(path) for path in (ROOT / "csrc").glob("*/*.h")],
     )
     if X86:
         core.define_macros.append(("INFINITY_HAVE_AVX", "1"))
@@ -335,7 +333,6 @@ def doubles_extension() -> Pybind11Extension:
         include_pybind11=False,
         extra_compile_args=["-O2", "-Wall", "-Wextra", "-pthread"],
         extra_link_args=["-pthread"],
-        depends=[str(path) for path in (ROOT / "csrc").glob("**/*.h")],
     )
 
 
