@@ -306,6 +306,7 @@ def extension() -> Pybind11Extension:
         core.define_macros.append(("INFINITY_HAVE_AVX", "1"))
     if ARM:
         core.define_macros.append(("INFINITY_HAVE_NEON", "1"))
+        core.extra_compile_args.append("-Wno-psabi")  # notes on what changed in gcc 10
     if (liburing := find_liburing()) is None:
         print(
             "liburing was not found: building with the thread I/O engine only (install liburing-dev"

