@@ -43,9 +43,8 @@ MAX_GRAD_FACTORS = _C.MAX_GRAD_FACTORS
 
 
 OLDEST_CAPABILITY = (8, 0)  # that the kernels are built for
-HOW_TO_BUILD_KERNELS = (
-    "Wheels have them; in a clone, with CUDA's nvcc: INFINITY_CUDA=1 python -m pip install -v ."
-)
+BUILD = "INFINITY_CUDA=1 python -m pip install -v ."
+HOW_TO_BUILD_KERNELS = f"Wheels have them; in a clone, with CUDA's nvcc: {BUILD}"
 
 
 def kernel_targets() -> list[str]:
@@ -66,6 +65,8 @@ def gpu_kernels() -> tuple[object | None, str]:
         return None, f"not built: {error}. {HOW_TO_BUILD_KERNELS}"
     found = _cuda.device()
     refusal = found.get("refusal", "")
+    if "driver version" in refusal:  # in CUDA's words
+        refusal += f". Update the driver, or build in a clone with an older CUDA's nvcc: {BUILD}"
     if not refusal and found["capability"] < OLDEST_CAPABILITY:
         refusal = (
             f"{found['name']} has capability {found['capability']}, the kernels need"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,6 +102,28 @@ def test_kernels_of_a_gpu_come_with_why_they_are_not_used(
     monkeypatch.setattr(native, "gpu_kernels", lambda: kernels)
     found = env._kernels()
     assert value in found.value and remedy in found.remedy and bool(remedy) == bool(found.remedy)
+
+
+@pytest.mark.parametrize(
+    ("device", "used", "told"),
+    [
+        ({"capability": (9, 0), "name": "a card"}, True, ""),
+        ({"capability": (7, 5), "name": "a card"}, False, "the kernels need (8, 0)"),
+        ({"refusal": "no CUDA-capable device is detected"}, False, "detected"),
+        (
+            {"refusal": "CUDA driver version is insufficient for CUDA runtime version"},
+            False,
+            "Update the driver, or build in a clone with an older CUDA's nvcc: INFINITY_CUDA=1",
+        ),
+    ],
+)
+def test_a_refusal_of_kernels_says_what_helps(device, used, told, monkeypatch):
+    # Method: kernels that are built find these devices; the twin is one that they run on.
+    module = SimpleNamespace(device=lambda: device, targets="sm_80 compute_90")
+    monkeypatch.setattr(infinity, "_cuda", module, raising=False)
+    kernels, refusal = native.gpu_kernels()
+    assert (kernels is module) == used and told in refusal and bool(refusal) != used
+    assert native.kernel_targets() == ["sm_80", "compute_90"]
 
 
 def test_another_package_of_this_name_is_refused_at_import(tmp_path):
