@@ -68,16 +68,15 @@ GPUS = "sm_80,sm_90,compute_90"  # the last: PTX, which drivers compile for late
 DOUBLES = sorted(
     str(path.relative_to(ROOT)) for path in (ROOT / "csrc/tests/doubles").glob("*.cpp")
 )
-# of one processor, by file, on a slow machine; the others take some 3
+# of a processor, by file; of kernels for each GPU; the others take some 2
 SECONDS = {
-    "step.cu": 500,
-    "scan.cu": 20,
-    "checksums.cu": 10,
-    "unit_avx2.cpp": 90,
-    "unit_avx512.cpp": 90,
-    "unit_scalar.cpp": 40,
-    "bindings.cpp": 30,
-    "updater.cpp": 10,
+    "step.cu": 60,
+    "scan.cu": 5,
+    "unit_avx2.cpp": 30,
+    "unit_avx512.cpp": 25,
+    "unit_neon.cpp": 25,
+    "bindings.cpp": 14,
+    "unit_scalar.cpp": 10,
 }
 # Only converts: optimising it would take half of the build. The one source that needs Python.
 BINDINGS = "bindings.cpp"
@@ -156,7 +155,11 @@ class BuildExtension(build_ext):
         if not sources:
             return
         cores = len(os.sched_getaffinity(0))
-        minutes = math.ceil(sum(SECONDS.get(Path(each).name, 3) for each in sources) / cores / 60)
+        times = {".cu": len(gpus())}
+        seconds = sum(
+            SECONDS.get(each.name, 2) * times.get(each.suffix, 1) for each in map(Path, sources)
+        )
+        minutes = math.ceil(seconds / cores / 60)
         print(
             f"files to compile: {len(sources)}, on {cores} processors: about {minutes} min"
             + (

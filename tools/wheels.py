@@ -1,5 +1,6 @@
 """Builds wheels of the last commit, one for each Python from 3.11 to 3.14 whose headers are here.
-They have the GPU's kernels (nvcc is needed, no GPU) and load on glibc 2.28 or newer.
+They have the GPU's kernels and load on glibc 2.28 or newer. No GPU is needed, and nvcc comes from
+the package index if there is none.
 
     python tools/wheels.py build/wheels                      # for this machine
     python tools/wheels.py build/wheels --machine aarch64    # cross-compiled
@@ -37,6 +38,8 @@ TOOLS = [
     "auditwheel",
 ]
 CUDART = "nvidia-cuda-runtime"
+NVCC = ["nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", CUDART]
+CUDA = "13.0"
 LIBRARIES = ("c", "m", "pthread", "dl", "rt")
 HERE = os.uname().machine
 
@@ -137,16 +140,19 @@ def build_environment(machine: str, python: Path, *, has_cuda: bool) -> dict[str
         "INFINITY_CUDA_ARCH": TARGETS,
         "LIBURING_ROOT": str(static_liburing(machine)),
     }
-    if cross and has_cuda:
+    nvcc = find_nvcc(python) if has_cuda else None
+    if nvcc is not None:
+        environment["PATH"] = f"{nvcc.parent}{os.pathsep}{os.environ['PATH']}"
+    if cross and nvcc is not None:
         told = subprocess.run(
-            ["nvcc", "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True
+            [nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True
         ).stderr
         # CUDA's headers are alike for all machines, and nvcc looks for those of the other one
         places = dict.fromkeys(re.findall(r"/[^\s\"]*/include(?:/cccl)?(?=\")", told))
         environment["NVCC_APPEND_FLAGS"] = " ".join(
             [f"-ccbin {cross}g++", *(f"-I{place}" for place in places)]
         )
-        flags.append(f"-L{runtime_of_cuda(machine, python)}")
+        flags.append(f"-L{runtime_of_cuda(machine, python, nvcc)}")
     command = [f"{cross}gcc", "-O2", "-fPIC", "-c", ROOT / "tools" / "older_glibc.c"]
     subprocess.run([*command, "-o", place / "older_glibc.o"], check=True)
     environment["LDFLAGS"] = " ".join(map(str, [*flags, "-Wl,--exclude-libs,ALL"]))
@@ -198,11 +204,22 @@ def static_liburing(machine: str) -> Path:
     return place
 
 
-def runtime_of_cuda(machine: str, python: Path) -> Path:
+def find_nvcc(python: Path) -> Path:
+    """Returns CUDA's compiler: the one that is here, or that of the package index."""
+    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    if found := shutil.which("nvcc") or shutil.which(str(Path(home, "bin", "nvcc"))):
+        return Path(found)
+    wanted = [f"{name}=={CUDA}.*" for name in NVCC]
+    subprocess.run([python, "-m", "pip", "install", "-q", *wanted], check=True)
+    (nvcc,) = python.parent.parent.glob("lib/python*/site-packages/nvidia/cu*/bin/nvcc")
+    return nvcc
+
+
+def runtime_of_cuda(machine: str, python: Path, nvcc: Path) -> Path:
     """Returns the folder of CUDA's static runtime for another machine, from the package index."""
     place = WORK / machine / "cudart"
     if not place.exists():
-        told = subprocess.run(["nvcc", "--version"], capture_output=True, text=True).stdout
+        told = subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout
         release = told.partition("release ")[2].partition(",")[0]
         command = [python, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
         command += ["--platform", f"manylinux2014_{machine}", "--dest", place.with_suffix(".whl")]
