@@ -35,7 +35,7 @@ test-fast: setup $(VENV)/.test-ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 2 --dist loadfile -m "not slow and not processes and not long" --basetemp=build/pytest $(FAST) $(ARGS)
 
 # The tests of one file's room, nearest first, in less than a minute:
-#   make check FILE=infinity/checkpoint/load.py
+#   make check FILE=infinity/ext/checkpoint/load.py
 check: setup $(VENV)/.test-ready
 	$(BIN)/python tools/check.py "$(FILE)" $(ARGS)
 

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from infinity.cli import BAD_INPUT_STATUS, Parser, answer
-from infinity.cli import bench as command
-from infinity.machine.outputs import PICTURE, Output, check_outputs
+from infinity.files.outputs import PICTURE, Output, check_outputs
+from infinity.tools.bench import bench as command
+from infinity.tools.cli import BAD_INPUT_STATUS, Parser, answer
 
 from .themes import APART, THEMES
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from infinity.core.machine.accelerator import make_device
+from infinity.core.machine.traffic import Traffic
 from infinity.errors import ConfigError
-from infinity.machine.accelerator import make_device
-from infinity.machine.traffic import Traffic
 
 
 def this_machines(theme: str) -> Any:

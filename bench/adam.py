@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from infinity.bench import adam
-from infinity.bench.results import Measured, Row, row
-from infinity.bench.settings import Settings
+from infinity.tools.bench import adam
+from infinity.tools.bench.results import Measured, Row, row
+from infinity.tools.bench.settings import Settings
 
 from . import rivals
 
 
 def measure(settings: Settings) -> Measured:
-    """Measures the rows of :func:`infinity.bench.adam.measure`, and adam.int8.error.
+    """Measures the rows of :func:`infinity.tools.bench.adam.measure`, and adam.int8.error.
 
     Notes name absent rivals.
     """

@@ -17,9 +17,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import infinity
-from infinity.bench.results import Measured, row
-from infinity.bench.settings import Settings
-from infinity.planning.attention_tiles import axes_of
+from infinity.ext.attention.attention_tiles import axes_of
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.settings import Settings
 
 from .launch import environment
 from .tiling import memory

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.bench import results
-from infinity.bench.settings import Settings
+from infinity.tools.bench import results
+from infinity.tools.bench.settings import Settings
 
 from .themes import THEMES
 

@@ -26,15 +26,15 @@ from torch import nn
 
 import infinity
 from infinity import native
-from infinity.bench.io import RAW_BLOCK, RAW_THREADS, Raw, TestFile
-from infinity.bench.results import Measured, Row, row
-from infinity.bench.rounds import Times, alternate
-from infinity.bench.settings import Settings
-from infinity.checkpoint.file_writer import SLOT_NBYTES, SLOTS, FileWriter, make_slots
-from infinity.checkpoint.manifest import sync_file
-from infinity.checkpoint.removal import wait_for_space
-from infinity.machine.sizes import round_up
-from infinity.runtime.registry import wrapped
+from infinity.core.machine.sizes import round_up
+from infinity.core.run.registry import wrapped
+from infinity.ext.checkpoint.file_writer import SLOT_NBYTES, SLOTS, FileWriter, make_slots
+from infinity.ext.checkpoint.manifest import sync_file
+from infinity.ext.checkpoint.removal import wait_for_space
+from infinity.tools.bench.io import RAW_BLOCK, RAW_THREADS, Raw, TestFile
+from infinity.tools.bench.results import Measured, Row, row
+from infinity.tools.bench.rounds import Times, alternate
+from infinity.tools.bench.settings import Settings
 
 WIDTH, LAYERS = 2048, 24  # 100 M parameters in bf16 with split masters and bf16 moments: 0.8 GB
 ROWS = 512  # of a batch, whose passes take about as long as a save

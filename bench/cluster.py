@@ -27,15 +27,15 @@ from torch import nn
 
 import infinity
 from infinity import native
-from infinity.api.lay_out import lay_out
-from infinity.bench.results import Measured, Row, row
-from infinity.bench.settings import Settings
-from infinity.config.config import Config
-from infinity.distributed.parallel_dims import ParallelDims
-from infinity.machine.disk_profile import DiskProfile
-from infinity.planning.cluster import ClusterPrediction, predict_cluster
-from infinity.planning.machine_file import Machine
-from infinity.runtime.registry import wrapped
+from infinity.config import Config
+from infinity.core.machine.disk_profile import DiskProfile
+from infinity.core.run.registry import wrapped
+from infinity.core.wrap.lay_out import lay_out
+from infinity.ranks.parallel_dims import ParallelDims
+from infinity.tools.bench.results import Measured, Row, row
+from infinity.tools.bench.settings import Settings
+from infinity.tools.plan.cluster import ClusterPrediction, predict_cluster
+from infinity.tools.plan.machine_file import Machine
 
 from .disks import MIB, RATE
 from .launch import doubles, launch_delayed, run_as_rank

@@ -28,14 +28,14 @@ from pathlib import Path
 import torch
 
 from infinity import native
-from infinity.bench.results import Measured, Row, row
-from infinity.bench.settings import Settings
-from infinity.machine.disk_profile import DiskProfile
-from infinity.machine.ledger import Ledger
-from infinity.machine.sizes import round_up
-from infinity.machine.tiers import Tier
-from infinity.machine.traffic import Traffic
-from infinity.storage.store import ArrayStore
+from infinity.core.homes.store import ArrayStore
+from infinity.core.machine.disk_profile import DiskProfile
+from infinity.core.machine.ledger import Ledger
+from infinity.core.machine.sizes import round_up
+from infinity.core.machine.tiers import Tier
+from infinity.core.machine.traffic import Traffic
+from infinity.tools.bench.results import Measured, Row, row
+from infinity.tools.bench.settings import Settings
 
 from .launch import doubles
 

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import torch
 
-from infinity.bench.results import Measured, row
-from infinity.bench.settings import Settings
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.settings import Settings
 
 from .launch import environment
 from .systems import SIZES, SYSTEMS, Job, make_model

@@ -17,9 +17,9 @@ import time
 import torch
 from torch import nn
 
-from infinity.bench.results import Measured, row
-from infinity.bench.rounds import paired
-from infinity.bench.settings import Settings
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.rounds import paired
+from infinity.tools.bench.settings import Settings
 
 from .launch import environment
 
@@ -62,7 +62,7 @@ def run(way: str, use: str, home: str, tokens: int, experts: int, swap: str) -> 
     """Takes steps. Returns the seconds of one, the share of experts that it hits, and the bytes
     that it moves to the device, over those of the experts hit."""
     import infinity
-    from infinity.state.arrival import Arrival
+    from infinity.core.units.arrival import Arrival
 
     if way == "whole":
         Arrival.bring_chosen = lambda self, module: None

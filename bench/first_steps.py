@@ -13,8 +13,8 @@ import sys
 import time
 from collections.abc import Sequence
 
-from infinity.bench.results import Row, row
-from infinity.bench.rounds import Times, alternate, paired
+from infinity.tools.bench.results import Row, row
+from infinity.tools.bench.rounds import Times, alternate, paired
 
 HOME = {"params": "host", "optimizer": "host"}
 

@@ -17,9 +17,9 @@ from contextlib import closing
 import torch
 
 from infinity import native
-from infinity.bench.results import Measured, row
-from infinity.bench.settings import Settings
-from infinity.machine.accelerator import Accelerator
+from infinity.core.machine.accelerator import Accelerator
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.settings import Settings
 
 from .accelerators import this_machines
 from .llama import TABLE_ELEMENTS

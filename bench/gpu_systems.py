@@ -41,7 +41,7 @@ def plain(args: argparse.Namespace) -> tuple[Step, dict]:
 def ours(args: argparse.Namespace) -> tuple[Step, dict]:
     """Makes the step of Infinity, from a model on meta, with the configuration that is given."""
     import infinity
-    from infinity.runtime.registry import wrapped
+    from infinity.core.run.registry import wrapped
 
     torch.manual_seed(0)
     with torch.device("meta"):

@@ -32,9 +32,9 @@ from pathlib import Path
 import psutil
 import torch
 
-from infinity.bench.results import Measured, row
-from infinity.bench.settings import Settings
 from infinity.errors import CapacityError
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.settings import Settings
 
 from . import gpu_jobs, gpu_ranks
 from .gpu_jobs import FAILED, LEFT_OUT, NOT_REACHED, Job, Journal

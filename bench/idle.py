@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 
 import infinity
-from infinity.bench.results import Measured, Row, row
-from infinity.bench.settings import Settings
-from infinity.cli.trace import last_steps, read, summary
+from infinity.tools.bench.results import Measured, Row, row
+from infinity.tools.bench.settings import Settings
+from infinity.tools.watch.trace import last_steps, read, summary
 
 from .systems import VOCABULARY, make_model
 

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.bench.results import Measured, Row, row
-from infinity.bench.rounds import Times, alternate, paired
-from infinity.bench.settings import Settings
+from infinity.tools.bench.results import Measured, Row, row
+from infinity.tools.bench.rounds import Times, alternate, paired
+from infinity.tools.bench.settings import Settings
 
 from .first_steps import HOME, rows_of
 

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.bench.results import Measured, row
-from infinity.bench.settings import Settings
-from infinity.runtime.registry import wrapped
+from infinity.core.run.registry import wrapped
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 WHERE = "late:0"

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from infinity.bench.results import Measured, row
-from infinity.bench.rounds import tell
-from infinity.bench.settings import Settings
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.rounds import tell
+from infinity.tools.bench.settings import Settings
 
 from .launch import ROOT, launch_each, run_as_rank
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from infinity.bench.results import Measured
-from infinity.bench.rounds import tell
-from infinity.bench.settings import Settings
 from infinity.errors import UsageError
+from infinity.tools.bench.results import Measured
+from infinity.tools.bench.rounds import tell
+from infinity.tools.bench.settings import Settings
 
 ROOT = Path(__file__).resolve().parent.parent  # of the checkout
 RUN_SECONDS = 1800

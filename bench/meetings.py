@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from infinity.bench.results import Measured, row
-from infinity.bench.rounds import Times, alternate, paired
-from infinity.bench.settings import Settings
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.rounds import Times, alternate, paired
+from infinity.tools.bench.settings import Settings
 
 from .launch import launch_delayed, launch_each, run_as_rank
 
@@ -87,8 +87,8 @@ class _Nobody:
 
 @contextmanager
 def _way(name: str) -> Iterator[None]:
-    from infinity.distributed.collective_trace import DIGEST_NBYTES, CollectiveTrace
-    from infinity.distributed.tree import Tree
+    from infinity.ranks.collective_trace import DIGEST_NBYTES, CollectiveTrace
+    from infinity.ranks.tree import Tree
 
     with ExitStack() as changed:
         if name == "none":
@@ -106,8 +106,8 @@ def _way(name: str) -> Iterator[None]:
 
 def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     import infinity
-    from infinity.distributed.sync_point import SyncPoint
-    from infinity.runtime.registry import wrapped
+    from infinity.core.run.registry import wrapped
+    from infinity.ranks.sync_point import SyncPoint
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -19,12 +19,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import infinity
-from infinity.bench.results import Measured, row
-from infinity.bench.settings import Settings
-from infinity.cli.plan_job import Job
-from infinity.cli.plan_mesh import plan_meshes
-from infinity.config.config import Config
-from infinity.runtime.registry import engine_of
+from infinity.config import Config
+from infinity.core.run.registry import engine_of
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.settings import Settings
+from infinity.tools.plan.plan_job import Job
+from infinity.tools.plan.plan_mesh import plan_meshes
 
 from .cluster import ANY
 from .launch import launch_delayed, run_as_rank

@@ -16,10 +16,10 @@ import torch
 
 import infinity
 from infinity import native
-from infinity.bench.results import Measured, Row, row
-from infinity.bench.rounds import alternate, paired, tell
-from infinity.bench.settings import Settings
-from infinity.runtime.registry import wrapped
+from infinity.core.run.registry import wrapped
+from infinity.tools.bench.results import Measured, Row, row
+from infinity.tools.bench.rounds import alternate, paired, tell
+from infinity.tools.bench.settings import Settings
 
 from .step import make_model
 

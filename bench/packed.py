@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from infinity.bench.results import Measured, row
-from infinity.bench.rounds import paired
-from infinity.bench.settings import Settings
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.rounds import paired
+from infinity.tools.bench.settings import Settings
 
 from .launch import environment
 

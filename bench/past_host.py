@@ -15,16 +15,16 @@ from contextlib import closing
 import torch
 
 from infinity import native
-from infinity.bench.results import Measured, row
-from infinity.bench.rounds import alternate
-from infinity.bench.settings import Settings
-from infinity.machine import direct_storage
-from infinity.machine.device import PAST, Device, Event
-from infinity.machine.ledger import Ledger
-from infinity.machine.tiers import Tier
-from infinity.storage.arrays import StateArray
-from infinity.storage.staging import Fetch
-from infinity.storage.store import ArrayStore
+from infinity.core.homes.arrays import StateArray
+from infinity.core.homes.staging import Fetch
+from infinity.core.homes.store import ArrayStore
+from infinity.core.machine.device import PAST, Device, Event
+from infinity.core.machine.ledger import Ledger
+from infinity.core.machine.tiers import Tier
+from infinity.ext.gpu_direct import direct_storage
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.rounds import alternate
+from infinity.tools.bench.settings import Settings
 
 from .accelerators import this_machines
 

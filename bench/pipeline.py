@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.bench.results import Measured, row
-from infinity.bench.rounds import alternate, paired
-from infinity.bench.settings import Settings
-from infinity.machine.tiers import Tier
+from infinity.core.machine.tiers import Tier
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.rounds import alternate, paired
+from infinity.tools.bench.settings import Settings
 
 from .launch import launch_each, run_as_rank
 
@@ -166,7 +166,7 @@ def _stepper(
     schedule: Any, parts: list, optimizer: Any, numbers: list[int], count: int, x: torch.Tensor
 ) -> Callable[[], None]:
     """Makes one step of a system, which ends with its last update at home."""
-    from infinity.runtime.registry import RECORD
+    from infinity.core.run.registry import RECORD
 
     def step() -> None:
         torch.distributed.barrier()
@@ -187,7 +187,7 @@ def _count(
     """Counts what one more step moves of the weights, and what the device holds at most beside what
     was planned."""
     import infinity
-    from infinity.runtime.registry import wrapped
+    from infinity.core.run.registry import wrapped
 
     engine = wrapped(parts).engine
     weights = sum(unit.weight_nbytes for unit in engine.job.units)

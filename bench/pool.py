@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from infinity import native
-from infinity.bench.results import Measured, Row, row
-from infinity.bench.settings import Settings
+from infinity.tools.bench.results import Measured, Row, row
+from infinity.tools.bench.settings import Settings
 
 MIB = 1024 * 1024
 LEASES = 20_000

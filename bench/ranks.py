@@ -8,8 +8,8 @@ shared memory else.
 
 from __future__ import annotations
 
-from infinity.bench.results import Measured
-from infinity.bench.settings import Settings
+from infinity.tools.bench.results import Measured
+from infinity.tools.bench.settings import Settings
 
 from .endtoend import ROUNDS, turns
 

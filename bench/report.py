@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from infinity.cli.svg import COLOURS, Chart, bar, text
 from infinity.errors import ConfigError
+from infinity.tools.watch.svg import COLOURS, Chart, bar, text
 from infinity.untrusted import parse_json, read_text
 
 HEAD = "<!doctype html><meta charset='utf-8'><title>Infinity: measured</title>"

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from infinity import native
-from infinity.bench.adam import FP32, Ours, Variant
-from infinity.bench.results import Measured, row
-from infinity.bench.rounds import alternate, paired, tell
-from infinity.bench.settings import Settings
-from infinity.optim.known import KNOWN, Known
+from infinity.core.step.known import KNOWN, Known
+from infinity.tools.bench.adam import FP32, Ours, Variant
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.rounds import alternate, paired, tell
+from infinity.tools.bench.settings import Settings
 
 PARAMETERS = 32 * 1024 * 1024
 

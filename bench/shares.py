@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from infinity.bench.results import Measured, row
-from infinity.bench.rounds import alternate, paired
-from infinity.bench.settings import Settings
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.rounds import alternate, paired
+from infinity.tools.bench.settings import Settings
 
 from .launch import launch_each, run_as_rank
 

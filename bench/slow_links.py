@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from infinity.bench.results import Measured, row
-from infinity.bench.rounds import Times, alternate, paired
-from infinity.bench.settings import Settings
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.rounds import Times, alternate, paired
+from infinity.tools.bench.settings import Settings
 
 from .launch import launch_delayed, run_as_rank
 
@@ -75,7 +75,7 @@ def _make(local: dict[str, Any] | None) -> tuple[Any, Any, Any]:
 
 def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     import infinity
-    from infinity.runtime.registry import wrapped
+    from infinity.core.run.registry import wrapped
 
     torch.set_num_threads(1)
     batch = torch.randn(max(1, round(BATCH * scale)), WIDTH)

@@ -22,11 +22,11 @@ import torch
 
 import infinity
 from infinity import native
-from infinity.bench.io import Raw, TestFile
-from infinity.bench.results import Measured, row
-from infinity.bench.rounds import Times, alternate, paired
-from infinity.bench.settings import Settings
-from infinity.machine import disk_profile
+from infinity.core.machine import disk_profile
+from infinity.tools.bench.io import Raw, TestFile
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.rounds import Times, alternate, paired
+from infinity.tools.bench.settings import Settings
 
 from .launch import environment
 from .llama import SHAPES, Llama

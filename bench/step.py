@@ -13,10 +13,10 @@ import tempfile
 import torch
 
 import infinity
-from infinity.bench.results import Measured, row
-from infinity.bench.rounds import alternate, paired
-from infinity.bench.settings import Settings
-from infinity.runtime.registry import wrapped
+from infinity.core.run.registry import wrapped
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.rounds import alternate, paired
+from infinity.tools.bench.settings import Settings
 
 TOKENS = (4, 256)
 STEPS = 3  # of a turn

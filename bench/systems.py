@@ -115,8 +115,8 @@ def plain(job: Job) -> Running:
 def ours(job: Job) -> Running:
     """Makes the system of Infinity at the home that the system's name has."""
     import infinity
-    from infinity.machine import disk_profile
-    from infinity.runtime.registry import wrapped
+    from infinity.core.machine import disk_profile
+    from infinity.core.run.registry import wrapped
 
     home = job.args.system.removeprefix("infinity_").removesuffix("_sent")
     if "RANK" in os.environ:

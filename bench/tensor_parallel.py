@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.bench.results import Measured, row
-from infinity.bench.rounds import Times, alternate, paired
-from infinity.bench.settings import Settings
-from infinity.machine.tiers import Tier
+from infinity.core.machine.tiers import Tier
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.rounds import Times, alternate, paired
+from infinity.tools.bench.settings import Settings
 
 from .launch import launch_each, run_as_rank
 
@@ -112,7 +112,7 @@ def _stepper(
     model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor
 ) -> Callable[[], None]:
     """Makes one step of a system, which ends with its last update at home."""
-    from infinity.runtime.registry import RECORD
+    from infinity.core.run.registry import RECORD
 
     def step() -> None:
         torch.distributed.barrier()
@@ -130,7 +130,7 @@ def _run_rank(folder: str, rounds: int, scale: float) -> dict[str, Any]:
     from torch.distributed.tensor import DTensor
 
     import infinity
-    from infinity.runtime.registry import wrapped
+    from infinity.core.run.registry import wrapped
 
     width, layers = (512, 8) if scale >= 1 else (256, 4)
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("tp",))

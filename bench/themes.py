@@ -5,7 +5,7 @@ THEMES = {
     "adam": "bench.adam",
     "update": "bench.update",
     "pool": "bench.pool",
-    "copy": "infinity.bench.copies",
+    "copy": "infinity.tools.bench.copies",
     "step": "bench.step",
 }
 APART = {  # not in "all": a quarter of an hour or more each, or a GPU

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.api.lay_out import lay_out
-from infinity.bench.results import Measured, row
-from infinity.bench.settings import Settings
-from infinity.machine.tiers import Tier
+from infinity.core.machine.tiers import Tier
+from infinity.core.wrap.lay_out import lay_out
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.settings import Settings
 
 from .launch import environment
 

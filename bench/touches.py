@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.bench.results import Measured, row
-from infinity.bench.rounds import Times, alternate, paired
-from infinity.bench.settings import Settings
+from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.rounds import Times, alternate, paired
+from infinity.tools.bench.settings import Settings
 
 BLOCKS, WIDTH = 400, 64
 HOMES = ("host", "nvme")

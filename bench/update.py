@@ -16,10 +16,10 @@ import tempfile
 import torch
 
 from infinity import native
-from infinity.bench.results import Measured, Row, row
-from infinity.bench.rounds import alternate
-from infinity.bench.settings import Settings
-from infinity.machine.sizes import format_nbytes
+from infinity.core.machine.sizes import format_nbytes
+from infinity.tools.bench.results import Measured, Row, row
+from infinity.tools.bench.rounds import alternate
+from infinity.tools.bench.settings import Settings
 
 MIB = 1024 * 1024
 PARAMETERS = 32 * MIB

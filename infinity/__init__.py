@@ -25,26 +25,26 @@ from .errors import (
 
 if TYPE_CHECKING:
     from . import data, parallel
-    from .api.accumulate import accumulate
-    from .api.average import ema, swa
-    from .api.checkpoints import Checkpoints
-    from .api.coded_weights import dequantize
-    from .api.full_params import full_params
-    from .api.local_steps import LocalSteps
-    from .api.named_weights import named_weights
-    from .api.park import park, resume
-    from .api.quantize import quantize
-    from .api.shares import Shares
-    from .api.stats import Stats, stats
-    from .api.unwrap import unwrap_model
-    from .api.watch import Watch
-    from .api.wrap import wrap_model
-    from .checkpoint.load import load_checkpoint
-    from .checkpoint.pretrained import save_pretrained
-    from .checkpoint.save import save_checkpoint
-    from .config.config import Config
-    from .forwards.neighborhood_backends import neighborhood_attention
-    from .optim.clipping import clip_grad_norm_
+    from .config import Config
+    from .core.run.accumulate import accumulate
+    from .core.step.clipping import clip_grad_norm_
+    from .core.wrap.full_params import full_params
+    from .core.wrap.named_weights import named_weights
+    from .core.wrap.unwrap import unwrap_model
+    from .core.wrap.wrap import wrap_model
+    from .ext.attention.neighborhood_backends import neighborhood_attention
+    from .ext.averages.average import ema, swa
+    from .ext.checkpoint.checkpoints import Checkpoints
+    from .ext.checkpoint.load import load_checkpoint
+    from .ext.checkpoint.pretrained import save_pretrained
+    from .ext.checkpoint.save import save_checkpoint
+    from .ext.coded.coded_weights import dequantize
+    from .ext.local_steps.local_steps import LocalSteps
+    from .ext.packed.quantize import quantize
+    from .ext.park.park import park, resume
+    from .ext.shares.shares import Shares
+    from .tools.watch.stats import Stats, stats
+    from .tools.watch.watch import Watch
 
 __version__ = "0.1.0"
 

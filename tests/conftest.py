@@ -27,7 +27,7 @@ def pytest_configure() -> None:
     forget_ignored_interrupts()
     doubles.install()
     # Most models are on the processor, and where there is a GPU each wrap of one warns.
-    logging.getLogger("infinity.api.lay_out").addFilter(
+    logging.getLogger("infinity.core.wrap.lay_out").addFilter(
         lambda record: "is computed there" not in record.msg
     )
 

@@ -1,6 +1,6 @@
 """Runs the tests of one file's room in less than a minute.
 
-    make check FILE=infinity/checkpoint/load.py
+    make check FILE=infinity/ext/checkpoint/load.py
 
 room      a folder of infinity/, and the folder of the same name below tests/
 order     first the test files that are named after the module, then those that import it, then the
@@ -49,7 +49,7 @@ def room_of(path: Path) -> str:
         room = ROOMS.get(top, "")
     if not room or not any((TESTS / room).glob("test_*.py")):
         raise ValueError(
-            f"{path} has no tests of its own. Give a file of a room: infinity/checkpoint/load.py,"
+            f"{path} has no tests of its own. Give a file of a room: infinity/ext/checkpoint/load.py,"
             " say."
         )
     return room
@@ -86,7 +86,7 @@ def imports(source: str, module: str) -> bool:
 def main(arguments: list[str]) -> int:
     """Runs the tests and returns pytest's status."""
     if not arguments or not arguments[0]:
-        print("Give a file: make check FILE=infinity/checkpoint/load.py", file=sys.stderr)
+        print("Give a file: make check FILE=infinity/ext/checkpoint/load.py", file=sys.stderr)
         return 2
     path = Path(arguments[0]).resolve()
     if not path.is_file() or not path.is_relative_to(ROOT):

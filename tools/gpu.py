@@ -87,12 +87,12 @@ MOST_COPIED = 4 << 20  # bytes of a file
 # What the late device cannot be: it is made by importing torch, and gloo, DataParallel and a saved
 # folder's barrier know devices by name; its threads do not survive a fork.
 NOT_LATE = (
-    "tests/cli/test_cli_train.py::test_help_does_not_wait_for_torch",
-    "tests/cli/test_cli_train.py::test_what_is_not_installed_is_one_line",
-    "tests/storage/test_failures.py::test_swap_files_are_gone_however_a_script_ends",
-    "tests/cli/test_command_line.py::test_the_help_does_not_wait_for_torch",
-    "tests/api/test_checks.py::test_models_that_something_else_moves_are_refused[True-DataParallel]",
-    "tests/parallel/test_families.py::test_generation_and_a_saved_folder_are_those_of_one_process",
+    "tests/tools/train/test_cli_train.py::test_help_does_not_wait_for_torch",
+    "tests/tools/train/test_cli_train.py::test_what_is_not_installed_is_one_line",
+    "tests/core/homes/test_failures.py::test_swap_files_are_gone_however_a_script_ends",
+    "tests/tools/cli/test_command_line.py::test_the_help_does_not_wait_for_torch",
+    "tests/core/wrap/test_checks.py::test_models_that_something_else_moves_are_refused[True-DataParallel]",
+    "tests/ext/dtensor/test_families.py::test_generation_and_a_saved_folder_are_those_of_one_process",
 )
 
 

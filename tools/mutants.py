@@ -41,63 +41,63 @@ PLACE = (
 
 # file below infinity/ -> the tests beside it, below tests/
 TARGETS = {
-    "planning/memory_terms.py": "planning/test_memory_terms.py planning/test_plan.py",
-    "planning/budgets.py": (
-        "planning/test_memory_terms.py planning/test_plan.py planning/test_placement.py"
-        " planning/test_speculation.py"
+    "core/plan/memory_terms.py": "core/plan/test_memory_terms.py core/plan/test_plan.py",
+    "core/plan/budgets.py": (
+        "core/plan/test_memory_terms.py core/plan/test_plan.py core/plan/test_placement.py"
+        " ext/speculation/test_speculation.py"
     ),
-    "planning/placement.py": "planning/test_placement.py",
-    "planning/step_traffic.py": "planning/test_memory_terms.py planning/test_placement.py",
-    "planning/lookahead.py": "planning/test_lookahead.py",
-    "planning/schedule.py": "planning/test_schedule.py",
-    "config/config.py": "config/test_config.py",
-    "machine/sizes.py": "machine/test_tiers.py",
-    "machine/limits.py": "machine/test_limits.py",
-    "machine/cgroups.py": "machine/test_limits.py",
-    "state/flat_param.py": "api/test_round_trips.py training/test_split_master.py",
-    "state/home_arrays.py": (
-        "state/test_unit.py planning/test_speculation.py distributed/test_ranks.py"
+    "core/plan/placement.py": "core/plan/test_placement.py",
+    "core/plan/step_traffic.py": "core/plan/test_memory_terms.py core/plan/test_placement.py",
+    "core/run/lookahead.py": "core/run/test_lookahead.py",
+    "core/run/schedule.py": "core/run/test_schedule.py",
+    "config.py": "core/test_config.py",
+    "core/machine/sizes.py": "core/machine/test_tiers.py",
+    "core/machine/limits.py": "core/machine/test_limits.py",
+    "core/machine/cgroups.py": "core/machine/test_limits.py",
+    "core/units/flat_param.py": "core/wrap/test_round_trips.py core/training/test_split_master.py",
+    "core/units/home_arrays.py": (
+        "core/units/test_unit.py ext/speculation/test_speculation.py ranks/test_ranks.py"
     ),
-    "state/unit.py": "state/test_unit.py machine/test_device.py",
-    "state/forward_edits.py": "state/test_forward_edits.py api/test_at_rest.py",
-    "state/partition.py": (
-        "planning/test_memory_terms.py planning/test_plan.py training/test_unusual_models.py"
+    "core/units/unit.py": "core/units/test_unit.py core/machine/test_device.py",
+    "core/params/forward_edits.py": "core/params/test_forward_edits.py core/params/test_at_rest.py",
+    "core/wrap/partition.py": (
+        "core/plan/test_memory_terms.py core/plan/test_plan.py core/training/test_unusual_models.py"
     ),
-    "gradients/record.py": "api/test_grad_stand_ins.py planning/test_speculation.py",
-    "gradients/bank.py": (
-        "api/test_grad_stand_ins.py training/test_steps_and_gradients.py forwards/test_tiles.py"
+    "core/grads/record.py": "core/grads/test_grad_stand_ins.py ext/speculation/test_speculation.py",
+    "core/grads/bank.py": (
+        "core/grads/test_grad_stand_ins.py core/training/test_steps_and_gradients.py ext/tiles/test_tiles.py"
     ),
-    "gradients/values.py": (
-        "api/test_grad_stand_ins.py gradients/test_norms.py machine/test_device.py"
+    "core/grads/values.py": (
+        "core/grads/test_grad_stand_ins.py core/grads/test_norms.py core/machine/test_device.py"
     ),
-    "gradients/changes.py": "api/test_grad_stand_ins.py gradients/test_norms.py",
-    "gradients/homes.py": "gradients/test_norms.py api/test_grad_stand_ins.py",
-    "gradients/lander.py": (
-        "gradients/test_norms.py api/test_grad_stand_ins.py planning/test_placement.py"
+    "core/grads/changes.py": "core/grads/test_grad_stand_ins.py core/grads/test_norms.py",
+    "core/grads/homes.py": "core/grads/test_norms.py core/grads/test_grad_stand_ins.py",
+    "core/grads/lander.py": (
+        "core/grads/test_norms.py core/grads/test_grad_stand_ins.py core/plan/test_placement.py"
     ),
-    "gradients/landing.py": "machine/test_device.py",
-    "gradients/opened.py": "gradients/test_norms.py api/test_grad_stand_ins.py",
-    "gradients/reducer.py": "gradients/test_reducer.py",
-    "distributed/collectives.py": "distributed/test_collectives.py",
-    "distributed/exchanges.py": "distributed/test_collectives.py",
-    "optim/stepper.py": (
-        "optim/test_stepper.py training/test_equals_torch.py planning/test_speculation.py"
-        " machine/test_device.py"
+    "core/grads/landing.py": "core/machine/test_device.py",
+    "core/grads/opened.py": "core/grads/test_norms.py core/grads/test_grad_stand_ins.py",
+    "core/grads/reducer.py": "core/grads/test_reducer.py",
+    "ranks/collectives.py": "ranks/test_collectives.py",
+    "distributed/exchanges.py": "ranks/test_collectives.py",
+    "core/step/stepper.py": (
+        "core/step/test_stepper.py core/training/test_equals_torch.py ext/speculation/test_speculation.py"
+        " core/machine/test_device.py"
     ),
-    "optim/rules.py": "optim/test_rules.py",
-    "runtime/prefetch.py": (
-        "runtime/test_prefetch.py training/test_homes_change_no_bit.py state/test_unit.py"
+    "core/step/rules.py": "core/step/test_rules.py",
+    "core/run/prefetch.py": (
+        "core/run/test_prefetch.py core/training/test_homes_change_no_bit.py core/units/test_unit.py"
     ),
-    "runtime/backward.py": (
-        "runtime/test_backward.py api/test_accumulate.py api/test_step_in_backward.py"
-        " planning/test_speculation.py"
+    "core/grads/backward.py": (
+        "core/grads/test_backward.py core/run/test_accumulate.py core/step/test_step_in_backward.py"
+        " ext/speculation/test_speculation.py"
     ),
-    "runtime/passes.py": (
-        "runtime/test_passes.py runtime/test_backward.py training/test_ordinary_loops.py"
-        " training/test_unusual_models.py forwards/test_recompute.py api/test_grad_stand_ins.py"
-        " runtime/test_activations.py training/test_later_groups.py"
+    "core/run/passes.py": (
+        "core/run/test_passes.py core/grads/test_backward.py core/training/test_ordinary_loops.py"
+        " core/training/test_unusual_models.py ext/blocks/test_recompute.py core/grads/test_grad_stand_ins.py"
+        " core/run/test_activations.py core/training/test_later_groups.py"
     ),
-    "runtime/tasks.py": "runtime/test_tasks.py training/test_ordinary_loops.py",
+    "core/run/tasks.py": "core/run/test_tasks.py core/training/test_ordinary_loops.py",
 }
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from infinity.cli import plan  # noqa: E402
+from infinity.core.machine.sizes import format_seconds  # noqa: E402
 from infinity.errors import CapacityError  # noqa: E402
-from infinity.machine.sizes import format_seconds  # noqa: E402
+from infinity.tools.plan import plan  # noqa: E402
 
 MODELS = ("llama-1b", "llama-8b", "qwen3-14b", "qwen3-32b", "llama-70b")
 MACHINES = ("laptop", "rtx3090", "rtx4090", "a100", "h100", "h200")
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
 
 def cell(model: str, machine: str, options: list[str]) -> str:
     """Returns where the state lives, and how long a step takes."""
-    from infinity.planning.machine_file import Machine
+    from infinity.tools.plan.machine_file import Machine
 
     memory = int(CARD * Machine.read(machine).device_memory)
     words = ["plan", "--model", model, "--machine", machine, "--device-memory", str(memory)]

@@ -12,7 +12,7 @@ import signal
 from types import SimpleNamespace
 from typing import Any
 
-from infinity.bench.rounds import tell
+from infinity.tools.bench.rounds import tell
 
 from . import deepspeed_aio, fio
 from .optimizers import DEEPSPEED_ADAM, TORCH_ADAM, openmp_threads

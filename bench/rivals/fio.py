@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 
-from infinity.bench.rounds import Times
+from infinity.tools.bench.rounds import Times
 
 NAME = "fio"
 SETTINGS = [("1m", 16), ("1m", 64), ("4m", 16), ("4m", 64)]

@@ -25,8 +25,8 @@ import test_device as on_stand_in
 
 import infinity
 from infinity import native
-from infinity.machine import direct_storage
-from infinity.runtime.registry import wrapped
+from infinity.core.run.registry import wrapped
+from infinity.ext.gpu_direct import direct_storage
 
 KERNELS, REFUSAL = native.gpu_kernels()
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

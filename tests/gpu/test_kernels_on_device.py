@@ -18,8 +18,8 @@ sys.path[:0] = [
 from test_gpu_kernels import FORMS, MOMENTS, RULES, compare_or_refuse, on_module
 
 from infinity import native
-from infinity.machine.accelerator import make_device
-from infinity.machine.traffic import Traffic
+from infinity.core.machine.accelerator import make_device
+from infinity.core.machine.traffic import Traffic
 
 KERNELS, REFUSAL = native.gpu_kernels()
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

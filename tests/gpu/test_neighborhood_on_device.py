@@ -14,7 +14,7 @@ sys.path[:0] = [str(path) for path in Path(__file__).parents[1].glob("support/*/
 from attention_cases import drawn, with_gradients
 
 import infinity
-from infinity.forwards.neighborhood_backends import BACKENDS, refusal
+from infinity.ext.attention.neighborhood_backends import BACKENDS, refusal
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA: torch sees none")
 CASES = [

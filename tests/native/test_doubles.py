@@ -17,7 +17,7 @@ from setuptools.command.build_ext import build_ext
 
 import infinity
 from infinity import native
-from infinity.machine import disk_profile
+from infinity.core.machine import disk_profile
 
 ROOT = Path(__file__).parents[2]
 PIECE = 16 * 4096  # bytes: a checksum block

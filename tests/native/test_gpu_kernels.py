@@ -22,9 +22,9 @@ from marks import few
 from native_arrays import bits, same_bits
 
 from infinity import native
+from infinity.core.step.known import KNOWN
+from infinity.core.units.flat_param_spec import MOMENTS as BITS_8
 from infinity.errors import UsageError
-from infinity.optim.known import KNOWN
-from infinity.state.flat_param_spec import MOMENTS as BITS_8
 
 SEED = 20261121
 COUNT = 64 * 9 + 40  # quads, a tail, and a block that is not full

@@ -37,9 +37,9 @@ from native_arrays import (
 )
 
 from infinity import native
+from infinity.core.step.known import KNOWN
+from infinity.core.units.flat_param_spec import EVERY_MOMENT
 from infinity.errors import UsageError
-from infinity.optim.known import KNOWN
-from infinity.state.flat_param_spec import EVERY_MOMENT
 
 Rule, Master = native.Rule, native.Master
 UNITS = native.simd_units()

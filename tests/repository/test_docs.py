@@ -27,7 +27,7 @@ from chatty import PAIRS, ROWS, save_base, save_rows
 from ranks import run_torchrun
 
 from infinity import Config, ConfigError
-from infinity.planning.machine_file import Machine
+from infinity.tools.plan.machine_file import Machine
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = {
@@ -108,7 +108,7 @@ EXAMPLES = {  # files of docs/cost.md that its commands read
     for text in re.findall(rf"```{kind}\n(.*?)```", DOCUMENTS["docs/cost.md"], flags=re.DOTALL)
 }
 
-ELSEWHERE = (  # tests/integrations/test_recipes.py runs it, where the libraries are
+ELSEWHERE = (  # tests/ext/integrations/test_recipes.py runs it, where the libraries are
     "docs/integrations.md"
 )
 

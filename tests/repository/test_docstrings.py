@@ -110,11 +110,11 @@ class Shard:
     def value():
         '''``value`` that was sent.'''
 """
-    assert sorted(violations({"state/flat_param.py": wrong})) == [
-        "state/flat_param.py:fetch: STORED -> FETCHING: starts reading.",
-        "state/flat_param.py:inside: Whether it is there.",
-        "state/flat_param.py:nbytes: Bytes of a parameter.",
-        "state/flat_param.py:value: ``value`` that was sent.",
+    assert sorted(violations({"core/units/flat_param.py": wrong})) == [
+        "core/units/flat_param.py:fetch: STORED -> FETCHING: starts reading.",
+        "core/units/flat_param.py:inside: Whether it is there.",
+        "core/units/flat_param.py:nbytes: Bytes of a parameter.",
+        "core/units/flat_param.py:value: ``value`` that was sent.",
     ]
     right = """
 def nbytes():
@@ -139,4 +139,4 @@ class Shard:
     def size(self, value):
         '''The size.'''
 """
-    assert not violations({"state/flat_param.py": right})
+    assert not violations({"core/units/flat_param.py": right})

@@ -70,7 +70,7 @@ def test_few_files_know_of_stale_weights():
     words = re.compile(r"\b(?:StaleWeights|runs_without_flush|\w+s_stale)\b|\.stale\b|\bstale: ")
     core = ("gradients/", "optim/", "runtime/", "state/", "storage/", "forwards/", "planning/")
     other = ("assigned", "handed_", "tensor.py")
-    own = ("runtime/stale_weights.py", "state/versions.py")
+    own = ("ext/versions_2bw/stale_weights.py", "ext/versions_2bw/versions.py")
     found = [
         path
         for path, text in sources().items()

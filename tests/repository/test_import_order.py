@@ -239,7 +239,7 @@ def test_types_come_from_the_left_too():
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\n    from .engine"
         " import Engine\n"
     )
-    assert len(types_from_elsewhere(hidden, "runtime/passes.py", modules)) == 1
+    assert len(types_from_elsewhere(hidden, "core/run/passes.py", modules)) == 1
     assert not types_from_elsewhere(hidden, "runtime/__init__.py", modules)
 
 
@@ -269,29 +269,29 @@ def test_a_violation_is_found():
     others are not."""
     wrong = {
         "errors.py": "from .machine import tiers",
-        "machine/tiers.py": "from ..config.config import Config",
-        "storage/store.py": "def f():\n    from infinity.runtime.engine import Engine",
-        "state/unit.py": "import infinity.api.wrap",
-        "state/flat_param.py": "from .. import _C",
-        "planning/plan.py": "from infinity import _C",
-        "gradients/bank.py": "from .. import _cuda",
-        "api/wrap.py": "import infinity",
-        "forwards/tiles.py": (
+        "core/machine/tiers.py": "from ..config.config import Config",
+        "core/homes/store.py": "def f():\n    from infinity.core.run.engine import Engine",
+        "core/units/unit.py": "import infinity.core.wrap.wrap",
+        "core/units/flat_param.py": "from .. import _C",
+        "core/plan/plan.py": "from infinity import _C",
+        "core/grads/bank.py": "from .. import _cuda",
+        "core/wrap/wrap.py": "import infinity",
+        "ext/tiles/tiles.py": (
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ..runtime.engine import"
             " Engine"
         ),
-        "cli/env.py": "from ..__main__ import main",
+        "tools/cli/env.py": "from ..__main__ import main",
     }
     found = violations(wrong)
     assert len(found) == len(wrong), found
     right = {
-        "machine/tiers.py": (
+        "core/machine/tiers.py": (
             "from ..errors import ConfigError\nimport errors, torch\nfrom torch import nn"
         ),
-        "state/parameter.py": "from .unit import ParamUnit",
+        "core/params/parameter.py": "from .unit import ParamUnit",
         "native.py": "from . import _C",
-        "api/wrap.py": "from ..runtime import hooks\nfrom .. import native",
-        "cli/train.py": "import infinity\nfrom .text import f\nfrom ..errors import UsageError",
+        "core/wrap/wrap.py": "from ..runtime import hooks\nfrom .. import native",
+        "tools/train/train.py": "import infinity\nfrom .text import f\nfrom ..errors import UsageError",
     }
     assert not violations(right)
 
@@ -311,12 +311,14 @@ def test_what_modules_import_from_each_other_is_there():
     found_here = of_the_checkout()
     assert absent(found_here) == []
     found_here["bench/meetings.py"] += "\n\ndef later():\n    from .launch import launch_ranks\n"
-    found_here["bench/io.py"] += "\n\ndef later():\n    from infinity.bench.io import Rawest\n"
+    found_here["bench/io.py"] += (
+        "\n\ndef later():\n    from infinity.tools.bench.io import Rawest\n"
+    )
     found = "\n".join(absent(found_here))
     assert len(found.splitlines()) == 2, found
     assert (
         "imports launch_ranks from bench.launch" in found
-        and "imports Rawest from infinity.bench.io" in found
+        and "imports Rawest from infinity.tools.bench.io" in found
     )
 
 

@@ -52,8 +52,8 @@ from ranks import join, rank_variables
 from striker import MARK, PACKAGE, Striker
 
 import infinity
-from infinity.distributed import failure_report
-from infinity.runtime.registry import engine_of
+from infinity.core.run.registry import engine_of
+from infinity.ranks import failure_report
 
 STEPS = 2  # that all make behind a strike
 TRIES = 6  # of such a step, before a rank gives up

@@ -28,7 +28,7 @@ from runs import adamw
 from torch import nn
 
 import infinity
-from infinity.runtime import activation_store
+from infinity.core.run import activation_store
 
 SEED = 70
 LR = 1e-2

@@ -22,11 +22,11 @@ from models import leftovers
 from native_arrays import ENGINES
 
 from infinity import native
-from infinity.machine.ledger import Ledger
-from infinity.machine.tiers import Tier
-from infinity.machine.traffic import Traffic
-from infinity.storage.store import ArrayStore
-from infinity.storage.write_behind import WriteBehind, writing_behind
+from infinity.core.homes.store import ArrayStore
+from infinity.core.homes.write_behind import WriteBehind, writing_behind
+from infinity.core.machine.ledger import Ledger
+from infinity.core.machine.tiers import Tier
+from infinity.core.machine.traffic import Traffic
 
 SEED = 77
 LR = 1e-2

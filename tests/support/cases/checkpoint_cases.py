@@ -26,8 +26,8 @@ from models import (
 from runs import adamw
 
 import infinity
-import infinity.checkpoint.pretrained
-from infinity.checkpoint.behind import Saving
+import infinity.ext.checkpoint.pretrained
+from infinity.ext.checkpoint.behind import Saving
 
 SEED = 40
 LR = 1e-2

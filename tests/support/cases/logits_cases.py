@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.forwards import tiled_layers
-from infinity.runtime.registry import wrapped
+from infinity.core.run.registry import wrapped
+from infinity.ext.tiles import tiled_layers
 
 SEED, DEVICE = 12, 272 * 1024
 WIDTH, VOCAB = 64, 2100  # 9 tiles, the last one ragged

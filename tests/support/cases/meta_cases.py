@@ -1,7 +1,7 @@
 """What the tests of meta share.
 
 Words used here: **home**, **child** as in `models.py`. **piece**, **block** as in
-`infinity/checkpoint/weight_files.py`. **small blocks**: blocks of 64 KiB, the least that can be
+`infinity/files/weight_files.py`. **small blocks**: blocks of 64 KiB, the least that can be
 asked for, instead of 4 MiB, so that small files have several. **awkward file**: one whose tensors
 start at odd offsets, behind a header and one-byte tensors of odd length. **twin**: the same check
 on something that is wrong, or on something that is known to be right.
@@ -27,8 +27,8 @@ from torch import nn
 
 import infinity
 from infinity import native
-from infinity.api import initialiser
-from infinity.checkpoint import weight_files
+from infinity.ext.checkpoint import initialiser
+from infinity.files import weight_files
 
 SEED = 61
 LR = 1e-2

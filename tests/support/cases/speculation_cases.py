@@ -24,7 +24,7 @@ from models import (
 from torch import nn
 
 import infinity
-from infinity.runtime.registry import wrapped
+from infinity.core.run.registry import wrapped
 
 SEED = 29
 LATE = "seed=1,delay=0.3,delay_seconds=0.001,reorder=0.3,short_transfer=0.3"

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 import infinity
-from infinity.machine.tiers import Tier
-from infinity.runtime.registry import wrapped
+from infinity.core.machine.tiers import Tier
+from infinity.core.run.registry import wrapped
 
 SEED = 11
 KIB = 1024

@@ -26,11 +26,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from infinity import native
-from infinity.gradients.tensor import GradProxy
-from infinity.machine import accelerator, device
-from infinity.optim import stepper
-from infinity.state.home_arrays import HomeArrays
-from infinity.state.parameter import StoredAlias
+from infinity.core.grads.tensor import GradProxy
+from infinity.core.machine import accelerator, device
+from infinity.core.params.parameter import StoredAlias
+from infinity.core.step import stepper
+from infinity.core.units.home_arrays import HomeArrays
 
 LINES = ("compute", "host", "updater", *device.QUEUES)
 Clock = dict[str, int]

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import torch
 
-from infinity.machine.device import Device
-from infinity.machine.traffic import Traffic
+from infinity.core.machine.device import Device
+from infinity.core.machine.traffic import Traffic
 
 NOW = SimpleNamespace(name="now")  # the event after the compute so far
 

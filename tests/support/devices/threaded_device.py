@@ -11,8 +11,8 @@ from queue import SimpleQueue
 import torch
 
 from infinity import native
-from infinity.machine.device import QUEUES, Copy, Device, Event
-from infinity.machine.traffic import Traffic
+from infinity.core.machine.device import QUEUES, Copy, Device, Event
+from infinity.core.machine.traffic import Traffic
 
 
 class _ThreadEvent:

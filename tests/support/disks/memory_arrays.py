@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from infinity.distributed.parallel_dims import ParallelDims
-from infinity.machine.tiers import Tier
-from infinity.state.flat_param import FlatParam
+from infinity.core.machine.tiers import Tier
+from infinity.core.units.flat_param import FlatParam
+from infinity.ranks.parallel_dims import ParallelDims
 
 
 @dataclass(eq=False)

@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from infinity import native
-from infinity.optim.known import KNOWN
-from infinity.state.flat_param_spec import EVERY_MOMENT
+from infinity.core.step.known import KNOWN
+from infinity.core.units.flat_param_spec import EVERY_MOMENT
 
 MIB = 1024 * 1024
 CHUNK_GRAIN = native.CHECKSUM_NBYTES // 2  # elements: the updater cuts at multiples of it

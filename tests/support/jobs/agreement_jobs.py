@@ -31,7 +31,7 @@ from pipeline_jobs import mesh_of as mesh_of_stages
 from ranks import serve, told
 
 import infinity
-from infinity.runtime.in_common import InCommon
+from infinity.ext.dtensor.in_common import InCommon
 
 HOST = {"params": "host", "optimizer": "host"}
 

@@ -19,11 +19,11 @@ from expert_jobs import mesh_of
 from parallel_jobs import plainly, values_of
 
 import infinity
-from infinity.gradients.lander import Lander
-from infinity.runtime.registry import wrapped
-from infinity.state.arrival import Arrival
-from infinity.state.expert_rows import ExpertRows
-from infinity.state.experts import has_experts
+from infinity.core.grads.lander import Lander
+from infinity.core.run.registry import wrapped
+from infinity.core.units.arrival import Arrival
+from infinity.ext.rows.expert_rows import ExpertRows
+from infinity.ext.rows.experts import has_experts
 
 EXPERTS, STEPS = 12, 8
 SIZES = {

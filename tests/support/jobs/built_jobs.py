@@ -23,7 +23,7 @@ from ranks import serve, told
 from torch import nn
 
 import infinity
-from infinity.api import wrap
+from infinity.core.wrap import wrap
 
 
 class Level(enum.Enum):

@@ -18,7 +18,7 @@ from ranks import told
 from torch import nn
 
 import infinity
-from infinity.checkpoint import manifest
+from infinity.ext.checkpoint import manifest
 
 
 def states(shard: str, folder: str) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def load(path: str, config: dict, steps: int = 2) -> dict[str, Any]:
 def full_disk(path: str, full: int) -> dict[str, str]:
     """Saves once, then again while the disk of rank ``full`` has no room; what that raised, and
     what is loaded then."""
-    from infinity.checkpoint import publish as saving
+    from infinity.ext.checkpoint import publish as saving
 
     model = build()
     model, optimizer = infinity.wrap_model(
@@ -125,7 +125,7 @@ def full_disk(path: str, full: int) -> dict[str, str]:
 def beside(path: str, full: int | None) -> dict[str, Any]:
     """Saves at step 2 and trains on meanwhile; the disk of rank ``full`` has no room for a second
     save. What that raised, what is loaded then, and the state that was saved."""
-    from infinity.checkpoint import behind
+    from infinity.ext.checkpoint import behind
 
     model = build()
     model, optimizer = infinity.wrap_model(
@@ -281,7 +281,7 @@ def struck_before_it_begins(path: str, again: bool) -> dict[str, Any]:
             for value in params.values():
                 value.add_(1.0)
     strike = (
-        mock.patch("infinity.checkpoint.load.begin_repair", side_effect=KeyboardInterrupt)
+        mock.patch("infinity.ext.checkpoint.load.begin_repair", side_effect=KeyboardInterrupt)
         if dist.get_rank() == 0
         else nullcontext()
     )

@@ -18,8 +18,8 @@ from torch import optim
 
 import infinity
 from infinity.errors import UsageError
-from infinity.optim.class_ranks import ClassRanks
-from infinity.optim.class_step import ClassStepper
+from infinity.ext.class_step.class_ranks import ClassRanks
+from infinity.ext.class_step.class_step import ClassStepper
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
 from matrices_net import OfMatrices, matrices_net, muon_of, trained

@@ -25,10 +25,10 @@ from parallel_jobs import adamw, off, plainly, values_of, whole
 from ranks import serve, told
 
 import infinity
-from infinity.distributed.channel import Channel
-from infinity.distributed.parallel_dims import ParallelDims
-from infinity.distributed.sync_point import SyncPoint
-from infinity.runtime.registry import wrapped
+from infinity.core.run.registry import wrapped
+from infinity.ranks.channel import Channel
+from infinity.ranks.parallel_dims import ParallelDims
+from infinity.ranks.sync_point import SyncPoint
 
 STEPS, CLIP = 4, 0.5
 

@@ -32,16 +32,16 @@ import torch.utils.checkpoint
 from torch import nn
 
 import infinity
+from infinity.core.grads import tables
+from infinity.core.machine import accelerator, in_flight, storage_guard
+from infinity.core.machine import device as devices
+from infinity.core.machine.card_memory import CardMemory
+from infinity.core.run import activation_copies, activation_home
+from infinity.core.step.device_share import DeviceShare
 from infinity.errors import InfinityError
-from infinity.forwards import tables
-from infinity.forwards.checkpointed import Held
-from infinity.forwards.recompute import ActivationPlanner, PlannedBlock
-from infinity.machine import accelerator, in_flight, storage_guard
-from infinity.machine import device as devices
-from infinity.machine.card_memory import CardMemory
-from infinity.optim.device_share import DeviceShare
-from infinity.planning.activation_choice import ActivationChoice
-from infinity.runtime import activation_copies, activation_home
+from infinity.ext.blocks.activation_choice import ActivationChoice
+from infinity.ext.blocks.checkpointed import Held
+from infinity.ext.blocks.recompute import ActivationPlanner, PlannedBlock
 
 LATE = late_device.install()
 WHERE = "late:0"
@@ -395,8 +395,8 @@ def recomputed() -> list[bool]:
     """On a card that is nearly full, with a link that is not worth sending by."""
     with (
         mock.patch.object(CardMemory, "left_nbytes", lambda self, **how: 2 << 20),
-        mock.patch("infinity.runtime.activation_store.SMALLEST_NBYTES", 1),
-        mock.patch("infinity.runtime.build._send_rate", lambda job: 1.0),
+        mock.patch("infinity.core.run.activation_store.SMALLEST_NBYTES", 1),
+        mock.patch("infinity.core.run.build._send_rate", lambda job: 1.0),
         mock.patch.object(PlannedBlock, "_refuse", lambda self: sys.exit("a block was refused")),
     ):
         found = compared(longer, {**HOST, "recompute": True})
@@ -470,7 +470,7 @@ def in_little_room(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     told, generator = [], torch.Generator().manual_seed(SEED)
     with (
-        mock.patch("infinity.machine.card_memory.LIBRARIES_NBYTES", 0),
+        mock.patch("infinity.core.machine.card_memory.LIBRARIES_NBYTES", 0),
         late_device.with_room(LATE, (tensors + 16) * TENSOR_NBYTES),
     ):
         config = {"device": WHERE, **HOST, "device_memory": 16 * TENSOR_NBYTES, **config}
@@ -512,7 +512,7 @@ def in_tight_room(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     told, generator = [], torch.Generator().manual_seed(SEED)
     with (
-        mock.patch("infinity.machine.card_memory.LIBRARIES_NBYTES", 0),
+        mock.patch("infinity.core.machine.card_memory.LIBRARIES_NBYTES", 0),
         late_device.with_room(LATE, room),
     ):
         LATE.reset_peak()
@@ -671,7 +671,7 @@ for _homes, _config in PLANNED.items():
 
 
 def gradients_are_not_planned() -> int:
-    with mock.patch("infinity.planning.memory_terms.GRADS_IN_FLIGHT", 0):
+    with mock.patch("infinity.core.plan.memory_terms.GRADS_IN_FLIGHT", 0):
         return over_the_plan(HOST, tied=True)
 
 
@@ -680,7 +680,7 @@ JOBS["planned:without gradients"] = gradients_are_not_planned
 
 def on_a_full_host(**config: Any) -> list[Any]:
     """No budget is given, and the machine has 4 MiB for the engine."""
-    with mock.patch("infinity.machine.limits.memory_left", lambda: 6 << 20):
+    with mock.patch("infinity.core.machine.limits.memory_left", lambda: 6 << 20):
         found = recomputed_in_little_room(**config)
         sent = in_little_room({"recompute": True, **config})["host"]
     return [*found, sent <= 4 << 20]

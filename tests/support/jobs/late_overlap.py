@@ -15,8 +15,8 @@ import late_device
 import torch
 
 from bench import late_device as bench
-from infinity.optim.optimizer import InfinityOptimizer
-from infinity.state.unit_buffers import UnitBuffers
+from infinity.core.step.optimizer import InfinityOptimizer
+from infinity.core.units.unit_buffers import UnitBuffers
 
 TIMES = bench.Shape(compute=0.5, link=0.25)  # seconds of a step: a busy processor keeps up
 

@@ -22,8 +22,8 @@ from ranks import serve
 from torch import nn
 
 import infinity
-from infinity.distributed.bulk import Bulk
-from infinity.distributed.channel import Channel
+from infinity.ranks.bulk import Bulk
+from infinity.ranks.channel import Channel
 
 
 def batch_of_rank(count: int):

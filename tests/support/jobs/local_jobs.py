@@ -21,8 +21,8 @@ from ranks import serve, told
 from torch import nn
 
 import infinity
-from infinity.optim.outer_step import OuterStep
-from infinity.runtime.registry import wrapped
+from infinity.core.run.registry import wrapped
+from infinity.ext.local_steps.outer_step import OuterStep
 
 HOST = {"params": "host", "optimizer": "host"}
 

@@ -32,10 +32,10 @@ from pipeline_jobs import MICRO, batch, build, loss_of, mesh_of, schedule_of, st
 from ranks import serve, told
 
 import infinity
+from infinity.core.machine.tiers import Tier
+from infinity.core.run.registry import engine_of
 from infinity.errors import CapacityError
-from infinity.machine.tiers import Tier
-from infinity.parallel import ties
-from infinity.runtime.registry import engine_of
+from infinity.ext.pipeline import ties
 
 
 def causal(name: str, layers: int = 4) -> nn.Module:

@@ -18,14 +18,14 @@ from made_pipeline_jobs import causal, cut, data_rank_of, labelled, mesh_with
 from ranks import serve, told
 
 import infinity
-from infinity.config.config import Config
-from infinity.parallel.choice import Choice
-from infinity.parallel.mesh_way import Job, Way
-from infinity.parallel.on_paper import CountingSends, in_children, shard_on_paper
-from infinity.planning.machine_file import Machine
-from infinity.planning.mesh_choice import Batch
-from infinity.planning.mesh_shape import MeshShape
-from infinity.runtime.registry import engine_of
+from infinity.config import Config
+from infinity.core.run.registry import engine_of
+from infinity.ext.pipeline.choice import Choice
+from infinity.tools.plan.machine_file import Machine
+from infinity.tools.plan.mesh_choice import Batch
+from infinity.tools.plan.mesh_shape import MeshShape
+from infinity.tools.plan.mesh_way import Job, Way
+from infinity.tools.plan.on_paper import CountingSends, in_children, shard_on_paper
 
 MICRO, SAMPLES, LENGTH = 4, 8, 12
 MODELS = {"tp": "llama", "ep": "mixtral"}  # by the innermost axis

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from scaled import in_fp8
 from torch import nn
 
-from infinity.state.coded import Coded
+from infinity.ext.coded.coded import Coded
 
 KINDS = (
     *("bitsandbytes nf4", "bitsandbytes int8", "torchao int8", "buffers", "parameters", "coded"),

@@ -40,7 +40,7 @@ from decoder import LENGTH, VOCABULARY, WIDTH, Block, Decoder, decoder
 from ranks import serve
 
 import infinity
-from infinity.runtime.registry import wrapped
+from infinity.core.run.registry import wrapped
 
 
 def parallel(model: Decoder, mesh: Any, kind: str) -> Decoder:

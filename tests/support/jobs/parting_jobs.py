@@ -26,17 +26,17 @@ from lines import is_line
 from ranks import serve
 
 import infinity
-from infinity.distributed import transfer, tree
-from infinity.distributed.channel import Channel
-from infinity.distributed.collective_trace import DIGEST_NBYTES, CollectiveTrace
-from infinity.distributed.sync_point import SyncPoint
-from infinity.gradients.whole import WholeGradients
-from infinity.planning.cluster import edges_of, gathers_of
-from infinity.runtime.registry import wrapped
-from infinity.runtime.staging_slots import StagingSlots
-from infinity.state.flat_param import FlatParam
-from infinity.state.step_counter import StepCounter
-from infinity.state.unit import ParamUnit
+from infinity.core.grads.whole import WholeGradients
+from infinity.core.run.registry import wrapped
+from infinity.core.run.staging_slots import StagingSlots
+from infinity.core.run.step_counter import StepCounter
+from infinity.core.units.flat_param import FlatParam
+from infinity.core.units.unit import ParamUnit
+from infinity.ranks import transfer, tree
+from infinity.ranks.channel import Channel
+from infinity.ranks.collective_trace import DIGEST_NBYTES, CollectiveTrace
+from infinity.ranks.sync_point import SyncPoint
+from infinity.tools.plan.cluster import edges_of, gathers_of
 
 AGREED = 4  # steps after which passes are verified
 

@@ -31,12 +31,12 @@ from parallel_jobs import adamw, whole
 from ranks import serve, told
 
 import infinity
-from infinity.api import agreement, wrap
-from infinity.distributed.channel import Channel
-from infinity.distributed.sync_point import SyncPoint
-from infinity.runtime.engine import Engine
-from infinity.runtime.registry import wrapped
-from infinity.state.unit import ParamUnit
+from infinity.core.run.engine import Engine
+from infinity.core.run.registry import wrapped
+from infinity.core.units.unit import ParamUnit
+from infinity.core.wrap import agreement, wrap
+from infinity.ranks.channel import Channel
+from infinity.ranks.sync_point import SyncPoint
 
 SINGLE = ("GPipe", "1F1B")
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")

@@ -27,9 +27,10 @@ from gpu_stand_in import load_stand_in
 from ranks import serve, told
 
 import infinity
-from infinity.machine import accelerator, device, direct_storage
-from infinity.optim.device_share import DeviceShare
-from infinity.runtime.registry import wrapped
+from infinity.core.machine import accelerator, device
+from infinity.core.run.registry import wrapped
+from infinity.core.step.device_share import DeviceShare
+from infinity.ext.gpu_direct import direct_storage
 
 
 def home_nbytes(model: torch.nn.Module) -> int:
@@ -776,8 +777,8 @@ def one_falls(how: str, folder: str, steps: int = 50) -> None:
 
 def falls_beside_a_save(who: int, how: str, folder: str) -> None:
     """Rank ``who`` ends in some way while its thread holds its files of a save."""
-    from infinity.checkpoint import behind
-    from infinity.distributed import failure_report
+    from infinity.ext.checkpoint import behind
+    from infinity.ranks import failure_report
 
     model, write = build(), behind.write_files
     model, optimizer = infinity.wrap_model(

@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 import infinity
-from infinity.checkpoint import interval
 from infinity.data import Order, Seeded
+from infinity.ext.checkpoint import interval
 
 interval.FIRST_STEPS, interval.FIRST_SECONDS = 2, 0.0
 

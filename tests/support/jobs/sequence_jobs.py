@@ -24,7 +24,7 @@ from parallel_jobs import adamw, off, whole
 from ranks import serve, told
 
 import infinity
-from infinity.parallel import sequence_parts
+from infinity.ext.sequence import sequence_parts
 
 TOKENS = 24
 

@@ -1,6 +1,6 @@
 """Jobs of ranks that divide a batch by infinity.Shares (see `ranks`).
 
-**pace**: see `infinity.distributed.shares`; jobs make up each rank's, in place of the clock.
+**pace**: see `infinity.ext.shares.paces`; jobs make up each rank's, in place of the clock.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import infinity
-from infinity.runtime.pace import Pace
-from infinity.runtime.registry import wrapped
+from infinity.core.run.registry import wrapped
+from infinity.ext.shares.pace import Pace
 
 HOST = {"params": "host", "optimizer": "host"}
 BATCH, UNEVEN = 12, {2: [9, 3], 4: [6, 3, 2, 1]}  # shares by the number of data ranks
@@ -137,7 +137,7 @@ def slow() -> dict[str, Any]:
         counts.append(len(x))
         with (
             at_pace(lambda: len(x) * pace),
-            mock.patch("infinity.distributed.shares.EVERY_STEPS", 2),
+            mock.patch("infinity.ext.shares.paces.EVERY_STEPS", 2),
         ):
             shares.after_step()
     return {"counts": counts, "losses": losses, "weights": cloned(model.state_dict())}
@@ -285,7 +285,7 @@ def over_tensors() -> dict[str, Any]:
         pace = 2.0 if dist.get_rank() == 3 else 1.0
         with (
             at_pace(lambda: len(x) * pace),
-            mock.patch("infinity.distributed.shares.EVERY_STEPS", 2),
+            mock.patch("infinity.ext.shares.paces.EVERY_STEPS", 2),
         ):
             shares.after_step()
     return {"counts": counts, "weights": parallel_jobs.whole(model.state_dict())}

@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 import infinity
 from infinity import native
-from infinity.distributed import kinds, shared_homes
-from infinity.distributed.sync_point import SyncPoint
-from infinity.runtime.registry import wrapped
-from infinity.state import versions
+from infinity.core.run.registry import wrapped
+from infinity.ext.shared_homes import shared_homes
+from infinity.ext.versions_2bw import versions
+from infinity.ranks import kinds
+from infinity.ranks.sync_point import SyncPoint
 
 
 def _wrap(

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
-from infinity.machine.tiers import Tier
-from infinity.runtime.registry import wrapped
+from infinity.core.machine.tiers import Tier
+from infinity.core.run.registry import wrapped
 
 ROWS, WIDTH = 8192, 64
 

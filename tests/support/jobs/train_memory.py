@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import transformers
 
-import infinity.cli
-from infinity.cli import train
+import infinity.tools.cli
+from infinity.tools.train import train
 
 STEPS = ("_time_compute", "_begin", "_save_and_sample")
 
@@ -61,7 +61,7 @@ def measure(place: Path, budget: int) -> None:
         " --steps 1 --batch-size 1 --sequence-length 16 --eval-batches 1 --sample-bytes 2"
         f" --dtype fp32 --threads 1 --json --out {place}/out"
     )
-    assert infinity.cli.main(words.split()) == 0
+    assert infinity.tools.cli.main(words.split()) == 0
     read = transformers.AutoModelForCausalLM.from_pretrained
     options = {"dtype": torch.float64}  # others are mapped from the file
     print(max(taken), growth_of(lambda: read(f"{place}/out", **options))[1])
@@ -77,12 +77,12 @@ def measure_export(place: Path, budget: int) -> None:
     )
     taken = []
     for name, more in (("adapter", " --lora 2"), ("full", f" --checkpoint {place}/checkpoint")):
-        assert infinity.cli.main(f"{words}{more} --out {place}/{name}".split()) == 0
+        assert infinity.tools.cli.main(f"{words}{more} --out {place}/{name}".split()) == 0
     for export in (
         f"{place}/checkpoint {place}/exported --model {place}/large",
         f"{place}/large {place}/merged --merge {place}/adapter",
     ):
-        status, nbytes = growth_of(infinity.cli.main, f"export {export}".split())
+        status, nbytes = growth_of(infinity.tools.cli.main, f"export {export}".split())
         assert status == 0
         taken.append(nbytes)
     read = transformers.AutoModelForCausalLM.from_pretrained

@@ -33,13 +33,13 @@ from pipeline_jobs import LAYERS, batch, build, loss_of, mesh_of, schedule_of, s
 from ranks import serve, told
 
 import infinity
+from infinity.core.machine import accelerator, device
+from infinity.core.machine.tiers import Tier
+from infinity.core.run.engine import Engine
+from infinity.core.run.registry import wrapped
+from infinity.core.units.residency import Residency
+from infinity.core.units.unit import ParamUnit
 from infinity.errors import CapacityError
-from infinity.machine import accelerator, device
-from infinity.machine.tiers import Tier
-from infinity.runtime.engine import Engine
-from infinity.runtime.registry import wrapped
-from infinity.state.residency import Residency
-from infinity.state.unit import ParamUnit
 
 MICRO, BATCHES = 4, 4
 

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 from ranks import serve, told
 
 import infinity
-from infinity.distributed.attempt import Attempt
+from infinity.ranks.attempt import Attempt
 
 HOST = {"params": "host", "optimizer": "host", "share_homes": False}
 WIDTH = 128  # so that both data ranks have rows of a weight

@@ -28,8 +28,8 @@ from ranks import serve, told
 from unflushed_jobs import RULES, on_another_device, pairs, weights_of
 
 import infinity
-from infinity.machine.tiers import Tier
-from infinity.runtime.registry import wrapped
+from infinity.core.machine.tiers import Tier
+from infinity.core.run.registry import wrapped
 
 LAYERS = 6  # of which two or three stages have as many each
 

@@ -74,7 +74,7 @@ def _device_module(late: ModuleType) -> ModuleType:
 
 def _teach_engine(late: ModuleType) -> None:
     """Replaces the two calls that the engine makes of a GPU's driver."""
-    from infinity.machine.accelerator import Accelerator
+    from infinity.core.machine.accelerator import Accelerator
 
     Accelerator.pin = lambda self, region: late.register(region.address, region.nbytes)
 
@@ -113,7 +113,7 @@ class Kernels:
 def kernels(late: ModuleType) -> Iterator[None]:
     """Gives the device kernels in the block."""
     from infinity import native
-    from infinity.machine.accelerator import Accelerator
+    from infinity.core.machine.accelerator import Accelerator
 
     real, own = Accelerator.__init__, Kernels(late)
 

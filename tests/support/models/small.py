@@ -16,9 +16,9 @@ from models import at_home, with_least
 from torch import nn
 
 import infinity
-from infinity.runtime.engine import Engine
-from infinity.runtime.registry import wrapped
-from infinity.state.handle import ParamHandle
+from infinity.core.run.engine import Engine
+from infinity.core.run.registry import wrapped
+from infinity.core.units.handle import ParamHandle
 
 RAMP = torch.tensor([1.0, 2.0, 3.0, 4.0])  # inputs whose elements differ
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from infinity.distributed.collective_trace import CollectiveTrace
 from infinity.errors import PeerError, UsageError
+from infinity.ranks.collective_trace import CollectiveTrace
 
 SECONDS = 60  # that a rank waits for the other
 

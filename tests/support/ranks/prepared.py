@@ -38,8 +38,8 @@ DIES_WITH_PARENT, NEW_NETWORK = 1, 0x40000000  # PR_SET_PDEATHSIG, CLONE_NEWNET
 LANGUAGE_MODELS = (
     "transformers",
     "rich.progress",
-    "infinity.cli.train",
-    "infinity.cli.plan",
+    "infinity.tools.train.train",
+    "infinity.tools.plan.plan",
 )  # what the command line imports for them
 
 # The C library then gives back at once what torch frees; else it would keep up to 32 MiB at a time,

@@ -1,1 +1,0 @@
-"""Holds one file for each public verb."""

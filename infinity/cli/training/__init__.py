@@ -1,1 +1,0 @@
-"""The training job of ``infinity train``: model, loop, progress, report."""

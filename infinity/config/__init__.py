@@ -1,1 +1,0 @@
-"""Checks what a user can choose, once, at wrap_model."""

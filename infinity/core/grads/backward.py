@@ -1,0 +1,375 @@
+"""Backward: holds units while a backward of the model needs them, and sends their gradients home.
+
+awaited    a unit that the backward holds until all its gradients have landed
+in order   with shards on several ranks, all ranks gather the same units in the same order,
+           whichever gradients each gets (`gathers_with_ranks`)
+
+A unit is held from the first use of a tensor saved from it, or from the gradient of its owner's
+output. If ranks gather in order, the backward releases it two units further on, even if gradients
+are missing.
+Units still held at the end of the outermost task are released then, because unused parameters get
+no gradient and so no hook runs for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from ... import native
+from ...errors import CapacityError, UsageError
+from ...ext.dtensor.dtensors import is_distributed, part_of
+from ..machine.sizes import round_up
+from ..machine.tiers import Tier
+from ..params.apart import apart, has_bytes, refuse_without_bytes
+from ..plan.unit_sizes import SUMMED_AT_ONCE
+from ..run.job import Job
+from ..run.operations import Operation
+from ..run.tasks import AutogradTasks
+from ..units.handle import ParamHandle, managed, raw_grad, set_raw_grad
+from ..units.unit import ParamUnit
+from .record import GradState
+
+
+class Backward:
+    """The running backward. Used from the thread that autograd runs it in."""
+
+    def __init__(self, job: Job, recover: Callable[[], None]):
+        """``recover``: recovers from an exception, if a backward is the first use after it."""
+        self.job, self._pass, self._recover = job, job.running, recover
+        self.tasks = AutogradTasks(job.scopes, job.running)
+        # Parameters without a gradient in an earlier backward.
+        self._without_grad: dict[ParamUnit, set[ParamHandle]] = {}
+        self._listeners: list[Callable[[ParamUnit], None]] = []
+        # The node of the graph that runs, and the units whose weights it has taken out.
+        self._node: Any = None
+        self._taken: set[ParamUnit] = set()
+
+    @property
+    def gathers_with_ranks(self) -> bool:
+        """Whether other ranks gather with this one in mid-backward."""
+        return self.job.reducer is not None and self.job.reducer.gathers_meanwhile
+
+    # --- units ---
+
+    def gather(self, unit: ParamUnit, *, shows: bool = True) -> None:
+        """Holds ``unit`` in a backward, whose gradients may be none of its. ``shows``: a forward of
+        an owner runs again. May block on disk and on other ranks."""
+        self.job.handed.refuse_in_backward(unit)
+        # A checkpoint ends its forward by an exception, which is none of an earlier task.
+        self.track_task()
+        if unit not in self._pass.awaited:
+            self._pass.gradients = None  # the last unit's have landed
+        self.job.prefetcher.hold(unit, backward=True, shows=shows)
+
+    def take_out(self, unit: ParamUnit) -> None:
+        """Holds ``unit`` as :meth:`hold`, and until the node of the graph that takes a weight of it
+        out is over: that takes out all of its weights before it computes."""
+        if (node := torch._C._current_autograd_node()) is not self._node:
+            self._node = node
+            self._taken.clear()
+        self._taken.add(unit)
+        self.hold(unit)
+
+    def _taken_by_node(self) -> Collection[ParamUnit]:
+        """Returns the units of which the running node has taken weights out."""
+        return self._taken if torch._C._current_autograd_node() is self._node else ()
+
+    def hold(self, unit: ParamUnit) -> None:
+        """Holds ``unit`` until its gradients of the running backward have landed. May block on disk
+        and on other ranks."""
+        self.job.uses.check(Operation.BACKWARD, "this backward")
+        refuse_without_bytes("a backward")
+        self.track_task()
+        if unit in self._pass.awaited:
+            self._pass.awaited[unit] = self._pass.awaited.pop(unit)  # most recently used
+            self.job.prefetcher.complete(unit)
+            return
+        if self.gathers_with_ranks:
+            taken = self._taken_by_node()
+            for other in [each for each in self._pass.awaited if each not in taken][:-1]:
+                self.unhold(other)
+        trained = zip(unit.handles, (param for flat in unit.flat_params for param in flat.params))
+        expected = {
+            h for h, p in trained if h.grad is not None and p.requires_grad
+        } - self._without_grad.get(unit, set())
+        with self.job.store.guarding():
+            self.gather(unit, shows=False)
+            self._pass.gradients = self._make_gradient_room(unit)
+            # After the gather, which compute waits for: a transport may run them in turn.
+            if self.job.reducer is not None:
+                self.job.reducer.reach(unit)
+        self._pass.awaited[unit] = expected
+        if self.gathers_with_ranks:
+            self._pass.expected.setdefault(unit, expected)
+        self._pass.since[unit] = time.perf_counter()
+
+    def expect_cast(self, unit: ParamUnit, dtype: torch.dtype) -> None:
+        """Makes room for gradients of ``unit``, which autocast multiplied by in ``dtype``. Its
+        copies are saved, so the backward does not hold the unit. A gradient is made in both
+        dtypes."""
+        largest = (
+            flat.largest * (flat.spec.dtype.itemsize + dtype.itemsize)
+            for flat in self.job.planned.sizes[unit.index].flat_params
+            if flat.spec.dtype is torch.float32
+        )
+        if unit not in self._pass.awaited:
+            self._expect(unit, max(largest, default=0))
+
+    def expect_sum(self, handle: ParamHandle) -> None:
+        """Makes room for the sum of a table's whole gradients, as autograd makes it. The plan has
+        one of them: uses by hand are not known before."""
+        self._expect(
+            handle.unit,
+            SUMMED_AT_ONCE * handle.param.numel() * handle.flat_param.spec.dtype.itemsize,
+        )
+
+    def _expect(self, unit: ParamUnit, nbytes: int) -> None:
+        """Makes room for ``nbytes`` of gradients of ``unit``, or as many as are planned. More than
+        these are planned from now on, as far as the budget goes."""
+        self.track_task()
+        job, planned = self.job, self.job.planned
+        sizes = planned.sizes
+        if (
+            job.device.is_host
+            and job.reducer is None
+            and nbytes > sizes[unit.index].autograd_nbytes
+        ):
+            more = round_up(
+                max(0, nbytes - max(size.autograd_nbytes for size in sizes)), native.BLOCK_NBYTES
+            )
+            if (room := job.ledger.unplanned(Tier.DEVICE)) is not None:
+                more = min(more, room)
+            planned.sizes = list(sizes)
+            planned.sizes[unit.index] = replace(sizes[unit.index], autograd_nbytes=nbytes)
+            planned.plan = planned.plan.with_gradients(more)
+            job.ledger.accounts[Tier.DEVICE].planned_nbytes += more
+            job.prefetcher.plan_gradients(more)
+        self._pass.gradients = None
+        with job.store.guarding():
+            self._pass.gradients = self._make_gradient_room(unit)
+
+    def _make_gradient_room(self, unit: ParamUnit) -> native.Charge | None:
+        """Charges the device for the gradients that autograd makes of ``unit``. An accelerator's
+        are charged as they land. Ranks evict nothing for them."""
+        if not self.job.device.is_host:
+            return None
+        nbytes = self.job.planned.sizes[unit.index].autograd_nbytes
+        if self.job.reducer is None:
+            self.job.prefetcher.make_gradient_room(nbytes)
+        what = f"the gradients of {unit.name}"
+        try:
+            return self.job.ledger.reserve(Tier.DEVICE, nbytes, what, passing=True)
+        except CapacityError:
+            self.job.prefetcher.refuse_gradients(unit, nbytes)
+            raise
+
+    def unhold(self, unit: ParamUnit) -> None:
+        """Takes the backward's hold off ``unit``, and closes its gradients' homes."""
+        if unit in self._pass.awaited:
+            del self._pass.awaited[unit]
+            self.job.traffic.mark("backward", unit.name, self._pass.since.pop(unit))
+            self.job.prefetcher.unhold(unit, shows=False)
+            self.job.gradients.homes.close_all(unit.flat_params)
+
+    def give_way(self) -> bool:
+        """Takes the hold off the unit that the backward has not used for longest, because the
+        device window is full.
+
+        The unit is gathered again if it is needed. Mostly it has a parameter without a gradient, or
+        a tied one whose other use is yet to come. Returns False if the backward can spare no unit.
+        """
+        taken = self._taken_by_node()
+        for unit in self._pass.awaited:
+            if unit not in taken and not any(unit in frame.units for frame in self._pass.frames):
+                self.unhold(unit)
+                return True
+        return False
+
+    # --- gradients ---
+
+    def accumulated(self, param: torch.Tensor, hooks: Mapping[Any, Callable] | None) -> None:
+        """Sends home a gradient that autograd accumulated in ``param``, and calls users' ``hooks``
+        on it, in between or before.
+
+        A hook sees what torch's sees, the sum of all backwards since ``zero_grad()``. On one rank
+        that is the gradient at home. On several ranks, and between the backwards of an accumulation
+        pass, it is this rank's sum, which then replaces what had landed before.
+        """
+        handle = managed(param)
+        if not hooks or not self._begin_landing(handle):
+            self.landed(param)
+            return
+        sums_first = self._pass.is_accumulating or not self.job.ranks.alone
+        if sums_first:
+            # With tensor parallelism hooks of transformers sum what comes over the mesh, once.
+            if self.job.ranks.tp_group is None:
+                self._sum_before(handle)
+        else:
+            self._land(handle)
+        try:
+            handle.is_in_hooks = sums_first
+            for hook in tuple(hooks.values()):
+                if hook(param) is not None:
+                    raise RuntimeError("Tensor post accumulate grad hooks should return None.")
+        finally:
+            handle.is_in_hooks = False
+        if sums_first and raw_grad(param) is not None:
+            self._land(handle)
+        self._has_landed(handle)
+
+    def landed(self, param: torch.Tensor) -> None:
+        """Sends home a gradient that autograd accumulated in ``param``."""
+        handle = managed(param)
+        if self._begin_landing(handle):
+            self._land(handle)
+            self._has_landed(handle)
+
+    @apart
+    def _begin_landing(self, handle: ParamHandle) -> bool:
+        """Begins a change of the gradient of ``handle``. Returns whether autograd accumulated
+        any."""
+        # Before recovery clears gradients: this one belongs to the running backward.
+        grad = raw_grad(handle.param)
+        refuse_without_bytes("a backward")
+        if grad is not None and not has_bytes(grad):
+            set_raw_grad(handle.param, None)
+            raise UsageError(
+                f"the gradient of {handle.name} is a {type(grad).__name__} on {grad.device}, which"
+                " has no bytes to send home: run the backward with real tensors, or of a model"
+                " that is not wrapped."
+            )
+        self.track_task()
+        if grad is None:
+            return False  # a weight that runs in tiles: its gradient has landed
+        self.job.gradients.changes.begin(handle)
+        return True
+
+    @apart
+    def _sum_before(self, handle: ParamHandle) -> None:
+        """Makes what autograd accumulated the sum with this rank's gradients before, which are no
+        longer there."""
+        grad = raw_grad(handle.param)
+        if not is_distributed(grad):
+            with self.job.store.guarding():
+                set_raw_grad(handle.param, self.job.gradients.take_sum(handle, grad))
+
+    @apart
+    def _land(self, handle: ParamHandle) -> None:
+        """Sends home what autograd accumulated."""
+        grad = raw_grad(handle.param)
+        if is_distributed(grad):
+            # Sums partial gradients over the mesh.
+            grad = part_of(handle.param, grad, f"the gradient of {handle.name}")
+        set_raw_grad(handle.param, None)
+        with self.job.store.guarding():
+            self.job.gradients.land(handle, grad)
+
+    @apart
+    def _has_landed(self, handle: ParamHandle) -> None:
+        """Counts a landed gradient: releases its unit after the last one."""
+        self._pass.reached.add(handle.unit)
+        self._without_grad.get(handle.unit, set()).discard(handle)
+        awaited = (self._pass.expected if self.gathers_with_ranks else self._pass.awaited).get(
+            handle.unit
+        )
+        if awaited is not None:
+            awaited.discard(handle)
+            if not awaited:
+                self._complete(handle.unit)
+
+    def _complete(self, unit: ParamUnit) -> None:
+        """Releases and reduces a unit whose gradients of this backward have all landed."""
+        if not self.gathers_with_ranks:
+            self.unhold(unit)
+        if self.job.reducer is not None:
+            self.job.reducer.ready(unit)
+        elif not self._pass.is_accumulating:
+            self._tell(unit)
+
+    def land_by_hand(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        """Sends home a gradient that autograd did not accumulate, between the backwards of an
+        accumulation pass."""
+        handle = managed(param)
+        self.job.gradients.changes.begin(handle)
+        with self.job.store.guarding():
+            self.job.gradients.land(handle, part_of(param, grad, f"the gradient of {handle.name}"))
+        self._without_grad.get(handle.unit, set()).discard(handle)
+        self._pass.backward_count += 1
+
+    def notify_if_final(self, unit: ParamUnit) -> None:
+        """Calls the listeners when ``unit``'s gradients are final: averaged over all ranks, or
+        summed over an accumulation pass."""
+        landed = any(
+            handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad
+        )
+        if landed and not self.job.prefetcher.is_held(unit):
+            self._tell(unit)
+
+    def listen(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
+        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward.
+        Returns a function that removes it."""
+        self._listeners.append(listener)
+        return partial(self._listeners.remove, listener)
+
+    def _tell(self, unit: ParamUnit) -> None:
+        for listener in tuple(self._listeners):
+            listener(unit)
+
+    # --- beginning and end ---
+
+    def track_task(self) -> None:
+        """Tracks the running autograd task, if any, so that its end releases what this backward
+        holds. May block on another thread, and recovers from an interrupted use."""
+        self.tasks.track(self.begin_task, self.end_task)
+
+    def begin_task(self) -> None:
+        """Recovers from an interrupted use, before the outermost task."""
+        self._recover()
+
+    @apart
+    def end_task(self) -> None:
+        """Ends the outermost task: takes off its holds, notes the parameters that got no gradient,
+        and ends the reductions. Every rank calls this; it may block on them."""
+        with self.job.store.guarding():
+            for handle in self.job.gradients.end_meetings():
+                self._has_landed(handle)
+        for unit, missing in (self._pass.awaited | self._pass.expected).items():
+            # Else this was torch.autograd.grad, which accumulates nothing.
+            if unit in self._pass.reached:
+                self._without_grad[unit] = self._without_grad.get(unit, set()) | missing
+        for unit in list(self._pass.awaited):
+            self.unhold(unit)
+        self._pass.gradients = self._node = None
+        self._taken.clear()
+        self._pass.expected.clear()
+        self._pass.reached.clear()
+        self._end()
+
+    def _end(self) -> None:
+        """Ends the backward. Every gradient is then on its way home, or waits for the rest of an
+        accumulation pass."""
+        job = self.job
+        job.collectives.bulk.wait_for_ordered()
+        if self._pass.is_accumulating:
+            self._pass.backward_count += 1
+            job.gradients.end_one_of_several()
+            return
+        if job.reducer is not None:
+            with job.store.guarding():
+                job.reducer.end_backward()
+        self.end_accumulation()
+
+    def end_accumulation(self) -> None:
+        """Ends one backward, or those of an accumulation pass, whose gradients have landed."""
+        job = self.job
+        job.steps.count_backwards(job.steps.backwards + 1)
+        job.gradients.end_backward()
+        job.gradients.homes.close_all([flat for unit in job.units for flat in unit.flat_params])
+        if not self._pass.frames:
+            job.prefetcher.release_idle()

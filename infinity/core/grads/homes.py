@@ -1,0 +1,148 @@
+"""GradHomes: provides the bytes of gradients at home for computing.
+
+opened     home on a disk, bytes now in a staging slot (:mod:`infinity.core.grads.opened`)
+landing    transfer home still in the device's queue (:mod:`infinity.core.grads.landing`)
+remote     the home is memory that the device cannot compute with
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+
+from ... import native
+from ..homes.store import ArrayStore
+from ..machine.device import Device, Event
+from ..machine.tiers import Tier
+from ..units.flat_param import FlatParam
+from ..units.handle import ParamHandle
+from .landing import LandingQueue
+from .opened import OpenedGrads
+
+
+class GradHomes:
+    """The homes of all gradients: device memory, host memory or disk. Used from the thread that
+    runs backward or the step."""
+
+    def __init__(
+        self, store: ArrayStore, staging: native.PinnedPool | None, *, in_flight_nbytes: int = 0
+    ):
+        self.device: Device = store.device
+        self.queue = LandingQueue(self.device, store.traffic, in_flight_nbytes)
+        self._opened = OpenedGrads(store, staging, self.queue.wait)
+
+    def rebuild(self) -> None:
+        """Sends opened gradients home after an exception. Only while no transfer is running."""
+        self.queue.rebuild()
+        self._opened.settle()
+
+    def settle(self) -> None:
+        """Sends opened gradients to disk, and waits until they are written."""
+        self._opened.settle()
+
+    def stage_in(self, staging: native.PinnedPool | None) -> None:
+        """Opens gradients of disks in ``staging`` from now on. None may be open."""
+        self._opened.stage_in(staging)
+
+    def is_remote(self, handle: ParamHandle) -> bool:
+        """Returns whether the gradient's home is memory that the device cannot compute with."""
+        return not self.device.is_host and handle.flat_param.arrays["grad"].tier is not Tier.DEVICE
+
+    def view(self, handle: ParamHandle, *, write: bool, wait: bool = True) -> torch.Tensor:
+        """Returns the whole gradient of ``handle`` as a tensor over its home. ``write``: it is
+        about to change. ``wait``: block until landing gradients have arrived."""
+        return handle.flat_param.layout.placements[handle.index].view(
+            self._flat(handle.flat_param, write=write, wait=wait)
+        )
+
+    def flat_view(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
+        """Returns the gradient's elements at home, flat, in storage order."""
+        place = handle.flat_param.layout.placements[handle.index]
+        home = self.view(handle, write=write, wait=False)
+        return home.as_strided((place.numel,), (1,), home.storage_offset())
+
+    def shard(self, handle: ParamHandle, *, write: bool, wait: bool = True) -> torch.Tensor:
+        """Returns this rank's elements of the gradient, in storage order: a flat view of their
+        home."""
+        flat_param = handle.flat_param
+        begin, end = flat_param.layout.shard_part(handle.index)
+        first = flat_param.layout.own("grad")[0]
+        return self._flat(flat_param, write=write, wait=wait)[begin - first : end - first]
+
+    def _flat(self, flat_param: FlatParam, *, write: bool, wait: bool) -> torch.Tensor:
+        """Returns the flat gradient at home. All of its bytes are defined."""
+        flat = self._bytes(flat_param, write=write, wait=wait)
+        for handle in flat_param.handles if flat_param.homes.rows is not None else ():
+            record = handle.grad
+            if record is not None and not record.are_others_zero:
+                flat = self._bytes(flat_param, write=True, wait=True)
+                for begin, end in self._spans_of(handle, without=record.rows or ()):
+                    flat[begin:end].zero_()
+                record.are_others_zero = True
+            if record is not None and write:
+                record.rows = None
+        return flat
+
+    def _bytes(self, flat_param: FlatParam, *, write: bool, wait: bool) -> torch.Tensor:
+        if wait:
+            self.queue.wait(flat_param)
+        if write:
+            flat_param.homes.inputs_change()
+        array = flat_param.arrays["grad"]
+        return (
+            array.flat
+            if array.tier is not Tier.NVME
+            else self._opened.flat(flat_param, write=write)
+        )
+
+    @staticmethod
+    def _spans_of(handle: ParamHandle, *, without: Collection[int]) -> list[tuple[int, int]]:
+        """Returns the elements of the rows of ``handle`` that are not in ``without``."""
+        rows, place = (
+            handle.flat_param.homes.rows,
+            handle.flat_param.layout.placements[handle.index],
+        )
+        each = place.numel // rows.count
+        return [
+            (place.offset + row * each, place.offset + (row + 1) * each)
+            for row in range(rows.count)
+            if row not in without
+        ]
+
+    def rows_view(self, handle: ParamHandle, *, wait: bool = True) -> torch.Tensor:
+        """Returns the gradient of experts at home, ``[rows, elements]``, of which single rows are
+        about to be set: the others are as they are."""
+        flat = self._bytes(handle.flat_param, write=True, wait=wait)
+        place = handle.flat_param.layout.placements[handle.index]
+        return flat[place.offset : place.end].view(handle.flat_param.homes.rows.count, -1)
+
+    def whole(self, flat_param: FlatParam) -> torch.Tensor:
+        """Returns this rank's whole flat gradient on the device, if its home is whole (ZeRO-1)."""
+        flat_param.homes.wait_running()
+        return self._flat(flat_param, write=True, wait=True).to(self.device.where)
+
+    def close_flat_param(self, flat_param: FlatParam) -> list[native.Ticket]:
+        """Sends a flat param's opened gradients to disk. Returns tickets that must complete before
+        they can be read at home."""
+        self._opened.close(flat_param)
+        landing = self.queue.of(flat_param)
+        ticket = self.device.ticket(landing) if landing else None
+        written = (
+            flat_param.arrays["grad"].extent.writes_under_way()
+            if "grad" in flat_param.arrays
+            else None
+        )
+        return [each for each in (ticket, written) if each is not None]
+
+    def close_all(self, flat_params: Iterable[FlatParam]) -> None:
+        """Sends gradients home that were held back, and the opened ones of ``flat_params`` to
+        disk."""
+        self.queue.begin()
+        for flat_param in flat_params:
+            self._opened.close(flat_param)
+
+    def landing_of(self, flat_param: FlatParam) -> list[Event]:
+        """Lists the events that must complete before the device can read a flat param's gradients
+        at home."""
+        return self.queue.of(flat_param)

@@ -1,0 +1,250 @@
+"""Lander: adds a gradient to its home: in place, or in the copy queue to the host beside the
+compute.
+
+home       a tensor over the bytes at home; a function if they are first brought into memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ..homes.store import ArrayStore
+from ..machine.tiers import Tier
+from ..units.handle import ParamHandle
+from .changes import GradChanges, multiply
+from .homes import GradHomes
+from .norms import LandingNorms
+
+TakeNorm = Callable[[torch.Tensor, float], torch.Tensor]
+
+
+class Lander:
+    """Sends gradients and averages home. Used from the thread that runs backward or the step."""
+
+    def __init__(
+        self, homes: GradHomes, store: ArrayStore, changes: GradChanges, norms: LandingNorms
+    ):
+        self._homes, self._device, self._store, self._changes, self._norms = (
+            homes,
+            homes.device,
+            store,
+            changes,
+            norms,
+        )
+
+    def land(self, handle: ParamHandle, grad: torch.Tensor, *, adds: bool) -> None:
+        """Sets the gradient of ``handle`` to ``grad``, or adds ``grad`` to it (``adds``)."""
+        if _lands_by_rows(handle, adds=adds):
+            self._land_rows(handle, grad, self._norms.of, adds=adds)
+        elif self._device.overlaps and handle.flat_param.arrays["grad"].tier is not Tier.DEVICE:
+            self.beside(handle, *self._flat(handle, grad), adds=adds)
+        else:
+            self._here(
+                handle,
+                partial(self._homes.view, handle, write=True),
+                grad,
+                self._norms.of,
+                adds=adds,
+            )
+
+    def land_rows(
+        self, handle: ParamHandle, ids: torch.Tensor, rows: torch.Tensor, *, adds: bool
+    ) -> None:
+        """Adds ``rows`` at ``ids`` to the gradient of ``handle``, or to zeros (not ``adds``).
+        Blocks until what landed before has arrived."""
+        with self._store.traffic.copying("device->host", rows.nbytes, handle.name):
+            handle.flat_param.homes.wait_running()
+            home = self._homes.view(handle, write=True)
+            if adds:
+                self._changes.apply_factors(handle, home)
+            else:
+                home.zero_()
+            home.index_add_(0, ids.to(home.device), rows.to(home.device, home.dtype))
+        handle.grad.norm = None
+
+    def _land_rows(
+        self, handle: ParamHandle, grad: torch.Tensor, take_norm: TakeNorm, *, adds: bool
+    ) -> None:
+        """Lands a gradient of experts: the rows that are not zero. The others' bytes at home stay
+        undefined until somebody wants them. The norm of a sum is taken if it is asked for."""
+        record, flat_param = handle.grad, handle.flat_param
+        rows, before = _rows_of(handle, grad), record.rows if adds else frozenset()
+        order = None if adds else self._norms.order
+        beside = self._device.overlaps and flat_param.arrays["grad"].tier is not Tier.DEVICE
+        values = grad.to(flat_param.spec.grad_dtype) if beside or not adds else grad
+        flat_param.homes.wait_running()
+        there = self._homes.rows_view(handle, wait=not beside)
+        each, factors = values.reshape(len(there), -1), list(record.factors)
+        norm = torch.empty((), dtype=torch.float32, device=self._device.where)
+
+        def send() -> None:
+            for row in sorted(rows | before):
+                self._send_row(there[row], each[row], factors if row in before else None, adds=adds)
+            if order is not None:
+                norm.copy_(take_norm(values, order))
+
+        nbytes = there[:1].nbytes * len(rows | before)
+        if beside:
+            record.landing = self._homes.queue.send(
+                flat_param, send, nbytes, handle.name, values, norm
+            )
+        else:
+            with self._store.traffic.copying("device->host", nbytes, handle.name):
+                send()
+            if self._device.is_host:
+                self._device.note_freed(grad.nbytes)  # by the caller
+        record.factors.clear()
+        record.norm = None if order is None else (order, norm)
+        record.rows, record.are_others_zero = rows | before, adds and record.are_others_zero
+
+    def _send_row(
+        self,
+        home: torch.Tensor,
+        value: torch.Tensor,
+        factors: list[float] | None,
+        *,
+        adds: bool,
+    ) -> None:
+        """Sets the expert's gradient at ``home`` to ``value``, or adds it as to a whole gradient.
+        ``factors``: of what is there; None: nothing is."""
+        if not adds:
+            home.copy_(value, non_blocking=True)
+            return
+        if factors is None:
+            total = torch.zeros_like(home, device=self._device.where)
+        else:
+            total = home if self._device.is_host else home.to(self._device.where, non_blocking=True)
+            multiply(total, factors)
+        total.add_(value)
+        if total is not home:
+            home.copy_(total, non_blocking=True)
+
+    def land_shard(self, handle: ParamHandle, own: torch.Tensor, *, adds: bool) -> None:
+        """Sets this rank's shard of the gradient to ``own``, or adds it (``adds``). ``own`` is
+        flat, in storage order."""
+        is_remote = self._homes.is_remote(handle)
+        if _lands_by_rows(handle, adds=adds):
+            self._land_rows(handle, own, self._norms.of_shard, adds=adds)
+        elif is_remote:
+            handle.flat_param.homes.wait_running()
+            home = self._homes.shard(handle, write=True, wait=False)
+            self.beside(handle, home, own, self._norms.of_shard, adds=adds)
+        else:
+            self._here(
+                handle,
+                partial(self._homes.shard, handle, write=True),
+                own,
+                self._norms.of_shard,
+                adds=adds,
+            )
+        if is_remote:
+            # Not held back: averages also land outside of a backward, where none would be torn.
+            self._homes.queue.begin()
+
+    def _here(
+        self,
+        handle: ParamHandle,
+        home: Callable[[], torch.Tensor],
+        value: torch.Tensor,
+        take_norm: TakeNorm,
+        *,
+        adds: bool,
+    ) -> None:
+        """Lands ``value`` at ``home()``. Also takes the requested norm while the bytes are in
+        cache, which saves a second read, perhaps from disk."""
+        record, flat_param = handle.grad, handle.flat_param
+        # 0: it stays on the device
+        nbytes = value.numel() * flat_param.spec.grad_dtype.itemsize if self._device.is_host else 0
+        with self._store.traffic.copying("device->host", nbytes, handle.name):
+            flat_param.homes.wait_running()
+            there = home()
+            if adds:
+                self._changes.apply_factors(handle, there)
+                there.add_(value)
+            else:
+                there.copy_(value)
+            order = self._norms.order
+            record.norm = None if order is None else (order, take_norm(there, order))
+        if self._device.is_host:
+            self._device.note_freed(value.nbytes)  # by the caller
+
+    def beside(
+        self,
+        handle: ParamHandle,
+        home: torch.Tensor,
+        value: torch.Tensor,
+        take_norm: TakeNorm,
+        *,
+        adds: bool,
+    ) -> None:
+        """Lands ``value`` in the copy queue to the host, beside the compute. The sum and the norm
+        are computed on the device, so both are the same for every home."""
+        record, flat_param, where = handle.grad, handle.flat_param, self._device.where
+        factors = list(record.factors)
+        order = self._norms.order
+        norm = torch.empty((), dtype=torch.float32, device=where) if order is not None else None
+
+        def send() -> None:
+            total = value
+            if adds:
+                total = (
+                    home
+                    if self._device.is_host
+                    else torch.empty_like(home, device=where).copy_(home, non_blocking=True)
+                )
+                multiply(total, factors).add_(value)
+            if total is not home:
+                home.copy_(total, non_blocking=True)
+            if norm is not None:
+                norm.copy_(take_norm(total, order))
+
+        read = [value] if norm is None else [value, norm]
+        record.landing = self._homes.queue.send(flat_param, send, home.nbytes, handle.name, *read)
+        record.factors.clear()
+        record.norm = None if norm is None else (order, norm)
+
+    def _flat(
+        self, handle: ParamHandle, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, TakeNorm]:
+        """Returns the gradient's elements at home, flat; those of ``grad`` in the same order; and
+        the function that takes their norm."""
+        flat_param = handle.flat_param
+        flat_param.homes.wait_running()
+        place = flat_param.layout.placements[handle.index]
+        home = self._homes.flat_view(handle, write=True)
+        if grad.stride() != place.stride or grad.dtype != flat_param.spec.grad_dtype:
+            laid_out = torch.empty_strided(
+                place.shape,
+                place.stride,
+                dtype=flat_param.spec.grad_dtype,
+                device=self._device.where,
+            )
+            grad = laid_out.copy_(grad)
+
+        def take_norm(total: torch.Tensor, order: float) -> torch.Tensor:
+            return self._norms.of(
+                total.as_strided(place.shape, place.stride, total.storage_offset()), order
+            )
+
+        return (
+            home,
+            grad.detach().as_strided((place.numel,), (1,), grad.storage_offset()),
+            take_norm,
+        )
+
+
+def _lands_by_rows(handle: ParamHandle, *, adds: bool) -> bool:
+    is_whole_at_home = adds and handle.grad.rows is None
+    return handle.flat_param.homes.rows is not None and not is_whole_at_home
+
+
+def _rows_of(handle: ParamHandle, grad: torch.Tensor) -> frozenset[int]:
+    """Returns the experts whose gradient has another bit than those of zeros."""
+    rows = grad.detach().reshape(handle.flat_param.homes.rows.count, -1).contiguous()
+    if rows.storage_offset() * rows.itemsize % torch.int64.itemsize:
+        rows = rows.clone()  # a part of another gradient, which cannot be read as words
+    some = rows.view(torch.int64).any(dim=1)  # much faster than by its values
+    return frozenset(torch.nonzero(some).flatten().tolist())

@@ -1,0 +1,217 @@
+"""Tables: lands the gradient of an embedding's weight use by use, without whole ones in between.
+
+table   the weight of an Embedding, and often of the head that shares it
+lookup  a use by an Embedding: its gradient comes as the rows that were looked up
+whole   a use by a Linear: its gradient has every row
+
+Autograd alone makes a whole gradient for each lookup, and keeps the head's until the last lookup's:
+three tables at once. Here each use's gradient leaves autograd as it is made, and they meet at home
+(:mod:`infinity.core.grads.meeting`), added in autograd's order.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ...ext.pipeline.shared import is_shared
+from ...ext.tiles.tiles import GradUse
+from ..machine import graph_nodes
+from ..params.apart import apart
+from ..params.parameter import users_hooks
+from ..params.transforms import are_running
+from ..run.context import ForwardContext
+from ..run.replaced_forward import ReplacedForward, own_forward
+from ..units.handle import DisableTorchFunction, handle_of, raw_hooks
+from .meeting import Meeting, lookup_gradient
+
+# A smaller table's gradients are not worth the Python that each use costs.
+WORTH_NBYTES = 1024 * 1024
+
+
+def tables_of(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
+    """Finds the tables of ``model`` whose gradients land use by use, and the modules of each."""
+    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if type(param) is nn.Parameter:
+                users.setdefault(param, []).append((module, name))
+    return {
+        param: [module for module, _ in using]
+        for param, using in users.items()
+        if param.dim() == 2 and param.nbytes >= WORTH_NBYTES and param.is_contiguous()
+        if any(isinstance(module, nn.Embedding) for module, _ in using) and not is_shared(param)
+        if all(name == "weight" and _is_user(module) for module, name in using)
+    }
+
+
+def _is_user(module: nn.Module) -> bool:
+    if isinstance(module, nn.Embedding):
+        return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+    return isinstance(module, nn.Linear)
+
+
+class Table:
+    """One table of a job."""
+
+    def __init__(self, find: Callable[[], ForwardContext], param: nn.Parameter):
+        self._find, self.param = find, param
+        self._uses: list[weakref.ref] = []  # of graphs that may still run backward
+
+    def is_tracked(self) -> bool:
+        """Tells whether the running forward's use of the weight gets a gradient of its own."""
+        return torch.is_grad_enabled() and self.param.requires_grad and not are_running()
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether layers use autocast's copy of the weight. All of them share it, and autograd adds
+        their gradients in its dtype before it makes one of the weight's. Lookups are not cast."""
+        return torch.is_autocast_enabled(self.param.device.type)
+
+    def add(self, ctx: Any) -> None:
+        """Adds a use: the node of a lookup, which has its ids, or of a whole use."""
+        ctx.table, ctx.handle, ctx.ran_in = self, handle_of(self.param), -1
+        self._uses = [use for use in self._uses if use() is not None] + [weakref.ref(ctx)]
+
+    def meet(self, ctx: Any) -> tuple[GradUse, Meeting | None]:
+        """Tells what the running backward does with the gradient of ``ctx``'s use, and where it
+        meets the others'. None: autograd adds them."""
+        accumulator = ctx.next_functions[-1][0]
+        use, task = GradUse.of(accumulator), torch._C._current_graph_task_id()
+        ctx.ran_in = task
+        handle = handle_of(self.param)
+        if (
+            use is not GradUse.ACCUMULATED
+            or torch.is_grad_enabled()  # create_graph=True
+            or handle is None
+            or handle is not ctx.handle
+            or handle.grad is None
+            or self._is_watched()
+        ):
+            return use, None
+        context = self._find()
+        context.track_backward()
+        alive = [other for ref in self._uses if (other := ref()) is not None]
+        # Those of this backward that are still to come.
+        coming = [
+            other
+            for other in alive
+            if other.ran_in != task and torch._C._will_engine_execute_node(other)
+        ]
+        # Without a gradient of their own: `F.linear(x, table.weight)`, a penalty on the weight.
+        references = graph_nodes.references(accumulator)
+        others = 2 if references is None else references - len(alive)
+        ids = [other.ids for other in (ctx, *coming) if other.ids is not None]
+        wholes = sum(other.ids is None for other in (ctx, *coming))
+        with context.store.guarding():
+            meeting = context.gradients.meet(handle, task, ids, wholes, others)
+        if meeting is None and len(alive) + others > 1:
+            context.expect_sum(handle)
+        return use, meeting
+
+    def _is_watched(self) -> bool:
+        """Tells whether a user's hook has to see the whole gradient."""
+        with DisableTorchFunction():
+            hooks = self.param._backward_hooks
+        return bool(hooks) or bool(users_hooks(self.param)) or len(raw_hooks(self.param)) > 1
+
+    @apart
+    def land(self, grad: torch.Tensor) -> None:
+        """Lands a whole use's gradient, but for the rows that meet those of lookups."""
+        context = self._find()
+        with context.store.guarding():
+            context.gradients.land(handle_of(self.param), grad)
+
+
+class Lookup(torch.autograd.Function):
+    """Looks up rows of a table, as ``F.embedding`` does."""
+
+    @staticmethod
+    def forward(ctx, ids, weight, padding_idx: int | None, table: Table):
+        ctx.ids, ctx.padding_idx = ids.detach(), padding_idx
+        table.add(ctx)
+        return F.embedding(ids, weight, padding_idx)
+
+    @staticmethod
+    def backward(ctx, dy):
+        table: Table = ctx.table
+        use, meeting = table.meet(ctx)
+        if use is GradUse.NONE:
+            return None, None, None, None
+        if meeting is not None:
+            meeting.add(ctx.ids, dy, ctx.padding_idx)
+            return None, None, None, None
+        rows = table.param.shape[0]
+        return None, lookup_gradient(dy, ctx.ids, rows, ctx.padding_idx), None, None
+
+
+class WholeUse(torch.autograd.Function):
+    """Gives a table to a layer that uses all of it. Returns an alias."""
+
+    @staticmethod
+    def forward(ctx, weight, table: Table):
+        ctx.ids = None
+        table.add(ctx)
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx, dw):
+        use, meeting = ctx.table.meet(ctx)
+        if meeting is None:
+            return (None if use is GradUse.NONE else dw), None
+        ctx.table.land(dw)
+        return None, None
+
+
+class _Uses(TorchFunctionMode):
+    """Finds the uses of a table inside its module's forward, also of a subclass."""
+
+    def __init__(self, table: Table):
+        self._table = table
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        table, kwargs = self._table, kwargs or {}
+        if len(args) > 1 and args[1] is table.param:
+            if func is F.embedding:
+                padding_idx = kwargs.get("padding_idx")
+                if padding_idx is not None and padding_idx < 0:
+                    padding_idx += table.param.shape[0]
+                return Lookup.apply(args[0], args[1], padding_idx, table)
+            if func is F.linear and not table.is_cast:
+                alias = WholeUse.apply(args[1], table)
+                return func(args[0], alias, *args[2:], **kwargs)
+        return func(*args, **kwargs)
+
+
+def install_tables(
+    find: Callable[[], ForwardContext], tables: Mapping[nn.Parameter, list[nn.Module]]
+) -> list[ReplacedForward]:
+    """Replaces the forward of every module of ``tables`` by one whose uses of the weight are told
+    apart. Returns the replacements."""
+    removers = []
+    for param, modules in tables.items():
+        table = Table(find, param)
+        removers += [ReplacedForward(module, _forward(module, table)) for module in modules]
+    return removers
+
+
+def _forward(module: nn.Module, table: Table) -> Callable[..., Any]:
+    forward = own_forward(module)
+
+    @functools.wraps(forward)
+    def told_apart(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not table.is_tracked():
+            return forward(*args, **kwargs)
+        with _Uses(table):
+            return forward(*args, **kwargs)
+
+    return told_apart

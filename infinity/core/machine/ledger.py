@@ -1,0 +1,110 @@
+"""Ledger: the bytes charged to every tier, against its budget.
+
+charge  bytes of a tier that are in use, for as long as it is held
+plan    the most that a tier is expected to be charged, known before the first step
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from ... import native
+from ...errors import CapacityError
+from .sizes import format_nbytes
+from .tiers import BUDGETS, Tier
+
+
+@dataclass(eq=False)
+class Ledger:
+    """Charges every byte that the engine holds to its tier, and refuses charges over the budget.
+
+    ``accounts``: for each tier the bytes charged now, their peak, those planned, and the limit
+    (None: none). A :class:`native.Charge` frees its bytes when it is released or collected.
+    ``share``: this rank's part of the machine's host and NVMe budgets, as users give them.
+    """
+
+    share: Fraction = Fraction(1)
+    accounts: dict[Tier, native.Account] = field(
+        default_factory=lambda: {tier: native.Account() for tier in Tier}
+    )
+
+    def __post_init__(self) -> None:
+        _ledgers.add(self)
+
+    def limit(self, tier: Tier, *, budget_nbytes: int | None, planned_nbytes: int) -> None:
+        """Sets the budget of ``tier`` (None: none) and its planned bytes."""
+        self.accounts[tier].budget_nbytes, self.accounts[tier].planned_nbytes = (
+            budget_nbytes,
+            planned_nbytes,
+        )
+
+    def admit(self, tier: Tier, nbytes: int, what: str) -> native.Charge:
+        """Charges bytes that were not planned, and adds them to those planned. Raises as
+        :meth:`reserve`."""
+        charge = self.reserve(tier, nbytes, what)
+        self.accounts[tier].planned_nbytes += nbytes
+        return charge
+
+    def reserve(
+        self, tier: Tier, nbytes: int, what: str, *, passing: bool = False
+    ) -> native.Charge:
+        """Charges ``nbytes`` for ``what``. ``passing``: at most for the running forward or
+        backward. Raises CapacityError, with nothing charged, if over the budget."""
+        account = self.accounts[tier]
+        charge = account.charge(nbytes, passing)
+        if charge is None:
+            raise self._refusal(tier, nbytes, what)
+        return charge
+
+    # Apart: a frame with its own error in a name would keep the graph of a forward that failed.
+    def _refusal(self, tier: Tier, nbytes: int, what: str) -> CapacityError:
+        charged, budget = self.accounts[tier].charged_nbytes, self.accounts[tier].budget_nbytes or 0
+        share = 1 if tier is Tier.DEVICE else self.share
+        given, least = math.ceil(budget / share), math.ceil((charged + nbytes) / share)
+        name = BUDGETS[tier]
+        error = CapacityError(
+            f"{what} needs {format_nbytes(nbytes)} of {tier} memory, but"
+            f" {format_nbytes(charged)} of {format_nbytes(budget)} is in use. Raise {name} by"
+            f" at least {format_nbytes(least - given)}: Config({name}={least})"
+        )
+        error.needed = {name: charged + nbytes}
+        return error
+
+    def check(self, tier: Tier, nbytes: int, what: str) -> None:
+        """Raises CapacityError if :meth:`reserve` would, with nothing charged. Before several are
+        made, so that the error names all of them."""
+        self.reserve(tier, nbytes, what).release()
+
+    def room(self, tier: Tier) -> int | None:
+        """Returns the bytes of ``tier`` that may still be charged; None without a limit."""
+        account = self.accounts[tier]
+        return (
+            None
+            if account.budget_nbytes is None
+            else max(0, account.budget_nbytes - account.charged_nbytes)
+        )
+
+    def unplanned(self, tier: Tier) -> int | None:
+        """Returns the bytes of ``tier`` that may still be planned; None without a limit."""
+        account = self.accounts[tier]
+        return (
+            None
+            if account.budget_nbytes is None
+            else max(0, account.budget_nbytes - account.planned_nbytes)
+        )
+
+    def forget_passing(self) -> None:
+        """Releases the charges of an abandoned forward or backward, even if still referenced."""
+        for account in self.accounts.values():
+            account.forget_passing()
+
+
+_ledgers: weakref.WeakSet[Ledger] = weakref.WeakSet()
+
+
+def ledgers() -> list[Ledger]:
+    """Lists the ledgers of this process's engines."""
+    return list(_ledgers)

@@ -1,0 +1,93 @@
+"""Sizes: parses, formats and rounds byte counts."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from ...errors import ConfigError
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _UNITS[_letter + "ib"] = _UNITS[_letter] = 1024**_power
+    _UNITS[_letter + "b"] = 1000**_power
+
+MOST_NBYTES = 1 << 60  # of a budget
+_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+MOST_SECONDS = 1e10  # of a duration: 300 years
+
+
+def parse_nbytes(value: int | str | None, name: str) -> int | None:
+    """Parses bytes from ``48_000_000``, ``"48GiB"`` or ``"1.5 GB"``; None stays None. Raises
+    ConfigError that names ``name``."""
+    if value is None:
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_NBYTES:
+        return value
+    if isinstance(value, str) and (
+        match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+    ):
+        number, unit = match.groups()
+        if (
+            unit.lower() in _UNITS
+            and (nbytes := float(number) * _UNITS[unit.lower()]) <= MOST_NBYTES
+        ):
+            return int(nbytes)
+    shown = repr(value) if len(str(value)[:100]) < 100 else f"{str(value)[:60]!r}..."
+    raise ConfigError(
+        f"{name}={shown} is not a size: give bytes as a whole number, or text such as '48GiB' or"
+        " '500MB'"
+    )
+
+
+def parse_seconds(value: float | str, name: str) -> float:
+    """Parses a duration from seconds, or text as ``"30s"``, ``"15m"``, ``"6h"``, ``"2d"``. Raises
+    ConfigError that names ``name``."""
+    if isinstance(value, str) and (
+        match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+    ):
+        value = float(match[1]) * _SECONDS.get(match[2].lower(), math.nan)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if 0 <= value <= MOST_SECONDS:
+            return float(value)
+    raise ConfigError(
+        f"{name}={str(value)[:60]!r} is not a duration: give seconds, or text such as '30s', '15m',"
+        " '6h' or '2d'"
+    )
+
+
+def format_nbytes(nbytes: float) -> str:
+    """Formats bytes: ``1536`` -> ``"1.5 KiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Formats seconds to three digits: ``4e-05`` -> ``"40 us"``."""
+    shown = float(f"{seconds:.3g}")
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if abs(shown) >= scale:
+            return (
+                f"{shown / scale:,.0f} {unit}"
+                if abs(shown) >= 1000
+                else f"{shown / scale:.3g} {unit}"
+            )
+    return f"{shown / 1e-9:.3g} ns" if shown else "0 s"
+
+
+def format_count(count: int, what: str) -> str:
+    """Formats a count: ``(1, "step")`` -> ``"1 step"``, ``(2000, "step")`` -> ``"2,000 steps"``."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def round_up(value: int, multiple: int) -> int:
+    """Returns the smallest multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def round_down(value: int, multiple: int) -> int:
+    """Returns the largest multiple of ``multiple`` that is at most ``value``."""
+    return value // multiple * multiple

@@ -1,0 +1,175 @@
+"""Traffic: counts the bytes on each edge between two tiers, and the step's waits for them.
+
+busy    seconds with at least one transfer in flight on the edge
+stall   seconds that the training thread waited for it
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from ...tools.watch.timeline import COLLECTIVES, EDGES, Timeline
+
+logger = logging.getLogger(__name__)
+
+UPDATES = "optimizer"  # what the compute waits for if weights are still being updated
+DATA = "data"  # what the loop waits for before a step
+OTHER_RANKS = "other ranks"
+COMPUTE = "compute"  # and Python: what is no wait
+# What a step waits for -> the edges
+WAITS = {"copies": ("host->device", "device->host"), "disk": ("nvme->host", "host->nvme")}
+
+
+def shares_of(seconds: float, waits: Mapping[str, float]) -> dict[str, float]:
+    """Returns the share of ``seconds`` that each of ``waits`` took, and the compute. They sum to
+    1."""
+    waited = sum(waits.values())
+    total = max(seconds, waited)
+    if not total:
+        return {COMPUTE: 1.0} | dict.fromkeys(waits, 0.0)
+    return {COMPUTE: (total - waited) / total} | {
+        name: wait / total for name, wait in waits.items()
+    }
+
+
+def shares_text(shares: Mapping[str, float]) -> str:
+    """Writes shares as "compute 62 %, disk 11 %", without those below half a percent."""
+    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
+
+
+@dataclass
+class EdgeTraffic:
+    """Totals of one edge since the model was wrapped."""
+
+    nbytes: int = 0
+    busy_seconds: float = 0.0
+    stall_seconds: float = 0.0
+
+
+@dataclass
+class Traffic:
+    """The four edges of one engine, the bytes received from other ranks, the waits for updates
+    since they were last taken, and the timeline, if any."""
+
+    edges: dict[str, EdgeTraffic] = field(
+        default_factory=lambda: {edge: EdgeTraffic() for edge in EDGES}
+    )
+    collectives: dict[str, EdgeTraffic] = field(
+        default_factory=lambda: {name: EdgeTraffic() for name in COLLECTIVES}
+    )
+    # Bytes of the transfers whose seconds are counted: a device's are counted when they are over.
+    timed: Counter[str] = field(default_factory=Counter)
+    updates: EdgeTraffic = field(default_factory=EdgeTraffic)  # only its stalls are counted
+    data: EdgeTraffic = field(default_factory=EdgeTraffic)  # of loaders that are watched
+    update_waits: list[float] = field(default_factory=list)
+    timeline: Timeline | None = None
+
+    def take_update_waits(self) -> list[float]:
+        """Returns the seconds of each wait for an update, and forgets them."""
+        taken, self.update_waits = self.update_waits, []
+        return taken
+
+    def waits(self) -> dict[str, float]:
+        """Returns the seconds that the training thread has waited, by what for."""
+        found = {
+            name: sum(self.edges[edge].stall_seconds for edge in edges)
+            for name, edges in WAITS.items()
+        }
+        others = sum(collective.stall_seconds for collective in self.collectives.values())
+        return found | {
+            UPDATES: self.updates.stall_seconds,
+            OTHER_RANKS: others,
+            DATA: self.data.stall_seconds,
+        }
+
+    def mark(
+        self,
+        lane: str,
+        name: str,
+        start: float,
+        end: float | None = None,
+        *,
+        ready: float | None = None,
+        **details,
+    ) -> None:
+        """Adds work that ended now (or at ``end``) to the timeline. ``ready``: when all was there
+        that it starts from."""
+        if self.timeline is not None:
+            end = time.perf_counter() if end is None else end
+            self.timeline.add(lane, name, start, end, ready=ready, **details)
+
+    @contextmanager
+    def stalled(self, edge: str, what: str = "") -> Iterator[None]:
+        """Counts the block's duration as a stall of the training thread on ``edge``: one of the
+        edges, a collective, :data:`UPDATES` or :data:`DATA`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.stood_still(edge, what, start, time.perf_counter())
+
+    def stood_still(self, edge: str, what: str, start: float, end: float) -> None:
+        """Counts a stall of the compute on ``edge``."""
+        if edge == UPDATES:
+            counted = self.updates
+            self.update_waits.append(end - start)
+        elif edge == DATA:
+            counted = self.data
+        else:
+            counted = self.edges.get(edge) or self.collectives[edge]
+        counted.stall_seconds += end - start
+        self.mark("stalled", f"{edge} {what}".strip(), start, end)
+
+    def rate(self, edge: str) -> float | None:
+        """Returns the bytes per second of the copies over ``edge`` that are over; None if there are
+        none."""
+        seconds = self.edges[edge].busy_seconds
+        return self.timed[edge] / seconds if self.timed[edge] and seconds else None
+
+    def copied(
+        self,
+        edge: str,
+        nbytes: int,
+        what: str,
+        start: float,
+        end: float,
+        *,
+        is_counted: bool = False,
+    ) -> None:
+        """Counts a copy made beside the training thread. ``is_counted``: its bytes were when it was
+        launched."""
+        traffic = self.edges[edge]
+        traffic.nbytes += 0 if is_counted else nbytes
+        traffic.busy_seconds += end - start
+        self.timed[edge] += nbytes
+        self.mark(edge, what, start, end)
+
+    def received(self, collective: str, nbytes: int, what: str, start: float | None) -> None:
+        """Counts bytes received from other ranks by a collective that ends now. ``start``: None if
+        the host does not know its duration, which is then not counted."""
+        now, traffic = time.perf_counter(), self.collectives[collective]
+        traffic.nbytes += nbytes
+        if start is None:
+            return
+        traffic.busy_seconds += now - start
+        self.mark(collective, what, start, now)
+
+    @contextmanager
+    def copying(self, edge: str, nbytes: int, what: str = "") -> Iterator[None]:
+        """Counts a copy of ``nbytes`` by the training thread itself: both busy and stalled."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            traffic = self.edges[edge]
+            traffic.nbytes += nbytes
+            traffic.busy_seconds += seconds
+            traffic.stall_seconds += seconds
+            self.timed[edge] += nbytes
+            self.mark(edge, what, start, nbytes=nbytes)

@@ -1,0 +1,214 @@
+"""Books: ``optimizer.state``, which shows the state that the engine steps with.
+
+OptimizerBooks   torch's mapping of parameters to their state. Values are at home: one is read when
+                 its key is looked up, and written when it is set
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..step.context import StepContext
+from ..units.handle import ParamHandle, handle_of
+from .state_entry import Shown, StateAtHome, StateEntry
+
+Owner = Callable[[], tuple[StepContext, list[dict[str, Any]]]]  # the context and the groups
+
+
+class OptimizerBooks(Shown, defaultdict):
+    """``optimizer.state`` of one wrapped model. ``moments``: torch's name of each -> array.
+    ``by_class``: its class steps."""
+
+    def __init__(
+        self,
+        owner: Owner,
+        moments: dict[str, str],
+        *,
+        counts_steps: bool,
+        by_class: bool = False,
+    ):
+        defaultdict.__init__(self, dict)
+        self._owner = owner
+        self.homes = StateAtHome(
+            lambda: owner()[0], moments, counts_steps=counts_steps, by_class=by_class
+        )
+
+    # --- the mapping ---
+
+    def __getitem__(self, key: Any) -> Any:
+        if not dict.__contains__(self, key):
+            handle = self._handle(key)
+            homes = None if handle is None else self.homes
+            dict.__setitem__(self, key, StateEntry(homes=homes, handle=handle))
+        return dict.__getitem__(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if (handle := self._handle(key)) is None:
+            dict.__setitem__(self, key, value)
+            return
+        if value is dict.get(self, key, self):
+            return
+        value = dict(value)
+        self.homes.check(handle, value)
+        self._drop(key, handle)
+        self[key].update(value)
+
+    def __delitem__(self, key: Any) -> None:
+        if key not in self:
+            raise KeyError(key)
+        if (handle := self._handle(key)) is not None:
+            self._drop(key, handle)
+        else:
+            dict.pop(self, key)
+
+    def _drop(self, key: torch.nn.Parameter, handle: ParamHandle) -> None:
+        """Resets a parameter's state. An entry that a user may hold keeps its values."""
+        if (entry := dict.pop(self, key, None)) is not None:
+            entry.part()
+        self.homes.restart(handle)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        if key not in self and default:
+            return default[0]
+        if key not in self:
+            raise KeyError(key)
+        value = self[key]
+        del self[key]
+        return value
+
+    def __contains__(self, key: Any) -> bool:
+        return dict.__contains__(self, key) or (
+            self._handle(key) is not None and self._is_kept(handle_of(key))
+        )
+
+    def __iter__(self) -> Iterator:
+        context, groups = self._owner()
+        params = dict.fromkeys(param for group in groups for param in group["params"])
+        there = {
+            param
+            for param in params
+            if self._handle(param) is not None and self._is_kept(handle_of(param))
+        }
+        yield from [key for key in params if key in there or dict.__contains__(self, key)]
+        others = [
+            handle.param
+            for handle in context.trained
+            if self._is_kept(handle) and handle.param not in params
+        ]
+        yield from dict.fromkeys(
+            [*others, *(key for key in dict.__iter__(self) if key not in params)]
+        )
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def clear(self) -> None:
+        for key in list(self):
+            del self[key]
+
+    def replace(self, state: Mapping) -> None:
+        """Replaces all state, as ``optimizer.state = state`` does."""
+        if state is self:
+            return
+        given = {
+            key: dict(value) if isinstance(value, Mapping) else value
+            for key, value in state.items()
+        }
+        for key, value in given.items():
+            if (handle := self._handle(key)) is not None:
+                self.homes.check(handle, value)
+        self.clear()
+        self.update(given)
+
+    def _handle(self, key: Any) -> ParamHandle | None:
+        """Returns the handle of a parameter that is stepped; None for any other key."""
+        handle = handle_of(key) if isinstance(key, torch.nn.Parameter) else None
+        return (
+            handle
+            if handle is not None
+            and handle.grad is not None
+            and handle.engine.uses is (context := self._owner()[0]).uses
+            and context.steps_flat_param(handle.flat_param)
+            else None
+        )
+
+    def _is_kept(self, handle: ParamHandle) -> bool:
+        return handle.has_state and bool(self.homes.names_of(handle))
+
+    # --- values that are not at home ---
+
+    def give_up(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Forgets ``params``, which another optimizer steps from now on. Idempotent."""
+        for param in params:
+            dict.pop(self, param, None)
+        self.homes.forget_partial()
+
+    def own_values(self) -> dict[Any, Any]:
+        """Returns copies of the values that are not at home, with the user's own keys."""
+        found = ((key, dict.__getitem__(self, key)) for key in dict.__iter__(self))
+        return {
+            key: {name: _copied(each) for name, each in value.own.items()}
+            if isinstance(value, StateEntry)
+            else value
+            for key, value in found
+        }
+
+    def own_of(self, param: torch.nn.Parameter) -> dict[Any, Any]:
+        """Returns the values of a parameter that are not at home."""
+        entry = dict.get(self, param)
+        return entry.own if isinstance(entry, StateEntry) else {}
+
+    def put_own(self, param: torch.nn.Parameter, values: Mapping[Any, Any]) -> None:
+        """Sets values of a parameter that are not at home. A tensor that a user may hold gets the
+        new values, as in torch."""
+        if values:
+            own = self[param]
+            for name, value in values.items():
+                kept = dict.get(own, name)
+                if same_form(value, kept) and not kept.is_inference():
+                    kept.copy_(value)
+                else:
+                    dict.__setitem__(own, name, value)
+
+    def take_own(self, state: Mapping) -> None:
+        """Replaces the values that are not at home by copies of those of ``state``: a step changes
+        its tensors in place."""
+        dict.clear(self)
+        self.homes.forget_partial()
+        at_home = self.homes.keys
+        for key, values in state.items():
+            if self._handle(key) is None:
+                dict.__setitem__(self, key, dict(values) if isinstance(values, Mapping) else values)
+            elif own := {name: value for name, value in values.items() if name not in at_home}:
+                dict.update(self[key], {name: _copied(value) for name, value in own.items()})
+
+
+def _copied(value: Any) -> Any:
+    with torch.inference_mode(False):  # else a step could not change it in place
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def same_form(one: Any, other: Any) -> bool:
+    """Tells whether both are tensors, of the same shape, dtype and device."""
+    return (
+        isinstance(one, torch.Tensor)
+        and isinstance(other, torch.Tensor)
+        and (one.shape, one.dtype, one.device)
+        == (
+            other.shape,
+            other.dtype,
+            other.device,
+        )
+    )

@@ -1,0 +1,167 @@
+"""ForwardEdits: finds the changes that a forward made to its own parameters, and sends them
+home."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from ...errors import UsageError
+from ...ext.dtensor.dtensors import is_common, is_distributed, local_of
+from ...ranks.collectives import Collectives
+from ..homes.store import ArrayStore
+from ..run.journal import Journal
+from ..units.encoding import same_bits
+from ..units.flat_param import FlatParam
+from ..units.handle import DisableTorchFunction, own_bytes
+from .tensors import fingerprint
+
+COMPARED_FIRST = 4  # times that a unit is resident: two forwards with their backwards
+
+
+def _count(param: torch.Tensor) -> int:
+    """Returns torch's version counter; for a DTensor, the sum of its own and its local part's."""
+    return param._version + (local_of(param)._version if is_distributed(param) else 0)
+
+
+class ForwardEdits:
+    """Changes of one unit's parameters while they are resident, by version counter or, for
+    ``.data``, by comparison."""
+
+    def __init__(self, flat_params: Sequence[FlatParam]):
+        self._flat_params = flat_params
+        # With the value before, if home does not have it.
+        self._watched: dict[torch.nn.Parameter, torch.Tensor | None] = {}
+        self._versions: list[int] = []  # torch's counters when the parameters became resident
+        # No counter shows changes of DTensors through .data or detach(). They are compared the
+        # first times, and always after a change was found.
+        self._distributed = [
+            param for flat in flat_params for param in flat.params if is_distributed(param)
+        ]
+        self._compared = 0
+        self._edited: set[torch.nn.Parameter] = set()
+        self._prints: dict[torch.nn.Parameter, int] = {}
+
+    def begin(self, exported: Sequence[torch.nn.Parameter] = ()) -> None:
+        """Begins to watch for changes, before compute. ``exported``: parameters that may be changed
+        in a way that torch does not count."""
+        self._watched.clear()
+        self._versions = self._counts()
+        compared = self._distributed if self._compared < COMPARED_FIRST else self._edited
+        self._prints = {param: fingerprint(own_bytes(param)) for param in (*compared, *exported)}
+        self._compared += bool(self._distributed)
+
+    @contextmanager
+    def adding_rows(self) -> Iterator[None]:
+        """Lets more bytes of the parameters come in the block, which is no change of them."""
+        own = {p: at for p, at in self._prints.items() if fingerprint(own_bytes(p)) == at}
+        try:
+            yield
+        finally:  # else rows of a read that failed would be sent home as an edit
+            self._prints |= {param: fingerprint(own_bytes(param)) for param in own}
+
+    def forget(self) -> None:
+        """Drops everything watched."""
+        self._watched.clear()
+        self._prints = {}
+
+    def watch(self, param: torch.nn.Parameter, data: torch.Tensor, can_be_compared: bool) -> None:
+        """Watches for changes of ``param`` through ``data``. ``can_be_compared``: with the value at
+        home."""
+        if param not in self._watched:
+            self._watched[param] = None if can_be_compared else data.clone()
+
+    def knows(self, param: torch.nn.Parameter) -> bool:
+        """Tells whether any change of ``param`` will be found, however it is made."""
+        return param in self._prints or param in self._watched
+
+    def look(self) -> bool:
+        """Tells whether any parameter was changed, or given to a user who may have changed it."""
+        for param, before in self._prints.items():
+            # On every data rank: each has the whole local part.
+            if fingerprint(own_bytes(param)) != before:
+                if is_distributed(param):
+                    self._edited.add(param)
+                self._watched.setdefault(param, None)
+        return self._counts() != self._versions or bool(self._watched)
+
+    def _counts(self) -> list[int]:
+        with DisableTorchFunction():
+            return [_count(param) for flat in self._flat_params for param in flat.params]
+
+    def find(self) -> list[torch.nn.Parameter]:
+        """Lists the parameters that were changed. One given to a user is compared with its value
+        before, or counts as changed if that was not kept."""
+        if not self.look():
+            return []
+        params = [param for flat in self._flat_params for param in flat.params]
+        return [
+            param
+            for param, counted in zip(params, self._versions)
+            if _count(param) != counted or self._differs(param)
+        ]
+
+    def take_back(self) -> None:
+        """Restores the values before of the parameters that home would not have."""
+        for param, before in self._watched.items():
+            if before is not None:
+                own_bytes(param).copy_(local_of(before))
+
+    def _differs(self, param: torch.nn.Parameter) -> bool:
+        before = self._watched.get(param)
+        if before is None:
+            return param in self._watched
+        return not same_bits(own_bytes(param), local_of(before)).all()
+
+    def write(
+        self,
+        store: ArrayStore,
+        journal: Journal,
+        collectives: Collectives,
+        *,
+        compresses: bool,
+        stays: bool,
+    ) -> None:
+        """Sends every change home. If any parameter was changed, ranks compare it, so every rank
+        calls this.
+
+        ``compresses``: gathered weights differ from home. ``stays``: the device's bytes are the
+        home. Raises UsageError if a change cannot be distinguished from the value before.
+        """
+        params = [
+            (flat, i, param) for flat in self._flat_params for i, param in enumerate(flat.params)
+        ]
+        for (flat_param, index, param), counted in zip(params, self._versions):
+            if _count(param) == counted and param not in self._watched:
+                continue
+            before = self._watched.get(param)
+            name = param._infinity.name
+            collectives.same(
+                f"changing {name} in a forward", own_bytes(param), over_tensors=is_common(param)
+            )
+            if compresses and before is None:
+                raise UsageError(
+                    f"{name} was changed in place inside a forward, but it came there compressed."
+                    " Change it through .data, inside infinity.full_params(..., writeback=True),"
+                    " or set compress_gathers=False."
+                )
+            if stays and before is None:
+                if "master" not in flat_param.arrays:
+                    continue  # the device's bytes are the master
+                raise UsageError(
+                    f"{name} was changed in place inside a forward, and its master cannot follow. "
+                    "Change it through .data, or inside infinity.full_params(..., writeback=True)."
+                )
+            parts = flat_param.changes(store, index, own_bytes(param), before=before)
+            version = flat_param.weight.extent.version
+            param._infinity.forward_edits += 1
+            write = partial(flat_param.write_changes, store, index, parts, version=version)
+            journal.carry_out(partial(self._finish, param, write))
+
+    def _finish(self, param: torch.nn.Parameter, write: Callable[[], None]) -> None:
+        """Writes a change home. Can be called again."""
+        write()
+        self._watched.pop(param, None)  # from here on nobody may restore the value before

@@ -1,0 +1,131 @@
+"""State dicts: fills ``state_dict()`` from the homes, and writes ``load_state_dict()``, and edits
+of the former, to them."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from contextlib import nullcontext
+from functools import partial
+from types import MethodType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ...errors import InfinityError, UsageError
+from ...ext.dtensor.dtensors import like
+from ...ext.packed.packed import CARRIERS, filled, own_tensors
+from ...ext.pipeline.parts import parts_of
+from ..run.engine import Engine
+from ..run.operations import Operation
+from ..run.replaced_forward import ReplacedForward
+from ..units.handle import ParamHandle, handle_of
+from .handed_tensor import VALUE
+
+
+def install_state_dict(engine: Engine, model: nn.Module) -> list:
+    """Installs hooks that put full tensors into state dicts, and refuse a load that would replace
+    the parameters. Returns their removers."""
+    job = engine.job
+    removers = []
+
+    def fill(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
+        with job.handed.filling(state):
+            # As in torch, the values can be changed, even if the caller is in inference mode.
+            with (
+                torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+            ):
+                fill_here(module, state, prefix)
+
+    def fill_here(module: nn.Module, state: dict, prefix: str) -> None:
+        with job.uses.operation(Operation.STATE_DICT):
+            for name, param in module._parameters.items():
+                value = state.get(prefix + name)
+                # With keep_vars the value is the Parameter itself, and stays so.
+                if (
+                    value is not None
+                    and (handle := handle_of(param)) is not None
+                    and not isinstance(value, nn.Parameter)
+                ):
+                    state[prefix + name] = _full_value(engine, handle, state)
+            if CARRIERS in module.__dict__:
+                for name, value in state.items():
+                    if name.startswith(prefix) and not isinstance(value, nn.Parameter):
+                        # An inner tensor at rest may have been detached past its own rules.
+                        packed = module._parameters.get(name.removeprefix(prefix))
+                        state[name] = filled(value if packed is None else packed)
+
+    def before_load(module, state, prefix, metadata, strict, missing, unexpected, errors) -> None:
+        job.uses.check(Operation.LOAD_STATE_DICT)
+        if metadata.get("assign_to_params_buffers"):
+            raise UsageError(
+                "load_state_dict(assign=True) would replace managed parameters: load without assign"
+            )
+
+    for module in dict.fromkeys(module for part in parts_of(model) for module in part.modules()):
+        is_owner = any(handle_of(param) is not None for param in own_tensors(module))
+        if is_owner:
+            removers.append(module._register_state_dict_hook(fill))
+            removers.append(_raise_as_they_are(module))
+        if own_dicts := _with_own_state_dicts(module) if module in parts_of(model) else ():
+            removers.append(module._register_state_dict_hook(partial(_fill_own, own_dicts)))
+        if is_owner or module in parts_of(model):  # before any buffer is loaded
+            removers.append(module.register_load_state_dict_pre_hook(before_load))
+    return removers
+
+
+class _Messages(list):
+    """The messages of a ``load_state_dict``, to which torch adds one for each exception of a copy.
+    Raises one of ours instead, as it is: the rest is not loaded."""
+
+    def append(self, message: str) -> None:
+        if isinstance(error := sys.exception(), InfinityError):
+            raise error
+        super().append(message)
+
+
+def _raise_as_they_are(module: nn.Module) -> ReplacedForward:
+    """Lets our errors pass through torch's ``load_state_dict`` of ``module``."""
+    given, reference = module.__dict__.get("_load_from_state_dict"), weakref.ref(module)
+
+    def load(*args: Any) -> None:
+        here = cast("nn.Module", reference())
+        found = _Messages()
+        try:
+            (given or MethodType(type(here)._load_from_state_dict, here))(*args[:-1], found)
+        finally:
+            args[-1].extend(found)
+
+    return ReplacedForward(module, load, "_load_from_state_dict")
+
+
+def _with_own_state_dicts(root: nn.Module) -> list[str]:
+    """Lists the paths of packed layers inside ``root`` whose class makes its state dict itself, and
+    so calls no hook (HQQ)."""
+    return [
+        path
+        for path, module in root.named_modules()
+        if CARRIERS in module.__dict__ and type(module).state_dict is not nn.Module.state_dict
+    ]
+
+
+def _fill_own(paths: list[str], _module: nn.Module, state: dict, prefix: str, _: dict) -> None:
+    """Fills the entries of the modules at ``paths``."""
+    for name, value in state.items():
+        if any(name.startswith(f"{prefix}{path}.") for path in paths):
+            state[name] = filled(value)
+
+
+def _full_value(engine: Engine, handle: ParamHandle, state: dict) -> torch.Tensor:
+    """Returns the value of a parameter. A tied one is one tensor under all its names in a state
+    dict, as in torch."""
+    job = engine.job
+    known = engine.tied_copies.get(handle, lambda: None)()
+    if known is not None and any(value is known for value in state.values()):
+        return known
+    value = like(handle.param, handle.flat_param.read_value(job.store, handle.index))
+    job.handed.watch(handle, VALUE, value)
+    if len(handle.names) > 1:
+        engine.tied_copies[handle] = weakref.ref(value)
+    return value

@@ -1,0 +1,139 @@
+"""ValueEdits: writes values home that were set outside the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import FrameType
+
+import torch
+
+from ...errors import InfinityError, UsageError
+from ...ext.dtensor.dtensors import is_common, part_of
+from ...ranks.collectives import Collectives, in_turn
+from ..homes.store import ArrayStore
+from ..run.journal import Journal
+from ..run.prefetch import Prefetcher
+from ..run.step_counter import StepCounter
+from ..units.handle import ParamHandle
+from . import mistakes
+
+
+class ValueEdits:
+    """Writes values of parameters at home. Used from one thread, inside a use of the engine."""
+
+    def __init__(
+        self,
+        store: ArrayStore,
+        prefetcher: Prefetcher,
+        journal: Journal,
+        collectives: Collectives,
+        steps: StepCounter,
+    ):
+        self._store, self._prefetcher, self._journal, self._collectives, self._steps = (
+            store,
+            prefetcher,
+            journal,
+            collectives,
+            steps,
+        )
+        # The load that was refused, and the reason.
+        self._refused: tuple[FrameType | None, str] = None, ""
+
+    def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """Sets the parameter to ``value``, master included. Every rank calls this. Raises
+        UsageError if other ranks set another value.
+
+        [Note: why the whole load is refused] After an error torch's load_state_dict() continues
+        with the next parameter. So the rest of that load is refused before ranks meet for it.
+        Otherwise ranks at different parameters would never meet at the same one.
+        """
+        load = mistakes.caller("torch/nn/modules/module.py", "load_state_dict")
+        refused, error = self._refused
+        if refused is not None and refused is load:
+            raise UsageError(
+                f"{handle.name} is not loaded, since the load was refused before: {error}"
+            )
+        self._refused = None, ""
+        try:
+            self._write_value(handle, value)
+        except InfinityError as error:
+            self._refused = load, str(error)
+            raise
+
+    def _write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        value = part_of(handle.param, value.detach(), f"setting {handle.name}").expand(
+            tuple(handle.flat_param.layout.placements[handle.index].shape)
+        )
+        flat = handle.flat_param.flattened(value, handle.index)
+        self._prefetcher.release_all([handle.unit])
+        is_there = False
+        # Optimizer state was loaded first: it may include this value's master.
+        if handle.has_loaded_master:
+            holds = handle.flat_param.holds(self._store, handle.index, value)
+            is_there = bool(self._collectives.least([holds], f"setting {handle.name}")[0])
+
+        def change() -> None:
+            if not is_there:
+                handle.changed()
+                handle.note_edit(value)
+                handle.flat_param.write_flattened(
+                    self._store, handle.index, flat, version=self._steps.index
+                )
+
+        def meet(then: Callable[[], None]) -> None:
+            same = handle.flat_param.collectives.same
+            same(f"setting {handle.name}", value, over_tensors=is_common(handle.param), then=then)
+
+        self._journal.carry_out(change, meet)
+
+    def write_changes(
+        self,
+        edited: Sequence[tuple[ParamHandle, torch.Tensor]],
+        what: str,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Sends home the elements that differ from the parameters' values; other elements keep the
+        bits of their master. All or nothing. Every rank makes the same change, named ``what``.
+        ``then`` ends it."""
+        self._prefetcher.release_all([handle.unit for handle, _ in edited])
+        found = [
+            (handle, value, handle.flat_param.changes(self._store, handle.index, value))
+            for handle, value in edited
+        ]
+
+        def change() -> None:
+            for handle, value, parts in found:
+                handle.changed()
+                handle.note_edit(value)
+                handle.flat_param.write_changes(
+                    self._store, handle.index, parts, version=self._steps.index
+                )
+            then()
+
+        self._journal.carry_out(change, partial(self._meet, edited, what))
+
+    def _meet(
+        self,
+        edited: Sequence[tuple[ParamHandle, torch.Tensor]],
+        what: str,
+        then: Callable[[], None],
+    ) -> None:
+        """Compares ``edited`` with the other ranks. Calls ``then`` as soon as all are known to be
+        equal."""
+        collectives, comparisons = self._collectives, []
+        views = dict.fromkeys((collectives, collectives.of_experts))
+        for view in views if collectives.ranks.data_size > 1 else ():
+            values = [value for handle, value in edited if handle.flat_param.collectives is view]
+            comparisons.append(partial(view.same, f"{what} with {len(values)} edited", *values))
+        if collectives.ranks.tp_group is not None:
+            common = [value for handle, value in edited if is_common(handle.param)]
+            comparisons.append(
+                partial(
+                    collectives.same,
+                    f"{what} with {len(common)} edited that all have",
+                    *common,
+                    over_tensors=True,
+                )
+            )
+        in_turn(comparisons, then)

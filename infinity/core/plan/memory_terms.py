@@ -1,0 +1,252 @@
+"""Memory terms: adds up each part's bytes per tier, for given homes and buffer sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ... import native
+from ...config import Config
+from ...ext.gpu_direct.gpu_direct import SLACK_NBYTES
+from ...ext.shared_homes.arena import KEPT_DATA, kept_data_nbytes
+from ..machine.device import Device
+from ..machine.sizes import round_up
+from ..machine.tiers import Tier
+from ..step.device_slots import DEVICE_SLOTS
+from ..step.slots import needed_device_slot_nbytes, optimizer_slot_nbytes
+from ..units.flat_param_spec import ARRAYS, home_of
+from .memory_plan import BUFFERS, GRADIENTS, LADDER, MemoryPlan, Rung, term_of
+from .unit_sizes import CHECKSUMMED, UnitSize
+
+# Staged: one accumulates, one is written, one is read for a parameter used twice.
+GRADS_AT_ONCE = 3
+ACTIVATION_SLOTS = 8  # four transfers at once, of up to two slots each
+# Copies of the largest gradient: being read, being converted, being added to the one at home.
+GRADS_IN_FLIGHT = 3
+SAVE = "a save beside the training"  # the name of its bytes in plans
+TO_BE_AVERAGED, OF_OTHER_RANKS = "gradients to be averaged", "gradients of other ranks"
+SAVE_NBYTES = 20 * 1024 * 1024  # the least
+CHECKSUM_ENTRY_NBYTES = 4
+FLOAT32_NBYTES = 4
+
+
+class MemoryTerms:
+    """The sum of a plan, with a reason beside each term."""
+
+    def __init__(
+        self,
+        units: Sequence[UnitSize],
+        config: Config,
+        homes: tuple[Tier, Tier, Tier],
+        rung: Rung,
+        held_nbytes: int,
+        device: Device,
+        *,
+        gpu_direct: bool = False,
+        buffers_nbytes: int = 0,
+    ):
+        """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weight
+        bytes that a forward holds at once. ``gpu_direct``: reads may bypass
+        host memory. ``buffers_nbytes``: of the model's buffers."""
+        self._gpu_direct, self._buffers_nbytes = gpu_direct, buffers_nbytes
+        self._units, self._config, self._rung, self._held, self._device = (
+            units,
+            config,
+            rung,
+            held_nbytes,
+            device,
+        )
+        self._params, self._optimizer, self._grad = homes
+        self._flat_params = [flat for unit in units for flat in unit.flat_params]
+        self._stepped = [flat for flat in self._flat_params if flat.spec.stepped]
+        self._whole_units = [unit for unit in units if not unit.tile_nbytes]
+        self.tiers = {name: home_of(name, *homes) for name in ARRAYS}
+        self.terms: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
+
+    def plan(self) -> MemoryPlan:
+        """Adds up all terms to a plan. Call once."""
+        for name, tier in self.tiers.items():
+            self._add(
+                tier,
+                term_of(name),
+                sum(flat.nbytes(name) for flat in self._flat_params),
+            )
+        staging, grads, activations = (
+            self._staging(),
+            self._grad_staging(),
+            self._activation_staging(),
+        )
+        gpu_direct = self._add(
+            Tier.DEVICE,
+            "staged weights",
+            staging + SLACK_NBYTES if staging and self._gpu_direct else 0,
+        )
+        slot, service = self._slot(), self._service()
+        self._add(self._tier_of_buffers, BUFFERS, self._buffers_nbytes)
+        self._add(Tier.HOST, KEPT_DATA, kept_data_nbytes())
+        self._add_ranks()
+        landing, device_slot = self._device_step()
+        self._class_step()
+        window, autograd = self._window()  # take the rest of a budget
+        return MemoryPlan(
+            tiers=self.tiers,
+            units_ahead=self._rung.units_ahead,
+            staging_nbytes=staging,
+            grad_staging_nbytes=grads,
+            activation_staging_nbytes=activations,
+            slot_count=self._rung.slot_count,
+            slot_nbytes=slot,
+            service_nbytes=service,
+            device_window_nbytes=window,
+            autograd_nbytes=autograd,
+            landing_nbytes=landing,
+            gpu_direct_nbytes=gpu_direct,
+            device_slot_nbytes=device_slot,
+            terms=self.terms,
+        )
+
+    @property
+    def _tier_of_buffers(self) -> Tier:
+        """The tier charged for the model's buffers, which stay on the compute device. If the CPU
+        computes that is the host, unless only the device's budget was given."""
+        config = self._config
+        only_device = config.host_memory is None and config.device_memory is not None
+        return Tier.DEVICE if only_device or not self._device.is_host else Tier.HOST
+
+    def _add(self, tier: Tier, what: str, nbytes: int) -> int:
+        if nbytes:
+            self.terms[tier][what] = self.terms[tier].get(what, 0) + nbytes
+        return nbytes
+
+    def _staging(self) -> int:
+        shards = sorted((unit.shard_nbytes for unit in self._whole_units), reverse=True)
+        nbytes = sum(shards[: 1 + self._rung.units_ahead]) if self._params is Tier.NVME else 0
+        return self._add(Tier.HOST, "staged weights", nbytes)
+
+    def _grad_staging(self) -> int:
+        sizes = sorted((flat.nbytes("grad") for flat in self._flat_params), reverse=True)
+        count = 1 if self._rung is LADDER[-1] else GRADS_AT_ONCE
+        return self._add(
+            Tier.HOST, "staged gradients", sum(sizes[:count]) if self._grad is Tier.NVME else 0
+        )
+
+    def _activation_staging(self) -> int:
+        each = max(self._rung.service_nbytes, native.CHECKSUM_NBYTES)
+        return self._add(
+            Tier.HOST,
+            "staged activations",
+            ACTIVATION_SLOTS * each if self._config.activations == "nvme" else 0,
+        )
+
+    def _slot(self) -> int:
+        slot = optimizer_slot_nbytes(self._flat_params, self.tiers, self._rung.chunk)
+        self._add(Tier.HOST, "optimizer slots", self._rung.slot_count * slot)
+        return slot
+
+    def _service(self) -> int:
+        blocks = (
+            sum(self.terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES
+            + len(self._flat_params) * CHECKSUMMED
+        )
+        service = (
+            self._rung.service_nbytes if Tier.NVME in self.tiers.values() else native.BLOCK_NBYTES
+        )
+        self._add(Tier.HOST, "service buffer", service)
+        self._add(
+            Tier.HOST, "checksums", CHECKSUM_ENTRY_NBYTES * blocks if self.terms[Tier.NVME] else 0
+        )
+        return service
+
+    def _add_ranks(self) -> None:
+        """Adds the terms that only several ranks need."""
+        flat_params = self._flat_params
+        if node_size := max((flat.node_size for flat in flat_params), default=0):
+            self._add(
+                Tier.DEVICE,
+                "node shards",
+                sum(flat.whole_nbytes("weight") for flat in flat_params) // node_size,
+            )
+        averaged = [flat for flat in self._stepped if flat.is_averaged]  # reduced whole
+        if averaged:
+            whole = max(flat.whole_nbytes("grad") for flat in averaged)
+            if not any(flat.whole_grad for flat in flat_params):
+                # Filled while weights of the same units are held; one waits, and one more is being
+                # reduced.
+                ratio = max(
+                    flat.spec.grad_dtype.itemsize / flat.spec.dtype.itemsize for flat in averaged
+                )
+                filled = round_up(int(self._held * ratio), native.BLOCK_NBYTES)
+                self._add(Tier.DEVICE, TO_BE_AVERAGED, 2 * whole + filled)
+            # As received, and their sum in fp32, also of each replica; plus a whole gradient whose
+            # home is not this memory.
+            sums = max(FLOAT32_NBYTES * (flat.numel // flat.shards) for flat in averaged)
+            replicas = max(flat.replicas for flat in averaged)
+            of_replicas = (replicas + 1) * sums if replicas > 1 else 0
+            own = whole * (not self._device.is_host) * any(flat.whole_grad for flat in flat_params)
+            self._add(Tier.DEVICE, OF_OTHER_RANKS, 2 * whole + of_replicas + own)
+
+    def _least_window(self) -> int:
+        """Returns the weights gathered at once: the most held, plus one unit. In the backward the
+        next unit arrives while the last one's gradients are still accumulated."""
+        sharded = any(unit.is_sharded for unit in self._units)
+        if self._params is Tier.DEVICE and not sharded:
+            return 0
+        sizes = [unit.weight_nbytes for unit in self._whole_units]
+        largest, total = max(sizes, default=0), sum(sizes)
+        least = self._held + largest
+        if self._config.device_memory is None:
+            least += self._device.overlaps * largest  # one more is being copied meanwhile
+        return total if sharded and self._config.shard != "parameters" else min(least, total)
+
+    def _window(self) -> tuple[int, int]:
+        """Adds the weights gathered at once, and the gradients that autograd makes of a unit.
+        Within the least budget the window makes room for them, as far as it is larger than what is
+        held; the rest of a larger one is theirs first, then for more weights."""
+        config, window, autograd = self._config, self._least_window(), self._autograd_nbytes()
+        tile = max((unit.tile_nbytes for unit in self._units), default=0)
+        if config.device_memory is not None:
+            rest = int(config.device_memory) - tile - sum(self.terms[Tier.DEVICE].values())
+            averaged = any(unit.is_averaged for unit in self._units)  # ranks evict nothing
+            least = max(0, autograd - max(0, window - self._held)) if not averaged else autograd
+            autograd = max(least, min(autograd, rest - window))
+            # With params="auto", units get a home in the rest instead.
+            if window and config.params != "auto":
+                total = sum(unit.weight_nbytes for unit in self._whole_units)
+                window = min(total, max(window, rest - autograd))
+        self._add(Tier.DEVICE, "gathered weights", window)
+        self._add(Tier.DEVICE, "a tile", tile)
+        self._add(Tier.DEVICE, GRADIENTS, autograd)
+        return window, autograd
+
+    def _autograd_nbytes(self) -> int:
+        """Counts the gradients that autograd makes of a unit before they land. An accelerator's are
+        counted as gradients on their way. Several ranks have room for averages, which a backward
+        does not need while autograd adds up a tied weight's."""
+        if not self._device.is_host:
+            return 0
+        most = max((unit.autograd_nbytes for unit in self._units), default=0)
+        of_device = self.terms[Tier.DEVICE]
+        most -= sum(of_device.get(term, 0) for term in (TO_BE_AVERAGED, OF_OTHER_RANKS))
+        return round_up(max(0, most), native.BLOCK_NBYTES)
+
+    def _device_step(self) -> tuple[int, int]:
+        """Adds in-flight gradients of a device whose memory the CPU cannot access, and slots for
+        state that it steps."""
+        landing = device_slot = 0
+        if not self._device.is_host and self._stepped:
+            landing = max(flat.nbytes("grad") for flat in self._flat_params)
+            self._add(Tier.DEVICE, "gradients on their way", GRADS_IN_FLIGHT * landing)
+            homes = {self._params, self._optimizer, self._grad}
+            if Tier.DEVICE in homes and len(homes) > 1:  # the device steps it, and the rest passes
+                device_slot = needed_device_slot_nbytes(self._units)
+                self._add(Tier.DEVICE, "optimizer slots", DEVICE_SLOTS * device_slot)
+        return landing, device_slot
+
+    def _class_step(self) -> None:
+        """Adds the values of the parameter that is stepped by its class, where they are read and
+        where they are computed with."""
+        nbytes = max((flat.class_step_nbytes for flat in self._stepped), default=0)
+        self._add(Tier.HOST, "a parameter's step", nbytes)
+        kept = sum(flat.kept_nbytes for flat in self._stepped)
+        self._add(Tier.HOST, "sums of the optimizer's class", kept)
+        if not self._device.is_host:
+            self._add(Tier.DEVICE, "a parameter's step", nbytes)

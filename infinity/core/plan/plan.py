@@ -1,0 +1,232 @@
+"""make_plan: chooses the tier of every array and the size of every buffer, before anything moves.
+
+A plan is made from sizes alone; the ledger enforces it later. If a budget is too small for the most
+generous plan, smaller ones are tried in order. If none fits, the error gives the least workable
+budget.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ...choices import AUTO
+from ...config import Config
+from ...errors import ConfigError, InternalError
+from ..machine.device import Device
+from ..machine.tiers import Tier
+from ..machine.traffic import Traffic
+from .budgets import Budgets, budget_too_small
+from .memory_plan import LADDER, MemoryPlan, Rung
+from .memory_terms import MemoryTerms
+from .placement import no_room_for_shadows, use_what_is_left
+from .step_traffic import step_cost
+from .unit_sizes import UnitSize
+
+
+def make_plan(
+    units: Sequence[UnitSize],
+    config: Config,
+    *,
+    held_nbytes: int,
+    free: Mapping[Tier, int] | None = None,
+    device: Device | None = None,
+    reuses: bool = False,
+    buffers_nbytes: int = 0,
+) -> MemoryPlan:
+    """Makes the fastest plan within the budgets. ``held_nbytes``: the most weight bytes held at
+    once. ``free``: bytes of a tier without a budget (None: measured now). ``device``: the compute
+    device (None: the CPU). ``reuses``: a pass uses the same weights for several micro-batches, as
+    pipeline stages do. ``buffers_nbytes``: of the model's buffers, which stay on the device.
+
+    Raises CapacityError with the least workable budget, ConfigError if a home has no folder.
+    """
+    check_folders(config)
+    if config.speculate and any(flat.whole_grad for unit in units for flat in unit.flat_params):
+        raise ConfigError(
+            "speculate=True with shard='optimizer': gradients are averaged over the ranks in the"
+            " step itself, so that nothing can be updated before. Use shard='gradients', or leave"
+            " speculate=False."
+        )
+    device = device or Device(torch.device("cpu"), Traffic())
+    budgets = Budgets(config, free, device)
+    choices = _Choices(units, config, device, budgets, held_nbytes, buffers_nbytes, reuses)
+    fitting, least, budgets = choices.plans()
+    if fitting:
+
+        def cost(plan: MemoryPlan) -> tuple:
+            return config.speculate and not plan.shadowed, step_cost(plan, units)
+
+        plan = min(fitting, key=cost)
+        if config.speculate and not plan.shadowed and choices.are_stepped:
+            raise no_room_for_shadows(plan, units, budgets)
+        return plan
+    if least is None:
+        raise InternalError("no plan was tried")
+    if least.planned_nbytes(Tier.NVME) and not config.nvme_paths:
+        raise ConfigError(
+            "something has its home on NVMe, but nvme_paths is empty: name a folder on the disk"
+            " to use"
+        )
+    over = budgets.over(least)
+    tight = max(over, key=over.__getitem__)
+    raise budget_too_small(least, tight, budgets, config, of_stages=reuses)
+
+
+@dataclass(frozen=True)
+class _Choices:
+    """The choices of homes and rungs for ``units``, and what they have to fit."""
+
+    units: Sequence[UnitSize]
+    config: Config
+    device: Device
+    budgets: Budgets
+    held_nbytes: int
+    buffers_nbytes: int
+    reuses: bool
+
+    @property
+    def are_stepped(self) -> bool:
+        """Whether the optimizer steps any of the units."""
+        return any(flat.spec.stepped for unit in self.units for flat in unit.flat_params)
+
+    def plans(self) -> tuple[list[MemoryPlan], MemoryPlan | None, Budgets]:
+        """Makes the plans that fit, at most one for each choice of homes. Also returns the one that
+        exceeds its budgets least, None if none does, and those budgets."""
+        fitting: list[MemoryPlan] = []
+        least: MemoryPlan | None = None
+        least_budgets = self.budgets
+        for homes in self._homes():
+            budgets = self._budgets_of(homes)
+            for rung in LADDER:
+                plan = self._plan_of(homes, rung)
+                if not budgets.over(plan):
+                    fitting.append(self._filled(plan, budgets))
+                    if self.config.speculate and not fitting[-1].shadowed:
+                        continue  # a less generous rung may leave room for shadows
+                    break  # a less generous rung would cache little more, with less look-ahead
+                if least is None or budgets.excess(plan) < least_budgets.excess(least):
+                    least, least_budgets = plan, budgets
+        return fitting, least, least_budgets
+
+    def _budgets_of(self, homes: tuple[Tier, Tier, Tier]) -> Budgets:
+        chosen = zip(homes, (self.config.params, self.config.optimizer))
+        if any(home is Tier.DEVICE and given == AUTO for home, given in chosen):
+            return self.budgets.of_one_memory()
+        return self.budgets
+
+    def _homes(self) -> Iterator[tuple[Tier, Tier, Tier]]:
+        config, device = self.config, self.device
+        for params, optimizer in _homes(config, device, stepped=self.are_stepped):
+            for grad in _grad_homes(params, optimizer, self.units, config, device):
+                yield params, optimizer, grad
+
+    def _plan_of(self, homes: tuple[Tier, Tier, Tier], rung: Rung) -> MemoryPlan:
+        """Adds up one choice of homes and rung. Includes device memory for the road from disk, if
+        the device has one and it fits."""
+        config, device = self.config, self.device
+        add_up = partial(
+            MemoryTerms,
+            self.units,
+            config,
+            homes,
+            rung,
+            self.held_nbytes,
+            device,
+            buffers_nbytes=self.buffers_nbytes,
+        )
+        gpu_direct = homes[0] is Tier.NVME and device.reads_disks(
+            config.nvme_paths, config.checksums
+        )
+        plan = add_up(gpu_direct=gpu_direct).plan()
+        return add_up().plan() if gpu_direct and self.budgets.over(plan) else plan
+
+    def _filled(self, plan: MemoryPlan, budgets: Budgets) -> MemoryPlan:
+        units, config, device = self.units, self.config, self.device
+        return use_what_is_left(plan, units, config, budgets, device, reuses=self.reuses)
+
+
+def check_folders(config: Config) -> None:
+    """Raises ConfigError if a folder of ``nvme_paths`` does not exist."""
+    for path in config.nvme_paths:
+        if not os.path.isdir(path):
+            raise ConfigError(f"nvme_paths: there is no folder {path}. Create it, or name another.")
+
+
+def _homes(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier, Tier]]:
+    """Returns the homes of (weights, optimizer state) that the configuration allows, fastest first.
+    Raises ConfigError if the device allows none of them."""
+    everywhere = [tier for tier in Tier if tier is not Tier.NVME or config.nvme_paths]
+    params = everywhere if config.params == "auto" else [Tier(config.params)]
+    optimizer = everywhere if config.optimizer == "auto" else [Tier(config.optimizer)]
+    if not device.is_host and stepped:
+        allowed = [
+            homes
+            for homes in itertools.product(params, optimizer)
+            if _is_steppable(homes, config, device)
+        ]
+        if device.memory is not None and device.memory.is_unified:
+            in_place = [_in_place(homes, config, device) for homes in allowed]
+            allowed = list(dict.fromkeys([*in_place, *allowed]))
+        if not allowed:
+            raise ConfigError(
+                f"params={config.params!r} with optimizer={config.optimizer!r}: what is at home on"
+                f" {device.where} is stepped there, which needs kernels"
+                f" ({device.kernels_refusal or 'which are there'}) and all other state in memory."
+                " Use params='host' and optimizer='host', or 'auto'."
+            )
+        return sorted(
+            allowed, key=lambda homes: (sum(list(Tier).index(home) for home in homes), homes)
+        )
+    speed = list(Tier).index
+    # Weights move twice a step and state once each way, but state is several times as large.
+    return sorted(
+        itertools.product(params, optimizer),
+        key=lambda homes: (speed(homes[0]) + speed(homes[1]), homes),
+    )
+
+
+def _grad_homes(
+    params: Tier, optimizer: Tier, units: Sequence[UnitSize], config: Config, device: Device
+) -> list[Tier]:
+    """Returns the homes of gradients for given homes of weights and state, fastest first."""
+    # If only the device can access the weights, the device steps, wherever the state is.
+    homes = (
+        [Tier.DEVICE]
+        if optimizer is Tier.DEVICE or (params is Tier.DEVICE and not device.is_host)
+        else []
+    )
+    # Whole gradients (ZeRO-1) are averaged in memory.
+    whole_grads = any(flat.whole_grad for unit in units for flat in unit.flat_params)
+    return homes + (
+        [Tier.HOST, Tier.NVME] if config.nvme_paths and not whole_grads else [Tier.HOST]
+    )
+
+
+def _in_place(homes: tuple[Tier, Tier], config: Config, device: Device) -> tuple[Tier, Tier]:
+    """Returns the homes with the device's for the host's, where both are one memory and the device
+    can step them: nothing is copied then."""
+    params, optimizer = (Tier.DEVICE if home is Tier.HOST else home for home in homes)
+    there = (params, optimizer)
+    return there if _is_steppable(there, config, device) else homes
+
+
+def _is_steppable(homes: tuple[Tier, Tier], config: Config, device: Device) -> bool:
+    """Whether weights and state at these homes can be stepped, by the CPU or by the device.
+
+    One of them on the device and one off it is allowed only if both were chosen by name: the CPU
+    steps state on the host with less traffic.
+    """
+    if Tier.DEVICE not in homes:
+        return True
+    mixed = len(set(homes)) > 1
+    return (
+        device.kernels is not None
+        and Tier.NVME not in homes
+        and not (mixed and "auto" in (config.params, config.optimizer))
+    )

@@ -1,0 +1,99 @@
+"""Unit sizes: the bytes of flat params and units, which is all that a plan needs of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from ... import native
+from ..machine.sizes import round_up
+from ..units.flat_param_spec import EVERY_MOMENT, FlatParamSpec
+
+MIN_CHUNK = native.CHECKSUM_NBYTES // 2  # elements: whole checksum blocks at every element size
+STATE = ("weight", "master", *EVERY_MOMENT)
+SUMMED_AT_ONCE = 3  # gradients of a tied weight, unless they land use by use
+# Arrays of a flat param that can be on disk, each with a partial last block
+CHECKSUMMED = 5
+
+
+@dataclass(frozen=True)
+class FlatParamSize:
+    """Holds the sizes of one flat param."""
+
+    spec: FlatParamSpec
+    numel: int
+    shards: int = 1  # ranks that hold an equal shard each
+    replicas: int = 1  # ranks that hold the same shard
+    data_size: int = 1  # ranks whose gradients are averaged; includes those with other experts
+    whole_grad: bool = False  # every rank holds its whole gradient (ZeRO-1)
+    node_size: int = 0  # ranks of a machine that share gathered weights (``shard_in_node``); else 0
+    largest: int = 0  # elements of the largest parameter; 0: unknown
+    kept_nbytes: int = 0  # what class steps keep of it in host memory, on every rank
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether gradients are averaged over ranks. A rank then adds up its whole ones first."""
+        return max(self.shards * self.replicas, self.data_size) > 1
+
+    def nbytes(self, name: str) -> int:
+        """Counts the bytes of array ``name`` at home on one rank; 0 if the flat param has none."""
+        if name == "grad" and self.whole_grad:
+            return round_up(
+                int(self.numel * self.spec.nbytes_per_element().get(name, 0)), native.BLOCK_NBYTES
+            )
+        return self._shard_nbytes.get(name, 0)
+
+    @property
+    def class_step_nbytes(self) -> int:
+        """Counts the bytes, in fp32, of pieces of parameters that are stepped by their class: one
+        is read, one stepped, with the temporaries of the class, and one written. A stepping rank
+        also receives one."""
+        if (of_class := self.spec.class_piece) is None:
+            return 0
+        arrays = 2 + len(self.spec.moments)  # elements and gradient
+        copies = 3 if self.shards == 1 else 4
+        piece = min(self.largest or self.numel, of_class.numel)
+        return 4 * piece * (copies * arrays + of_class.temporaries)
+
+    def whole_nbytes(self, name: str) -> int:
+        """Counts the bytes of array ``name`` of all ranks."""
+        return self.shards * self._shard_nbytes.get(name, 0)
+
+    @cached_property
+    def _shard_nbytes(self) -> dict[str, int]:
+        """The bytes of every array's shard on one rank."""
+        sizes = self.spec.nbytes_per_element()
+        return {
+            name: round_up(int(self.numel // self.shards * size), native.BLOCK_NBYTES)
+            for name, size in sizes.items()
+        }
+
+
+@dataclass(frozen=True)
+class UnitSize:
+    """Holds the sizes of one unit."""
+
+    name: str
+    flat_params: tuple[FlatParamSize, ...]
+    tile_nbytes: int = 0  # bytes of a tile, if its weight is tiled; 0: it is gathered whole
+    place: int = 0  # of its first parameter in the model: about the order of use
+    # Gradients that autograd holds of it at once, on the device, before they land.
+    autograd_nbytes: int = 0
+
+    @property
+    def weight_nbytes(self) -> int:
+        """Bytes of the whole weights, as gathered on the device."""
+        return sum(flat.whole_nbytes("weight") for flat in self.flat_params)
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of the weights at home on one rank."""
+        return sum(flat.nbytes("weight") for flat in self.flat_params)
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(flat.shards > 1 for flat in self.flat_params)
+
+    @property
+    def is_averaged(self) -> bool:
+        return any(flat.is_averaged for flat in self.flat_params)

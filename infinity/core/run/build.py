@@ -1,0 +1,319 @@
+"""Build: makes the job of one wrapped model, and the engine that runs it.
+
+Some of the job's parts call parts that are built after them: the prefetcher and the reducer call
+the backward, and every use calls the engine. They find them through a weak reference to the
+engine, because the job must not keep it alive.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import weakref
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from ... import native
+from ...config import Config
+from ...ext.blocks.recompute import ActivationPlanner, MeasuredRoom
+from ...ext.dtensor.in_common import InCommon
+from ...ext.sequence.sequences import Sequences
+from ...ranks.collectives import Collectives
+from ...tools.watch.timeline import Timeline
+from ..grads.bank import GradientBank
+from ..grads.reducer import Reducer
+from ..homes.store import ArrayStore
+from ..machine.device import Device
+from ..machine.ledger import Ledger
+from ..machine.rates import memory_rate
+from ..machine.tiers import Tier
+from ..params.borrowed_state import BorrowedState
+from ..params.handed_out import HandedOut
+from ..params.value_edits import ValueEdits
+from ..plan.memory_plan import MemoryPlan
+from ..plan.unit_sizes import UnitSize
+from ..step.updates import Updates
+from ..units.handle import ParamHandle
+from ..units.unit import ParamUnit
+from ..units.weight_storages import WeightStorages
+from .context import found_weakly
+from .engine import Engine
+from .job import Job, Planned
+from .journal import Journal
+from .one_thread import wait_for_others
+from .pass_state import Pass
+from .prefetch import Explain, Prefetcher, no_more
+from .resources import Resources, make_store, trace_path
+from .schedule import Schedule
+from .shut_down import shut_down
+from .step_counter import StepCounter
+from .uses import Uses
+
+logger = logging.getLogger(__name__)
+
+LINK_RATE = 25e9  # bytes per second, of a link that nothing was measured on: PCIe 4.0
+
+
+class Later:
+    """The engine, which is built last."""
+
+    def __init__(self) -> None:
+        self._engine: weakref.ref[Engine] | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Called only while it exists."""
+        return self._engine()
+
+    def set(self, engine: Engine) -> None:
+        """Sets the engine."""
+        self._engine = weakref.ref(engine)
+
+
+@dataclass(frozen=True, eq=False)
+class _Base:
+    """The parts of a job that need no other part to run."""
+
+    config: Config
+    plan: MemoryPlan
+    units: list[ParamUnit]
+    device: Device
+    collectives: Collectives
+    ledger: Ledger
+    store: ArrayStore
+    scopes: native.Scopes
+    updates: Updates
+    schedule: Schedule
+    journal: Journal
+    running: Pass
+    steps: StepCounter
+
+
+def build_engine(
+    config: Config,
+    plan: MemoryPlan,
+    units: list[ParamUnit],
+    sizes: list[UnitSize],
+    *,
+    stepping: bool,
+    device: Device,
+    collectives: Collectives,
+    explain: Explain = no_more,
+) -> Engine:
+    """Allocates the homes and all other lasting memory, and makes the engine.
+
+    ``stepping``: an optimizer steps the parameters. ``explain``: see
+    :class:`Prefetcher`. Raises CapacityError or StorageError with
+    everything freed.
+    """
+    base, later = _make_base(config, plan, units, device, collectives), Later()
+    store, updates = base.store, base.updates
+    homes = [flat.homes for unit in units for flat in unit.flat_params]
+    recorded, names = updates.recorded, updates.names
+    free = partial(shut_down, base.scopes, store, homes, recorded, names, collectives, device)
+    try:
+        resources = Resources(config, plan, units, store)
+        if stepping:
+            updates.use(resources.make_updater(), device, plan.device_slot_nbytes)
+        prefetcher = _make_prefetcher(base, later, explain)
+        job = _make_job(base, Planned(plan, sizes), resources, later, prefetcher, stepping=stepping)
+        engine = Engine(job, resources, free)
+        later.set(engine)
+        _plan_activations(engine)
+        return engine
+    except BaseException:
+        native.insist(free)
+        raise
+
+
+def _make_base(
+    config: Config,
+    plan: MemoryPlan,
+    units: list[ParamUnit],
+    device: Device,
+    collectives: Collectives,
+) -> _Base:
+    """Makes the parts that the others are built on. Allocates no home yet."""
+    traffic = collectives.traffic
+    ledger = Ledger(collectives.ranks.machine_share)
+    if config.trace is not None:
+        traffic.timeline = Timeline(trace_path(config.trace, collectives.ranks))
+    budgets = (config.device_memory, config.host_memory, config.nvme_capacity)
+    for tier, budget in zip(Tier, budgets):
+        ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
+    autograd = torch._C._autograd
+    return _Base(
+        config=config,
+        plan=plan,
+        units=units,
+        device=device,
+        collectives=collectives,
+        ledger=ledger,
+        store=make_store(config, plan, ledger, traffic, device, collectives),
+        scopes=native.Scopes(
+            autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
+        ),
+        updates=Updates(units, traffic, plan),
+        schedule=Schedule(),
+        journal=Journal(),
+        running=Pass(),
+        steps=StepCounter(note_progress=collectives.note_progress),
+    )
+
+
+def _make_job(
+    base: _Base,
+    planned: Planned,
+    resources: Resources,
+    later: Later,
+    prefetcher: Prefetcher,
+    *,
+    stepping: bool,
+) -> Job:
+    """Makes the parts that run while the model runs, and the job of all."""
+    store, steps, journal, collectives = base.store, base.steps, base.journal, base.collectives
+    trained: list[ParamHandle] = []
+    uses, borrowed = _make_uses(base, later), BorrowedState(store, steps, journal)
+    edits = ValueEdits(store, prefetcher, journal, collectives, steps)
+    gradients = GradientBank(
+        store, resources.grad_staging, collectives, in_flight_nbytes=base.plan.landing_nbytes
+    )
+    averages = stepping and collectives.ranks.data_size > 1
+    return Job(
+        config=base.config,
+        planned=planned,
+        units=base.units,
+        trained=trained,
+        device=base.device,
+        collectives=collectives,
+        ranks=collectives.ranks,
+        traffic=collectives.traffic,
+        ledger=base.ledger,
+        store=store,
+        uses=uses,
+        scopes=base.scopes,
+        journal=journal,
+        schedule=base.schedule,
+        steps=steps,
+        storages=WeightStorages(),
+        gradients=gradients,
+        reducer=_make_reducer(base, gradients, later) if averages else None,
+        updates=base.updates,
+        borrowed=borrowed,
+        edits=edits,
+        handed=HandedOut(store, steps, collectives.ranks, borrowed, uses, edits),
+        prefetcher=prefetcher,
+        activations=resources.make_activations(
+            alone=base.collectives.ranks.alone, local_size=base.collectives.ranks.local_size
+        ),
+        in_common=InCommon(collectives, base.device, steps, gradients, trained),
+        sequences=Sequences(collectives, base.device),
+        running=base.running,
+    )
+
+
+def _make_uses(base: _Base, later: Later) -> Uses:
+    """Makes the entry for all uses of the engine."""
+    return Uses(
+        base.scopes,
+        check_process=base.store.check_process,
+        wait=partial(wait_for_others, base.scopes),
+        prepare=lambda repairing: later.engine.prepare(repairing),
+        settle=lambda: later.engine.job.handed.settle(),
+    )
+
+
+def _make_prefetcher(base: _Base, later: Later, explain: Explain) -> Prefetcher:
+    """Makes the prefetcher, which may ask the backward to give way."""
+    return Prefetcher(
+        base.units,
+        base.store,
+        base.ledger,
+        base.schedule,
+        window_nbytes=base.plan.device_window_nbytes,
+        autograd_nbytes=base.plan.autograd_nbytes,
+        explain=explain,
+        units_ahead=base.plan.units_ahead,
+        give_way=lambda: later.engine.backward.give_way(),
+        collectives=base.collectives,
+        device=base.device,
+        journal=base.journal,
+        running=base.running,
+    )
+
+
+def _make_reducer(base: _Base, gradients: GradientBank, later: Later) -> Reducer:
+    """Makes the reducer, which averages gradients over the ranks."""
+    steps, makes_ahead = base.steps, base.updates.are_made_ahead
+    reducer = Reducer(
+        base.collectives,
+        [unit for unit in base.units if any(flat.spec.stepped for flat in unit.flat_params)],
+        gradients,
+        base.ledger,
+        base.schedule,
+        lambda unit: later.engine.backward.notify_if_final(unit),
+        lambda: steps.streaming or makes_ahead,
+    )
+    gradients.reduce_with(reducer.add, reducer.average, reducer.whole)
+    return reducer
+
+
+def _plan_activations(engine: Engine) -> None:
+    """Chooses from now on which blocks' activations are kept, sent or recomputed, if there is a
+    device budget to spend on them."""
+    job = engine.job
+    if job.config.recompute and (why := _why_not_chosen(job)):
+        logger.warning("recompute=True has no effect here: %s", why)
+    planned = job.activations is not None and job.activations.spare_nbytes is not None
+    if planned and job.config.micro_batch is None and job.ranks.alone:
+        spare_nbytes, memory = job.activations.spare_nbytes, job.device.memory
+        room = None
+        if memory is not None:
+            # The planner alone says what stays
+            job.activations.spare_nbytes = sys.maxsize
+            job.activations.limit_in_flight(0)
+            room = MeasuredRoom(
+                memory,
+                is_shown=lambda steps=job.steps, stepped=job.trained: (
+                    steps.index > 0 or not stepped
+                ),
+                limit_in_flight=job.activations.limit_in_flight,
+            )
+        job.activations.plan_with(
+            ActivationPlanner(
+                found_weakly(engine.make_forward_context),
+                job.device,
+                spare_nbytes=spare_nbytes,
+                send_rate=partial(_send_rate, job),
+                recomputes=job.config.recompute,
+                home_nbytes=job.activations.home_nbytes,
+                room=room,
+            )
+        )
+
+
+def _why_not_chosen(job: Job) -> str | None:
+    """Returns why nothing is chosen for blocks; None if it is."""
+    if not job.ranks.alone:  # they must decide the same, but measure different times
+        return (
+            "with several ranks every block keeps what it saves. Use the model's own gradient"
+            " checkpointing."
+        )
+    if job.config.micro_batch is not None:
+        return "with micro_batch every block that runs in parts is recomputed."
+    if job.config.activations != "auto":
+        return f"activations={job.config.activations!r} is the home of all that is saved."
+    if job.activations is None:
+        return "no device_memory was given, so that all that is saved stays where it is computed."
+    return None
+
+
+def _send_rate(job: Job) -> float:
+    """Returns the bytes per second of an activation's way home and back."""
+    if job.device.is_host:
+        # Every byte is read and written twice, in both directions.
+        return memory_rate(room=job.config.host_memory) / 4
+    ways = ("device->host", "host->device")
+    return 1 / sum(1 / (job.traffic.rate(way) or LINK_RATE) for way in ways)

@@ -1,0 +1,318 @@
+"""Engine: runs one wrapped model, by the parts of its job.
+
+The engine knows parameters and units, not modules. Hooks on the modules hold the engine, so it
+lives as long as the model or its optimizer. Everything it owns is freed when both are gone.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+
+from ... import native
+from ...errors import UsageError
+from ...ext.averages.weight_average import WeightAverage
+from ...ext.class_step.admission import INSTEAD, admit
+from ...ext.dtensor.dtensors import is_distributed
+from ...ext.local_steps.outer_step import OuterStep
+from ...ext.packed.packed import is_packed, tensors_of
+from ...ext.park.parking import Parking
+from ...ext.versions_2bw.stale_weights import StaleWeights
+from ..grads.backward import Backward
+from ..params import mistakes
+from ..params.touches import Touches
+from ..step.context import StepContext
+from ..units.flat_param import FlatParam
+from ..units.flat_param_spec import ClassPiece
+from ..units.handle import ParamHandle
+from ..units.home_arrays import Update
+from ..units.unit import ParamUnit
+from .accumulation_pass import AccumulationPass
+from .context import ForwardContext
+from .job import Job, wait_idle
+from .one_thread import refuse_at_the_end
+from .operations import Operation, State
+from .pass_state import define_states
+from .passes import Passes
+from .recovery import is_interrupted, recover
+from .resources import Resources
+
+
+class Engine:
+    """Runs one wrapped model. Parameters, hooks and replacement forwards call it.
+
+    ``free`` frees everything that the job holds, and does not refer to this object.
+    """
+
+    def __init__(self, job: Job, resources: Resources, free: Callable[[], None]):
+        self.job, self._resources = job, resources
+        # What parameters and gradients use by their engine.
+        self.uses, self.steps = job.uses, job.steps
+        self.gradients, self.device = job.gradients, job.device
+        # The newest state-dict tensor of a tied parameter.
+        self.tied_copies: dict[ParamHandle, weakref.ref] = {}
+        self.average: WeightAverage | None = None  # of the trained parameters
+        self.outer: OuterStep | None = None  # if groups train apart
+        self.stale: StaleWeights | None = None  # set when a pipeline runs without flush
+        self.saving: Update | None = None  # the last save beside the training
+        self.parking, me = Parking(job.store), weakref.ref(self)
+        self.backward = Backward(job, recover=lambda: me().recover())
+        self.passes = Passes(job, self.backward)
+        self.accumulation = AccumulationPass(job, self.backward)
+        self._touches = Touches(job, lambda handle, what: me().refusal(handle, what))
+        # insist: a finalizer runs once, so Ctrl-C must not end it early.
+        finalizer = self._finalizer = weakref.finalize(self, native.insist, free)
+        job.uses.define(State.UNWRAPPED, lambda: not finalizer.alive)
+        define_states(job.uses, job.running, job.steps)
+
+    def make_step_context(self, place: int = 0) -> StepContext:
+        """Makes the context of the optimizer at ``place``. Its callbacks may keep this object
+        alive; this object does not keep the context."""
+        job, running, handed = self.job, self.job.running, self.job.handed
+        return StepContext(
+            place=place,
+            is_only=lambda: all(h.flat_param.spec.optimizer == place for h in job.trained),
+            config=job.config,
+            units=job.units,
+            trained_in_job=job.trained,
+            collectives=job.collectives,
+            device=job.device,
+            store=job.store,
+            uses=job.uses,
+            journal=job.journal,
+            schedule=job.schedule,
+            steps=job.steps,
+            gradients=job.gradients,
+            updates=job.updates,
+            borrowed=job.borrowed,
+            in_common=job.in_common,
+            is_cut_short=lambda: running.is_cut_short,
+            runs_without_flush=lambda: running.runs_without_flush,
+            keeps_stale=lambda: running.runs_without_flush and not running.updates_in_place,
+            listen_to_landed=self.backward.listen,
+            release=job.prefetcher.release_all,
+            end_step=self.end_step,
+            admit=partial(self.admit, place=place),
+            settle_state_dicts=handed.settle_on_ranks,
+            hand_out=handed.watch,
+        )
+
+    def make_forward_context(self) -> ForwardContext:
+        """Makes the context of replacement forwards. It keeps this object alive."""
+        job, passes = self.job, self.passes
+        return ForwardContext(
+            owner=self,
+            journal=job.journal,
+            device=job.device,
+            ledger=job.ledger,
+            traffic=job.traffic,
+            store=job.store,
+            gradients=job.gradients,
+            is_recomputed=lambda: passes.is_recomputed,
+            saving_tensors=passes.saving,
+            running_again=passes.running_again,
+            track_backward=self.backward.track_task,
+            expect_sum=self.backward.expect_sum,
+        )
+
+    def attach(self, names: dict[torch.Tensor, list[str]]) -> None:
+        """Makes the parameters managed ones. Their values are at home: this needs no space and no
+        disk."""
+        for unit in self.job.units:
+            for flat_param in unit.flat_params:
+                flat_param.name([names[param][0] for param in flat_param.params])
+                for index, param in enumerate(flat_param.params):
+                    handle = ParamHandle(names[param], unit, flat_param, index, self)
+                    if flat_param.spec.stepped:
+                        self.gradients.values.track(handle)
+                        self.job.trained.append(handle)
+                    param._infinity = handle
+                    flat_param.handles.append(handle)
+            unit.attach()
+            unit.buffers.list_in(self.job.storages, unit)
+
+    def units_of(self, block: torch.nn.Module) -> list[ParamUnit]:
+        """Lists the units that have parameters of ``block`` and are gathered whole."""
+        params = set(tensors_of(block))
+        whole = [
+            unit for unit in self.job.units if not self.job.planned.sizes[unit.index].tile_nbytes
+        ]
+        return [
+            unit
+            for unit in whole
+            if any(p in params for flat in unit.flat_params for p in flat.params)
+        ]
+
+    # --- uses of the engine ---
+
+    @torch.compiler.disable  # a compiled function may use the engine
+    def prepare(self, repairing: bool) -> None:
+        """Restores parked arrays and recovers from an exception, at the start of an outermost use.
+        Raises if the job is halted."""
+        refuse_at_the_end()
+        self.parking.resume()
+        self.recover(finishing=not repairing)
+        if (error := self.uses.halted_error()) is not None and not repairing:
+            self.job.collectives.warn(error)  # so that other ranks do not wait for this one
+            raise error
+        if self.average is not None and not repairing:
+            self.average.bring_back()  # an exception came as they were to be swapped back
+        self.job.handed.begin_use(repairing=repairing)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the homes exist: until unwrap_model, or the end of the process."""
+        return self._finalizer.alive
+
+    def recover(self, *, finishing: bool = True) -> None:
+        """Recovers if an exception has left something to repair. Only while no other use is
+        running.
+
+        ``finishing``: also finish the journal; else the next use does, unless all state is loaded
+        first.
+        """
+        if self.is_open and is_interrupted(self.job):
+            then = self.stale.settle if self.stale is not None else lambda: None
+            recover(self.job, then, finishing=finishing)
+
+    @property
+    def step_index(self) -> int:
+        """Optimizer steps that were made."""
+        return self.steps.index
+
+    # --- called by parameters ---
+
+    @property
+    def computing(self) -> bool:
+        """Whether a forward or backward of the model is running."""
+        return self.passes.computing
+
+    def touch(self, handle: ParamHandle, operation: str) -> None:
+        """Gathers a parameter at home that is used inside a forward or backward, until its end.
+        Raises UsageError outside."""
+        self.job.store.check_process()
+        if not self.computing:
+            raise self.refusal(handle, operation)
+        if (experts := handle.unit.arrival.experts) is not None:
+            experts.want_touched(handle.param)
+        # Of packed weights no view leaves, so the hold of the unit's owner is enough. Of a rank's
+        # part of experts it has to be: other ranks lack a longer one, and would gather otherwise.
+        is_part = experts is not None and is_distributed(handle.param)
+        if not (self.passes.holds(handle.unit) and (is_part or is_packed(handle.param))):
+            self.passes.hold_for_frame(handle.unit)
+        self.job.prefetcher.complete(handle.unit)
+
+    def touching(
+        self, handles: Sequence[ParamHandle], operation: str, *, writes: bool
+    ) -> AbstractContextManager:
+        """Returns a block in which the parameters are resident, for one operation outside of their
+        owners. ``writes``: ``operation`` may change them, which goes home at the end. Raises
+        UsageError if it is refused now."""
+        if self.computing:
+            self.job.store.check_process()
+            return self.passes.using(handles, writes=writes)
+        return self._touches.holding(handles, operation, writes=writes)
+
+    def put_to_rest(self, handle: ParamHandle) -> None:
+        """Releases a parameter that is not in use from the device: someone who asks for its storage
+        could read and write past torch's operations."""
+        if not self.computing:
+            self._touches.put_to_rest(handle)
+
+    def refusal(self, handle: ParamHandle, operation: str) -> UsageError:
+        """Makes the error for using a parameter at home."""
+        own_name = handle.name.removeprefix(self.job.ranks.stage_prefix)
+        instead = mistakes.advice(handle.param) or mistakes.USE_FULL_PARAMS.format(own_name)
+        return UsageError(
+            f"{operation} on parameter {handle.name}, which is at home on"
+            f" {handle.flat_param.weight.tier}. {instead}"
+        )
+
+    def saving_tensors(self) -> AbstractContextManager:
+        """Returns a block in which autograd saves weights as references."""
+        return self.passes.saving()
+
+    def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """Writes the value of ``p.copy_(value)`` home, master included, outside a forward."""
+        with self.uses.operation(Operation.WRITE_VALUE), self.job.handed.loading(handle, value):
+            self.job.edits.write_value(handle, value)
+
+    def read_value(self, handle: ParamHandle) -> torch.Tensor:
+        """Reads the value at home, outside a forward. Every rank calls this if ranks have
+        shards."""
+        with self.uses.begin(), self.job.handed.settled():
+            return handle.flat_param.read_value(self.job.store, handle.index)
+
+    def admit(
+        self,
+        params: Iterable[torch.Tensor],
+        *,
+        moments_of: Callable[[FlatParam], Mapping[str, torch.dtype]],
+        then: Callable[[], None],
+        place: int = 0,
+        class_piece: ClassPiece | None = None,
+        asked: str = "add_param_group",
+        takes: bool = False,
+    ) -> None:
+        """Steps ``params``, frozen until now, by the optimizer at ``place``. ``moments_of``: the
+        arrays of its rule in a flat param, and their dtype; ``class_piece``: of its class steps;
+        ``takes``: also parameters that another one steps. Raises UsageError or CapacityError, which
+        say what was ``asked``, with nothing changed."""
+        if self.average is not None:
+            raise UsageError(
+                f"{asked}: the average of this model does not have these parameters. Make"
+                " infinity.ema or swa afterwards."
+            )
+        if self.stale is not None:
+            raise UsageError(
+                f"{asked} after without_flush, which keeps no stale weights of these"
+                f" parameters. {INSTEAD}"
+            )
+        admit(
+            self.job,
+            self._resources,
+            params,
+            place=place,
+            class_piece=class_piece,
+            moments_of=moments_of,
+            asked=asked,
+            takes=takes,
+            hook=self.passes.hook,
+            then=then,
+        )
+
+    def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
+        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward.
+        Returns a function that removes it."""
+        return self.backward.listen(listener)
+
+    # --- what the optimizer asks ---
+
+    def end_step(self) -> None:
+        """Ends a step whose updates are submitted. Starts reading the next forward's first units
+        from disk."""
+        self.job.prefetcher.fetch_ahead(self.job.schedule.first(), time.perf_counter())
+        self.job.updates.end_step()
+
+    def wait_idle(self) -> None:
+        """Waits until every byte is at home, including users' changes to state dicts and to
+        optimizer state. Blocks on disk. Raises the error of a failed transfer or update."""
+        wait_idle(self.job)
+
+    def finish_save(self) -> None:
+        """Waits until a save beside the training is over. Raises its error, once. Every rank calls
+        this."""
+        if self.saving is not None:
+            self.saving.wait()
+        self.saving = None
+
+    def shut_down(self) -> None:
+        """Frees all memory, descriptors and files."""
+        self._finalizer()
+        self._resources = None
+        self.job.updates.close()

@@ -1,0 +1,100 @@
+"""Job: the parts of one wrapped model that stay after the wrap. It has no behaviour.
+
+A part of the engine is given the job, or the few of its fields that it needs. The job holds no
+reference to a part that is given it, nor to the engine. So the homes are freed as soon as the model
+and its optimizer are gone, even if something else still holds a part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ... import native
+from ...config import Config
+from ...ext.dtensor.in_common import InCommon
+from ...ext.sequence.sequences import Sequences
+from ...ranks.collectives import Collectives
+from ...ranks.parallel_dims import ParallelDims
+from ..grads.bank import GradientBank
+from ..grads.reducer import Reducer
+from ..homes.store import ArrayStore
+from ..machine.device import Device
+from ..machine.ledger import Ledger
+from ..machine.traffic import Traffic
+from ..params.borrowed_state import BorrowedState
+from ..params.handed_out import HandedOut
+from ..params.value_edits import ValueEdits
+from ..plan.memory_plan import MemoryPlan
+from ..plan.unit_sizes import UnitSize
+from ..step.updates import Updates
+from ..units.handle import ParamHandle
+from ..units.unit import ParamUnit
+from ..units.weight_storages import WeightStorages
+from .activation_store import ActivationStore
+from .journal import Journal
+from .pass_state import Pass
+from .prefetch import Prefetcher
+from .schedule import Schedule
+from .step_counter import StepCounter
+from .uses import Uses
+
+
+@dataclass(eq=False)
+class Planned:
+    """The plan of the job and the sizes behind it. Replaced when parameters are admitted later."""
+
+    plan: MemoryPlan
+    sizes: list[UnitSize]  # one per unit
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """The lasting parts of one wrapped model."""
+
+    config: Config
+    planned: Planned
+    units: list[ParamUnit]
+    trained: list[ParamHandle]  # the parameters that have optimizer state
+
+    # The machine and its ranks.
+    device: Device
+    collectives: Collectives
+    ranks: ParallelDims
+    traffic: Traffic
+    ledger: Ledger
+    store: ArrayStore
+
+    # Progress of training, and the journal of changes that must not stay half done.
+    uses: Uses
+    scopes: native.Scopes
+    journal: Journal
+    schedule: Schedule
+    steps: StepCounter
+
+    # State at home, and the tensors of it that users hold.
+    storages: WeightStorages  # of the units' device buffers
+    gradients: GradientBank
+    reducer: Reducer | None  # None: gradients are not averaged over ranks
+    updates: Updates
+    borrowed: BorrowedState
+    edits: ValueEdits
+    handed: HandedOut
+
+    # Transfers of units and activations, and comparisons between ranks.
+    prefetcher: Prefetcher
+    activations: ActivationStore | None  # None: torch keeps the saved tensors
+    in_common: InCommon
+    sequences: Sequences
+
+    running: Pass
+
+
+def wait_idle(job: Job) -> None:
+    """Waits until every byte is at home, including users' changes to state dicts and to optimizer
+    state. Every rank calls this: it compares those changes. Blocks on disk. Raises the error of a
+    failed transfer or update."""
+    job.handed.settle_with_borrowed()
+    for unit in job.units:
+        for flat_param in unit.flat_params:
+            flat_param.homes.wait()
+    job.updates.draw()

@@ -1,0 +1,128 @@
+"""Pass: the state of everything that runs now, in one object that recovery drops.
+
+frame      one running forward of a module that owns units, or of a root
+task       one run of autograd; a reentrant checkpoint nests them
+accumulation pass
+           several forwards and backwards make one pass: micro-batches, stages of a pipeline
+stale      a pipeline runs without flush: running micro-batches use the weights from before an
+           earlier update
+
+[Note: three kinds of state] State that stays after the wrap is in :mod:`.job`. State that survives
+a process is at the homes and in the journal. The rest is here, whichever part of the engine writes
+it. So after an exception the next use drops this object's content, and finishes the journal
+(:mod:`.recovery`). Beside it, parts that own memory or transfers let go of what runs: units, their
+gradients, reductions, the store, saved tensors. A part that keeps other state of a pass in itself
+breaks that.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+
+from ... import native
+from ..units.handle import ParamHandle
+from ..units.unit import ParamUnit
+from .operations import State
+from .step_counter import StepCounter
+from .uses import Uses
+
+
+@dataclass(eq=False)
+class Frame:
+    """One running forward of an owner, or of the root."""
+
+    module: torch.nn.Module
+    units: list[ParamUnit]  # held until it ends
+    # Held until the forward of their own module ends.
+    looked_at: list[ParamUnit] = field(default_factory=list)
+    # Held until it ends, with parameters at rest: they are used outside of their owners.
+    kept: list[ParamUnit] = field(default_factory=list)
+    is_recomputed: bool = False  # inside a checkpoint
+    hooks: int = 0  # pairs of our saved-tensor hooks that this thread had before
+    start: float = field(default_factory=time.perf_counter)
+
+
+@dataclass(eq=False)
+class Pass:
+    """State of the running pass. Written by the thread that runs the model."""
+
+    # Forwards, the innermost last.
+    frames: list[Frame] = field(default_factory=list)
+
+    # Units on the device, the least recently used first, and the number of holds of each.
+    resident: dict[ParamUnit, None] = field(default_factory=dict)
+    holds: Counter[ParamUnit] = field(default_factory=Counter)
+    # The holds in which the parameters are ordinary ones.
+    shows: Counter[ParamUnit] = field(default_factory=Counter)
+    # The unit that was used last, and the time since when it is resident.
+    computing: tuple[int, float] | None = None
+
+    # The backward. Only autograd holds the token of a task. A token that is gone although its task
+    # has not ended here means that the task was interrupted.
+    tokens: dict[int, weakref.ref] = field(default_factory=dict)
+    # Held, least recently used first.
+    awaited: dict[ParamUnit, set[ParamHandle]] = field(default_factory=dict)
+    # Gradients still to come, of each unit, held or not.
+    expected: dict[ParamUnit, set[ParamHandle]] = field(default_factory=dict)
+    # When the backward reached each held unit.
+    since: dict[ParamUnit, float] = field(default_factory=dict)
+    # Units that got a gradient in this backward.
+    reached: set[ParamUnit] = field(default_factory=set)
+
+    # The charge for gradients that autograd makes of the unit that was held last.
+    gradients: native.Charge | None = None
+
+    is_accumulating: bool = False
+    has_begun: bool = False  # an accumulation pass begins with its first root forward
+    backward_count: int = 0  # backwards that ended in an accumulation pass
+
+    runs_without_flush: bool = False
+    updates_in_place: bool = False  # such a run keeps no weights from before an update
+    is_updating: bool = False  # by the pipeline itself, between two of its batches
+
+    @property
+    def kind(self) -> str:
+        """The kind of a training pass, as the schedule knows it. Without flush, units are used in
+        another version, too."""
+        return "unflushed" if self.runs_without_flush else "train"
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether an exception left a forward or backward. Valid only while none is running."""
+        return bool(self.tokens or self.frames)
+
+    def begin_root(self) -> bool:
+        """Tells whether a root forward that starts now begins a pass."""
+        begins = not (self.is_accumulating and self.has_begun)
+        self.has_begun = True
+        return begins
+
+    def drop(self) -> None:
+        """Resets all state of the pass. Only while nothing is running."""
+        vars(self).update(vars(Pass()))
+
+
+def define_states(uses: Uses, running: Pass, steps: StepCounter) -> None:
+    """Defines in ``uses`` the states that follow from the running pass. An interrupted pass is in
+    none of them: the next use recovers from it."""
+    scopes = uses.scopes
+
+    def is_whole() -> bool:
+        return not scopes.interrupted and not running.is_cut_short
+
+    def is_in_backward() -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    uses.define(
+        State.FORWARD,
+        lambda: bool(running.frames) and scopes.running_here > 0 and not is_in_backward(),
+    )
+    uses.define(State.BACKWARD, lambda: bool(running.tokens) and is_in_backward())
+    uses.define(State.ACCUMULATING, lambda: running.is_accumulating and is_whole())
+    uses.define(State.STEPPING, lambda: steps.streaming and is_whole())
+    uses.define(State.STEPPED, lambda: steps.begun and not steps.streaming and is_whole())

@@ -1,0 +1,417 @@
+"""Passes: holds units while a forward of the model needs them, and hooks their use in the backward.
+
+owner       a module whose forward needs a unit: it holds some of its parameters
+frame       one running forward of an owner (or of the root), with the units it holds
+
+A forward holds a unit from its owner's pre-hook to its post-hook. The holds of the backward are in
+:mod:`infinity.core.grads.backward`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from ...ext.dtensor.dtensors import local_of
+from ...ext.rows.chosen_experts import ChosenExperts
+from ...ext.tiles.lazy_logits import Logits
+from ..grads.backward import Backward
+from ..machine.sizes import format_nbytes
+from ..params.apart import makes_hooks
+from ..units.handle import ParamHandle, handle_of, own_bytes, set_raw_grad
+from ..units.unit import ParamUnit
+from .context import too_late
+from .job import Job
+from .operations import Operation, State
+from .pass_state import Frame
+from .saved_weights import OPAQUE, is_checkpoint, saving_hooks
+
+logger = logging.getLogger(__name__)
+
+WORTH_TELLING_NBYTES = 256 * 1024 * 1024  # of copies by autocast
+
+
+class Passes:
+    """The running forwards, and their links to the backward."""
+
+    def __init__(self, job: Job, backward: Backward):
+        self.job, self.scopes, self._pass, self.backward = job, job.scopes, job.running, backward
+        # For parameters that are stepped later.
+        self._hook: Callable[[torch.Tensor], None] | None = None
+        # Run last, after hooks that a forward may have registered.
+        self.reorder_hooks: list[Callable[[], None]] = []
+        self._has_told = False  # of autocast's copies
+
+    @property
+    def frames(self) -> list[Frame]:
+        """The running forwards, the innermost last."""
+        return self._pass.frames
+
+    @property
+    def computing(self) -> bool:
+        """Whether a forward or backward of the model is running."""
+        return bool(self.frames) or torch._C._current_graph_task_id() != -1
+
+    @property
+    def is_recomputed(self) -> bool:
+        """Whether the running forward is recomputed in the backward, or is itself that
+        recomputation. Both have to compute the same."""
+        if torch._C._current_graph_task_id() != -1 or (
+            self.frames and self.frames[-1].is_recomputed
+        ):
+            return True
+        return is_checkpoint(torch._C._autograd._top_saved_tensors_default_hooks(True))
+
+    def hook_later(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Sets ``hook`` to be called with each parameter that is stepped from a later time on."""
+        self._hook = hook
+
+    def hook(self, param: torch.Tensor) -> None:
+        """Hooks a parameter that is stepped from now on."""
+        if self._hook is not None:
+            self._hook(param)
+
+    # --- forward ---
+
+    def enter(
+        self,
+        module: torch.nn.Module,
+        units: list[ParamUnit],
+        *,
+        is_root: bool,
+        args: tuple = (),
+        kwargs: dict | None = None,
+    ) -> None:
+        """Begins a forward of ``module``, called with ``args`` and ``kwargs``. Blocks until its
+        units are resident, so it may wait for the disk and for other ranks."""
+        self.job.store.check_process()
+        if self.job.uses.is_in(State.UNWRAPPED):  # asked first: the name is made for each unit else
+            self.job.uses.check(Operation.FORWARD, f"this forward of {type(module).__name__}")
+        in_backward = torch._C._current_graph_task_id() != -1
+        if begins := not self.frames and not in_backward:
+            self.job.handed.settle()
+        if begins and is_root:
+            self.job.sequences.begin(module, args, kwargs or {})
+            self.job.in_common.begin(module, args, kwargs or {})
+            self._begin(training=torch.is_grad_enabled())
+        # Before any unit is held: this may raise, for a module with tensors of an unknown kind.
+        keeping = self.job.activations if torch.is_grad_enabled() and begins else None
+        foreign = self._foreign_storages(module) if keeping is not None else set()
+        held: list[ParamUnit] = []
+        for unit in (self.job.units if is_root else units) if begins else ():
+            unit.arrival.begin_pass()
+        for experts in _experts_of(units):  # they come now, if no hook of a user changes the choice
+            experts.want_chosen(module, args, kwargs)
+        try:
+            with self.job.store.guarding():
+                for unit in units:
+                    if in_backward:
+                        self.backward.gather(unit)
+                    else:
+                        self.job.prefetcher.hold(unit)
+                    held.append(unit)
+        except BaseException:
+            for unit in held:
+                self.job.prefetcher.unhold(unit)
+            raise
+        recomputed = self.is_recomputed
+        self.frames.append(Frame(module, held, is_recomputed=recomputed, hooks=self.scopes.hooks))
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        # A checkpoint recomputes: nothing is kept.
+        if keeping is not None and not is_checkpoint(outer):
+            keeping.begin(foreign)
+            self.scopes.push_hooks(*keeping.hooks(outer))
+        # A Function may save a weight that no operation has brought: that of another module.
+        if (units or keeping is not None) and torch.is_grad_enabled():
+            self.scopes.push_hooks(*self._saving_hooks())
+
+    def _begin(self, *, training: bool) -> None:
+        """Begins the pass of a root forward, unless an accumulation pass has begun already. Every
+        data rank calls this."""
+        job = self.job
+        if not self._pass.begin_root():
+            return
+        if not self._pass.is_accumulating:
+            job.uses.check(Operation.LONE_FORWARD)
+        job.device.begin_pass()
+        for handle in job.trained if training else ():
+            # Left by a backward that was interrupted before the engine knew of it.
+            set_raw_grad(handle.param, None)
+        if training:
+            job.gradients.assigned.let_go_unheld()
+            if not self._has_told and torch.is_autocast_enabled(job.device.where.type):
+                self._has_told = True
+                _tell_of_autocast(job)
+        job.schedule.begin(self._pass.kind if training else "infer")
+        job.prefetcher.begin_pass(training=training)
+
+    @staticmethod
+    def _foreign_storages(module: torch.nn.Module) -> set[int]:
+        """Returns the storages that the module keeps itself: buffers, and parameters that the
+        engine does not move."""
+        own = [
+            tensor
+            for tensor in (*module.buffers(), *module.parameters())
+            if handle_of(tensor) is None
+        ]
+        return {
+            local_of(tensor).untyped_storage()._cdata
+            for tensor in own
+            if tensor.layout is torch.strided
+        }
+
+    def leave(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+        """Ends the forward of ``module``, with an output or with an exception (then the output is
+        None).
+
+        Returns the output, with views of weights replaced by copies: the weight may be released
+        before the view is used.
+        """
+        if all(frame.module is not module for frame in self.frames):
+            return output  # its pre-hook failed before it entered
+        if self.frames[0].module is module and any(
+            handle_of(tensor) is not None for tensor in _tensors(output)
+        ):
+            # A parameter itself is at home after this frame, so a loss could not use it.
+            output = tree_map_only(
+                torch.Tensor, lambda t: t.clone() if handle_of(t) is not None else t, output
+            )
+        # Ended by an exception, for which torch called no hook.
+        while (frame := self.frames.pop()).module is not module:
+            self._unhold(frame)
+        for unit in frame.units:
+            self.job.traffic.mark("forward", unit.name, frame.start)
+        if frame.units and any(self._is_weight_view(tensor) for tensor in _tensors(output)):
+            output = tree_map_only(
+                torch.Tensor, lambda t: t.clone() if self._is_weight_view(t) else t, output
+            )
+        self.scopes.pop_hooks(frame.hooks)
+        if torch.is_grad_enabled() and output is not None:
+            self._watch_backward(frame, args, kwargs, output)
+        self._unhold(frame)
+        if self.frames and self.frames[-1].looked_at:
+            self._unhold_looked_at(self.frames[-1], frame.units)
+        if not self.frames:
+            if output is not None:  # a forward that failed uses no gather; recovery drops them
+                self.job.collectives.bulk.wait_for_ordered()
+            self.job.in_common.end(
+                module, (tensor for tensor in _tensors(output) if type(tensor) is not Logits)
+            )
+            for hook in self.reorder_hooks:
+                hook()
+            if not torch.is_grad_enabled():
+                self.job.prefetcher.release_idle()
+        return output
+
+    def look_at(self, units: list[ParamUnit]) -> None:
+        """Holds ``units``, whose weights the running forward inspects before it calls their own
+        module, until that module's forward ends."""
+        for unit in units:
+            self.job.prefetcher.hold(unit)
+            self.frames[-1].looked_at.append(unit)
+
+    def _unhold_looked_at(self, frame: Frame, units: list[ParamUnit]) -> None:
+        for unit in units:
+            if unit in frame.looked_at:
+                frame.looked_at.remove(unit)
+                self.job.prefetcher.unhold(unit)
+
+    def _unhold(self, frame: Frame) -> None:
+        for unit in (*frame.units, *frame.looked_at):
+            self.job.prefetcher.unhold(unit)
+        for unit in frame.kept:
+            self.job.prefetcher.unhold(unit, shows=False)
+
+    def _is_weight_view(self, tensor: torch.Tensor) -> bool:
+        if (
+            tensor.layout is not torch.strided
+            or type(tensor) in OPAQUE
+            or handle_of(tensor) is not None
+        ):
+            return False
+        return self.job.storages.find(local_of(tensor)) is not None
+
+    def holds(self, unit: ParamUnit) -> bool:
+        """Tells whether a running forward holds ``unit``."""
+        return any(unit in frame.units or unit in frame.kept for frame in self.frames)
+
+    @contextmanager
+    def using(self, handles: Sequence[ParamHandle], *, writes: bool) -> Iterator[None]:
+        """Holds the units of parameters that one operation uses outside of their owners, in a block
+        that runs it. ``writes``: it may change them."""
+        held: list[ParamUnit] = []
+        in_backward = torch._C._current_graph_task_id() != -1
+        try:
+            with self.job.store.guarding():
+                for handle in handles:
+                    if (experts := handle.unit.arrival.experts) is not None:
+                        experts.want_touched(handle.param)
+                units = list(dict.fromkeys(handle.unit for handle in handles))
+                moved = [unit for unit in units if not unit.stays]
+                if len(moved) > 1:  # all at once: the error of one would not name them
+                    self.job.prefetcher.refuse_over(moved, sum(u.weight_nbytes for u in moved))
+                for unit in units:
+                    if self.holds(unit):
+                        self.job.prefetcher.complete(unit)
+                        continue
+                    if in_backward:
+                        self.backward.hold(unit)
+                    self.job.prefetcher.hold(unit, backward=in_backward, shows=False)
+                    held.append(unit)
+            for handle in handles if writes else ():
+                handle.unit.watch(handle.param, own_bytes(handle.param))
+            yield
+        finally:
+            for unit in held:
+                self.job.prefetcher.unhold(unit, shows=False)
+
+    @contextmanager
+    def running_again(self, units: Sequence[ParamUnit]) -> Iterator[None]:
+        """Holds ``units`` in a block of the backward that runs their owner's forward again, and
+        until their gradients have landed."""
+        held: list[ParamUnit] = []
+        try:
+            for unit in units:
+                self.backward.hold(unit)
+                self.backward.gather(unit)
+                held.append(unit)
+            yield
+        finally:
+            for unit in held:
+                self.job.prefetcher.unhold(unit)
+
+    def hold_for_frame(self, unit: ParamUnit) -> None:
+        """Holds a unit until the outermost forward (or the backward) ends: an operation outside of
+        its owners has given its memory away."""
+        if torch._C._current_graph_task_id() != -1:
+            self.backward.hold(unit)
+        elif unit not in (*self.frames[0].units, *self.frames[0].kept):
+            self.job.prefetcher.hold(unit, shows=False)
+            self.frames[0].kept.append(unit)
+
+    @makes_hooks
+    def _watch_backward(self, frame: Frame, args: tuple, kwargs: dict, output: Any) -> None:
+        """Hooks tensors so that the backward holds ``frame``'s units when it reaches them, and
+        releases the frozen ones when it leaves them."""
+        me = weakref.ref(self.backward)
+        units = frame.units
+        chosen = [(experts, experts.there) for experts in _experts_of(units)]
+        if units and next(frame.module.children(), None) is not None:
+            # Only modules with children: a checkpoint inside this forward hides the saved weights
+            # from our hooks. The weights that autograd saves of a leaf module have their own unpack
+            # hook, and an embedding's are never needed.
+            def arrive(_grad: torch.Tensor) -> None:
+                if backward := me():
+                    for experts, rows in chosen:
+                        experts.want(rows)
+                    for unit in units:
+                        backward.hold(unit)
+
+            for tensor in _computed(output):
+                tensor.register_hook(arrive)
+        elif units and torch.is_autocast_enabled(where := self.job.device.where.type):
+            dtype = torch.get_autocast_dtype(where)
+
+            def expect(_grad: torch.Tensor) -> None:
+                if backward := me():
+                    for unit in units:
+                        backward.expect_cast(unit, dtype)
+
+            for tensor in _computed(output):
+                tensor.register_hook(expect)
+        frozen = [
+            unit
+            for unit in units
+            if not any(p.requires_grad for flat in unit.flat_params for p in flat.params)
+        ]
+        if frozen:
+
+            def depart(_grad: torch.Tensor) -> None:
+                if backward := me():
+                    for unit in frozen:
+                        backward.unhold(unit)
+
+            # With several inputs, a unit still needed after the first input's gradient is held
+            # again when it is used. Leaf tensors get no hook: they outlive the graph, so hooks
+            # would accumulate on them, and their gradients come last.
+            for tensor in _tensors((args, kwargs)):
+                if type(tensor) is not Logits and tensor.grad_fn is not None:
+                    tensor.register_hook(depart)
+
+    # --- saved tensors ---
+
+    def saving(self) -> AbstractContextManager:
+        """Returns a block that saves weights as references to their units."""
+        return self.scopes.scope(*self._saving_hooks())
+
+    def _saving_hooks(self) -> tuple[Callable, Callable]:
+        me = weakref.ref(self.backward)
+
+        def hold(unit: ParamUnit, for_node: bool) -> None:
+            if backward := me():
+                (backward.take_out if for_node else backward.hold)(unit)
+            elif not unit.stays:
+                raise too_late()
+
+        return saving_hooks(self.job.storages, hold)
+
+
+def _experts_of(units: Iterable[ParamUnit]) -> list[ChosenExperts]:
+    return [unit.arrival.experts for unit in units if unit.arrival.experts is not None]
+
+
+def _computed(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in ``value`` that may get a hook: those that are freed with their graph. A
+    leaf (a parameter, or a user's tensor) stays, and would gather one more hook with each forward.
+
+    The gradient of unused logits still reaches the hidden states that they are computed from.
+    """
+    return (
+        tensor
+        for tensor in _tensors(value)
+        if type(tensor) is not Logits and tensor.grad_fn is not None
+    )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors inside nested containers, dataclasses and simple objects (caches, model
+    outputs)."""
+    pending, seen = [value], set()
+    while pending:
+        item = pending.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif isinstance(item, dict):
+            pending += item.values()
+        elif isinstance(item, (list, tuple, set)):
+            pending += item
+        elif is_dataclass(item) and not isinstance(item, type):
+            pending += vars(item).values() if hasattr(item, "__dict__") else []
+
+
+def _tell_of_autocast(job: Job) -> None:
+    """Tells what copies of weights autocast keeps until the backward, beside the plan."""
+    dtype = torch.get_autocast_dtype(job.device.where.type)
+    flats = [flat for unit in job.units for flat in unit.flat_params]
+    copies = sum(flat.layout.numel for flat in flats if flat.spec.dtype is torch.float32)
+    if (nbytes := copies * dtype.itemsize) >= WORTH_TELLING_NBYTES:
+        logger.warning(
+            "autocast makes a %s copy of each fp32 weight that it multiplies by, and keeps it for"
+            " the backward: up to %s on %s beside the plan. Weights in %s need none, and have fp32"
+            " masters all the same: Config(param_dtype=%s)",
+            str(dtype).removeprefix("torch."),
+            format_nbytes(nbytes),
+            job.device.where,
+            str(dtype).removeprefix("torch."),
+            dtype,
+        )

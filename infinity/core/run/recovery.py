@@ -1,0 +1,86 @@
+"""Recovery: recovers a job after an exception at any line (docs/recovery.md).
+
+Drain the transfers, drop the pass, discard the gradients that were being changed, finish the
+journal. If recovery is interrupted or not finished, the next use starts it over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..grads.record import GradState
+from ..units.handle import set_raw_grad
+from .job import Job, wait_idle
+
+
+def is_interrupted(job: Job) -> bool:
+    """Tells whether an exception has left something to recover from. Only while no use runs."""
+    return job.scopes.interrupted or job.running.is_cut_short or not job.journal.is_clear
+
+
+def is_sound(job: Job) -> bool:
+    """Tells whether the job is usable, its storage has not failed, and no recovery is due."""
+    return not job.uses.is_halted and job.store.failure is None and not is_interrupted(job)
+
+
+def begin_repair(job: Job, why: str) -> None:
+    """Gives the old state up, because all of it is about to be loaded. Until :meth:`Uses.go_on`
+    every use raises ``why``. Blocks until transfers are done. Raises StorageError if a running
+    update fails."""
+    try:
+        # So that submitted updates are known, and waited for, before any write.
+        job.journal.finish()
+    # The journal cannot be completed, but all state is about to be loaded anyway.
+    except Exception:  # noqa: BLE001
+        job.uses.halt(why)
+        job.journal.forget()
+    job.borrowed.forget()
+    wait_idle(job)
+    job.prefetcher.release_all(job.units)
+    job.uses.halt(why)
+
+
+def recover(job: Job, then: Callable[[], None], *, finishing: bool) -> None:
+    """Drops the state of the running pass, and restores the rest from the homes. Blocks until
+    transfers are done.
+
+    ``finishing``: also finish the journal; without it the journal stays as it is, for the next use.
+    ``then``: called after the journal, which may have swapped two versions of the weights.
+    """
+    # Set first: if recovery is interrupted, the next use starts it over.
+    job.scopes.interrupted = True
+    job.store.check_process()
+    job.collectives.complete_started()
+    job.device.drain()
+    job.running.drop()
+    if job.reducer is not None:
+        job.reducer.abandon()
+    for unit in job.prefetcher.units:
+        unit.rebuild()
+    job.ledger.forget_passing()
+    for handle in job.trained:
+        set_raw_grad(handle.param, None)
+    if job.store.failure is None:  # else the disk gets no more transfers
+        _rebuild_homes(job, finishing=finishing)
+    then()
+    if not finishing:
+        return  # still marked as interrupted: the next use does the rest
+    if job.steps.streaming:
+        if any(handle.grad.state is GradState.CONSUMED for handle in job.trained):
+            job.uses.halt("an exception inside step_in_backward left part of a step done")
+        job.steps.give_up()
+    job.scopes.interrupted = False  # the last thing
+
+
+def _rebuild_homes(job: Job, *, finishing: bool) -> None:
+    with job.store.guarding():
+        job.gradients.rebuild()
+        if job.activations is not None:
+            job.activations.rebuild()
+        job.store.rebuild()
+        if not finishing:
+            return
+        job.journal.finish()  # finishing a step may use what was updated ahead
+        for unit in job.units:
+            for flat_param in unit.flat_params:
+                flat_param.homes.inputs_change()

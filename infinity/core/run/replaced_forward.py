@@ -1,0 +1,89 @@
+"""ReplacedForward: replaces a module's forward without a reference cycle. When the last reference
+to a model is dropped, the model and the engine's memory are freed at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
+
+from ...errors import UsageError
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """Returns the current forward of ``module`` as a function. If it is the class's, the function
+    refers to the module weakly, and raises UsageError once the module is gone."""
+    if "forward" in module.__dict__:
+        return module.__dict__["forward"]
+    forward, reference = type(module).forward, weakref.ref(module)
+
+    @functools.wraps(forward)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(_living(reference), *args, **kwargs)
+
+    return call
+
+
+def _living(reference: weakref.ref[nn.Module]) -> nn.Module:
+    if (found := reference()) is None:
+        raise UsageError(
+            "this backward runs a block's forward again, but the model is gone: keep the model"
+            " until then"
+        )
+    return found
+
+
+def around_own(
+    module: nn.Module, run: Callable[[Callable, tuple, dict], Any]
+) -> Callable[..., Any]:
+    """Makes a forward for ``module`` that calls ``run(own, args, kwargs)``, where ``own`` is the
+    module's own forward.
+
+    torch.compile sees only ``own``, wherever ``run`` calls it, also in a later backward: what is
+    around it chooses at each call, which is nothing to be compiled.
+    """
+    given, reference = module.__dict__.get("forward"), weakref.ref(module)
+    run = torch.compiler.disable(run)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        compiler = get_eval_frame_callback()
+
+        def own(*args: Any, **kwargs: Any) -> Any:
+            # Bound here: compiled, a reference would be one more graph for each block
+            found = given or MethodType(type(module := _living(reference)).forward, module)
+            before = set_eval_frame(compiler)
+            try:
+                return found(*args, **kwargs)
+            finally:
+                set_eval_frame(before)
+
+        return run(own, args, kwargs)
+
+    return torch.compiler.disable(forward, recursive=False)
+
+
+class ReplacedForward:
+    """Replaces the forward of ``module`` by ``forward`` until :meth:`remove`. ``name``: the
+    attribute; what is no module may keep the forward of one under another name."""
+
+    def __init__(self, module: Any, forward: Callable[..., Any], name: str = "forward"):
+        self._module, self._name = weakref.ref(module), name
+        self._own, self._is_removed = module.__dict__.get(name), False
+        setattr(module, name, forward)
+
+    def remove(self) -> None:
+        """Restores the forward as it was. Idempotent."""
+        module = self._module()
+        if module is not None and not self._is_removed:
+            if self._own is not None:
+                setattr(module, self._name, self._own)
+            else:
+                module.__dict__.pop(self._name, None)
+        self._is_removed = True

@@ -1,0 +1,235 @@
+"""Resources: allocates the memory and disk space that stay for the whole job: homes, staging,
+slots."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ... import native
+from ...choices import SAMPLED
+from ...config import Config
+from ...errors import CapacityError
+from ...ext.shared_homes.arena import KEPT_DATA
+from ...ranks.collectives import Collectives
+from ...ranks.parallel_dims import ParallelDims
+from ..homes.store import ArrayStore
+from ..machine import limits, processors
+from ..machine.device import Device
+from ..machine.ledger import Ledger
+from ..machine.tiers import Tier
+from ..machine.traffic import Traffic
+from ..plan.memory_plan import BUFFERS, LADDER, MemoryPlan
+from ..plan.memory_terms import GRADS_AT_ONCE
+from ..plan.unit_sizes import UnitSize
+from ..step.slots import optimizer_slot_nbytes
+from ..units.unit import ParamUnit
+from .activation_store import ActivationStore
+
+
+def make_store(
+    config: Config,
+    plan: MemoryPlan,
+    ledger: Ledger,
+    traffic: Traffic,
+    device: Device,
+    collectives: Collectives,
+) -> ArrayStore:
+    """Makes the store of a plan's arrays, which reports a failure to the other ranks. Allocates
+    nothing yet."""
+    ranks = collectives.ranks
+    return ArrayStore(
+        (
+            config.nvme_paths
+            if Tier.NVME in plan.tiers.values() or config.activations == "nvme"
+            else ()
+        ),
+        ledger,
+        traffic,
+        service_nbytes=plan.service_nbytes,
+        checksums=bool(config.checksums),
+        sampled=config.checksums == SAMPLED,
+        layer=native.disks.state_layer(),
+        device=device,
+        rank=ranks.world_rank % ranks.local_size,
+        ranks=ranks.local_size,
+        on_failure=collectives.report_failure,
+    )
+
+
+SHARE_FOR_SAVED = 0.8  # of what a card can give; the rest is for temporaries of its operations
+
+
+class Resources:
+    """The arrays of all units, and the memory that transfers and steps share.
+
+    Raises CapacityError or StorageError; what was allocated by then is freed with the store.
+    """
+
+    def __init__(self, config: Config, plan: MemoryPlan, units: list[ParamUnit], store: ArrayStore):
+        self._config, self._plan, self._store = config, plan, store
+        self._host_left_nbytes = limits.for_the_engine(limits.memory_left())
+        self._charges: dict[tuple[Tier, str], native.Charge] = {}
+        self._regions: dict[str, native.Region] = {}
+        for unit in units:
+            tiers, kept, shadowed = (
+                plan.tiers_of(unit.index),
+                plan.kept_of(unit.index),
+                unit.index in plan.shadowed,
+            )
+            for flat_param in unit.flat_params:
+                flat_param.homes.allocate(
+                    store, tiers, f"unit {unit.name}", kept=kept, shadowed=shadowed
+                )
+        weights = self._pool(plan.staging_nbytes, "staged weights")
+        self.grad_staging = self._pool(plan.grad_staging_nbytes, "staged gradients")
+        self.activation_staging = self._pool(plan.activation_staging_nbytes, "staged activations")
+        # Keeps the memory alive: the updater has only its address.
+        self._slots = self._region(plan.slot_count * plan.slot_nbytes, "optimizer slots")
+        self._charge(Tier.HOST, plan.terms[Tier.HOST].get("checksums", 0), "checksums")
+        for what in (
+            "node shards",
+            "gradients on their way",
+            "optimizer slots",
+            "staged weights",
+        ):
+            self._charge(Tier.DEVICE, plan.terms[Tier.DEVICE].get(what, 0), what)
+        for tier in (Tier.DEVICE, Tier.HOST):
+            self._charge(tier, plan.terms[tier].get(BUFFERS, 0), BUFFERS)
+        if kept := plan.terms[Tier.HOST].get(KEPT_DATA, 0):
+            self._charge(Tier.HOST, kept, KEPT_DATA)
+        store.open(
+            list(self._regions.values()), staging=weights, gpu_direct=plan.gpu_direct_nbytes > 0
+        )
+
+    def _charge(self, tier: Tier, nbytes: int, what: str) -> None:
+        self._charges[tier, what] = self._store.ledger.reserve(tier, nbytes, what)
+
+    def _region(self, nbytes: int, what: str) -> native.Region | None:
+        if not nbytes:
+            return None
+        self._charge(Tier.HOST, nbytes, what)
+        self._regions[what] = self._store.arrays.make_region(
+            nbytes, copied=what != "optimizer slots"
+        )
+        return self._regions[what]
+
+    def _pool(self, nbytes: int, what: str) -> native.PinnedPool | None:
+        region = self._region(nbytes, what)
+        return native.PinnedPool(region) if region is not None else None
+
+    def refit(self, sizes: Sequence[UnitSize]) -> bool:
+        """Enlarges optimizer slots and gradient staging to the best size for ``sizes`` that fits.
+        Returns whether the slots are new, which then need a new updater. Only while nothing is
+        stepped and no gradient is in staging.
+
+        Raises CapacityError, with nothing changed, if not even the smallest size fits.
+        """
+        flat_params, tiers = (
+            [flat for unit in sizes for flat in unit.flat_params],
+            self._plan.tiers,
+        )
+        grads = sorted((flat.nbytes("grad") for flat in flat_params), reverse=True)
+        wanted = (
+            [sum(grads[:count]) for count in (GRADS_AT_ONCE, 1)]
+            if tiers["grad"] is Tier.NVME
+            else [0]
+        )
+        if (
+            staging := self._larger(wanted, self._plan.grad_staging_nbytes, "staged gradients")
+        ) is not None:
+            self.grad_staging = native.PinnedPool(staging)
+            self._plan = replace(self._plan, grad_staging_nbytes=staging.nbytes)
+        count = self._plan.slot_count
+        wanted = [count * optimizer_slot_nbytes(flat_params, tiers, rung.chunk) for rung in LADDER]
+        if (
+            slots := self._larger(wanted, count * self._plan.slot_nbytes, "optimizer slots")
+        ) is None:
+            return False
+        self._slots, self._plan = slots, replace(self._plan, slot_nbytes=slots.nbytes // count)
+        return True
+
+    def _larger(self, wanted: Sequence[int], nbytes: int, what: str) -> native.Region | None:
+        """Allocates the first size in ``wanted`` that fits, largest first. Returns None if the
+        present ``nbytes`` are as good."""
+        for size in wanted:
+            if size <= nbytes:
+                return None
+            try:
+                region = self._region(size, what)
+            except CapacityError:
+                if size == wanted[-1]:
+                    raise
+                continue
+            self._store.ledger.accounts[Tier.HOST].planned_nbytes += size
+            return region
+        return None
+
+    def make_updater(self) -> native.Updater:
+        """Makes the updater, which steps flat params on the CPU in threads of its own."""
+        slots, plan = self._slots, self._plan
+        return native.Updater(
+            self._store.io,
+            slots.address if slots else 0,
+            slots.nbytes if slots else 0,
+            plan.slot_count if slots else 0,
+            self._config.update_threads or processors.for_updates(torch.get_num_threads()),
+            owner=slots,
+            checksums=bool(self._config.checksums),
+            measured=self._config.update_threads is None,
+        )
+
+    def make_activations(self, *, alone: bool, local_size: int = 1) -> ActivationStore | None:
+        """Makes the store of activations, or returns None if torch keeps them. ``alone``: there is
+        one rank; ``local_size``: of how many on this machine."""
+        home = self._config.activations
+        most = self._most_on_host(local_size)
+        if home in ("host", "nvme"):
+            return ActivationStore(
+                self._store,
+                Tier(home),
+                self.activation_staging,
+                spare_nbytes=None,
+                most_nbytes=most if home == "host" else None,
+            )
+        spare = self._spare_for_activations(alone) if home == "auto" else None
+        if spare is None:
+            return None
+        return ActivationStore(
+            self._store, Tier.HOST, None, spare_nbytes=max(0, spare), most_nbytes=most
+        )
+
+    def _most_on_host(self, local_size: int) -> int | None:
+        """Returns the bytes of host memory for activations: without a budget, what the plan leaves
+        of what was free, as plans measure it."""
+        if self._config.host_memory is not None:
+            return None
+        planned = self._plan.planned_nbytes(Tier.HOST)
+        if self._store.device.is_host:
+            planned += max(self._plan.planned_nbytes(Tier.DEVICE), self._config.device_memory or 0)
+        return max(0, self._host_left_nbytes // local_size - planned)
+
+    def _spare_for_activations(self, alone: bool) -> int | None:
+        """Returns the bytes that the plan leaves to activations on the device; None: torch keeps
+        all that is saved. On a GPU that is of what the card can give, for a ``device_memory`` there
+        is the engine's alone."""
+        device, config = self._store.device, self._config
+        planned = self._plan.planned_nbytes(Tier.DEVICE)
+        if device.is_host:
+            return None if config.device_memory is None else config.device_memory - planned
+        # With several ranks nothing is chosen: they measure different times.
+        if not config.recompute or device.memory is None or not alone:
+            return None
+        left = device.memory.left_nbytes(several_ranks=False)
+        # The homes of the plan are taken already.
+        coming = planned - self._store.ledger.accounts[Tier.DEVICE].charged_nbytes
+        return None if left is None else int(SHARE_FOR_SAVED * (left - coming))
+
+
+def trace_path(path: str | os.PathLike, ranks: ParallelDims) -> str:
+    """Returns the name of each rank's own timeline: ``trace.json`` becomes ``trace-rank1.json``."""
+    stem, suffix = os.path.splitext(os.fspath(path))
+    return os.fspath(path) if ranks.alone else f"{stem}-rank{ranks.world_rank}{suffix}"

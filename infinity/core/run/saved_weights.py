@@ -1,0 +1,257 @@
+"""SavedWeight: replaces a weight in autograd's graph, so that the graph holds no bytes of it.
+
+Inside an owner, autograd saves each weight as a reference to its unit. Unpacking it makes the unit
+resident. This works for any output of the module and any kind of checkpointing.
+
+[Note: the saved parameter itself] Torch makes a new tensor of what an unpack hook returns, so a
+Function of a user's would not find its class, nor the attributes that libraries set on parameters.
+The class of one that saves a parameter gets a ``saved_tensors`` that returns the parameter itself.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+from ...ext.packed.packed import has_inner, inner_tensors
+from ...ext.tiles.lazy_logits import Logits
+from ..units.handle import DisableTorchFunction
+from ..units.unit import ParamUnit
+from ..units.weight_storages import WeightStorages
+from .saved_tensor import SavedTensor, through_dtensors
+
+PACKAGE = str(Path(__file__).parent.parent)
+
+
+@dataclass(eq=False)
+class SavedWeight:
+    """A saved tensor in a unit's device buffer: its location instead of its bytes."""
+
+    unit: ParamUnit
+    version: int  # of the unit's values when it was saved
+    flat: torch.Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    conj: bool
+    neg: bool
+    there: frozenset[int] | None  # the experts that were on the device; None: all
+    # The parameter, if a user's Function has saved it.
+    param: weakref.ref[torch.nn.Parameter] | None = None
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, unit: ParamUnit, flat: torch.Tensor) -> SavedWeight:
+        """Returns a reference to ``tensor``, a view of ``flat``, a device buffer of ``unit``."""
+        with DisableTorchFunction():  # a packed parameter hides its place in the buffer
+            view = (
+                tensor.size(),
+                tensor.stride(),
+                tensor.storage_offset(),
+                tensor.dtype,
+                tensor.is_conj(),
+                tensor.is_neg(),
+            )
+        experts = unit.arrival.experts
+        there = None if experts is None else experts.there
+        return cls(unit, unit.in_use.version, flat, *view, there)
+
+    def check(self) -> None:
+        """Raises UsageError if the bytes that the forward computed with are not available in this
+        backward."""
+        if self.version != self.unit.in_use.version and self._is_changed():
+            raise UsageError(
+                f"this backward needs weights of unit {self.unit.name} as they were in its forward,"
+                " but they were changed since (by optimizer.step(), load_state_dict() or an edit)."
+                " Run backward before that."
+            )
+
+    def _is_changed(self) -> bool:
+        """Tells whether the parameter itself has changed, not only others of its unit."""
+        if self.unit.stale:  # whose versions change without the parameters'
+            return True
+        start = self.offset * self.dtype.itemsize // self.flat.itemsize - self.flat.storage_offset()
+        changes = [
+            handle.changed_at
+            for buffer in self.unit.buffers
+            if buffer.flat is self.flat
+            for handle, place in zip(buffer.flat_param.handles, buffer.flat_param.layout.placements)
+            if place.offset <= start <= place.end
+        ]
+        return not changes or max(changes) > self.version
+
+    def tensor(self) -> torch.Tensor:
+        """Makes the tensor that was saved. Its unit is resident."""
+        bare = torch.empty(0, dtype=self.dtype, device=self.flat.device)
+        bare = bare.set_(self.flat.untyped_storage(), self.offset, self.size, self.stride)
+        bare = bare.conj() if self.conj else bare
+        return torch._neg_view(bare) if self.neg else bare
+
+
+@dataclass(frozen=True)
+class SavedPacked:
+    """A saved tensor subclass, of a packed weight: its inner tensors in their saved forms."""
+
+    kind: Any
+    inner: dict[str, Any]
+    rest: tuple  # context, size and stride
+
+    @classmethod
+    def of(cls, tensor: Any, pack: Callable[[torch.Tensor], Any]) -> SavedPacked:
+        """Saves the inner tensors of ``tensor`` by ``pack``."""
+        names, context = tensor.__tensor_flatten__()
+        tensors = {name: getattr(tensor, name) for name in names}
+        inner = {
+            name: cls.of(each, pack) if has_inner(each) else pack(each)
+            for name, each in tensors.items()
+        }
+        return cls(type(tensor), inner, (context, tensor.size(), tensor.stride()))
+
+    def tensor(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        """Makes the tensor that was saved, of inner tensors from ``unpack``."""
+        inner = {
+            name: saved.tensor(unpack) if isinstance(saved, SavedPacked) else unpack(saved)
+            for name, saved in self.inner.items()
+        }
+        return self.kind.__tensor_unflatten__(inner, *self.rest)
+
+
+def is_checkpoint(hooks: tuple | None) -> bool:
+    """Tells whether a pair of saved-tensor hooks is a non-reentrant checkpoint's."""
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+OPAQUE: set[type] = {Logits}
+try:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    OPAQUE.add(FakeTensor)
+except ImportError:  # pragma: no cover
+    pass
+
+
+_unpacked = threading.local()  # parameters that the running `saved_tensors` has found, in order
+
+
+def _note_saved_by_function(tensor: torch.Tensor, saved: SavedWeight) -> None:
+    """Notes in ``saved`` the parameter ``tensor``, if a Function of a user's saves it."""
+    if not isinstance(tensor, torch.nn.Parameter):
+        return
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    if frame is not None and frame.f_code is torch.autograd.Function.apply.__func__.__code__:
+        saved.param = weakref.ref(tensor)
+        frame.f_locals["cls"]._backward_cls.saved_tensors = property(_saved_tensors)
+
+
+def _saved_tensors(ctx: Any) -> tuple:
+    """Returns ``ctx.saved_tensors``, with the parameters themselves."""
+    outer, found = getattr(_unpacked, "params", None), []
+    _unpacked.params = found
+    try:
+        values = torch._C._FunctionBase.saved_tensors.__get__(ctx)
+    finally:
+        _unpacked.params = outer
+    given = []
+    for value in values:  # in their order: a view of a whole weight has its place
+        at = next((n for n, (place, _) in enumerate(found) if place == _place(value)), None)
+        given.append(value if at is None or found[at][1] is None else found[at][1])
+        found = found if at is None else found[at + 1 :]
+    return tuple(given)
+
+
+def _place(tensor: torch.Tensor | None) -> tuple | None:
+    if tensor is None:
+        return None
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
+def saving_hooks(
+    storages: WeightStorages, hold: Callable[[ParamUnit, bool], None]
+) -> tuple[Callable, Callable]:
+    """Makes a pair of saved-tensor hooks that save weights as references. Other tensors go to the
+    hooks around them.
+
+    ``storages``: of the units' device buffers. ``hold`` makes a unit resident until the running
+    backward is done with it, and if its second argument is True, at least until the running node
+    of the graph ends.
+    """
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    outer_pack, outer_unpack = outer if outer is not None else (None, None)
+    # A checkpoint counts the saved tensors, and must get the same count in its forward and in its
+    # recomputation. There the same weight may be saved with or without these hooks.
+    counted = is_checkpoint(outer) or getattr(outer_pack, "is_counted", False)
+    count = getattr(outer_pack, "count", outer_pack)
+
+    # A user's checkpoint and others' hooks give back new tensors, without attributes.
+    is_ours = str(getattr(outer_pack, "__module__", None)).startswith("infinity.")
+    gives_params = outer is None or getattr(outer_pack, "gives_params", is_ours)
+
+    def pack_one(tensor: torch.Tensor) -> Any:
+        if tensor.layout is torch.strided and type(tensor) not in OPAQUE:
+            entry = storages.find(tensor)
+            if entry is not None:
+                if counted:
+                    count(tensor)
+                saved = SavedWeight.of(tensor, *entry)
+                if gives_params:
+                    _note_saved_by_function(tensor, saved)
+                return saved
+        return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
+
+    def pack(tensor: torch.Tensor) -> Any:
+        if has_inner(tensor) and any(
+            storages.find(inner) is not None for _, inner in inner_tensors(tensor)
+        ):
+            return SavedPacked.of(tensor, pack_one)
+        return pack_one(tensor)
+
+    def unpack_one(saved: Any) -> torch.Tensor:
+        if not isinstance(saved, SavedWeight):
+            return saved.tensor() if isinstance(saved, SavedTensor) else outer_unpack(saved)
+        saved.check()
+        params = getattr(_unpacked, "params", None)
+        if params is not None and saved.param is not None and (param := saved.param()) is not None:
+            # The Function gets the parameter, and each use of that brings it again.
+            hold(saved.unit, False)
+            value = torch.empty((), dtype=saved.dtype, device=saved.flat.device).expand(saved.size)
+            params.append((_place(value), param))
+            return value
+        if saved.unit.arrival.experts is not None:
+            saved.unit.arrival.experts.want(saved.there)
+        hold(saved.unit, True)
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+            _save_in_graph_of_backward(storages, hold)
+        value = saved.tensor()
+        if params is not None:
+            params.append((_place(value), None))
+        return value
+
+    def unpack(saved: Any) -> torch.Tensor:
+        return saved.tensor(unpack_one) if isinstance(saved, SavedPacked) else unpack_one(saved)
+
+    pack, unpack = through_dtensors(pack, unpack)
+    pack.is_counted, pack.gives_params = counted, gives_params
+    if count is not outer_pack:  # the tensors are kept, too
+        pack.count = count
+    return pack, unpack
+
+
+def _save_in_graph_of_backward(
+    storages: WeightStorages, hold: Callable[[ParamUnit, bool], None]
+) -> None:
+    """Saves weights as references in the graph of a backward (``create_graph=True``), too.
+
+    Called as a node of the graph takes its saved weights out, before it computes with them. Nobody
+    takes the hooks off: autograd restores the thread's hooks at the end of each node.
+    """
+    torch._C._autograd._push_saved_tensors_default_hooks(*saving_hooks(storages, hold))

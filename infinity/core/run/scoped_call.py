@@ -1,0 +1,128 @@
+"""ScopedCall: runs every call of a module in a scope of the engine."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import InfinityError, UsageError
+from ...ranks import failure_report
+from ...ranks.parallel_dims import ParallelDims
+from ...ranks.pending import ranks_lost
+from ..machine import storage_guard
+from ..params.apart import refuse_without_bytes
+from ..params.parameter import STORED
+from ..units.handle import managed
+from .job import Job
+from .operations import State
+
+UNCOMPILED = (
+    "a wrapped model fetches and sends weights between its layers, which is nothing to be compiled:"
+    " each block is a graph of its own. Leave out fullgraph=True"
+)
+
+
+class ScopedCall:
+    """Runs every call of ``module`` in a scope of the engine, until :meth:`remove`. However the
+    call ends, the scope pops the hooks that it pushed on this thread, and records an exception.
+    Torch calls no hook after Ctrl-C."""
+
+    # Looked up by ``module(...)``; the second one first, if compiled.
+    NAMES = ("_call_impl", "_compiled_call_impl")
+
+    def __init__(self, job: Job, module: torch.nn.Module):
+        self._module = weakref.ref(module)
+        self._own = {name: module.__dict__.get(name) for name in self.NAMES}
+        of_class = type(module)._call_impl
+        reference = self._module
+
+        def plain(*args: Any, **kwargs: Any) -> Any:
+            return of_class(reference(), *args, **kwargs)
+
+        self._calls = {"_call_impl": _scoped(job, self._own["_call_impl"] or plain)}
+        if (compiled := self._own["_compiled_call_impl"]) is not None:
+            self._calls["_compiled_call_impl"] = _scoped(job, compiled)
+        module.__dict__.update(self._calls)
+
+    def remove(self) -> None:
+        """Restores the module's own call, unless it was compiled since. Idempotent."""
+        if (module := self._module()) is None:
+            return
+        for name, call in self._calls.items():
+            if module.__dict__.get(name) is call:
+                if self._own[name] is None:
+                    del module.__dict__[name]
+                else:
+                    module.__dict__[name] = self._own[name]
+
+
+def refuse_compiled_autograd() -> None:
+    """Raises UsageError if torch would trace the engine's own hooks in the backward."""
+    dynamo = sys.modules.get("torch._dynamo.config")
+    if torch.is_grad_enabled() and getattr(dynamo, "compiled_autograd", False):
+        raise UsageError(
+            "compiled autograd would trace what moves weights in the backward, for minutes: set"
+            " torch._dynamo.config.compiled_autograd = False. torch.compile of the model, without"
+            " it, works"
+        )
+
+
+def _scoped(job: Job, call: Callable) -> Callable:
+    @partial(torch.compiler.disable, reason=UNCOMPILED)
+    def scope() -> AbstractContextManager:
+        if job.uses.is_in(State.UNWRAPPED):  # a module compiled while wrapped still calls this
+            return nullcontext()
+        refuse_without_bytes("a forward")
+        refuse_compiled_autograd()
+        return job.uses.begin()
+
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with scope():
+            try:
+                return call(*args, **kwargs)
+            except RuntimeError as error:
+                if not isinstance(error, InfinityError) and storage_guard.is_refusal(error):
+                    raise _named(error) from error
+                if (meant := _meaning_of(error, job.ranks)) is not error:
+                    raise meant from error
+                raise
+
+    # What it calls may be compiled.
+    return torch.compiler.disable(scoped, recursive=False, reason=UNCOMPILED)
+
+
+def _meaning_of(error: RuntimeError, ranks: ParallelDims) -> Exception:
+    """Returns the error to raise for ``error`` of a forward. A collective of torch's own (tensor
+    parallelism) reports only a lost connection or a timeout, not which rank failed."""
+    if (
+        ranks.alone
+        or isinstance(error, InfinityError)
+        or not failure_report.BROKEN.search(str(error))
+    ):
+        return error
+    return ranks_lost("a forward", error)
+
+
+def _named(error: BaseException) -> UsageError:
+    """Makes the error for a forward in which a function accessed a weight without its bytes. Names
+    the parameters in the innermost frame that has any."""
+    names: list[str] = []
+    frame = error.__traceback__
+    while frame is not None:
+        at_rest = (each for each in frame.tb_frame.f_locals.values() if isinstance(each, STORED))
+        names = list(dict.fromkeys(managed(each).name for each in at_rest)) or names
+        frame = frame.tb_next
+    which = f" ({', '.join(names[:5])})" if names else ""
+    return UsageError(
+        f"a weight at home{which} was used outside of its own module by a function that does not"
+        " ask tensors how they are computed with (torch.tensor, torch.sparse_coo_tensor, a"
+        " scripted function), or a view of it was kept from another forward. Give such a function"
+        " a result of an ordinary operation, as weight.clone() is: that brings the weight. Torch"
+        f" says: {str(error).strip().splitlines()[-1]}"
+    )

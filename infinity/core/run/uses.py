@@ -1,0 +1,142 @@
+"""Uses: the entry of a job. Every use of it begins here, one at a time, and may be refused here.
+
+use      a block that reads or changes the job: a step, a save, a read of a gradient. The outermost
+         one first recovers from an exception of the last
+halted   the state in memory is lost: every use is refused, except one that loads all of it
+
+[Note: why parts define the states] The part that makes a state of :mod:`.operations` knows it, and
+defines it here when it is built. So this file depends on none of them. A feature that refuses
+operations while it runs adds a state, a column of the table and one call of `define`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from ... import native
+from ...errors import InfinityError, UsageError
+from ..params.apart import is_compiling, refuse_without_bytes
+from .operations import QUICK, REFUSED, Operation, State, refusal
+
+
+class Uses:
+    """The uses of one job.
+
+    ``check_process`` raises UsageError in a forked child. ``wait`` waits while another thread uses
+    the job. ``prepare`` recovers from an exception of the last use; its argument: whether this use
+    loads all state. ``settle`` sends home what users wrote to tensors that they hold.
+    """
+
+    def __init__(
+        self,
+        scopes: native.Scopes,
+        *,
+        check_process: Callable[[], None],
+        wait: Callable[[], None],
+        prepare: Callable[[bool], None],
+        settle: Callable[[], None],
+    ):
+        self.scopes = scopes
+        self._check_process, self._wait, self._prepare, self._settle = (
+            check_process,
+            wait,
+            prepare,
+            settle,
+        )
+        self._is_in: dict[State, Callable[[], bool]] = {}
+        self._halted: Callable[[], InfinityError] | None = None
+
+    def define(self, state: State, is_in: Callable[[], bool]) -> None:
+        """Defines ``state`` by ``is_in``, which must not refer to the job strongly."""
+        self._is_in[state] = is_in
+
+    def is_in(self, state: State) -> bool:
+        """Tells whether the job is in ``state``."""
+        is_in = self._is_in.get(state)
+        return is_in is not None and is_in()
+
+    def begin(self, *, repairing: bool = False) -> native.Scope:
+        """Opens the scope of a use. ``repairing``: it loads all state. May block on another thread.
+
+        Raises UsageError for a halted job, in a forked child, for tensors without bytes, and if
+        another thread uses the job and makes no progress.
+        """
+        return self._open(partial(self._prepare, repairing))
+
+    def begin_unless(self, stays: Callable[[], bool]) -> native.Scope:
+        """Opens the scope of a use as :meth:`begin`, which prepares nothing if ``stays()``: it is
+        called once no other thread uses the job."""
+        return self._open(lambda: None if stays() else self._prepare(False))
+
+    def _open(self, prepare: Callable[[], None]) -> native.Scope:
+        """Opens a scope. ``prepare`` runs in it, once no other thread uses the job, unless this
+        thread uses it already."""
+        if not is_compiling():  # compilers inspect parameters under FakeTensorMode
+            refuse_without_bytes("a use", transforms=False)
+        self._check_process()
+        if self.scopes.running_here or torch._C._current_graph_task_id() != -1:
+            return self.scopes.scope()
+        return self.scopes.scope(wait=self._wait, prepare=prepare)
+
+    def check(self, operation: Operation, what: str | None = None) -> None:
+        """Raises UsageError, with ``what`` as the name, if ``operation`` is refused in the present
+        states. Nothing has changed then, so a running activity can continue."""
+        if operation not in QUICK and not self.is_in(State.UNWRAPPED):
+            repairing = operation is Operation.LOAD_CHECKPOINT
+            with self.begin(repairing=repairing):
+                if not repairing:
+                    self._settle()  # only its exceptions may interrupt a running activity
+        self._refuse(operation, what)
+
+    def _refuse(self, operation: Operation, what: str | None) -> None:
+        for state in REFUSED[operation]:
+            if self.is_in(state):
+                raise refusal(operation, state, what)
+
+    def operation(self, operation: Operation) -> native.Scope:
+        """Opens the scope of ``operation``. Raises UsageError if it is refused in the present
+        states."""
+        repairing = operation is Operation.LOAD_CHECKPOINT
+
+        def prepare() -> None:
+            # Asked once more: another thread may have begun something while this one waited for it.
+            self._prepare(repairing)
+            self._refuse(operation, None)
+
+        self.check(operation)
+        return self._open(prepare)
+
+    def interrupt(self) -> None:
+        """Makes the next use recover first."""
+        self.scopes.interrupted = True
+
+    # --- a state that is lost ---
+
+    @property
+    def is_halted(self) -> bool:
+        """Whether only a load is allowed."""
+        return self._halted is not None
+
+    def halt(self, why: str) -> InfinityError:
+        """Refuses every use from here on, except loading a checkpoint. Returns the error that uses
+        raise."""
+        return self.refuse_all(
+            f"{why}: the state in memory is neither the old one nor the new one. Load a checkpoint."
+        )
+
+    def refuse_all(self, message: str) -> InfinityError:
+        """Raises UsageError with ``message`` on every use, until :meth:`go_on`. Returns that
+        error."""
+        self._halted = partial(UsageError, message)
+        return self._halted()
+
+    def halted_error(self) -> InfinityError | None:
+        """Makes the error that every use of a halted job raises. None: the job is not halted."""
+        return self._halted() if self._halted is not None else None
+
+    def go_on(self) -> None:
+        """Ends :meth:`halt` and :meth:`refuse_all`: the state is whole."""
+        self._halted = None

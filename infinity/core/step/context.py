@@ -1,0 +1,72 @@
+"""StepContext: the parts of a job that its optimizer uses, and the calls it makes to the
+runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from ...config import Config
+from ...ranks.collectives import Collectives
+from ...ranks.comparing import Comparison
+from ..grads.bank import GradientBank
+from ..homes.store import ArrayStore
+from ..machine.device import Device
+from ..params.borrowed_state import BorrowedState
+from ..run.journal import Journal
+from ..run.schedule import Schedule
+from ..run.step_counter import StepCounter
+from ..run.uses import Uses
+from ..units.flat_param import FlatParam
+from ..units.handle import ParamHandle
+from ..units.unit import ParamUnit
+from .updates import Updates
+
+
+@dataclass(frozen=True, eq=False)
+class StepContext:
+    """The parts of one job that one of its optimizers uses. An optimizer keeps its job alive by it.
+
+    ``place``: of the optimizer among those of the job."""
+
+    place: int
+    config: Config
+    units: list[ParamUnit]
+    trained_in_job: list[ParamHandle]  # the parameters that have optimizer state
+    collectives: Collectives
+    device: Device
+    store: ArrayStore
+    uses: Uses
+    journal: Journal
+    schedule: Schedule
+    steps: StepCounter
+    gradients: GradientBank
+    updates: Updates
+    borrowed: BorrowedState
+    in_common: Comparison  # compared over ranks with other local parts of the tensors
+
+    is_only: Callable[[], bool]  # no other optimizer steps parameters of the job
+    is_cut_short: Callable[[], bool]  # a forward or backward was interrupted
+    runs_without_flush: Callable[[], bool]  # other stages may be at other batches
+    keeps_stale: Callable[[], bool]  # an update writes new weights beside the old ones
+    # Called with each unit whose gradients landed
+    listen_to_landed: Callable[[Callable[[ParamUnit], None]], Callable[[], None]]
+    # Sends units home, before their bytes there change
+    release: Callable[[Iterable[ParamUnit]], None]
+    end_step: Callable[[], None]  # after all updates of a step are submitted
+    # Starts to step parameters that were frozen, or raises with nothing changed: Engine.admit.
+    admit: Callable[..., None]
+    # With several ranks: sends home users' writes to state dicts
+    settle_state_dicts: Callable[[], None]
+    hand_out: Callable[[ParamHandle, str, torch.Tensor], None]  # watches a tensor of a state dict
+
+    def steps_flat_param(self, flat_param: FlatParam) -> bool:
+        """Tells whether ``flat_param`` is this optimizer's to step."""
+        return flat_param.spec.stepped and flat_param.spec.optimizer == self.place
+
+    @property
+    def trained(self) -> list[ParamHandle]:
+        """The parameters that this optimizer has state of."""
+        return [h for h in self.trained_in_job if h.flat_param.spec.optimizer == self.place]

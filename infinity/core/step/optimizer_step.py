@@ -1,0 +1,247 @@
+"""OptimizerStep: makes the steps of one optimizer, each in one change of the journal.
+
+A step is first planned, which changes nothing, then submitted to the updater in one call, and then
+entered into the books. After an interrupt the next use of the engine completes a planned step
+(:mod:`infinity.core.run.journal`). So a step is never made partly, nor twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...errors import UsageError
+from ...ext.class_step.class_step import ClassStepper
+from ..grads.record import refuse_torn
+from ..params.books import OptimizerBooks
+from ..run.journal import Meet
+from ..run.operations import Operation
+from ..units.unit import ParamUnit
+from .context import StepContext
+from .known import Known
+from .members import Members
+from .spans import numbers_of
+from .step_inputs import StepInputs
+from .stepper import Stepper
+
+Groups = list[dict[str, Any]]
+
+
+class OptimizerStep:
+    """Steps all units at once, or each one in the backward. Used from the thread that runs backward
+    or the step. ``groups``: the optimizer's param_groups, which users may replace."""
+
+    def __init__(
+        self,
+        context: StepContext,
+        known: Known,
+        members: Members,
+        given: torch.optim.Optimizer,
+        books: OptimizerBooks,
+    ):
+        """``given``, ``books``: the optimizer and its state."""
+        self._context, self._known, self._members = context, known, members
+        self._given, self._books = given, books
+        self._changed: dict[int, dict[str, Any]] = {}  # by a class step, in the groups
+        self._shadowed = 0  # shadows since the last step
+
+    def _stepper(self, groups: Groups) -> Stepper | ClassStepper:
+        if self._known.rule is None:
+            return self._class_stepper(groups, "step")
+        return Stepper(self._context, self._known, groups, self._members.group_of, self._books)
+
+    def _class_stepper(self, groups: Groups, method: str) -> ClassStepper:
+        return ClassStepper(
+            self._context,
+            self._known,
+            groups,
+            self._members.group_of,
+            self._given,
+            self._books,
+            self._changed,
+            method,
+        )
+
+    @torch.no_grad()
+    def switch(self, groups: Groups, method: str) -> None:
+        """Runs a method of the class that needs no gradient, on all parameters."""
+        context, stepper = self._context, self._class_stepper(groups, method)
+        self._changed.clear()
+        steps = [step for unit in context.units for step in stepper.plan_switch(unit)]
+
+        def change() -> None:
+            stepper.carry_out(steps)
+            stepper.finish()
+
+        with context.store.guarding():
+            context.journal.carry_out(change)
+
+    # --- a step ---
+
+    def prepare(self) -> None:
+        """Averages the gradients. Raises UsageError if they cannot be stepped."""
+        context = self._context
+        context.updates.asked = time.perf_counter()
+        context.gradients.average(context.steps_flat_param)
+        if not context.steps.begun:
+            self._members.reopen_consumed()
+        for handle in context.trained:
+            refuse_torn(handle)
+
+    def make(self, groups: Groups, clip: float) -> None:
+        """Steps all units, after :meth:`prepare`. ``clip``: the factor of all gradients. It is a
+        part of the plan and no change of the gradients, so an interrupted step can be repeated."""
+        context, begun, units = self._context, self._context.steps.begun, self._in_order()
+        if not begun:
+            context.updates.begin_step(units)
+            self._changed.clear()
+        version = context.steps.index if begun else context.steps.index + 1
+        stepper, backwards = self._stepper(groups), context.steps.backwards
+        if isinstance(stepper, ClassStepper):
+            stepper.try_settings()
+        with context.store.guarding():
+            # Tickets are watched in the order in which they are made: as gradients land.
+            planned = {
+                unit: stepper.plan(unit, version, clip)
+                for unit in (reversed(units) if context.device.overlaps else units)
+            }
+            steps = [step for unit in units for step in planned[unit]]
+            self._carry_out(stepper, steps, version, partial(self._meet, groups, clip))
+            if (policy := context.updates.shadows) is not None:
+                # Drop shadows that this step did not use
+                for flat_param in (flat for unit in context.units for flat in unit.flat_params):
+                    flat_param.homes.drop_shadow()
+                kept = sum(step.shadow is not None for step in steps)
+                policy.end_step(made=self._shadowed, kept=kept, backwards=backwards)
+                self._shadowed = 0
+        context.end_step()
+        context.borrowed.refresh()
+
+    def _carry_out(
+        self, stepper: Stepper | ClassStepper, steps: list, version: int, meet: Meet
+    ) -> None:
+        """Makes a planned step. An error of the class's own code, before anything was written,
+        leaves no step behind: its cause may be a setting."""
+        context = self._context
+        change = partial(self._finish, stepper, steps, version)
+        try:
+            context.journal.carry_out(change, meet)
+        except Exception:
+            is_alone = context.collectives.ranks.alone
+            if isinstance(stepper, ClassStepper) and stepper.has_changed_nothing and is_alone:
+                context.journal.cancel(change)
+            raise
+
+    def _in_order(self) -> list[ParamUnit]:
+        """Returns the units in the order of the next forward, then the others, which a step beside
+        stale weights copies."""
+        units = self._context.units
+        first = [index for index in self._context.schedule.first() if index < len(units)]
+        known = set(first)
+        return [
+            *(units[index] for index in first),
+            *(unit for unit in units if unit.index not in known),
+        ]
+
+    def _meet(self, groups: Groups, clip: float, then: Callable[[], None]) -> None:
+        """Meets the other ranks, which step as soon as all are there. Differences raise before
+        that."""
+        context = self._context
+        if context.collectives.ranks.alone:
+            then()
+            return
+        counters = []
+        if (kind := self._known.counters) is not None:
+            counters = [
+                numbers_of(kind, groups[index], handle, self._books)
+                for handle, index in self._members.group_of.items()
+            ]
+        inputs = StepInputs(context, groups, self._members.group_of, clip, counters)
+        ranks = context.collectives.ranks
+        # Without flush other stages are at other batches, and no stage waits.
+        meets_stages = ranks.pp_group is not None and not context.runs_without_flush()
+        context.collectives.meet_for_step(
+            inputs.common if ranks.unit_places else "",  # a digest of every trained parameter
+            inputs.own,
+            over_stages=(inputs.of_stages, inputs) if meets_stages else None,
+            trace=context.schedule.expected_after_step(),
+            in_common=context.in_common,
+            then=then,
+        )
+
+    def _finish(self, stepper: Stepper | ClassStepper, steps: list, version: int) -> None:
+        stepper.carry_out(steps)
+        stepper.finish()
+        self._context.borrowed.forget_edits()
+        self._context.gradients.clips.clear()
+        self._context.steps.finish(version)
+
+    # --- in the backward ---
+
+    def check_stream(self) -> None:
+        """Raises UsageError if units cannot be stepped in the backward."""
+        context = self._context
+        context.uses.check(Operation.STEP_IN_BACKWARD)
+        if not context.is_only():
+            raise UsageError(
+                "step_in_backward of one of several optimizers: a backward has the gradients of all"
+                " of them. Call step() of each after it."
+            )
+        if context.config.max_grad_norm is not None:
+            raise UsageError(
+                "step_in_backward: max_grad_norm needs the norm of all gradients before the first"
+                " unit is stepped. Leave out one of the two, or let Config(speculate=True) update"
+                " units ahead."
+            )
+
+        if self._known.measured is not None:
+            raise UsageError(
+                f"step_in_backward with {self._known.name}: its step needs a number of all"
+                " gradients before the first unit is stepped. Call step() after the backward."
+            )
+        if self._known.needs_whole and context.collectives.ranks.size > 1:
+            raise UsageError(
+                f"step_in_backward with {self._known.name} over several ranks: its step needs whole"
+                " parameters, for which the ranks meet after the backward. Call step() after it."
+            )
+
+    def begin_stream(self) -> None:
+        """Begins a step whose units are stepped in the backward. Raises UsageError for a consumed
+        gradient."""
+        self._members.check_unconsumed()
+        self._context.updates.begin_step(self._in_order())
+        self._changed.clear()
+        self._context.steps.stream()
+
+    def end_stream(self) -> None:
+        """Ends the backward of such a step."""
+        context = self._context
+        if context.is_cut_short() or context.gradients.changes.are_open:
+            context.uses.interrupt()  # of a failure that was caught inside the block
+        else:
+            context.steps.end_stream()
+
+    def unit_landed(self, unit: ParamUnit, groups: Groups) -> None:
+        """Steps or shadows a unit whose gradients have landed and which the backward has left."""
+        if self._context.steps.streaming:
+            self._step_unit(unit, groups)
+        elif self._context.updates.are_made_ahead:
+            self._shadowed += self._stepper(groups).shadow(unit)
+
+    @torch.no_grad()
+    def _step_unit(self, unit: ParamUnit, groups: Groups) -> None:
+        """Steps a unit, unless it has frozen parameters: the backward may still need them, and a
+        unit's values change together."""
+        context = self._context
+        params = [param for flat in unit.flat_params for param in flat.params]
+        if all(flat.spec.stepped for flat in unit.flat_params) and all(
+            param.requires_grad for param in params
+        ):
+            stepper = self._stepper(groups)
+            context.journal.carry_out(
+                partial(stepper.carry_out, stepper.plan(unit, context.steps.index))
+            )

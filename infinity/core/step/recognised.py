@@ -1,0 +1,172 @@
+"""Recognised: the optimizers that were given to wrap_model, and the rules that they step by.
+
+place   the number of an optimizer among those of one job; a flat param belongs to one of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...config import Config
+from ...errors import ConfigError
+from ...ext.class_step.known_elsewhere import refuse_rounding
+from ...ext.class_step.matrices import NO_NAMES, Names, check_split
+from ...ext.dtensor.dtensors import is_distributed
+from .known import Known
+from .rules import recognise
+
+
+@dataclass(frozen=True, eq=False)
+class Recognised:
+    """One optimizer, and how it steps."""
+
+    optimizer: torch.optim.Optimizer
+    known: Known
+
+    @property
+    def moments(self) -> dict[str, str]:
+        """torch's name of each moment -> the flat param's array for it."""
+        return self.known.moments_of(self.optimizer.param_groups)
+
+
+class Optimizers:
+    """The optimizers of one job, with disjoint parameters. Empty: nothing is stepped.
+
+    plain
+        Those of the given ones without a parameter that the engine moves. They step by themselves.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[torch.optim.Optimizer],
+        is_moved: Callable[[torch.Tensor], bool] = lambda param: True,
+        names: Names = NO_NAMES,
+    ):
+        """``is_moved``: whether the engine moves a parameter. ``names``: those of the parameters
+        before they are moved. Raises ConfigError for an optimizer whose step is not exactly a known
+        one."""
+        self._given, self._order = list(given), {}
+        self._all: list[Recognised] = []
+        for optimizer in given:
+            moved = {
+                param: (len(self._all), index)
+                for index, group in enumerate(optimizer.param_groups)
+                for param in group["params"]
+                if is_moved(param)
+            }
+            if moved or not any(group["params"] for group in optimizer.param_groups):
+                known = recognise(optimizer)
+                check_split(known, optimizer.param_groups, is_moved, names)
+                if known.needs_whole:
+                    _refuse_parts(known, moved)
+                self._all.append(Recognised(optimizer, known))
+            self._order |= moved
+
+    @property
+    def plain(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that step by themselves."""
+        known = [each.optimizer for each in self._all]
+        return [each for each in self._given if all(each is not other for other in known)]
+
+    def results(self, stepping: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+        """Lists what stands for each of the given ones: one of ``stepping``, or itself."""
+        of_given = {
+            id(each.optimizer): result for each, result in zip(self._all, stepping, strict=True)
+        }
+        return [of_given.get(id(each), each) for each in self._given]
+
+    def __iter__(self) -> Iterator[Recognised]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def place_of(self, param: torch.Tensor) -> int | None:
+        """Returns which optimizer steps ``param``; None: none does."""
+        return self._order[param][0] if param in self._order else None
+
+    def order_of(self, param: torch.Tensor) -> tuple[int, int]:
+        """Returns the place of the optimizer and the group of ``param``, to sort by."""
+        return self._order.get(param, (0, 0))
+
+    def moments_of(self, param: torch.Tensor) -> dict[str, str]:
+        """Returns the moments of ``param``, which is stepped, by the settings of its group: torch's
+        name -> array."""
+        place, index = self._order[param]
+        found = self._all[place]
+        return found.known.moments_of([found.optimizer.param_groups[index]])
+
+    def arrays_of(self, param: torch.Tensor, config: Config) -> dict[str, torch.dtype]:
+        """Returns the arrays of the moments of ``param``, which is stepped, and their dtype. Raises
+        ConfigError as :meth:`Known.arrays_of` does."""
+        place, index = self._order[param]
+        found = self._all[place]
+        group = found.optimizer.param_groups[index]
+        refuse_rounding(found.optimizer, group, config.param_dtype or param.dtype, config)
+        return found.known.arrays_of(
+            self.moments_of(param), config, found.known.by_param.get(param)
+        )
+
+    def of(self, param: torch.Tensor) -> Recognised | None:
+        """Returns the optimizer that steps ``param``, or None."""
+        place = self.place_of(param)
+        return None if place is None else self._all[place]
+
+
+def _refuse_parts(known: Known, params: Iterable[torch.Tensor]) -> None:
+    """Raises ConfigError if one of ``params`` is divided over ranks (a DTensor)."""
+    if any(map(is_distributed, params)):
+        raise ConfigError(
+            f"{known.name} steps whole parameters, and tensor or expert parallelism has divided"
+            " some of these. Give the divided ones another optimizer:"
+            " wrap_model(model, [first, second])."
+        )
+
+
+def as_given(
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+) -> list[torch.optim.Optimizer]:
+    """Lists the optimizers of an argument that may be one, several or None."""
+    if optimizer is None:
+        return []
+    return list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+
+
+def like_given(optimizers: Sequence[torch.optim.Optimizer], given: Any) -> Any:
+    """Returns ``optimizers`` in the form of the argument ``given``: a list, one, or None."""
+    if isinstance(given, (list, tuple)):
+        return list(optimizers)
+    return optimizers[0] if optimizers else None
+
+
+def check_together(
+    optimizers: Sequence[torch.optim.Optimizer],
+    names: Names,
+    config: Config,
+) -> None:
+    """Raises ConfigError for what several optimizers of one model do not allow. ``names``: of the
+    parameters."""
+    places: dict[torch.Tensor, int] = {}
+    for place, optimizer in enumerate(optimizers):
+        for param in (param for group in optimizer.param_groups for param in group["params"]):
+            if places.setdefault(param, place) != place:
+                name = names.get(param, [f"of shape {tuple(param.shape)}"])[0]
+                raise ConfigError(
+                    f"parameter {name} is in the optimizers {places[param]} and {place}"
+                    " of the list: give each parameter to one of them"
+                )
+    check_count(len(optimizers), config)
+
+
+def check_count(count: int, config: Config) -> None:
+    """Raises ConfigError for options of ``config`` that ``count`` optimizers do not have."""
+    for name in ("max_grad_norm", "speculate") if count > 1 else ():
+        if getattr(config, name):
+            raise ConfigError(
+                f"{name} with {count} optimizers: it is for a step of all parameters."
+                " Clip in the loop: torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
+            )

@@ -1,0 +1,140 @@
+"""Spans: by which hyperparameters the parameters of a flat param are stepped.
+
+span   consecutive parameters of a flat param with the same hyperparameters, step count and
+       counters: one kernel call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ... import native
+from ...errors import UsageError
+from ..grads.record import has_landed
+from ..params.books import OptimizerBooks
+from ..units.flat_param import FlatParam
+from ..units.handle import ParamHandle
+from .counters import Counters, Numbers
+from .device_step import Span
+from .known import Known
+
+# Of a parameter: its group, step count, factors of the gradient, hyperparameters of its own
+Key = tuple[int, int, tuple[float, ...], tuple[tuple[str, float], ...]]
+HYPERPARAMETERS = [name for name in dir(native.Hyperparameters) if not name.startswith("_")]
+
+
+def inputs_of(spans: list[Span]) -> list[tuple]:
+    """Lists all inputs of an update, for a comparison."""
+    return [
+        (begin, end, *(getattr(hyper, name) for name in HYPERPARAMETERS))
+        for begin, end, hyper in spans
+    ]
+
+
+def runs_of(spans: list[Span]) -> list[native.Run]:
+    """Lists the runs of a kernel for ``spans``."""
+    return [native.Run(begin, end, hyper) for begin, end, hyper in spans]
+
+
+def numbers_of(
+    counters: type[Counters], group: Mapping[str, Any], handle: ParamHandle, books: OptimizerBooks
+) -> Numbers:
+    """Returns a parameter's counters before its next step. Raises UsageError if its state lacks
+    one."""
+    numbers = counters.first(group)
+    if not handle.has_state:
+        return numbers
+    own = books.own_of(handle.param)
+    if lacking := [name for name in numbers if name not in own]:
+        raise UsageError(
+            f"optimizer.state of {handle.name} lacks {', '.join(lacking)}: set it, or delete this"
+            " parameter's state to begin anew"
+        )
+    return {name: torch.as_tensor(own[name]) for name in numbers}
+
+
+def next_step(group: Mapping[str, Any]) -> int:
+    """Returns the number of the next step of ``group``, for classes that count in their groups."""
+    return int(group.get("step", 0)) + 1
+
+
+class Spans:
+    """The spans of one step, by the rule and the groups of an optimizer. ``group_of``: the
+    parameters to step, each with the index of its group."""
+
+    def __init__(
+        self,
+        known: Known,
+        groups: list[dict[str, Any]],
+        group_of: Mapping[ParamHandle, int],
+        books: OptimizerBooks,
+    ):
+        self._known, self._groups, self._group_of = known, groups, group_of
+        self._books = books
+        self._counted: dict[ParamHandle, tuple[dict[str, float], Numbers]] = {}
+
+    def is_stepped(self, handle: ParamHandle) -> bool:
+        """Tells whether a parameter has a gradient and is in a group."""
+        return has_landed(handle) and handle in self._group_of
+
+    def of(self, flat_param: FlatParam, clip: float = 1.0) -> Iterator[Span]:
+        """Yields the spans of landed gradients. Neighbours with the same key form one. ``clip``:
+        applied after the gradients' own factors."""
+        last = () if clip == 1.0 else (clip,)
+        key, begin, end = None, 0, 0
+        first = flat_param.layout.own_shard[0]
+        for handle in flat_param.handles:
+            low, high = flat_param.layout.shard_part(handle.index)
+            current = None
+            if self.is_stepped(handle) and low < high:
+                current = self.key(handle, (*handle.grad.factors, *last))
+            if current != key:
+                if key is not None:
+                    yield begin, end, self.hyperparameters(*key)
+                key, begin = current, low - first
+            end = high - first
+        if key is not None:
+            yield begin, end, self.hyperparameters(*key)
+
+    def key(self, handle: ParamHandle, factors: tuple[float, ...]) -> Key:
+        """Returns what the hyperparameters of a parameter's next step are made of."""
+        counters = tuple(self.counted(handle)[0].items())
+        if self._known.counts_in_groups:
+            counters += (("fresh", not handle.has_state),)
+        return self._group_of[handle], self._number(handle), factors, counters
+
+    def _number(self, handle: ParamHandle) -> int:
+        """Returns the number of a parameter's next step, as its class counts."""
+        if self._known.counts_in_groups:
+            return next_step(self._groups[self._group_of[handle]])
+        return handle.step + 1
+
+    def counted(self, handle: ParamHandle) -> tuple[dict[str, float], Numbers]:
+        """Returns the hyperparameters of a parameter's counters in its next step, and the counters
+        after it. Raises what :func:`numbers_of` raises."""
+        if self._known.counters is None:
+            return {}, {}
+        if handle not in self._counted:
+            group = self._groups[self._group_of[handle]]
+            numbers = numbers_of(self._known.counters, group, handle, self._books)
+            self._counted[handle] = self._known.counters.step(group, self._number(handle), numbers)
+        return self._counted[handle]
+
+    def hyperparameters(
+        self,
+        group_index: int,
+        step: int,
+        factors: tuple[float, ...],
+        counters: tuple[tuple[str, float], ...],
+    ) -> native.Hyperparameters:
+        """Makes the hyperparameters of a :attr:`Key`."""
+        hyper = native.Hyperparameters()
+        self._known.set_on(hyper, self._groups[group_index])
+        for name, value in counters:
+            setattr(hyper, name, value)
+        hyper.step = step
+        hyper.grad_factors = list(factors)
+        return hyper

@@ -1,0 +1,279 @@
+"""Arrival: copies one unit's weights into its device buffers, and gathers the other ranks' shards
+there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import nn
+
+from ... import native
+from ...errors import InfinityError, UsageError
+from ...ext.rows.chosen_experts import MANY, ChosenExperts, Rows, Spans
+from ...ranks.collectives import Collectives
+from ...ranks.kinds import bytes_of
+from ...ranks.pending import Pending
+from ..homes.arrays import StateArray, whole_blocks
+from ..homes.store import ArrayStore
+from ..machine.device import PAST, Copy, Device, Event
+from ..machine.tiers import Tier
+from .flat_param import FlatParam
+from .home_arrays import Update
+from .staged_reads import StagedReads
+from .unit_buffers import NodeShards, UnitBuffers
+
+
+class Arrival:
+    """The last copy of one unit's weights to the device, and the gather that follows it.
+
+    event
+        The end of the copy, and then that of the gather: another stream comes after it, too.
+    experts
+        Those that are brought; None: all weights are.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        flat_params: Sequence[FlatParam],
+        buffers: UnitBuffers,
+        second: NodeShards,
+        collectives: Collectives,
+        device: Device,
+    ):
+        self._name, self._flat_params, self._device = name, flat_params, device
+        self._buffers, self._second, self._collectives = buffers, second, collectives
+        self.event: Event = PAST
+        self.experts: ChosenExperts | None = None
+        self._pending: list[Pending] = []  # running gathers
+
+    def start(
+        self,
+        store: ArrayStore,
+        homes: Sequence[StateArray],
+        reads: StagedReads | None,
+        *,
+        in_node: bool,
+    ) -> None:
+        """Starts copying this rank's shards, and gathering the other ranks'.
+
+        ``homes``: the weights at home; ``reads``: those of their bytes, if they are on disk.
+        ``in_node``: only the ranks of this machine are needed, with the node shards.
+        """
+        if reads is None:
+            self.choose()
+        transfer = Copy("host->device", self._nbytes(self.spans), self._name)
+        # The optimizer stepped device homes on a queue that only compute has waited for.
+        there = any(home.tier is Tier.DEVICE for home in homes)
+        copy = partial(self._copy_in, store, homes, reads, in_node)
+        self.event = self._device.put(
+            "in", copy, behind=[self._device.now()] if there else (), transfer=transfer
+        )
+        if self._collectives.ranks.size > 1:
+            self.event = self._device.put("in", partial(self._gather_in, in_node))
+        if self.event is not PAST:
+            for flat_param in self._flat_params:
+                flat_param.homes.lend(self.event)
+
+    def bring_chosen(self, module: nn.Module) -> None:
+        """Brings only the rows of ``module`` that a forward reads, if no other rank has the same
+        ones, and no other stage is at another update."""
+        ranks = self._collectives.ranks
+        if ranks.data_channels or ranks.pp_group is not None:
+            return
+        self.experts = ChosenExperts(module, [flat.layout for flat in self._flat_params])
+        for flat_param in self._flat_params:
+            flat_param.homes.update_by_rows(self.experts.count)
+
+    def stop_choosing(self) -> None:
+        """Brings all experts from now on if the device is a home of them, or of their state."""
+        if any(a.tier is Tier.DEVICE for flat in self._flat_params for a in flat.arrays.values()):
+            self.experts = None
+            for flat_param in self._flat_params:
+                flat_param.homes.rows = None
+
+    @property
+    def comes_ahead(self) -> bool:
+        """Whether it is known, ahead of the next use, what to bring."""
+        return self.experts is None or self.experts.come_ahead
+
+    @property
+    def spans(self) -> Spans | None:
+        """The elements to bring; None: all."""
+        return None if self.experts is None else self.experts.places(self.experts.there)
+
+    def is_current(self, updates: Sequence[Update | None]) -> bool:
+        """Tells whether the weights that the next use is expected to need are at home. ``updates``:
+        the running ones."""
+        if self.experts is None:
+            return all(update is None or update.done for update in updates)
+        rows = self.experts.expected
+        return all(flat.homes.has(rows) for flat in self._flat_params)
+
+    def begin_pass(self) -> None:
+        """Begins a pass, in which chosen rows come unless others hold the device memory."""
+        if self.experts is not None:
+            self.experts.begin_pass(are_held=self._buffers.is_held)
+
+    def choose(self, updates: Sequence[Update | None] = ()) -> list[Update | None]:
+        """Begins to bring the rows that are expected. Returns those of the ``updates`` that a read
+        of the home has to wait for. Rows are brought up to date here, so it waits for none."""
+        if self.experts is None:
+            return list(updates)
+        self.experts.choose()
+        if self._reads_nearly_all():
+            self.experts.there = None
+        self._catch_up(self.experts.there)
+        return [None] * len(updates)
+
+    def _reads_nearly_all(self) -> bool:
+        """Whether the disk's blocks that have the chosen rows are nearly all of them."""
+        weights = [flat.weight for flat in self._flat_params]
+        on_disk = [
+            (weight, of_flat)
+            for weight, of_flat in zip(weights, self.spans or ())
+            if weight.tier is Tier.NVME
+        ]
+        blocks = (end - begin for each in on_disk for begin, end in whole_blocks(*each))
+        return bool(on_disk) and sum(blocks) > MANY * sum(weight.nbytes for weight, _ in on_disk)
+
+    def _catch_up(self, rows: Rows) -> None:
+        for flat_param in self._flat_params:
+            flat_param.homes.wait(rows)
+
+    def take_missing(self) -> Rows:
+        """Takes the experts that the use which begins needs, and that are not there: for
+        :meth:`add`."""
+        return frozenset() if self.experts is None else self.experts.take_missing()
+
+    def add(
+        self,
+        rows: Rows,
+        store: ArrayStore,
+        homes: Sequence[StateArray],
+        slots: list[native.Lease],
+    ) -> None:
+        """Brings ``rows`` to those that are there. Blocks on the disk, from where they come through
+        ``slots``."""
+        self._catch_up(rows)
+        spans = self.experts.places(rows)
+        reads = StagedReads(slots) if slots else None
+        try:
+            if reads is not None:
+                after, pieces = [None] * len(homes), self._device.overlaps
+                reads.start(store, homes, after, in_pieces=pieces, spans=spans)
+            transfer = Copy("host->device", self._nbytes(spans), self._name)
+            copy = partial(self._copy_own, store, homes, reads, spans)
+            event = self._device.put("in", copy, transfer=transfer)
+        except BaseException:
+            if reads is not None:
+                reads.first_error()
+                reads.release()
+            raise
+        if slots:
+            store.staging.take_back(slots, event)
+        self._device.follow(event, "host->device", self._name)
+
+    @property
+    def lacks_rows(self) -> bool:
+        """Whether only some rows are on the device. Others than the class have seen none then."""
+        return self.experts is not None and self.experts.there is not None
+
+    def refuse_edits(self) -> None:
+        """Raises UsageError if a forward that changed the weights had only some rows of them."""
+        if self.lacks_rows:
+            raise UsageError(
+                f"a forward changed rows of {self._name} in place, of which only those are on the"
+                " device that it was called for: change them outside of a forward"
+            )
+
+    def _nbytes(self, spans: Spans | None) -> int:
+        if spans is None:
+            return sum(flat.shard_nbytes for flat in self._flat_params)
+        return sum(
+            (end - begin) * flat.spec.dtype.itemsize
+            for flat, of_flat in zip(self._flat_params, spans)
+            for begin, end in of_flat
+        )
+
+    def _copy_in(
+        self,
+        store: ArrayStore,
+        homes: Sequence[StateArray],
+        reads: StagedReads | None,
+        in_node: bool,
+    ) -> None:
+        for buffer in self._buffers:
+            buffer.fill()
+        if in_node:
+            self._second.copy_out(self._buffers.flats)
+        else:
+            self._copy_own(store, homes, reads, self.spans)
+
+    def _copy_own(
+        self,
+        store: ArrayStore,
+        homes: Sequence[StateArray],
+        reads: StagedReads | None,
+        spans: Spans | None,
+    ) -> None:
+        """Copies this rank's shards, or the elements ``spans`` of them."""
+        flats = self._buffers.flats
+        if reads is not None:
+            reads.copy(store, self._flat_params, flats, self._name)
+        elif spans is not None:
+            for home, flat, of_flat in zip(homes, flats, spans):
+                for begin, end in of_flat:
+                    flat[begin:end].copy_(home.flat[begin:end], non_blocking=True)
+        else:
+            for flat_param, home, flat in zip(self._flat_params, homes, flats):
+                begin, end = flat_param.layout.own("weight")
+                # Makes no view if this rank has all of it: units can be many and small.
+                own = flat if end - begin == flat.numel() else flat[begin:end]
+                own.copy_(home.flat, non_blocking=True)
+
+    def _gather_in(self, in_node: bool) -> None:
+        """Gathers the other ranks' shards, after this rank's copy, on the same queue."""
+        for i, (flat_param, flat) in enumerate(zip(self._flat_params, self._buffers.flats)):
+            what = f"{self._name} ({i})"
+            if in_node:
+                pending = self._collectives.bulk.gather_in_node(flat, what)
+            else:
+                pending = self._collectives.bulk.gather(
+                    bytes_of(flat) if flat_param.spec.coded else flat,
+                    what,
+                    homes=flat_param.homes.weight_regions,
+                )
+            if pending is not None:
+                self._pending.append(pending)
+                if pending.borrowed is not None:
+                    flat_param.homes.lend(pending.borrowed)
+
+    def finish(self, store: ArrayStore) -> None:
+        """Orders later compute after the weights. May block on other ranks."""
+        self._device.follow(self.event, "host->device", self._name)
+        if self._pending:
+            with self._device.stalled("all-gather", self._name):
+                for pending in self._pending:
+                    pending.wait()
+            self.event = self._device.now()
+        self._pending = []
+
+    def give_up(self) -> None:
+        """Waits until nothing writes to the buffers, after an error, and ignores further ones."""
+        self.forget_gathers()
+        self._collectives.bulk.drop_lost()
+        try:
+            self.event.wait()
+        except (InfinityError, RuntimeError):
+            pass  # the caller raises the first error
+        self.event = PAST
+
+    def forget_gathers(self) -> None:
+        """Forgets running gathers. Their collectives still write to the device memory."""
+        if self.experts is not None:
+            self.experts.forget()
+        for pending in self._pending:
+            pending.drop()
+        self._pending = []

@@ -1,0 +1,188 @@
+"""DeviceBuffer: holds the weights of one flat param on the device, and makes its parameters views
+of them.
+
+The storage of a buffer is resized to zero and back, not replaced, so that views kept by a graph or
+a module stay valid.
+
+held    something beside the engine refers to the storage: a NumPy array, a DLPack export, a view
+        that a module has kept
+fixed   torch cannot resize the storage any more: NumPy had it, or it was moved to shared memory
+left    the unit is at home, but its memory stays because it is held
+
+Held memory is never freed. A fixed storage that is not held is replaced by another one, which
+nothing can notice. So no use of weights in a forward can keep the engine from releasing a unit.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from ... import native
+from ...errors import UsageError
+from ...ext.dtensor.dtensors import local_of, set_bytes
+from ..homes.arrays import StateArray
+from ..machine import storage_guard
+from ..machine.device import Device, Event
+from ..machine.sizes import format_nbytes
+from ..params.tensors import fingerprint
+from .flat_param import FlatParam
+from .handle import DisableTorchFunction
+from .weight_storages import WeightStorages
+
+logger = logging.getLogger(__name__)
+
+
+class DeviceBuffer:
+    """The device memory of one flat param. ``flat`` is the whole of it, and stays the same object.
+    Properties of its storage are read only while that is accessible."""
+
+    _has_told = False  # whether the warning about left memory was logged
+
+    def __init__(self, flat_param: FlatParam, flat: torch.Tensor, device: Device):
+        self.flat_param, self.flat, self._device = flat_param, flat, device
+        self._views = [
+            place.view(flat) for place in flat_param.layout.placements
+        ]  # of the parameters
+        self._storages: WeightStorages | None = None  # the registry of its storage
+        self._left_print: int | None = None  # fingerprint of left memory
+
+    def list_in(self, storages: WeightStorages, unit: object) -> None:
+        """Registers its storage, now and after each replacement, in ``storages`` as one of
+        ``unit``."""
+        self._storages = storages
+        storages.enter(unit, self.flat)
+
+    def show(self) -> None:
+        """Makes the parameters views of this buffer. They are at rest, or not managed yet."""
+        with DisableTorchFunction():
+            for param, view in zip(self.flat_param.params, self._views):
+                set_bytes(param, view)
+
+    @property
+    def _is_shown(self) -> bool:
+        """Whether the parameters are views of this buffer, not of another version of the
+        weights."""
+        with DisableTorchFunction():
+            shown = storage_guard.identity(local_of(self.flat_param.params[0]))
+        return shown == storage_guard.identity(self.flat)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anything beside the engine refers to its storage."""
+        shown = len(self.flat_param.params) if self._is_shown else 0
+        return storage_guard.references(self.flat) > 1 + len(self._views) + shown
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether torch cannot resize its storage."""
+        return storage_guard.is_fixed(self.flat.untyped_storage())
+
+    @property
+    def is_exported(self) -> bool:
+        """Whether its values can be, or were, changed in a way that torch does not count."""
+        return self.is_fixed or self.is_held
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether its values were moved to memory that processes share."""
+        return storage_guard.is_moved(self.flat.untyped_storage())
+
+    # --- memory ---
+
+    def fill(self) -> None:
+        """Allocates its memory. Called inside work of the queue ``in``."""
+        self._device.resize(self.flat.untyped_storage(), self.flat_param.weight_nbytes)
+        self._left_print = None
+
+    def empty(self, behind: Sequence[Event]) -> None:
+        """Frees its memory after the events ``behind``. If the memory is held, makes it
+        inaccessible to torch instead."""
+        storage_guard.open(self.flat.untyped_storage())
+        if self.is_held and not self.is_moved:
+            self._leave(behind)
+            return
+        if self.is_fixed:
+            self._move_to(
+                torch.UntypedStorage(self.flat_param.weight_nbytes, device=self.flat.device)
+            )
+        self._left_print = None
+        self._device.resize(self.flat.untyped_storage(), 0, behind=behind)
+
+    def _leave(self, behind: Sequence[Event]) -> None:
+        """Leaves the memory to its holders, as if it were their copy. The next fill reuses it in
+        place."""
+        storage = self.flat.untyped_storage()
+        if storage.nbytes() and self._left_print is None:
+            self._left_print = fingerprint(self.flat)
+            self._tell()
+        self._device.close_storage(storage, behind=behind)
+
+    def _tell(self) -> None:
+        if not DeviceBuffer._has_told:
+            DeviceBuffer._has_told = True
+            logger.warning(
+                "%s of weights (%s, ...) stay in memory after their forward, beside the budget: an"
+                " array of NumPy, an export by DLPack or a view of a weight outside of it holds"
+                " them. Keep a copy instead: weight.detach().clone(). This is said once.",
+                format_nbytes(self.flat_param.weight_nbytes),
+                self.flat_param.names[0],
+            )
+
+    def check_left(self) -> None:
+        """Raises UsageError, once, if left memory was written to since: home does not have that
+        change."""
+        if self._left_print is None:
+            return
+        storage = self.flat.untyped_storage()
+        storage_guard.open(storage)
+        is_written, self._left_print = fingerprint(self.flat) != self._left_print, None
+        storage_guard.close(storage)
+        if is_written:
+            raise UsageError(
+                f"weights of {self.flat_param.names[0]}, ... were written to outside of a forward,"
+                " through an array or an export that was made inside one. The change is lost, and"
+                " the values at home stand: edit weights in `with infinity.full_params(model,"
+                " names, writeback=True)`."
+            )
+
+    # --- replacement of the storage ---
+
+    def _move_to(self, other: torch.UntypedStorage) -> None:
+        """Moves all views to ``other``. If interrupted, :meth:`align` undoes it: it decides by
+        ``flat``, set last."""
+        is_shown = self._is_shown
+        if self._storages is not None:
+            self._storages.replace(self.flat, other)
+        self._put_views(other)
+        if is_shown:
+            self.show()
+        with torch.no_grad():
+            self.flat.set_(other, 0, self.flat.size(), self.flat.stride())
+
+    def _put_views(self, storage: torch.UntypedStorage) -> None:
+        with torch.no_grad():
+            for view in self._views:
+                view.set_(storage, view.storage_offset(), view.size(), view.stride())
+
+    def align(self, *, shows: bool) -> None:
+        """Undoes an interrupted move to another storage. ``shows``: makes the parameters views of
+        this buffer."""
+        if any(
+            storage_guard.identity(view) != storage_guard.identity(self.flat)
+            for view in self._views
+        ):
+            self._put_views(self.flat.untyped_storage())
+        if shows and not self._is_shown:
+            self.show()
+
+    def return_to(self, home: StateArray) -> None:
+        """Moves a buffer that is ``home`` itself back to the home's memory."""
+        if self.is_moved and home.region is not None:
+            self._move_to(
+                native.tensor_at(
+                    home.region, home.region.address, home.numel, home.dtype
+                ).untyped_storage()
+            )

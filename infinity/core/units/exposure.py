@@ -1,0 +1,186 @@
+"""Exposure: makes one unit's parameters ordinary ones while a forward or backward uses them, and
+sends home what a forward changed in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+
+from ...errors import UsageError
+from ...ext.dtensor.dtensors import is_distributed
+from ...ext.packed.packed import is_packed
+from ...ranks.collectives import Collectives
+from ..homes.store import ArrayStore
+from ..machine import dispatch_keys
+from ..machine.tiers import Tier
+from ..params.forward_edits import ForwardEdits
+from ..params.parameter import RESIDENT, STORED, class_at_rest
+from ..run.journal import Journal
+from .flat_param import FlatParam
+from .handle import own_bytes
+from .unit_buffers import UnitBuffers
+
+
+class Exposure:
+    """The parameters of one unit, as modules and users see them.
+
+    is_stale
+        The weights are those before the last update, which may not be changed.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        flat_params: Sequence[FlatParam],
+        buffers: UnitBuffers,
+        collectives: Collectives,
+        *,
+        is_stale: bool,
+    ):
+        self._name, self._flat_params, self._buffers = name, flat_params, buffers
+        self._collectives, self._ranks = collectives, collectives.ranks
+        self._is_stale = is_stale
+        self._edits = ForwardEdits(flat_params)
+
+    def begin(self, *, shows: bool = True) -> None:
+        """Watches the parameters for changes, while a forward or backward uses them. ``shows``:
+        makes them ordinary ones."""
+        if shows:
+            self.show()
+        # Values exported before this hold were compared with home already.
+        self._edits.begin(
+            [
+                param
+                for buffer in self._buffers
+                if self._can_lose(buffer.flat_param) and buffer.is_exported
+                for param in buffer.flat_param.params
+            ]
+        )
+
+    def adding_rows(self) -> AbstractContextManager[None]:
+        """Returns a block in which more rows of the parameters come, which is no change of them."""
+        return self._edits.adding_rows()
+
+    def show(self) -> None:
+        """Makes the parameters ordinary ones."""
+        self._switch(RESIDENT)
+
+    def end(self) -> None:
+        """Hooks every use of a parameter: the engine handles it, even while its bytes are on the
+        device.
+
+        Otherwise a write would change a copy that is about to be dropped, and be lost without an
+        error.
+        """
+        self._switch(STORED)
+
+    def forget(self) -> None:
+        """Drops everything watched, after an exception, and hooks every use of a parameter."""
+        self._edits.forget()
+        self.end()
+
+    def attach(self) -> None:
+        """Puts the parameters to rest for the first time. Packed ones stay so."""
+        for flat_param in self._flat_params:
+            for param in filter(is_packed, flat_param.params):
+                param.__class__ = class_at_rest(param)
+        self.end()
+
+    def _switch(self, classes: tuple[type, type]) -> None:
+        plain, distributed = classes
+        for flat_param in self._flat_params:
+            for param in flat_param.params:
+                if is_packed(param):
+                    continue
+                if is_distributed(param):
+                    param.__class__ = distributed
+                    continue
+                # A class that is asked has to answer.
+                dispatch_keys.clear_python_key(param)
+                param.__class__ = plain
+                if classes is STORED:
+                    dispatch_keys.set_python_key(param)
+
+    def watch(self, param: torch.nn.Parameter, data: torch.Tensor, *, stays: bool) -> None:
+        """Watches for changes through ``data``, the ``param.data`` that a user got: torch does not
+        count them."""
+        self._edits.watch(param, data, self._can_be_compared(stays))
+
+    def _can_lose(self, flat_param: FlatParam) -> bool:
+        """Returns whether a change of device bytes could be lost: they have a copy, elsewhere or as
+        masters."""
+        return (
+            not self._ranks.alone
+            or flat_param.weight.tier is not Tier.DEVICE
+            or "master" in flat_param.arrays
+        )
+
+    def _can_be_compared(self, stays: bool) -> bool:
+        """Returns whether a comparison with home shows a change. Not for a device home, which has
+        no other copy, nor for compressed gathers, whose values differ anyway. Stale weights' home
+        may have a shard only: each rank compares with a whole copy, so that all find the same."""
+        return not self._is_stale and not stays and not self._ranks.compresses
+
+    def take_back(self) -> None:
+        """Restores the values before of watched parameters that home would not have."""
+        self._edits.take_back()
+
+    def edited(self) -> list[torch.nn.Parameter]:
+        """Lists the parameters that were changed since :meth:`begin`, wherever their home is."""
+        return self._edits.find()
+
+    def find_edits(self, store: ArrayStore, *, stays: bool) -> bool:
+        """Returns whether a forward may have changed its own parameters (clamping a weight, for
+        example). ``stays``: the device has no other bytes than its home, or lacks some, so that no
+        comparison shows a change.
+
+        Raises UsageError if stale weights were changed, or if a change cannot be carried home.
+        """
+        if self._is_stale:
+            if self._edits.find():
+                raise UsageError(
+                    f"a forward changed parameters of unit {self._name} in place, which are older"
+                    " than the last update while a pipeline runs without flush: the change would be"
+                    " lost. Run the pipeline with a flush between batches (schedule.step)."
+                )
+            return False
+        self._look_at_exports(store, stays)
+        return self._edits.look()
+
+    def write_edits(self, store: ArrayStore, journal: Journal, *, stays: bool) -> None:
+        """Sends home what :meth:`find_edits` has found. Raises UsageError if a change cannot be
+        distinguished from the earlier value."""
+        self._edits.write(
+            store, journal, self._collectives, compresses=self._ranks.compresses, stays=stays
+        )
+
+    def _look_at_exports(self, store: ArrayStore, stays: bool) -> None:
+        """Watches parameters changed through an export (NumPy, DLPack), which torch does not count.
+
+        Raises UsageError if an export moved them to other memory, or if other ranks would need the
+        change.
+        """
+        for buffer in self._buffers:
+            if buffer.is_moved:
+                raise UsageError(
+                    f"share_memory_() of weights of unit {self._name}: what other processes would"
+                    " see of them is not what is trained, whose home is on"
+                    f" {buffer.flat_param.weight.tier}. Share a copy:"
+                    " weight.detach().clone().share_memory_()."
+                )
+            if not self._can_be_compared(stays) or not buffer.is_exported:
+                continue
+            for index, param in enumerate(buffer.flat_param.params):
+                if self._edits.knows(param) or buffer.flat_param.holds(
+                    store, index, own_bytes(param)
+                ):
+                    continue
+                if not self._ranks.alone:
+                    raise UsageError(
+                        f"{buffer.flat_param.names[index]} was changed in a forward through an"
+                        " array or an export of it. With several ranks change it through .data, or"
+                        " inside infinity.full_params(..., writeback=True)."
+                    )
+                self._edits.watch(param, own_bytes(param), True)

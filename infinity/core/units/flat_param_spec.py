@@ -1,0 +1,125 @@
+"""FlatParamSpec: which arrays a flat param has, and their dtypes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from ... import native
+from ..machine.tiers import Tier
+
+MOMENTS = native.SCALED_MOMENTS  # that may be in 8 bits
+EVERY_MOMENT = native.MOMENTS
+SCALES = {name: name + "_scale" for name in MOMENTS}
+ARRAYS = ("weight", "master", *EVERY_MOMENT, *SCALES.values(), "grad")
+
+MASTER_DTYPES = {native.Master.SPLIT: torch.int16, native.Master.FLOAT32: torch.float32}
+
+
+class ClassPiece(NamedTuple):
+    """What a class step takes at once, and makes and keeps beside it. ``numel``: elements of a
+    parameter, at most. ``temporaries``: tensors of as many elements. ``rows``, ``columns``,
+    ``elements``, ``of_vectors``: values that the class keeps in host memory for each row and column
+    of a matrix, for each element of one, and of a vector."""
+
+    numel: int
+    temporaries: int = 3
+    rows: int = 0
+    columns: int = 0
+    elements: float = 0.0
+    of_vectors: float = 0.0
+
+    def kept_nbytes(self, shape: Sequence[int]) -> int:
+        """Counts the bytes, in fp32, that the class keeps for a parameter of ``shape``."""
+        numel = math.prod(shape)
+        if len(shape) < 2 or not numel:
+            return 4 * math.ceil(self.of_vectors * numel)
+        of_sums = self.rows * (numel // shape[-1]) + self.columns * (numel // shape[-2])
+        return 4 * (of_sums + math.ceil(self.elements * numel))
+
+
+@dataclass(frozen=True)
+class FlatParamSpec:
+    """The common properties of one flat param's parameters, which decide its arrays."""
+
+    wrapped_dtype: torch.dtype  # dtype at the wrap, and of state_dict
+    dtype: torch.dtype  # compute dtype
+    master: native.Master
+    grad_dtype: torch.dtype
+    moment_dtype: torch.dtype
+    moments: tuple[str, ...]  # arrays, of EVERY_MOMENT
+    stepped: bool
+    optimizer: int = 0  # the place, among those of the job, of the one that steps them
+    class_piece: ClassPiece | None = None  # None: a kernel steps
+    coded: bool = False  # codes of packed weights: never rounded, whatever their dtype
+
+    def trained(
+        self,
+        master: str,
+        moments: Mapping[str, torch.dtype],
+        optimizer: int = 0,
+        *,
+        class_piece: ClassPiece | None = None,
+    ) -> FlatParamSpec:
+        """Describes the same parameters when ``optimizer`` steps them. ``master``: the
+        configuration's; ``moments``: the arrays of its rule, and their dtype."""
+        kind = native.Master.OWN
+        if self.dtype != torch.float32 and master != "none":
+            split = master == "split" and self.dtype == torch.bfloat16
+            kind = native.Master.SPLIT if split else native.Master.FLOAT32
+        return replace(
+            self,
+            master=kind,
+            moments=tuple(name for name in EVERY_MOMENT if name in moments),
+            moment_dtype=next(iter(moments.values()), self.moment_dtype),
+            stepped=True,
+            optimizer=optimizer,
+            class_piece=class_piece,
+        )
+
+    def kept_nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
+        """Counts the bytes that the optimizer's class keeps in host memory for such parameters."""
+        if (of_class := self.class_piece) is None:
+            return 0
+        return sum(map(of_class.kept_nbytes, shapes))
+
+    def array_dtypes(self) -> dict[str, torch.dtype]:
+        """Maps the name of every array of such a flat param to its dtype."""
+        dtypes = {"weight": self.dtype}
+        if self.stepped:
+            if self.master != native.Master.OWN:
+                dtypes["master"] = MASTER_DTYPES[self.master]
+            dtypes |= {name: self.moment_dtype for name in self.moments}
+            if self.moment_dtype == torch.uint8:
+                dtypes |= {SCALES[name]: torch.uint8 for name in self.moments}
+            dtypes["grad"] = self.grad_dtype
+        return dtypes
+
+    def nbytes_per_element(self) -> dict[str, float]:
+        """Maps the name of every array to its bytes per parameter element."""
+        return self._nbytes_per_element
+
+    @cached_property
+    def _nbytes_per_element(self) -> dict[str, float]:  # cached: a plan needs it millions of times
+        return {
+            name: dtype.itemsize / elements_each(name)
+            for name, dtype in self.array_dtypes().items()
+        }
+
+
+def elements_each(name: str) -> int:
+    """Counts the parameter elements per element of array ``name``."""
+    return native.MOMENT_BLOCK if name in SCALES.values() else 1
+
+
+def home_of(name: str, weights: Tier, optimizer: Tier, grad: Tier) -> Tier:
+    """Returns the tier of array ``name``. Scales of a state on disk stay on the host: they are too
+    small for disk blocks."""
+    if name in SCALES.values():
+        return Tier.HOST if optimizer is Tier.NVME else optimizer
+    return {"weight": weights, "grad": grad}.get(name, optimizer)

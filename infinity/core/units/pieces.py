@@ -1,0 +1,130 @@
+"""Pieces: reads and writes parameters' values at home in parts that fit memory, for arrays that are
+kept beside the masters.
+
+piece   some elements of one parameter that this rank has at home: what is in memory at once
+value   what the optimizer steps: the master, or the parameter itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from ... import native
+from ..homes.arrays import StateArray
+from ..homes.store import ArrayStore
+from ..machine.sizes import round_up
+from ..machine.tiers import Tier
+from .flat_param import FlatParam
+
+# Whole SIMD vectors on every CPU, so that elements round as in a whole tensor.
+PIECE_NUMEL = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``begin`` to ``end`` of this rank's shard of a flat param, all of one parameter."""
+
+    flat_param: FlatParam
+    begin: int
+    end: int
+
+
+@dataclass
+class Progress:
+    """Progress of a change: the number of pieces done, and the computed parts of the next, perhaps
+    unwritten."""
+
+    at: tuple[int, dict[str, torch.Tensor] | None] = (0, None)
+
+
+def pieces_of(flat_params: Iterable[FlatParam]) -> Iterator[Piece]:
+    """Yields every piece of ``flat_params``."""
+    for flat_param in flat_params:
+        for index in range(len(flat_param.params)):
+            begin, end = flat_param.layout.part_at_home("weight", index)
+            for at in range(begin, end, PIECE_NUMEL):
+                yield Piece(flat_param, at, min(end, at + PIECE_NUMEL))
+
+
+def read_value(store: ArrayStore, piece: Piece) -> torch.Tensor:
+    """Reads the value of a piece: fp32 if it has a master."""
+    flat_param = piece.flat_param
+    weight = store.read(flat_param.weight, piece.begin, piece.end)
+    if "master" not in flat_param.arrays:
+        return weight
+    master = store.read(flat_param.arrays["master"], piece.begin, piece.end)
+    return (
+        native.join_master(weight, master)
+        if flat_param.spec.master == native.Master.SPLIT
+        else master
+    )
+
+
+def change_pieces(
+    flat_params: Iterable[FlatParam],
+    compute: Callable[[Piece], dict[str, torch.Tensor]],
+    write: Callable[[Piece, dict[str, torch.Tensor]], None],
+    progress: Progress,
+) -> None:
+    """Computes new parts of arrays piece by piece, and writes them. If an exception interrupts it,
+    it is called again with the same ``progress``: what was computed is then only written."""
+    for number, piece in enumerate(pieces_of(flat_params)):
+        done, ready = progress.at
+        if number < done:
+            continue
+        if ready is None:
+            ready = compute(piece)
+            progress.at = (number, ready)
+        write(piece, ready)
+        progress.at = (number + 1, None)
+
+
+def check_room_beside(
+    store: ArrayStore,
+    wanted: Iterable[tuple[FlatParam, torch.dtype]],
+    what: str,
+    *,
+    on_host_nbytes: int = 0,
+    otherwise: Tier | None = None,
+) -> None:
+    """Raises CapacityError, which names the need of all of them, if there is no room for
+    ``on_host_nbytes``, and for the ``wanted`` arrays as :func:`allocate_beside` makes them."""
+    needed = {Tier.HOST: on_host_nbytes}
+    for flat_param, dtype in wanted:
+        tier = flat_param.arrays.get("master", flat_param.weight).tier
+        nbytes = round_up(dtype.itemsize * flat_param.layout.shard_numel, native.BLOCK_NBYTES)
+        needed[tier] = needed.get(tier, 0) + nbytes
+    for tier, nbytes in needed.items():
+        if tier is not Tier.NVME and otherwise in (None, tier):
+            store.ledger.check(tier, nbytes, what)
+
+
+def allocate_beside(
+    store: ArrayStore,
+    flat_param: FlatParam,
+    dtype: torch.dtype,
+    what: str,
+    *,
+    version: int,
+    otherwise: Tier | None = None,
+) -> StateArray:
+    """Allocates an array for this rank's shard of a flat param, zeroed, where its master is, or its
+    weight. ``otherwise``: the tier that is taken if that one has no room. Raises CapacityError
+    without room. ``free_more`` of the allocator frees it."""
+    tier, numel = (
+        flat_param.arrays.get("master", flat_param.weight).tier,
+        flat_param.layout.shard_numel,
+    )
+    room = store.ledger.room(tier)
+    if room is not None and round_up(numel * dtype.itemsize, native.BLOCK_NBYTES) > room:
+        tier = otherwise or tier
+    array = store.arrays.allocate_later(tier, dtype, numel, what)
+    # Disk space may hold old bytes, which writes of partial blocks would keep.
+    if array.tier is Tier.NVME:
+        zeros = torch.zeros(min(PIECE_NUMEL, array.numel), dtype=dtype, device="cpu")
+        for at in range(0, array.numel, PIECE_NUMEL):
+            store.write(array, at, zeros[: array.numel - at], version=version)
+    return array

@@ -1,0 +1,332 @@
+"""ParamUnit: moves parameters that are needed together between their home and the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cached_property
+
+import torch
+
+from ... import native
+from ...ranks.collectives import Collectives
+from ..homes.arrays import StateArray
+from ..homes.store import ArrayStore
+from ..machine.device import PAST, Device
+from ..machine.ledger import Ledger
+from ..machine.tiers import Tier
+from ..machine.traffic import UPDATES, Traffic
+from ..run.journal import Journal
+from .arrival import Arrival
+from .exposure import Exposure
+from .flat_param import FlatParam
+from .handle import ParamHandle
+from .home_arrays import Update
+from .residency import Moves, Residency
+from .staged_reads import StagedReads
+from .unit_buffers import NodeShards, UnitBuffers
+
+# Takes slots for what a unit reads from a disk, one for each flat param.
+TakeSlots = Callable[["ParamUnit"], list[native.Lease]]
+
+
+class ParamUnit:
+    """One unit: its flat params, its residency, and the moves between residencies.
+
+    buffers
+        The device memory of the weights.
+    arrival
+        The copy of the weights to there, and the gather.
+    exposure
+        The parameters, as modules and users see them.
+    slot
+        That of the stale weights at home (:mod:`.versions`), which no update of the unit writes.
+        None: the unit is of the newest ones.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        flat_params: list[FlatParam],
+        device: Device | None = None,
+        *,
+        slot: int | None = None,
+    ):
+        self.index, self.name, self.flat_params, self.slot = index, name, flat_params, slot
+        self._device = device or Device(torch.device("cpu"), Traffic())
+        self._collectives = flat_params[0].collectives if flat_params else Collectives()
+        self._ranks = self._collectives.ranks
+        self.buffers = UnitBuffers(flat_params, self._device)
+        self.exposure = Exposure(
+            name, flat_params, self.buffers, self._collectives, is_stale=slot is not None
+        )
+        # No memory was planned for those of stale weights, so all ranks gather them each time.
+        self._second = NodeShards(None if slot is not None else self._ranks.node_group)
+        self.arrival = Arrival(
+            name, flat_params, self.buffers, self._second, self._collectives, self._device
+        )
+        self.residency = Residency.STORED
+        self.version = 0  # counts changes of the values at home
+        self._moves = Moves(f"unit {name}")
+        self._reads = StagedReads([])  # and their slots, until these go back
+        self._copied: StagedReads | None = None  # the last ones that were copied
+        self._charge: native.Charge | None = None
+        self.stale: list[ParamUnit] = []  # the weights before earlier updates, by slot, if kept
+        self.used_slot: int | None = None  # of those that forwards use now; None: the newest
+        self.is_shared = False  # whether several modules use the unit
+
+    @property
+    def handles(self) -> list[ParamHandle]:
+        """The handles of all parameters, in the order of the flat params."""
+        if len(self.flat_params) == 1:
+            return self.flat_params[0].handles  # most units have one: no list for each use
+        return [handle for flat in self.flat_params for handle in flat.handles]
+
+    @property
+    def in_use(self) -> ParamUnit:
+        """The unit that a hold gathers: itself, or its stale weights."""
+        return self if self.used_slot is None else self.stale[self.used_slot]
+
+    @cached_property
+    def weight_nbytes(self) -> int:
+        """Bytes on the device while resident, and in staging while staged."""
+        return sum(flat.weight_nbytes for flat in self.flat_params)
+
+    @cached_property  # cached: a late backward needs it when the homes are gone
+    def stays(self) -> bool:
+        """Whether the unit's home is the device, and whole: it is resident always."""
+        return self._ranks.size == 1 and all(
+            flat.weight.tier is Tier.DEVICE for flat in self.flat_params
+        )
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether other ranks have other shards, so that it has to be gathered. Divided experts may
+        be whole."""
+        return self._ranks.size > 1
+
+    @property
+    def has_node_shard(self) -> bool:
+        """Whether the current weights can be gathered inside the machine."""
+        return self._second.have(self.version)
+
+    @cached_property  # read for every unit that may come next, at each use of one
+    def lies_on_disk(self) -> bool:
+        """Whether the weights' home is NVMe."""
+        return any(flat.weight.tier is Tier.NVME for flat in self.flat_params)
+
+    @property
+    def is_staged_from_disk(self) -> bool:
+        return self.lies_on_disk and not self.has_node_shard
+
+    @property
+    def copies_while_fetching(self) -> bool:
+        """Whether a copy to the device can begin before the whole unit is read. Not with several
+        ranks: their actions must not depend on the progress of reads."""
+        return self._device.overlaps and self._ranks.size == 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a copy of the weights to the device waits for no disk and no update."""
+        if self.is_staged_from_disk:
+            return self.residency is not Residency.STORED and self._reads.done
+        return self.arrival.is_current(self._updates)
+
+    # --- homes ---
+
+    @property
+    def _homes(self) -> list[StateArray]:
+        """The weights at home, one array for each flat param."""
+        return [flat.homes.weight_in(self.slot) for flat in self.flat_params]
+
+    @property
+    def _updates(self) -> list[Update | None]:
+        """The running updates of the weights."""
+        return [None if self.slot is not None else flat.homes.update for flat in self.flat_params]
+
+    def complete(self, store: ArrayStore, take: TakeSlots) -> None:
+        """Brings the experts that the use which begins needs, and that are not there yet."""
+        if missing := self.arrival.take_missing():
+            slots = take(self) if self.lies_on_disk else []
+            with self.exposure.adding_rows():
+                self.arrival.add(missing, store, self._homes, slots)
+
+    def wait_for_update(self) -> None:
+        """Waits until the weights of the last step are at home. Raises its error."""
+        for flat_param, update in zip(self.flat_params, self._updates):
+            if update is not None and self.arrival.experts is None:
+                stalls = nullcontext() if update.done else self._device.stalled(UPDATES, self.name)
+                with stalls:
+                    flat_param.homes.wait()
+
+    def make_stale(self, index: int) -> ParamUnit:
+        """Makes the unit ``index`` of stale weights in one more slot, with their buffers. Raises
+        CapacityError if the device has no room."""
+        name, slot = f"{self.name}, stale", len(self.stale)
+        stale = ParamUnit(index, name, self.flat_params, self._device, slot=slot)
+        stale.allocate()
+        self.stale = [*self.stale, stale]
+        return stale
+
+    # --- parameters ---
+
+    def attach(self) -> None:
+        """Makes every parameter a view of its flat param's device buffer. The values must be at
+        home. Allocates nothing: see :meth:`allocate`."""
+        self.buffers.show()  # before the class changes: this needs torch's own setter
+        self.exposure.attach()
+
+    def allocate(self) -> None:
+        """Allocates the device memory, and the parameters' views while it is there. Raises
+        CapacityError if the device has no room."""
+        self.arrival.stop_choosing()
+        self.buffers.allocate(self._homes if self.stays else None)
+        self._second.allocate(self.buffers.flats)
+        if self.stays:
+            self.residency = Residency.RESIDENT
+        else:
+            self.buffers.empty()
+
+    def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
+        """Watches for changes through ``param.data``, of the version in use."""
+        unit = self.in_use
+        unit.exposure.watch(param, data, stays=unit.stays)
+
+    def write_edits(self, store: ArrayStore, journal: Journal) -> None:
+        """Sends home the changes that a forward made to its own parameters. Raises UsageError for
+        changes that cannot be."""
+        if self.exposure.find_edits(store, stays=self.stays or self.arrival.lacks_rows):
+            self.arrival.refuse_edits()
+            self._second.forget()  # first: a write may fail after others have gone home
+            self.exposure.write_edits(store, journal, stays=self.stays)
+
+    def share(self) -> None:
+        """Marks the unit as used by several modules, so that its gradients may arrive far apart."""
+        self.is_shared = True
+
+    # --- moves ---
+
+    def fetch(self, store: ArrayStore, slots: list[native.Lease], ready: float = 0.0) -> None:
+        """Starts reading into ``slots``, one per flat param (STORED -> FETCHING), after the last
+        step's writes. ``ready``: when that could have begun, for a timeline."""
+        self._move(Residency.FETCHING)
+        self._reads = StagedReads(slots, ready)
+        after, pieces = self.arrival.choose(self._updates), self.copies_while_fetching
+        self._reads.start(store, self._homes, after, in_pieces=pieces, spans=self.arrival.spans)
+
+    def stage(self) -> None:
+        """Waits for the reads (FETCHING -> STAGED). After a failed read frees the slots and raises
+        its error."""
+        error = self._reads.first_error()
+        self._move(Residency.STAGED if error is None else Residency.STORED)
+        if error is not None:
+            self._release_slots()
+            raise error
+
+    def drop(self) -> None:
+        """Drops the bytes unused (FETCHING or STAGED -> STORED). Cancels reads that have not
+        started, and waits for the others."""
+        if self.residency not in (Residency.FETCHING, Residency.STAGED):
+            raise self._moves.illegal(self.residency, "be dropped")
+        error = self._reads.cancel()
+        self._move(Residency.STORED)
+        self._release_slots()
+        if error is not None:
+            raise error
+
+    def start_gather(self, store: ArrayStore, ledger: Ledger) -> None:
+        """Starts a gather (STAGED, or STORED for a memory home, -> GATHERING): copies this rank's
+        shard to the device, and starts gathering the other ranks'. FETCHING -> GATHERING if copies
+        overlap reads: each piece is verified and copied as it arrives."""
+        from_disk = self.is_staged_from_disk
+        fetching = self.residency is Residency.FETCHING and self.copies_while_fetching
+        if not fetching and self.residency is not (
+            Residency.STAGED if from_disk else Residency.STORED
+        ):
+            raise self._moves.illegal(self.residency, "be gathered")
+        self.buffers.check_left()
+        charge = ledger.reserve(Tier.DEVICE, self.weight_nbytes, f"unit {self.name}", passing=True)
+        self._move(Residency.GATHERING)
+        reads = self._reads if from_disk else None
+        self._charge, self._copied = charge, reads or self._copied
+        try:
+            self.arrival.start(store, self._homes, reads, in_node=self.has_node_shard)
+        except BaseException:
+            self._fail_gather()
+            raise
+        store.staging.take_back(self._reads.slots, self.arrival.event)
+        self._reads = StagedReads([])
+
+    def finish_gather(self, store: ArrayStore) -> None:
+        """Ends a gather (GATHERING -> RESIDENT): later compute is ordered after it. May block on
+        other ranks."""
+        try:
+            self.arrival.finish(store)
+        except BaseException:
+            self._fail_gather()
+            raise
+        self._move(Residency.RESIDENT)
+        self._second.keep(self.buffers.flats, self.version)
+
+    def _fail_gather(self) -> None:
+        self._reads.first_error()
+        self.arrival.give_up()
+        self._move(Residency.STORED)
+        self._empty(self._charge)
+
+    def release(self) -> None:
+        """Frees the device memory (RESIDENT -> STORED). Home has the bytes: a forward's edits were
+        written when its hold was taken off."""
+        if self.residency is not Residency.RESIDENT or self.stays:
+            raise self._moves.illegal(self.residency, "be released")
+        self._move(Residency.STORED)
+        self._empty(self._charge)
+
+    def change_places(self, other: ParamUnit) -> None:
+        """Swaps buffers, with their content, with ``other``, a unit of the same parameters. Both
+        are STORED or RESIDENT, and nothing computes with either."""
+        for unit in (self, other):
+            if unit.residency not in (Residency.STORED, Residency.RESIDENT):
+                raise unit._moves.illegal(unit.residency, "change places")
+        self.buffers.swap(other.buffers)  # first: recovery resets the fields below
+        self.arrival.event, other.arrival.event = other.arrival.event, self.arrival.event
+        self.residency, other.residency = other.residency, self.residency
+        self._charge, other._charge = other._charge, self._charge
+
+    def rebuild(self) -> None:
+        """Resets the unit to its home state after an exception. Only while nothing is in flight.
+        The ledger drops the charges."""
+        self.arrival.forget_gathers()
+        self._reads, self._copied, self._charge = StagedReads([]), None, None
+        self.arrival.event = PAST
+        self.buffers.forget_uses()
+        self._second.forget()
+        self._moves.note_rebuild(self.residency)
+        self.exposure.forget()
+        # The parameters stay views of the newest weights.
+        self.buffers.align(self._homes if self.stays else None, shows=self.slot is None)
+        if self.stays:
+            self.residency = Residency.RESIDENT
+        else:
+            self.residency = Residency.STORED
+            self.buffers.empty()
+
+    def _empty(self, charge: native.Charge) -> None:
+        self.buffers.empty()
+        self._release_slots()
+        charge.release()
+        self._charge = None
+
+    def _release_slots(self) -> None:
+        self._reads.release()
+        self._reads = StagedReads([])
+
+    def take_read_times(self) -> tuple[float, float] | None:
+        """Returns the start and the end of the last read, and clears them."""
+        copied, self._copied = self._copied, None
+        return copied.times if copied is not None else None
+
+    def _move(self, to: Residency) -> None:
+        self._moves.note(self.residency, to)
+        self.residency = to

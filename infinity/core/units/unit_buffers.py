@@ -1,0 +1,152 @@
+"""UnitBuffers: the device memory of one unit's weights, of which its parameters are views.
+
+A parameter is one view of its flat param's device buffer (:mod:`.device_buffer`).
+
+node shard   this rank's part of gathered weights, among the ranks of its machine: until they
+             change, the next gather needs no other machine and no home
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ...ranks.channel import Channel
+from ..homes.arrays import StateArray
+from ..machine.device import Device, Event
+from .device_buffer import DeviceBuffer
+from .flat_param import FlatParam
+from .weight_storages import WeightStorages
+
+USES = 8  # recorded ones from which on those that are over are dropped
+
+
+class UnitBuffers:
+    """The device buffers of one unit, one for each flat param."""
+
+    def __init__(self, flat_params: Sequence[FlatParam], device: Device):
+        self._flat_params, self._device = flat_params, device
+        self._buffers: list[DeviceBuffer] = []
+        self._uses: list[Event] = []  # ends of compute with them, since they were filled
+        self._leaked = False  # a view outlived a use: it may be read until they are emptied
+
+    def __iter__(self):
+        return iter(self._buffers)
+
+    @property
+    def flats(self) -> list[torch.Tensor]:
+        """The whole device buffers."""
+        return [buffer.flat for buffer in self._buffers]
+
+    def allocate(self, homes: Sequence[StateArray] | None) -> None:
+        """Allocates the buffers, and the parameters' views while a buffer has memory. Raises
+        CapacityError if the device has no room. ``homes``: the buffers are these arrays."""
+        flats: list[torch.Tensor] = []
+
+        def make() -> None:
+            for flat_param in self._flat_params:
+                numel, dtype = flat_param.layout.numel, flat_param.spec.dtype
+                flats.append(torch.empty(numel, dtype=dtype, device=self._device.where))
+
+        if homes is not None:
+            flats = [home.flat for home in homes]
+        else:
+            self._device.put("in", make).wait()
+        self._buffers = [
+            DeviceBuffer(flat_param, flat, self._device)
+            for flat_param, flat in zip(self._flat_params, flats)
+        ]
+
+    def show(self) -> None:
+        """Makes the parameters views of these. They are at rest, or not managed yet."""
+        for buffer in self._buffers:
+            buffer.show()
+
+    def align(self, homes: Sequence[StateArray] | None, *, shows: bool) -> None:
+        """Restores the views of parameters and buffers. ``homes``: the buffers are these arrays.
+        ``shows``: makes the parameters views of these."""
+        for index, buffer in enumerate(self._buffers):
+            if homes is not None:
+                buffer.return_to(homes[index])
+            buffer.align(shows=shows)
+
+    def empty(self) -> None:
+        """Frees the memory after its uses. Not after all compute so far: the thread that launches
+        it is ahead, and the next weights would come late."""
+        behind = [*self._uses, *([] if self._uses and not self._leaked else [self._device.now()])]
+        for buffer in self._buffers:
+            buffer.empty(behind)
+        self.forget_uses()
+
+    def check_left(self) -> None:
+        """Raises UsageError if memory that was left to its holders was written to."""
+        for buffer in self._buffers:
+            buffer.check_left()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether anything beside the engine refers to the device memory."""
+        return any(buffer.is_held for buffer in self._buffers)
+
+    def list_in(self, storages: WeightStorages, unit: object) -> None:
+        """Registers the buffers in ``storages``, as those of ``unit``."""
+        for buffer in self._buffers:
+            buffer.list_in(storages, unit)
+
+    def note_use(self, event: Event) -> None:
+        """Records ``event``, the end of compute with them: their memory is not reused before."""
+        if len(self._uses) >= USES:
+            self._uses = [use for use in self._uses if not use.done]
+        self._uses.append(event)
+        self._leaked = self._leaked or (self._device.overlaps and self.is_held)
+
+    def forget_uses(self) -> None:
+        """Forgets what was recorded: what comes next waits for all compute so far."""
+        self._uses, self._leaked = [], False
+
+    def swap(self, other: UnitBuffers) -> None:
+        """Swaps the memory, with its content, with that of the same parameters' ``other``."""
+        # One statement, so that no interrupt can lose a buffer. Recovery forgets the uses.
+        self._buffers, other._buffers = other._buffers, self._buffers
+        self._uses, other._uses = other._uses, self._uses
+        self._leaked, other._leaked = other._leaked, self._leaked
+
+
+class NodeShards:
+    """This rank's parts of a unit's gathered weights, among the ranks ``node`` of its machine."""
+
+    def __init__(self, node: Channel | None):
+        """``node``: None: there are none, since machines do not share gathered weights."""
+        self._node = node
+        self._node_shards: list[torch.Tensor] = []  # one for each flat param
+        self._version = -1  # of their values
+
+    def allocate(self, flats: Sequence[torch.Tensor]) -> None:
+        """Allocates the shards of the device buffers ``flats``."""
+        if self._node is not None:
+            self._node_shards = [flat.new_empty(flat.numel() // self._node.size) for flat in flats]
+
+    def have(self, version: int) -> bool:
+        """Tells whether they have the values of ``version``."""
+        return self._version == version
+
+    def copy_out(self, flats: Sequence[torch.Tensor]) -> None:
+        """Copies them to this rank's parts of ``flats``."""
+        for own, flat in zip(self._node_shards, flats):
+            self._part(flat).copy_(own)
+
+    def keep(self, flats: Sequence[torch.Tensor], version: int) -> None:
+        """Copies this rank's parts of gathered ``flats``, the values of ``version``, unless they
+        are here already."""
+        if self._node is not None and not self.have(version):
+            for own, flat in zip(self._node_shards, flats):
+                own.copy_(self._part(flat))
+            self._version = version
+
+    def forget(self) -> None:
+        """Forgets the values."""
+        self._version = -1
+
+    def _part(self, flat: torch.Tensor) -> torch.Tensor:
+        return flat.view(self._node.size, -1)[self._node.rank]

@@ -1,0 +1,351 @@
+"""Checks: validates wrap_model's inputs before any change.
+
+[Note: why other owners are refused] If another library already moves, shards or fills the model,
+one weight has two owners, and training would be silently wrong. So such a model is refused, and the
+error names the library.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import native
+from ...config import Config
+from ...errors import ConfigError, UsageError
+from ...ext.class_step.companion import is_moved
+from ...ext.dtensor.dtensors import check_placements, is_distributed, local_of, ranks_over
+from ...ranks.parallel_dims import ParallelDims
+from ..params import mistakes
+from ..step.expected import check_expected
+from ..step.optimizer import InfinityOptimizer
+from ..step.recognised import check_together
+from ..step.rules import refuse_wrapper
+from ..units.handle import handle_of
+from .described_model import DescribedModel
+from .partition import is_managed, parameter_names
+from .unmoved import refuse_elsewhere
+
+logger = logging.getLogger(__name__)
+
+# Options that are not available where ranks have parts of one model or sequence -> the remedy.
+INSTEAD = {
+    "micro_batch": "use a smaller batch, or recompute blocks with torch's checkpoint",
+    "speculate": "leave it out: updates still overlap with the next forward",
+    "recompute": "use torch's checkpoint, or the model's gradient_checkpointing_enable()",
+}
+# Module of a class -> its effect on a model, and the remedy.
+OWNERS = {
+    "torch.nn.parallel.distributed": (
+        "averages its gradients",
+        "give wrap_model the model inside (.module): the engine averages over the ranks itself",
+    ),
+    "torch.nn.parallel.data_parallel": (
+        "copies it to several devices",
+        "give wrap_model the model inside (.module), one process per device",
+    ),
+    "torch.distributed.fsdp": (
+        "shards its parameters",
+        "give wrap_model the model as it was before: the engine shards it over the ranks itself",
+    ),
+    "torch.distributed._composable": (
+        "manages its parameters",
+        "give wrap_model the model as it was before",
+    ),
+    "deepspeed.runtime": (
+        "manages its parameters",
+        "give wrap_model the model that deepspeed.initialize was given (and no zero.Init)",
+    ),
+    "accelerate.utils.other": (
+        "manages its parameters",
+        "give wrap_model the model that accelerator.prepare was given",
+    ),
+}
+
+
+def check(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config) -> None:
+    """Raises ConfigError or UsageError for inputs that cannot be wrapped as they are."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"model is a {type(model).__name__}, not a torch.nn.Module:"
+            f" {mistakes.instead_of_model(model)}"
+        )
+    for optimizer in optimizers:
+        check_kind(optimizer)
+    native.simd_unit()  # raises for an unknown INFINITY_SIMD
+    _check_owners(model)
+    names = parameter_names(model)
+    _check_lasting(model, names)
+    for param, param_names in names.items():
+        if handle_of(param) is not None:
+            raise UsageError(
+                f"a model with parameter {param_names[0]} is wrapped already: unwrap_model it"
+                " first, or wrap modules that share parameters as one,"
+                " wrap_model(torch.nn.ModuleList([first, second]), ...)"
+            )
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"parameter {param_names[0]} is not initialised yet: run one forward before"
+                " wrap_model"
+            )
+        if param.is_inference():
+            raise ConfigError(
+                f"parameter {param_names[0]} was made under torch.inference_mode(): torch lets"
+                " nothing train or change it outside. Build or load the model outside of that"
+                " block (torch.no_grad() is enough)"
+            )
+        check_placements(param_names[0], param)
+        if hasattr(param, "ds_id"):
+            raise ConfigError(
+                f"parameter {param_names[0]} is a placeholder that DeepSpeed fills: build the model"
+                " outside zero.Init"
+            )
+    refuse_elsewhere(model)
+    _check_storages(names)
+    expected = config.expects_optimizer
+    for optimizer in optimizers:
+        check_expected(optimizer, expected if expected is None else dict(expected).items())
+        _check_optimizer(optimizer, names, config, is_only=len(optimizers) == 1)
+    check_together(optimizers, names, config)
+
+
+def check_tensor_parallel(model: DescribedModel, config: Config, ranks: ParallelDims) -> None:
+    """Raises ConfigError if a model's DTensors do not fit the mesh, and for options that are not
+    available with them."""
+    parts = ranks.tp_group.size if ranks.tp_group is not None else 1
+    distributed = model.distributed
+    for name, buffer in model.buffers.items():
+        if is_distributed(buffer):
+            raise ConfigError(
+                f"buffer {name} is a DTensor: buffers have to be whole on every rank; take"
+                " buffer.full_tensor()"
+            )
+    members = ranks.tp_group.ranks if ranks.tp_group is not None else [ranks.world_rank]
+    for name, param in distributed.items():
+        over = ranks_over(param)
+        if param in model.divided:
+            _check_divided(name, over, ranks)
+            continue
+        if len(over) == parts > 1 and sorted(over) != sorted(members):
+            raise ConfigError(
+                f"parameter {name} is cut over ranks {over}, but the tp axis of the mesh that"
+                f" wrap_model was given has ranks {members} here: cut the model over mesh['tp']"
+            )
+        if len(over) != parts:
+            raise ConfigError(
+                f"parameter {name} is cut over {len(over)} ranks, but the mesh that wrap_model was"
+                f" given has tp={parts}: give it the mesh of the whole job, whose tp axis the model"
+                " was cut over"
+            )
+    if ranks.cp_group is not None:  # each would choose by its own seconds, and wait for the others
+        _refuse_options(config, f"parts of sequences (cp={ranks.cp_group.size})", "recompute")
+    if parts == 1 and not distributed and ranks.pp_group is None:
+        return
+    _check_adapters(model.module)
+    is_cut = parts > 1 or bool(distributed)
+    stages = ranks.pp_group.size if ranks.pp_group is not None else 1
+    of = f"tensor parallelism (tp={parts})" if is_cut else f"pipeline parallelism (pp={stages})"
+    if ranks.expert_group is not None:
+        of = f"divided experts (ep={len(ranks.expert_group.over)})"
+    _refuse_options(config, of, *INSTEAD)
+
+
+def _refuse_options(config: Config, of: str, *fields: str) -> None:
+    """Raises ConfigError if one of these options is set, which are not available with ``of``."""
+    for field in fields:
+        if getattr(config, field):
+            raise ConfigError(f"{field}: not available with {of} in this version: {INSTEAD[field]}")
+
+
+def _check_divided(name: str, over: list[int], ranks: ParallelDims) -> None:
+    """Raises ConfigError for a parameter of divided experts that is sharded ``over`` other ranks
+    than the mesh says."""
+    members = (
+        list(ranks.expert_group.over) if ranks.expert_group is not None else [ranks.world_rank]
+    )
+    if sorted(over) != sorted(members):
+        raise ConfigError(
+            f"the experts of {name} are divided among ranks {over}, but the ep axis of the mesh"
+            f" that wrap_model was given has ranks {members} here: give it the mesh of the whole"
+            " job, with the axis ep that expert_parallel was given"
+        )
+
+
+def _check_adapters(model: nn.Module) -> None:
+    """Raises ConfigError for whole peft adapters around a sharded layer: they get partial
+    gradients, and would diverge between ranks.
+
+    Sets the global feature counts of adapters that peft has sharded, as transformers' forward of a
+    sharded layer reads them: peft 0.21 sets the local ones.
+    """
+    for name, module in model.named_modules():
+        base = getattr(module, "base_layer", None)
+        if (
+            base is None
+            or not hasattr(module, "lora_A")
+            or not any(map(is_distributed, base.parameters()))
+        ):
+            continue
+        for layer in (
+            adapter
+            for key, adapter in module.named_modules()
+            if isinstance(adapter, torch.nn.Linear) and "lora_" in key
+        ):
+            if is_distributed(layer.weight):
+                layer.out_features, layer.in_features = layer.weight.shape
+        around = [
+            param for key, param in module.named_parameters() if not key.startswith("base_layer.")
+        ]
+        if around and not any(map(is_distributed, around)):
+            raise ConfigError(
+                f"{name} has adapters of peft that are whole, around a layer that is cut over the"
+                " tp axis: each rank would train another adapter. peft cuts them itself around"
+                " linear layers that infinity.parallel.tensor_parallel has cut as colwise or"
+                " rowwise; give other layers 'replicate' in its plan, or do not adapt them."
+            )
+
+
+def _check_owners(model: nn.Module) -> None:
+    """Raises ConfigError for a module whose weights another library moves."""
+    for name, module in model.named_modules():
+        where = f"module {name}" if name else "the model"
+        for kind in type(module).__mro__:
+            for owner, (does, instead) in OWNERS.items():
+                if kind.__module__ == owner or kind.__module__.startswith(owner + "."):
+                    raise ConfigError(
+                        f"{where} is a {kind.__name__} ({kind.__module__}), which {does}:"
+                        f" {instead}."
+                    )
+        if (hook := module.__dict__.get("_hf_hook")) is not None:
+            raise ConfigError(
+                f"{where} has accelerate's {type(hook).__name__} (of device_map, cpu_offload or"
+                " disk_offload), which moves its weights in and out itself. Load the model without"
+                " device_map, or take the hooks off:"
+                " accelerate.hooks.remove_hook_from_submodules(model)."
+            )
+
+
+def _check_lasting(model: nn.Module, names: dict[torch.Tensor, list[str]]) -> None:
+    """Raises ConfigError for parameters that are new objects at each access."""
+    again = parameter_names(model)
+    made = [its[0] for param, its in names.items() if param not in again]
+    if not made:
+        return
+    around = [
+        module
+        for name, module in model.named_modules()
+        if f"{made[0]}.".startswith(f"{name}." if name else "")
+    ]
+    walks = (
+        "named_modules",
+        "named_parameters",
+        "parameters",
+        "named_children",
+        "children",
+        "_named_members",
+    )
+    own = [
+        module
+        for module in around
+        if any(getattr(type(module), walk) is not getattr(nn.Module, walk) for walk in walks)
+    ]
+    kind = type((own or around)[-1])
+    raise ConfigError(
+        f"{len(made)} of the model's {len(names)} parameters"
+        f" ({', '.join(made[:3])}{', ...' if len(made) > 3 else ''}) are other Parameters each"
+        f" time the model is asked for them: {kind.__module__}.{kind.__name__} makes them anew,"
+        " and what is at home would not be theirs. Leave such modules out, or keep this model"
+        " unwrapped."
+    )
+
+
+def _check_storages(names: dict[torch.Tensor, list[str]]) -> None:
+    """Raises ConfigError if two Parameters share bytes: with a home each they would diverge."""
+    managed = [
+        (local_of(param), its[0]) for param, its in names.items() if is_managed(param)
+    ]  # unmanaged tensor subclasses may share storage
+    on_meta: dict[int, str] = {}
+    for local, name in managed:
+        if (
+            local.is_meta
+            and (other := on_meta.setdefault(local.untyped_storage()._cdata, name)) != name
+        ):
+            raise _share_memory(other, name)
+    spans = sorted(
+        (
+            local.data_ptr(),
+            (
+                local.data_ptr()
+                + local.untyped_storage().nbytes()
+                - local.storage_offset() * local.itemsize
+                if not local.is_contiguous()
+                else local.data_ptr() + local.nbytes
+            ),
+            name,
+        )
+        for local, name in managed
+        if not local.is_meta and local.numel()
+    )
+    for (_, end, name), (begin, _, other) in zip(spans, spans[1:]):
+        if begin < end:
+            raise _share_memory(name, other)
+
+
+def _share_memory(name: str, other: str) -> ConfigError:
+    return ConfigError(
+        f"parameters {name} and {other} share memory without being one Parameter. Tie them properly"
+        " (module.weight = other.weight), or give one of them a copy."
+    )
+
+
+def check_kind(optimizer: Any) -> None:
+    """Raises UsageError or ConfigError for what is no plain optimizer."""
+    if isinstance(optimizer, InfinityOptimizer):
+        raise UsageError(
+            "this optimizer is wrapped already: give wrap_model the plain one, or unwrap_model"
+            " first"
+        )
+    refuse_wrapper(optimizer)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            f"optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer:"
+            f" {mistakes.instead_of_optimizer(optimizer)}"
+        )
+
+
+def _check_optimizer(
+    optimizer: torch.optim.Optimizer, names: dict, config: Config, *, is_only: bool
+) -> None:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if is_only and params and not any(param in names for param in params):
+        raise ConfigError(
+            f"the optimizer has {len(params)} parameters (the first of shape"
+            f" {tuple(params[0].shape)}), and none is one of the model's {len(names)}: build the"
+            " optimizer from model.parameters() of this very model. One optimizer over several"
+            " models: wrap_model(torch.nn.ModuleList([first, second]), optimizer)"
+        )
+    for param in params:
+        if (handle := handle_of(param)) is not None:
+            raise ConfigError(
+                f"the optimizer has {handle.name} of a model that is wrapped already:"
+                " wrap both as one, wrap_model(torch.nn.ModuleList([first, second]), optimizer)"
+            )
+        if any(
+            isinstance(value, torch.Tensor) and value.is_meta
+            for value in optimizer.state.get(param, {}).values()
+        ):
+            raise ConfigError(
+                f"the optimizer's state of {names.get(param, ['a parameter'])[0]} is on meta: build"
+                " it anew, without steps"
+            )
+        if param not in names or not is_moved(param, config):
+            continue
+        grad, dtype = config.grad_dtype, config.param_dtype or param.dtype
+        if grad is not None and grad not in (torch.float32, dtype):
+            raise ConfigError(
+                f"grad_dtype={grad} with {dtype} parameters: use {dtype} or torch.float32"
+            )

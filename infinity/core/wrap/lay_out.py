@@ -1,0 +1,639 @@
+"""Lay out: groups a model's parameters into units of flat params, and plans their homes. If memory
+does not hold the state, chooses a scratch folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
+from typing import NamedTuple, cast
+
+import torch
+from torch import nn
+
+from ... import native
+from ...choices import AUTO, MOMENT_DTYPES
+from ...config import Config
+from ...errors import CapacityError, ConfigError, InternalError
+from ...ext.dtensor.dtensors import is_distributed
+from ...ext.packed.packed import is_code
+from ...ext.tiles.tiles import HEAD_RATIO, SMALLEST_TILE_NBYTES, candidates
+from ...files.kept_dtypes import computing_dtypes
+from ...ranks.collectives import Collectives
+from ...ranks.parallel_dims import ParallelDims
+from ...tools.plan.cluster import OnPaper
+from ..grads.tables import tables_of
+from ..machine import limits, scratch
+from ..machine.accelerator import make_device
+from ..machine.device import Device
+from ..machine.scratch import Candidate
+from ..machine.sizes import format_nbytes
+from ..machine.tiers import BUDGETS, Tier
+from ..plan.budgets import measured_free
+from ..plan.memory_plan import MemoryPlan, term_of
+from ..plan.plan import make_plan
+from ..plan.unit_sizes import SUMMED_AT_ONCE, FlatParamSize, UnitSize
+from ..step.recognised import Optimizers, as_given
+from ..units.flat_param import FlatParam
+from ..units.flat_param_spec import ARRAYS, FlatParamSpec
+from .agreement import free_everywhere
+from .checks import check
+from .partition import Group, held_nbytes, is_managed, parameter_names, partition
+from .remedies import with_remedies
+from .unmoved import unmoved_nbytes
+from .uses_by_hand import used_by_hand
+
+logger = logging.getLogger(__name__)
+
+
+MakeFlatParams = Callable[[Group], list[FlatParam]]
+
+
+def choose_device(model: nn.Module, config: Config, collectives: Collectives) -> Device:
+    """Chooses the device that computes: the configured one, else that of the parameters. Raises
+    ConfigError if these are on several devices."""
+    places = {
+        param.device for param in model.parameters() if is_managed(param) and not param.is_meta
+    }
+    if config.device is None and len(places) > 1:
+        raise ConfigError(
+            f"the model's parameters are on {', '.join(sorted(map(str, places)))}: move it to one"
+            " device, or say which computes: Config(device='cuda')"
+        )
+    where = (
+        torch.device(config.device)
+        if config.device is not None
+        else next(iter(places), torch.device("cpu"))
+    )
+    # One device for each rank of a machine.
+    if where.type != "cpu" and where.index is None and not collectives.ranks.alone:
+        where = torch.device(
+            where.type,
+            int(os.environ.get("LOCAL_RANK", 0)) % max(1, torch.accelerator.device_count()),
+        )
+        # Else every rank would also have a context on device 0.
+        torch.accelerator.set_device_index(where.index)
+    if where.type == "cpu" and config.device is None and torch.accelerator.is_available():
+        there = torch.accelerator.current_accelerator()
+        logger.warning(
+            "this model is on the CPU and is computed there, though there is %s: Config(device=%r)",
+            there,
+            str(there),
+        )
+    return make_device(where, collectives.traffic)
+
+
+def lay_out(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None,
+    config: Config,
+    ranks: ParallelDims | None = None,
+    device: Device | None = None,
+    *,
+    reuses: bool = False,
+    explains: bool = True,
+) -> tuple[MemoryPlan, list[UnitSize]]:
+    """Returns :func:`wrap_model`'s plan for the model, and the sizes of its units, without
+    allocating or changing anything. ``ranks`` and ``device``: the planned ones, which need not
+    exist; None: one rank, and the device that would compute here. ``reuses``: see
+    :func:`make_plan`. ``explains``: see :func:`lay_out_here`."""
+    check(model, given := as_given(optimizer), config)
+    optimizers = Optimizers(given, names=parameter_names(model))
+    alone = Collectives(ranks)
+    device = device or choose_device(model, config, alone)
+    try:
+        dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
+        flat_params_of = partial(
+            flat_params_of_group,
+            optimizers=optimizers,
+            config=config,
+            collectives=alone,
+            dtype_of=dtype_of,
+        )
+        _, (groups, flat_params, plan, _) = lay_out_here(
+            model, config, flat_params_of, device, alone, reuses=reuses, explains=explains
+        )
+    finally:
+        device.close()
+    return plan, [
+        unit_size(group, unit_flat_params) for group, unit_flat_params in zip(groups, flat_params)
+    ]
+
+
+class Ways:
+    """The ways to lay one model out: its groups, flat params and sizes by the classes of ``units``
+    and by the largest weight that is not tiled. They are the same for all homes and budgets."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Config,
+        make_flat_params: MakeFlatParams,
+        device: Device,
+        *,
+        reuses: bool = False,
+    ):
+        """``reuses``: see :func:`make_plan`."""
+        self._model, self._make, self._device, self._reuses = (
+            model,
+            make_flat_params,
+            device,
+            reuses,
+        )
+        self._tables = tables_of(model)
+        self._dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
+        self._buffers_nbytes = unmoved_nbytes(model)
+        self._made: dict[tuple, _Way | None] = {}
+
+    def lay_out(
+        self,
+        config: Config,
+        free: Mapping[Tier, int] | None,
+        *,
+        tiles: bool = True,
+        surely: bool = False,
+    ) -> Laid:
+        """Makes the groups, their flat params and the plan. If the device's budget is below the
+        bytes that are held together, large layers run in tiles of the largest size that fits.
+        Without a budget that is what is free, if ``tiles`` lets them. ``surely``: no weight runs in
+        tiles that code uses by hand. ``free``: see :func:`make_plan`. Raises CapacityError if no
+        plan fits."""
+        refused: CapacityError | None = None
+        whole: partial[MemoryPlan] | None = None
+        for limit, by_hand in self._ways_to_tile(config, free):
+            if limit is not None and by_hand and surely:
+                break
+            if limit is not None and config.device_memory is None:
+                if not tiles or not _is_device_short(refused, config):
+                    break
+            way = self._way(config, limit, by_hand)
+            if way is None:
+                continue
+            plan_of = partial(
+                make_plan,
+                way.sizes,
+                held_nbytes=way.held_nbytes,
+                free=free,
+                device=self._device,
+                reuses=self._reuses,
+                buffers_nbytes=self._buffers_nbytes,
+            )
+            whole = whole or plan_of
+            try:
+                plan = plan_of(config)
+            except CapacityError as error:
+                if limit is None or not by_hand:
+                    refused = error
+                if any(size.is_averaged for size in way.sizes) or any(
+                    map(is_distributed, self._model.parameters())
+                ):
+                    break  # each tile would need a gather and a reduction of its own
+                continue
+            return Laid(way.groups, way.flat_params, plan, partial(_refuses_window, whole))
+        if refused is None:
+            raise InternalError("no plan was tried")
+        raise refused
+
+    def sizes(self, config: Config) -> list[UnitSize]:
+        """Returns the sizes of the units without tiles."""
+        way = self._way(config, None)
+        return [] if way is None else way.sizes
+
+    def refusal(
+        self,
+        config: Config,
+        *,
+        given: Config,
+        free: Mapping[Tier, int] | None,
+        room: Mapping[Tier, int],
+    ) -> CapacityError | None:
+        """Returns the error of a configuration that does not fit, or has a larger budget than the
+        ``given`` one for which there is no ``room``."""
+        for tier, most in room.items():
+            budget, before = (getattr(each, BUDGETS[tier]) for each in (config, given))
+            if budget is not None and (before is None or budget > before) and budget > most:
+                return CapacityError(f"{BUDGETS[tier]}: there are {format_nbytes(most)}")
+        if free is not None and config.nvme_paths and not free[Tier.NVME]:
+            free = {**free, Tier.NVME: measured_free(Tier.NVME, config, self._device)}
+        try:
+            self.lay_out(config, free, surely=True)
+        except CapacityError as error:
+            return error
+        return None
+
+    def _way(self, config: Config, limit: int | None, by_hand: bool = True) -> _Way | None:
+        """Returns the way with tiles of ``limit`` bytes; None: there is nothing to tile.
+        ``by_hand``: weights that code uses by hand run in tiles, too."""
+        key = config.units, limit, by_hand
+        if key not in self._made:
+            self._made[key] = self._make_way(config, limit, by_hand)
+        return self._made[key]
+
+    @cached_property
+    def _by_hand(self) -> set[nn.Parameter]:
+        return used_by_hand(self._model)
+
+    def _make_way(self, config: Config, limit: int | None, by_hand: bool) -> _Way | None:
+        tiled = {}
+        if limit is not None:
+            without = set() if by_hand else self._by_hand
+            tiled = candidates(self._model, limit, self._dtype_of, without)
+        if limit is not None and not tiled:
+            return None
+        groups = partition(self._model, cast("str | tuple[str, ...]", config.units), tiled)
+        flat_params = [self._make(group) for group in groups]
+        for group in groups:
+            own = [] if group.tile_rows else [p for p in group.params if p in self._tables]
+            group.tables = {param: self._tables[param] for param in own}
+        sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
+        held = held_nbytes(
+            self._model,
+            groups,
+            {id(group): size.weight_nbytes for group, size in zip(groups, sizes)},
+        )
+        return _Way(groups, flat_params, sizes, held)
+
+    def _ways_to_tile(
+        self, config: Config, free: Mapping[Tier, int] | None
+    ) -> Iterator[tuple[int | None, bool]]:
+        """Yields the tile sizes to try, None first, and whether weights that are used by hand run
+        in tiles, too. They do if nothing else fits: a branch with such a use may never run."""
+        yield None, True
+        limits = list(self._tile_limits(config, free))
+        for by_hand in (False, True):
+            if by_hand and not self._by_hand:
+                return
+            yield from ((limit, by_hand) for limit in limits)
+
+    def _tile_limits(self, config: Config, free: Mapping[Tier, int] | None) -> Iterator[int]:
+        """Yields the tile sizes to try, in bytes, largest first."""
+        budget = cast("int | None", config.device_memory)
+        if config.params == "device":
+            return
+        if budget is None:
+            given = free or {}
+            budget = given.get(Tier.DEVICE) or measured_free(Tier.DEVICE, config, self._device)
+        limit = 1 << max(0, (budget // 4).bit_length() - 1)
+        while limit > SMALLEST_TILE_NBYTES:
+            yield limit
+            limit //= 2
+        yield SMALLEST_TILE_NBYTES
+
+
+def _is_device_short(refused: CapacityError | None, config: Config) -> bool:
+    """Whether what is free of the device is too small, or of the memory that it shares with the
+    host; tiles do little for budgets that were given."""
+    return refused is not None and all(getattr(config, name) is None for name in refused.needed)
+
+
+class _Way(NamedTuple):
+    groups: list[Group]
+    flat_params: list[list[FlatParam]]
+    sizes: list[UnitSize]
+    held_nbytes: int
+
+
+class Laid(NamedTuple):
+    """The result of :meth:`Ways.lay_out`. ``refuses_window``: plans without tiles for a window of
+    so many bytes, and so many of gradients and of what is not planned beside it. Returns the error
+    of a configuration that is too small for them, or None."""
+
+    groups: list[Group]
+    flat_params: list[list[FlatParam]]
+    plan: MemoryPlan
+    refuses_window: Callable[[int, int, int, Config], CapacityError | None]
+
+
+def _refuses_window(
+    whole: partial[MemoryPlan],
+    window_nbytes: int,
+    grad_nbytes: int,
+    beside_nbytes: int,
+    config: Config,
+) -> CapacityError | None:
+    try:
+        plan = whole(config)
+    except CapacityError as error:
+        return error
+    units, budget = whole.args[0], cast(int, config.device_memory)
+    moved = sum(
+        unit.weight_nbytes
+        for index, unit in enumerate(units)
+        if plan.tiers_of(index)["weight"] is not Tier.DEVICE
+    )
+    window = min(window_nbytes, moved)
+    room = plan.device_window_nbytes
+    # A window is no larger than all weights: all else uses what is left, too.
+    left = budget - plan.planned_nbytes(Tier.DEVICE)
+    short = max(
+        window - room,
+        window + grad_nbytes - room - plan.autograd_nbytes - left,
+        window + beside_nbytes - room - left,
+    )
+    if short <= 0:
+        return None
+    if config.params == AUTO:  # more memory becomes a home before it becomes a window
+        short = max(short, budget // 8)
+    refused = CapacityError(f"the device window lacks {format_nbytes(short)}")
+    refused.needed = {BUDGETS[Tier.DEVICE]: budget + short}
+    return refused
+
+
+def _tell_of_tiles(groups: list[Group], config: Config) -> None:
+    tiled = [group for group in groups if group.tile_rows]
+    if not tiled:
+        return
+    counts = [f"{group.name} x {-(-group.params[0].size(0) // group.tile_rows)}" for group in tiled]
+    given = (
+        "what is free of the device"
+        if config.device_memory is None
+        else f"device_memory={format_nbytes(cast(int, config.device_memory))}"
+    )
+    logger.warning(
+        "%s does not hold the largest unit: %d layers run in tiles (%s%s). Their sums"
+        " are added in another order than untiled ones.",
+        given,
+        len(tiled),
+        ", ".join(counts[:4]),
+        ", ..." if len(counts) > 4 else "",
+    )
+
+
+def _tell_of_kernels(laid: Laid, device: Device) -> None:
+    """Says what it costs that the device has no kernels for what is trained."""
+    if device.is_host or device.kernels is not None:
+        return
+    sizes = map(unit_size, laid.groups, laid.flat_params)
+    trained = [flat for unit in sizes for flat in unit.flat_params if flat.spec.stepped]
+    if kept_off := sum(flat.nbytes(name) for flat in trained for name in ARRAYS):
+        logger.warning(
+            "%s has no optimizer kernels (%s): the processor steps, and %s of weights, state and"
+            " gradients have their home outside of the device, though they may fit.",
+            device.where,
+            device.kernels_refusal,
+            format_nbytes(kept_off),
+        )
+
+
+def unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
+    tile_nbytes = 0
+    if group.tile_rows:
+        row = group.params[0].size(1) * flat_params[0].spec.dtype.itemsize
+        tile_nbytes = group.tile_rows * row
+    return UnitSize(
+        group.name,
+        tuple(_size_of_flat_param(flat) for flat in flat_params),
+        tile_nbytes,
+        group.place,
+        sum(_autograd_nbytes(flat, group) for flat in flat_params),
+    )
+
+
+def _autograd_nbytes(flat_param: FlatParam, group: Group) -> int:
+    """Counts the gradients of a flat param that a backward holds at once. Those of a tied weight
+    wait for each other: one waits, one is made, and their sum. Only one rank lands those of tables
+    use by use. Those of a head's tile are summed in fp32."""
+    if not flat_param.spec.stepped:
+        return 0
+    if group.tile_rows:
+        rows, width = group.params[0].shape
+        summed = torch.float32.itemsize if rows >= HEAD_RATIO * width else 0
+        return group.tile_rows * width * (flat_param.spec.dtype.itemsize + summed)
+    apart = set() if _size_of_flat_param(flat_param).is_averaged else group.tables.keys()
+    return flat_param.spec.dtype.itemsize * sum(
+        place.numel * (SUMMED_AT_ONCE if param in group.tied - apart else 1)
+        for param, place in zip(flat_param.params, flat_param.layout.placements)
+    )
+
+
+def _size_of_flat_param(flat_param: FlatParam) -> FlatParamSize:
+    ranks, shapes = flat_param.ranks, [place.shape for place in flat_param.layout.placements]
+    return FlatParamSize(
+        flat_param.spec,
+        flat_param.layout.numel,
+        shards=ranks.size,
+        replicas=ranks.replicate_group.size if ranks.replicate_group is not None else 1,
+        data_size=ranks.data_size,
+        whole_grad=ranks.keeps_gradients,
+        node_size=ranks.node_group.size if ranks.node_group is not None else 0,
+        largest=max(shape.numel() for shape in shapes),
+        kept_nbytes=flat_param.spec.kept_nbytes(shapes),
+    )
+
+
+def flat_params_of_group(
+    group: Group,
+    optimizers: Optimizers,
+    config: Config,
+    collectives: Collectives,
+    dtype_of: Callable[[torch.Tensor], torch.dtype],
+) -> list[FlatParam]:
+    """Makes one flat param for each kind of parameter in the group, and for each optimizer. Inside
+    a flat param, parameters of one optimizer group are adjacent. ``dtype_of``: the dtype in which a
+    parameter computes."""
+    by_spec: dict[FlatParamSpec, list[nn.Parameter]] = {}
+    collectives = collectives.of_experts if group.is_divided else collectives
+    for param in group.params:
+        spec = _spec_of(param, optimizers, config, dtype_of(param))
+        by_spec.setdefault(spec, []).append(param)
+    return [
+        FlatParam(spec, sorted(params, key=optimizers.order_of), collectives)
+        for spec, params in by_spec.items()
+    ]
+
+
+def _spec_of(
+    param: nn.Parameter, optimizers: Optimizers, config: Config, dtype: torch.dtype
+) -> FlatParamSpec:
+    # A gradient is not narrower than its parameter: a parameter kept in fp32 has an fp32 gradient.
+    grad_dtype = (
+        dtype if dtype == torch.float32 else cast("torch.dtype | None", config.grad_dtype) or dtype
+    )
+    frozen = FlatParamSpec(
+        wrapped_dtype=param.dtype,
+        dtype=dtype,
+        master=native.Master.OWN,
+        grad_dtype=grad_dtype,
+        moment_dtype=MOMENT_DTYPES[config.moments],
+        moments=(),
+        stepped=False,
+        coded=not param.requires_grad and is_code(param),
+    )
+    place, stepped_by = optimizers.place_of(param), optimizers.of(param)
+    if place is None or stepped_by is None:
+        return frozen
+    moments = optimizers.arrays_of(param, config)
+    return frozen.trained(config.master, moments, place, class_piece=stepped_by.known.piece)
+
+
+def _within_device(
+    model: nn.Module, config: Config, device: Device, collectives: Collectives
+) -> tuple[Config, int | None]:
+    """Returns ``config`` with no more ``device_memory`` than the device can give, and how much that
+    is (None: unknown). Every rank calls this. Raises CapacityError if it can give nothing."""
+    if config.device_memory is None or device.memory is None:
+        return config, None
+    left = device.memory.left_nbytes(several_ranks=not collectives.ranks.alone)
+    if left is None:
+        return config, None
+    # Parameters that are there move into the plan's homes.
+    own = sum(param.nbytes for param in model.parameters() if param.device == device.where)
+    (most,) = collectives.least([left + own], "device memory")
+    given = int(config.device_memory)
+    if given <= most:
+        return config, most
+    if not most:
+        raise CapacityError(
+            f"device_memory is {format_nbytes(given)}, but {device.where} has nothing left beside"
+            " other tensors and processes and what cuBLAS and NCCL need. Free some of it, or"
+            " compute elsewhere: Config(device='cpu')"
+        )
+    logger.warning(
+        "device_memory is %s, but %s can give %s, beside other tensors and processes and what"
+        " cuBLAS%s needs: it is planned with that. Activations need room, too.",
+        format_nbytes(given),
+        device.where,
+        format_nbytes(most),
+        "" if collectives.ranks.alone else " and NCCL",
+    )
+    return dataclasses.replace(config, device_memory=most), most
+
+
+def lay_out_here(
+    model: nn.Module,
+    config: Config,
+    make_flat_params: MakeFlatParams,
+    device: Device,
+    collectives: Collectives,
+    *,
+    reuses: bool = False,
+    explains: bool = True,
+) -> tuple[Config, Laid]:
+    """Lays the model out on this machine. Returns the configuration and the layout. With
+    ``nvme_paths="auto"`` it uses memory only if that holds the state, else also a scratch folder,
+    which it puts into the returned configuration. One log line gives the choice and its reason.
+    ``explains``: an error for too little memory says what to change.
+
+    Every rank calls this. Raises CapacityError, or ConfigError if a folder is needed and none can
+    be used.
+    """
+
+    config, most = _within_device(model, config, device, collectives)
+    ways = Ways(model, config, make_flat_params, device, reuses=reuses)
+
+    def lay_out(config: Config, *, tiles: bool = True, explains: bool = explains) -> Laid:
+        free = free_everywhere(config, collectives, device)
+        try:
+            laid = ways.lay_out(config, free, tiles=tiles)
+        except CapacityError as error:
+            if not explains:
+                raise
+            room = _room(config, device, most)
+            works = partial(ways.refusal, given=config, free=free, room=room)
+            sizes = ways.sizes(config)
+            raise with_remedies(
+                error,
+                config,
+                works,
+                steps=any(flat.spec.stepped for size in sizes for flat in size.flat_params),
+                largest_nbytes=max((size.weight_nbytes for size in sizes), default=0),
+                share=collectives.ranks.machine_share,
+            ) from None
+        _tell_of_tiles(laid.groups, config)
+        if collectives.ranks.is_first:
+            _tell_of_kernels(laid, device)
+        return laid
+
+    if config.nvme_paths != AUTO:
+        return config, lay_out(config)
+    left, limit = limits.tightest()
+
+    def in_memory(*, tiles: bool) -> tuple[Config, Laid] | None:
+        if "nvme" in (config.params, config.optimizer, config.activations):
+            return None
+        without = dataclasses.replace(config, nvme_paths=())
+        # On all ranks alike: they plan with the minimum of their free bytes.
+        with contextlib.suppress(CapacityError):
+            laid = lay_out(without, tiles=tiles, explains=False)
+            _tell(laid.plan, left, limit, None, collectives)
+            return without, laid
+        return None
+
+    if (chosen_memory := in_memory(tiles=False)) is not None:
+        return chosen_memory
+    found = scratch.candidates()
+    needed = _state_nbytes(model, config, make_flat_params)
+    chosen = scratch.choose(found, needed * collectives.ranks.local_size)
+    everywhere, usable = collectives.least(
+        [chosen is not None, chosen.usable_nbytes // collectives.ranks.local_size if chosen else 0],
+        "scratch folders",
+    )
+    if not everywhere or chosen is None:
+        if (chosen_memory := in_memory(tiles=True)) is not None:
+            return chosen_memory
+        raise _nowhere(found, needed, left, limit)
+    capacity = usable if config.nvme_capacity is None else config.nvme_capacity
+    config = dataclasses.replace(config, nvme_paths=(chosen.folder,), nvme_capacity=capacity)
+    laid = lay_out(config)
+    _tell(laid.plan, left, limit, chosen, collectives)
+    return config, laid
+
+
+def _room(config: Config, device: Device, most: int | None) -> dict[Tier, int]:
+    """Returns the bytes of each tier that this machine can give; nothing for a device on paper.
+    ``most``: of the device, if that was found already."""
+    if isinstance(device, OnPaper):
+        return {}
+    tiers = [tier for tier in Tier if tier is not Tier.NVME or config.nvme_paths]
+    room = {tier: measured_free(tier, config, device) for tier in tiers}
+    return room if most is None else room | {Tier.DEVICE: most}
+
+
+def _state_nbytes(model: nn.Module, config: Config, make_flat_params: MakeFlatParams) -> int:
+    """Counts the bytes of all arrays that this rank has at home: the upper bound for the disk."""
+    sizes = [
+        unit_size(group, make_flat_params(group))
+        for group in partition(model, cast("str | tuple[str, ...]", config.units), {})
+    ]
+    return sum(flat.nbytes(name) for size in sizes for flat in size.flat_params for name in ARRAYS)
+
+
+def _nowhere(found: list[Candidate], needed: int, left: int, limit: str) -> ConfigError:
+    looked_at = ", ".join(map(str, found)) or "no folder"
+    return ConfigError(
+        f"weights, optimizer state and gradients are {format_nbytes(needed)}, and {limit} leaves"
+        f" {format_nbytes(left)}, of which a part is activations'. A folder on a disk is needed,"
+        f" and none was found here, or on another machine of the job: looked at {looked_at}. Name"
+        " one: Config(nvme_paths=['/path/on/the/disk'])"
+    )
+
+
+def _tell(
+    plan: MemoryPlan, left: int, limit: str, chosen: Candidate | None, collectives: Collectives
+) -> None:
+    if not collectives.ranks.is_first:
+        return
+    homes: dict[str, list[str]] = {term_of(name): [] for name in ARRAYS}
+    for tier in Tier:
+        for what, places in homes.items():
+            if nbytes := plan.terms[tier].get(what, 0):
+                places.append(f"{format_nbytes(nbytes)} on {tier}")
+    held = "; ".join(f"{what} {' and '.join(places)}" for what, places in homes.items() if places)
+    reserve = format_nbytes(left - limits.for_the_engine(left))
+    where = (
+        f", swap files in {chosen.folder} ({chosen.usable_nbytes >> 30} GiB usable)"
+        if chosen is not None
+        else ""
+    )
+    logger.warning(
+        "homes chosen, for %s leaves %s, of which %s stay free for activations and data: %s%s."
+        " To choose others: Config(params=, optimizer=, nvme_paths=)",
+        limit,
+        format_nbytes(left),
+        reserve,
+        held,
+        where,
+    )

@@ -1,0 +1,426 @@
+"""wrap_model: moves a model's parameters and its optimizer's state to their homes.
+
+[Note: why a failed wrap changes nothing] A wrap checks everything first, then allocates all memory
+and disk space, then copies every value home, and only then hooks the model. If any step fails,
+model and optimizer are restored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ... import native
+from ...choices import AUTO
+from ...config import Config
+from ...errors import CapacityError, ConfigError
+from ...ext.blocks.micro_batch import check_block, install_chunks
+from ...ext.checkpoint.meta_init import Materialized
+from ...ext.class_step.companion import staying
+from ...ext.class_step.join import join, make_optimizer
+from ...ext.dtensor.dtensors import let_scalers_mix, mesh_of_parameters
+from ...ext.packed.packed_forward import install_packed_forwards
+from ...ext.pipeline.parts import Parts, called_for, parts_of
+from ...ext.rows.chosen_forward import install_chosen_forwards
+from ...ext.rows.experts import divides_experts
+from ...ext.shared_homes.share_homes import connect_homes, share_homes
+from ...ext.tiles.tiled_layers import install_tiles
+from ...files.kept_dtypes import computing_dtypes
+from ...ranks.collectives import Collectives
+from ...ranks.mesh import join_device, join_node, parallel_dims
+from ...ranks.parallel_dims import ParallelDims
+from ..grads.tables import install_tables
+from ..homes.write_behind import writing_behind
+from ..machine.device import Device
+from ..machine.progress import progress
+from ..machine.traffic import Traffic
+from ..params.state_dict import install_state_dict
+from ..run.build import build_engine
+from ..run.context import found_weakly
+from ..run.engine import Engine
+from ..run.hooks import install_hooks
+from ..run.registry import RECORD, Wrapped, is_wrapped
+from ..run.replaced_forward import ReplacedForward
+from ..step.recognised import Optimizers, as_given, like_given
+from ..units.flat_param import FlatParam
+from ..units.unit import ParamUnit
+from .agreement import (
+    broadcast_rest,
+    check_stages,
+    compare_builds,
+    compare_values,
+    describe,
+    own_budgets,
+    prefix_of_stage,
+    share_of_machine,
+    share_processors,
+)
+from .aliases import OwnViews, warn_of_aliases
+from .before import Before, MovedRest
+from .changes import Changes
+from .checks import check, check_tensor_parallel
+from .described_model import DescribedModel, read_model
+from .lay_out import Laid, choose_device, flat_params_of_group, lay_out_here, unit_size
+from .partition import Group, Staying, is_managed, parameter_names
+from .remedies import with_larger_budgets
+from .send_home import Homes, send_flat_param_home
+from .unmoved import report_unmoved
+
+logger = logging.getLogger(__name__)
+
+NOTHING_CHOSEN = {"nvme_paths": AUTO}
+
+
+# Tensors made here are trained, even if the caller is in inference mode.
+@torch.inference_mode(False)
+def wrap_model(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    config: Config | Mapping[str, Any] | str | os.PathLike | None = None,
+    *,
+    mesh: Any = None,
+) -> tuple[nn.Module | list[nn.Module], Any]:
+    """Moves ``model``'s parameters and ``optimizer``'s state to their homes, and returns both.
+
+    model
+        Any module, its parameters on one device or on ``meta``. It computes there unless
+        ``Config(device=...)`` names another. The same object is returned, hooked. Or a list of
+        modules, this rank's pipeline stages. A wrapped model gets one more optimizer.
+    optimizer
+        ``torch.optim`` AdamW, Adam, SGD, or a Lion; its groups, hyperparameters and state are
+        kept. None: nothing is updated. Or a list of them with disjoint parameters, returned as one.
+    config
+        A :class:`Config`, a dict of its fields, or the path of a TOML, JSON or YAML file. None: the
+        homes, and a scratch folder if needed, follow from the machine; a log line gives the reason.
+    mesh
+        A ``DeviceMesh`` of the whole job with axes ``dp``, or ``dp_replicate`` and ``dp_shard`` (or
+        ``fsdp``), ``cp`` or ``sp``, ``tp`` (parameters are DTensors over it, Shard or Replicate)
+        and ``pp`` (see :func:`infinity.parallel.attach`). None: that of its DTensors, else the
+        default process group, if there is one.
+
+    Every rank calls this, with the same model and configuration; the first data rank's values are
+    used. Raises ConfigError, CapacityError, StorageError, UsageError or PeerError with model and
+    optimizer restored."""
+    if isinstance(model, (list, tuple)) and model and all(isinstance(m, nn.Module) for m in model):
+        _, stepping = wrap_model(Parts(model), optimizer, config, mesh=mesh)
+        return list(model), stepping
+    if isinstance(model, nn.Module) and is_wrapped(model) and optimizer is not None:
+        return model, join(model, optimizer, config)
+    if mesh is None and isinstance(model, nn.Module):
+        mesh = mesh_of_parameters(model.parameters())
+    ranks, traffic = parallel_dims(mesh, divides_experts=divides_experts(model)), Traffic()
+    let_scalers_mix()
+    collectives, given = Collectives(ranks, traffic), as_given(optimizer)
+    changes = Changes()
+    with contextlib.ExitStack() as undo:
+        for change in (collectives.close, changes.undo):
+            undo.callback(change)
+        config, described = _check_everywhere(model, given, config, changes, collectives)
+        ranks = _describe_ranks(described, config, collectives, mesh)
+        share_processors(described.module, config, collectives)
+        collectives = Collectives(ranks, traffic)
+        collectives.allow_flags(2 * len(described.params) + 1)
+        model, stepping = _wrap(described.module, given, config, collectives, mesh, changes)
+        undo.pop_all()
+        return model, like_given(stepping, optimizer)
+
+
+def _describe_ranks(
+    model: DescribedModel, config: Config, collectives: Collectives, mesh: Any
+) -> ParallelDims:
+    """Completes the description of the ranks from the configuration and the machine. Every rank
+    calls this."""
+    local_size = -collectives.least(
+        [-collectives.ranks.local_size], "ranks on a machine", over_stages=True
+    )[0]
+    ranks = dataclasses.replace(
+        collectives.ranks,
+        shard=config.shard,
+        compresses=config.compress_gathers,
+        reduction=config.reduction,
+        local_size=local_size,
+        machine_share=share_of_machine(model.nbytes, collectives, local_size),
+        stage_prefix=prefix_of_stage(model, collectives),
+    )
+    return join_node(ranks, mesh) if config.shard_in_node else ranks
+
+
+def _check_everywhere(
+    model: Any,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: Config | Mapping[str, Any] | str | os.PathLike | None,
+    changes: Changes,
+    collectives: Collectives,
+) -> tuple[Config, DescribedModel]:
+    """Checks wrap_model's inputs, here and between the ranks, and prepares the model. Returns the
+    configuration, and the model as read. Every rank calls this."""
+    with collectives.together("checking what wrap_model was given"):
+        config = Config.make(config if config is not None else NOTHING_CHOSEN)
+        if isinstance(model, nn.Module):
+            changes.lasting.install(model)
+        check(model, optimizers, config)
+        warn_of_aliases(model, optimizers, OwnViews(model))
+        changes.make(model, optimizers, config)
+        described = read_model(model)
+        check_tensor_parallel(described, config, collectives.ranks)
+        description = {} if collectives.ranks.alone else describe(described, optimizers, config)
+    # Other stages do not see a difference here.
+    with collectives.together("comparing what wrap_model was given"):
+        collectives.compare(description, "wrap_model")
+        compare_builds(described, collectives)
+    check_stages(description, collectives)
+    compare_values(described, collectives)
+    return config, described
+
+
+def _wrap(
+    model: nn.Module,
+    given: Sequence[torch.optim.Optimizer],
+    config: Config,
+    collectives: Collectives,
+    mesh: Any,
+    changes: Changes,
+) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    with collectives.together("finding what stays where it is"):
+        stays = Staying(staying(model, given, config, alone=collectives.ranks.alone))
+    try:
+        wrapped = _wrap_moved(model, given, config, collectives, mesh, stays)
+        changes.settle()
+        record = model.__dict__[RECORD]
+        record.packed = changes.packed
+        record.removers.insert(0, changes.lasting)  # removed last: removers list the modules
+        return wrapped
+    except BaseException:
+        stays.remove()
+        raise
+
+
+def _wrap_moved(
+    model: nn.Module,
+    given: Sequence[torch.optim.Optimizer],
+    config: Config,
+    collectives: Collectives,
+    mesh: Any,
+    stays: Staying,
+) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    moved = set(filter(is_managed, model.parameters()))
+    optimizers = Optimizers(given, moved.__contains__, parameter_names(model))
+    config = own_budgets(config, collectives.ranks)
+    device, config, laid = _lay_out(model, optimizers, config, collectives)
+    groups, flat_params, plan, refuses_window = laid
+
+    def explain(error: CapacityError, *nbytes: Any) -> CapacityError:
+        works = partial(refuses_window, *nbytes)
+        return with_larger_budgets(error, config, works, collectives.ranks.machine_share)
+
+    engine, trains = None, len(optimizers) > 0
+    before, views = Before(model, given), OwnViews(model)
+    try:
+        if collectives.ranks.data_size > 1 and (
+            device.backend is not None or device.where.type != "cpu"
+        ):
+            join_device(collectives.ranks, mesh, device.backend)
+        with collectives.together("allocating"):
+            if config.micro_batch is not None:
+                _check_micro_batch(model, groups)
+            units = _make_units(groups, flat_params, device)
+            sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
+            homes = share_homes(config, device, collectives)
+            engine = build_engine(
+                config,
+                plan,
+                units,
+                sizes,
+                stepping=trains,
+                device=device,
+                collectives=collectives,
+                explain=explain,
+            )
+        with collectives.together("sharing weights"):
+            connect_homes(config, homes, engine.job)
+        with collectives.together("sending the values home"):
+            # Meta tensors become real.
+            materialized = Materialized(model, config.weights, is_managed)
+            before.materialized = materialized
+            _send_home(engine, materialized, optimizers)
+            engine.job.store.arrays.await_pages()
+            device.warm(plan.device_window_nbytes)
+            for unit in units:
+                unit.allocate()
+            broadcast_rest(model, collectives)
+            rest = MovedRest(model, device.where)
+            report_unmoved(model)
+        committed = _commit(model, optimizers, engine, groups, [stays, rest])
+        views.take()
+        model.__dict__[RECORD].take_views = views.take
+        return committed
+    except BaseException:
+        native.insist(partial(_undo, before, engine, device))
+        raise
+
+
+def _make_units(
+    groups: list[Group], flat_params: list[list[FlatParam]], device: Device
+) -> list[ParamUnit]:
+    units = [
+        ParamUnit(i, group.name, of_group, device)
+        for i, (group, of_group) in enumerate(zip(groups, flat_params))
+    ]
+    for unit, group in zip(units, groups):
+        if group.chosen is not None:
+            unit.arrival.bring_chosen(group.chosen)
+    return units
+
+
+def _lay_out(
+    model: nn.Module, optimizers: Optimizers, config: Config, collectives: Collectives
+) -> tuple[Device, Config, Laid]:
+    """Chooses the device, and lays the model out on this machine. Every rank calls this."""
+    dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
+
+    def make_flat_params(group: Group) -> list[FlatParam]:
+        return flat_params_of_group(group, optimizers, config, collectives, dtype_of)
+
+    device = None
+    try:
+        with collectives.together("planning"):
+            device = choose_device(model, config, collectives)
+            reuses = isinstance(model, Parts) or collectives.ranks.pp_group is not None
+            chosen, laid = lay_out_here(
+                model, config, make_flat_params, device, collectives, reuses=reuses
+            )
+        return device, chosen, laid
+    except BaseException:  # perhaps raised on another rank
+        if device is not None:
+            device.close()
+        raise
+
+
+def _send_home(engine: Engine, materialized: Materialized, optimizers: Optimizers) -> None:
+    """Copies every value, moment and gradient home. Values of a model on meta come first, from its
+    file or its modules."""
+    job = engine.job
+    with writing_behind(job.store) as store:
+        materialized.fill(Homes(job, store))
+        with progress(
+            "sending the values home", sum(size.shard_nbytes for size in engine.job.planned.sizes)
+        ) as advance:
+            for unit, size in zip(job.units, engine.job.planned.sizes):
+                for flat_param in unit.flat_params:
+                    send_flat_param_home(store, flat_param, optimizers, done=materialized.sent)
+                advance(size.shard_nbytes)
+
+
+def _undo(before: Before, engine: Engine | None, device: Device) -> None:
+    """Restores the state before a failed wrap. If interrupted, it is called again."""
+    before.restore()
+    device.close() if engine is None else engine.shut_down()
+
+
+def _blocks(model: nn.Module, groups: list[Group]) -> list[tuple[str, nn.Module]]:
+    """Lists the called modules of the blocks of ``groups``, with their names."""
+    names = {module: name for name, module in model.named_modules()}
+    return [(names[block], block) for group in groups for block in group.called]
+
+
+def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
+    blocks = _blocks(model, groups)
+    if not blocks:
+        raise ConfigError(
+            f"micro_batch: {type(model).__name__} has no repeated block to run in parts of a batch."
+            " Name the classes that are: Config(units=[...])"
+        )
+    for name, block in blocks:
+        check_block(name, block)
+
+
+def _commit(
+    model: nn.Module,
+    optimizers: Optimizers,
+    engine: Engine,
+    groups: list[Group],
+    first: list,
+) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """Changes the model. All steps that can fail for lack of space or for bad input are done."""
+    job = engine.job
+    flat_params = [flat for unit in job.units for flat in unit.flat_params]
+    came_from = {param: param.device for flat in flat_params for param in flat.params}
+    prefix = job.ranks.stage_prefix
+    named = parameter_names(model).items()
+    engine.attach({param: [prefix + name for name in names] for param, names in named})
+    owners = _find_owners(model, engine, groups)
+    removers = [
+        *first,
+        *install_hooks(engine, parts_of(model), owners),
+        *install_state_dict(engine, model),
+        *install_packed_forwards(parts_of(model)),
+        *install_chosen_forwards(
+            job, ((g.chosen, unit) for g, unit in zip(groups, job.units) if g.chosen is not None)
+        ),
+        *_replace_forwards(engine, model, groups),
+    ]
+    stepping = [make_optimizer(engine, each, place) for place, each in enumerate(optimizers)]
+    job.in_common.note_buffers(model)
+    record = Wrapped(engine, model, removers, stepping, came_from, optimizers.plain)
+    for module in (*parts_of(model), model):
+        module.__dict__[RECORD] = record
+    return model, optimizers.results(stepping)
+
+
+def _find_owners(
+    model: nn.Module, engine: Engine, groups: list[Group]
+) -> dict[nn.Module, list[ParamUnit]]:
+    """Maps each module whose call needs weights to its units, and marks units that several modules
+    use."""
+    job = engine.job
+    owners: dict[nn.Module, list[ParamUnit]] = {}
+    for group, unit in zip(groups, job.units):
+        for called in (module for owner in group.owners for module in called_for(model, owner)):
+            owners.setdefault(called, []).append(unit)
+    # Experts are left out: they run once in a layer, and no gradient of it comes before theirs.
+    inside = owners.keys() - {
+        owner for group in groups if group.is_divided for owner in group.owners
+    }
+    for group, unit in zip(groups, job.units):
+        # Also a unit whose module contains others: its gradients may come before and after theirs.
+        around = any(
+            module in inside
+            for owner in group.owners
+            for module in owner.modules()
+            if module is not owner
+        )
+        if group.tile_rows or group.is_used_apart or around:
+            unit.share()
+    return owners
+
+
+def _replace_forwards(engine: Engine, model: nn.Module, groups: list[Group]) -> list:
+    """Installs the forwards of layers in tiles, of blocks in micro-batches, and of blocks that may
+    be recomputed. Returns their removers."""
+    job = engine.job
+    tiles = {group.params[0]: group.tile_rows for group in groups if group.tile_rows}
+    find, units_of = found_weakly(engine.make_forward_context), engine.units_of
+    removers = [*install_tiles(find, model, tiles)]
+    if job.reducer is None:
+        stepped = {handle.param for handle in job.trained}
+        tables = {param: use for group in groups for param, use in group.tables.items()}
+        removers += install_tables(find, {p: tables[p] for p in tables.keys() & stepped})
+    blocks = _blocks(model, groups)
+    if job.config.micro_batch is not None:
+        removers += [
+            install_chunks(find, name, block, units_of(block), job.config.micro_batch)
+            for name, block in blocks
+        ]
+    if job.activations is not None and (planner := job.activations.planner) is not None:
+        removers += [
+            ReplacedForward(block, planner.add(block, units_of(block))) for _, block in blocks
+        ]
+    return removers

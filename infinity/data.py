@@ -1,0 +1,20 @@
+"""Data: which samples a batch has, and text files as batches of token ids."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .ext.data.never_evict import NeverEvict
+    from .ext.data.order import Order
+    from .ext.data.seeding import Seeded
+
+__all__ = ["NeverEvict", "Order", "Seeded"]
+_HOMES = {"NeverEvict": "never_evict", "Order": "order", "Seeded": "seeding"}
+
+
+def __getattr__(name: str):  # torch is imported when it is asked for
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)

@@ -1,1 +1,0 @@
-"""Ranks of a job, process groups, and the bytes that pass between ranks."""

@@ -1,0 +1,200 @@
+"""ema and swa: running averages of a wrapped model's weights, on the tiers of the masters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import nn
+from torch.optim import swa_utils
+
+from ...core.run.operations import Operation
+from ...core.run.registry import engine_of, whole_of
+from ...core.units.handle import ParamHandle, handle_of
+from ...errors import ConfigError, UsageError
+from ..dtensor.dtensors import like, part_of
+from .weight_average import Blend, WeightAverage
+
+
+def ema(model: nn.Module, decay: float) -> Average:
+    """Makes an exponential moving average of the weights of a wrapped ``model``: ``decay`` times
+    the old average, plus ``1 - decay`` times the new weights.
+
+    Has the bits of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn(decay)``,
+    computed from the fp32 masters if there are any. Raises ConfigError for a decay outside of [0,
+    1]. Raises UsageError for a model that is not wrapped with an optimizer, or already has an
+    average. Raises CapacityError if the tiers of the masters have no room for it.
+    """
+    if not isinstance(decay, (int, float)) or isinstance(decay, bool) or not 0 <= decay <= 1:
+        what = (
+            f"={decay!r}"
+            if isinstance(decay, (int, float, str))
+            else f" is a {type(decay).__name__}"
+        )
+        raise ConfigError(f"decay{what}: give a number from 0 to 1, as ema(model, 0.999)")
+    return Average(model, swa_utils.get_ema_multi_avg_fn(decay))
+
+
+def swa(model: nn.Module) -> Average:
+    """Makes the equal average of the weights of a wrapped ``model`` over all updates: stochastic
+    weight averaging.
+
+    Has the bits of ``torch.optim.swa_utils.AveragedModel(model)`` on the CPU. Raises as :func:`ema`
+    does.
+    """
+    average = swa_utils.get_swa_avg_fn()
+
+    def blend(
+        averages: list[torch.Tensor], values: list[torch.Tensor], count: torch.Tensor
+    ) -> None:
+        for mean, value in zip(averages, values):
+            mean.copy_(average(mean, value, count))
+
+    return Average(model, blend)
+
+
+class Average:
+    """The running average of one wrapped model's trained parameters.
+    :func:`infinity.save_checkpoint` saves it with the model, and load_checkpoint loads it into an
+    average that was created before."""
+
+    def __init__(self, model: nn.Module, blend: Blend):
+        engine = engine_of(model)
+        job = engine.job
+        if not job.trained:
+            raise UsageError(
+                "this model was wrapped without an optimizer: its weights do not change"
+            )
+        if engine.average is not None:
+            raise UsageError("this model has an average already: call its remove() first")
+        with job.uses.begin():
+            engine.average = self._average = WeightAverage(job, blend)
+        self._model = model
+
+    @property
+    def updates(self) -> int:
+        """The number of updates."""
+        return self._average.count
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Adds the current weights to the average: call it after ``optimizer.step()``. The first
+        update copies them.
+
+        If it is interrupted, the next use of the model completes it. Every rank calls this.
+        """
+        job = self._average.job
+        with job.uses.operation(Operation.UPDATE_AVERAGE), job.store.guarding():
+            self._average.update()
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Computes with the average as the weights inside the block: evaluate, generate,
+        ``infinity.save_pretrained``. Swaps weights and averages at home, and swaps them back at the
+        end, even if an exception interrupts the first swap.
+
+        Inside it ``optimizer.step()``, ``update()``, state dicts of the average, checkpoints,
+        ``unwrap_model`` and another ``applied()`` raise UsageError. Raises UsageError before the
+        first update.
+        """
+        self._check(Operation.APPLY_AVERAGE)
+        try:
+            self._average.is_wanted = True
+            self._exchange()
+            yield
+        finally:
+            self._average.is_wanted = (
+                False  # first: if the swap is interrupted, the next use makes it
+            )
+            self._bring_back()
+
+    def _check(self, operation: Operation, *, updated: bool = True) -> None:
+        """Raises UsageError while the averages are the model's weights and, with ``updated``,
+        before the first update."""
+        self._average.job.uses.check(operation)  # this also completes an interrupted exchange
+        if updated and not self.updates:
+            raise UsageError("there is no average yet: call update() after a step")
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Swaps the weights with their moving averages. No-op if already so."""
+        job = self._average.job
+        with job.uses.operation(Operation.EXCHANGE_AVERAGE), job.store.guarding():
+            if not self._average.is_exchanged:
+                self._average.exchange()
+
+    @torch.no_grad()
+    def _bring_back(self) -> None:
+        """Swaps the weights back. Asks no table: a refusal would leave the averages as weights."""
+        with self._average.job.uses.begin():
+            self._average.bring_back()
+
+    def remove(self) -> None:
+        """Frees the average's memory."""
+        job = self._average.job
+        with job.uses.operation(Operation.REMOVE_AVERAGE):  # also resumes a parked model
+            self._average.free()
+            engine_of(self._model).average = None
+
+    # --- state dicts ---
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns the model's state dict with averages in place of the trained weights, in fp32 if
+        they have masters: a plain model loads it. All of it is in memory together;
+        ``save_pretrained`` in :meth:`applied` is streamed. Raises UsageError before the first
+        update, and in :meth:`applied`, where the model's own state dict has the averages."""
+        self._check(Operation.AVERAGE_STATE_DICT)
+        state = self._model.state_dict()
+        with self._average.job.uses.begin():
+            return state | {
+                name: self._whole(handle)
+                for name, handle in self._handles().items()
+                if name in state
+            }
+
+    def _handles(self) -> dict[str, ParamHandle]:
+        named = whole_of(self._model).named_parameters(remove_duplicate=False)
+        found = {name: handle_of(param) for name, param in named}
+        return {
+            name: handle
+            for name, handle in found.items()
+            if handle is not None and self._average.has(handle)
+        }
+
+    def _whole(self, handle: ParamHandle) -> torch.Tensor:
+        place = handle.flat_param.layout.placements[handle.index]
+        return like(handle.param, self._average.read(handle).as_strided(place.shape, place.stride))
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *, updates: int = 1) -> None:
+        """Sets the average from ``state_dict``, as that of ``updates`` updates. Raises UsageError,
+        before any change, if a parameter is missing or has another shape, and in :meth:`applied`.
+        """
+        self._check(Operation.LOAD_AVERAGE, updated=False)
+        handles = self._handles()
+        for name, handle in handles.items():
+            if name not in state_dict or state_dict[name].shape != handle.param.shape:
+                there = tuple(state_dict[name].shape) if name in state_dict else "missing"
+                raise UsageError(
+                    f"the average of {name} is {there} in the state dict, and has shape"
+                    f" {tuple(handle.param.shape)}"
+                )
+        parts = {
+            handle: part_of(handle.param, state_dict[name], f"the average of {name}").detach()
+            for name, handle in handles.items()
+        }
+        job = self._average.job
+        with job.uses.begin(), job.store.guarding():
+            job.journal.carry_out(partial(self._take, parts, updates))
+
+    def _take(self, parts: Mapping[ParamHandle, torch.Tensor], updates: int) -> None:
+        """Sets the average to ``parts``. Restarts from the beginning if it was interrupted."""
+        for handle, part in parts.items():
+            flat_param, index = handle.flat_param, handle.index
+            begin, end = flat_param.layout.part_of_param("weight", index)
+            flat = flat_param.flattened(part, index)[begin:end]
+            self._average.write_own(handle, flat.to(self._average.dtype_of(handle)))
+        self._average.resume(updates)

@@ -1,0 +1,132 @@
+"""Checkpointed: runs a block's forward again in the backward, keeping only its input."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from ...core.params.apart import makes_hooks
+from ...core.run.context import ForwardContext
+from ...core.run.journal import Journal
+from ...core.units.unit import ParamUnit
+from ...errors import UsageError
+
+
+class Checkpointed:
+    """A block's forward that keeps only its input for the backward."""
+
+    def __init__(
+        self, find: Callable[[], ForwardContext], units: Sequence[ParamUnit], forward: Any
+    ):
+        self._context, self._units, self.forward = find, units, forward
+
+    @property
+    def journal(self) -> Journal:
+        """The journal of the job. Raises UsageError if the engine is gone."""
+        return self._context().journal
+
+    def run(self, leaves: list, spec: Any, *, forward: Any = None, held: Held | None = None) -> Any:
+        """Runs the forward, and again in the backward. Without grad mode, runs it once.
+
+        ``forward``: in place of the block's. ``held``: keeps what the forward saves, until it is
+        dropped.
+        """
+        if not torch.is_grad_enabled():
+            return self.compute(spec, *leaves, forward=forward)
+        versions = [unit.version for unit in self._units]
+        compute = partial(self.compute, versions=versions, forward=forward, held=held)
+        return checkpoint(compute, spec, *leaves, use_reentrant=False)
+
+    def compute(
+        self,
+        spec: Any,
+        *leaves: Any,
+        versions: list[int] | None = None,
+        forward: Any = None,
+        held: Held | None = None,
+    ) -> Any:
+        """Computes the forward of flattened arguments, as :meth:`run`. ``versions``: the units'
+        versions at the first run. Raises UsageError if a recomputation finds others."""
+        context = self._context()
+        if versions is not None:  # a checkpoint that the user's model does not have
+            torch._C._autograd._top_saved_tensors_default_hooks(True)[0].gives_params = True
+        args, kwargs = tree_unflatten(list(leaves), spec)
+        running: AbstractContextManager[Any] = nullcontext()
+        if torch._C._current_graph_task_id() != -1:
+            if versions is not None and versions != [unit.version for unit in self._units]:
+                raise UsageError(
+                    "this backward runs a block's forward again, but its weights were changed since"
+                    " (by optimizer.step() or load_state_dict()). Run backward before the step."
+                )
+            running = context.running_again(self._units)
+        elif held is not None:
+            running = held.hooks()
+        with running, context.saving_tensors():
+            return (forward or self.forward)(*args, **kwargs)
+
+
+class Held:
+    """What one forward saves inside a checkpoint. It is held, so that nothing is computed again,
+    until :meth:`drop`: whether a block may run again, and finds room, is known once it has run."""
+
+    def __init__(self) -> None:
+        # How a tensor is saved outside of the checkpoint
+        self._save, self._bring = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._saved: list[weakref.ref[_Both]] = []
+
+    @makes_hooks
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        """Makes the hooks for saved tensors, inside the checkpoint's."""
+        count, compute = torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+        def pack(tensor: torch.Tensor) -> _Both:
+            both = _Both(self._save(tensor), count(tensor))
+            self._saved.append(weakref.ref(both))
+            return both
+
+        def unpack(both: _Both) -> torch.Tensor:
+            return compute(both.counted) if both.saved is None else self._bring(both.saved)
+
+        pack.count, pack.is_counted = count, True
+        return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+    def drop(self) -> None:
+        """Drops what is held: the backward runs the forward again."""
+        for ref in self._saved:
+            if (both := ref()) is not None:
+                both.saved = None
+
+
+class _Both:
+    """A saved tensor as it is held, and what the checkpoint has in its place."""
+
+    __slots__ = ("saved", "counted", "__weakref__")
+
+    def __init__(self, saved: Any, counted: Any):
+        self.saved, self.counted = saved, counted
+
+
+def random_states(places: set[torch.device]) -> dict[torch.device, torch.Tensor]:
+    """Reads the random states of the CPU's generator and of those of the devices ``places``."""
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    elsewhere = [place for place in places if place.type != "cpu"]
+    return states | {
+        place: torch.get_device_module(place).get_rng_state(place) for place in elsewhere
+    }
+
+
+def set_random_states(states: dict[torch.device, torch.Tensor]) -> None:
+    """Restores the generators' states that :func:`random_states` read."""
+    for place, state in states.items():
+        (
+            torch.set_rng_state(state)
+            if place.type == "cpu"
+            else torch.get_device_module(place).set_rng_state(state, place)
+        )

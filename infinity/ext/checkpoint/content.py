@@ -1,0 +1,310 @@
+"""Content: names all tensors that a checkpoint holds of a model and its optimizer.
+
+Tensors are stored per parameter, under its name: ``weight/<name>`` in the dtype in which the model
+computes, ``master/<name>`` (low halves or fp32) if there is one, ``exp_avg/<name>`` and
+``exp_avg_sq/<name>``. The names of 8-bit moments and their scales end in ``#`` and the offset of
+their local part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.homes.arrays import StateArray
+from ...core.run.engine import Engine
+from ...core.run.job import Job
+from ...core.run.registry import engine_of, wrapped
+from ...core.step.optimizer import InfinityOptimizer
+from ...core.units.flat_layout import is_dense
+from ...core.units.flat_param import FlatParam
+from ...core.units.flat_param_spec import ARRAYS
+from ...core.units.handle import ParamHandle, handle_of
+from ...core.units.unit import ParamUnit
+from ...errors import UsageError
+from ...files.boxes import Box, boxes_of_run, order_of
+from ...files.values import encode_value
+from ...ranks.collectives import Collectives
+from ..averages.weight_average import WeightAverage
+from ..dtensor.dtensors import is_distributed, part_offset
+from ..local_steps.outer_step import OuterStep
+from ..packed.packed import has_inner, small_parts
+from .home_values import HomeValues
+from .saved_tensors import LocalPart
+
+SAVED = [name for name in ARRAYS if name != "grad"]
+OUTER = "outer_"  # what the names of an outer optimizer's arrays begin with
+
+
+def flat_bytes(tensor: torch.Tensor) -> bytes:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+Books = tuple[list[InfinityOptimizer], list[torch.optim.Optimizer]]  # at home, and plain ones
+
+
+def engine_of_pair(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+) -> tuple[Engine, Books]:
+    engine = engine_of(model)
+    return engine, wrapped(model).take_optimizers(optimizers)
+
+
+def part_of_rank(handle: ParamHandle) -> LocalPart:
+    """Returns the part of a parameter's global tensor with which its unit computes on this rank."""
+    place = handle.flat_param.layout.placements[handle.index]
+    return LocalPart(
+        Box(part_offset(handle.param), tuple(place.shape)), order_of(place.shape, place.stride)
+    )
+
+
+Entry = tuple[HomeValues, dict[str, Any]]  # values, and their entry in the header
+
+
+def unit_files(job: Job, unit: ParamUnit) -> list[dict[str, Entry]]:
+    """Lists the unit's values that are at home here and that this rank writes, grouped by file.
+
+    A run of elements is several boxes, and a file has at most one part of a tensor.
+    """
+    files: list[dict[str, Entry]] = []
+    for handle in unit.handles:
+        if not job.gradients.values.counts(handle):
+            continue  # several ranks of the mesh hold it whole, and another one writes it
+        for name in SAVED:
+            wanted = (
+                name == "weight"
+                or handle.has_state
+                or (name == "master" and handle.grad is not None)
+            )
+            if name in handle.flat_param.arrays and wanted:
+                for number, (key, entry) in enumerate(_entries(job, handle, name)):
+                    if number == len(files):
+                        files.append({})
+                    files[number][key] = entry
+    return files
+
+
+def _entries(job: Job, handle: ParamHandle, name: str) -> Iterator[tuple[str, Entry]]:
+    flat_param, part = handle.flat_param, part_of_rank(handle)
+    array, layout = flat_param.arrays[name], flat_param.layout
+    begin, end = layout.part_of_param(name, handle.index)
+    at_home, _ = layout.part_at_home(name, handle.index)
+    if flat_param.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
+        if begin < end or (not part.box.numel and job.ranks.rank == 0):
+            values = HomeValues(job.store, array, at_home, (end - begin,), (0,))
+            told = {"saved_offsets": [begin], "part": part.describe()}
+            yield f"{name}/{handle.name}#{'-'.join(map(str, part.box.offset)) or 0}", (values, told)
+        return
+    for entry in _boxes(job, part, array, at_home - begin, begin, end):
+        yield f"{name}/{handle.name}", entry
+
+
+def _boxes(
+    job: Job, part: LocalPart, array: StateArray, first: int, begin: int, end: int
+) -> Iterator[Entry]:
+    """Yields elements ``begin`` to ``end`` of a local part, as boxes of the global tensor. The
+    part's first element is at ``first`` of ``array``."""
+    boxes = list(boxes_of_run(part.box.shape, part.order, begin, end))
+    if not part.box.numel and job.ranks.rank == 0:
+        boxes = [(Box((0,) * len(part.box.shape), part.box.shape), begin)]
+    for box, at in boxes:
+        values = HomeValues(job.store, array, first + at, box.shape, tuple(part.order))
+        yield values, {"saved_offsets": list(box.moved(part.box.offset).offset)}
+
+
+def average_files(
+    job: Job, average: WeightAverage | None, unit: ParamUnit
+) -> list[dict[str, Entry]]:
+    """Lists the unit's averages that this rank writes, as :func:`unit_files` does; empty without an
+    average."""
+    if average is None or not average.count:
+        return []
+    flat_params = [flat for flat in unit.flat_params if flat.spec.stepped]
+    arrays = {flat_param: average.array_of(flat_param) for flat_param in flat_params}
+    return _files_beside(job, unit, {"average": arrays})
+
+
+def outer_files(job: Job, outer: OuterStep | None, unit: ParamUnit) -> list[dict[str, Entry]]:
+    """Lists what an outer optimizer has of the unit, as :func:`average_files` does."""
+    arrays = {} if outer is None else outer.saved(unit)
+    return _files_beside(job, unit, {OUTER + kind: found for kind, found in arrays.items()})
+
+
+def _files_beside(
+    job: Job, unit: ParamUnit, arrays: Mapping[str, Mapping[FlatParam, StateArray]]
+) -> list[dict[str, Entry]]:
+    """Lists the values of ``arrays`` beside the weights that this rank writes, by their names."""
+    files: list[dict[str, Entry]] = []
+    for handle in filter(job.gradients.values.counts, unit.handles):
+        layout = handle.flat_param.layout
+        begin, end = layout.part_of_param("weight", handle.index)
+        first = layout.part_at_home("weight", handle.index)[0] - begin
+        for name, of_flat_params in arrays.items():
+            if (array := of_flat_params.get(handle.flat_param)) is None:
+                continue
+            entries = _boxes(job, part_of_rank(handle), array, first, begin, end)
+            for number, entry in enumerate(entries):
+                if number == len(files):
+                    files.append({})
+                files[number][f"{name}/{handle.name}"] = entry
+    return files
+
+
+def describe_parameter(handle: ParamHandle) -> dict[str, Any]:
+    spec, param = handle.flat_param.spec, handle.param
+    place = handle.flat_param.layout.placements[handle.index]
+    return {
+        "shape": list(param.shape),  # of the global tensor
+        "stride": list(_dense_stride(param) if is_distributed(param) else place.stride),
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        # Not every parameter of a stepped flat param is trained.
+        "master": spec.master.name if handle.grad is not None else None,
+        "moments": str(spec.moment_dtype).removeprefix("torch."),
+        "step": handle.step,
+    } | ({"keeps_moments": True} if handle.keeps_moments else {})
+
+
+def _dense_stride(param: torch.Tensor) -> tuple[int, ...]:
+    return (
+        param.stride()
+        if is_dense(param.shape, param.stride())
+        else torch.empty(param.shape, device="meta").stride()
+    )
+
+
+def describe_groups(optimizer: InfinityOptimizer) -> list[dict[str, Any]]:
+    optimizer.read_groups()
+    names = names_in_groups(optimizer)
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [names[param] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def names_in_groups(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
+    """Names the parameters of an optimizer's groups; those that the engine does not move by their
+    place."""
+    return {
+        param: handle.name
+        if (handle := handle_of(param)) is not None
+        else f"outside {index}.{number}"
+        for index, group in enumerate(optimizer.param_groups)
+        for number, param in enumerate(group["params"])
+    }
+
+
+def values_outside(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Returns the parameters that the engine does not move, by :func:`names_in_groups`. Packed
+    ones are left out, whose parts it moves."""
+    return {
+        name: param
+        for param, name in names_in_groups(optimizer).items()
+        if handle_of(param) is None and not (has_inner(param) and not param.requires_grad)
+    }
+
+
+def every_value_outside(books: Books) -> dict[str, torch.Tensor]:
+    """Returns the parameters of all optimizers that the engine does not move, by their names in a
+    checkpoint."""
+    return {
+        f"outside/{place}/{name}": param
+        for place, optimizer in enumerate([*books[0], *books[1]])
+        for name, param in values_outside(optimizer).items()
+    }
+
+
+def describe_own_state(optimizer: InfinityOptimizer) -> dict[str, dict[Any, Any]]:
+    """Lists users' entries in ``optimizer.state`` beside torch's keys: of ``parameters``, by name,
+    and ``others``."""
+    found: dict[str, dict[Any, Any]] = {"parameters": {}, "others": {}}
+    names = names_in_groups(optimizer)
+    for key, own in optimizer.state.own_values().items():
+        if isinstance(key, torch.Tensor) and key in names:
+            found["parameters"] |= {names[key]: own} if own else {}
+        elif (handle := handle_of(key)) is not None:
+            found["parameters"] |= {handle.name: own} if own else {}
+        elif not isinstance(key, torch.Tensor):
+            found["others"][key] = own
+    return found
+
+
+def put_own_state(optimizer: InfinityOptimizer, saved: dict[str, dict[Any, Any]]) -> None:
+    """Replaces users' entries in ``optimizer.state`` by those that :func:`describe_own_state`
+    listed."""
+    params = {handle.name: handle.param for handle in optimizer.context.trained}
+    params |= values_outside(optimizer)
+    of_params = {
+        params[name]: own for name, own in saved.get("parameters", {}).items() if name in params
+    }
+    optimizer.state.take_own(of_params | saved.get("others", {}))
+
+
+def describe_plain(
+    optimizers: Sequence[torch.optim.Optimizer], tensors: dict[str, torch.Tensor]
+) -> list[dict[str, Any]]:
+    """Describes the optimizers that have no parameter at home. Tensors go to ``tensors``."""
+    return [
+        {
+            "kind": type(optimizer).__name__,
+            "state": encode_value(optimizer.state_dict(), tensors, f"plain/{place}"),
+        }
+        for place, optimizer in enumerate(optimizers)
+    ]
+
+
+def groups_of_stages(
+    optimizer: InfinityOptimizer, collectives: Collectives
+) -> list[dict[str, Any]]:
+    """Describes an optimizer's groups with the parameters of all pipeline stages. Raises UsageError
+    if stages have different group counts. Every rank calls this."""
+    mine, stages = describe_groups(optimizer), collectives.ranks.pp_group
+    if stages is None:
+        return mine
+    everyones = collectives.collect(
+        [group["params"] for group in mine], "the optimizer's groups", [stages]
+    )
+    if len({len(groups) for groups in everyones}) > 1:
+        raise UsageError(
+            f"the stages' optimizers have {', '.join(str(len(groups)) for groups in everyones)}"
+            " parameter groups: give every stage as many, in the same order, and empty ones where"
+            " it has no such parameters"
+        )
+    # A parameter on two stages is one.
+    return [
+        group | {"params": list(dict.fromkeys(n for names in everyones for n in names[i]))}
+        for i, group in enumerate(mine)
+    ]
+
+
+def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    prefix = engine_of(model).job.ranks.stage_prefix
+    return {
+        prefix + name: buffer
+        for name, buffer in model.named_buffers()
+        if not buffer.is_meta and handle_of(buffer) is None
+    }
+
+
+def persistent_buffers(model: nn.Module) -> list[str]:
+    names = []
+    for path, module in model.named_modules():
+        there = (name for name, buffer in module._buffers.items() if buffer is not None)
+        kept = [name for name in there if name not in module._non_persistent_buffers_set]
+        names += [f"{path}.{name}" if path else name for name in kept]
+    prefix, known = engine_of(model).job.ranks.stage_prefix, buffers_of(model)
+    return [prefix + name for name in names if prefix + name in known]
+
+
+def unmanaged_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    prefix = engine_of(model).job.ranks.stage_prefix
+    whole = {
+        name: param
+        for name, param in model.named_parameters()
+        if handle_of(param) is None and not has_inner(param)
+    }
+    return {prefix + name: tensor for name, tensor in (whole | small_parts(model)).items()}

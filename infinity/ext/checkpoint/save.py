@@ -1,0 +1,231 @@
+"""save_checkpoint: writes all state to resume bit for bit, and replaces the last checkpoint
+atomically.
+
+[Note: why a checkpoint is always whole] A checkpoint folder holds ``manifest.json`` and one folder
+``infinity-<random>`` of data files, new at every save. A save writes its data, syncs it, and then
+replaces the manifest in one rename. Until then the old manifest names the old data, which is
+removed afterwards. So the manifest always names complete data. :mod:`infinity.ext.checkpoint.folder`
+has the locks of writers and readers.
+
+With several ranks each rank writes the arrays that it has at home, in files of its own. A file's
+header gives the elements of each tensor that it holds. Any number of ranks reads them: each reads
+what its own homes need. The header's form is that of torch.distributed.checkpoint, whose
+``HuggingFaceStorageReader`` also loads the data folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.grads.record import would_be_lost
+from ...core.run.engine import Engine
+from ...core.run.job import Job
+from ...core.run.operations import Operation
+from ...core.run.registry import whole_of
+from ...core.step.optimizer import InfinityOptimizer
+from ...core.step.recognised import as_given
+from ...errors import ConfigError, UsageError
+from ...files.outputs import folder_of
+from ...files.values import encode_value
+from ...ranks.collectives import Collectives
+from ..pipeline.parts import parts_of
+from .behind import Saving, save_beside
+from .content import (
+    Books,
+    buffers_of,
+    describe_own_state,
+    describe_parameter,
+    describe_plain,
+    engine_of_pair,
+    every_value_outside,
+    flat_bytes,
+    groups_of_stages,
+    persistent_buffers,
+    unmanaged_parameters,
+)
+from .described import description_of
+from .manifest import FORMAT, check_same_model
+from .publish import Draft, files_of_rank, publish
+from .random_state import random_state_tensors, read_random_state
+
+
+def save_checkpoint(
+    path: str | os.PathLike,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    extra: Any = None,
+    *,
+    overwrite: bool = False,
+    wait: bool = True,
+) -> Saving | None:
+    """Writes model, optimizer, random number generators and ``extra`` to the folder ``path``,
+    replacing the model's last checkpoint. Every rank calls this.
+
+    extra
+        Nested dicts, lists, numbers, strings, None, tensors; :func:`load_checkpoint` returns it.
+    overwrite
+        Also replaces the checkpoint of another model.
+    wait
+        True: blocks until everything is on the disk. False: saves beside the next forward and
+        backward, and returns a :class:`Saving` with ``done`` and ``wait()``. The next step's update
+        of a unit waits until the unit is saved. The bytes are the same. An error is raised by
+        ``wait()``, or by the next save, load, park or unwrap of the model, which wait for it. It
+        blocks all the same, and returns None, if ``host_memory`` has no room for its buffers of
+        20 MiB.
+
+    One piece of the state at a time is in memory. Raises StorageError with the old checkpoint
+    intact, UsageError while another process saves to that folder, ConfigError if another model's
+    checkpoint is there.
+    """
+    root = folder_of(path, "save_checkpoint's path")
+    for name, value in (("overwrite", overwrite), ("wait", wait)):
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r} must be True or False")
+    engine, books = engine_of_pair(model, as_given(optimizer))
+    job = engine.job
+    with (
+        job.uses.operation(Operation.SAVE_CHECKPOINT),
+        job.collectives.together("save_checkpoint"),
+    ):
+        engine.finish_save()
+        job.handed.settle_with_borrowed()
+        draft = _draft(root, engine, whole_of(model), books, extra, overwrite)
+        if not wait and (saving := save_beside(draft, engine)) is not None:
+            return saving
+        engine.wait_idle()
+        publish(draft, job.collectives)
+        return None
+
+
+def _draft(
+    root: Path,
+    engine: Engine,
+    model: nn.Module,
+    books: Books,
+    extra: Any,
+    overwrite: bool,
+) -> Draft:
+    """Describes a save. Copies all that is not at home. Raises as :func:`save_checkpoint`."""
+    job = engine.job
+    collectives = job.collectives
+    job.gradients.assigned.settle_all()
+    if landed := [handle.name for handle in job.trained if would_be_lost(handle)]:
+        raise UsageError(
+            f"save_checkpoint between backward and step: the gradients of {len(landed)} parameters"
+            f" ({landed[0]}, ...) would be lost. Save after step(), or call zero_grad() first."
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    content = {
+        "format": FORMAT,
+        "data": f"infinity-{_token(collectives)}",
+        "parameters": _describe_parameters(root, job, overwrite=overwrite),
+        "optimizers": [
+            _describe_optimizer(optimizer, place, tensors, collectives)
+            for place, optimizer in enumerate(books[0])
+        ],
+        "plain": describe_plain(books[1], tensors),
+        "random": collectives.collect(read_random_state(), "random state"),
+        "data_ranks": job.ranks.data_size,
+        "parts": job.ranks.tp_size,
+        "step_index": engine.step_index,
+        "average": engine.average.count if engine.average is not None else 0,  # number of updates
+        "extra": encode_value(extra, tensors, "extra"),
+        "persistent_buffers": list(
+            _of_stages(dict.fromkeys(persistent_buffers(model)), collectives)
+        ),
+        "config": description_of(parts_of(model)[0]),
+    }
+    if (outer := engine.outer) is not None:
+        content["outer"] = outer.describe()
+    tensors |= every_value_outside(books)
+    buffers = buffers_of(model)
+    rest = {f"buffer/{name}": buffer for name, buffer in buffers.items()}
+    rest |= {f"unmanaged/{name}": param for name, param in unmanaged_parameters(model).items()}
+    tensors |= _of_stages(rest, collectives) | _buffers_of_others(buffers, collectives)
+    for rank, states in enumerate(collectives.collect(random_state_tensors(), "random state")):
+        tensors |= {f"random/{rank}/{name}": state for name, state in states.items()}
+    tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    return Draft(root, content, tensors, files_of_rank(engine))
+
+
+def _describe_optimizer(
+    optimizer: InfinityOptimizer,
+    place: int,
+    tensors: dict[str, torch.Tensor],
+    collectives: Collectives,
+) -> dict[str, Any]:
+    """Describes an optimizer's rule, groups, and the users' entries in ``optimizer.state``. Tensors
+    in them go to ``tensors``."""
+    own = describe_own_state(optimizer)
+    own = {kind: _of_stages(values, collectives) for kind, values in own.items()}
+    groups = groups_of_stages(optimizer, collectives)
+    told = {
+        "rule": optimizer.rule_name,
+        "groups": encode_value(groups, tensors, f"groups/{place}"),
+    }
+    if any(own.values()):
+        told["own_state"] = encode_value(own, tensors, f"own_state/{place}")
+    return told
+
+
+def _describe_parameters(root: Path, job: Job, *, overwrite: bool) -> dict[str, Any]:
+    """Returns the manifest's entries. Raises ConfigError if ``root`` has another model's
+    checkpoint, which must not be replaced."""
+    mine = {
+        handle.name: describe_parameter(handle) for unit in job.units for handle in unit.handles
+    }
+    parameters = _of_stages(mine, job.collectives)
+    if job.ranks.is_first and not overwrite:
+        check_same_model(root, parameters)
+    return parameters
+
+
+def _buffers_of_others(
+    mine: dict[str, torch.Tensor], collectives: Collectives
+) -> dict[str, torch.Tensor]:
+    """Returns the buffers of other ranks that differ from the first one's, such as running
+    statistics of other batches. Every rank calls this."""
+    if collectives.ranks.alone:
+        return {}
+    digests = {
+        name: hashlib.blake2b(flat_bytes(buffer), digest_size=16).digest()
+        for name, buffer in mine.items()
+    }
+    first = collectives.collect(digests, "digests of the buffers", collectives.ranks.unit_channels)[
+        0
+    ]
+    others = collectives.collect(
+        {name: mine[name].cpu() for name in mine if digests[name] != first.get(name)},
+        "buffers that differ",
+    )
+    # Ranks of a stage; each stage's buffers have their own names.
+    each = collectives.ranks.data_size * collectives.ranks.tp_size
+    return {
+        f"buffer-of-rank/{rank % each}/{name}": buffer
+        for rank, of_one in enumerate(others)
+        for name, buffer in of_one.items()
+    }
+
+
+def _of_stages(mine: dict[str, Any], collectives: Collectives) -> dict[str, Any]:
+    """Joins the dicts of all pipeline stages; earlier stages take precedence. Every rank calls
+    this."""
+    if collectives.ranks.pp_group is None:
+        return mine
+    found: dict[str, Any] = {}
+    for theirs in collectives.collect(mine, "what each stage has", [collectives.ranks.pp_group]):
+        found |= {key: value for key, value in theirs.items() if key not in found}
+    return found
+
+
+def _token(collectives: Collectives) -> str:
+    """Returns a new unique name, the same on all ranks. Every rank calls this."""
+    return collectives.collect(secrets.token_hex(6), "naming a checkpoint")[0]

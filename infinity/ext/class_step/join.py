@@ -1,0 +1,144 @@
+"""Join: makes the optimizers of a job, at the wrap and for a model that is wrapped already."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...config import Config
+from ...core.grads.record import GradState
+from ...core.run.engine import Engine
+from ...core.run.job import Job
+from ...core.run.operations import Operation
+from ...core.run.registry import Wrapped, engine_of, wrapped
+from ...core.step.optimizer import InfinityOptimizer
+from ...core.step.recognised import (
+    Optimizers,
+    Recognised,
+    as_given,
+    check_count,
+    check_together,
+    like_given,
+)
+from ...core.step.rules import saved_step
+from ...core.units.flat_param import FlatParam
+from ...core.units.handle import ParamHandle, handle_of, managed, raw_grad, set_raw_grad
+from ...core.wrap.checks import check_kind
+from ...errors import ConfigError
+from ..dtensor.dtensors import local_of
+
+ASKED = "wrap_model with another optimizer"
+
+
+def make_optimizer(engine: Engine, given: Recognised, place: int) -> InfinityOptimizer:
+    """Makes the optimizer that steps the parameters of the one ``given`` at ``place``, and takes
+    over their gradients."""
+    optimizer, moments = given.optimizer, given.moments
+    stepping = InfinityOptimizer(engine.make_step_context(place), optimizer, given.known)
+    for param in _moved(given):
+        handle, state = managed(param), optimizer.state.get(param, {})
+        handle.step = saved_step(state, moments)
+        handle.keeps_moments = not handle.step and any(name in state for name in moments)
+        if (grad := raw_grad(param)) is not None:
+            set_raw_grad(param, None)
+            handle.grad.move(GradState.LANDED)
+            engine.gradients.assigned.watch(handle, grad, local_of(grad))
+    stepping.given.share_state(stepping.state, stepping)
+    return stepping
+
+
+def join(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    config: Config | Mapping[str, Any] | str | os.PathLike | None,
+) -> Any:
+    """Gives a wrapped ``model`` more optimizers. What others of it step as well, the new ones step
+    from then on, with moments of their own; its gradients stay.
+
+    Returns what stands for ``optimizer``, in its form. Raises ConfigError for parameters that are
+    another model's or in two of ``optimizer``, and for other settings in ``config``; UsageError or
+    CapacityError as ``add_param_group`` does, and where arrays are shared with a parameter that
+    another optimizer keeps.
+    """
+    engine, record = engine_of(model), wrapped(model)
+    job, given = engine.job, as_given(optimizer)
+    _check_config(config, job.config)
+    for each in given:
+        check_kind(each)
+    optimizers = Optimizers(given, lambda param: handle_of(param) is not None)
+    handles = [managed(param) for each in optimizers for param in _moved(each)]
+    for handle in handles:
+        if handle.engine.uses is not job.uses:
+            raise ConfigError(f"{ASKED}: {handle.name} is of another wrapped model")
+    names: dict[torch.Tensor, list[str]] = {handle.param: handle.names for handle in handles}
+    before = _places(job, ())
+    check_together(given, names, job.config)
+    check_count(len(optimizers) + len(_places(job, handles)), job.config)
+    places = enumerate(optimizers, start=record.count)
+    stepping = [_admit(engine, job, record, each, place) for place, each in places]
+    record.join(stepping, optimizers.plain, before - _places(job, ()))
+    return like_given(optimizers.results(stepping), optimizer)
+
+
+def _places(job: Job, without: Sequence[ParamHandle]) -> set[int]:
+    """Returns the places of the optimizers that step parameters, ``without`` some of these."""
+    left_out = set(without)
+    return {h.flat_param.spec.optimizer for h in job.trained if h not in left_out}
+
+
+def _moved(given: Recognised) -> list[nn.Parameter]:
+    params = [param for group in given.optimizer.param_groups for param in group["params"]]
+    return [param for param in params if handle_of(param) is not None]
+
+
+def _admit(
+    engine: Engine, job: Job, record: Wrapped, given: Recognised, place: int
+) -> InfinityOptimizer:
+    """Takes over one optimizer: its parameters get memory for gradients and state."""
+    params, known = _moved(given), given.known
+
+    def moments_of(flat_param: FlatParam) -> dict[str, torch.dtype]:
+        dtypes = {known.by_param.get(each) for each in flat_param.params if each in known.by_param}
+        by_class = "fp32" if "fp32" in dtypes else next(iter(dtypes), None)
+        return known.arrays_of(given.moments, job.config, by_class)
+
+    def release() -> None:
+        for each in record.optimizers:
+            each.state.give_up(params)
+        job.borrowed.forget()
+
+    with job.uses.operation(Operation.ADD_PARAM_GROUP):
+        engine.admit(
+            params,
+            place=place,
+            moments_of=moments_of,
+            class_piece=known.piece,
+            then=release,
+            asked=ASKED,
+            takes=True,
+        )
+        for param in params:
+            handle, state = managed(param), given.optimizer.state.get(param, {})
+            for name, array in given.moments.items():
+                if state.get(name) is not None:
+                    handle.flat_param.write_moment(
+                        job.store, array, handle.index, state[name], version=job.steps.index
+                    )
+    return make_optimizer(engine, given, place)
+
+
+def _check_config(config: Any, ours: Config) -> None:
+    """Raises ConfigError for settings that the model was not wrapped with."""
+    made, default = Config.make(config if config is not None else {}), Config()
+    for field in dataclasses.fields(Config):
+        value = getattr(made, field.name)
+        if value not in (getattr(default, field.name), getattr(ours, field.name)):
+            raise ConfigError(
+                f"{ASKED}: {field.name}={value!r}, but this model was wrapped with"
+                f" {getattr(ours, field.name)!r}. Leave the configuration out."
+            )

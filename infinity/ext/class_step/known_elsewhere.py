@@ -1,0 +1,272 @@
+"""KnownElsewhere: the classes of other libraries that are stepped at home, and how.
+
+They step by a rule that torch's classes have too, or by their own code (:mod:`.class_step`). Each
+has one entry here, and a row in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from ... import native
+from ...config import Config
+from ...core.step.known import ADAM, BETAS, BOTH, FIRST, OF_PATHS, SECOND, Known, class_entry
+from ...errors import ConfigError, UsageError
+from ..dtensor.dtensors import local_of
+from .measured import Prodigy
+
+INSIDE = "__bnb_optimizer_quant_state__"  # where bitsandbytes has moments in a state dict
+OF_BITS = {"optim_bits", "min_8bit_size"}  # settings of single parameters that are honoured
+
+
+def _overrides(optimizer: Any, index: int, place: int) -> list[dict[str, Any]]:
+    """Lists the settings that bitsandbytes' GlobalOptimManager has for one parameter, by its number
+    in its group, by itself, and by its module: those are applied in the first step."""
+    manager, param = optimizer.mng, optimizer.param_groups[index]["params"][place]
+    of_modules = [
+        given
+        for module, name, given in manager.module_weight_config_triple
+        if getattr(module, name, None) is param
+    ]
+    found = manager.index2config.get((index, place)), manager.pid2config.get(id(param))
+    return [given for given in (*found, *of_modules) if given]
+
+
+def _of_bits(optimizer: Any, index: int, place: int) -> str:
+    """Returns the dtype of a parameter's moments by bitsandbytes' ``init_state``."""
+    given = {key: getattr(optimizer.args, key) for key in OF_BITS}
+    for override in _overrides(optimizer, index, place):
+        given |= override
+    if (bits := given["optim_bits"]) not in (8, 32):
+        raise ConfigError(f"the optimizer's group {index} has optim_bits={bits}: set it to 8 or 32")
+    numel = optimizer.param_groups[index]["params"][place].numel()
+    return "int8" if bits == 8 and numel >= given["min_8bit_size"] else "fp32"
+
+
+def _of_blocks(optimizer: Any, index: int, place: int) -> str:
+    """Returns the dtype of a parameter's moments by torchao's ``_new_buffer``."""
+    numel = local_of(optimizer.param_groups[index]["params"][place]).numel()
+    return "int8" if numel >= 4096 and numel % optimizer.block_size == 0 else "fp32"
+
+
+def _of_quantize(optimizer: Any, index: int, place: int) -> str:
+    """Returns the dtype of a parameter's moments by the ``quantize`` of its group."""
+    return "int8" if optimizer.param_groups[index]["quantize"] else "fp32"
+
+
+def _of_bitsandbytes() -> Iterator[Known]:
+    """Yields those of bitsandbytes. Its Adam decays weights as AdamW does. Homes do what its paging
+    does. ``optim_bits=8`` becomes moments in our 8 bits."""
+    of_adam = {"state1": FIRST, "state2": SECOND}
+    lion = {"lr": "lr", "betas": BETAS, "weight_decay": "weight_decay"}
+    families = {
+        "adamw.%sAdamW%s": (native.Rule.ADAMW, "Optimizer8bit.step", ADAM, of_adam),
+        "adam.%sAdam%s": (native.Rule.ADAMW, "Optimizer8bit.step", ADAM, of_adam),
+        "lion.%sLion%s": (native.Rule.LION, "Optimizer8bit.step", lion, {"state1": FIRST}),
+    }
+    for path, (rule, *rest) in families.items():
+        for words in product(("", "Paged"), ("", "32bit", "8bit")):
+            kind = "bitsandbytes.optim." + path % words
+            yield Known(rule, kind, *rest, flags={}, inside=INSIDE, dtype_of=_of_bits)
+
+
+def _of_torchao() -> Iterator[Known]:
+    """Yields those of torchao that keep moments in 8 bits."""
+    for name, rule in (("AdamW", native.Rule.ADAMW), ("Adam", native.Rule.ADAM)):
+        path = f"torchao.optim.adam.{name}8bit"
+        yield Known(rule, path, "_AdamBase.step", ADAM, BOTH, {}, dtype="int8", dtype_of=_of_blocks)
+
+
+def _of_flashoptim() -> Iterator[Known]:
+    """Yields those of flashoptim. A split master has all 32 bits of its 24; moments that it
+    quantizes are in our 8 bits. Its SGD dampens the first gradient, too: the rule does not."""
+    of_momentum = {"momentum_buffer": FIRST}
+    lion = {"lr": "lr", "betas": BETAS, "weight_decay": "weight_decay"}
+    sgd = {key: key for key in ("lr", "momentum", "weight_decay")}
+    found = {
+        "AdamW": (native.Rule.ADAMW, ADAM, BOTH, {}),
+        "Adam": (native.Rule.ADAM, ADAM, BOTH, {}),
+        "Lion": (native.Rule.LION, lion, {"exp_avg": FIRST}, {}),
+        "SGD": (native.Rule.SGD, sgd, of_momentum, {"momentum_buffer": "momentum"}),
+    }
+    for name, (rule, settings, moments, only_with) in found.items():
+        yield Known(
+            rule,
+            f"flashoptim.optimizers.Flash{name}",
+            "FlashOptimizer.step",
+            settings,
+            moments,
+            {},
+            only_with=only_with,
+            ignored=("initial_lr", "master_bytewidth", "quantize"),
+            counts_steps=name.startswith("Adam"),
+            dtype_of=_of_quantize,
+        )
+
+
+# Module -> classes that step by their own code: any part of a parameter, or whole ones
+ANY_PART = {
+    "adan_pytorch.adan": "Adan",
+    "adv_optm.optim.AdamW_adv": "AdamW_adv",
+    "adv_optm.optim.Adopt_adv": "Adopt_adv",
+    "adv_optm.optim.Lion_adv": "Lion_adv",
+    "adv_optm.optim.SignSGD_adv": "SignSGD_adv",
+    "bitsandbytes.optim.adagrad": "Adagrad",
+    "bitsandbytes.optim.rmsprop": "RMSprop",
+    "lion_pytorch.lion_pytorch": "Lion",
+    "optimi.adam": "Adam",
+    "optimi.adamw": "AdamW",
+    "optimi.adan": "Adan",
+    "optimi.lion": "Lion",
+    "optimi.radam": "RAdam",
+    "optimi.sgd": "SGD",
+    "pytorch_optimizer.optimizer.adabelief": "AdaBelief",
+    "pytorch_optimizer.optimizer.adamc": "AdamC",
+    "pytorch_optimizer.optimizer.ademamix": "SimplifiedAdEMAMix",
+    "pytorch_optimizer.optimizer.adopt": "ADOPT",
+    "pytorch_optimizer.optimizer.diffgrad": "DiffGrad",
+    "pytorch_optimizer.optimizer.exadam": "EXAdam",
+    "pytorch_optimizer.optimizer.grams": "Grams",
+    "pytorch_optimizer.optimizer.kate": "Kate",
+    "pytorch_optimizer.optimizer.laprop": "LaProp",
+    "pytorch_optimizer.optimizer.lion": "Lion",
+    "pytorch_optimizer.optimizer.qhadam": "QHAdam",
+    "pytorch_optimizer.optimizer.qhm": "QHM",
+    "pytorch_optimizer.optimizer.sgd": "SGDW SignSGD",
+    "pytorch_optimizer.optimizer.tiger": "Tiger",
+    "pytorch_optimizer.optimizer.yogi": "Yogi",
+    "schedulefree.adamw_schedulefree": "AdamWScheduleFree",
+    "schedulefree.radam_schedulefree": "RAdamScheduleFree",
+    "schedulefree.sgd_schedulefree": "SGDScheduleFree",
+}
+WHOLE = {
+    "came_pytorch.CAME": "CAME",
+    "prodigyopt.prodigy": "Prodigy",
+    "optimi.stableadamw": "StableAdamW",
+    "pytorch_optimizer.optimizer.adalite": "Adalite",
+    "pytorch_optimizer.optimizer.adamp": "AdamP",
+    "pytorch_optimizer.optimizer.adamw": "StableAdamW",
+    "pytorch_optimizer.optimizer.amos": "Amos",
+    "pytorch_optimizer.optimizer.came": "CAME",
+    "pytorch_optimizer.optimizer.fadam": "FAdam",
+    "pytorch_optimizer.optimizer.lamb": "Lamb",
+    "pytorch_optimizer.optimizer.mars": "MARS",
+    "pytorch_optimizer.optimizer.muon.adago": "AdaGO",
+    "pytorch_optimizer.optimizer.muon.muon": "Muon",
+    "pytorch_optimizer.optimizer.novograd": "NovoGrad",
+    "pytorch_optimizer.optimizer.sm3": "SM3",
+    "transformers.optimization": "Adafactor",
+}
+# Their step is a base class's
+STEPS = {"optimi.adamw.AdamW": "Adam.step"}
+
+
+def _by_class() -> Iterator[Known]:
+    """Yields those of other libraries that step by their own code."""
+    for needs_whole, modules in ((False, ANY_PART), (True, WHOLE)):
+        for module, names in modules.items():
+            for name in names.split():
+                path = f"{module}.{name}"
+                inside = INSIDE if module.startswith("bitsandbytes") else None
+                step = "Optimizer8bit.step" if inside else STEPS.get(path, "")
+                measured = Prodigy if name == "Prodigy" else None
+                yield class_entry(
+                    path,
+                    step,
+                    needs_whole=needs_whole,
+                    inside=inside,
+                    measured=measured,
+                    dtype_of=_of_bits if inside else None,
+                )
+
+
+# Path of a class of another library -> how it steps
+ALIASES: dict[str, Known] = {
+    str(known.kind): known
+    for known in (
+        *_of_bitsandbytes(),
+        *_of_torchao(),
+        *_of_flashoptim(),
+        *OF_PATHS,
+        *_by_class(),
+    )
+}
+
+
+def as_it_is(known: Known, optimizer: torch.optim.Optimizer) -> Known:
+    """Returns how a class of another library steps, with the settings and switches that it has.
+    Raises ConfigError for a switch that the rule does not have."""
+    if any(group.get(key) for group in optimizer.param_groups for key in known.own_code_with):
+        return class_entry(known.kind)
+    on = {name: switch for name, switch in known.of_object.items() if getattr(optimizer, name)}
+    if lacking := [name for name, switch in on.items() if not switch]:
+        name = lacking[0]
+        raise ConfigError(
+            f"optimizer {known.name}: {name}={getattr(optimizer, name)} is not supported: set it to"
+            f" 0, and use Config({name}=...)"
+        )
+    return replace(known, always=(*known.always, *on.values()))
+
+
+def refuse_overrides(optimizer: Any, name: str) -> None:
+    """Raises ConfigError for settings of single parameters that bitsandbytes' GlobalOptimManager
+    has, but for those of the bits of moments."""
+    if not hasattr(optimizer, "mng"):
+        return
+    others = {
+        key
+        for index, group in enumerate(optimizer.param_groups)
+        for place in range(len(group["params"]))
+        for given in _overrides(optimizer, index, place)
+        for key in given
+        if key not in OF_BITS
+    }
+    if others:
+        raise ConfigError(
+            f"optimizer {name}: GlobalOptimManager sets {', '.join(sorted(others))} of single"
+            " parameters, which is not supported: give these a group of their own"
+        )
+
+
+def refuse_switched(known: Known, ours: Any, wrapped: torch.optim.Optimizer, where: str) -> None:
+    """Raises UsageError, from ``where``, if a switch of ``ours`` or of the ``wrapped`` optimizer
+    that it stands for is not as it was at the wrap, or the dtype of a parameter's moments."""
+    for (name, switch), owner in product(known.of_object.items(), (ours, wrapped)):
+        if bool(value := getattr(owner, name)) != (switch in known.always):
+            raise UsageError(
+                f"{where}: {name}={value} of the optimizer has changed since the wrap: unwrap_model"
+                " first, set it, and wrap again"
+            )
+    for param, dtype in known.dtypes_by_class(wrapped).items():
+        if (before := known.by_param.get(param, dtype)) != dtype:
+            raise UsageError(
+                f"{where}: the moments of a parameter of shape {tuple(param.shape)} are in {dtype}"
+                f" by the optimizer's class, and were in {before} at the wrap: unwrap_model first,"
+                " and wrap again"
+            )
+
+
+def refuse_rounding(
+    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, config: Config
+) -> None:
+    """Raises ConfigError if a parameter of ``dtype`` in ``group`` has a master by ``config`` that
+    the class does not have, or the class rounds it in a way that is not done here."""
+    name = type(optimizer).__name__
+    if dtype == torch.float32:
+        return
+    if config.master != "none" and group.get("master_bytewidth") == 0:
+        raise ConfigError(
+            f"optimizer {name} has master_weight_bits=None, so that {dtype} weights have no master:"
+            " Config(master='none') does that; or leave master_weight_bits out"
+        )
+    if config.master == "none" and {**vars(optimizer), **group}.get("stochastic_rounding"):
+        raise ConfigError(
+            f"optimizer {name} has stochastic_rounding=True, and Config(master='none') rounds"
+            f" {dtype} weights to the nearest: set it to False, or leave master out, and nothing is"
+            " rounded away"
+        )

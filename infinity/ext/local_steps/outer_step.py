@@ -1,0 +1,379 @@
+"""OuterStep: moves the groups of a job together every so many steps, unit by unit, by a step of an
+outer optimizer (Douillard et al. 2023, DiLoCo; overlapped as in Douillard et al. 2025).
+
+anchor      fp32: the last value that all groups had in common. At home beside the master
+momentum    fp32, of the outer optimizer: at home there, too
+exchange    of a unit: what each group has moved since the anchor, on its way to the others. A plain
+            average (lr 1, no momentum) sends the values themselves, and keeps no anchor
+due         the step after which the mean of an exchange is applied
+position    where the job stands between two averages
+
+If an exception interrupts a change, the next use of the engine completes it: what a piece becomes
+is computed first, which changes nothing, and then written, which may be repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from ... import native
+from ...core.homes.arrays import StateArray
+from ...core.homes.store import ArrayStore
+from ...core.machine.tiers import Tier
+from ...core.run.step_counter import StepCounter
+from ...core.units.encoding import encode
+from ...core.units.flat_param import FlatParam
+from ...core.units.handle import ParamHandle
+from ...core.units.pieces import (
+    Piece,
+    Progress,
+    allocate_beside,
+    change_pieces,
+    check_room_beside,
+    pieces_of,
+    read_value,
+)
+from ...core.units.unit import ParamUnit
+from ...errors import UsageError
+from .climber import PERIODS, Climber
+from .slow_axis import Exchange, SlowAxis
+
+ANCHOR, MOMENTUM = "anchor", "momentum"
+MEAN = "mean"  # of an exchange that a checkpoint came between
+KINDS = (ANCHOR, MOMENTUM, MEAN)  # of arrays
+
+
+@dataclass(frozen=True)
+class OuterSettings:
+    """The outer optimizer: SGD with Nesterov momentum. ``alpha``: the share of this group's own
+    value that stays in the weights."""
+
+    lr: float
+    momentum: float
+    alpha: float
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the groups take their mean."""
+        return self.lr == 1 and self.momentum == 0
+
+
+@dataclass(frozen=True)
+class Position:
+    """Position of a job: ``steps`` made, ``at`` of them in the present round of ``period`` steps.
+    ``probed``: steps at the last probe; ``climber``: what the choice of the period remembers.
+    Raises ValueError for what is none."""
+
+    steps: int
+    at: int
+    period: int
+    probed: int = 0
+    climber: list[Any] = field(default_factory=lambda: [1])
+
+    def __post_init__(self) -> None:
+        numbers = self.steps, self.at, self.period, self.probed
+        is_whole = all(type(number) is int and number >= 0 for number in numbers)
+        if not is_whole or self.at >= self.period or Climber(*self.climber).period not in PERIODS:
+            raise ValueError(f"{self} is no position")
+
+
+@dataclass(eq=False)
+class _Pending:
+    """An exchange of a unit that was not applied yet. ``loaded``: the mean, if a checkpoint had
+    it."""
+
+    due: int
+    exchange: Exchange | None
+    loaded: torch.Tensor | None = None
+    progress: Progress = field(default_factory=Progress)
+
+    def mean(self) -> torch.Tensor:
+        """Returns the packed mean of the groups. Blocks until it has arrived."""
+        return self.loaded if self.exchange is None else self.exchange.mean()
+
+
+class OuterStep:
+    """The anchors, momenta and exchanges of one rank. Used from the thread that runs the model,
+    inside a use of the engine and, where it changes values, inside the journal.
+
+    ``most``: units whose exchanges run at a time. ``release``: sends units home. Raises
+    CapacityError if the tiers of the masters, or the host, have no room.
+    """
+
+    def __init__(
+        self,
+        store: ArrayStore,
+        units: Iterable[ParamUnit],
+        steps: StepCounter,
+        axis: SlowAxis,
+        settings: OuterSettings,
+        *,
+        most: int,
+        release: Callable[[Iterable[ParamUnit]], None],
+        position: Position,
+    ):
+        self.axis, self.settings, self.position = axis, settings, position
+        self._store, self._steps, self._release = store, steps, release
+        self.units = {unit: flats for unit in units if (flats := _stepped(unit))}
+        self._pending: dict[ParamUnit, _Pending] = {}
+        self.arrays: dict[str, dict[FlatParam, StateArray]] = {}
+        self._charge: native.Charge | None = None
+        try:
+            self._allocate(most)
+        except BaseException:
+            self.free()
+            raise
+
+    # --- memory ---
+
+    def _allocate(self, most: int) -> None:
+        kinds = () if self.settings.is_plain and not self.axis.compresses else (ANCHOR,)
+        kinds += (MOMENTUM,) if self.settings.momentum else ()
+        numel = max(map(_numel, self.units.values()), default=0)
+        # Each exchange: all groups' rows and their mean; then what is sent, and a row decoded.
+        each = self.axis.size * self.axis.nbytes_of(numel) + 4 * numel
+        nbytes = most * each + 2 * 4 * numel
+        wanted = [(flat, torch.float32) for flats in self.units.values() for flat in flats]
+        what = f"the state of LocalSteps ({', '.join((*kinds, 'exchanges'))})"
+        check_room_beside(self._store, wanted * len(kinds), what, on_host_nbytes=nbytes)
+        for kind in kinds:
+            self.arrays[kind] = {}
+            for unit, flat_params in self.units.items():
+                for flat_param in flat_params:
+                    what = f"{kind} of unit {unit.name}"
+                    self.arrays[kind][flat_param] = allocate_beside(
+                        self._store, flat_param, torch.float32, what, version=self._steps.index
+                    )
+        self._charge = self._store.ledger.admit(Tier.HOST, nbytes, "exchanges between groups")
+
+    def free(self) -> None:
+        """Frees the memory, and ends the line. Waits for running exchanges. Idempotent."""
+        self.drop_pending()
+        self.axis.close()
+        for arrays in self.arrays.values():
+            while arrays:
+                self._store.arrays.free_more(arrays.popitem()[1])
+        if self._charge is not None:
+            self._store.ledger.accounts[Tier.HOST].planned_nbytes -= self._charge.nbytes
+            self._charge.release()
+            self._charge = None
+
+    @property
+    def arrays_in_memory(self) -> list[StateArray]:
+        """The anchors and momenta that are not on a disk."""
+        found = [array for arrays in self.arrays.values() for array in arrays.values()]
+        return [array for array in found if array.flat is not None]
+
+    # --- the begin ---
+
+    @torch.no_grad()
+    def take_first(self) -> None:
+        """Gives every group the values of the first one, which become the anchors. Every rank of
+        every group calls this. Blocks; may be repeated."""
+        for unit, flat_params in self.units.items():
+            self._wait_idle(unit)
+            values = self._pack(flat_params, self._value)
+            self.axis.broadcast(values, f"sharing {unit.name} with other groups")
+            parts = partial(self._of_first, _split(flat_params, values))
+            change_pieces(flat_params, parts, self._write, Progress())
+
+    def _of_first(self, values: dict[FlatParam, torch.Tensor], piece: Piece) -> dict:
+        value = values[piece.flat_param][piece.begin : piece.end]
+        written = {} if self.axis.group_index == 0 else encode(piece.flat_param.spec, value)
+        return written | ({ANCHOR: value} if ANCHOR in self.arrays else {})
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no exchange waits to be applied."""
+        return not self._pending
+
+    @torch.no_grad()
+    def restart(self, position: Position) -> None:
+        """Begins anew from the present values: they become the anchors, with no momentum."""
+        for flat_params in self.units.values():
+            for piece in pieces_of(flat_params):
+                value = self._value(piece)
+                parts = {kind: torch.zeros_like(value) for kind in self.arrays}
+                self._write(piece, parts | ({ANCHOR: value} if ANCHOR in parts else {}))
+        self.position = position
+
+    def refuse_others(self, units: Iterable[ParamUnit]) -> None:
+        """Raises UsageError if the optimizer steps parameters that it did not step at the begin."""
+        for unit in units:
+            if _stepped(unit) != self.units.get(unit, []):
+                raise UsageError(
+                    f"parameters of {unit.name} were added to the optimizer after LocalSteps was"
+                    " made: make it after add_param_group, or call its remove() and make another"
+                )
+
+    # --- exchanges ---
+
+    @torch.no_grad()
+    def start(self, unit: ParamUnit, due: int, tag: tuple[int, int]) -> None:
+        """Sends what this group has to tell of ``unit``; :meth:`finish` applies the mean.
+        Idempotent until then. Waits for the unit's update, but not for other groups."""
+        if unit not in self._pending:
+            for flat_param in self.units[unit]:
+                flat_param.homes.wait()
+            sent = self._pack(self.units[unit], self._moved)
+            exchange = self.axis.start(sent, tag, f"average of {unit.name} over groups")
+            self._pending[unit] = _Pending(due, exchange)
+        if (exchange := self._pending[unit].exchange) is not None:
+            exchange.begin()
+
+    def due(self, step: int) -> list[ParamUnit]:
+        """Lists the units whose exchanges are to be applied after ``step``."""
+        return [unit for unit, pending in self._pending.items() if pending.due <= step]
+
+    @torch.no_grad()
+    def finish(self, unit: ParamUnit) -> None:
+        """Applies the mean of the groups to ``unit``. Idempotent. Blocks until it has arrived."""
+        if (pending := self._pending.get(unit)) is None:
+            return
+        means = _split(self.units[unit], pending.mean())
+        self._wait_idle(unit)
+        compute = partial(self._stepped, means)
+        change_pieces(self.units[unit], compute, self._write, pending.progress)
+        del self._pending[unit]
+
+    def _stepped(self, means: dict[FlatParam, torch.Tensor], piece: Piece) -> dict:
+        """Computes the outer step of one piece, as torch.optim.SGD(nesterov=True) does."""
+        mean = new = means[piece.flat_param][piece.begin : piece.end]
+        written, settings = {}, self.settings
+        if ANCHOR in self.arrays:
+            step = mean
+            if settings.momentum:
+                momentum = self._read(MOMENTUM, piece).mul_(settings.momentum).add_(mean)
+                step = mean.add(momentum, alpha=settings.momentum)
+                written[MOMENTUM] = momentum
+            written[ANCHOR] = new = self._read(ANCHOR, piece).add_(step, alpha=-settings.lr)
+        if settings.alpha:
+            new = torch.lerp(new, self._value(piece), settings.alpha)
+        return written | encode(piece.flat_param.spec, new)
+
+    def drop_pending(self) -> None:
+        """Waits for running exchanges, and discards them."""
+        while self._pending:
+            if (exchange := self._pending.popitem()[1].exchange) is not None:
+                exchange.drop()
+
+    def _wait_idle(self, unit: ParamUnit) -> None:
+        """Waits until nothing reads or writes the unit's arrays, which are about to change."""
+        for flat_param in self.units[unit]:
+            flat_param.homes.wait_idle()
+        self._release([unit])
+        for handle in unit.handles:
+            handle.changed()
+
+    # --- checkpoints ---
+
+    def describe(self) -> dict[str, Any]:
+        """Describes the position and the running exchanges. Blocks until these have arrived."""
+        for pending in self._pending.values():
+            pending.mean()
+        return {
+            "kinds": list(self.arrays),
+            "position": asdict(self.position),
+            "due": {unit.name: pending.due for unit, pending in self._pending.items()},
+        }
+
+    def saved(self, unit: ParamUnit) -> dict[str, dict[FlatParam, StateArray]]:
+        """Returns the arrays that a checkpoint holds of ``unit``, after :meth:`describe`."""
+        flat_params = self.units.get(unit, [])
+        found = {
+            kind: {flat_param: arrays[flat_param] for flat_param in flat_params}
+            for kind, arrays in self.arrays.items()
+        }
+        if (pending := self._pending.get(unit)) is not None:
+            parts = _split(flat_params, pending.mean())
+            found[MEAN] = {flat_param: _in_memory(part) for flat_param, part in parts.items()}
+        return found
+
+    def expect(self, told: dict[str, Any]) -> list[tuple[str, ParamUnit]]:
+        """Reads what :meth:`describe` told. Returns which arrays of which units come with it.
+        Raises UsageError if they are not those of this job; changes nothing."""
+        names = {unit.name: unit for unit in self.units}
+        if told["kinds"] != list(self.arrays) or not set(told["due"]) <= set(names):
+            raise UsageError(
+                f"the checkpoint's groups have {told['kinds']} and exchanges of"
+                f" {list(told['due'])}, this LocalSteps {list(self.arrays)} and units"
+                f" {list(names)[:3]}. Make it with the same lr, momentum, codes and units."
+            )
+        Position(**told["position"])  # raises
+        if not all(type(due) is int for due in told["due"].values()):
+            raise ValueError(f"exchanges are due at {told['due']!r}")
+        of_units = [(kind, unit) for kind in self.arrays for unit in self.units]
+        return of_units + [(MEAN, names[name]) for name in told["due"]]
+
+    def begin_load(self, told: dict[str, Any]) -> None:
+        """Takes the position of a checkpoint. :meth:`write_own` follows, for all it has."""
+        self.drop_pending()
+        self.position = Position(**told["position"])
+        for unit, flat_params in self.units.items():
+            if (due := told["due"].get(unit.name)) is not None:
+                empty = torch.zeros(_numel(flat_params), device="cpu")
+                self._pending[unit] = _Pending(due, None, empty)
+
+    def write_own(self, kind: str, handle: ParamHandle, values: torch.Tensor) -> None:
+        """Writes this rank's elements of one array of a parameter."""
+        flat_param = handle.flat_param
+        begin, end = flat_param.layout.part_at_home("weight", handle.index)
+        if kind == MEAN:
+            loaded = self._pending[handle.unit].mean()
+            _split(self.units[handle.unit], loaded)[flat_param][begin:end] = values
+        elif begin < end:
+            version = self._steps.index
+            self._store.write(self.arrays[kind][flat_param], begin, values, version=version)
+
+    # --- values ---
+
+    def _pack(
+        self, flat_params: list[FlatParam], compute: Callable[[Piece], torch.Tensor]
+    ) -> torch.Tensor:
+        flat = torch.zeros(_numel(flat_params), device="cpu")
+        parts = _split(flat_params, flat)
+        for piece in pieces_of(flat_params):
+            parts[piece.flat_param][piece.begin : piece.end] = compute(piece)
+        return flat
+
+    def _value(self, piece: Piece) -> torch.Tensor:
+        return read_value(self._store, piece).float()
+
+    def _moved(self, piece: Piece) -> torch.Tensor:
+        """Returns what is sent of a piece."""
+        value = self._value(piece)
+        return self._read(ANCHOR, piece).sub_(value) if ANCHOR in self.arrays else value
+
+    def _read(self, kind: str, piece: Piece) -> torch.Tensor:
+        return self._store.read(self.arrays[kind][piece.flat_param], piece.begin, piece.end)
+
+    def _write(self, piece: Piece, parts: dict[str, torch.Tensor]) -> None:
+        flat_param = piece.flat_param
+        for name, part in parts.items():
+            arrays = self.arrays.get(name)
+            array = flat_param.arrays[name] if arrays is None else arrays[flat_param]
+            self._store.write(array, piece.begin, part, version=self._steps.index)
+
+
+def _stepped(unit: ParamUnit) -> list[FlatParam]:
+    return [flat_param for flat_param in unit.flat_params if flat_param.spec.stepped]
+
+
+def _numel(flat_params: Iterable[FlatParam]) -> int:
+    return sum(flat_param.layout.shard_numel for flat_param in flat_params)
+
+
+def _split(flat_params: list[FlatParam], flat: torch.Tensor) -> dict[FlatParam, torch.Tensor]:
+    """Splits what is packed of a unit into views of its flat params."""
+    sizes = [flat_param.layout.shard_numel for flat_param in flat_params]
+    return dict(zip(flat_params, flat.split(sizes)))
+
+
+def _in_memory(flat: torch.Tensor) -> StateArray:
+    extent = native.Extent.in_memory(flat.data_ptr(), flat.nbytes, None)
+    return StateArray(Tier.HOST, flat.dtype, flat.numel(), extent, flat)

@@ -1,0 +1,50 @@
+"""Sequences: compares the inputs of ranks with other parts of the same sequences (cp)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...core.machine.device import Device
+from ...errors import UsageError
+from ...ranks.collectives import Collectives
+from ..dtensor.described import mode_of, number_of, shape_of, tensors_in
+
+
+class Sequences:
+    """Compares the inputs of root forwards over the ranks of the cp axis: shapes, dtypes and the
+    mode. If these differ, the tensors that the ranks exchange do not fit. Without cp it does
+    nothing."""
+
+    def __init__(self, collectives: Collectives, device: Device):
+        self._collectives, self._device = collectives, device
+        self._channel = collectives.ranks.cp_group
+
+    def begin(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Begins a root forward. Every rank calls this, and waits for the others. Raises
+        UsageError, on all of these ranks, if their shapes, dtypes or modes differ."""
+        if self._channel is None:
+            return
+        named = tensors_in([*enumerate(args), *kwargs.items()], "")
+        given = {"the mode": mode_of(root, self._device)} | {
+            name: shape_of(tensor) for name, tensor in named
+        }
+        spans = self._collectives.spans_over(self._channel, "a forward", [number_of(given)])
+        if spans[0][0] == spans[0][1]:
+            return
+        mine = self._collectives.ranks.world_rank, given
+        (first, firsts), *others = self._collectives.collect(
+            mine, "what differs at a forward", [self._channel]
+        )
+        rank, theirs = next((rank, theirs) for rank, theirs in others if theirs != firsts)
+        name = next(name for name in {**firsts, **theirs} if firsts.get(name) != theirs.get(name))
+        error = UsageError(
+            f"a forward: {name} is {firsts.get(name, 'absent')} on rank {first} and"
+            f" {theirs.get(name, 'absent')} on rank {rank}, though they have parts of the same"
+            " sequences. Give all ranks of one coordinate of the other data axes parts of one"
+            " batch, of equal lengths."
+        )
+        self._collectives.fail_elsewhere(self._channel, error)
+        raise error

@@ -1,0 +1,394 @@
+"""Tiled layers: compute with a weight larger than the device's budget, one tile at a time.
+
+tile    consecutive rows of a weight; at most one of a layer is on the device
+head    a Linear much wider than its input, or a model's output embedding. Its logits are larger
+        than its weight; if only a cross-entropy uses them, it is computed tile by tile too
+
+The weight is never whole on the device, in forward or backward. Its gradient is accumulated at home
+tile by tile. Sums over tiles are added in another order than a single product adds them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ...core.run.context import ForwardContext
+from ...core.run.replaced_forward import ReplacedForward
+from ...errors import UsageError
+from .lazy_logits import Head, Logits, whole
+from .tiles import HEAD_RATIO, Tiles
+
+LOGITS_NBYTES = 32 * 1024 * 1024  # of a tile's fp32 logits at once: more tokens are split
+
+
+class TiledLinear(torch.autograd.Function):
+    """``x @ weight.T + bias``; the weight's rows are outputs."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        x,
+        bias,
+        param,
+        tiles: Tiles,
+        make: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ):
+        """Computes the product. ``make(x)``, if given, returns a tensor of its shape instead."""
+        ctx.save_for_backward(x)
+        ctx.tiles, ctx.handle, ctx.version, ctx.has_bias = (
+            tiles,
+            tiles.handle,
+            tiles.handle.version,
+            bias is not None,
+        )
+        return TiledLinear.product(x, bias, tiles) if make is None else make(x)
+
+    @staticmethod
+    def product(x: torch.Tensor, bias: torch.Tensor | None, tiles: Tiles) -> torch.Tensor:
+        """Computes the output, without a graph."""
+        out = None
+        for begin, end, weight in tiles.each():
+            part = F.linear(x, weight, None if bias is None else bias[begin:end])
+            if out is None:
+                out = part.new_empty(*x.shape[:-1], tiles.param.shape[0])
+            out[..., begin:end] = part
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        tiles: Tiles = ctx.tiles
+        tiles.check(ctx.handle, ctx.version)
+        x_rows, dy_rows = x.reshape(-1, x.shape[-1]).to(dy.dtype), dy.reshape(-1, dy.shape[-1])
+        # Sums over tiles are kept in fp32: each product is rounded already.
+        dx = (
+            torch.zeros_like(x_rows, dtype=torch.promote_types(x_rows.dtype, torch.float32))
+            if ctx.needs_input_grad[0]
+            else None
+        )
+        with tiles.taking_rows(ctx) as grads:
+            for begin, end, weight in (
+                tiles.each() if dx is not None else ((*span, None) for span in tiles.spans())
+            ):
+                if dx is not None:
+                    dx.add_(dy_rows[:, begin:end] @ weight.to(dy.dtype))
+                grads.land(
+                    begin, end, lambda begin=begin, end=end: dy_rows[:, begin:end].T @ x_rows
+                )
+        db = dy_rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[1] else None
+        return None if dx is None else dx.view(x.shape).to(x.dtype), db, grads.whole, None, None
+
+
+class TiledCrossEntropy(torch.autograd.Function):
+    """The cross-entropy of every row of ``x @ weight.T + bias`` against ``target``; 0 for ignored
+    rows.
+
+    Logits are computed in x's dtype or autocast's, then cast to fp32. A tile's logits exist only
+    while it is computed; the backward recomputes them.
+    """
+
+    @staticmethod
+    def forward(ctx, x, bias, target, param, ignore_index: int, tiles: Tiles):
+        largest = torch.full(x.shape[:1], -torch.inf, dtype=torch.float32, device=x.device)
+        total, chosen = torch.zeros_like(largest), torch.zeros_like(largest)
+        for begin, end, weight in tiles.each():
+            for rows in TiledCrossEntropy._parts(x, end - begin):
+                logits = F.linear(x[rows], weight, None if bias is None else bias[begin:end])
+                ctx.dtype = logits.dtype
+                logits = logits.float()
+                mine, column = TiledCrossEntropy._targets(target[rows], begin, end)
+                chosen[rows][mine] = logits[mine, column]
+                now = torch.maximum(largest[rows], logits.amax(1))
+                finite = now.masked_fill(now == -torch.inf, 0)  # all classes so far may be masked
+                total[rows] *= (largest[rows] - finite).exp_()
+                total[rows] += logits.sub_(finite[:, None]).exp_().sum(1)
+                largest[rows] = now
+        normalizer = largest + total.log()
+        ctx.save_for_backward(x, bias, target, normalizer)
+        ctx.tiles, ctx.handle, ctx.version, ctx.ignore_index = (
+            tiles,
+            tiles.handle,
+            tiles.handle.version,
+            ignore_index,
+        )
+        return (normalizer - chosen).masked_fill_(target == ignore_index, 0)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, bias, target, normalizer = ctx.saved_tensors
+        tiles: Tiles = ctx.tiles
+        tiles.check(ctx.handle, ctx.version)
+        dy = dy.masked_fill(target == ctx.ignore_index, 0)
+        dx = (
+            torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+            if ctx.needs_input_grad[0]
+            else None
+        )
+        db = torch.empty_like(bias) if ctx.needs_input_grad[1] else None
+        with tiles.taking_rows(ctx) as grads:
+            for begin, end, weight in tiles.each():
+                weight = weight.to(ctx.dtype)
+                dw = torch.zeros_like(weight, dtype=torch.float32)
+                db_tile = torch.zeros(end - begin, dtype=torch.float32, device=x.device)
+                for rows in TiledCrossEntropy._parts(x, end - begin):
+                    part = x[rows].to(ctx.dtype)
+                    logits = F.linear(
+                        part, weight, None if bias is None else bias[begin:end].to(ctx.dtype)
+                    ).float()
+                    dlogits = logits.sub_(normalizer[rows, None]).exp_()
+                    mine, column = TiledCrossEntropy._targets(target[rows], begin, end)
+                    dlogits[mine, column] -= 1
+                    dlogits = dlogits.mul_(dy[rows, None]).to(ctx.dtype)
+                    if dx is not None:
+                        dx[rows] += dlogits @ weight
+                    dw += dlogits.T @ part
+                    db_tile += dlogits.sum(0)
+                grads.land(begin, end, lambda dw=dw: dw.to(tiles.param.dtype))
+                if db is not None:
+                    db[begin:end] = db_tile
+        return None if dx is None else dx.to(x.dtype), db, None, grads.whole, None, None
+
+    @staticmethod
+    def _parts(x: torch.Tensor, width: int) -> Iterator[slice]:
+        """Returns the slices of rows whose logits are computed at once, for a tile of ``width``."""
+        size = max(1, LOGITS_NBYTES // (4 * width))
+        return (slice(begin, begin + size) for begin in range(0, x.shape[0], size))
+
+    @staticmethod
+    def _targets(target: torch.Tensor, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the rows whose target is in this tile, and their targets' columns in it."""
+        mine = ((target >= begin) & (target < end)).nonzero().squeeze(1)
+        return mine, target[mine] - begin
+
+
+class TiledConv1D(torch.autograd.Function):
+    """``x @ weight + bias``; the weight's rows are inputs."""
+
+    @staticmethod
+    def forward(ctx, x, bias, param, tiles: Tiles):
+        out, dtype = None, None
+        for begin, end, weight in tiles.each():
+            part = x[..., begin:end] @ weight
+            dtype = part.dtype
+            part = part.to(torch.promote_types(dtype, torch.float32))
+            out = part if out is None else out.add_(part)
+        if bias is not None:
+            out = out.add_(bias)
+        out = out.to(dtype)
+        ctx.save_for_backward(x)
+        ctx.tiles, ctx.handle, ctx.version, ctx.has_bias = (
+            tiles,
+            tiles.handle,
+            tiles.handle.version,
+            bias is not None,
+        )
+        return out
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x,) = ctx.saved_tensors
+        tiles: Tiles = ctx.tiles
+        tiles.check(ctx.handle, ctx.version)
+        x_rows, dy_rows = x.reshape(-1, x.shape[-1]).to(dy.dtype), dy.reshape(-1, dy.shape[-1])
+        dx = torch.empty_like(x_rows) if ctx.needs_input_grad[0] else None
+        with tiles.taking_rows(ctx) as grads:
+            for begin, end, weight in (
+                tiles.each() if dx is not None else ((*span, None) for span in tiles.spans())
+            ):
+                if dx is not None:
+                    torch.mm(dy_rows, weight.T.to(dy.dtype), out=dx[:, begin:end])
+                grads.land(
+                    begin, end, lambda begin=begin, end=end: x_rows[:, begin:end].T @ dy_rows
+                )
+        db = dy_rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[1] else None
+        return None if dx is None else dx.view(x.shape).to(x.dtype), db, grads.whole, None
+
+
+class TiledEmbedding(torch.autograd.Function):
+    """Looks up rows of the weight by index."""
+
+    @staticmethod
+    def forward(ctx, ids, padding_idx, param, tiles: Tiles):
+        flat_ids = ids.reshape(-1)
+        out = None
+        for begin, end, weight in tiles.each():
+            if out is None:
+                out = weight.new_empty(flat_ids.numel(), weight.shape[1])
+            inside = ((flat_ids >= begin) & (flat_ids < end)).nonzero().squeeze(1)
+            out[inside] = weight[flat_ids[inside] - begin]
+        ctx.save_for_backward(flat_ids)
+        ctx.tiles, ctx.handle, ctx.padding_idx = tiles, tiles.handle, padding_idx
+        return out.view(*ids.shape, param.shape[1])
+
+    @staticmethod
+    def backward(ctx, dy):
+        (ids,) = ctx.saved_tensors
+        tiles: Tiles = ctx.tiles
+        tiles.check(ctx.handle, None)
+        dy_rows = dy.reshape(-1, dy.shape[-1])
+        with tiles.taking_rows(ctx) as grads:
+            for begin, end in tiles.spans():
+                grads.land(
+                    begin,
+                    end,
+                    lambda begin=begin, end=end: TiledEmbedding._grad(
+                        ids, dy_rows, begin, end, ctx.padding_idx
+                    ),
+                )
+        return None, None, grads.whole, None
+
+    @staticmethod
+    def _grad(
+        ids: torch.Tensor, dy: torch.Tensor, begin: int, end: int, padding_idx: int | None
+    ) -> torch.Tensor:
+        inside = (ids >= begin) & (ids < end)
+        if padding_idx is not None:
+            inside &= ids != padding_idx
+        chosen = inside.nonzero().squeeze(1)
+        grad = dy.new_zeros(end - begin, dy.shape[1])
+        return grad.index_add_(0, ids[chosen] - begin, dy[chosen])
+
+
+def install_tiles(
+    find: Callable[[], ForwardContext], model: nn.Module, rows: dict[nn.Parameter, int]
+) -> list[ReplacedForward]:
+    """Replaces the forward of every module that uses a weight in ``rows``: it runs in tiles of that
+    many rows. Returns the replacements."""
+    removers = []
+    for module in model.modules():
+        param = module._parameters.get("weight")
+        if param is not None and param in rows:
+            tiles = Tiles(find, param, rows[param])
+            removers.append(ReplacedForward(module, _forward(module, tiles, model)))
+    return removers
+
+
+def _is_head(module: nn.Module, model: nn.Module) -> bool:
+    if type(module) is not nn.Linear:
+        return False
+    return module.out_features >= HEAD_RATIO * module.in_features or any(
+        module is each for each in _output_embeddings(model)
+    )
+
+
+def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        if callable(find := getattr(module, "get_output_embeddings", None)):
+            try:
+                yield find()
+            except (NotImplementedError, AttributeError):  # a model without output embeddings
+                continue
+
+
+class HeadForward:
+    """The forward of a head that runs in tiles. Returns lazy logits if it can."""
+
+    def __init__(self, module: nn.Module, tiles: Tiles, model: nn.Module):
+        self._module, self._tiles = weakref.ref(module), tiles
+        self._around = [
+            weakref.ref(each)
+            for each in model.modules()
+            if any(module is inner for inner in each.modules())
+        ]
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        x, bias, tiles = whole(input), self._module().bias, self._tiles
+        dtype = self._dtype(x)
+        if dtype is None:
+            return TiledLinear.apply(x, bias, tiles.param, tiles)
+        # When the logits are computed, the bias may be back at home and autocast may have ended.
+        bias = None if bias is None else bias.clone()
+        where, casts = x.device.type, torch.is_autocast_enabled(x.device.type)
+        handle, version = tiles.handle, tiles.handle.version
+
+        def check() -> None:
+            if tiles.handle is not handle or handle.version != version:
+                raise UsageError(
+                    "logits of a head that runs in tiles were asked for after its weights had"
+                    " changed (by optimizer.step(), or the model was unwrapped): they are computed"
+                    " when they are used first. Use them before the step."
+                )
+
+        def compute(hidden: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad(), torch.autocast(where, dtype, enabled=casts):
+                return TiledLinear.product(hidden, bias, tiles)
+
+        def losses(rows: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+            with torch.autocast(where, dtype, enabled=casts):
+                return TiledCrossEntropy.apply(rows, bias, target, tiles.param, ignore_index, tiles)
+
+        head = Head(tiles.param.shape[0], compute, losses, check, tiles.context)
+        root = TiledLinear.apply(
+            x, bias, tiles.param, tiles, lambda _: Logits(head, x, dtype, compute)
+        )
+        root._is_tracked = root.requires_grad
+        return root
+
+    def _dtype(self, x: torch.Tensor) -> torch.dtype | None:
+        """Returns the dtype of lazy logits, or None if they must be computed now."""
+        dtype = self._tiles.handle.flat_param.spec.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
+        elif x.dtype != dtype:
+            return None  # torch raises its own error
+        if (
+            type(x) is not torch.Tensor
+            or x.dim() < 2
+            or x.shape[-1] != self._tiles.param.shape[1]
+            or torch.is_inference_mode_enabled()
+        ):
+            return None
+        # A checkpoint must return, and a module's backward hooks must get, an ordinary tensor.
+        heard = any(
+            each._backward_hooks or each._backward_pre_hooks
+            for ref in self._around
+            if (each := ref()) is not None
+        )
+        return None if heard or x.is_inference() or self._tiles.context.is_recomputed() else dtype
+
+
+def _forward(
+    module: nn.Module, tiles: Tiles, model: nn.Module
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the tiled forward of ``module``. torch.compile breaks the graph there: moving weights
+    cannot be compiled."""
+    reference = weakref.ref(module)
+    if isinstance(module, nn.Embedding):
+        last, padding_idx = module.num_embeddings, module.padding_idx
+
+        @torch.compiler.disable
+        def embed(input: torch.Tensor) -> torch.Tensor:
+            if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < last:
+                raise IndexError(f"index out of range in self: an embedding of {last} rows")
+            return TiledEmbedding.apply(input, padding_idx, tiles.param, tiles)
+
+        return embed
+    if isinstance(module, nn.Linear):
+
+        @torch.compiler.disable
+        def linear(input: torch.Tensor) -> torch.Tensor:
+            return TiledLinear.apply(whole(input), reference().bias, tiles.param, tiles)
+
+        if not _is_head(module, model):
+            return linear
+        lazily = torch.compiler.disable(HeadForward(module, tiles, model).__call__)
+
+        def logits(input: torch.Tensor) -> torch.Tensor:
+            return linear(input) if torch.compiler.is_compiling() else lazily(input)
+
+        return logits
+
+    @torch.compiler.disable
+    def conv1d(x: torch.Tensor) -> torch.Tensor:
+        if x.size(-1) != tiles.param.size(0):
+            raise RuntimeError(
+                f"an input of {x.size(-1)} columns for a weight of {tuple(tiles.param.shape)}"
+            )
+        return TiledConv1D.apply(whole(x), reference().bias, tiles.param, tiles)
+
+    return conv1d

@@ -1,0 +1,195 @@
+"""Tiles: fetches a large layer's weight as consecutive rows, one tile on the device at a time.
+
+rows    of a Linear: outputs; of an Embedding: the vocabulary; of transformers' Conv1D: inputs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.machine.tiers import Tier
+from ...core.params.apart import apart
+from ...core.params.parameter import users_hooks
+from ...core.run.context import ForwardContext
+from ...core.units.handle import ParamHandle, handle_of
+from ...errors import UsageError
+
+SMALLEST_TILE_NBYTES = 64 * 1024
+
+HEAD_RATIO = 8  # times as many outputs as inputs
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Returns whether ``module`` is transformers' Conv1D: a Linear with its weight transposed."""
+    return (
+        type(module).__name__ == "Conv1D"
+        and hasattr(module, "nf")
+        and type(module).__module__.startswith("transformers.")
+    )
+
+
+def is_tileable(module: nn.Module) -> bool:
+    """Returns whether ``module`` is a layer that can run in tiles."""
+    if "forward" in module.__dict__:
+        return False
+    if type(module) is nn.Embedding:
+        return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
+    return type(module) is nn.Linear or is_conv1d(module)
+
+
+def candidates(
+    model: nn.Module,
+    limit_nbytes: int,
+    dtype_of: Callable[[torch.Tensor], torch.dtype],
+    without: Container[nn.Parameter] = (),
+) -> dict[nn.Parameter, int]:
+    """Finds the weights larger than ``limit_nbytes``, in their compute dtype, whose every user can
+    be tiled, but for those in ``without``. Returns for each the number of rows whose tile is within
+    the limit, at least 1."""
+    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                users.setdefault(param, []).append((module, name))
+    found = {}
+    for param, using in users.items():
+        size = dtype_of(param).itemsize
+        if (
+            type(param) is not nn.Parameter
+            or param in without
+            or param.dim() != 2
+            or param.numel() * size <= limit_nbytes
+        ):
+            continue
+        if param._backward_hooks or not param.is_contiguous():
+            continue
+        if all(name == "weight" and is_tileable(module) for module, name in using):
+            found[param] = max(1, limit_nbytes // (param.size(1) * size))
+    return found
+
+
+class GradUse(Enum):
+    """How the running backward uses a parameter's gradient."""
+
+    NONE = auto()
+    ACCUMULATED = auto()  # into ``p.grad``
+    RETURNED = auto()  # by ``torch.autograd.grad``
+
+    @classmethod
+    def of(cls, accumulator: Any) -> GradUse:
+        """Returns the use from a parameter's ``AccumulateGrad`` node; None if it has no node."""
+        if accumulator is None:
+            return cls.NONE
+        try:
+            return cls.ACCUMULATED if torch._C._will_engine_execute_node(accumulator) else cls.NONE
+        except RuntimeError:  # torch raises only for a leaf whose gradient is returned
+            return cls.RETURNED
+
+
+@dataclass(frozen=True)
+class RowGrads:
+    """Destination of a gradient's rows. ``land(begin, end, compute)`` stores the result of
+    ``compute()`` as rows ``begin`` to ``end``. ``whole``: the gradient for autograd, or None."""
+
+    land: Callable[[int, int, Callable[[], torch.Tensor]], Any]
+    whole: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One tiled weight: its job, its parameter, and the rows of a tile."""
+
+    find_context: Callable[[], ForwardContext]
+    param: nn.Parameter
+    rows: int
+
+    @property
+    def context(self) -> ForwardContext:
+        """The parts of its job. Raises UsageError if the engine is gone."""
+        return self.find_context()
+
+    @property
+    def handle(self) -> ParamHandle:
+        return handle_of(self.param)
+
+    def spans(self) -> Iterator[tuple[int, int]]:
+        """Yields (first row, last row + 1) of every tile."""
+        total = self.param.shape[0]
+        for begin in range(0, total, self.rows):
+            yield begin, min(total, begin + self.rows)
+
+    def each(self) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yields (begin, end, rows on the device) of every tile; charges the device for one at a
+        time. Blocks until the weight is at home, and on reading each tile."""
+        context, handle, width = self.context, self.handle, self.param.shape[1]
+        flat_param = handle.flat_param
+        context.store.check_process()
+        with context.store.guarding():
+            flat_param.homes.wait()
+        offset = flat_param.layout.placements[handle.index].offset
+        for begin, end in self.spans():
+            nbytes = (end - begin) * width * flat_param.spec.dtype.itemsize
+            charge = context.ledger.reserve(
+                Tier.DEVICE, nbytes, f"a tile of {handle.name}", passing=True
+            )
+            try:
+                with context.traffic.copying("host->device", nbytes, handle.name):
+                    flat = apart(context.store.read)(
+                        flat_param.weight, offset + begin * width, offset + end * width
+                    )
+                    flat = flat.to(context.device.where)
+                yield begin, end, flat.view(end - begin, width)
+            finally:
+                charge.release()
+
+    @contextmanager
+    def taking_rows(self, ctx) -> Iterator[RowGrads]:
+        """Takes the weight's gradient from the running backward, in ranges of rows. If ``p.grad``
+        is kept at home, rows are accumulated there; else they fill a whole gradient for autograd,
+        as for users' hooks on it. Rows that nothing needs are dropped."""
+        accumulator = ctx.next_functions[-1][0]  # the weight is the last tensor among the arguments
+        use, is_hooked = (
+            GradUse.of(accumulator),
+            self.param._backward_hooks or users_hooks(self.param),
+        )
+        if use is GradUse.ACCUMULATED and self.handle.grad is not None and not is_hooked:
+            with self.context.gradients.landing_rows(self.handle) as land:
+                yield RowGrads(land)
+        elif use is GradUse.NONE:
+            yield RowGrads(lambda begin, end, compute: None)
+        else:  # returned by torch.autograd.grad, or accumulated: hooked, or not stepped
+            whole = torch.empty(
+                self.param.shape, dtype=self.param.dtype, device=self.context.device.where
+            )
+            yield RowGrads(lambda begin, end, compute: whole[begin:end].copy_(compute()), whole)
+
+    def check(self, handle: ParamHandle, version: int | None) -> None:
+        """Joins the running backward and checks it. Raises UsageError if the model was unwrapped, a
+        graph of the backward is wanted, or the weight has changed.
+
+        ``handle``: the weight's handle in the forward. ``version``: the version of its values then,
+        or None if the backward does not need them.
+        """
+        self.context.track_backward()
+        if self.handle is not handle:
+            raise UsageError(
+                "this backward needs a weight that ran in tiles, and its model was unwrapped since"
+            )
+        if torch.is_grad_enabled():
+            raise UsageError(
+                f"create_graph=True: {self.handle.name} runs in tiles, whose backward has no graph"
+                " of its own. Second-order gradients need a larger device_memory."
+            )
+        if version is not None and version != self.handle.version:
+            raise UsageError(
+                f"this backward needs {self.handle.name} as it was in its forward, but it was"
+                " changed since (by optimizer.step() or load_state_dict()). Run backward before"
+                " the step."
+            )

@@ -1,0 +1,113 @@
+"""Versions: keeps a unit's weights from before earlier updates beside the newest, to compute with
+any of them.
+
+newest    the weights of the last update, which are saved, read and stepped
+stale     weights that an update has replaced, which the micro-batches of that time compute with
+slot      the place of one stale version: an array at home, and a unit
+
+Masters and moments belong to the newest weights only. The newest weights are the unit. Stale ones
+are units of their own over the same parameters, with their own buffers, so all can be on the
+device. An update swaps the unit with one slot.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ...core.homes.store import ArrayStore
+from ...core.units.home_arrays import HomeArrays
+from ...core.units.unit import ParamUnit
+from ...errors import InternalError
+
+PIECE = 1 << 20  # elements that are extrapolated at once
+
+
+def add_slot(homes: HomeArrays, store: ArrayStore, what: str) -> None:
+    """Allocates one more slot of stale weights at home (AT_HOME only). Raises CapacityError without
+    room."""
+    if homes.beside and not homes.stale:
+        raise InternalError(f"{what} has room for a shadow, which cannot be a stale version's")
+    weight = homes.weight
+    array = store.arrays.allocate_later(
+        weight.tier, weight.dtype, weight.numel, f"stale weight of {what}"
+    )
+    homes.stale = [*homes.stale, array]
+    homes.choose(0)
+
+
+def drop_slot(homes: HomeArrays, store: ArrayStore) -> None:
+    """Frees the last slot of :func:`add_slot`, before any update has used it."""
+    if homes.stale:
+        *rest, last = homes.stale
+        homes.stale, homes.beside = rest, {"weight": rest[0]} if rest else {}
+        store.arrays.free_more(last)
+
+
+def extrapolate(homes: HomeArrays, store: ArrayStore, slot: int, ahead: float | None) -> None:
+    """Replaces the weights in ``slot``, which the last update started from, by the newest ones and
+    ``ahead`` times their difference. None: by the newest ones. Blocks on the update."""
+    homes.wait()
+    newest, stale = homes.weight, homes.stale[slot]
+    for begin in range(0, newest.numel, PIECE):
+        end = min(begin + PIECE, newest.numel)
+        # On the host wherever the home is, for the same bits.
+        found = store.read(newest, begin, end)
+        if ahead is not None:
+            now, before = found.float(), store.read(stale, begin, end).float()
+            found = now.sub(before).mul_(ahead).add_(now).to(newest.dtype)
+        store.write(stale, begin, found, version=0)
+
+
+class UnitVersions:
+    """The newest and the stale weights of one unit, and the version that its parameters are. Used
+    while nothing holds the unit."""
+
+    def __init__(self, unit: ParamUnit):
+        self.unit = unit
+        self._slot = 0  # of the last update
+
+    @staticmethod
+    def has(unit: ParamUnit) -> bool:
+        """Tells whether updates change a unit's weights."""
+        return any(flat.spec.stepped for flat in unit.flat_params)
+
+    def compute_with(self, slot: int | None) -> None:
+        """Makes later compute use the stale weights in ``slot``, or the newest."""
+        if self.unit.used_slot != slot:
+            self.unit.used_slot = slot
+            self._show()
+
+    def _show(self) -> None:
+        """Makes the parameters views of the version in use."""
+        torch.clear_autocast_cache()  # it caches casts of the other version, by parameter
+        self.unit.in_use.buffers.show()
+
+    def begin_update(self, slot: int) -> None:
+        """Moves the newest weights to ``slot``, with their device buffers, before an update writes
+        new ones. A graph that saved them keeps their buffers."""
+        stale, self._slot = self.unit.stale[slot], slot
+        for flat_param in self.unit.flat_params:
+            flat_param.homes.choose(slot)
+        stale.version, self.unit.version = self.unit.version, self.unit.version + 1
+        self._swap()
+
+    def extrapolate(self, store: ArrayStore, slot: int, ahead: float | None) -> None:
+        """Replaces the weights in ``slot`` as :func:`extrapolate` does."""
+        for flat_param in self.unit.flat_params:
+            if flat_param.homes.stale:
+                extrapolate(flat_param.homes, store, slot, ahead)
+
+    def settle(self) -> None:
+        """Restores the buffers of device homes after an interrupted update, and computes with the
+        newest weights."""
+        if self.unit.stays and any(
+            flat is not flat_param.weight.flat
+            for flat, flat_param in zip(self.unit.buffers.flats, self.unit.flat_params)
+        ):
+            self._swap()
+        self.unit.used_slot = None
+        self._show()
+
+    def _swap(self) -> None:
+        self.unit.change_places(self.unit.stale[self._slot])
+        self._show()

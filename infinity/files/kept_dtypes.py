@@ -1,0 +1,71 @@
+"""Kept dtypes: the parameters that a transformers model keeps in fp32 when the rest has a 16-bit
+dtype.
+
+Routers, correction biases and similar parameters choose experts by small differences, which 16 bits
+round away. So ``from_pretrained(dtype=...)`` leaves them in fp32 for any dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ..ext.packed.packed import is_code, is_packed, named_tensors
+from ..ext.pipeline.parts import parts_of
+
+
+def keeps_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
+    """Returns a predicate of parameter names of ``model``: true if the parameter stays in fp32 in a
+    model of ``dtype``. None: the model keeps its dtypes, and no name is true."""
+    found: list[tuple[str, re.Pattern[str]]] = []
+    covered: list[str] = []  # a model's plan covers the models inside it
+    for path, module in (pair for part in parts_of(model)[:1] for pair in part.named_modules()):
+        plan = getattr(module, "_get_dtype_plan", None) if dtype is not None else None
+        prefix = f"{path}." if path else ""
+        if callable(plan) and not any(prefix.startswith(other) for other in covered):
+            covered.append(prefix)
+            if patterns := [
+                pattern for pattern, kept in plan(dtype).items() if kept == torch.float32
+            ]:
+                found.append(
+                    (
+                        prefix,
+                        re.compile("|".join(pattern.replace("*", ".*") for pattern in patterns)),
+                    )
+                )
+
+    def keeps(name: str) -> bool:
+        plain = name.replace(".base_layer.", ".")  # PEFT's name for adapted layers
+        return any(
+            plain.startswith(prefix) and pattern.search(plain.removeprefix(prefix))
+            for prefix, pattern in found
+        )
+
+    return keeps
+
+
+def computing_dtypes(
+    model: nn.Module, param_dtype: torch.dtype | None
+) -> Callable[[torch.Tensor], torch.dtype]:
+    """Returns a function from parameters of ``model`` to their compute dtypes: ``param_dtype``, or
+    the parameter's own. The own one applies without a ``param_dtype``, to a parameter that is not
+    floating point, to one that is kept in fp32, and to codes and scales of packed weights."""
+    keeps = keeps_fp32(model, param_dtype)
+    kept = {param for name, param in named_tensors(model) if keeps(name) or is_packed(param)}
+    for module in model.modules():
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        if any(is_code(param) and not param.requires_grad for param in own.values()):
+            # Codes in one Parameter, and their scales in others
+            kept.update(param for name, param in own.items() if name != "bias")
+
+    def dtype_of(param: torch.Tensor) -> torch.dtype:
+        return (
+            param.dtype
+            if param_dtype is None or param in kept or not param.is_floating_point()
+            else param_dtype
+        )
+
+    return dtype_of

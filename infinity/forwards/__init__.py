@@ -1,2 +1,0 @@
-"""Replacement forwards: tiled layers, micro-batched blocks, recomputation, lazy logits, and
-attention over windows."""

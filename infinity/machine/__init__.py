@@ -1,1 +1,0 @@
-"""The computer's memory, disks, processors and devices, and the accounting of their use."""

@@ -1,1 +1,0 @@
-"""Optimizer rules, and the steps of optimizer state at home."""

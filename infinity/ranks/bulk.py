@@ -1,0 +1,312 @@
+"""Bulk: moves the bytes of weights and gradients between the data ranks.
+
+Bytes travel in their own dtype, or as 8-bit codes if weights are compressed. Sums are taken in
+fp32, in rank order, and rounded once. The transport never adds, so the result does not depend on
+its algorithm. Exception: with Config(reduction="fast") it adds in the gradients' dtype and its own
+order.
+
+ordered gathers   of a device (:mod:`.pending`): the host is some of them ahead, so that it can
+                  launch compute while they run. It waits for all where a pass ends
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from .. import native
+from ..core.machine.device import note_used
+from ..core.machine.traffic import Traffic
+from ..ext.shared_homes.quantize import decode_blocks, encode_blocks
+from ..ext.shared_homes.shared_homes import borrowed
+from ..ext.shares.paces import Split
+from .collective_trace import Collective
+from .kinds import Kind, bytes_of, count_begun, describe
+from .kinds import begin as begin_kind
+from .parallel_dims import ParallelDims
+from .pass_agreement import PassAgreement, Progress
+from .pending import Pending, ranks_lost
+
+MOST_ORDERED = 4  # gathers that the host may be ahead of
+
+
+class Bulk:
+    """The collectives of a pass. No-ops in a job of one rank. Used from the thread that runs the
+    model."""
+
+    def __init__(
+        self, ranks: ParallelDims, traffic: Traffic, passes: PassAgreement, progress: Progress
+    ):
+        self.ranks, self.traffic = ranks, traffic
+        self._passes, self._progress = passes, progress
+        self._ordered: deque[Pending] = deque()
+
+    # --- weights ---
+
+    def gather(
+        self,
+        flat: torch.Tensor,
+        what: str,
+        *,
+        homes: Sequence[native.Region | None] = (),
+    ) -> Pending | None:
+        """Gathers every rank's shard into ``flat``, which has this one's. None: nothing to wait
+        for.
+
+        ``homes``: the memory that starts with that shard, now or after an update; if all ranks
+        share it, they read the bytes there.
+        """
+        if self.ranks.size == 1:
+            return None
+        what = f"gathering {what}"
+        if self.ranks.compresses and flat.is_floating_point():
+            mine = encode_blocks(flat.view(self.ranks.size, -1)[self.ranks.rank])
+            everyones = mine.new_empty(self.ranks.size * mine.numel())
+            return self._gather(
+                Kind.GATHER,
+                everyones,
+                mine,
+                what,
+                lambda: decode_blocks(everyones, flat, self.ranks.size),
+            )
+        raw = bytes_of(flat)
+        mine = raw.view(self.ranks.size, -1)[self.ranks.rank]
+        if homes and (shared := self.ranks.shard_group.homes) is not None and shared.have(homes):
+            begin = partial(shared.read, homes[0], raw, mine.numel(), what)
+            return self._gather(Kind.READ, raw, mine, f"{what} where it lies", begin=begin)
+        return self._gather(Kind.GATHER, raw, mine, what)
+
+    def gather_in_node(self, flat: torch.Tensor, what: str) -> Pending:
+        """Gathers among this machine's ranks, whose shards of ``flat`` are larger."""
+        raw = bytes_of(flat)
+        mine = raw.view(self.ranks.node_group.size, -1)[self.ranks.node_group.rank]
+        return self._gather(Kind.GATHER_IN_NODE, raw, mine, f"gathering {what} in the node")
+
+    def _gather(
+        self,
+        kind: Kind,
+        whole: torch.Tensor,
+        mine: torch.Tensor,
+        what: str,
+        then: Callable[[], None] | None = None,
+        begin: Callable[[], dist.Work] | None = None,
+    ) -> Pending:
+        collective = Collective(what, whole.numel(), describe(self.ranks, kind, mine, whole))
+        with self._alone():
+            self._passes.enter()
+            if self.ranks.dp_group.collective_trace.next != collective:
+                self._passes.meet_for(what)
+            start = time.perf_counter()
+            work = self._start(collective, kind, mine, whole, begin)
+
+        def finish() -> None:
+            then()
+            note_used(whole, mine)  # decoded on another stream than the transport's
+
+        pending = self._pending([work], what, None if then is None else finish, whole.device)
+        edge = "all-gather in node" if kind is Kind.GATHER_IN_NODE else "all-gather"
+        nbytes = whole.numel() - mine.numel()
+        pending.count = partial(self.traffic.received, edge, nbytes, what, start)
+        if not pending.is_on_host:
+            pending.count = partial(self.traffic.received, edge, nbytes, what, None)
+            pending.defer = self._note_ordered
+        return pending
+
+    def _note_ordered(self, pending: Pending) -> None:
+        self._ordered.append(pending)
+        while self._ordered and (len(self._ordered) > MOST_ORDERED or self._ordered[0].is_over):
+            self._ordered.popleft().wait()
+
+    def wait_for_ordered(self) -> None:
+        """Blocks until the ordered gathers are over. Raises PeerError if one has failed, UsageError
+        if other ranks have diverged meanwhile."""
+        while self._ordered:
+            self._ordered.popleft().wait()
+        if self.ranks.dp_group is not None:
+            self.ranks.dp_group.raise_heard()
+
+    def _pending(
+        self,
+        works: list,
+        what: str,
+        finish: Callable[[], None] | None,
+        device: torch.device,
+    ) -> Pending:
+        pending = Pending(works, what, finish, is_on_host=device.type == "cpu")
+        if (place := self.ranks.dp_group) is not None:
+
+            def poll(settling: bool) -> None:
+                place.meet_if_called(f"{what} {self._progress}", settling=settling)
+
+            def forget() -> None:
+                with place.lock:
+                    place.collective_trace.under_way()
+
+            pending.poll, pending.forget, pending.check = poll, forget, place.raise_heard
+            if not pending.is_on_host:
+                progress = self._progress  # the listener must not keep the channel
+                place.listen(device, lambda: f"waiting for the device {progress}")
+        pending.borrowed = borrowed(works)
+        return pending
+
+    # --- gradients ---
+
+    def reduce(
+        self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]
+    ) -> Pending:
+        """Averages this rank's shard of all ranks' ``flat``, weighed by the shares of the batch.
+        The wait passes it, fp32, to ``done``.
+
+        Precondition: after :meth:`agree`, or the next collective of a verified pass.
+        """
+        start = time.perf_counter()
+        works, is_fast, weights = [], self.ranks.reduction == "fast", self._weights()
+        if is_fast and weights is not None:
+            # A copy: what a failed reduction leaves must not be weighed twice.
+            flat, weights = flat * weights[self.ranks.rank], None
+        raw, received = bytes_of(flat), flat
+        if self.ranks.size > 1:
+            received = (
+                flat.new_empty(flat.numel() // self.ranks.size)
+                if is_fast
+                else torch.empty_like(flat)
+            )
+            works.append(self._go_on_with(what, Kind.REDUCE, flat, received))
+        elif self.ranks.ep_size > 1:
+            self._go_on_with(what, Kind.NOTHING, flat, flat)  # keeps its place in the order
+
+        def finish() -> None:
+            moved = raw.numel() - raw.numel() // self.ranks.size
+            total = (
+                received.float()
+                if is_fast
+                else _ordered_sum(received.view(self.ranks.size, -1), weights)
+            )
+            if self.ranks.replicate_group is not None:
+                everyones = self._gather_over_replicas(total, what)
+                total = _ordered_sum(everyones)
+                moved += everyones.nbytes - total.nbytes
+            self.traffic.received("reduce-scatter", moved, what, start)
+            done(total.div_(self.ranks.data_size))
+
+        return self._pending(works, what, finish, flat.device)
+
+    @property
+    def split(self) -> Split | None:
+        """The shares of the batch by which gradients are weighed; None: they are equal."""
+        return self._progress.split
+
+    def share_out(self, split: Split | None) -> None:
+        """Sets the shares by which later averages weigh gradients, as ``split`` has them then. This
+        rank announces them at every sync point. Every rank calls this, between two steps."""
+        self._progress.split = split
+
+    def _weights(self) -> list[float] | None:
+        """Returns the weights of the shard group's ranks; None if all data ranks have equal
+        shares."""
+        if self.split is None or self.split.weights is None:
+            return None
+        first = self.ranks.data_rank - self.ranks.rank
+        return self.split.weights[first : first + self.ranks.size]
+
+    @property
+    def can_share_flags(self) -> bool:
+        """Whether :meth:`share_flags`, in the shard group, reaches every rank."""
+        return (
+            self.ranks.size > 1
+            and self.ranks.replicate_group is None
+            and self.ranks.tp_group is None
+        )
+
+    def share_flags(
+        self, flags: Sequence[bool], what: str, done: Callable[[list[bool]], None]
+    ) -> Pending:
+        """Sends ``flags`` to the shard group's ranks, without blocking. The wait calls ``done``
+        with the flags that any rank has set. Precondition: as for :meth:`reduce`."""
+        mine = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        everyones = mine.new_empty(self.ranks.size * mine.numel())
+
+        def finish() -> None:
+            done(everyones.view(self.ranks.size, -1).amax(0).bool().tolist())
+
+        return self._pending(
+            [self._go_on_with(what, Kind.TELL, mine, everyones)], what, finish, mine.device
+        )
+
+    def _gather_over_replicas(self, total: torch.Tensor, what: str) -> torch.Tensor:
+        what = f"{what} over replicas"
+        everyones = total.new_empty(self.ranks.replicate_group.size, total.numel())
+        work = self._go_on_with(
+            what, Kind.GATHER_OVER_REPLICAS, bytes_of(total), bytes_of(everyones.view(-1))
+        )
+        self._pending([work], what, None, total.device).wait()
+        return everyones
+
+    def _go_on_with(
+        self, what: str, kind: Kind, given: torch.Tensor, taken: torch.Tensor
+    ) -> dist.Work:
+        """Starts a collective. Meets first if the verified pass continues with another one."""
+        passing, collective = (
+            self.ranks.dp_group.collective_trace,
+            Collective(what, given.nbytes, describe(self.ranks, kind, given, taken)),
+        )
+        with self._alone():
+            self._passes.enter()
+            if passing.is_verified and passing.next != collective:
+                self._passes.meet_for(what)
+            return self._start(collective, kind, given, taken)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Lets the channel's listener do nothing in the block. Raises what it has met with."""
+        place = self.ranks.dp_group
+        with place.lock:
+            place.raise_heard()
+            yield
+
+    # --- shared by both ---
+
+    def _start(
+        self,
+        collective: Collective,
+        kind: Kind,
+        given: torch.Tensor,
+        taken: torch.Tensor,
+        begin: Callable[[], dist.Work] | None = None,
+    ) -> dist.Work:
+        begin = begin or partial(begin_kind, self.ranks, kind, given, taken)
+        count = partial(count_begun, self.ranks, kind, given.device)
+        try:
+            return self.ranks.dp_group.collective_trace.start(collective, begin, count)
+        except RuntimeError as error:
+            raise ranks_lost(collective.what, error) from error
+
+    def drop_lost(self) -> None:
+        """Waits for all transfers. After an interrupt the last one may or may not have started."""
+        self._ordered.clear()  # the collective trace has their works
+        lost: list[tuple[dist.Work, bool]] = []
+        if (place := self.ranks.dp_group) is not None:
+            with place.lock:
+                lost += place.collective_trace.under_way()
+        if self.ranks.shard_group is not None and self.ranks.shard_group.homes is not None:
+            lost += [(work, True) for work in self.ranks.shard_group.homes.under_way()]
+        for work, is_on_host in lost:
+            pending = self._pending([work], "what an exception left", None, torch.device("cpu"))
+            pending.is_on_host = is_on_host
+            pending.drop()
+
+
+def _ordered_sum(parts: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
+    """Returns the fp32 sum of the rows, first to last. ``weights``: factors of the rows."""
+    total = parts[0].to(torch.float32, copy=True)
+    if weights is not None:
+        total.mul_(weights[0])
+    for row, part in enumerate(parts[1:], start=1):
+        total.add_(part, alpha=1.0 if weights is None else weights[row])
+    return total

@@ -1,0 +1,403 @@
+"""Channel: the sync points of the ranks of one process group, which find ranks that are not at the
+same point.
+
+At a sync point each rank announces its next operation and its counts of steps and backwards.
+
+[Note: why ranks meet before a collective] Ranks that call different collectives would mix up their
+bytes or abort in the transport. A sync point before it turns that into an error that names both. So
+does the verified sequence of a pass (see `collective_trace`). A rank that fails reports it at its
+next sync point, and all others raise its reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import InfinityError, PeerError, UsageError
+from ..ext.shared_homes.shared_homes import SharedHomes
+from . import failure_report
+from .collective_trace import CollectiveTrace
+from .listener import Listener
+from .pending import ranks_lost
+from .sync_point import SyncPoint
+from .transfer import Transfer, all_gather, give_up
+from .tree import Tree
+
+SAID_NBYTES = 448  # an operation's name, or the reason of a failure
+FAILED = "failed: "
+ORIGIN = re.compile(r", from infinity-[0-9a-f-]+\)")  # the load that a rank's values are from
+HEARING_SECONDS = 5.0  # that a failed rank waits for another rank to come to a sync point
+
+
+def _locked(method: Callable) -> Callable:
+    """Makes a method of a channel keep its listener away."""
+
+    @functools.wraps(method)
+    def locked(self: Channel, *given: Any, **more: Any) -> Any:
+        with self.lock:
+            return method(self, *given, **more)
+
+    return locked
+
+
+class Channel:
+    """The sync points of one process group. Used from one thread at a time, beside its
+    listener."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        tree: Tree,
+        *,
+        reductions: dist.ProcessGroup | None = None,
+        alarms: Any = None,
+    ):
+        self.group = group  # for host memory
+        self.tree = tree  # for sync points
+        self.bulk = group  # for gathers of device memory
+        self.reductions = reductions or group  # for gradients: they do not wait behind gathers
+        self.collective_trace = CollectiveTrace()
+        self.homes: SharedHomes | None = None  # of weights in memory that all these ranks can read
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.ranks = dist.get_process_group_ranks(group)  # global ranks
+        self.flags_nbytes = 32  # flags that fit a sync point: the same on all ranks
+        self._alarms = alarms  # this channel's own store
+        self._ended = False  # the ranks have diverged, or some are gone
+        self.has_lost = False  # a rank is gone, or did not come
+        self._sync_point: SyncPoint | None = None  # the last one
+        self._failure_report: SyncPoint | None = None  # at which this rank reported its failure
+        self.lock = self.collective_trace.lock
+        self._listener: Listener | None = None
+        self._heard: InfinityError | None = None  # of a sync point that the listener has made
+
+    def carry(self, bulk: dist.ProcessGroup, reductions: dist.ProcessGroup | None = None) -> None:
+        """Sends gathers over ``bulk`` and gradients over ``reductions``, groups that reach the
+        device's memory."""
+        self.bulk, self.reductions = bulk, reductions or bulk
+
+    def share(self, homes: SharedHomes | None) -> None:
+        """Lets gathers read weights from ``homes`` instead of sending them. None: stops that."""
+        self.homes = homes
+
+    def close(self) -> None:
+        """Releases the groups now: their threads and descriptors must not wait for the garbage
+        collector. No sync point is possible afterwards. Idempotent."""
+        self._ended, self._sync_point, self._failure_report = True, None, None
+        if self._listener is not None:
+            self._listener.close()
+        self.collective_trace.close()
+        if self.homes is not None:
+            self.homes.close()
+        self.tree.close()
+        for name in ("group", "bulk", "reductions"):
+            setattr(self, name, None)
+
+    # --- sync points ---
+
+    @_locked
+    def start_sync(
+        self,
+        what: str,
+        flags: Sequence[int] = (),
+        *,
+        values: Sequence[int] = (),
+        settling: bool = False,
+        then: Callable[[torch.Tensor], None] = lambda found: None,
+        transfer: Transfer | None = None,
+    ) -> SyncPoint:
+        """Starts a sync point: announces that this rank is about to do ``what``, with ``flags`` (0
+        to 255 each). Waits for the sync point before it, not for this one.
+
+        values      int64, at most ``MOST_VALUES``; :meth:`wait` makes their spans known
+        settling    only to complete what another rank has started
+        then        called with the flags as soon as they are known
+        transfer    follows, between some or all of these ranks
+        """
+        if self._ended:
+            raise PeerError(
+                f"rank {dist.get_rank()} cannot go on at '{what}': this job failed before. Start it"
+                " again."
+            )
+        if not settling:
+            self.raise_heard()
+        self.finish_sync()
+        return self._begin(
+            SyncPoint(
+                self, what, flags, values=values, settling=settling, then=then, transfer=transfer
+            )
+        )
+
+    def _begin(self, sync_point: SyncPoint) -> SyncPoint:
+        self._sync_point = (
+            sync_point  # before other ranks can observe it: a started sync point is completed
+        )
+        sync_point.begin()
+        return sync_point
+
+    @_locked
+    def barrier(self, what: str, flags: Sequence[int] = (), **how: Any) -> torch.Tensor:
+        """Blocks until all ranks come to ``what``. Returns the maximum of the ranks' ``flags``:
+        uint8 [flags].
+
+        Raises UsageError if another rank comes to something else, PeerError if one failed or is
+        gone. Both are raised on all ranks, which are at the same point afterwards. ``how``: as
+        :meth:`start_sync` takes it.
+        """
+        return self.start_sync(what, flags, **how).wait()
+
+    @_locked
+    def pass_on(self, what: str, transfer: Transfer) -> Any:
+        """Meets for ``what``, then returns the result of ``transfer``. Raises as
+        :meth:`barrier`."""
+        self.start_sync(what, transfer=transfer).wait()
+        return transfer.wait()
+
+    @_locked
+    def spans(
+        self,
+        what: str,
+        values: Sequence[int],
+        *,
+        then: Callable[[list[tuple[int, int]]], None] = lambda spans: None,
+    ) -> list[tuple[int, int]]:
+        """Blocks until all ranks come to ``what``. Returns the minimum and maximum of each of the
+        ranks' ``values``. Raises as :meth:`barrier`. ``then``: called with the spans as soon as
+        they are known."""
+        # Valid even if interrupted: until the sync point is over, it is the last one.
+        sync_point = self.start_sync(
+            what, values=values, then=lambda found: then(self._sync_point.spans)
+        )
+        sync_point.wait()
+        return sync_point.spans
+
+    @_locked
+    def finish_sync(self) -> None:
+        """Blocks until the last sync point is over. Drops one that no other rank can have observed.
+        Raises as :meth:`barrier`."""
+        if self._sync_point is not None and not self._sync_point.is_over:
+            sync_point = self._sync_point
+            if not sync_point.is_begun:
+                self._sync_point = None
+                return
+            try:
+                sync_point.wait()
+            except PeerError:
+                if self._ended or not sync_point.is_failure_report:
+                    raise  # this rank's own failure is not raised here
+
+    @_locked
+    def strike(self) -> None:
+        """Notes that an exception interrupted this rank, and completes the sync point that it had
+        started: other ranks act on it."""
+        self._heard = None  # the exception is raised in its place
+        self.collective_trace.strike()
+        if not self._ended:
+            with contextlib.suppress(InfinityError):  # an error of the interrupted operation
+                self.finish_sync()
+        # A sync point at which ranks diverge clears it; others may wait after it
+        self.collective_trace.strike()
+
+    @_locked
+    def fail(self, error: BaseException) -> None:
+        """Reports ``error`` at the next sync point: all other ranks raise it there. Blocks until
+        they have come."""
+        if getattr(error, "heard_on", None) is not self and not self._ended:
+            # Another rank's failure, or they are gone already
+            with contextlib.suppress(InfinityError):
+                self._begin_failure_report(error).wait()
+
+    @_locked
+    def warn(self, error: BaseException) -> None:
+        """Reports ``error`` without waiting for the other ranks, which raise it at their next
+        sync point. This rank raises, too, until it can go on."""
+        with contextlib.suppress(RuntimeError):  # of the transport, or of the sync point before
+            last = self._sync_point
+            is_said = (
+                last is not None and last.is_failure_report and last.is_begun and not last.is_over
+            )
+            waits = is_said and not last.poll()
+            if not self._ended and not waits:
+                self._begin_failure_report(error)
+
+    @_locked
+    def report_failure(self, error: BaseException) -> None:
+        """Reports ``error`` without waiting for the other ranks. This rank cannot go on
+        afterwards."""
+        if not self._ended:
+            with contextlib.suppress(InfinityError):
+                self._failure_report = self._begin_failure_report(error)
+            self._ended = True
+
+    def _begin_failure_report(self, error: BaseException) -> SyncPoint:
+        with contextlib.suppress(InfinityError):
+            self.finish_sync()
+        return self._begin(SyncPoint(self, f"{FAILED}{type(error).__name__}: {error}", failed=True))
+
+    @property
+    def has_ended(self) -> bool:
+        """True once no sync point is possible here: closed, failed, or ranks lost."""
+        return self._ended
+
+    @_locked
+    def is_heard(self) -> bool:
+        """Returns whether the others have come to the sync point at which this rank reported its
+        failure, or are gone."""
+        if self._failure_report is not None:
+            try:
+                if not self._failure_report.poll():
+                    return False
+                self._failure_report.wait()
+            except (InfinityError, RuntimeError):
+                pass
+            self._failure_report = None
+        return True
+
+    # --- the listener ---
+
+    def listen(self, device: torch.device, describe: Callable[[], str]) -> None:
+        """Starts the listener, which announces what ``describe`` returns. Idempotent."""
+        if self._listener is None and not self._ended:
+            self._listener = Listener(self.meet_others, device, describe)
+
+    def raise_heard(self) -> None:
+        """Raises the error of a sync point that the listener has made, once. This rank and the
+        others are at the same point."""
+        if self._heard is not None:
+            error, self._heard = self._heard, None
+            raise error
+
+    def meet_others(self, announcement: str) -> InfinityError | None:
+        """Makes the sync point at which others wait, in place of a training thread that is away.
+        Returns the error of ranks that are gone, while collectives run and until the training
+        thread has raised it. Called by the listener."""
+        if self.lock.acquire(blocking=False):
+            try:
+                last = self._sync_point
+                if self._ended:
+                    pass
+                elif last is not None and last.is_begun and not last.is_over:
+                    if last.is_failure_report and last.poll():
+                        self.finish_sync()  # others wait for what it starts
+                elif self._heard is None and self.is_waited_for:
+                    self.meet_if_called(announcement)
+            except InfinityError as error:
+                self._heard = error
+            except RuntimeError as error:
+                self._heard = self.lost(announcement, error)
+            finally:
+                self.lock.release()
+        return self._heard if self.has_lost and self.is_waited_for else None
+
+    def meet_if_called(self, announcement: str, *, settling: bool = False) -> None:
+        """Makes the sync point at which ranks that have diverged wait, if there are any. Raises as
+        :meth:`barrier`; with a device PeerError, too, if a rank has ended."""
+        if self.sees_alarm():
+            self.barrier(announcement, settling=settling)
+        elif self._listener is not None and failure_report.ended(self.ranks):
+            # Of a device's collective no transport tells it
+            raise self.lost(announcement, RuntimeError("the process of a rank has ended"))
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a collective runs that this rank has started."""
+        return self.collective_trace.is_under_way
+
+    # --- the interface for sync points ---
+
+    def raise_alarm(self, number: int) -> None:
+        """Calls the ranks that wait for a collective to the sync point of this ``number``, this
+        rank's next one."""
+        if self._alarms is not None:
+            with contextlib.suppress(RuntimeError):  # if the store is gone, so is the job
+                self._alarms.set(str(number), "")
+
+    def sees_alarm(self) -> bool:
+        """Returns whether another rank, which has diverged, waits at the next sync point."""
+        try:
+            return self._alarms is not None and self._alarms.check([str(self.tree.begun)])
+        except RuntimeError:
+            return False
+
+    def complete(self, transfer: Transfer, what: str) -> Any:
+        """Waits for the result of ``transfer``. Raises PeerError if a rank is gone."""
+        try:
+            return transfer.wait()
+        except RuntimeError as error:
+            raise self.lost(what, error) from error
+
+    def come_together(self, last: int, described: Sequence[Sequence[int]], number: int) -> None:
+        """Completes the collectives that any rank has started, up to number ``last``, and ends the
+        verified sequence. ``described``: the last of them. ``number``: of the sync point."""
+        try:
+            self.collective_trace.part(last, described)
+        except RuntimeError as error:
+            raise self.lost("completing what other ranks have started", error) from error
+        if self.rank == 0 and self._alarms is not None:
+            with contextlib.suppress(RuntimeError):
+                self._alarms.delete_key(str(number))
+
+    def refusal(self, what: str, texts: Sequence[str]) -> InfinityError:
+        """Makes the error of a sync point, on every rank. ``what``: this rank's announcement,
+        ``texts``: those of all ranks."""
+        error: InfinityError | None = None
+        for peer, theirs in zip(self.ranks, texts):
+            if theirs.startswith(FAILED):
+                error = error or PeerError(f"rank {peer} {theirs}")
+        for peer, theirs in zip(self.ranks, texts):
+            if theirs != _cut(what):
+                # A truncated text lacks the origin, which is at the end.
+                whole = max(len(what.encode()), len(theirs.encode())) < SAID_NBYTES
+                apart = whole and ORIGIN.findall(theirs) != ORIGIN.findall(what)
+                loads = " Their values are from different loads: load a checkpoint on all." * apart
+                error = error or UsageError(
+                    f"rank {dist.get_rank()} is at '{what}' while rank {peer} is at '{theirs}': all"
+                    " ranks must run the same modules in the same order, and make the same calls"
+                    " that need every rank (step, state_dict, clip_grad_norm_, saving, loading)."
+                    f"{loads}"
+                )
+        error = error or UsageError(
+            f"rank {dist.get_rank()} is at '{what}', as all ranks are, but other ranks came there"
+            " another way."
+        )
+        error.heard_on = self
+        return error
+
+    def lost(self, what: str, error: RuntimeError) -> PeerError:
+        """Makes the error for a failed transport, and marks the channel as ended."""
+        self._ended = self.has_lost = True
+        give_up()
+        return ranks_lost(what, error)
+
+    def exchange_texts(self, what: str) -> Transfer:
+        """Makes the transfer in which all ranks exchange what they announced: a list, in their
+        order."""
+        words = torch.zeros(SAID_NBYTES, dtype=torch.uint8, device="cpu")
+        encoded = bytearray(_cut(what).encode())
+        words[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
+        everyones = torch.empty(self.size, SAID_NBYTES, dtype=torch.uint8, device="cpu")
+        group = self.group
+        return Transfer(
+            lambda: [all_gather(group, everyones.view(-1), words)],
+            result=lambda: [_text(row) for row in everyones],
+        )
+
+
+def _cut(what: str) -> str:
+    """Truncates ``what`` to the room there is. The end of a longer text becomes a digest."""
+    encoded = what.encode()
+    if len(encoded) <= SAID_NBYTES:
+        return what
+    digest = hashlib.blake2b(encoded, digest_size=8).hexdigest()
+    return f"{encoded[: SAID_NBYTES - 20].decode(errors='ignore')}...{digest}"
+
+
+def _text(row: torch.Tensor) -> str:
+    return bytes(row.tolist()).rstrip(b"\0").decode(errors="replace")

@@ -1,0 +1,352 @@
+"""Collectives: passes values, agreements and failures between the ranks of a job.
+
+Outside of a pass. Inside one, `passes` compares what the ranks expect to do, and `bulk` moves the
+bytes of weights and gradients. Ranks announce their progress at every sync point.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.machine.traffic import Traffic
+from ..errors import ConfigError, InfinityError
+from .bulk import Bulk
+from .channel import HEARING_SECONDS, Channel
+from .comparing import Comparison, compare
+from .kinds import DummyCollectives, bytes_of
+from .parallel_dims import ParallelDims
+from .pass_agreement import PassAgreement, Progress
+from .transfer import Operation, Transfer, all_gather, broadcast, end_groups, exchange_objects
+
+
+class Collectives:
+    """Passes values between the ranks of one job. In a job of one rank each exchange is a no-op.
+    Used from the thread that runs the model."""
+
+    def __init__(
+        self,
+        ranks: ParallelDims | None = None,
+        traffic: Traffic | None = None,
+        progress: Progress | None = None,
+    ):
+        self.ranks = ranks if ranks is not None else ParallelDims()
+        self.traffic = traffic if traffic is not None else Traffic()
+        self._progress = progress if progress is not None else Progress()
+        self.passes = PassAgreement(self.ranks, self._progress)
+        self.bulk = Bulk(self.ranks, self.traffic, self.passes, self._progress)
+        self._is_closed = False
+        if self.ranks.dp_group is not None and self.ranks.ep_size == 1:
+            self.ranks.dp_group.collective_trace.dummy_of = DummyCollectives(
+                lambda of_experts: (self.of_experts if of_experts else self).ranks
+            ).of
+
+    @cached_property
+    def of_experts(self) -> Collectives:
+        """For divided experts: bytes pass between ranks with the same ones; all data ranks meet."""
+        if self.ranks.expert_group is None:
+            return self
+        return Collectives(self.ranks.as_experts_see, self.traffic, self._progress)
+
+    def note_progress(self, *, steps: int, backwards: int) -> None:
+        """Sets the progress that this rank announces at every sync point."""
+        self._progress.steps, self._progress.backwards = steps, backwards
+        self.passes.restart(after_step=backwards == 0)
+
+    def note_origin(self, load: str) -> None:
+        """Sets the origin that this rank announces at every sync point: ``load``, a name unique to
+        one load."""
+        self._progress.origin = f", from {load}"
+
+    def _progress_on(self, channel: Channel) -> str:
+        """Returns the progress to announce on ``channel``."""
+        return self._progress.of_steps if channel is self.ranks.pp_group else str(self._progress)
+
+    def allow_flags(self, count: int) -> None:
+        """Makes room for ``count`` flags at sync points of ranks with the same units. Each passes
+        the same number."""
+        for channel in self.ranks.unit_places:
+            channel.flags_nbytes = max(channel.flags_nbytes, count)
+
+    def agree(self, flags: Sequence[int], what: str) -> list[bool]:
+        """Returns which of ``flags`` any rank with the same units has set. Every rank of those
+        calls this."""
+        if self.ranks.alone:
+            return [bool(flag) for flag in flags]
+        flags = [int(flag) for flag in flags]
+        for channel in self.ranks.unit_places:
+            flags = channel.barrier(f"{what} {self._progress}", flags).tolist()
+        return [bool(flag) for flag in flags]
+
+    def exchange(
+        self,
+        values: torch.Tensor,
+        what: str,
+        *,
+        over_tensors: bool = False,
+        over_stages: bool = False,
+    ) -> torch.Tensor:
+        """Gathers ``values`` (of one shape) from every rank of the shard group: [size, ...], in the
+        same order on every rank. ``over_tensors``: also over the tensor-parallel group.
+        ``over_stages``: also over stages."""
+        found, ranks = values.unsqueeze(0), self.ranks
+        tensors, stages = ranks.tp_group if over_tensors else None, ranks.pp_group
+        for channel in (ranks.shard_group, tensors, stages if over_stages else None):
+            if channel is not None:
+                said = f"{what} {self._progress_on(channel)}"
+                found = self._from_all(channel, found, said).flatten(0, 1)
+        return found
+
+    def _from_all(self, channel: Channel, value: torch.Tensor, what: str) -> torch.Tensor:
+        """Gathers ``value`` from every rank of ``channel``: [size, ...]."""
+        # A copy: later changes of ``value`` are not sent
+        mine = bytes_of(value.contiguous().reshape(-1)).to("cpu", copy=True)
+        everyones = mine.new_empty(channel.size * mine.numel())
+        group = channel.group
+        transfer = Transfer(lambda: [all_gather(group, everyones, mine)], result=lambda: everyones)
+        raw = self.ranks.place_of(channel).pass_on(what, transfer)
+        return raw.view(value.dtype).view(channel.size, *value.shape).to(value.device)
+
+    def least(self, values: Sequence[int], what: str, *, over_stages: bool = False) -> list[int]:
+        """Returns the minimum of each of ``values`` over all ranks with the same units.
+        ``over_stages``: over all ranks."""
+        found = torch.tensor(values, dtype=torch.int64, device="cpu")
+        for channel in self.ranks.channels if over_stages else self.ranks.unit_channels:
+            found = self._from_all(channel, found, what).amin(0)
+        return found.tolist()
+
+    def assemble(self, out: torch.Tensor, pieces: Sequence[tuple[int, int]], what: str) -> None:
+        """Completes flat ``out``: each rank broadcasts its range of ``pieces``, in elements by
+        rank, which it has filled."""
+        if self.ranks.size == 1:
+            return
+        group = self.ranks.shard_group.group
+        parts = [
+            (peer, bytes_of(out[begin:end]))
+            for peer, (begin, end) in enumerate(pieces)
+            if begin < end
+        ]
+        transfer = Transfer(lambda: [broadcast(group, raw, peer) for peer, raw in parts])
+        self.ranks.dp_group.pass_on(f"{what} {self._progress}", transfer)
+
+    def broadcast(
+        self, tensor: torch.Tensor, what: str, *, over_tensors: bool = False
+    ) -> torch.Tensor:
+        """Broadcasts contiguous ``tensor`` from the first data rank, in place. ``over_tensors``:
+        from the first of all ranks with these units."""
+        if self.ranks.data_size > 1 or (over_tensors and self.ranks.tp_group is not None):
+            raw = bytes_of(tensor.view(-1))
+            sent, tensors = raw.cpu(), self.ranks.tp_group if over_tensors else None
+            # To the first rank of each tensor part, of each replica, then along the shard group.
+            for channel in (tensors, self.ranks.replicate_group, self.ranks.shard_group):
+                if channel is not None:
+                    transfer = Transfer(partial(_first_to_all, channel.group, sent))
+                    self.ranks.place_of(channel).pass_on(what, transfer)
+            if sent is not raw:
+                raw.copy_(sent)
+        return tensor
+
+    def collect(self, mine: Any, what: str, among: Sequence[Channel] | None = None) -> list[Any]:
+        """Gathers every rank's ``mine``, anything picklable. Order: shards, then replicas, then
+        tensor parts, then stages. ``among``: only over these channels."""
+        found = [mine]
+        for channel in self.ranks.channels if among is None else among:
+            everyones = self.ranks.place_of(channel).pass_on(
+                what, exchange_objects(channel.group, channel.size, found)
+            )
+            found = [item for of_one in everyones for item in of_one]
+        return found
+
+    def compare(
+        self,
+        mine: dict[str, str],
+        what: str,
+        *,
+        over_stages: bool = False,
+        among: Sequence[Channel] | None = None,
+        remedy: str = "All ranks must be given the same.",
+    ) -> None:
+        """Raises ConfigError with the first difference, and ``remedy``, if a rank's description
+        differs from the first rank's. Compared are the ranks with the same units, all with
+        ``over_stages``, or those of the channels ``among``."""
+        if self.ranks.alone:
+            return
+        units = self.ranks.channels if over_stages else self.ranks.unit_channels
+        channels = units if among is None else among
+        everyones = self.collect((self.ranks.world_rank, mine), what, channels)
+        first_rank, firsts = everyones[0]
+        for peer, theirs in everyones:
+            for key in dict.fromkeys([*firsts, *theirs]):
+                first, other = firsts.get(key, "absent"), theirs.get(key, "absent")
+                if first != other:
+                    raise ConfigError(
+                        f"{what}: {key} is {first} on rank {first_rank} and {other} on rank {peer}."
+                        f" {remedy}"
+                    )
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Brings all ranks through the block, or raises on all of them; they can go on then."""
+        try:
+            yield
+        except BaseException as error:
+            for channel in self.ranks.places:
+                channel.fail(error)
+            raise
+        for number, channel in enumerate(self.ranks.places):
+            try:
+                channel.barrier(what)
+            except InfinityError as error:
+                for other in self.ranks.places[number + 1 :]:
+                    other.fail(error)
+                raise
+
+    def barrier(self, what: str, *, wherever: bool = False) -> None:
+        """Blocks until every rank is at ``what``. ``wherever``: ranks may be at different steps,
+        because all state is about to be loaded."""
+        for channel in self.ranks.places:
+            channel.barrier(what if wherever else f"{what} {self._progress_on(channel)}")
+
+    def same(
+        self,
+        what: str,
+        *tensors: torch.Tensor,
+        over_tensors: bool = False,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Raises UsageError if the data ranks do not have the same ``tensors``. ``over_tensors``:
+        nor the tensor-parallel group, which has these in common. ``then``: called as soon as all
+        are known to have them, even if this rank is interrupted."""
+        places = self.ranks.unit_places if over_tensors else self.ranks.sharing
+        if places:
+            digest = hashlib.blake2b(digest_size=8)
+            for tensor in tensors:
+                # Of a copy: NumPy would make the storage one that cannot be resized any more.
+                copied = tensor.detach().clone(memory_format=torch.contiguous_format)
+                digest.update(bytes_of(copied.view(-1)).cpu().numpy())
+            *others, last = places
+            said = f"{what}, to values of digest {digest.hexdigest()}, {self._progress}"
+            for channel in others:
+                channel.barrier(said)
+            last.barrier(said, then=lambda found: then())
+        else:
+            then()
+
+    def warn(self, error: BaseException) -> None:
+        """Reports to the others why this rank does not go on yet. Does not block."""
+        for channel in self.ranks.places:
+            channel.warn(error)
+
+    def meet_stages(self, what: str, *, then: Callable[[], None] = lambda: None) -> None:
+        """Blocks until every stage is at ``what``. Errors are raised on the ranks with the same
+        units, too. ``then``: called as soon as all are known to be there."""
+        if (stages := self.ranks.pp_group) is not None:
+            try:
+                stages.barrier(f"{what} {self._progress_on(stages)}", then=lambda found: then())
+            except InfinityError as error:
+                self.fail_elsewhere(stages, error)
+                raise
+
+    def meet_for_step(
+        self,
+        common: str,
+        own: str,
+        *,
+        over_stages: tuple[str, Comparison] | None,
+        trace: Iterable[int],
+        in_common: Comparison,
+        then: Callable[[], None],
+    ) -> None:
+        """Blocks until all ranks are at the same step. ``trace``: predicted for the next forward.
+        ``common``: the inputs that ranks with other local parts of the units must share, too.
+        ``own``: of ranks with the same units. ``over_stages``: compared over stages, if they meet.
+        ``then``: called as soon as all ranks are known to be there, even if this one is
+        interrupted.
+        """
+        syncs: list[Callable] = []
+        if over_stages is not None and (stages := self.ranks.pp_group) is not None:
+            spans = partial(self.spans_over, stages)
+            syncs.append(partial(compare, spans, *over_stages))
+        if (tensor := self.ranks.tp_group) is not None:
+            spans = partial(self.spans_over, tensor)
+            syncs.append(partial(compare, spans, common, in_common))
+        if self.ranks.dp_group is not None:
+            syncs.append(partial(self.passes.predict, f"{common}{own}", trace))
+        in_turn(syncs, then)  # data ranks last: others' errors are raised before they meet
+
+    def spans_over(
+        self,
+        channel: Channel,
+        what: str,
+        values: Sequence[int],
+        *,
+        then: Callable[[list[tuple[int, int]]], None] = lambda spans: None,
+    ) -> list[tuple[int, int]]:
+        """Meets the ranks of ``channel`` at ``what``. Returns the minimum and maximum of each of
+        their ``values``. Errors are raised on the other ranks with the same units, too. ``then``:
+        called with the spans as soon as they are known."""
+        try:
+            return channel.spans(f"{what} {self._progress_on(channel)}", values, then=then)
+        except InfinityError as error:
+            self.fail_elsewhere(channel, error)
+            raise
+
+    def fail_elsewhere(self, channel: Channel, error: BaseException) -> None:
+        """Reports ``error``, which all ranks of ``channel`` raise, to the other ranks with the same
+        units, at their next sync point."""
+        of_sequences = [self.ranks.cp_group] if self.ranks.cp_group is not None else []
+        for other in (*of_sequences, *reversed(self.ranks.unit_places)):
+            if other is not channel:
+                other.fail(error)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Reports that this rank cannot go on. Waits up to ``HEARING_SECONDS`` for a rank to
+        receive it: this process may end next."""
+        if all(channel.has_ended for channel in self.ranks.places):
+            return  # also if there are none
+        for channel in self.ranks.places:
+            channel.report_failure(error)
+        deadline = time.monotonic() + HEARING_SECONDS
+        while time.monotonic() < deadline:
+            if any(channel.is_heard() for channel in self.ranks.places):
+                return
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        """Destroys the groups made for this job, and restores this thread's processor affinity."""
+        if self.ranks.allowed_processors is not None and not self._is_closed:
+            os.sched_setaffinity(0, self.ranks.allowed_processors)
+        self._is_closed = True
+        end_groups(self.ranks.own_groups)
+        for channel in self.ranks.all_channels:
+            channel.close()
+
+    def complete_started(self) -> None:
+        """Notes that an exception interrupted this rank, and completes the sync points that it had
+        started. Waits for all transfers."""
+        for channel in self.ranks.places:
+            channel.strike()
+        self.bulk.drop_lost()
+
+
+def in_turn(syncs: Sequence[Callable], then: Callable[[], None]) -> None:
+    """Runs ``syncs``, each a call that takes ``then``. ``then``: called as soon as all ranks are
+    known to agree at the last one."""
+    for sync in syncs[:-1]:
+        sync()
+    if syncs:
+        syncs[-1](then=then)
+    else:
+        then()
+
+
+def _first_to_all(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[Operation]:
+    return [broadcast(group, tensor, 0)]

@@ -1,0 +1,166 @@
+"""PassAgreement: compares at the start of a pass what the data ranks expect to do in it.
+
+trace      the units that a rank expects to use in this pass; its digest is compared at the start
+verified   of a pass: all ranks of the shard group run its collectives in the order of the last
+           one like it, without a barrier (see `collective_trace`)
+
+Every collective of a shard group is either the next one of a verified pass, or follows a barrier.
+All barriers use one channel, whatever group the bytes take, so no two ranks can wait for each
+other at different points.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from ..ext.shares.paces import Split
+from . import collective_trace
+from .collective_trace import Collective, CollectiveTrace
+from .parallel_dims import ParallelDims
+
+DIGEST_NBYTES = 4  # of a trace, among a pass's flags
+# Of these flags, each with its complement: the maximum yields both extremes
+SAID_NBYTES = DIGEST_NBYTES + collective_trace.DIGEST_NBYTES
+
+
+def _flags_of(trace: CollectiveTrace, key: bytes) -> list[int]:
+    """Makes the flags of the pass ``key``: the digests of its trace and of how the last such pass
+    went."""
+    said = key[:DIGEST_NBYTES] + trace.digest_of(key)
+    return [*said, *(255 - byte for byte in said)]
+
+
+@dataclass
+class Progress:
+    """The steps and backwards that a rank has done, with which shares of the batch, and since which
+    load: announced at every sync point. A rank interrupted after the agreement to load, or on other
+    shares, but before its change, is found by it before its values mix with the others'."""
+
+    steps: int = 0
+    backwards: int = 0
+    origin: str = ""  # the load that its values are from, as announced
+    split: Split | None = None  # of the batch over data ranks, if they have shares
+
+    def __str__(self) -> str:
+        shares = "" if self.split is None else self.split.said
+        return f"(after {self.steps} steps and {self.backwards} backwards{shares}{self.origin})"
+
+    @property
+    def of_steps(self) -> str:
+        """The progress without backwards: a stage that trains nothing runs none."""
+        return f"(after {self.steps} steps{self.origin})"
+
+
+class PassAgreement:
+    """The passes of one rank, as the data ranks agree on them. No-ops in a job of one rank. Used
+    from the thread that runs the model."""
+
+    def __init__(self, ranks: ParallelDims, progress: Progress):
+        self._ranks, self._progress = ranks, progress
+        self._traces_agree = False
+        self._count = 0  # of passes started since the last backward or step
+        self._is_after_step = True  # no backward since the last step
+        self._found_after_step: list[int] = []  # gathered units at the first forward after a step
+
+    def restart(self, *, after_step: bool) -> None:
+        """Counts passes anew: after a step, or after a backward."""
+        self._count, self._is_after_step = 0, after_step
+
+    def begin(self, trace: Iterable[int], resident: Iterable[int], *, training: bool) -> None:
+        """Starts a pass that expects to use the units of ``trace`` in order, and finds ``resident``
+        gathered. Every data rank calls this. A later collective waits for the comparison."""
+        place = self._ranks.dp_group
+        if place is None:
+            return
+        self._count += training
+        found = sorted(resident)
+        key = _key_of(trace, found, self._count if training else 0)
+        if training and self._count == 1 and self._is_after_step:
+            self._found_after_step = found
+        self.enter()
+        if not place.collective_trace.enter(key):
+            place.start_sync(
+                f"a forward {self._progress}",
+                _flags_of(place.collective_trace, key),
+                then=partial(self._begin, key),
+            )
+
+    def _begin(self, key: bytes, found: torch.Tensor, *, predicted: bool = False) -> None:
+        """Starts a pass from all ranks' flags. It is verified if they match. A predicted pass
+        (``predicted``) starts only if verified."""
+        same = (found[:SAID_NBYTES] == 255 - found[SAID_NBYTES:]).tolist()
+        verified = all(same) and bool(found[DIGEST_NBYTES:SAID_NBYTES].any())
+        if verified or not predicted:
+            self._traces_agree = all(same[:DIGEST_NBYTES])
+            self._ranks.dp_group.collective_trace.begin(key, verified=verified, predicted=predicted)
+
+    def predict(self, what: str, trace: Iterable[int], then: Callable[[], None]) -> None:
+        """Meets the data ranks before the step ``what``. A forward of ``trace`` may follow: if all
+        ranks predict the same, it needs no barrier. ``then``: as of :meth:`Collectives.same`."""
+        place, key = self._ranks.dp_group, _key_of(trace, self._found_after_step, 1)
+        # After a divergence gathered units may differ over ranks: this rank does not vote.
+        flags = [255] * (2 * SAID_NBYTES)
+        if place.collective_trace.was_followed:
+            flags = _flags_of(place.collective_trace, key)
+
+        def go_on(found: torch.Tensor) -> None:
+            self._begin(key, found, predicted=True)
+            then()
+
+        place.barrier(f"{what} {self._progress}", flags, then=go_on)
+
+    def enter(self) -> None:
+        """Completes the sync point of a pass that has just started."""
+        if self._ranks.dp_group is not None:
+            self._ranks.dp_group.finish_sync()
+
+    def end(self) -> None:
+        """Ends the pass: later collectives do not belong to it."""
+        if self._ranks.dp_group is not None:
+            self.enter()
+            self._ranks.dp_group.collective_trace.end()
+
+    def meet_before(self, what: str) -> None:
+        """Meets the data ranks before the collective ``what``, unless it is next in a verified
+        pass."""
+        if not self.is_next(what):
+            self.meet_for(what)
+
+    def is_next(self, what: str) -> bool:
+        """Returns whether the collective ``what`` is next in a verified pass."""
+        self.enter()
+        following = self._ranks.dp_group.collective_trace.next
+        return following is not None and following.what == what
+
+    def wait_traces_agree(self) -> bool:
+        """Returns whether all data ranks expect to use the same units in this pass. Equal on all
+        ranks. Blocks until all have started it."""
+        self.enter()
+        return self._traces_agree
+
+    def meet_for(self, what: str) -> None:
+        """Meets the data ranks. Each rank's next operation is to start a collective."""
+        place = self._ranks.dp_group
+        place.start_sync(
+            f"{what} {self._progress}", then=lambda found: place.collective_trace.expect()
+        ).wait()
+
+    def goes_on_with(self, collective: Collective) -> bool:
+        """Returns whether ``collective`` is next in a verified pass."""
+        self.enter()
+        return self._ranks.dp_group.collective_trace.next == collective
+
+
+def _key_of(trace: Iterable[int], resident: list[int], number: int) -> bytes:
+    """Makes the key of passes that go the same way; it starts with the trace's digest. ``number``:
+    among the training passes since the last backward or step; 0 for another pass."""
+    digest = hashlib.blake2b(
+        np.fromiter(trace, np.int64).tobytes(), digest_size=DIGEST_NBYTES
+    ).digest()
+    return digest + repr((resident, number)).encode()

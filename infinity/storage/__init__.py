@@ -1,1 +1,0 @@
-"""Flat arrays at their homes: host memory, device memory, or swap files on NVMe."""

@@ -1,0 +1,140 @@
+"""`infinity attention`: counts the tiles of keys that a kernel of neighborhood attention reads, and
+says which strides are worth it (Hassani et al. 2025, arXiv 2504.16922).
+
+bound     how many times as many tiles dense attention reads: no kernel gains more
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ...errors import ConfigError
+from ..cli.values import a_count, zero_or_more
+
+LARGEST_AXIS = 2**20  # in tokens: strides are tried one by one
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "attention", help="strides of neighborhood attention that are worth it, by tiles read"
+    )
+    parser.add_argument(
+        "shape", type=per_axis, metavar="SHAPE", help="tokens along each axis, as 30x48x80"
+    )
+    for name, what in (
+        ("--window", "keys that a query reads along each axis, as 18,24,24; one number is for all"),
+        ("--q-tile", "queries along each axis of a tile of the kernel"),
+        ("--kv-tile", "keys along each axis of a tile of the kernel"),
+    ):
+        parser.add_argument(name, type=per_axis, required=True, metavar="N,N,N", help=what)
+    parser.add_argument(
+        "--stride",
+        type=per_axis,
+        metavar="N,N,N",
+        help="queries along each axis that share a window (default: all that are worth it)",
+    )
+    parser.add_argument(
+        "--dilation",
+        type=per_axis,
+        default=1,
+        metavar="N,N,N",
+        help="distance between the keys of a window (default 1)",
+    )
+    parser.add_argument(
+        "--causal",
+        type=flag_per_axis,
+        default=0,
+        metavar="N,N,N",
+        help="1: along this axis no key is after its query (default 0)",
+    )
+    parser.add_argument(
+        "--share",
+        metavar="F",
+        help="attention's share of a job's time, as 60%%: how much faster does the job become?",
+    )
+    parser.add_argument("--json", action="store_true", help="the rows as one JSON object on stdout")
+
+
+def per_axis(text: str) -> int | tuple[int, ...]:
+    """Parses numbers from 1 on, as "30x48x80" or "18,24,24"; a single one is for all axes."""
+    return _numbers(text, a_count)
+
+
+def flag_per_axis(text: str) -> int | tuple[int, ...]:
+    """Parses numbers from 0 on, as :func:`per_axis`."""
+    return _numbers(text, zero_or_more)
+
+
+def _numbers(text: str, parse: Callable[[str], int]) -> int | tuple[int, ...]:
+    found = tuple(map(parse, text.replace("x", ",").split(",")))
+    return found if len(found) > 1 else found[0]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the strides, and what they read."""
+    found = simulate(args)
+    if args.json:
+        print(json.dumps(found))
+    else:
+        print("\n".join(_lines(found)))
+    return 0
+
+
+def simulate(args: argparse.Namespace) -> dict[str, Any]:
+    """Counts what each row of strides reads. Raises ConfigError if no such windows exist."""
+    from ...ext.attention import attention_tiles as tiles
+    from ...ext.checkpoint.interval import share_of
+
+    share = None if args.share is None else share_of(args.share, "--share")
+    axes = tiles.axes_of(args.shape, args.window, args.stride or 1, args.dilation, args.causal)
+    if max(axis.tokens for axis in axes) > LARGEST_AXIS:
+        raise ConfigError(f"SHAPE {args.shape}: an axis has at most {LARGEST_AXIS} tokens here")
+    sizes = [
+        tiles.per_axis(name, value, len(axes))
+        for name, value in (("--q-tile", args.q_tile), ("--kv-tile", args.kv_tile))
+    ]
+    readings = tiles.worth_reading(axes, *sizes)
+    sparse = [each.strides for each in readings if each.block_sparse]
+    shown = readings if args.stride is None else [tiles.read_tiles(axes, *sizes)]
+    return {
+        "rows": [
+            {
+                "stride": list(each.strides),
+                "tiles": each.tiles,
+                "all_tiles": each.all_tiles,
+                "bound": each.bound,
+                "end_to_end": None if share is None else tiles.end_to_end(each.bound, share),
+                "block_sparse": each.block_sparse,
+            }
+            for each in shown
+        ],
+        "least_block_sparse": list(sparse[0]) if sparse else None,
+        "bound_by_operations": math.prod(axis.tokens**2 / axis.pairs() for axis in axes),
+    }
+
+
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    def strides(row: list[int]) -> str:
+        return "x".join(map(str, row))
+
+    has_share = found["rows"][0]["end_to_end"] is not None
+    last = "end to end" if has_share else ""
+    yield f"{'stride':<14}{'tiles of keys':>16}{'bound':>9}{last:>13}".rstrip()
+    for row in found["rows"]:
+        counts = f"{row['tiles']} of {row['all_tiles']}"
+        gain = f"{row['end_to_end']:.2f}x" if has_share else ""
+        mark = "   block-sparse" if row["block_sparse"] else ""
+        yield (
+            f"{strides(row['stride']):<14}{counts:>16}{row['bound']:>8.2f}x{gain:>13}".rstrip()
+            + mark
+        )
+    yield f"By operations, windows gain at most {found['bound_by_operations']:.2f}x."
+    if least := found["least_block_sparse"]:
+        yield f"The least block-sparse stride, with which no tile needs a mask: {strides(least)}."
+    else:
+        yield "No stride is block-sparse with these tiles: some of them need a mask."

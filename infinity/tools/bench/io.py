@@ -1,0 +1,233 @@
+"""io: reading, writing and both at once, on one file, O_DIRECT.
+
+The ceiling is the raw disk: a few threads that only call preadv and pwritev, or fio if it is a
+rival and is faster. Every job moves the same file, so that all use the same part of the disk.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity import native
+
+from ...core.machine.disk_profile import disk_profile
+from .results import Measured, Row, row
+from .rounds import Times, alternate, paired
+from .settings import Settings
+
+MIB = 1024 * 1024
+FILE_NBYTES = 2048 * MIB
+REQUEST_NBYTES = 8 * MIB
+REQUESTS_AHEAD = 16
+SWEPT_BLOCKS = (64 * 1024, 256 * 1024, MIB, 4 * MIB)
+SWEPT_DEPTHS = (4, 16, 64)
+RAW_BLOCK, RAW_THREADS = 4 * MIB, 8
+DIRECTIONS = ("read", "write", "mixed")
+
+
+@dataclass
+class TestFile:
+    """The file that every job reads or writes."""
+
+    path: str
+    nbytes: int
+
+
+class Ours:
+    """Our I/O engine: large requests, several in flight, with registered memory."""
+
+    def __init__(self, file: TestFile, kind: str, *, block_nbytes: int, depth: int):
+        self.file = file
+        self.engine = native.make_io_engine(kind=kind, block_nbytes=block_nbytes, depth=depth)
+        index = self.engine.open_file(file.path)
+        self.extent = native.Extent.in_file(index, 0, file.nbytes)
+        self.memory = native.Region(REQUESTS_AHEAD * REQUEST_NBYTES, True, 2)
+        self.engine.register([(self.memory.address, self.memory.nbytes)])
+
+    def run(self, direction: str) -> None:
+        """Reads or writes the file once; "mixed" reads one half and writes the other."""
+        self._run(list(self._requests(direction)))
+
+    def _requests(self, direction: str) -> Iterator[tuple[Callable, int]]:
+        offsets = range(0, self.file.nbytes, REQUEST_NBYTES)
+        if direction == "mixed":
+            half = len(offsets) // 2
+            for first, second in zip(offsets[:half], offsets[half:]):
+                yield self._read, first
+                yield self._write, second
+        else:
+            for offset in offsets:
+                yield (self._read if direction == "read" else self._write), offset
+
+    def _read(self, extent, offset: int, address: int, nbytes: int) -> native.Ticket:
+        return self.engine.read(extent, offset, address, nbytes, checksum=False)  # as rivals do
+
+    def _write(self, extent, offset: int, address: int, nbytes: int) -> native.Ticket:
+        return self.engine.write(extent, offset, address, nbytes, checksum=False)
+
+    def _run(self, requests: list) -> None:
+        pending: list[native.Ticket | None] = [None] * REQUESTS_AHEAD
+        for turn, (operation, offset) in enumerate(requests):
+            slot = turn % REQUESTS_AHEAD
+            if pending[slot] is not None:
+                pending[slot].wait()
+            nbytes = min(REQUEST_NBYTES, self.file.nbytes - offset)
+            pending[slot] = operation(
+                self.extent, offset, self.memory.address + slot * REQUEST_NBYTES, nbytes
+            )
+        for ticket in pending:
+            if ticket is not None:
+                ticket.wait()
+
+
+class Raw:
+    """The raw disk: a few threads, one system call per block."""
+
+    def __init__(self, file: TestFile):
+        self.file = file
+        self.descriptor = os.open(file.path, os.O_RDWR | os.O_DIRECT)
+        self.memory = native.Region(RAW_THREADS * RAW_BLOCK, True, 2)
+        self.threads = ThreadPoolExecutor(RAW_THREADS)
+
+    def close(self) -> None:
+        self.threads.shutdown()
+        os.close(self.descriptor)
+
+    def run(self, direction: str) -> None:
+        list(self.threads.map(lambda thread: self._share(thread, direction), range(RAW_THREADS)))
+
+    def _share(self, thread: int, direction: str) -> None:
+        block = memoryview(self.memory)[thread * RAW_BLOCK : (thread + 1) * RAW_BLOCK]
+        writes = direction == "write" or (direction == "mixed" and thread % 2)
+        move = os.pwritev if writes else os.preadv
+        for offset in range(
+            thread * RAW_BLOCK, self.file.nbytes - RAW_BLOCK + 1, RAW_THREADS * RAW_BLOCK
+        ):
+            move(self.descriptor, [block], offset)
+
+
+def measure(settings: Settings, *, rivals: Sequence[Any] = ()) -> Measured:
+    """Measures rows io.read, io.write, io.mixed, io.read.cpu, io.threads.read.
+
+    rivals
+        Other I/O systems. Each has a NAME and `find`. A note names each absent one.
+
+    Creates its file in ``settings.folder`` and removes it.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder,
+        ExitStack() as stack,
+    ):
+        file = _make_file(folder, settings.scaled(FILE_NBYTES, RAW_THREADS * RAW_BLOCK))
+        ours, threads = (_as_used(file, kind, folder) for kind in ("auto", "threads"))
+        raw = Raw(file)
+        stack.callback(raw.close)
+        times = alternate(
+            _jobs({"ours": ours.run, "raw disk": raw.run})
+            | {("threads", "read"): lambda: threads.run("read")},
+            settings.rounds,
+        )
+        rows = _rows(times, file.nbytes)
+        settings.show(rows)
+        others, notes = {}, []
+        for rival in rivals:
+            found = rival.find(file.path, file.nbytes)
+            if isinstance(found, str):
+                notes.append(f"{rival.NAME}: {found}")
+            else:
+                stack.callback(found.close)
+                others[rival.NAME] = found.run
+        if others:
+            times = alternate(_jobs({"ours": ours.run} | others), settings.rounds)
+            _compare(rows, times, file.nbytes, list(others))
+        return Measured(rows, notes, {"io.sweep": _sweep(file)})
+
+
+def _jobs(systems: dict[str, Callable[[str], object]]) -> dict[Any, Callable[[], object]]:
+    return {
+        (who, way): lambda run=run, way=way: run(way)
+        for way in DIRECTIONS
+        for who, run in systems.items()
+    }
+
+
+def _as_used(file: TestFile, kind: str, folder: str) -> Ours:
+    """Makes our engine with the block size and depth of this disk's profile."""
+    profile = disk_profile(folder, kind)
+    return Ours(file, kind, block_nbytes=profile.block_nbytes, depth=profile.depth)
+
+
+def _sweep(file: TestFile) -> list[dict]:
+    """Measures reads at every block size and depth, once each."""
+    points = []
+    for block_nbytes in SWEPT_BLOCKS:
+        for depth in SWEPT_DEPTHS:
+            ours = Ours(file, "auto", block_nbytes=block_nbytes, depth=depth)
+            start = time.perf_counter()
+            ours.run("read")
+            rate = file.nbytes / (time.perf_counter() - start) / 1e9
+            points.append({"block_nbytes": block_nbytes, "depth": depth, "GB/s": rate})
+    return points
+
+
+def _make_file(folder: str, nbytes: int) -> TestFile:
+    """Creates the file and fills it with random bytes, so that its blocks are allocated."""
+    engine = native.make_io_engine()
+    path = os.path.join(folder, "file")
+    extent = native.Extent.in_file(engine.create_file(path, nbytes), 0, nbytes)
+    memory = native.Region(64 * MIB, True, 2)
+    native.tensor_at(memory, memory.address, memory.nbytes, torch.uint8).random_()
+    for offset in range(0, nbytes, memory.nbytes):
+        engine.write(extent, offset, memory.address, min(memory.nbytes, nbytes - offset)).wait()
+    return TestFile(path, nbytes)
+
+
+def _rates(times: dict[Any, Times], who: str, way: str, nbytes: int) -> list[float]:
+    return [nbytes / seconds / 1e9 for seconds in times[who, way].wall]
+
+
+def _rows(times: dict[Any, Times], nbytes: int) -> list[Row]:
+    rows = [
+        row(
+            f"io.{way}",
+            "GB/s",
+            _rates(times, "ours", way, nbytes),
+            ceiling=("raw disk", _rates(times, "raw disk", way, nbytes)),
+        )
+        for way in DIRECTIONS
+    ]
+    gib = nbytes / 2**30
+    rows.append(row("io.read.cpu", "CPU s/GiB", [each / gib for each in times["ours", "read"].cpu]))
+    both = paired(times["threads", "read"].wall, times["ours", "read"].wall)
+    rates = _rates(times, "threads", "read", nbytes)
+    rows.append(row("io.threads.read", "GB/s", rates, ratios={"uring": both}))
+    return rows
+
+
+def _compare(rows: list[Row], times: dict[Any, Times], nbytes: int, rivals: list[str]) -> None:
+    """Adds the rivals' ratios to the rows; fio is the ceiling where it is faster than the raw
+    disk."""
+    of_way = dict(zip(DIRECTIONS, rows))
+    for way, entry in of_way.items():
+        wall = times["ours", way].wall
+        entry.ratios = {who: paired(wall, times[who, way].wall) for who in rivals}
+        if "fio" not in rivals:
+            continue
+        limits = _rates(times, "fio", way, nbytes)
+        if statistics.median(limits) > entry.ceiling["value"]:
+            entry.ceiling = {"name": "fio", "value": statistics.median(limits)}
+            pairs = zip(_rates(times, "ours", way, nbytes), limits)
+            entry.share_of_ceiling = statistics.median(our / limit for our, limit in pairs)
+    cpu = times["ours", "read"].cpu
+    (entry,) = (each for each in rows if each.name == "io.read.cpu")
+    entry.ratios = {who: paired(cpu, times[who, "read"].cpu) for who in rivals}

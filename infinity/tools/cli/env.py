@@ -1,0 +1,321 @@
+"""``infinity env``: reports what was found and chosen on this machine, with remedies."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ... import __version__
+from ...errors import InfinityError
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. ``remedy`` is empty if nothing could be better."""
+
+    name: str
+    value: str
+    remedy: str = ""
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "env", help="what was found and chosen on this machine, and what would be better"
+    )
+    parser.add_argument(
+        "--nvme-path",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="folder to look at (repeatable)",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the findings."""
+    findings = find(args.nvme_path or [os.getcwd()])
+    if args.json:
+        print(json.dumps({finding.name: asdict(finding) for finding in findings}))
+        return 0
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"{finding.name:<{width}}  {finding.value}")
+        if finding.remedy:
+            print(f"{'':<{width}}  -> {finding.remedy}")
+    if not any(finding.remedy for finding in findings):
+        print("There is nothing to change.")
+    return 0
+
+
+def find(folders: list[str]) -> list[Finding]:
+    """Examines the CPU, the kernel, the memory, the GPU and the disks of ``folders``. Writes a
+    probe file to each folder."""
+    import torch
+
+    findings = [
+        Finding("infinity", f"{__version__} (infinity-engine) in {Path(__file__).parents[1]}"),
+        Finding("python", f"{platform.python_version()}, torch {torch.__version__}"),
+        _simd(),
+        _io(),
+        _memlock(),
+        _huge_pages(),
+        _shared_huge_pages(),
+        *_gpu(torch, folders),
+        _memory(),
+        _guard(torch),
+    ]
+    for folder in folders:
+        findings += _disk(folder)
+    return findings
+
+
+def _simd() -> Finding:
+    from infinity import native
+
+    units, chosen = native.simd_units(), native.simd_unit()
+    if chosen != units[0]:
+        return Finding(
+            "simd", f"{chosen} (of {', '.join(units)})", "unset INFINITY_SIMD to use the best one"
+        )
+    remedy = "" if chosen == "avx512" else "the optimizer runs faster on a processor with AVX-512"
+    return Finding("simd", f"{chosen} (of {', '.join(units)})", remedy)
+
+
+def _io() -> Finding:
+    from infinity import native
+
+    engine = native.make_io_engine()
+    if engine.backend == "uring":
+        return Finding("io", "io_uring, registered files")
+    reason = native.uring_refusal()
+    if not reason:
+        return Finding(
+            "io", "threads (INFINITY_IO=threads)", "unset INFINITY_IO: io_uring works here"
+        )
+    return Finding("io", "threads", reason)
+
+
+def _memlock() -> Finding:
+    """Registers a buffer of 64 MiB, which the usual memlock limit does not allow."""
+    from infinity import native
+
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
+    engine = native.make_io_engine()
+    if engine.backend != "uring":
+        return Finding("fixed buffers", "none: they need io_uring", "see io")
+    region = native.Region(64 * 1024 * 1024, True, 1)
+    engine.register([(region.address, region.nbytes)])
+    refusals = [note for note in engine.notes if "buffers" in note]
+    if refusals:
+        return Finding("fixed buffers", f"refused (memlock limit {text})", refusals[0])
+    return Finding("fixed buffers", f"registered with the kernel (memlock limit {text})")
+
+
+def _huge_pages() -> Finding:
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    setting = path.read_text().strip() if path.exists() else "not offered by this kernel"
+    chosen = setting[setting.find("[") + 1 : setting.find("]")] if "[" in setting else setting
+    if chosen in ("always", "madvise"):
+        return Finding("huge pages", f"{chosen}: used for staging and homes in memory")
+    return Finding(
+        "huge pages", chosen, f"echo madvise > {path} (as root) makes large copies cheaper"
+    )
+
+
+def _shared_huge_pages() -> Finding:
+    """Reports whether memory shared by ranks gets huge pages. It has its own setting for them and,
+    since Linux 6.1, a system call."""
+    from infinity import native
+
+    name = "huge pages, shared"
+    try:
+        is_huge = native.SharedRow(1).allocate(4 * 1024 * 1024).huge_pages
+    except InfinityError as error:
+        return Finding(
+            name, f"none: {error}", "several ranks on the processor send each other their weights"
+        )
+    if is_huge:
+        return Finding(name, "used for weights that several ranks of this machine read in memory")
+    remedy = (
+        "Linux 6.1 or newer, with huge pages not off, has several ranks on the processor read each"
+        " other's weights faster"
+    )
+    return Finding(name, "none", remedy)
+
+
+def _gpu(torch, folders: list[str]) -> list[Finding]:
+    """Reports on the GPU: one line if there is none."""
+    from infinity import native
+
+    from ...ext.gpu_direct import direct_storage
+
+    if torch.cuda.is_available() or direct_storage.has_gpu() or native.cuda_driver()[0]:
+        return [_cuda(torch), _driver(), _kernels(), *_direct_storage(folders)]
+    targets = native.kernel_targets()
+    inside = f"; cuda kernels are inside, for {_told(targets)}" if targets else ""
+    return [Finding("cuda", f"no GPU: the processor computes{inside}")]
+
+
+def _cuda(torch) -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("cuda", f"torch {torch.__version__} finds none", "check nvidia-smi")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    capability = torch.cuda.get_device_capability(0)
+    text = (
+        f"{len(names)} x {names[0]}, capability {capability[0]}.{capability[1]}: models on it are"
+        " computed there"
+    )
+    if torch.cuda.get_device_properties(0).is_integrated:
+        text += "; its memory is the host's: homes on both are one, and nothing is copied"
+    remedy = (
+        ""
+        if capability >= (8, 0)
+        else "the optimizer's kernels need capability 8.0: state stays on the host or on disk"
+    )
+    return Finding("cuda", text, remedy)
+
+
+def _driver() -> Finding:
+    """Reports whether host memory can be registered for DMA by the GPU."""
+    from infinity import native
+
+    version, refusal = native.cuda_driver()
+    if refusal:
+        return Finding("cuda driver", refusal)
+    text = f"CUDA {version // 1000}.{version % 1000 // 10}"
+    region = native.Region(64 * 1024 * 1024, True, 1)
+    try:
+        region.pin()
+    except OSError as error:
+        return Finding("cuda driver", f"{text}, does not register host memory", str(error))
+    return Finding("cuda driver", f"{text}, registers host memory")
+
+
+def _kernels() -> Finding:
+    from infinity import native
+
+    module, refusal = native.gpu_kernels()
+    if not (targets := native.kernel_targets()):
+        reason, _, remedy = refusal.partition(". ")
+        return Finding("cuda kernels", reason, remedy)
+    told = f"inside, for {_told(targets)}"
+    return Finding("cuda kernels", told if module else f"{told}; not used: {refusal}")
+
+
+def _told(targets: list[str]) -> str:
+    """Returns the GPUs that kernels were compiled for, in words."""
+    machines = [target for target in targets if target.startswith("sm_")]
+    ptx = [target for target in targets if target not in machines]
+    return ", ".join([*machines, *(f"{each} and newer (PTX)" for each in ptx)])
+
+
+def _direct_storage(folders: list[str]) -> list[Finding]:
+    """Reports on GPUDirect Storage: disk to GPU, bypassing host memory. If there is a GPU, lists
+    the missing parts."""
+    from ...ext.gpu_direct import direct_storage
+
+    name = "gpudirect storage"
+    found = direct_storage.missing(folders)
+    told = [Finding(f"{name}, {each.part}", each.what, each.remedy) for each in found]
+    if refusal := direct_storage.refusal(folders):
+        return [
+            Finding(
+                name, f"not used ({refusal}); bytes from disk pass through registered host memory"
+            ),
+            *told,
+        ]
+    from infinity import native
+
+    found, (kernels, why) = f"cuFile {native.cufile()[0]}", native.gpu_kernels()
+    if kernels is None:
+        remedy = (
+            "build infinity._cuda with nvcc; or verify each byte in one read of 16 only:"
+            " Config(checksums='sampled')"
+        )
+        return [
+            Finding(
+                name,
+                f"not used: {found} is there, but nothing that verifies bytes on the GPU ({why})",
+                remedy,
+            )
+        ]
+    return [
+        Finding(
+            name, f"{found}: weights on disk come past the host's memory, verified on the device"
+        )
+    ]
+
+
+def _memory() -> Finding:
+    import psutil
+
+    from ...core.machine import processors
+    from ...core.machine.limits import for_the_engine, memory_left
+    from ...core.machine.sizes import format_nbytes
+
+    memory, left = psutil.virtual_memory(), memory_left()
+    text = (
+        f"{format_nbytes(memory.available)} free of {format_nbytes(memory.total)}, {os.cpu_count()}"
+        " processors"
+    )
+    if left < 0.9 * memory.available:
+        text += f"; control groups and ulimits leave this process {format_nbytes(left)}"
+    if (count := processors.available()) < (os.cpu_count() or 1):
+        text += f", and {count} processors"
+    return Finding(
+        "memory", f"{text}; without a limit of yours {format_nbytes(for_the_engine(left))} are used"
+    )
+
+
+def _guard(torch) -> Finding:
+    from ...core.machine import storage_guard
+
+    if storage_guard.is_available():
+        return Finding(
+            "storage guard", "on: a parameter at rest cannot be read past torch's functions"
+        )
+    return Finding(
+        "storage guard",
+        f"off: torch {torch.__version__} is not known here",
+        "torch.func or DLPack on a parameter at rest would crash: use torch 2.10 to 2.13",
+    )
+
+
+def _disk(folder: str) -> list[Finding]:
+    from infinity import native
+    from infinity.errors import InfinityError
+
+    from ...core.machine.sizes import format_nbytes
+
+    name = f"disk {folder}"
+    try:
+        usage = shutil.disk_usage(folder)
+        with tempfile.TemporaryDirectory(prefix="infinity-probe-", dir=folder) as probe:
+            engine = native.make_io_engine()
+            file = engine.create_file(os.path.join(probe, "probe"), native.BLOCK_NBYTES)
+            direct = engine.is_direct(file)
+    except (OSError, InfinityError) as error:
+        return [
+            Finding(name, f"cannot be used: {error}", "name a folder that exists and is writable")
+        ]
+    free = f"{format_nbytes(usage.free)} free of {format_nbytes(usage.total)}"
+    if direct:
+        return [Finding(name, f"{free}, O_DIRECT")]
+    return [
+        Finding(
+            name,
+            f"{free}, no O_DIRECT: transfers go through the page cache",
+            "a folder on ext4 or xfs avoids the extra copy",
+        )
+    ]

@@ -1,0 +1,104 @@
+"""Presets and option files: words inserted before the command line's own, which override them.
+
+preset  options of `infinity train` under one name
+file    TOML, JSON or YAML: the fields of Config and, in the table ``train``, options of the command
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from ...untrusted import read_table
+
+TABLE = "train"
+PRESETS = {
+    "full": ["--dtype", "auto"],
+    "lora": ["--dtype", "auto", "--lora-rank", "16", "--lr", "2e-4"],
+    "cpu-only": ["--dtype", "auto", "--device", "cpu", "--gradient-checkpointing"],
+}
+
+
+def expanded(argv: Sequence[str]) -> list[str]:
+    """Returns the words of a command, with those of its preset and its file before its own. Raises
+    ConfigError for an invalid file."""
+    words = list(argv)
+    if words[:1] != ["train"]:
+        return words
+    rest = words[1:]
+    file, preset = value_of("--config", rest), value_of("--preset", rest)
+    of_file = words_of_table(Path(file), rest) if file is not None and Path(file).is_file() else []
+    preset = preset or value_of("--preset", of_file)
+    return ["train", *PRESETS.get(preset or "", ()), *of_file, *rest]
+
+
+def value_of(option: str, words: Sequence[str]) -> str | None:
+    """Returns the last value of ``option`` in ``words``, or None."""
+    found = None
+    for number, word in enumerate(words):
+        if word == option and number + 1 < len(words):
+            found = words[number + 1]
+        elif word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+    return found
+
+
+def words_of_table(path: Path, given: Sequence[str]) -> list[str]:
+    """Returns the words for the table ``train`` of a file. Lists are repeatable options: values on
+    the command line replace them. Raises ConfigError, with the file's key, for an unknown option or
+    an invalid value."""
+    from . import build_parser, command_of
+
+    file = read_table(path)
+    if table := file.get(TABLE, {}):
+        from ..migrate.other_tools import refuse_others  # loads torch
+
+        refuse_others(file, f"{path}: ")  # LitGPT's has such a table, too
+    if not isinstance(table, dict):
+        raise ConfigError(f"{path}: {TABLE} is not a table of options")
+    options = command_of(build_parser(), "train")
+    words: list[str] = []
+    for name, value in table.items():
+        said = _words_of(f"{path}: {TABLE}.{name}", name, value, options)
+        if not isinstance(value, list) or value_of(said[0] if said else "", given) is None:
+            words += said
+    return words
+
+
+def _words_of(key: str, name: str, value: Any, options: argparse.ArgumentParser) -> list[str]:
+    """Returns the words for one key. ``key``: its name in error messages."""
+    known = {
+        option: action
+        for action in options._actions
+        for option in action.option_strings
+        if option.startswith("--")
+    }
+    option = f"--{name.replace('_', '-')}"
+    if option not in known or option in ("--help", "--config"):
+        near = difflib.get_close_matches(option, known, n=1)
+        hint = (
+            f": did you mean {near[0][2:].replace('-', '_')}?"
+            if near and option not in known
+            else ""
+        )
+        raise ConfigError(f"{key} is no option of `infinity train` in a file{hint}")
+    is_switch = known[option].nargs == 0
+    if isinstance(value, bool) and is_switch:
+        words = [option] if value else []
+    elif isinstance(value, list):
+        words = [word for each in value for word in (option, str(each))]
+    elif isinstance(value, (str, int, float)) and not isinstance(value, bool) and not is_switch:
+        words = [f"{option}={value}"]
+    else:
+        wanted = "true or false" if is_switch else "text, a number, or a list"
+        raise ConfigError(f"{key} is a {type(value).__name__}: give {wanted}")
+    options.exit_on_error = False
+    try:
+        options.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{key}: {error.message}") from None
+    return words

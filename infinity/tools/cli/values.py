@@ -1,0 +1,135 @@
+"""Values of options: parses them, and says what is wrong with one."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...core.machine.sizes import parse_nbytes
+from ...errors import ConfigError
+
+MOST = 2**31 - 1  # of a count: more is a typo
+MOST_TOKENS = 1e18
+
+
+def a_path(text: str) -> Path:
+    """Parses a path."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("an empty path given: name a file or folder")
+    return Path(text)
+
+
+def a_count(text: str) -> int:
+    """Parses a whole number from 1 on."""
+    return _whole(text, 1, MOST)
+
+
+def zero_or_more(text: str) -> int:
+    """Parses a whole number from 0 on."""
+    return _whole(text, 0, MOST)
+
+
+def at_least_two(text: str) -> int:
+    """Parses a number of tokens that has one to predict."""
+    return _whole(text, 2, MOST, " (a token and the one to predict)")
+
+
+def a_seed(text: str) -> int:
+    """Parses a seed."""
+    return _whole(text, 0, 2**63 - 1)
+
+
+def positive_real(text: str) -> float:
+    """Parses a number above 0."""
+    return _real(text, sys.float_info.min, "more than 0")
+
+
+def real_from_zero(text: str) -> float:
+    """Parses a number from 0 on."""
+    return _real(text, 0.0, "0 or more")
+
+
+def _whole(text: str, low: int, high: int, why: str = "") -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        near = f", as {float(text):.0f}" if _is_whole(text) else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number{near}") from None
+    if value > high:
+        raise argparse.ArgumentTypeError(f"{text} given, at most {high} possible")
+    if value < low:
+        raise argparse.ArgumentTypeError(f"{text} given, {low} or more{why} needed")
+    return value
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        return float(text).is_integer()
+    except (ValueError, OverflowError):
+        return False
+
+
+def _real(text: str, low: float, needed: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if math.isinf(value):
+        raise argparse.ArgumentTypeError(f"{text} given, a finite number needed")
+    if not value >= low:
+        raise argparse.ArgumentTypeError(f"{text} given, {needed} needed")
+    return value
+
+
+def svg_path(text: str) -> Any:
+    """Parses the path of a picture."""
+    path = a_path(text)
+    if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".gif", ".pdf"):
+        raise argparse.ArgumentTypeError(f"{text}: the picture is an SVG, name it *.svg")
+    return path
+
+
+def a_number_of_tokens(text: str) -> float:
+    """Parses a number of tokens, as 2B, 500M, 64K or 2e9."""
+    number, letter = (text[:-1], text[-1:].upper()) if text[-1:].isalpha() else (text, "")
+    scale = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(letter)
+    try:
+        value = float(number) * (scale or math.nan)
+    except ValueError:
+        value = math.nan
+    if not 1 <= value <= MOST_TOKENS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of tokens from 1 on: give it as 2B, 500M or 2e9"
+        )
+    return value
+
+
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Yields rows with their columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip()
+
+
+def add_rating(add: Callable[..., Any], default: str) -> None:
+    """Adds the option of :func:`rating_of`."""
+    add(
+        "--drive-rating",
+        metavar="BYTES",
+        help=f'what a drive may be written in all, as "1200TB" ({default})',
+    )
+
+
+def rating_of(args: argparse.Namespace) -> float | None:
+    """Returns the bytes that a drive may be written in all; None if they are not given. Raises
+    ConfigError."""
+    if args.drive_rating is None:
+        return None
+    rating = float(parse_nbytes(args.drive_rating, "--drive-rating"))
+    if rating <= 0:
+        raise ConfigError(f"--drive-rating {args.drive_rating}: give bytes, as 1200TB")
+    return rating

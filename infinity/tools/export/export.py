@@ -1,0 +1,129 @@
+"""`infinity export`: writes a checkpoint's weights as a folder that transformers loads, optionally
+with an adapter merged. Needs no GPU, no other ranks, and little memory."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from ..cli.values import a_path
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Registers the command."""
+    parser = subparsers.add_parser("export", help="write a checkpoint's weights as safetensors")
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        type=a_path,
+        help="a folder that save_checkpoint, or `infinity train`, wrote; or one of safetensors",
+    )
+    parser.add_argument("out", metavar="OUT", type=a_path, help="the folder to write")
+    parser.add_argument(
+        "--dtype",
+        choices=("fp32", "bf16", "fp16"),
+        help="default: what the model computed in; fp32 takes the masters",
+    )
+    parser.add_argument(
+        "--model",
+        type=a_path,
+        metavar="DIR",
+        help="copy configuration, tokenizer, and tensors without a place in its class, from here",
+    )
+    parser.add_argument(
+        "--merge",
+        type=a_path,
+        metavar="ADAPTER",
+        help="merge an adapter of peft, a layer at a time; a checkpoint needs --model too",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT")
+    parser.add_argument(
+        "--json", action="store_true", help="print what was written as one JSON object"
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the folder and prints the number of parameters and bytes."""
+    from ...choices import DTYPES
+    from ...core.machine.sizes import format_nbytes
+    from ...ext.checkpoint.export import export
+    from ...files.outputs import MODEL_NAMES, Output, check_outputs
+
+    model = (
+        args.model
+        if args.model or not (args.checkpoint / "config.json").is_file()
+        else args.checkpoint
+    )
+    _check_inputs(args)
+    read = {"CHECKPOINT": args.checkpoint, "--model": model, "--merge": args.merge}
+    check_outputs(
+        [Output("OUT", args.out, replaces=MODEL_NAMES)], read.items(), overwrite=args.overwrite
+    )
+    change = None if args.merge is None else _merging(model, args.merge)
+    written = export(
+        args.checkpoint,
+        args.out,
+        dtype=DTYPES[args.dtype] if args.dtype else None,
+        model=model,
+        change=change,
+    )
+    if args.json:
+        print(json.dumps({"out": str(args.out)} | written))
+    else:
+        print(
+            f"{written['parameters']:,} parameters ({format_nbytes(written['nbytes'])}) written to"
+            f" {args.out}"
+        )
+    return 0
+
+
+def _check_inputs(args: argparse.Namespace) -> None:
+    """Raises ConfigError or UsageError for inputs that are not there, or another thing."""
+
+    from ...errors import ConfigError, UsageError
+    from ...ext.checkpoint.manifest import what_it_is
+    from ...ext.packed.unpacked import is_scaled, packing_of
+
+    found = args.checkpoint
+    if not found.exists():
+        raise UsageError(f"there is no {found}: CHECKPOINT comes first, then OUT")
+    if found.is_file() and found.suffix == ".json":
+        raise UsageError(f"{found} is no checkpoint: give its folder")
+    if (found / "adapter_config.json").is_file():
+        raise UsageError(
+            f"{found} is an adapter already: merge it into its base with `infinity export BASE OUT"
+            f" --merge {found}`"
+        )
+    if found.is_dir() and not any(found.iterdir()):
+        raise UsageError(f"{what_it_is(found)}: give the folder that a save, or a trainer, wrote")
+    if args.merge is not None and not (args.merge / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"--merge {args.merge}: no adapter_config.json in it: give the folder that PEFT saved"
+        )
+    for folder in (found, args.model):
+        if folder is not None and (folder / "config.json").is_file():
+            told = packing_of(folder)
+            if told and not told.get("load_in_4bit") and not is_scaled(told):
+                raise ConfigError(
+                    f"{folder} is packed in a form that is not unpacked here (quantization_config):"
+                    " give the model that it was made of, or one in bitsandbytes' 4 bits, FP8 or"
+                    " MXFP4"
+                )
+
+
+def _merging(model: Path | None, adapter: Path) -> Callable:
+    """Returns a function that merges ``adapter`` into a model's tensors. ``model``: the folder of
+    the model's config.json. Raises ConfigError without it."""
+    from functools import partial
+
+    from ...errors import ConfigError
+    from ...ext.integrations.peft import adapted_twin, merged
+
+    if model is None:
+        raise ConfigError(
+            "--merge needs the model's config.json: give the folder that has it, --model DIR"
+        )
+    return partial(merged, twin=adapted_twin(model, adapter))

@@ -1,0 +1,122 @@
+"""Machine file: one node of a machine that is not here, as a TOML file describes it: its devices,
+memory, disks and links (see ``machines/``)."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...core.machine.sizes import parse_nbytes
+from ...errors import ConfigError
+from ...untrusted import read_text
+
+MACHINES = Path(__file__).parent / "machines"
+FIELDS = {
+    "devices": ("count", "memory", "flops", "efficiency"),
+    "host": ("memory", "bandwidth", "checksum"),
+    "disks": ("count", "capacity", "read", "write"),
+    "links": ("device", "host", "network", "latency"),
+}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One node. Units: bytes, bytes per second in one direction, operations per second, seconds."""
+
+    name: str
+    devices: int
+    device_memory: int
+    device_flops: float  # achieved by blocks: the peak times the efficiency
+    host_memory: int
+    host_bandwidth: float
+    checksum_rate: float
+    disks: int
+    disk_capacity: int
+    disk_read: float
+    disk_write: float
+    device_link: float
+    host_link: float
+    network: float
+    latency: float
+    sources: tuple[str, ...] = ()
+    device_bandwidth: float | None = None  # of its memory; None: unknown, its time is not counted
+    device: str = "cuda"  # its kind, as torch calls it
+    drive_rating: float | None = None  # bytes that one drive may be written, as its maker says
+
+    @classmethod
+    def read(cls, given: str) -> Machine:
+        """Reads the file ``given``, or the package's machine file of that name. Raises ConfigError
+        if there is none, or it lacks a field."""
+        path = Path(given)
+        if not path.exists():
+            path = MACHINES / path.with_suffix(".toml").name.lower()
+        try:
+            found = tomllib.loads(read_text(path))
+        except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            known = known_machines()
+            near = sorted((name for name in known if given.lower() in name), key=len)
+            near += difflib.get_close_matches(given, known, n=1)
+            why = f"there is no file {given}" if isinstance(error, FileNotFoundError) else error
+            hint = f": did you mean {near[0]}?" if near else f": {why}."
+            raise ConfigError(
+                f"--machine {given}{hint} Give a TOML file, or one of {', '.join(known)}"
+            ) from None
+        values = {
+            (part, key): _value(found, part, key, given)
+            for part, keys in FIELDS.items()
+            for key in keys
+        }
+        optional = {
+            (part, key): _value(found, part, key, given) if key in found[part] else None
+            for part, key in (("devices", "bandwidth"), ("disks", "rating"))
+        }
+        return cls(
+            device_bandwidth=optional["devices", "bandwidth"],
+            drive_rating=optional["disks", "rating"],
+            name=str(found.get("name", given)),
+            devices=int(values["devices", "count"]),
+            device_memory=int(values["devices", "memory"]),
+            device_flops=values["devices", "flops"] * values["devices", "efficiency"],
+            host_memory=int(values["host", "memory"]),
+            host_bandwidth=values["host", "bandwidth"],
+            checksum_rate=values["host", "checksum"],
+            disks=int(values["disks", "count"]),
+            disk_capacity=int(values["disks", "capacity"]),
+            disk_read=values["disks", "read"],
+            disk_write=values["disks", "write"],
+            device_link=values["links", "device"],
+            host_link=values["links", "host"],
+            network=values["links", "network"],
+            latency=values["links", "latency"],
+            sources=tuple(map(str, found.get("sources", ()))),
+        )
+
+
+def known_machines() -> list[str]:
+    """Lists the names of the package's machine files."""
+    return sorted(each.stem for each in MACHINES.glob("*.toml"))
+
+
+def _value(found: dict[str, Any], part: str, key: str, given: str) -> float:
+    value = found.get(part, {}).get(key) if isinstance(found.get(part, {}), dict) else None
+    if isinstance(value, str):
+        value = parse_nbytes(value, f"{given}: {part}.{key}")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or not math.isfinite(value)
+        or value <= 0
+    ):
+        raise ConfigError(
+            f"--machine {given}: [{part}] needs {key}, a number above 0 (or bytes as text); it has"
+            f" {value!r}"
+        )
+    if key == "count" and value != int(value):
+        raise ConfigError(
+            f"--machine {given}: [{part}] has {key} = {value}, which is not a whole number"
+        )
+    return float(value)

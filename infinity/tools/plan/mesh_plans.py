@@ -1,0 +1,116 @@
+"""Mesh plans: finds the fastest way to train a sharded model on each of many meshes.
+
+way    a schedule, and 1, 2, 4 ... samples a micro-batch, on one mesh
+limit  seconds of the slowest of the fastest meshes so far: what takes longer is not planned
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+
+from ...core.machine.sizes import format_seconds
+from ...errors import CapacityError, ConfigError
+from ...ext.pipeline.choice import Choice, check_counts, choose
+from .mesh_choice import SHOWN, MeshPlan, best_of
+from .mesh_shape import MeshShape
+from .mesh_way import Job, Way
+
+# Of one stage there is nothing to choose.
+TRIED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS")
+
+
+class Search:
+    """The search for the fastest ways of one job."""
+
+    def __init__(self, job: Job):
+        self._job = job
+        self._chosen: dict[tuple[str, int], Choice] = {}
+
+    def best(self, mesh: MeshShape, limit: float = math.inf) -> MeshPlan:
+        """Finds the fastest way to train on ``mesh``. Raises ConfigError or CapacityError if there
+        is none, with the reason of the one that came nearest; ``limit``: none that takes so many
+        seconds is looked at."""
+        best: MeshPlan | None = None
+        refused: ConfigError | CapacityError | None = None
+        ways: list[Way] = []
+        for name in TRIED if mesh.pp > 1 else TRIED[:1]:
+            for way in self._ways(mesh, name, limit):
+                if isinstance(way, Way):
+                    ways.append(way)
+                elif not isinstance(refused, CapacityError):
+                    refused = way if refused is None or isinstance(way, CapacityError) else refused
+        for way in sorted(ways, key=lambda way: (way.least_seconds, way.samples)):
+            # Nothing that is added to a run makes it shorter.
+            if best is not None and way.least_seconds >= best.step_seconds:
+                break
+            if best is not None and way.run.seconds >= best.step_seconds:
+                continue
+            try:
+                found = way.plan()
+            except CapacityError as error:
+                refused = error
+                continue
+            if best is None or found.step_seconds < best.step_seconds:
+                best = found
+        if best is None:
+            raise refused or ConfigError(f"{mesh}: no schedule fits")
+        return best
+
+    def _ways(
+        self, mesh: MeshShape, name: str, limit: float
+    ) -> Iterator[Way | ConfigError | CapacityError]:
+        """Yields the ways with a schedule whose activations fit, with 1, 2, 4 ... samples a
+        micro-batch, and why others are none."""
+        if self._job.batch.samples % mesh.data:
+            yield ConfigError(
+                f"{mesh}: {self._job.batch.samples} samples of a step do not divide by the"
+                f" {mesh.data} data ranks"
+            )
+            return
+        each, samples = self._job.batch.samples // mesh.data, 1
+        while each % samples == 0:
+            try:
+                way = Way(self._job, mesh, self._choose(mesh, name, each // samples), samples)
+                if way.least_seconds >= limit:
+                    yield ConfigError(
+                        f"{mesh}: takes {format_seconds(way.least_seconds)} or more, others less"
+                    )
+                else:
+                    way.check_room()
+                    yield way
+            except CapacityError as error:  # more samples need more
+                yield error
+                return
+            except ConfigError as error:
+                yield error
+            samples *= 2
+
+    def _choose(self, mesh: MeshShape, name: str, micro_batches: int) -> Choice:
+        chain, ranks = self._job.paper.chain, mesh.pp
+        if ranks == 1:
+            return Choice("1F1B", (len(chain.layers),), 1, micro_batches, "")
+        if self._job.paper.uncut:
+            raise ConfigError(self._job.paper.uncut)
+        if (found := self._chosen.get((name, ranks))) is None:
+            asked = {"schedule": name, "micro_batches": micro_batches, "chunks": None}
+            found = choose(chain, self._job.config, ranks, costs=None, load_rate=None, **asked)
+            self._chosen[name, ranks] = found
+        check_counts(name, found.chunks // ranks, len(chain.layers), ranks, micro_batches)
+        return dataclasses.replace(found, micro_batches=micro_batches)
+
+
+def plan_meshes(
+    job: Job, meshes: Iterable[MeshShape]
+) -> list[tuple[MeshShape, MeshPlan | None, Exception | None]]:
+    """Plans every mesh that may be among the fastest. Returns its plan, or None and the reason."""
+    search, found = Search(job), list[tuple[MeshShape, MeshPlan | None, Exception | None]]()
+    for mesh in sorted(meshes, key=lambda mesh: (mesh.pp, mesh)):
+        fastest = best_of(plan for _, plan, _ in found if plan is not None)
+        limit = fastest[-1].step_seconds if len(fastest) == SHOWN else math.inf
+        try:
+            found.append((mesh, search.best(mesh, limit), None))
+        except (ConfigError, CapacityError) as error:
+            found.append((mesh, None, error))
+    return found

@@ -1,0 +1,350 @@
+"""Mesh way: one way to train on a mesh, with the seconds and bytes of its ranks.
+
+The schedule's own order runs on a clock. The chunks of a rank of each kind are laid out by the
+planner that runs, in the room that the activations leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from ...config import Config
+from ...core.machine.sizes import format_nbytes
+from ...core.machine.tiers import Tier
+from ...core.plan.memory_plan import MemoryPlan
+from ...core.plan.unit_sizes import UnitSize
+from ...core.wrap.lay_out import lay_out
+from ...errors import CapacityError
+from ...ext.pipeline.choice import Choice
+from ...ext.pipeline.parts import Parts
+from ...ext.pipeline.pipelines import give_back, keep_own
+from ...ranks.parallel_dims import ExpertGroup, ParallelDims
+from .cluster import OnPaper, edges_of
+from .machine_file import Machine
+from .mesh_bytes import all_gather_nbytes, boundary_nbytes
+from .mesh_choice import Batch, MeshPlan, RankPlan, count_gathers, seconds_of
+from .mesh_shape import MeshShape
+from .on_paper import PaperModel
+from .orders import orders_of, step_of
+from .pipeline_clock import FORWARD, ChunkSeconds, Op, PipelineRun, continued, in_flight, run_long
+
+ARRAYS = {"weights": "weight", "moments": "exp_avg", "gradients": "grad"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What is planned. ``optimizers`` are over the whole model of ``paper``; ``config`` has the
+    budgets of one rank."""
+
+    paper: PaperModel
+    optimizers: Sequence[torch.optim.Optimizer]
+    config: Config
+    machine: Machine
+    batch: Batch
+    known: dict[tuple, list[list[Op]]] = dataclasses.field(default_factory=dict)
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """The part of a step's operations in each layer."""
+        costs = self.paper.costs
+        return [cost / (sum(costs) or 1.0) for cost in costs]
+
+    def orders(self, choice: Choice, micro_batches: int) -> list[list[Op]]:
+        """Returns the orders of a choice's ranks, which do not depend on its cuts."""
+        key = choice.name, choice.ranks, choice.chunks, micro_batches
+        if key not in self.known:
+            self.known[key] = orders_of(choice, micro_batches)
+        return self.known[key]
+
+
+class Way:
+    """One way to train on a mesh."""
+
+    def __init__(self, job: Job, mesh: MeshShape, choice: Choice, samples: int):
+        self._job, self._mesh, self._choice, self.samples = job, mesh, choice, samples
+        self._tokens = samples * job.batch.length
+        self._trials = [job.paper.trial_of(choice.layers_of(n)) for n in range(choice.chunks)]
+        again = job.batch.recomputes
+        self._sending = [  # seconds of a chunk's forward and backward
+            tuple(
+                self._sends(nbytes * self._tokens, messages)
+                for nbytes, messages in (
+                    (each.forward_nbytes, each.forward_messages),
+                    (
+                        each.backward_nbytes + again * each.forward_nbytes,
+                        each.backward_messages + again * each.forward_messages,
+                    ),
+                )
+            )
+            for each in self._trials
+        ]
+        self._seconds = self._chunk_seconds()
+
+    def _sends(self, nbytes: float, messages: int) -> float:
+        """Computes the seconds of collectives over tp, or of exchanges over ep."""
+        if self._mesh.ep > 1:
+            return self._mesh.axis("ep", self._job.machine).exchange_seconds(nbytes, messages)
+        return self._mesh.axis("tp", self._job.machine).collective_seconds(nbytes, messages)
+
+    def _orders(self, micro_batches: int) -> list[list[Op]]:
+        return self._job.orders(self._choice, micro_batches)
+
+    def _continued(self, at: Callable[[list[list[Op]]], Sequence[float]]) -> list[float]:
+        count, step = self._choice.micro_batches, step_of(self._choice)
+        return continued(lambda few: at(self._orders(few)), count, step)
+
+    def _chunk_seconds(self) -> list[ChunkSeconds]:
+        job, choice, batch = self._job, self._choice, self._job.batch
+        forward = 1 / 4 if batch.recomputes else 1 / 3
+        rate, found = self._mesh.tp * job.machine.device_flops, []
+        for number, (ahead, back) in enumerate(self._sending):
+            share = sum(job.shares[n] for n in choice.layers_of(number))
+            compute = batch.flops * share * self.samples / batch.samples / rate
+            found.append(ChunkSeconds(compute * forward + ahead, compute * (1 - forward) + back))
+        return found
+
+    @property
+    def least_seconds(self) -> float:
+        """The seconds that the busiest rank computes: a step takes no less."""
+        choice, each = self._choice, [one.forward + one.backward for one in self._seconds]
+        return choice.micro_batches * max(
+            sum(each[number] for number in choice.chunks_of(rank)) for rank in range(choice.ranks)
+        )
+
+    @cached_property
+    def run(self) -> PipelineRun:
+        """The run of the schedule on a clock."""
+        job, choice = self._job, self._choice
+        pp, tp = (self._mesh.axis(name, job.machine) for name in ("pp", "tp"))
+        nbytes, parts = self._boundary_nbytes, job.paper.parts
+        joined = tp.collective_seconds(all_gather_nbytes(nbytes * parts, parts), parts - 1)
+        hops = []
+        for number in range(choice.chunks - 1):
+            a, b = choice.rank_of(number), choice.rank_of(number + 1)
+            hops.append(pp.hop_seconds(nbytes, a, b) + joined * (a != b))
+        count, step = choice.micro_batches, step_of(choice)
+        return run_long(self._orders, count, step, self._seconds, hops)
+
+    @property
+    def _boundary_nbytes(self) -> float:
+        batch = self._job.batch
+        return boundary_nbytes(self._tokens, batch.width, batch.itemsize, self._job.paper.parts)
+
+    @property
+    def _kinds(self) -> list[int]:
+        """A rank of each kind: of equal ranks the first keeps most."""
+        choice, found = self._choice, {}
+        for rank in range(choice.ranks):
+            mine = choice.chunks_of(rank)
+            ends = 0 in mine, choice.chunks - 1 in mine
+            found.setdefault((tuple(choice.lengths[n] for n in mine), ends), rank)
+        return list(found.values())
+
+    def check_room(self) -> None:
+        """Raises CapacityError if what forwards save leaves no room on a device."""
+        for rank in self._kinds:
+            self._room(rank)
+
+    def _room(self, rank: int) -> int:
+        needed, given = sum(self._activations(rank)), int(self._job.config.device_memory or 0)
+        if needed < given:
+            return given - needed
+        raise CapacityError(
+            f"{self._mesh}: with {self.samples} samples a micro-batch, what forwards save and pass"
+            f" on is {format_nbytes(needed)}, and a device has {format_nbytes(given)}: use"
+            " more tp or fewer tokens a step or --gradient-checkpointing"
+        )
+
+    def plan(self) -> MeshPlan:
+        """Plans a rank of each kind. Raises CapacityError if one does not fit."""
+        choice = self._choice
+        return MeshPlan(
+            mesh=self._mesh,
+            schedule=choice.name,
+            lengths=choice.lengths,
+            micro_batch=self.samples,
+            micro_batches=choice.micro_batches,
+            in_flight=round(max(self.run.in_flight)),
+            ranks=tuple(map(self._plan_rank, self._kinds)),
+            is_counted=self._job.paper.layer.is_counted,
+        )
+
+    def _activations(self, rank: int) -> tuple[int, int]:
+        """Counts the bytes that the forwards of a rank save at most, and those of torch's buffers
+        between stages, one for each micro-batch."""
+        batch, choice = self._job.batch, self._choice
+        numbers = choice.chunks_of(rank)
+        kept, largest = {}, 0.0
+        for number in numbers:
+            layers, trial = choice.layers_of(number), self._trials[number]
+            kept[number] = trial.saved * self._tokens
+            if batch.recomputes:
+                ends = trial.plus(self._job.paper.layer, -len(layers)).saved
+                each = batch.width * batch.itemsize
+                kept[number] = (len(layers) * each + ends) * self._tokens
+                largest = self._job.paper.layer.saved * self._tokens
+        weights = [kept.get(number, 0.0) for number in range(choice.chunks)]
+        (most,) = self._continued(lambda orders: [in_flight(orders[rank], weights)])
+        sides = sum((n > 0) + (n < choice.chunks - 1) for n in numbers)
+        buffers = sides * choice.micro_batches * self._boundary_nbytes
+        return int(most + largest), int(buffers)
+
+    def _plan_rank(self, rank: int) -> RankPlan:
+        job, mesh = self._job, self._mesh
+        activations, buffers = self._activations(rank)
+        chunks = [
+            job.paper.chain.make_chunk(self._choice.layers_of(number))
+            for number in self._choice.chunks_of(rank)
+        ]
+        config = dataclasses.replace(job.config, device_memory=self._room(rank))
+        plan, units = _lay_out(
+            chunks,
+            job.optimizers,
+            config,
+            _ranks_on_paper(mesh, job),
+            reuses=mesh.pp > 1 or self._choice.micro_batches > 1,
+        )
+        gathers = self._gathers(rank, plan, units, chunks)
+        edges = edges_of(plan, units, gathers)
+        sent = self._sent(rank)
+        seconds = self._chain_seconds(rank) | seconds_of(
+            plan,
+            units,
+            edges,
+            job.machine,
+            mesh,
+            gathers=gathers,
+            sent=sent,
+        )
+        sent |= {"dp": edges["all-gather"] + edges["reduce-scatter"]}
+        return RankPlan(
+            stage=rank,
+            activations=activations,
+            buffers=buffers,
+            tiers={str(tier): plan.planned_nbytes(tier) for tier in Tier},
+            homes=_homes(plan, units),
+            edges=edges,
+            sent=sent,
+            seconds=seconds,
+        )
+
+    def _sent(self, rank: int) -> dict[str, int]:
+        """Counts the bytes that a rank sends to other stages and parts in a step."""
+        choice, again = self._choice, self._job.batch.recomputes
+        numbers, count = choice.chunks_of(rank), choice.micro_batches
+        crossings = sum(
+            choice.rank_of(other) != rank
+            for number in numbers
+            for other in (number - 1, number + 1)
+            if 0 <= other < choice.chunks
+        )
+        inside = sum(
+            (1 + again) * self._trials[number].forward_nbytes + self._trials[number].backward_nbytes
+            for number in numbers
+        )
+        parts = self._job.paper.parts
+        joined = all_gather_nbytes(self._boundary_nbytes * parts, parts)
+        inner = "ep" if self._mesh.ep > 1 else "tp"
+        return {
+            "pp": int(crossings * count * self._boundary_nbytes),
+            inner: int(count * (inside * self._tokens + crossings * joined)),
+        }
+
+    def _chain_seconds(self, rank: int) -> dict[str, float]:
+        numbers, count = self._choice.chunks_of(rank), self._choice.micro_batches
+        sending = count * sum(sum(self._sending[number]) for number in numbers)
+        busy, has_experts = self.run.busy[rank], self._mesh.ep > 1
+        return {
+            "compute": max(0.0, busy - sending),
+            "tensor parallel": 0.0 if has_experts else sending,
+            "expert parallel": sending if has_experts else 0.0,
+            "idle": max(0.0, self.run.seconds - busy),
+        }
+
+    def _gathers(
+        self, rank: int, plan: MemoryPlan, units: Sequence[UnitSize], chunks: list[nn.Module]
+    ) -> list[int]:
+        """Counts how often each unit is gathered in a step of the rank's order."""
+        sizes = [
+            0
+            if plan.tiers_of(index)["weight"] is Tier.DEVICE and not unit.is_sharded
+            else unit.weight_nbytes
+            for index, unit in enumerate(units)
+        ]
+        if sum(sizes) <= plan.device_window_nbytes:
+            return [int(size > 0) for size in sizes]
+        numbers = self._choice.chunks_of(rank)
+        of_chunk = dict(zip(numbers, _units_of(units, chunks)))
+
+        def at(orders: list[list[Op]]) -> list[int]:
+            uses: list[int] = []
+            for op in orders[rank]:
+                used = of_chunk[op.chunk]
+                uses += used if op.kind == FORWARD else used[::-1]
+            return count_gathers(uses, sizes, plan.device_window_nbytes)
+
+        counts = self._continued(at)
+        return [round(count) if size else 0 for count, size in zip(counts, sizes)]
+
+
+def _ranks_on_paper(mesh: MeshShape, job: Job) -> ParallelDims:
+    """Returns the data ranks of a mesh, as the first of them sees them."""
+    same = tuple(range(0, mesh.data, mesh.ep))  # ranks with the same experts
+    over = tuple(range(mesh.ep))
+    group = ExpertGroup(rank=0, size=mesh.dp, places=same, over=over, channel=None)
+    return ParallelDims(
+        size=mesh.data,
+        local_size=job.machine.devices,
+        shard=job.config.shard,
+        expert_group=group if mesh.ep > 1 else None,
+    )
+
+
+def _lay_out(
+    chunks: list[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: Config,
+    ranks: ParallelDims,
+    *,
+    reuses: bool,
+) -> tuple[MemoryPlan, list[UnitSize]]:
+    """Lays the chunks of one rank out, with the optimizers' parameters that are theirs."""
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.callback(give_back, optimizer, keep_own(optimizer, chunks))
+        model = Parts(chunks) if len(chunks) > 1 else chunks[0]
+        return lay_out(model, optimizers, config, ranks, OnPaper(), reuses=reuses, explains=False)
+
+
+def _units_of(units: Sequence[UnitSize], chunks: list[nn.Module]) -> list[list[int]]:
+    """Lists the units of each chunk, in order of use. One without a parameter of its name is at the
+    end of the last chunk."""
+    names = [[name for name, _ in chunk.named_parameters()] for chunk in chunks]
+    found: list[list[int]] = [[] for _ in chunks]
+    for index in sorted(range(len(units)), key=lambda index: units[index].place):
+        prefix = f"{units[index].name}."
+        owner = next(
+            (at for at, own in enumerate(names) if any(n.startswith(prefix) for n in own)), -1
+        )
+        found[owner].append(index)
+    return found
+
+
+def _homes(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[str, list[str]]:
+    """Lists the tiers on which weights, moments and gradients are at home, fastest first."""
+    found: dict[str, list[str]] = {}
+    for what, array in ARRAYS.items():
+        there = {
+            plan.tiers_of(index)[array]
+            for index, unit in enumerate(units)
+            if any(flat.nbytes(array) for flat in unit.flat_params)
+        }
+        if there:
+            found[what] = [str(tier) for tier in Tier if tier in there]
+    return found

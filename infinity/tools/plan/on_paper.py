@@ -1,0 +1,295 @@
+"""On paper: shards, splits and lays out a model for ranks that are not there.
+
+child   a process forked for it, with torch's process group "fake", which transfers nothing. The
+        group of this process stays as it is
+trial   a forward and a backward of one layer on meta: what it saves for the backward, and what it
+        sends to the other ranks of tp. What layers of experts send over ep is added to it: routers
+        choose by values, which meta has not
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...core.machine import processors
+from ...errors import ConfigError, InfinityError, InternalError
+from ...ext.dtensor.dtensors import local_of
+from ...ext.dtensor.tensors import tensor_parallel
+from ...ext.experts_parallel.experts import chosen_of, expert_parallel, expert_parameters
+from ...ext.pipeline.boundaries import axis_that_shares
+from ...ext.pipeline.stages import Chain, chain_of
+from .mesh_bytes import all_gather_nbytes, all_reduce_nbytes, expert_nbytes
+
+T = TypeVar("T")
+TOKENS = 61  # of a trial: no model has this width
+EXCHANGES = 2  # all-to-alls of a layer of experts: to them and back
+SAVED_WIDTHS, OF_PARTS = 10, 24  # bytes of 2 a token and width: whole, and of the parts
+
+
+def in_children(works: Sequence[Callable[[], T]], ranks: int) -> list[T]:
+    """Runs each of ``works`` in a child of its own, where it is rank 0 of ``ranks``. Returns the
+    results, in order. They run at the same time, as many as there are processors.
+
+    Raises what a child raised; InternalError if one ended.
+    """
+    context, found = multiprocessing.get_context("fork"), {}
+    waiting = list(enumerate(works))[::-1]
+    running: dict[Connection, tuple[int, Any]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < processors.available():
+                number, work = waiting.pop()
+                here, there = context.Pipe(duplex=False)
+                child = context.Process(target=_run, args=(work, ranks, there), daemon=True)
+                child.start()
+                there.close()
+                running[here] = number, child
+            for here in multiprocessing.connection.wait(list(running)):
+                number, child = running.pop(here)  # type: ignore[arg-type]
+                found[number] = _received(here, child)  # type: ignore[arg-type]
+    finally:
+        for _, child in running.values():
+            child.kill()
+            child.join()
+    return [found[number] for number in range(len(works))]
+
+
+def _received(here: Connection, child: Any) -> Any:
+    try:
+        result, error = pickle.loads(here.recv_bytes())
+    except EOFError:
+        child.join()
+        raise InternalError(
+            f"a process that plans ended with status {child.exitcode} and said nothing"
+        ) from None
+    child.join()
+    if error is not None:
+        raise error
+    return result
+
+
+def _run(work: Callable[[], Any], ranks: int, there: Connection) -> None:
+    """Runs in a child: begins its own process group and sends what ``work`` returns or raises."""
+    try:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            os.environ.pop(name, None)
+        logging.disable(logging.WARNING)  # of choices that are only tried
+        # A group of the parent came along with the fork; its connections are the parent's.
+        dist.distributed_c10d._world = dist.distributed_c10d._World()
+        dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+        sent = work(), None
+    except InfinityError as error:
+        sent = None, error
+    except Exception as error:  # noqa: BLE001 - told in the parent
+        sent = None, InternalError(f"planning on paper: {type(error).__name__}: {error}")
+    there.send_bytes(pickle.dumps(sent))
+    there.close()
+    os._exit(0)  # nothing of the parent is to be shut down here
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one token costs in a part of a model: bytes that its forward saves, and the bytes and
+    messages that a rank sends over tp, or over ep."""
+
+    saved: float = 0.0
+    forward_nbytes: float = 0.0
+    backward_nbytes: float = 0.0
+    forward_messages: int = 0  # of a micro-batch, whatever its tokens
+    backward_messages: int = 0
+    is_counted: bool = True  # False: estimated, the model cannot run on meta
+
+    def plus(self, other: Trial, times: int = 1) -> Trial:
+        """Adds ``other``, ``times`` over."""
+        sums = {
+            each.name: getattr(self, each.name) + times * getattr(other, each.name)
+            for each in fields(self)
+        }
+        return Trial(**sums | {"is_counted": self.is_counted and other.is_counted})
+
+
+@dataclass(frozen=True)
+class PaperModel:
+    """A model on meta, sharded over ``tp`` ranks, or its experts over ``ep``. ``parts``: in which
+    its ranks send what passes between stages. ``costs``: of each layer. ``layer``: a trial of one
+    of its layers; ``before`` and ``after``: of what its first and its last chunk have beside
+    layers. ``uncut``: why it has one stage; "" if it may have several."""
+
+    chain: Chain
+    tp: int
+    ep: int
+    parts: int
+    costs: list[float]
+    layer: Trial
+    before: Trial = Trial()
+    after: Trial = Trial()
+    uncut: str = ""
+
+    def trial_of(self, layers: range) -> Trial:
+        """Returns what a token costs in a chunk."""
+        found = Trial().plus(self.layer, len(layers))
+        if layers.start == 0:
+            found = found.plus(self.before)
+        return found.plus(self.after) if layers.stop == len(self.chain.layers) else found
+
+
+def shard_on_paper(model: nn.Module, tp: int, ep: int = 1) -> PaperModel:
+    """Shards ``model``, on meta, over ``tp`` ranks of the process group, or its experts over
+    ``ep``, and tries its layers. The model is changed. Raises ConfigError if it cannot be
+    sharded."""
+    ranks, inner = dist.get_world_size(), max(tp, ep)
+    name = "ep" if ep > 1 else "tp"
+    mesh = init_device_mesh("cpu", (ranks // inner, inner), mesh_dim_names=("dp", name))
+    chain, uncut = _chain(model)
+    costs = chain.costs()
+    if ep == 1:
+        tensor_parallel(model, mesh["tp"], quiet=True)
+    parts = tp if ep == 1 and axis_that_shares(model, mesh) is not None else 1
+    trials = _trials(chain, tp)
+    if ep > 1:
+        sent = _sent_to_experts(chain, ep)
+        expert_parallel(model, mesh["ep"], exchange="tokens", quiet=True)
+        trials = tuple(trial.plus(each) for trial, each in zip(trials, sent))
+    layer, first, last = trials
+    before, after = (each.plus(layer, -1) for each in (first, last))
+    return PaperModel(chain, tp, ep, parts, costs, layer, before, after, uncut)
+
+
+def _places(chain: Chain) -> list[range]:
+    """Returns a layer that stands for all, the first and the last one."""
+    count = len(chain.layers)
+    middle = count // 2 if count > 2 else 0
+    return [range(middle, middle + 1), range(0, 1), range(count - 1, count)]
+
+
+def _trials(chain: Chain, tp: int) -> tuple[Trial, ...]:
+    """Tries a layer that stands for all, the first and the last one."""
+    try:
+        return tuple(_try(chain, place, tp) for place in _places(chain))
+    except Exception:  # noqa: BLE001 - models that look at values do not run on meta
+        return (_estimate(chain, tp),) * 3
+
+
+def _sent_to_experts(chain: Chain, ep: int) -> tuple[Trial, ...]:
+    """Counts what the same layers send over ``ep``, if all experts are chosen as often."""
+    config = chain.model.config.get_text_config()
+    itemsize = next(chain.model.parameters()).dtype.itemsize
+    nbytes = expert_nbytes(1, config.hidden_size, itemsize, ep, chosen_of(chain.model))
+    theirs, found = {id(param) for param in expert_parameters(chain.model)}, []
+    for place in _places(chain):
+        has = any(id(param) in theirs for param in chain.layers[place.start].parameters())
+        messages = EXCHANGES * has
+        found.append(Trial(0.0, has * nbytes, has * nbytes, messages, messages))
+    return tuple(found)
+
+
+def _chain(model: nn.Module) -> tuple[Chain, str]:
+    """Finds the chain of a model. One that is not cut is a chain of itself; also returns why."""
+    try:
+        return chain_of(model), ""
+    except ConfigError as error:
+        return Chain(model, [model], [], [], lambda _: model), str(error)
+
+
+def _estimate(chain: Chain, tp: int) -> Trial:
+    """Estimates a layer by its width (Korthikanti et al., Reducing Activation Recomputation, 2022,
+    section 4, without the scores of attention; two all-reduces each way)."""
+    width = chain.model.config.get_text_config().hidden_size
+    itemsize = next(chain.model.parameters()).dtype.itemsize
+    sent = 2 * all_reduce_nbytes(width * itemsize, tp)
+    messages = 4 * (tp - 1)
+    saved = width * (SAVED_WIDTHS + OF_PARTS / tp) * itemsize / 2
+    return Trial(saved, sent, sent, messages, messages, is_counted=False)
+
+
+def _try(chain: Chain, layers: range, tp: int) -> Trial:
+    """Runs a chunk forward and backward on meta."""
+    chunk = chain.make_chunk(layers).train()
+    weights = {id(local_of(param).untyped_storage()) for param in chunk.parameters()}
+    given = _inputs(chain, layers)
+    saved: dict[int, tuple[int, Any]] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        local = local_of(tensor)
+        storage = local.untyped_storage()
+        # A fused kernel saves no scores of attention, which the plain one on meta does.
+        if local.shape[-2:] != (TOKENS, TOKENS):
+            saved[id(storage)] = storage.nbytes(), storage
+        return tensor
+
+    forward, backward = CountingSends(tp), CountingSends(tp)
+    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
+    with forward, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = chunk(given, attention_mask=mask)
+        output = output if isinstance(output, torch.Tensor) else output.logits
+        if layers.stop == len(chain.layers):
+            labels = torch.zeros(TOKENS, dtype=torch.long, device="meta")
+            output = nn.functional.cross_entropy(output.flatten(0, 1).float(), labels)
+    with backward:
+        output.backward(torch.empty_like(output))
+    for param in chunk.parameters():
+        param.grad = None
+    kept = sum(nbytes for key, (nbytes, _) in saved.items() if key not in weights)
+    return Trial(
+        saved=kept / TOKENS,
+        forward_nbytes=forward.nbytes / TOKENS,
+        backward_nbytes=backward.nbytes / TOKENS,
+        forward_messages=forward.messages,
+        backward_messages=backward.messages,
+    )
+
+
+def _inputs(chain: Chain, layers: range) -> torch.Tensor:
+    if layers.start == 0:
+        return torch.zeros(1, TOKENS, dtype=torch.long, device="meta")
+    width = chain.model.config.get_text_config().hidden_size
+    dtype = next(chain.model.parameters()).dtype
+    return torch.empty(1, TOKENS, width, dtype=dtype, device="meta", requires_grad=True)
+
+
+class CountingSends(TorchDispatchMode):
+    """Counts what a rank sends in the collectives inside the block, as rings over all its ranks."""
+
+    def __init__(self, ranks: int):
+        super().__init__()
+        self.ranks, self.nbytes, self.messages = ranks, 0.0, 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if any(issubclass(kind, torch.Tensor) and kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # what it does on its local part comes here again
+        found = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "c10d_functional", "_c10d_functional"):
+            self.note(func._schema.name.rpartition("::")[2], args, found)
+        return found
+
+    def note(self, name: str, args: tuple, found: Any) -> None:
+        """Counts the collective ``name``, from its arguments and what it returned."""
+        given = args[0]
+        given = given[0] if isinstance(given, (list, tuple)) else given
+        if "allreduce" in name or "all_reduce" in name:
+            self.nbytes += all_reduce_nbytes(given.nbytes, self.ranks)
+            self.messages += 2 * (self.ranks - 1)
+        elif "gather" in name:
+            self.nbytes += all_gather_nbytes(found.nbytes, self.ranks)
+            self.messages += self.ranks - 1
+        elif "scatter" in name:
+            self.nbytes += all_gather_nbytes(given.nbytes, self.ranks)
+            self.messages += self.ranks - 1

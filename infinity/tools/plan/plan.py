@@ -1,0 +1,308 @@
+"""`infinity plan`: plans a model's homes on a machine and predicts its step time. Runs no training.
+
+A config is enough: the model is built on meta. The budgets may be another machine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable
+from copy import copy
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from ...files.outputs import PICTURE, Output, check_outputs
+from ..cli.values import add_rating, at_least_two, rating_of, svg_path
+from ..train.optimizers import OPTIM, OPTIM_HELP, make_optimizers
+from ..train.options import DEFAULT_SEQUENCE_LENGTH, FILE, FLAG, FOLDER, HOME, NUMBER, PATH
+from ..train.settings import AUTO, engine_config, engine_settings, translated
+from .machine_file import Machine, known_machines
+from .plan_job import Job, plan_cluster, plan_here
+from .plan_next import plan_next
+from .plan_view import draw, text
+from .shapes import SHAPES, find_config
+
+MEASURED = "measured"  # a machine
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+USABLE = 0.9  # share of a machine's memory and disks; the system and libraries use the rest
+DEFAULT_SAMPLES = 4
+ANY_DISK = [Path(".")]  # stands for another machine's disk, of which only the size matters
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "plan", help="where a model's state would live, and how long a step would take"
+    )
+    add = parser.add_argument
+    add(
+        "--model",
+        **PATH,
+        help=f"folder with config.json, a config.json, a name on the Hugging Face hub, or one of"
+        f" {', '.join(SHAPES)} (default: the small model of `infinity train` without --model)",
+    )
+    add("--trust-remote-code", **FLAG, help="run Python code that lies in the folder of --model")
+    add(
+        "--dtype",
+        choices=tuple(DTYPES),
+        default="bf16",
+        help="of the model's weights (default bf16)",
+    )
+    add("--params", **HOME, help="home of the parameters (default auto)")
+    add("--optimizer", **HOME, help="home of master weights and moments (default auto)")
+    add("--optim", **OPTIM, help=OPTIM_HELP)
+    add("--activations", **HOME, help="home of what the forward saves (default auto)")
+    add("--nvme-path", action="append", **FOLDER, help="on the disk that swap files would use")
+    for tier in ("device-memory", "host-memory", "nvme-capacity"):
+        add(f"--{tier}", metavar="BYTES", help='budget, as "80GiB" (default: what is free here)')
+    masters, moments = ("split", "fp32", "none"), ("fp32", "bf16", "int8")
+    add("--master", choices=masters, help="master weights of bf16 parameters (default split)")
+    add("--moments", choices=moments, help="the optimizer's moments (default fp32)")
+    add(
+        "--config", **FILE, help="engine configuration, TOML, JSON or YAML; options here go over it"
+    )
+    add("--deepspeed", **FILE, help="plan with a DeepSpeed JSON, and say what changes in bytes")
+    _add_batch(add)
+    _add_machine(add)
+    add("--timetable", **FLAG, help="print when each unit is moved and computed in a step")
+    add("--svg", type=svg_path, metavar="FILE", help="draw the memory map")
+    add("--overwrite", **FLAG, help="replace a file of --svg that is no picture of ours")
+    add("--json", **FLAG, help="the plan as one JSON object on stdout")
+
+
+def _add_batch(add: Callable[..., Any]) -> None:
+    add(
+        "--batch-size",
+        **NUMBER,
+        help="samples of a step, of each rank or with --mesh of all (default 4 each)",
+    )
+    add(
+        "--batch-tokens",
+        metavar="N",
+        help="tokens of a step and rank (with --mesh of all ranks), as 32768 or 32K, instead of"
+        " --batch-size",
+    )
+    length = {"type": at_least_two, "metavar": "N"}
+    add("--sequence-length", **length, help="tokens of a sample (default 256, with --mesh 4096)")
+    add("--gradient-checkpointing", **FLAG, help="the backward computes activations again")
+
+
+def _add_machine(add: Callable[..., Any]) -> None:
+    add(
+        "--machine",
+        metavar="FILE",
+        help="plan for this kind of machine: a TOML file, one of"
+        f" {', '.join(known_machines())}, or measured: this one, by its own rates",
+    )
+    add(
+        "--nodes",
+        **NUMBER,
+        default=1,
+        help="how many of them, with one rank for each device (default 1)",
+    )
+    add(
+        "--mesh",
+        metavar="AXES",
+        help="compare all meshes of these machines (auto), or plan one, as pp=4,tp=8; a step's"
+        " tokens are then those of all ranks",
+    )
+    add_rating(add, "default: of the machine file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table, the memory map and the prediction."""
+    if args.svg is not None:
+        machine = Path(args.machine) if args.machine is not None else None
+        read = {
+            "--model": args.model,
+            "--config": args.config,
+            "--deepspeed": args.deepspeed,
+            "--machine": machine,
+        }
+        check_outputs(
+            [Output("--svg", args.svg, made=PICTURE)], read.items(), overwrite=args.overwrite
+        )
+    found = make(args)
+    from . import plan_mesh  # as torch, which only the plan needs
+
+    if args.json:
+        print(json.dumps(found))
+    elif args.mesh is not None:
+        print("\n".join(plan_mesh.text(found)))
+    else:
+        print("\n".join(text(found, timetable=args.timetable)))
+    if args.svg is not None:
+        args.svg.write_text(draw(found["tiers"]) + "\n")
+    return 0
+
+
+def make(args: argparse.Namespace) -> dict[str, Any]:
+    """Makes the plan as plain data; without ``--machine``, measures this machine's rates. Raises
+    CapacityError, with the numbers, if nothing fits."""
+    import torch
+    from transformers.utils import logging
+
+    from ..train.classes import freeze_untouched, touched
+    from ..train.model import choose_sequence_length
+    from .plan_mesh import LENGTH, plan_meshes
+
+    logging.set_verbosity_error()
+    machine = _machine_of(args)
+    given = copy(args)
+    settings = _settings(args, machine)
+    model_config = find_config(args.model, trust=args.trust_remote_code)
+    default = LENGTH if args.mesh is not None else DEFAULT_SEQUENCE_LENGTH
+    length = choose_sequence_length(args.sequence_length, model_config, default)
+    if getattr(model_config.get_text_config(), "vocab_size", 1) == 0:
+        raise ConfigError(f"{args.model}: a model with a vocabulary of 0 has nothing to predict")
+    samples = args.batch_size or DEFAULT_SAMPLES * (
+        _ranks_of(args, machine) if args.mesh is not None else 1
+    )
+    if args.batch_tokens is not None and args.batch_size is not None:
+        raise ConfigError("--batch-size and --batch-tokens both size a step: give one of them")
+    if args.batch_tokens is not None:
+        samples = _samples_of(args.batch_tokens, length)
+    dtype = getattr(torch, DTYPES[args.dtype])
+    model = _build(args, model_config, dtype)
+    text = touched(model_config, args.model, trust=args.trust_remote_code)
+    freeze_untouched(model, text, lambda line: None)
+    config = engine_config(settings, model)
+
+    def configure(machine: Machine) -> Any:
+        return engine_config(_settings(copy(given), machine), model)
+
+    make_all = partial(make_optimizers, name=args.optim, lr=1e-4, weight_decay=0.1)
+    checkpointing = args.gradient_checkpointing
+    batch = {"batch": samples, "length": length, "checkpointing": checkpointing}
+    job = Job(model, model_config, make_all(model), config, batch)
+    if machine is not None and args.mesh is not None:
+        return plan_meshes(job, machine, args.nodes, args.mesh, make_all)
+    if machine is not None:
+        found = plan_cluster(job, machine, args.nodes)
+        return found | plan_next(job, found, machine, args.nodes, configure)
+    unknown = _unknown_machine(args, config)
+    found = plan_here(job, dtype, unknown=unknown, rating=rating_of(args))
+    if args.deepspeed is not None:
+        found["deepspeed"] = _deepspeed(model, config)
+    return found
+
+
+def _machine_of(args: argparse.Namespace) -> Machine | None:
+    """Reads the machine that is planned for; None: this one. Raises ConfigError for options that
+    do not fit it or each other."""
+    if args.machine is None and (args.nodes > 1 or args.timetable or args.mesh is not None):
+        option = (
+            "--nodes" if args.nodes > 1 else "--mesh" if args.mesh is not None else "--timetable"
+        )
+        raise ConfigError(f"{option} is of a machine that is named: add --machine")
+    if args.machine is None:
+        return None
+    for option in ("svg", "deepspeed", "timetable") if args.mesh is not None else ():
+        if getattr(args, option):
+            raise ConfigError(f"--{option} is of one rank: leave out --mesh")
+    if args.mesh is not None and args.activations not in (None, "auto", "device"):
+        raise ConfigError(
+            "--mesh plans with what forwards save on the device: leave out --activations"
+        )
+    if args.machine == MEASURED:
+        from .plan_measured import measured_machine
+
+        machine = measured_machine(args.nvme_path or [], DTYPES[args.dtype])
+    else:
+        machine = Machine.read(args.machine)
+    rating = rating_of(args)
+    return machine if rating is None else replace(machine, drive_rating=rating)
+
+
+def _ranks_of(args: argparse.Namespace, machine: Machine | None) -> int:
+    return args.nodes * machine.devices if machine is not None else 1
+
+
+def _samples_of(given: str, length: int) -> int:
+    """Returns the samples of a step of so many tokens; "32K" is 32 x 1,024. Raises ConfigError
+    unless they are whole samples."""
+    found = re.fullmatch(r"(\d+)([KM]?)", given.strip(), re.IGNORECASE)
+    tokens = int(found[1]) * 1024 ** " KM".index(found[2].upper() or " ") if found else 0
+    if tokens < 1 or tokens % length:
+        raise ConfigError(
+            f"--batch-tokens {given}: give a multiple of --sequence-length {length} as"
+            f" {max(1, tokens // length) * length}"
+        )
+    return tokens // length
+
+
+def _build(args: argparse.Namespace, model_config: Any, dtype: Any) -> Any:
+    """Builds the model of a config on ``meta``. Raises ConfigError if transformers cannot."""
+    import torch
+
+    from ..train.classes import auto_class
+
+    auto = auto_class(model_config, args.model)
+    with torch.device("meta"):
+        try:
+            return auto.from_config(
+                model_config, dtype=dtype, trust_remote_code=args.trust_remote_code
+            )
+        except Exception as error:  # noqa: BLE001 - a config may be wrong in every way
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ConfigError(
+                f"transformers cannot build the model of {args.model}: {line[:300]}"
+            ) from None
+
+
+def _deepspeed(model, config) -> dict[str, Any]:
+    """Counts the bytes that DeepSpeed would keep and move with the same homes."""
+    from .deepspeed_bytes import deepspeed_bytes
+
+    sizes = [param.numel() for param in model.parameters()]
+    homes = {
+        name: "device" if getattr(config, name) == "auto" else getattr(config, name)
+        for name in ("params", "optimizer")
+    }
+    return asdict(deepspeed_bytes(sum(sizes), max(sizes), **homes))
+
+
+def _unknown_machine(args: argparse.Namespace, config: Any) -> str:
+    """Returns which of the sizes that were given are not of this machine, whose rates are then not
+    theirs; "" if all are."""
+    if args.device_memory is not None and config.device in (None, "cpu"):
+        return f"--device-memory {args.device_memory} is a GPU's, and none is here"
+    if args.nvme_capacity is not None and args.nvme_path is ANY_DISK:
+        return f"--nvme-capacity {args.nvme_capacity} is of a disk that is not here"
+    return ""
+
+
+def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:
+    from ...core.machine import scratch
+
+    if machine is not None:  # each rank's share of its node
+        each = {
+            "device_memory": machine.device_memory,
+            "host_memory": machine.host_memory // machine.devices,
+        }
+        each["nvme_capacity"] = machine.disks * machine.disk_capacity // machine.devices
+        for name, nbytes in each.items():
+            if getattr(args, name) is None:
+                setattr(args, name, str(int(USABLE * nbytes)))
+    args.micro_batch = args.trace = args.max_grad_norm = None
+    if args.nvme_capacity is not None and not args.nvme_path and args.config is None:
+        args.nvme_path = ANY_DISK
+    settings = engine_settings(args)
+    if args.deepspeed is not None:
+        given = {name: value for name, value in settings.items() if value != AUTO}
+        found = translated(args.deepspeed, "--deepspeed")
+        if folders := found.get("nvme_paths"):  # of that machine: only their size counts here
+            found["nvme_paths"] = [path if Path(path).is_dir() else "." for path in folders][:1]
+        settings = {**found, **given}
+    if settings.get("nvme_paths") == AUTO:
+        found = scratch.choose(scratch.candidates(), 0)
+        settings["nvme_paths"] = [found.folder] if found is not None else []
+    if args.nvme_capacity is not None:
+        settings["nvme_capacity"] = args.nvme_capacity
+        settings.setdefault("nvme_paths", ["."])
+    return settings

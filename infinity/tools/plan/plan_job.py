@@ -1,0 +1,193 @@
+"""The training that `infinity plan` plans: on this machine, or on one rank of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from ...core.machine.tiers import Tier
+from ..train.optimizers import muon_cost
+from .efficiency import explain_slowest
+
+NO_LINKS = ("compute", "optimizer on device", "meetings", "devices' links")
+STATE = {"weights": "weight", "optimizer": "exp_avg", "gradients": "grad"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """The training to plan."""
+
+    model: Any  # on meta
+    model_config: Any
+    optimizers: list[Any]
+    config: Any
+    batch: dict[str, Any]  # of a step, as compute_time takes it
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step on one rank."""
+        return self.batch["batch"] * self.batch["length"]
+
+    def describe(self, plan: Any, units: list[Any], ranks: int = 1) -> dict[str, Any]:
+        """Describes where the state is at home, and what Muon costs one of ``ranks``."""
+        from ..train.compute import step_flops
+
+        if muon := muon_cost(self.optimizers, ranks):
+            passes = step_flops(self.model, self.model_config, **self.batch)
+            muon["share_of_passes"] = muon["flops"] / passes
+        return {
+            **({"muon": muon} if muon else {}),
+            "parameters": sum(param.numel() for param in self.model.parameters()),
+            "units": list(_units(plan, units)),
+            "tiers": {
+                str(tier): {"nbytes": plan.planned_nbytes(tier), "parts": plan.terms[tier]}
+                for tier in Tier
+            },
+        }
+
+
+def endurance(
+    written: float, seconds: float, drives: int, rating: float | None
+) -> dict[str, dict[str, Any]]:
+    """Describes what a step of ``seconds`` that writes so many bytes does to each of a node's
+    ``drives``; empty if it writes none."""
+    from .endurance import Endurance
+
+    wear = Endurance.of_step(written, seconds, drives, rating)
+    if wear is None:
+        return {}
+    return {"endurance": asdict(wear) | {"years": wear.years, "line": wear.line}}
+
+
+def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None) -> dict[str, Any]:
+    """Plans the training on this machine, and measures its rates. ``unknown``: what of the plan is
+    another machine's, for which there is no time. ``rating``: of a drive, in bytes."""
+    from ...core.machine.rates import Rates
+    from ...core.plan.predict import predict
+    from ...core.plan.step_traffic import traffic
+    from ...core.wrap.lay_out import lay_out
+    from ..train.compute import compute_time
+    from .cluster import OnPaper
+
+    device = OnPaper() if unknown.startswith("--device-memory") else None
+    plan, units = lay_out(job.model, job.optimizers, job.config, device=device)
+    if unknown:
+        return (
+            dict.fromkeys(("compute", "step_seconds", "tokens_per_second", "bottleneck"))
+            | job.describe(plan, units)
+            | {"edges": traffic(plan, units), "tokens_per_step": job.tokens}
+            | {"seconds": {}, "rates": {}, "unknown": unknown}
+        )
+    compute = compute_time(job.model, job.model_config, dtype=dtype, limits=job.config, **job.batch)
+    on_disk = plan.planned_nbytes(Tier.NVME) > 0
+    folders = job.config.nvme_paths if on_disk else ()
+    rates = Rates.measure(folders, job.config.device, room=job.config.host_memory)
+    prediction = predict(plan, units, rates, compute_seconds=compute.seconds)
+    written, drives = prediction.edges["host->nvme"], len(job.config.nvme_paths)
+    wear = endurance(written, prediction.step_seconds, drives, rating)
+    return (
+        job.describe(plan, units)
+        | wear
+        | {
+            "edges": prediction.edges,
+            "seconds": prediction.seconds,
+            "compute": compute.how,
+            "rates": asdict(rates),
+            "step_seconds": prediction.step_seconds,
+            "tokens_per_step": job.tokens,
+            "tokens_per_second": job.tokens / prediction.step_seconds,
+            "bottleneck": prediction.bottleneck,
+        }
+    )
+
+
+def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
+    """Plans one rank of ``nodes`` machines. Measures nothing on this machine."""
+    from ...core.wrap.lay_out import lay_out
+    from ...ranks.parallel_dims import ParallelDims
+    from ..train.compute import step_flops
+    from .cluster import OnPaper, predict_cluster, timeline_of
+
+    ranks = ParallelDims(size=nodes * machine.devices, local_size=machine.devices)
+    plan, units = lay_out(job.model, job.optimizers, job.config, ranks, OnPaper())
+    lookup, tied = _embedding_of(job.model)
+    flops = step_flops(job.model, job.model_config, **job.batch)
+    found = predict_cluster(plan, units, machine, nodes, flops=flops, tied=tied)
+    tokens, step_seconds = job.tokens * found.ranks, found.step_seconds
+    described, bound, seconds = (
+        job.describe(plan, units, found.ranks),
+        found.bottleneck,
+        found.seconds,
+    )
+    if found.ranks == 1:
+        timeline = timeline_of(
+            plan,
+            units,
+            machine,
+            flops=flops,
+            recomputes=job.batch["checkpointing"],
+            clips=job.config.max_grad_norm is not None,
+            lookup=lookup,
+            tied=tied,
+        )
+        step_seconds, bound, seconds = timeline.seconds, timeline.bound, timeline.busy
+        described["timeline"] = {name: spans for name, spans in timeline.spans()}
+    rates = {key: value for key, value in asdict(machine).items() if type(value) in (int, float)}
+    written = found.edges["host->nvme"] * machine.devices
+    described |= endurance(written, step_seconds, machine.disks, machine.drive_rating)
+    return described | {
+        "explanation": explain_slowest(seconds, NO_LINKS),
+        "machine": machine.name,
+        "nodes": nodes,
+        "ranks": found.ranks,
+        "edges": found.edges,
+        "seconds": seconds,
+        "compute": "assumed",
+        "rates": rates,
+        "step_seconds": step_seconds,
+        "tokens_per_step": tokens,
+        "tokens_per_second": tokens / step_seconds,
+        "bottleneck": bound,
+        "assumptions": list(found.assumptions),
+        "sources": list(machine.sources),
+    }
+
+
+def _embedding_of(model: Any) -> tuple[str, str]:
+    """Returns the name of the module that looks tokens up, and the same if its weight is also the
+    head's: ("name", "") or ("", "name")."""
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    name = next((name for name, module in model.named_modules() if module is inputs), "")
+    is_tied = outputs is not None and getattr(outputs, "weight", None) is inputs.weight
+    return ("", name) if is_tied else (name, "")
+
+
+def _units(plan, units) -> Iterator[dict[str, Any]]:
+    """Yields an entry per run of units with the same homes and sizes."""
+
+    def entry(index: int) -> tuple:
+        unit, tiers, kept = units[index], plan.tiers_of(index), plan.kept_of(index)
+        homes = {}
+        for what, array in STATE.items():
+            held = any(flat.nbytes(array) for flat in unit.flat_params)
+            homes[what] = (
+                str(tiers[array]) + (" (kept on host)" if array in kept else "") if held else "-"
+            )
+        return (
+            sum(flat.numel for flat in unit.flat_params),
+            tuple(homes.items()),
+            unit.tile_nbytes,
+        )
+
+    for (count, homes, tile), run_of in groupby(range(len(units)), key=entry):
+        indices = list(run_of)
+        yield {
+            "first": units[indices[0]].name,
+            "last": units[indices[-1]].name,
+            "units": len(indices),
+            "parameters": count,
+            "tile_nbytes": tile,
+            **dict(homes),
+        }

@@ -1,0 +1,77 @@
+"""`infinity plan --machine measured`: this machine, by its own rates, as a machine file."""
+
+from __future__ import annotations
+
+import os
+
+from ...core.machine import limits, scratch
+from ...errors import ConfigError
+from .machine_file import Machine
+
+NETWORK, LATENCY = 1.25e9, 30e-6  # assumed: 10 Gb/s of Ethernet
+PROBE_NBYTES = 64 << 20
+
+
+def measured_machine(nvme_paths: list[str], dtype: str) -> Machine:
+    """Measures this machine's memory, disks, links and matrix products of ``dtype``. Without a GPU
+    the processor is planned as a device with half of the memory. Raises ConfigError without a
+    folder for the disks."""
+    import torch
+
+    from ...core.machine.rates import Rates
+    from ..train.compute import product_rate
+
+    folders = [os.path.abspath(path) for path in nvme_paths]
+    if not folders:
+        found = scratch.choose(scratch.candidates(), 0)
+        if found is None:
+            raise ConfigError("--machine measured: no disk was found; name a folder, --nvme-path")
+        folders = [found.folder]
+    has_gpu = torch.accelerator.is_available()
+    where = str(torch.accelerator.current_accelerator()) if has_gpu else "cpu"
+    rates = Rates.measure(folders, where)
+    memory = limits.memory_left()
+    disk = os.statvfs(folders[0])
+    host_link = _copy_rate(where) if has_gpu else rates.memory / 2
+    return Machine(
+        name="this machine",
+        devices=torch.accelerator.device_count() if has_gpu else 1,
+        device_memory=_device_nbytes() if has_gpu else memory // 2,
+        device_flops=product_rate(getattr(torch, dtype), where),
+        host_memory=memory if has_gpu else memory // 2,
+        host_bandwidth=rates.memory,
+        checksum_rate=rates.checksum,
+        disks=1,
+        disk_capacity=disk.f_bavail * disk.f_frsize,
+        disk_read=rates.disk_read or 0.0,
+        disk_write=rates.disk_write or 0.0,
+        device_link=host_link,
+        host_link=host_link,
+        network=NETWORK,
+        latency=LATENCY,
+        sources=(
+            f"measured now on this machine: memory, copies, checksums of one thread, products of"
+            f" {dtype} on {where}, and the disk of {folders[0]}",
+            "assumed: devices reach each other through the host, and nodes at 10 Gb/s in 30 us",
+            *(() if has_gpu else ("no GPU is here: the processor has half of the memory as one",)),
+        ),
+        device=torch.device(where).type,
+        device_bandwidth=rates.device_memory or rates.memory,
+    )
+
+
+def _device_nbytes() -> int:
+    import torch
+
+    return torch.accelerator.get_memory_info()[1]
+
+
+def _copy_rate(where: str) -> float:
+    """Measures bytes per second from pinned host memory to a device."""
+    import torch
+
+    from ..train.compute import fastest
+
+    source = torch.empty(PROBE_NBYTES, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(source, device=where)
+    return PROBE_NBYTES / fastest(lambda: target.copy_(source, non_blocking=True), where)

@@ -1,0 +1,104 @@
+"""The inputs of `infinity train`: the model's configuration, its tokenizer, and the data as
+batches."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ...core.machine.sizes import format_count, parse_nbytes
+from ...errors import ConfigError
+from .corpus import Batches, TextFiles, find_text_files, read_corpus
+from .example_files import ExampleFiles, find_examples
+from .examples import ExampleBatches, read_examples
+from .model import check_vocabulary, choose_sequence_length, read_model_config, read_tokenizer
+from .options import DEFAULT_ROW_LENGTH, DEFAULT_STEPS, set_defaults
+from .progress import show_examples
+from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def find_files(args: argparse.Namespace) -> TextFiles | ExampleFiles:
+    """Finds what ``--data`` has. Raises ConfigError for options that do not go with it."""
+    files = find_examples(args.data) or find_text_files(args.data)
+    _check_data_options(args, files)
+    return files
+
+
+def _check_data_options(args: argparse.Namespace, files: TextFiles | ExampleFiles) -> None:
+    if isinstance(files, ExampleFiles):
+        return
+    remedies = {"pack": "Leave it out: every row of text is full.", "epochs": "Give --steps"}
+    for option, remedy in remedies.items():
+        if getattr(args, option):
+            raise ConfigError(
+                f"--{option} is for samples, and {files.source} is running text. {remedy}"
+            )
+
+
+def tell_skipped(files: TextFiles | ExampleFiles, console: Console) -> None:
+    """Prints which files of the data are left out."""
+    if isinstance(files, ExampleFiles):
+        skipped, why = files.left_out, "no samples in it"
+    else:
+        skipped, why = files.skipped, "not UTF-8 text"
+    if skipped:
+        names = ", ".join(skipped[:3]) + (", ..." if len(skipped) > 3 else "")
+        console.print(
+            f"{files.source}: {format_count(len(skipped), 'file')} left out ({why}): {names}"
+        )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is read for a job: the model's configuration, its tokenizer, if it has one, and the
+    data."""
+
+    model_config: Any
+    tokenizer: Any
+    batches: Batches | ExampleBatches
+
+
+def read_inputs(
+    args: argparse.Namespace, files: TextFiles | ExampleFiles, ranks: Ranks, console: Console
+) -> Inputs:
+    """Reads the model's configuration, its tokenizer and the data, and sets the options that depend
+    on them. Shows what samples look like."""
+    model_config = read_model_config(args.model, trust=args.trust_remote_code)
+    tokenizer = read_tokenizer(args.model, trust=args.trust_remote_code)
+    check_vocabulary(model_config, tokenizer)
+    if isinstance(files, ExampleFiles):
+        batches = _read_examples(args, files, model_config, tokenizer, ranks)
+        args.steps = args.steps or batches.steps_of(args.epochs or 1.0)
+        set_defaults(args)
+        show_examples(console, batches.corpus, tokenizer)
+        return Inputs(model_config, tokenizer, batches)
+    args.steps = args.steps or DEFAULT_STEPS
+    set_defaults(args)
+    length = choose_sequence_length(args.sequence_length, model_config)
+    limit_nbytes = parse_nbytes(args.data_limit, "--data-limit")
+    if not limit_nbytes:
+        raise ConfigError(f"--data-limit {args.data_limit}: give more than 0")
+    corpus = read_corpus(
+        files, sequence_length=length, limit_nbytes=limit_nbytes, tokenizer=tokenizer
+    )
+    batches = Batches(
+        corpus=corpus, batch_size=args.batch_size, sequence_length=length, seed=args.seed
+    )
+    return Inputs(model_config, tokenizer, batches)
+
+
+def _read_examples(
+    args: argparse.Namespace, files: ExampleFiles, model_config: Any, tokenizer: Any, ranks: Ranks
+) -> ExampleBatches:
+    length = choose_sequence_length(args.sequence_length, model_config, DEFAULT_ROW_LENGTH)
+    return ExampleBatches(
+        corpus=read_examples(files, tokenizer, sequence_length=length, pack=args.pack),
+        batch_size=args.batch_size,
+        sequence_length=length,
+        seed=args.seed,
+        per_step=args.accumulate * ranks.count,
+    )

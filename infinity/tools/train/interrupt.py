@@ -1,0 +1,47 @@
+"""Interrupt: signals that end the loop of `infinity train`, or save, once the running step is
+complete."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+from ...core.machine.signals import ONE_REQUEST_SECONDS
+
+
+class Interrupt:
+    """Context: notes the first SIGINT or SIGTERM, so that the loop ends after its step. A second
+    one acts at once; a second SIGTERM does if it is not a part of the same request. SIGUSR1 asks
+    for a save, and the loop goes on."""
+
+    def __init__(self):
+        self.signum, self.saves = None, False
+        self._previous, self._first = {}, 0.0
+
+    def __enter__(self):
+        # Python allows signal handlers in the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                self._previous[signum] = signal.signal(signum, self._note)
+        return self
+
+    def __exit__(self, *exc_info):
+        self._restore()
+
+    def _note(self, signum, frame):
+        if signum == signal.SIGUSR1:
+            self.saves = True
+            return
+        is_new, now = self.signum is None, time.monotonic()
+        self.signum = self.signum or signum
+        self._first = now if is_new else self._first
+        if signum == signal.SIGINT or now - self._first > ONE_REQUEST_SECONDS:
+            self._restore()
+            if not is_new:
+                signal.raise_signal(signum)
+
+    def _restore(self):
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+        self._previous = {}

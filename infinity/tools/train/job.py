@@ -1,0 +1,388 @@
+"""The job of `infinity train`: a plain loop (forward, backward, clip, step, schedule, zero_grad)
+over a model and an optimizer from `infinity.wrap_model`.
+
+  job            the loop's inputs (model, optimizer, schedule, batches) and its measurements
+  counts         bytes and seconds of every edge between two points in time
+  held-out loss  the mean over batches that training never reads
+  fixed values   options that change the arithmetic: a resumed job must have its checkpoint's
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import infinity
+
+from ...core.machine.traffic import DATA
+from ...errors import InfinityError, UsageError
+from ...ext.checkpoint.interval import Interval
+from ...files.outputs import replacing
+from .corpus import Batches
+from .counts import EdgeCounts, traffic_of
+from .examples import NOT_LEARNED, ExampleBatches
+from .interrupt import Interrupt
+from .optimizers import make_optimizers
+from .options import DEFAULT_MAX_GRAD_NORM
+from .places import check_fixed_values, saved_extra
+from .ranks import Ranks
+from .saved import copy_processors
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+FINAL_LR_SHARE = 0.1  # of the peak learning rate, at the end of the cosine
+
+
+@dataclass(kw_only=True)
+class Job:
+    """The loop's inputs and measurements."""
+
+    model: Any
+    optimizers: list[Any]
+    schedulers: list[Any]
+    batches: Batches | ExampleBatches
+    held_out: list[dict[str, torch.Tensor]]
+    seed: int
+    steps: int
+    accumulate: int
+    max_grad_norm: float | None  # None: the engine clips
+    fixed_values: dict[str, Any]
+    checkpoint: Path | None
+    out: Path | None
+    checkpoint_every: int | None  # None: as often as `interval` says
+    interval: Interval
+    ranks: Ranks
+    tokenizer: Any = None  # saved with each checkpoint, for a model made of it
+    model_folder: Path | None = None  # whose processor's files are saved with it, too
+    first_step: int = 0
+    next_step: int = 0
+    loss_before: float | None = None
+    load_seconds: float | None = None  # of the checkpoint it goes on from
+    losses: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    saving: Any = None  # infinity.save_checkpoint's, beside the steps
+    save_seconds: float = 0.0  # of the call that began it
+    stalls: Any = None  # what its data costs (data.stalls.Stalls), if it was measured
+
+    def waiting_for_data(self) -> AbstractContextManager:
+        """Returns a block in which the loop waits for its data, on the record."""
+        return traffic_of(self.model).stalled(DATA)
+
+    def let_go(self) -> None:
+        """Drops model and optimizer, and with them the engine's memory and swap files."""
+        self.model, self.optimizers, self.schedulers = None, [], []
+        gc.collect()
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batches.tokens_per_batch * self.accumulate * self.ranks.count
+
+    @property
+    def tokens_per_second(self) -> float:
+        seconds = sum(self.step_seconds)
+        return len(self.step_seconds) * self.tokens_per_step / seconds if seconds else 0.0
+
+
+def make_job(
+    args: argparse.Namespace,
+    model: nn.Module,
+    batches: Batches | ExampleBatches,
+    config: infinity.Config,
+    ranks: Ranks,
+    tokenizer: Any = None,
+) -> Job:
+    import torch
+
+    from ...ext.packed.packed import dense_numel
+
+    if args.lora_rank is None:
+        model.config.architectures = [type(model).__name__]
+    optimizers = make_optimizers(model, args.optim, lr=args.lr, weight_decay=args.weight_decay)
+    parameters_count = sum(map(dense_numel, model.parameters()))
+    model, optimizers = infinity.wrap_model(model, optimizers, config)
+    share = functools.partial(lr_share, steps=args.steps, warmup_steps=args.warmup_steps)
+    max_grad_norm = args.max_grad_norm or (None if config.max_grad_norm else DEFAULT_MAX_GRAD_NORM)
+    return Job(
+        model=model,
+        optimizers=optimizers,
+        schedulers=[torch.optim.lr_scheduler.LambdaLR(each, share) for each in optimizers],
+        batches=batches,
+        held_out=batches.held_out(args.eval_batches),
+        seed=args.seed,
+        steps=args.steps,
+        accumulate=args.accumulate,
+        max_grad_norm=max_grad_norm,
+        checkpoint=args.checkpoint,
+        out=args.out,
+        checkpoint_every=args.checkpoint_every,
+        interval=Interval(args.checkpoint_overhead),
+        ranks=ranks,
+        tokenizer=tokenizer,
+        model_folder=args.model,
+        fixed_values=_fixed_values(args, batches, config, ranks)
+        | {
+            "parameters": parameters_count,
+            "max_grad_norm": max_grad_norm or config.max_grad_norm,
+        },
+    )
+
+
+def _fixed_values(
+    args: argparse.Namespace,
+    batches: Batches | ExampleBatches,
+    config: infinity.Config,
+    ranks: Ranks,
+) -> dict[str, Any]:
+    return {
+        "data": batches.corpus.fingerprint,
+        "seed": args.seed,
+        "dtype": args.dtype,
+        "master": config.master,
+        "moments": config.moments,
+        "batch_size": args.batch_size,
+        "sequence_length": batches.sequence_length,
+        # A job can resume on fewer ranks with more micro-batches each.
+        "accumulate": args.accumulate * ranks.count,
+        "optim": args.optim,
+        "lr": args.lr,
+        "weight_decay": args.weight_decay,
+        "warmup_steps": args.warmup_steps,
+        "lora_rank": args.lora_rank,
+        "quantize": args.quantize,
+    }
+
+
+def lr_share(step: int, *, steps: int, warmup_steps: int) -> float:
+    """Returns the factor of the learning rate at ``step``: linear warm-up, not 0 at step 0, then
+    half a cosine."""
+    if step < warmup_steps:
+        return (step + 1) / (warmup_steps + 1)
+    passed = (step - warmup_steps) / max(1, steps - warmup_steps)
+    return FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * min(1.0, passed)))
+
+
+def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], None]) -> EdgeCounts:
+    """Steps until done or interrupted; then saves a checkpoint if the job has a folder for it.
+    Every rank calls this."""
+    job.model.train()
+    start = EdgeCounts.of(job.model)
+    while job.next_step < job.steps and not _interrupted(job, interrupt):
+        started_at = time.perf_counter()
+        job.losses.append(train_step(job, job.next_step))
+        job.step_seconds.append(time.perf_counter() - started_at)
+        job.interval.note_step(job.step_seconds[-1])
+        job.next_step += 1
+        show(job, EdgeCounts.of(job.model).since(start))
+        if job.saving is not None and job.ranks.largest(
+            int(job.ranks.is_first and job.saving.done)
+        ):
+            finish_save(job)
+        if job.next_step < job.steps and _is_save_due(job, interrupt):
+            save_checkpoint(job, wait=False)
+    finish_save(job, raises=False)
+    if job.losses or job.next_step == 0:  # otherwise the checkpoint it resumed from is current
+        save_checkpoint(job)
+    return EdgeCounts.of(job.model).since(start)
+
+
+def _is_save_due(job: Job, interrupt: Interrupt) -> bool:
+    """Whether to save after this step: as the first rank's interval says, or SIGUSR1 to any rank. A
+    collective."""
+    if job.checkpoint is None:
+        return False
+    if job.checkpoint_every is not None:
+        is_due = job.next_step % job.checkpoint_every == 0
+    else:
+        is_due = job.ranks.is_first and job.interval.is_due
+    asked, interrupt.saves = interrupt.saves, False
+    return bool(job.ranks.largest(int(is_due or asked)))
+
+
+def _interrupted(job: Job, interrupt: Interrupt) -> bool:
+    """Whether any rank got a signal, so that all stop after the same step. A collective."""
+    signum = job.ranks.largest(interrupt.signum or 0)
+    interrupt.signum = signum or None
+    return bool(signum)
+
+
+def train_step(job: Job, step: int) -> float:
+    """Takes one optimizer step and returns the mean loss over ranks. Raises InfinityError for a
+    loss that is not finite, before the weights change. Every rank calls this."""
+    import torch
+
+    # Dropout depends on (seed, step, rank) alone, so a resumed job repeats it.
+    torch.manual_seed((job.seed * 1_000_003 + step + 7_919 * job.ranks.rank) % 2**63)
+    with job.waiting_for_data():
+        batches = batches_of(job, step)
+    counts = [learned_count(batch) for batch in batches]
+    # Of a micro-batch in a step, so that every learned token counts the same
+    mean = job.ranks.mean(float(sum(counts)))
+    loss_sum = 0.0
+    for batch, count in zip(batches, counts):
+        loss = _loss(job.model, batch) / (mean / count)
+        loss_sum += loss.item()
+        check_finite(loss_sum, job)  # the other ranks' next collective raises too
+        loss.backward()
+    if job.max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.max_grad_norm)
+    for stepping in (*job.optimizers, *job.schedulers):
+        stepping.step()
+    for optimizer in job.optimizers:
+        optimizer.zero_grad()
+    return job.ranks.mean(loss_sum)
+
+
+def batches_of(job: Job, step: int) -> list[dict[str, torch.Tensor]]:
+    """Returns the micro-batches of this rank in a step."""
+    turns = [at * job.ranks.count + job.ranks.rank for at in range(job.accumulate)]
+    return [job.batches.train(step, turn) for turn in turns]
+
+
+def measure_stalls(job: Job, steps: int) -> Any:
+    """Measures what a step waits for its data, without changing the job. Every rank calls this."""
+    from ...ext.data.stalls import measure_stalls
+
+    job.model.train()
+
+    def passes(batches: list[dict[str, torch.Tensor]]) -> None:
+        for batch in batches:
+            _loss(job.model, batch).backward()
+        for optimizer in job.optimizers:
+            optimizer.zero_grad()
+
+    return measure_stalls(
+        job.model,
+        lambda index: batches_of(job, job.next_step + index),
+        passes,
+        steps,
+        job.batches.corpus.mapped,
+    )
+
+
+def check_finite(loss: float, job: Job) -> None:
+    """Raises InfinityError for a loss that is not finite."""
+    if not math.isfinite(loss):
+        raise InfinityError(
+            f"The loss is {loss} at step {job.next_step}. Lower --lr or lengthen --warmup-steps"
+        )
+
+
+def learned_count(batch: dict[str, torch.Tensor]) -> int:
+    """Counts the tokens of a batch that the model learns to predict."""
+    return int((batch["labels"][:, 1:] != NOT_LEARNED).sum())
+
+
+def _loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    import torch
+
+    device = next(model.parameters()).device
+    moved = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
+    return model(**moved).loss
+
+
+def held_out_loss(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> float:
+    """Computes the mean loss per predicted token in nats."""
+    import torch
+
+    was_training = model.training
+    model.eval()
+    loss_sum, count = 0.0, 0
+    with torch.no_grad():
+        for batch in batches:
+            loss_sum += _loss(model, batch).item() * learned_count(batch)
+            count += learned_count(batch)
+    model.train(was_training)
+    return loss_sum / count
+
+
+def save_checkpoint(job: Job, *, wait: bool = True) -> None:
+    """Saves the job if it has a folder for it; without ``wait`` beside the next step. Every rank
+    calls this."""
+    from ...ext.checkpoint.export import ELSEWHERE, OF_MODEL
+    from ...ext.checkpoint.pretrained import CARRIED
+
+    if job.checkpoint is None:
+        return
+    finish_save(job, raises=False)
+    job.interval.begin_save()
+    extra = {
+        "step": job.next_step,
+        "schedulers": [scheduler.state_dict() for scheduler in job.schedulers],
+        "loss_before": job.loss_before,
+        "fixed_values": job.fixed_values,
+        "out": job.out and os.path.realpath(job.out),  # a restarted job may replace it
+    }
+    began = time.perf_counter()
+    job.saving = infinity.save_checkpoint(
+        job.checkpoint, job.model, job.optimizers, extra=extra, overwrite=True, wait=wait
+    )
+    job.save_seconds = time.perf_counter() - began
+    if job.saving is None:
+        job.interval.end_save(job.save_seconds, job.save_seconds)
+    if job.ranks.is_first:
+        with replacing(job.checkpoint / OF_MODEL) as made:
+            for part in (job.tokenizer, *getattr(job.model, "peft_config", {}).values()):
+                if part is not None:
+                    part.save_pretrained(made)
+            copy_processors(job.model_folder, made)
+            if carried := job.model.__dict__.get(CARRIED):
+                told = {"folder": os.path.realpath(str(job.model_folder)), "tensors": list(carried)}
+                (made / ELSEWHERE).write_text(json.dumps(told))
+
+
+def finish_save(job: Job, *, raises: bool = True) -> None:
+    """Waits until the save beside the last steps is over. Raises its error, unless a new save
+    follows. Every rank calls this."""
+    if job.saving is None:
+        return
+    saving, job.saving, began = job.saving, None, time.perf_counter()
+    try:
+        saving.wait()
+    except InfinityError:
+        job.interval.end_save(None, None)
+        if raises:
+            raise
+    else:
+        stall = job.save_seconds + time.perf_counter() - began
+        job.interval.end_save(stall, saving.seconds)
+
+
+def resume(job: Job) -> None:
+    """Restores the job from its checkpoint. Raises `UsageError` if the options do not match it, or
+    it is past the last step. Every rank calls this."""
+    check_fixed_values(job.checkpoint, job.fixed_values, saved_extra(job.checkpoint))
+    began = time.perf_counter()
+    extra = infinity.load_checkpoint(job.checkpoint, job.model, job.optimizers)
+    job.load_seconds = time.perf_counter() - began
+    if extra["step"] > job.steps:
+        raise UsageError(
+            f"The checkpoint {job.checkpoint} is at step {extra['step']}, past --steps"
+            f" {job.steps} (or as many epochs).\nGive more, or --overwrite instead of --resume to"
+            " start fresh."
+        )
+    schedulers = extra.get("schedulers") or [extra["scheduler"]]  # of before there were several
+    for optimizer, scheduler, saved in zip(job.optimizers, job.schedulers, schedulers):
+        scheduler.load_state_dict(saved)
+        # Computed from the step, not read from the checkpoint: if --steps has changed, so has the
+        # curve. Otherwise the bits are the same.
+        for group, base_lr, share in zip(
+            optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = base_lr * share(extra["step"])
+    job.first_step = job.next_step = extra["step"]
+    job.loss_before = extra["loss_before"]

@@ -1,0 +1,298 @@
+"""The options of `infinity train`: definitions, and the checks that need no data or model.
+
+fresh weights  weights of a model built from its configuration alone, initialised from the seed
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ...core.machine.tiers import home_of
+from ...errors import ConfigError
+from ...ext.checkpoint.interval import share_of
+from ..cli.presets import PRESETS
+from ..cli.values import (
+    a_count,
+    a_path,
+    a_seed,
+    at_least_two,
+    positive_real,
+    real_from_zero,
+    zero_or_more,
+)
+from .optimizers import OPTIM, OPTIM_HELP
+from .places import saved_extra
+
+HOMES = ("auto", "device", "host", "nvme")
+HOME: dict[str, Any] = {"type": home_of, "choices": HOMES}
+# Arguments that several options have.
+FLAG: dict[str, Any] = {"action": "store_true"}
+PATH: dict[str, Any] = {"type": a_path, "metavar": "PATH"}
+FILE: dict[str, Any] = {"type": a_path, "metavar": "FILE"}
+FOLDER: dict[str, Any] = {"type": a_path, "metavar": "FOLDER"}
+NUMBER: dict[str, Any] = {"type": a_count, "metavar": "N"}
+COUNT: dict[str, Any] = {"type": zero_or_more, "metavar": "N"}
+QUANTIZE: dict[str, Any] = {"choices": ("nf4", "int8", "fp8")}
+DEFAULT_SEQUENCE_LENGTH = 256
+DEFAULT_ROW_LENGTH = 1024
+DEFAULT_STEPS = 80
+DEFAULT_CHECKPOINT_OVERHEAD = "2%"
+DEFAULT_LR, TUNING_LR = 2e-4, 2e-5
+DEFAULT_WARMUP_STEPS = 10
+DEFAULT_MAX_GRAD_NORM = 1.0
+LORA_RANK = 16
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    _add_model_and_data_options(parser.add_argument_group("model and data"))
+    _add_memory_options(parser.add_argument_group("where the state lives"))
+    _add_training_options(parser.add_argument_group("training"))
+    _add_result_options(parser.add_argument_group("results"))
+
+
+def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add(
+        "--model",
+        **PATH,
+        help="folder with config.json and safetensors, a name on the Hugging Face hub, or a"
+        " config.json alone for fresh weights",
+    )
+    add("--trust-remote-code", **FLAG, help="run Python code that lies in the folder of --model")
+    add(
+        "--data",
+        **PATH,
+        help="text files, or conversations, prompts with completions or texts as JSON, JSON lines,"
+        " Parquet, CSV or a datasets folder: a file, or a folder of them",
+    )
+    add("--data-limit", default="64MiB", metavar="BYTES", help="of text: no more (default 64MiB)")
+    add("--pack", **FLAG, help="several samples of --data in one row of --sequence-length tokens")
+    add(
+        "--dtype",
+        choices=("auto", "bf16", "fp32"),
+        default="bf16",
+        help=(
+            "of the model's weights (default bf16); auto: fp32 on a processor that has no fast bf16"
+            " products"
+        ),
+    )
+    add("--preset", choices=tuple(PRESETS), help="options under one name, which others go over")
+    add(
+        "--lora-rank",
+        **NUMBER,
+        help="train adapters of this rank (needs peft) and save them, not the model",
+    )
+    add("--lora", nargs="?", const=LORA_RANK, **NUMBER, help=f"--lora-rank (default {LORA_RANK})")
+    add("--quantize", **QUANTIZE, help="pack the base under the adapters in fewer bits")
+    add("--gradient-checkpointing", **FLAG, help="recompute activations in the backward")
+
+
+def _add_memory_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--params", **HOME, help="home of the parameters (default auto)")
+    add("--optimizer", **HOME, help="home of master weights and moments (default auto)")
+    add("--optim", **OPTIM, help=OPTIM_HELP)
+    add(
+        "--shard",
+        choices=("optimizer", "gradients", "parameters"),
+        help="under torchrun, what each rank has only its part of (default parameters)",
+    )
+    add(
+        "--activations",
+        **HOME,
+        help="home of what the forward saves for the backward (default auto)",
+    )
+    add("--micro-batch", **NUMBER, help="samples that a unit runs at once (default all)")
+    add(
+        "--nvme-path",
+        action="append",
+        **FOLDER,
+        help="swap files go here (default: a scratch folder); repeat it to stripe over several"
+        " disks",
+    )
+    add(
+        "--host-memory",
+        metavar="BYTES",
+        help='budget, as "256MiB", or "25%%": that share of the training state',
+    )
+    add("--device-memory", metavar="BYTES", help='budget, as "8GiB"')
+    masters, moments = ("split", "fp32", "none"), ("fp32", "bf16", "int8")
+    add("--master", choices=masters, help="master weights of bf16 parameters (default split)")
+    add("--moments", choices=moments, help="the optimizer's moments (default fp32)")
+    add(
+        "--config",
+        **FILE,
+        help=(
+            "TOML, JSON or YAML: the engine's fields, options in a table train; options go over it"
+        ),
+    )
+    add("--deepspeed", **FILE, help="homes and clipping of a DeepSpeed JSON; options go over it")
+
+
+def _add_training_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--steps", **NUMBER, help="optimizer steps (default: one epoch of samples; 80 of text)")
+    add("--epochs", type=positive_real, metavar="N", help="of samples, instead of --steps")
+    add("--batch-size", **NUMBER, default=4, help="samples in a micro-batch (default 4)")
+    add(
+        "--sequence-length",
+        type=at_least_two,
+        metavar="N",
+        help=(
+            f"tokens in a sample, at most (default {DEFAULT_SEQUENCE_LENGTH} of text,"
+            f" {DEFAULT_ROW_LENGTH} of samples, or what the model takes if less)"
+        ),
+    )
+    add("--accumulate", **NUMBER, default=1, help="micro-batches in a step (default 1)")
+    add(
+        "--lr",
+        type=positive_real,
+        help="peak learning rate (default 0.0002; 0.00002 for all weights of a trained model)",
+    )
+    add("--weight-decay", type=real_from_zero, default=0.1, help="of weight matrices (default 0.1)")
+    add(
+        "--warmup-steps",
+        **COUNT,
+        help="linear warm-up, then cosine (default 10, or a fifth of the steps if less)",
+    )
+    add(
+        "--max-grad-norm",
+        type=positive_real,
+        metavar="NORM",
+        help=f"clip to it (default {DEFAULT_MAX_GRAD_NORM})",
+    )
+    add(
+        "--device",
+        metavar="DEVICE",
+        help='what computes: "cuda", "cuda:1" or "cpu" (default: cuda where there is one)',
+    )
+    add(
+        "--timeout",
+        type=positive_real,
+        metavar="SECONDS",
+        help="under torchrun, how long a rank waits for the others (default: torch's)",
+    )
+    add(
+        "--seed",
+        type=a_seed,
+        default=0,
+        help="of fresh weights, batches, dropout and the sample (default 0)",
+    )
+    add("--threads", **NUMBER, help="torch's compute threads (default: torch's choice)")
+
+
+def _add_result_options(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--out", **FOLDER, help="save the trained model here, and print a sample of it")
+    add(
+        "--checkpoint",
+        **FOLDER,
+        help="keep the last resumable checkpoint here, the final one too",
+    )
+    add(
+        "--checkpoint-overhead",
+        metavar="SHARE",
+        help="save as often as this share of the time allows (default 2%%)",
+    )
+    add("--checkpoint-every", **NUMBER, help="save after so many steps instead")
+    add(
+        "--resume",
+        **FLAG,
+        help="continue from --checkpoint bit for bit; without one start fresh",
+    )
+    add("--overwrite", **FLAG, help="replace what --checkpoint, --out and --trace hold")
+    add(
+        "--stalls",
+        **NUMBER,
+        help="measure what the data costs in three times so many passes, before the first step",
+    )
+    add("--eval-batches", **NUMBER, default=4, help="held-out batches (default 4)")
+    add(
+        "--prompt",
+        metavar="TEXT",
+        help="start of the sample (default: the start of the held-out text)",
+    )
+    add(
+        "--sample-bytes",
+        **COUNT,
+        default=200,
+        help="bytes or tokens to sample, for at most a minute (default 200)",
+    )
+    add("--trace", **FILE, help="write a timeline here, for `infinity trace` or Perfetto")
+    add(
+        "--tensorboard",
+        **FOLDER,
+        help="write loss, speed and traffic here as TensorBoard scalars",
+    )
+    add(
+        "--json",
+        **FLAG,
+        help="the report as one JSON object on stdout, all else on stderr",
+    )
+
+
+def set_defaults(args: argparse.Namespace) -> None:
+    """Sets what depends on the model and on ``args.steps``, which is known by now."""
+    if args.lr is None:
+        has_weights = args.model is not None and args.model.is_dir()
+        args.lr = TUNING_LR if has_weights and args.lora_rank is None else DEFAULT_LR
+    if args.warmup_steps is None:
+        args.warmup_steps = min(DEFAULT_WARMUP_STEPS, args.steps // 5)
+        saved = saved_extra(args.checkpoint if args.resume else None).get("fixed_values")
+        if isinstance(saved, dict) and isinstance(saved.get("warmup_steps"), int):
+            args.warmup_steps = saved["warmup_steps"]  # --steps may have changed
+
+
+def _check_companions(args: argparse.Namespace) -> None:
+    """Raises ConfigError for options that do nothing without another one, or beyond it."""
+    if args.checkpoint_every is not None and args.checkpoint is None:
+        raise ConfigError("--checkpoint-every needs a folder: add --checkpoint FOLDER")
+    if args.checkpoint_overhead is not None:
+        if args.checkpoint is None:
+            raise ConfigError("--checkpoint-overhead needs a folder: add --checkpoint FOLDER")
+        if args.checkpoint_every is not None:
+            raise ConfigError(
+                "--checkpoint-every and --checkpoint-overhead both say how often to save: give one"
+                " of them."
+            )
+    args.checkpoint_overhead = share_of(
+        args.checkpoint_overhead or DEFAULT_CHECKPOINT_OVERHEAD, "--checkpoint-overhead"
+    )
+    if args.prompt is not None and args.out is None:
+        raise ConfigError("--prompt is of the sample of a saved model: add --out FOLDER")
+    if args.micro_batch is not None and args.micro_batch > args.batch_size:
+        raise ConfigError(
+            f"--micro-batch {args.micro_batch} is more than --batch-size {args.batch_size}: it is a"
+            " part of it. Give less, or leave it out."
+        )
+    known = None not in (args.warmup_steps, args.steps) and not args.resume
+    if known and args.warmup_steps > args.steps:
+        raise ConfigError(
+            f"--warmup-steps {args.warmup_steps} is more than --steps {args.steps}: give at most as"
+            " many."
+        )
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raises ConfigError for options that can be checked without reading the data or building the
+    model."""
+    args.lora_rank = args.lora_rank or args.lora
+    if args.quantize is not None and args.lora_rank is None:
+        raise ConfigError(
+            f"--quantize {args.quantize} packs a base that is not trained, but its adapters are:"
+            " add --lora"
+        )
+    if args.lora_rank is not None and (args.model is None or args.model.is_file()):
+        raise ConfigError(
+            "--lora-rank trains adapters of a model that has weights: give --model a folder."
+        )
+    if args.steps is not None and args.epochs is not None:
+        raise ConfigError("--steps and --epochs both say how long to train: give one of them.")
+    if args.resume and args.checkpoint is None:
+        raise ConfigError("--resume has nowhere to look. Add --checkpoint FOLDER")
+    if args.resume and args.overwrite:
+        raise ConfigError(
+            "--resume continues a checkpoint and --overwrite replaces it: give one of them."
+        )
+    _check_companions(args)

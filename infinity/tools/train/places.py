@@ -1,0 +1,130 @@
+"""Places: checks the files and folders that a job writes before it begins, not after hours."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ...core.machine.sizes import format_nbytes
+from ...errors import CapacityError, ConfigError, InfinityError, UsageError
+from ...files.outputs import MODEL_NAMES, Output, check_free, check_outputs, existing
+from ..watch.timeline import BEGIN
+
+CHECKPOINT_NAMES = re.compile(r"manifest\.json")
+
+
+def has_checkpoint(folder: Path | None) -> bool:
+    """Returns whether a save was ever completed in ``folder``: a killed one leaves no manifest."""
+    return folder is not None and (folder / "manifest.json").is_file()
+
+
+def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
+    """Raises ConfigError if an output is also an input of the job, or has content that must not be
+    replaced; StorageError if it cannot be written."""
+    outputs = {
+        "out": args.out and Output("--out", args.out, replaces=MODEL_NAMES),
+        "checkpoint": (
+            args.checkpoint and Output("--checkpoint", args.checkpoint, replaces=CHECKPOINT_NAMES)
+        ),
+        "trace": args.trace and Output("--trace", args.trace, made=BEGIN),
+        "tensorboard": args.tensorboard and Output("--tensorboard", args.tensorboard),
+    }
+    given = [output for output in outputs.values() if output is not None]
+    weights = settings.get("weights")
+    inputs = {"--model": args.model, "--data": args.data, "--config": args.config}
+    inputs["--deepspeed"] = args.deepspeed
+    check_outputs(given, [*inputs.items(), ("weights", weights and Path(weights))], overwrite=True)
+    if args.checkpoint is not None and not has_checkpoint(args.checkpoint):
+        _check_not_anothers(args.checkpoint)
+    if args.overwrite:
+        return
+    if has_checkpoint(args.checkpoint) and not args.resume:
+        raise ConfigError(
+            f"{args.checkpoint} holds a checkpoint already. Continue it with --resume or replace it"
+            " with --overwrite or give --checkpoint another folder."
+        )
+    for output in given:
+        if output is outputs["checkpoint"] and args.resume:
+            continue
+        if (
+            output is outputs["out"]
+            and args.resume
+            and _out_of(args.checkpoint) == os.path.realpath(output.path)
+        ):
+            continue  # written by this job, which ended and was restarted
+        check_free(output)
+
+
+def _check_not_anothers(folder: Path) -> None:
+    """Raises ConfigError if ``folder`` is another program's checkpoint, or a model."""
+    from ...ext.checkpoint.manifest import OTHERS, what_it_is
+
+    if any((folder / name).exists() for name in OTHERS):
+        raise ConfigError(f"--checkpoint: {what_it_is(folder)}. Give another folder.")
+
+
+def make_way(args: argparse.Namespace) -> None:
+    """Removes the file at --trace if --overwrite is given; only timelines are replaced without."""
+    for path in (
+        Output("--trace", args.trace, made=BEGIN).taken() if args.overwrite and args.trace else ()
+    ):
+        path.unlink()
+
+
+def _out_of(checkpoint: Path | None) -> str | None:
+    """Returns the --out of the job that saved a checkpoint; None if unknown."""
+    return saved_extra(checkpoint).get("out")
+
+
+def saved_extra(checkpoint: Path | None) -> dict[str, Any]:
+    """Returns what the job that saved a checkpoint said of itself; empty if unknown."""
+    from ...ext.checkpoint.manifest import read_manifest
+    from ...files.values import decode_value
+
+    if not has_checkpoint(checkpoint):
+        return {}
+    try:
+        found = decode_value(read_manifest(checkpoint)["extra"], {})
+        return found if isinstance(found, dict) else {}
+    except (InfinityError, LookupError, TypeError, AttributeError, ValueError):
+        return {}  # damaged, or not of `infinity train`: loading it raises
+
+
+def check_room(option: str, folder: Path, nbytes: int, what: str) -> None:
+    """Raises CapacityError if the disk of ``folder`` has less than ``nbytes`` free."""
+    free = shutil.disk_usage(existing(folder)).free
+    if nbytes > free:
+        raise CapacityError(
+            f"{option} {folder}: {what} needs {format_nbytes(nbytes)}, and {format_nbytes(free)} is"
+            f" free there. Free {format_nbytes(nbytes - free)}, or give a folder on another disk."
+        )
+
+
+def check_fixed_values(checkpoint: Path, now: dict[str, Any], extra: dict[str, Any]) -> None:
+    """Raises UsageError if options of a job are not those of its checkpoint."""
+    saved = extra.get("fixed_values")
+    if not isinstance(saved, dict):
+        return  # of a script, whose values are its own
+    saved = {"optim": "adamw"} | saved  # of before there were others
+    different = [name for name, value in now.items() if saved.get(name) != value]
+    if different:
+        pairs = ", ".join(_difference(name, saved.get(name), now[name]) for name in different)
+        raise UsageError(
+            f"The checkpoint {checkpoint} was made with {pairs}.\n"
+            "Give the same options and data to continue it, or --overwrite instead of --resume to"
+            " start fresh."
+        )
+
+
+def _difference(name: str, saved: Any, now: Any) -> str:
+    if name == "data":
+        return "other data, or another tokenizer or chat template"
+    if name == "parameters":
+        return f"a model of {saved:,} parameters (now {now:,})" if saved else "another model"
+    option = f"--{name.replace('_', '-')}"
+    before = f"without {option}" if saved is None else f"{option} {saved}"
+    return f"{before} (now {'without' if now is None else now})"

@@ -1,0 +1,357 @@
+"""`infinity train`: trains a `transformers` causal language model whose state may exceed memory.
+
+The modules of `training/`. Each imports only modules above it:
+
+  places                      checks of the output files and folders
+  options, interrupt          the command line's options; signals, deferred to the end of a step
+  ranks                       the processes that torchrun started
+  settings, model, compute    the engine's options; the transformers model; its compute time
+  job                         the loop and its checkpoints
+  progress, report, sample    output: during the job, its numbers, a sample of its result
+  inputs                      the model's configuration, its tokenizer, the data
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import infinity
+
+from ...core.machine.sizes import format_count, format_seconds
+from ...errors import ConfigError
+from ...files.outputs import replacing
+from .classes import freeze_untouched, touched
+from .compute import Compute, compute_time, multiplies_bf16
+from .corpus import Corpus
+from .counts import EdgeCounts
+from .folders import check_packed, is_streamed
+from .inputs import Inputs, find_files, read_inputs, tell_skipped
+from .interrupt import Interrupt
+from .job import Job, check_finite, held_out_loss, make_job, measure_stalls, resume, train
+from .model import add_adapters, build_model, checkpoint_activations, find_model, no_cache
+from .options import add_options, check_options
+from .places import (
+    check_fixed_values,
+    check_places,
+    check_room,
+    has_checkpoint,
+    make_way,
+    saved_extra,
+)
+from .progress import ProgressBar, ProgressLines, Scalars, make_progress
+from .ranks import Ranks
+from .report import (
+    LEAST_PREDICTED,
+    make_report,
+    measure_disks,
+    predict_step,
+    print_report,
+    print_stalls,
+)
+from .sample import printable, sample
+from .saved import check_saved, copy_processors
+from .settings import check_device, engine_config, engine_settings, training_state_nbytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+KNOWN_AT_ONCE = ("seed", "batch_size", "lora_rank", "quantize")  # before any data is read
+DEFAULT_PROMPT = "def "  # for the default data, which is Python
+
+DESCRIPTION = """\
+Trains a causal language model of transformers, with parameters and optimizer state at home on the
+device, the host or NVMe, and saves a folder of the same class that from_pretrained loads. Of a
+model of images and text it trains what text touches; the rest is saved as it was.
+Without --model it is a GPT-2 style model of about 50 M parameters from fresh weights; without
+--data it learns the source files of CPython's standard library, byte by byte."""
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "train",
+        help="train or fine-tune a causal language model",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the whole job and returns the exit status. Bad input raises before the model is built.
+    Under torchrun, every rank calls this."""
+    if args.model is not None:
+        args.model = find_model(args.model)
+    check_options(args)
+    ranks = Ranks(args.timeout)
+    try:
+        with warnings.catch_warnings():  # what libraries will rename is no news to their users
+            warnings.simplefilter("ignore", FutureWarning)
+            return _run(args, ranks)
+    finally:
+        ranks.end()
+
+
+def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+    settings = engine_settings(args)
+    check_places(args, settings)
+    files = find_files(args)
+    console = _prepare(args, ranks)
+    tell_skipped(files, console)
+    _check_engine(args, settings, console)
+    scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
+
+    inputs = read_inputs(args, files, ranks, console)
+    model = _make_model(args, settings, inputs.model_config, console)
+    config = engine_config(settings, model)
+    compute = _time_compute(args, model, inputs, config)
+    with no_cache(model):
+        if ranks.is_first:
+            _check_room(args, model, config)
+            make_way(args)
+        job = make_job(args, model, inputs.batches, config, ranks, inputs.tokenizer)
+        measured_disk = measure_disks(job)
+        predicted = predict_step(job, compute.seconds * args.accumulate)
+        if predicted >= LEAST_PREDICTED:
+            console.print(
+                f"A step should take about {format_seconds(predicted)} (predicted; its compute is"
+                f" {compute.how} on this machine)"
+            )
+        del model  # the job holds the only reference, so that it can free the model
+        _begin(args, job, console)
+        if args.stalls is not None:
+            job.stalls = measure_stalls(job, args.stalls)
+            print_stalls(console, job.stalls)
+        watch = infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
+        with Interrupt() as interrupt, make_progress(console, job) as progress, watch:
+            counts = train(job, interrupt=interrupt, show=_watchers(progress, scalars, watch))
+        if scalars is not None:
+            scalars.close()
+        if interrupt.signum is not None:
+            return _end_interrupted(args, job, console, interrupt.signum)
+        loss_after = held_out_loss(job.model, job.held_out)
+        check_finite(loss_after, job)
+    report = make_report(
+        job,
+        counts=counts,
+        config=config,
+        measured_disk=measured_disk,
+        predicted_step_seconds=predicted,
+        loss_after=loss_after,
+    )
+    print_report(console, report)
+    return _end(args, ranks, job, console, report)
+
+
+def _check_engine(args: argparse.Namespace, settings: dict[str, Any], console: Console) -> None:
+    """Chooses the dtype. Raises ConfigError for engine options that are wrong, and UsageError if
+    the job is not its checkpoint's, before the data is prepared."""
+    device = engine_config(settings).device
+    check_device(args.device)
+    _choose_dtype(args, device, console)
+    if args.resume:
+        known = {name: getattr(args, name) for name in KNOWN_AT_ONCE}
+        check_fixed_values(args.checkpoint, known, saved_extra(args.checkpoint))
+
+
+def _time_compute(
+    args: argparse.Namespace, model: Any, inputs: Inputs, config: infinity.Config
+) -> Compute:
+    import torch
+
+    return compute_time(
+        model,
+        inputs.model_config,
+        batch=args.batch_size,
+        length=inputs.batches.tokens_per_batch // args.batch_size,
+        dtype=getattr(torch, DTYPES[args.dtype]),
+        checkpointing=args.gradient_checkpointing,
+        limits=config,
+    )
+
+
+def _make_model(
+    args: argparse.Namespace, settings: dict[str, Any], model_config: Any, console: Console
+) -> Any:
+    """Makes the model, with adapters if it shall have them. Weights that are streamed go into
+    ``settings``. Raises ConfigError."""
+    check_packed(args.model, model_config, args.quantize, trains_all=args.lora_rank is None)
+    text = touched(model_config, args.model, trust=args.trust_remote_code)
+    model = build_model(
+        args.model,
+        model_config,
+        dtype=args.dtype,
+        seed=args.seed,
+        say=console.print,
+        trust=args.trust_remote_code,
+    )
+    if is_streamed(model, args.model):
+        settings["weights"] = str(args.model)
+    freeze_untouched(model, text, console.print)
+    if args.quantize is not None:
+        infinity.quantize(model.requires_grad_(False), args.quantize)
+    if args.lora_rank is not None:
+        model = add_adapters(model, args.lora_rank, args.model, text=text)
+    if args.gradient_checkpointing:
+        checkpoint_activations(model)
+    return model
+
+
+def _end(
+    args: argparse.Namespace,
+    ranks: Ranks,
+    job: Job,
+    console: Console,
+    report: dict[str, Any],
+) -> int:
+    """Saves the trained model to ``--out``, and prints the report with ``--json``."""
+    if args.out is not None:
+        report.update(_save_and_sample(args, job, console))
+    else:
+        how = f": `infinity export {args.checkpoint} OUT` writes it" if args.checkpoint else ""
+        console.print(f"The trained model is not saved, without --out{how}")
+    if args.json and ranks.is_first:
+        print(json.dumps(report))
+    return 0
+
+
+def _watchers(
+    progress: ProgressBar | ProgressLines, scalars: Scalars | None, watch: infinity.Watch
+) -> Callable[[Job, EdgeCounts], None]:
+    def show(job: Job, counts: EdgeCounts) -> None:
+        progress.show(job, counts)
+        watch.update(loss=job.losses[-1], tokens=job.tokens_per_step)
+        if scalars is not None:
+            scalars.show(job, counts)
+
+    return show
+
+
+def _prepare(args: argparse.Namespace, ranks: Ranks) -> Console:
+    """Imports the heavy libraries and silences transformers. Returns the console, which only prints
+    on the first rank."""
+    try:
+        import torch
+        import transformers
+        from rich.console import Console
+    except ImportError as error:
+        raise ConfigError(
+            f"{error}: `infinity train` needs it. pip install transformers rich"
+        ) from None
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    return Console(
+        stderr=args.json, quiet=not ranks.is_first, highlight=False, markup=False, soft_wrap=True
+    )
+
+
+def _choose_dtype(args: argparse.Namespace, device: str | None, console: Console) -> None:
+    """Replaces ``--dtype auto`` by a dtype, and warns if the given one is slow."""
+    fast = multiplies_bf16(device)
+    if args.dtype == "auto":
+        args.dtype = "bf16" if fast else "fp32"
+        console.print(
+            f"--dtype auto: {args.dtype}"
+            + ("" if fast else ", for this processor has no fast bf16 products")
+        )
+    elif args.dtype == "bf16" and not fast:
+        console.print(
+            "This processor has no fast bf16 products: --dtype fp32 may be many times faster"
+        )
+
+
+def _check_room(args: argparse.Namespace, model: Any, config: infinity.Config) -> None:
+    """Raises CapacityError if what the job will save does not fit."""
+    from ...ext.packed.packed import nbytes_of
+
+    weights = sum(map(nbytes_of, model.parameters()))
+    if args.out is not None:
+        check_room("--out", args.out, weights, "the trained model")
+    if args.checkpoint is not None:
+        state = training_state_nbytes(model, config)
+        both = (
+            "a checkpoint"
+            if not has_checkpoint(args.checkpoint)
+            else "the next checkpoint, while the old one is there,"
+        )
+        check_room("--checkpoint", args.checkpoint, state, both)
+
+
+def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
+    """Prints the job's size, and sets its first step: the checkpoint's, or step 0 with its held-out
+    loss."""
+    from ...ext.packed.packed import dense_numel
+
+    corpus, options = job.batches.corpus, job.fixed_values
+    console.print(
+        f"{options['parameters']:,} parameters in {options['dtype']}, {job.tokens_per_step:,}"
+        f" tokens per step, {format_count(job.steps, 'step')}, learning rate {options['lr']:g}"
+    )
+    if isinstance(corpus, Corpus):  # of samples it was told already
+        console.print(
+            f"{corpus.source}: {corpus.train_ntokens:,} tokens to train on,"
+            f" {corpus.held_out_ntokens:,} held out"
+        )
+    trained, whole = (
+        sum(dense_numel(param) for param in job.model.parameters() if param.requires_grad or every)
+        for every in (False, True)
+    )
+    if trained < whole:  # as PEFT tells it
+        console.print(
+            f"trainable params: {trained:,} || all params: {whole:,} || trainable%:"
+            f" {100 * trained / whole:.4f}"
+        )
+    if args.resume and has_checkpoint(args.checkpoint):
+        resume(job)
+        left = "" if job.first_step < job.steps else ": nothing is left to do"
+        console.print(f"Continuing from step {job.first_step} of {args.checkpoint}{left}")
+        return
+    if args.resume:
+        console.print(f"No checkpoint in {args.checkpoint}: starting fresh")
+    elif has_checkpoint(args.checkpoint):
+        console.print(f"Starting fresh; the checkpoint in {args.checkpoint} will be replaced")
+    job.loss_before = held_out_loss(job.model, job.held_out)
+    console.print(f"held-out loss {job.loss_before:.4f}")
+
+
+def _end_interrupted(args: argparse.Namespace, job: Job, console: Console, signum: int) -> int:
+    saved = (
+        f"saved to {args.checkpoint}; --resume continues"
+        if args.checkpoint
+        else "nothing saved (no --checkpoint)"
+    )
+    console.print(f"Interrupted after step {job.next_step} of {job.steps}: {saved}")
+    if args.json and job.ranks.is_first:
+        print(json.dumps({"interrupted": True, "steps": job.next_step, "losses": job.losses}))
+    return 128 + signum
+
+
+def _save_and_sample(args: argparse.Namespace, job: Job, console: Console) -> dict[str, str]:
+    infinity.save_pretrained(job.model, args.out, overwrite=True)  # checked before the first step
+    if job.ranks.is_first:
+        with replacing(args.out) as made:
+            if job.tokenizer is not None:
+                job.tokenizer.save_pretrained(made)
+            copy_processors(args.model, made)
+        count = check_saved(args.out, job.model, trust=args.trust_remote_code)
+        console.print(
+            f"Saved to {args.out}: {format_count(count, 'tensor')}, by name and shape what"
+            f" {'PEFT' if args.lora_rank else 'transformers'} reads"
+        )
+    if job.tokenizer is not None and job.tokenizer.chat_template:
+        console.print(f"Talk to it: infinity generate {args.out} --chat")
+    result = {"out": str(args.out)}
+    if args.sample_bytes:
+        given = args.prompt or (DEFAULT_PROMPT if args.data is None else None)
+        prompt, text = sample(job, prompt=given, ntokens=args.sample_bytes)
+        console.print(f"A sample of it:\n{printable(prompt + text)}")
+        result.update(prompt=prompt, sample=text)
+    job.let_go()
+    return result

@@ -1,0 +1,139 @@
+"""Run files: the state that a running job publishes in a folder, for other programs.
+
+run     a job on this machine: a folder below ``runs`` in the cache
+        (:func:`infinity.core.machine.disk_profile.cache_folder`)
+status  the present state of a rank: one small file, replaced atomically
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...core.machine.kernel import process_space
+from ...untrusted import is_regular, parse_json, read_text
+
+STATUS, PLAN, HISTORY = "status", "plan", "history"
+OURS = ("status-rank", "plan-rank", "history-rank")  # prefixes of a run's file names
+MOST_NBYTES = 16 * 1024 * 1024
+KEPT_RUNS = 20  # ended ones
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, identified by id and start time: ids alone are reused."""
+
+    pid: int
+    started: int
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this very process still runs."""
+        return self.started == start_of(self.pid)
+
+
+def start_of(pid: int) -> int:
+    """Returns the start time of a process, in kernel ticks since boot; 0 if there is none."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def this_process() -> Process:
+    """Returns the calling process."""
+    return Process(os.getpid(), start_of(os.getpid()))
+
+
+def job_name() -> str:
+    """Returns a name for this process's job: by its launcher, if any, which all ranks of a machine
+    have in common. It includes the start time, because containers of one name reuse process ids."""
+    pid = os.getppid() if int(os.environ.get("WORLD_SIZE") or 1) > 1 else os.getpid()
+    return f"{os.uname().nodename}-{pid}-{start_of(pid)}"
+
+
+def write(folder: Path, kind: str, rank: int, content: dict[str, Any]) -> None:
+    """Replaces a file of a run atomically. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{kind}-rank{rank}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content))
+    os.replace(partial, path)
+
+
+def read(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """Yields the contents of a run's files of ``kind``, in rank order. Skips files that are not
+    ours."""
+    paths: list[Path] = []
+    with contextlib.suppress(OSError):
+        paths = sorted(
+            folder.glob(f"{kind}-rank*.json"), key=lambda path: (len(path.name), path.name)
+        )
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):
+            if is_regular(path, links=False) and isinstance(
+                found := parse_json(read_text(path, most_nbytes=MOST_NBYTES)), dict
+            ):
+                yield found
+
+
+def process_of(status: dict[str, Any]) -> Process:
+    """Returns the process that wrote a status; an invalid one if it is not given."""
+    pid, started = status.get("pid"), status.get("started")
+    whole = all(
+        isinstance(value, int) and not isinstance(value, bool) and value > 0
+        for value in (pid, started)
+    )
+    return Process(pid, started) if whole else Process(0, -1)
+
+
+def is_here(status: dict[str, Any]) -> bool:
+    """Returns whether the process id in a status is valid here: by the kernel's name, or else by
+    the host's."""
+    space = status.get("space")
+    if isinstance(space, str) and space:
+        return space == process_space()
+    return status.get("host") == os.uname().nodename
+
+
+def is_running(folder: Path) -> bool:
+    """Returns whether a process of the run is running. A process of another machine or container
+    counts as running."""
+    found = list(read(folder, STATUS))
+    here = [status for status in found if is_here(status)]
+    return any(process_of(status).is_running for status in here) or len(here) < len(found)
+
+
+def runs(root: Path) -> list[Path]:
+    """Lists the runs in ``root``, newest first."""
+    found: list[tuple[float, Path]] = []
+    with contextlib.suppress(OSError):
+        for folder in root.iterdir():
+            with contextlib.suppress(OSError):  # removed just now, by another job that starts
+                if folder.is_dir() and not folder.is_symlink() and any(read(folder, STATUS)):
+                    found.append((folder.stat().st_mtime, folder))
+    return [folder for _, folder in sorted(found, key=lambda entry: -entry[0])]
+
+
+def is_ours(folder: Path) -> bool:
+    """Returns whether a folder has a run's files and nothing else."""
+    with contextlib.suppress(OSError):
+        names = [entry.name for entry in folder.iterdir()]
+        return bool(names) and all(
+            name.startswith(OURS) and name.endswith((".json", ".partial")) for name in names
+        )
+    return False
+
+
+def remove_old(root: Path, keep: int = KEPT_RUNS) -> None:
+    """Removes the oldest ended runs, except ``keep``. Ignores failures."""
+    for folder in [folder for folder in runs(root) if is_ours(folder) and not is_running(folder)][
+        keep:
+    ]:
+        shutil.rmtree(folder, ignore_errors=True)

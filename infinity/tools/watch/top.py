@@ -1,0 +1,203 @@
+"""`infinity top`: shows the jobs of this machine, for each rank: tiers, every edge's rate against
+its measured limit, the unit that computes, loss, speed, and the remaining time."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError
+from ..cli.values import a_path, add_rating, rating_of
+
+BAR = 24  # characters
+STALE_SECONDS = 30  # without an update: the process computes one long unit, or waits
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser("top", help="watch the jobs of this machine")
+    parser.add_argument(
+        "run",
+        nargs="?",
+        type=a_path,
+        metavar="RUN",
+        help="folder of one job (default: all that run)",
+    )
+    parser.add_argument("--once", action="store_true", help="print once and end")
+    parser.add_argument(
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="between two looks (default 1)",
+    )
+    add_rating(parser.add_argument, "for how long it lasts")
+    parser.add_argument(
+        "--json", action="store_true", help="print once, as one JSON object on stdout"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the jobs, once or until interrupted."""
+    if not 0.05 <= args.interval <= 3600:
+        raise ConfigError(f"--interval {args.interval}: give 0.05 to 3600 seconds")
+    if args.json:
+        print(json.dumps({"runs": look(args.run)}))
+    elif args.once or not sys.stdout.isatty():
+        print("\n".join(lines(look(args.run), rating_of(args))))
+    else:
+        _live(args)
+    return 0
+
+
+def look(folder: Path | None) -> list[dict[str, Any]]:
+    """Reads the status of every rank of the running jobs, or of the job in ``folder``, running or
+    not. Raises ConfigError if ``folder`` has none."""
+    from ...core.machine import disk_profile
+    from . import run_files
+
+    if folder is not None and next(run_files.read(folder, run_files.STATUS), None) is None:
+        raise ConfigError(
+            f"{folder} has no status of a job: give the folder that infinity.Watch wrote to, or"
+            " none for all that run"
+        )
+    folders = (
+        [folder]
+        if folder is not None
+        else [
+            each
+            for each in run_files.runs(disk_profile.cache_folder() / "runs")
+            if run_files.is_running(each)
+        ]
+    )
+    return [
+        {
+            "folder": str(each),
+            "running": run_files.is_running(each),
+            "ranks": list(run_files.read(each, run_files.STATUS)),
+        }
+        for each in folders
+    ]
+
+
+def _live(args: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    look(args.run), (rating := rating_of(args))  # raise errors before the screen is taken over
+    try:
+        with Live(console=Console(), screen=True, auto_refresh=False) as live:
+            while True:
+                live.update(Text("\n".join(lines(look(args.run), rating))), refresh=True)
+                time.sleep(args.interval)
+    except KeyboardInterrupt:
+        return  # Ctrl-C is the way to quit
+
+
+def lines(jobs: list[dict[str, Any]], rating: float | None = None) -> Iterator[str]:
+    """Yields the lines of a screen. Text from files is made printable. Values of a wrong type are
+    shown as a dash, or left out. ``rating``: bytes that a drive may be written in all."""
+    if not jobs:
+        yield (
+            "No running job is found: `infinity train` is one once its model is built, and a loop"
+            " with infinity.Watch(model)."
+        )
+    for job in jobs:
+        is_over = all(str(status.get("phase", "")).startswith("ended") for status in job["ranks"])
+        state = ("ended, its process runs" if is_over else "running") if job["running"] else "over"
+        yield f"{job['folder']}  {state}"
+        for status in job["ranks"]:
+            yield from _rank(status)
+            if (line := endurance_line(status, rating)) is not None:
+                yield f"   {line}"
+
+
+def _rank(status: dict[str, Any]) -> Iterator[str]:
+    from ...core.machine.sizes import format_nbytes
+    from ...core.machine.traffic import shares_text
+    from ...untrusted import printable
+
+    def number(value: Any, form: str = ",.0f") -> str:
+        return f"{value:{form}}" if _is_number(value) else "-"
+
+    step, of = number(status.get("step")), status.get("steps")
+    doing = printable(f"{status.get('phase', '')} {status.get('unit', '')}").strip()[:60]
+    yield (
+        f" rank {number(status.get('rank'))}  step {step}{f' of {number(of)}' if of else ''}  loss"
+        f" {number(status.get('loss'), '.4f')}  {number(status.get('tokens_per_second'))} tokens/s "
+        f" {remaining(status.get('remaining_seconds'))} left  {doing}"
+    )
+    if _is_number(at := status.get("at")) and (silent := time.time() - at) > STALE_SECONDS:
+        yield f"   (said {silent:.0f} s ago)"
+    shares = status.get("shares")
+    if isinstance(shares, dict) and all(map(_is_number, shares.values())):
+        yield f"   {printable(shares_text(shares))}"
+    for tier, of_tier in _tables(status.get("tiers")):
+        charged, planned, budget = (
+            of_tier.get(f"{name}_nbytes") for name in ("charged", "planned", "budget")
+        )
+        if _is_number(charged) and _is_number(planned) and max(charged, planned) > 0:
+            most = budget if _is_number(budget) and budget > 0 else max(planned, charged)
+            yield (
+                f"   {printable(tier):<8}{bar(charged / most)} {format_nbytes(charged):>11} of"
+                f" {format_nbytes(most)}"
+            )
+    for edge, moved in _tables(status.get("edges")):
+        rate, limit = moved.get("rate"), moved.get("limit")
+        if _is_number(rate) and moved.get("nbytes"):
+            share = (
+                f"{bar(rate / limit)} {rate / limit:>4.0%} of {limit / 1e9:.2f} GB/s"
+                if _is_number(limit) and limit > 0
+                else ""
+            )
+            yield (
+                f"   {printable(edge):<22}{rate / 1e9:>6.2f} GB/s  stalled"
+                f" {number(moved.get('stalled'), '.0%'):>4}  {share}"
+            )
+
+
+def endurance_line(status: dict[str, Any], rating: float | None) -> str | None:
+    """Returns how long the drives of a job last; None if it has written nothing to them."""
+    from ..plan.endurance import Endurance
+
+    written = status.get("written")
+    found = (
+        [written.get(key) for key in ("nbytes", "seconds", "drives")]
+        if isinstance(written, dict)
+        else []
+    )
+    if not found or not all(_is_number(each) and each > 0 for each in found):
+        return None
+    endurance = Endurance.of_step(*found, rating)
+    return None if endurance is None else endurance.line
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a finite number below 1e18: no bool or text, no integer too long for a
+    float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e18 < value < 1e18
+
+
+def _tables(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    if isinstance(value, dict):
+        yield from ((name, entry) for name, entry in value.items() if isinstance(entry, dict))
+
+
+def bar(share: float) -> str:
+    """Draws a share, clamped to 0 to 1, as a bar."""
+    filled = round(BAR * min(1.0, max(0.0, share)))
+    return "#" * filled + "." * (BAR - filled)
+
+
+def remaining(seconds: Any) -> str:
+    """Writes seconds as hours and minutes, or minutes and seconds; "-" if unknown."""
+    if not _is_number(seconds) or not 0 <= seconds < 1e9:
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"

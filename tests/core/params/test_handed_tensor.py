@@ -1,0 +1,172 @@
+"""HandedTensor: what a user does with one tensor of a state dict is seen, and nothing else is."""
+
+from __future__ import annotations
+
+import gc
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.core.params.handed_tensor import VALUE, HandedTensor
+from infinity.core.units.handle import handle_of
+
+HOST = {"params": "host", "optimizer": "host"}
+
+
+class Given:
+    """A tensor that was handed out, of a parameter with a value of ones."""
+
+    def __init__(self, numel: int = 16, array: str = VALUE):
+        self.model = nn.Module()
+        self.model.weight = nn.Parameter(torch.ones(numel))
+        self.model.forward = lambda: self.model.weight.sum()
+        self.model, self.optimizer = infinity.wrap_model(
+            self.model, torch.optim.AdamW(self.model.parameters(), lr=0.1), HOST
+        )
+        self.steps, self.deaths = SimpleNamespace(index=0), []
+        self.tensor = torch.ones(numel)
+        self.hand_out(array)
+
+    def hand_out(self, array: str) -> None:
+        self.entry = HandedTensor(
+            handle_of(self.model.weight), array, self.tensor, self.deaths.append
+        )
+        self.entry.note("a stamp", self.steps.index)
+
+    def is_written(self, *, is_stale: bool = False) -> bool:
+        return self.entry.is_written(self.steps.index if is_stale else -1)
+
+
+def test_what_nobody_wrote_to_is_not_written():
+    given = Given()
+    assert not given.entry.is_touched and not given.is_written() and not given.entry.is_exported
+    assert given.entry.stamp == "a stamp" and given.entry.index == 0
+
+
+@pytest.mark.parametrize("write", ["counted", "by a view", "through data"])
+def test_a_write_is_seen_until_it_is_noted(write):
+    given = Given()
+    target = {"counted": given.tensor, "by a view": given.tensor[3:], "through data": None}[write]
+    if target is None:
+        given.tensor.data[15] = 3
+    else:
+        target.mul_(2)
+    assert given.entry.is_touched and given.is_written()
+    target = None  # a view that is held may be exported at any time
+    given.entry.note("another", 1)
+    assert not given.entry.is_touched and not given.is_written() and given.entry.index == 1
+
+
+def test_what_was_written_after_a_look_is_not_noted_with_it():
+    """Twin: what was written before it is."""
+    given = Given()
+    given.tensor.add_(1)
+    looked = given.entry.look()
+    given.entry.note("stamp", 0, looked)
+    assert not given.is_written()
+    given.tensor.add_(1)
+    given.entry.note("stamp", 0, looked)
+    assert given.is_written()
+
+
+@pytest.mark.parametrize("element", [0, 1, 384, 16383])
+def test_every_element_of_a_large_tensor_is_watched(element):
+    """Writes one through ``.data``, which torch does not count. Twin: reads, which leave the mark
+    that torch would copy the memory on a write."""
+    given = Given(16384)
+    given.tensor.sum()
+    given.tensor[element].item()
+    assert not given.entry.is_touched
+    given.tensor.data[element] = 3.14159265
+    assert given.entry.is_touched and given.is_written()
+
+
+def test_what_numpy_has_is_compared():
+    """Writes element 1 through an array, then writes it back. Twin: as long as its bits are those
+    of the note it is not written."""
+    given = Given(16384)
+    array = given.tensor.numpy()
+    assert given.entry.is_exported and given.entry.is_touched and not given.is_written()
+    array[1] = 2
+    assert given.is_written() and given.entry.is_seen_here_alone
+    array[1] = 1
+    assert not given.is_written() and not given.entry.is_seen_here_alone
+
+
+def test_bits_are_held_against_the_last_note():
+    """NumPy writes, and the tensor is noted then: what counts is what is written later."""
+    given = Given(16384)
+    array = given.tensor.numpy()
+    array[1] = 2
+    assert given.is_written()
+    given.entry.note("stamp", 0)
+    assert not given.is_written()
+    array[1] = 1
+    assert given.is_written()
+
+
+def test_a_tensor_that_was_only_read_is_marked_again():
+    """Gives its address away, as ``torch.save`` does. Twin: with a view that is held, which may
+    have been exported, it stays unmarked and is compared each time."""
+    given = Given()
+    given.tensor.data_ptr()
+    assert given.entry.is_touched and not given.is_written() and not given.entry.is_touched
+    view = given.tensor[3:]
+    given.tensor.data_ptr()
+    assert not given.is_written() and given.entry.is_touched
+    torch.from_dlpack(view)[0] = 5
+    assert given.is_written()
+
+
+def test_a_snapshot_that_numpy_has_is_compared_once_in_a_step():
+    """Twins: a write that torch counts is seen at once; a current tensor is compared each time."""
+    given = Given()
+    array = given.tensor.numpy()
+    assert not given.is_written(is_stale=True)
+    array[0] = 2
+    assert not given.is_written(is_stale=True) and given.is_written()
+    given.steps.index = 1
+    assert given.is_written(is_stale=True)
+    assert not given.is_written(is_stale=True)
+    given.tensor.add_(1)
+    assert given.is_written(is_stale=True)
+
+
+def test_a_snapshot_is_not_compared_with_home():
+    """Method: home is ones, and the snapshot of an earlier value is in NumPy's hands."""
+    given = Given()
+    given.tensor = torch.zeros(16)
+    given.hand_out(VALUE)
+    array = given.tensor.numpy()
+    assert not given.is_written(is_stale=True)
+    given.steps.index = 1
+    array[1] = 5
+    assert given.is_written(is_stale=True)
+
+
+def test_freed_memory_is_not_looked_at():
+    """Claim: not even if it was written to before."""
+    for writes in (0, 1):
+        given = Given()
+        for _ in range(writes):
+            given.tensor.add_(1)
+        given.tensor.untyped_storage().resize_(0)
+        assert given.entry.was_freed and not given.entry.is_exported
+        assert not given.entry.is_touched and not given.is_written()
+
+
+def test_memory_is_held_as_long_as_a_view_is():
+    """Claim: the tensor's own end is told once; while torch frees it, it still counts."""
+    given = Given()
+    assert given.entry.is_held() and not given.entry.was_freed
+    view = torch.empty(0).set_(given.tensor.untyped_storage())
+    assert given.entry.is_held(dying=True)
+    del given.tensor
+    gc.collect()
+    assert given.deaths == [given.entry.tensor] and given.entry.is_held()
+    del view
+    assert not given.entry.is_held()
+    assert not Given().entry.is_held(dying=True)

@@ -1,0 +1,67 @@
+"""Passes: what a forward holds, and what of it is no activation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import seeded
+from torch import nn
+
+import infinity
+from infinity.core.run.registry import wrapped
+from infinity.errors import CapacityError
+
+
+def test_a_forward_that_finds_no_room_for_its_second_unit_lets_the_first_go(monkeypatch):
+    """Method: an owner of two units, of which the second cannot be held. Nothing but the error is
+    left of it, since the model may catch that and go on. Twin: with room both are held."""
+    model = seeded(1, lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))))
+    model, _ = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
+    )
+    engine = wrapped(model).engine
+    prefetcher, passes, units = engine.job.prefetcher, engine.passes, engine.job.units[:2]
+
+    def hold(unit, *, real=prefetcher.hold, **how):
+        if unit is units[1]:
+            raise CapacityError("no room")
+        return real(unit, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prefetcher, "hold", hold)
+        with pytest.raises(CapacityError, match="no room"):
+            passes.enter(model[0], units, is_root=False)
+    assert not any(map(prefetcher.is_held, units)) and not passes.frames
+    passes.enter(model[0], units, is_root=False)
+    assert all(map(prefetcher.is_held, units))
+    passes.leave(model[0], (), {}, None)
+    assert not any(map(prefetcher.is_held, units)) and not passes.frames
+
+
+class Masked(nn.Module):
+    """All that autograd saves of 64 KiB and more is the table."""
+
+    def __init__(self, *, is_buffer: bool) -> None:
+        super().__init__()
+        self.linear, table = nn.Linear(4, 256), torch.ones(256, 256)
+        if is_buffer:
+            self.register_buffer("table", table)
+        else:
+            self.table = table
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.table
+
+
+def test_a_buffer_is_no_activation():
+    """It stays on the device anyway: sending it home would free nothing. Twin: the same tensor, of
+    which nobody knows that it stays."""
+
+    def moved(is_buffer: bool) -> int:
+        model = Masked(is_buffer=is_buffer)
+        config = {"params": "host", "optimizer": "host", "activations": "host"}
+        model, _ = infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+        model(torch.ones(256, 4)).sum().backward()
+        return infinity.stats(model).edges["device->host"].nbytes
+
+    assert moved(False) - moved(True) == 256 * 256 * 4

@@ -1,0 +1,335 @@
+"""Resources: what a job allocates and charges for good, and what grows when parameters come
+later."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity import native
+from infinity.core.machine import limits
+from infinity.core.machine.device import Device
+from infinity.core.machine.ledger import Ledger
+from infinity.core.machine.tiers import Tier
+from infinity.core.machine.traffic import Traffic
+from infinity.core.plan.memory_plan import BUFFERS, LADDER, MemoryPlan
+from infinity.core.plan.unit_sizes import FlatParamSize, UnitSize
+from infinity.core.run.resources import Resources, make_store, trace_path
+from infinity.core.step.slots import optimizer_slot_nbytes
+from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
+from infinity.errors import CapacityError
+from infinity.ranks.collectives import Collectives
+from infinity.ranks.parallel_dims import ParallelDims
+
+F32 = torch.float32
+BLOCK, MIB = native.BLOCK_NBYTES, 1 << 20
+SIZES = {"slot": 4 * BLOCK, "weights": 8 * BLOCK, "grads": 16 * BLOCK, "activations": 32 * BLOCK}
+
+
+def plan_of(tier: Tier = Tier.NVME, **more: Any) -> MemoryPlan:
+    names = ("weight", "grad", "master", "exp_avg", "exp_avg_sq")
+    return dataclasses.replace(
+        MemoryPlan(
+            tiers=dict.fromkeys(names, tier),
+            units_ahead=1,
+            staging_nbytes=SIZES["weights"],
+            grad_staging_nbytes=SIZES["grads"],
+            activation_staging_nbytes=SIZES["activations"],
+            slot_count=2,
+            slot_nbytes=SIZES["slot"],
+            service_nbytes=MIB,
+            device_window_nbytes=0,
+            terms={each: {} for each in Tier},
+        ),
+        **more,
+    )
+
+
+class Made:
+    """A store, its ledger, and resources of units whose homes note how they are allocated."""
+
+    def __init__(self, folder: Path, plan: MemoryPlan, host: int | None, **config: Any):
+        config = {"nvme_paths": [str(folder)], **config}
+        self.config, self.ledger, self.allocated = infinity.Config(**config), Ledger(), []
+        for tier in Tier:
+            budget = host if tier is Tier.HOST else None
+            self.ledger.limit(tier, budget_nbytes=budget, planned_nbytes=0)
+        self.charges, reserve = [], self.ledger.reserve
+
+        def reserving(tier: Tier, nbytes: int, what: str, **more: Any) -> native.Charge:
+            charge = reserve(tier, nbytes, what, **more)
+            self.charges.append((tier, what, nbytes))
+            return charge
+
+        self.ledger.reserve = reserving
+        traffic = Traffic()
+        self.store = make_store(
+            self.config,
+            plan,
+            self.ledger,
+            traffic,
+            Device(torch.device("cpu"), traffic),
+            Collectives(),
+        )
+        self.opened, self.regions = {}, {}
+        make_region, opening = self.store.arrays.make_region, self.store.open
+
+        def making(nbytes: int, *, copied: bool) -> native.Region:
+            region = make_region(nbytes, copied=copied)
+            self.regions[region.address] = nbytes, copied
+            return region
+
+        def open_(regions: Any, **more: Any) -> None:
+            self.opened = {"regions": [self.regions[region.address] for region in regions], **more}
+            opening(regions, **more)
+
+        self.store.arrays.make_region, self.store.open = making, open_
+        self.resources = Resources(self.config, plan, [self.unit(0), self.unit(1)], self.store)
+
+    def unit(self, index: int) -> Any:
+        def allocate(store: Any, tiers: Any, what: str, *, kept: Any, shadowed: bool) -> None:
+            assert store is self.store
+            self.allocated.append((what, dict(tiers), set(kept), shadowed))
+
+        homes = SimpleNamespace(allocate=allocate)
+        flat_params = [SimpleNamespace(homes=homes)] * (index + 1)
+        return SimpleNamespace(index=index, name=f"u{index}", flat_params=flat_params)
+
+
+@pytest.fixture
+def make(swap) -> Iterator[Any]:
+    made = []
+
+    def build(plan: MemoryPlan | None = None, host: int | None = None, **config: Any) -> Made:
+        made.append(Made(swap, plan or plan_of(), host, **config))
+        return made[-1]
+
+    yield build
+    for each in made:
+        each.store.close()
+
+
+def test_every_shard_is_allocated_where_the_plan_has_its_unit(make):
+    """With what is cached on the host, and what has room for a second copy."""
+    plan = plan_of(
+        placed={"grad": {1: Tier.HOST}}, kept={"weight": frozenset({0})}, shadowed=frozenset({1})
+    )
+    first, *others = make(plan).allocated
+    assert first == ("unit u0", plan.tiers, {"weight"}, False)
+    assert others == [("unit u1", {**plan.tiers, "grad": Tier.HOST}, set(), True)] * 2
+
+
+def test_transfer_memory_is_allocated_and_charged_as_planned(make, monkeypatch):
+    """And the terms of the device, of checksums and of buffers. Twin: what a plan lacks is not
+    allocated."""
+    on_device = ("node shards", "gradients on their way", "optimizer slots", "staged weights")
+    terms = {
+        Tier.DEVICE: {name: 10 + at for at, name in enumerate(on_device)} | {BUFFERS: 3},
+        Tier.HOST: {"checksums": 7, BUFFERS: 5},
+        Tier.NVME: {},
+    }
+    # A machine's own cuFile takes a GPU's memory, and this device is the processor.
+    monkeypatch.setattr(native, "make_cufile_road", lambda *_: (None, "no cuFile"))
+    made = make(plan_of(terms=terms, gpu_direct_nbytes=1))
+    found = {(tier, what): nbytes for tier, what, nbytes in made.charges}
+    host = {
+        "staged weights": SIZES["weights"],
+        "staged gradients": SIZES["grads"],
+        "staged activations": SIZES["activations"],
+        "optimizer slots": 2 * SIZES["slot"],
+        "checksums": 7,
+        BUFFERS: 5,
+    }
+    for tier, of_tier in ((Tier.HOST, host), (Tier.DEVICE, terms[Tier.DEVICE])):
+        for what, nbytes in of_tier.items():
+            assert found.pop((tier, what)) == nbytes
+    assert list(found) == [(Tier.HOST, "the store's service buffer")]
+    charged = made.ledger.accounts[Tier.DEVICE].charged_nbytes
+    assert charged == sum(terms[Tier.DEVICE].values())  # as long as the resources are there
+    resources = made.resources
+    assert resources.grad_staging.capacity_nbytes == SIZES["grads"]
+    assert resources.activation_staging.capacity_nbytes == SIZES["activations"]
+    copied = [(SIZES[name], True) for name in ("weights", "grads", "activations")]
+    assert made.opened["regions"] == [*copied, (2 * SIZES["slot"], False)]
+    assert made.opened["staging"].capacity_nbytes == SIZES["weights"] and made.opened["gpu_direct"]
+
+
+def test_a_plan_without_transfers_takes_no_memory_for_them(make):
+    none = {
+        name: 0
+        for name in (
+            "staging_nbytes",
+            "grad_staging_nbytes",
+            "activation_staging_nbytes",
+            "slot_nbytes",
+        )
+    }
+    made = make(plan_of(Tier.HOST, **none))
+    assert made.resources.grad_staging is None is made.resources.activation_staging
+    assert made.opened == {"regions": [], "staging": None, "gpu_direct": False}
+    assert isinstance(made.resources.make_updater(), native.Updater)
+
+
+def test_only_a_plan_that_uses_disks_has_folders_for_them(make):
+    """For state or for activations. Twin: with both in memory none."""
+    for tier, activations, folders in (
+        (Tier.HOST, "device", 0),
+        (Tier.NVME, "device", 1),
+        (Tier.HOST, "nvme", 1),
+    ):
+        made = make(plan_of(tier), activations=activations)
+        assert len(made.store.space._folders.places) == folders
+
+
+def test_a_store_is_made_as_the_config_and_the_ranks_say(swap):
+    """With checksums or without; a failed disk is told to the other ranks."""
+    told, traffic = [], Traffic()
+    collectives = SimpleNamespace(
+        ranks=SimpleNamespace(world_rank=5, local_size=4), report_failure=told.append
+    )
+    for checksums, is_checked in ((True, True), (False, False), ("sampled", True)):
+        config = infinity.Config(nvme_paths=[str(swap)], checksums=checksums)
+        device = Device(torch.device("cpu"), traffic)
+        store = make_store(config, plan_of(), Ledger(), traffic, device, collectives)
+        assert store.checksums is is_checked and store.device is device
+        assert store.traffic is traffic and store.staging._sampled == (checksums == "sampled")
+        store.on_failure(error := OSError())
+        assert told.pop() is error
+        store.close()
+
+
+# --- growth ---
+
+
+def unit_of(numel: int) -> UnitSize:
+    spec = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, MOMENTS, stepped=True)
+    return UnitSize("u", (FlatParamSize(spec, numel),))
+
+
+def slots_of(made: Made, numel: int, chunk: int) -> int:
+    return 2 * optimizer_slot_nbytes(unit_of(numel).flat_params, plan_of().tiers, chunk)
+
+
+@pytest.mark.parametrize("numel", [1 << 20, 1 << 16])
+def test_slots_and_staging_grow_to_the_largest_size_that_fits(make, numel):
+    """The sizes of the best rung, and of the largest gradients at once; once. Twin: the old ones
+    hold until then."""
+    made = make()
+    before = made.resources.grad_staging
+    sizes = [unit_of(numel) for _ in range(5)]
+    planned = made.ledger.accounts[Tier.HOST].planned_nbytes
+    assert made.resources.refit(sizes)
+    staging = made.resources.grad_staging
+    assert staging is not before and staging.capacity_nbytes == 3 * 4 * numel
+    slots = slots_of(made, numel, LADDER[0].chunk)
+    assert made.charges[-2:] == [
+        (Tier.HOST, "staged gradients", 3 * 4 * numel),
+        (Tier.HOST, "optimizer slots", slots),
+    ]
+    assert made.ledger.accounts[Tier.HOST].planned_nbytes - planned == slots + 3 * 4 * numel
+    assert isinstance(made.resources.make_updater(), native.Updater)
+    count = len(made.charges)
+    assert not made.resources.refit(sizes)
+    assert len(made.charges) == count and made.resources.grad_staging is staging
+
+
+def test_without_room_for_the_best_size_a_smaller_one_is_taken(make):
+    """Twin: if not even the least fits it is told, and nothing has changed."""
+    numel = 1 << 20
+    least = slots_of(None, numel, LADDER[-1].chunk)
+    before = 2 * SIZES["slot"] + SIZES["weights"] + SIZES["grads"] + SIZES["activations"] + MIB
+    # the old slots are there until the new ones are
+    made = make(host=before - SIZES["grads"] + 4 * numel + least)
+    assert made.resources.refit([unit_of(numel)] * 5)
+    assert made.resources.grad_staging.capacity_nbytes == 4 * numel
+    assert made.charges[-1] == (Tier.HOST, "optimizer slots", least)
+    made = make(host=before + 8)
+    with pytest.raises(CapacityError, match="staged gradients"):
+        made.resources.refit([unit_of(numel)] * 5)
+    assert made.resources.grad_staging.capacity_nbytes == SIZES["grads"]
+
+
+def test_what_has_grown_grows_again_for_larger_parameters(make):
+    """The staging is for the largest gradients. Twin: smaller ones change nothing."""
+    made = make()
+    assert made.resources.refit([unit_of(1 << 16)])
+    assert made.resources.refit([unit_of(1 << 16), unit_of(1 << 18), *[unit_of(1 << 17)] * 3])
+    assert made.resources.grad_staging.capacity_nbytes == 4 * ((1 << 18) + 2 * (1 << 17))
+    assert not made.resources.refit([unit_of(1 << 17)])
+
+
+def test_gradients_in_memory_need_no_staging(make):
+    """Nor do the slots grow for state in memory."""
+    made = make(plan_of(Tier.HOST))
+    staging, count = made.resources.grad_staging, len(made.charges)
+    assert not made.resources.refit([unit_of(1 << 20)])
+    assert made.resources.grad_staging is staging and len(made.charges) == count
+
+
+# --- what is made of them ---
+
+
+@pytest.mark.parametrize("threads", [None, 3])
+def test_the_updater_works_in_the_slots_with_the_threads_of_the_config(make, monkeypatch, threads):
+    """It measures how many it needs if none are given. Twin: without slots it has no memory."""
+    told: dict[str, Any] = {}
+    monkeypatch.setattr(
+        native, "Updater", lambda *args, **more: told.update({"args": args, **more})
+    )
+    made = make(update_threads=threads, checksums=False)
+    made.resources.make_updater()
+    io, address, nbytes, count, thread_count = told["args"]
+    assert io is made.store.io and made.regions[address] == (nbytes, False)
+    assert (nbytes, count) == (2 * SIZES["slot"], 2) and told["owner"].address == address
+    assert thread_count == (threads or thread_count) and thread_count > 0
+    assert told["measured"] == (threads is None) and not told["checksums"]
+    make(plan_of(slot_nbytes=0)).resources.make_updater()
+    assert told["args"][1:4] == (0, 0, 0) and told["owner"] is None and told["checksums"]
+
+
+def test_the_store_of_activations_is_where_the_config_has_them(make):
+    """Twins: torch keeps them on the device, or where a budget of the device was not given."""
+    for home in ("host", "nvme"):
+        activations = make(activations=home).resources.make_activations(alone=True)
+        assert activations.spare_nbytes is None
+        assert activations._home._tier is Tier(home)
+        assert activations._home._disk is not None
+    kept = {"activations": "device", "device_memory": 1 << 20}
+    assert make(**kept).resources.make_activations(alone=True) is None
+    assert make(activations="auto").resources.make_activations(alone=True) is None
+    terms = {each: {} for each in Tier} | {Tier.DEVICE: {"weights": 100}}
+    for budget, spare in ((1 << 20, (1 << 20) - 100), (64, 0)):
+        made = make(plan_of(terms=terms), activations="auto", device_memory=budget)
+        assert made.resources.make_activations(alone=True).spare_nbytes == spare
+        made.store.device.is_host = False
+        assert made.resources.make_activations(alone=True) is None
+
+
+@pytest.mark.parametrize("home", ["host", "auto"])
+def test_activations_have_what_the_plan_leaves_of_a_host_without_a_budget(make, home, monkeypatch):
+    """The processor computes, so that the device's budget is of the same memory. Twins: a budget
+    is the limit itself, and ranks of one machine divide what is left."""
+    monkeypatch.setattr(limits, "memory_left", lambda: 3 << 30)
+    config = {"activations": home, "device_memory": 1 << 20}
+    terms = {each: {} for each in Tier} | {Tier.HOST: {"weights": 100}}
+    resources = make(plan_of(terms=terms), **config).resources
+    left = 2 << 30
+    for ranks in (1, 2):
+        activations = resources.make_activations(alone=True, local_size=ranks)
+        assert activations.home_nbytes() == left // ranks - 100 - (1 << 20)
+    budget = make(plan_of(terms=terms), **config, host_memory=1 << 30).resources
+    assert budget.make_activations(alone=True)._home._most_nbytes is None
+
+
+def test_each_rank_has_a_timeline_of_its_own(monkeypatch):
+    """Twin: a rank that is alone has the name that was given."""
+    assert trace_path(Path("a/trace.json"), ParallelDims()) == "a/trace.json"
+    ranks = SimpleNamespace(alone=False, world_rank=3)
+    assert trace_path("a.b/trace.json", ranks) == "a.b/trace-rank3.json"

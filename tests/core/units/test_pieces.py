@@ -1,0 +1,83 @@
+"""Pieces: values at home in parts, and changes of them that may be interrupted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import at_home, seeded
+from torch import nn
+
+import infinity
+from infinity.core.run.registry import engine_of
+from infinity.core.units import pieces
+from infinity.core.units.pieces import (
+    Progress,
+    allocate_beside,
+    change_pieces,
+    pieces_of,
+    read_value,
+)
+
+
+class Made:
+    def __init__(self, home: str, swap, dtype: torch.dtype = torch.float32):
+        model = seeded(3, lambda: nn.Linear(8, 8)).to(dtype)
+        self.before = {name: value.clone() for name, value in model.state_dict().items()}
+        self.model, self.optimizer = infinity.wrap_model(
+            model, torch.optim.SGD(model.parameters(), lr=0.5), at_home(home, home, swap)
+        )
+        self.job = engine_of(self.model).job
+        self.flat_params = [flat for unit in self.job.units for flat in unit.flat_params]
+
+    def read(self) -> torch.Tensor:
+        found = [read_value(self.job.store, piece) for piece in pieces_of(self.flat_params)]
+        return torch.cat(found)
+
+
+@pytest.mark.parametrize("home", ["host", "nvme"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values_are_those_of_the_masters_in_parts(home, dtype, swap, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 16)
+    made = Made(home, swap, dtype)
+    assert len(list(pieces_of(made.flat_params))) == 4 + 1
+    expected = torch.cat([value.flatten() for value in made.before.values()]).float()
+    assert torch.equal(made.read(), expected) and made.read().dtype == torch.float32
+
+
+@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+def test_an_array_beside_the_master_is_zeroed_and_freed(home, swap):
+    made = Made(home, swap)
+    (flat_param,) = made.flat_params
+    array = allocate_beside(made.job.store, flat_param, torch.float64, "a test", version=0)
+    assert array.tier is flat_param.weight.tier and array.dtype == torch.float64
+    assert not made.job.store.read(array, 0, array.numel).any()
+    made.job.store.arrays.free_more(array)
+
+
+@pytest.mark.parametrize("interrupted_at", [0, 1])
+def test_what_was_computed_is_only_written_again(interrupted_at, swap):
+    """Claim: a change of the old value is made once. Twin: without progress it would be made
+    twice."""
+    made = Made("host", swap)
+    begun, written = [], []
+
+    def compute(piece):
+        return {"weight": read_value(made.job.store, piece) + 1}
+
+    def write(piece, parts):
+        if len(begun) == interrupted_at and not written:
+            written.append(piece)
+            made.job.store.write(piece.flat_param.weight, piece.begin, parts["weight"], version=1)
+            raise KeyboardInterrupt
+        begun.append(piece)
+        made.job.store.write(piece.flat_param.weight, piece.begin, parts["weight"], version=1)
+
+    before, progress = made.read(), Progress()
+    with pytest.raises(KeyboardInterrupt):
+        change_pieces(made.flat_params, compute, write, progress)
+    change_pieces(made.flat_params, compute, write, progress)
+    assert torch.equal(made.read(), before + 1)
+    change_pieces(made.flat_params, compute, write, progress)  # done
+    assert torch.equal(made.read(), before + 1)
+    change_pieces(made.flat_params, compute, write, Progress())
+    assert torch.equal(made.read(), before + 1 + 1)

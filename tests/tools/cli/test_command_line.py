@@ -1,0 +1,594 @@
+"""The command line as a whole: one screen of help, presets, files of options, completion,
+leftovers, and signals to a child."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from infinity import native
+from infinity.config import Config
+from infinity.errors import ConfigError
+from infinity.tools import cli
+from infinity.tools.cli import SUBCOMMANDS, build_parser, main, presets
+from infinity.tools.cli.completion import script, words
+from infinity.tools.train import settings, wording
+from infinity.tools.watch import run_files
+
+TINY = {
+    "model_type": "gpt2",
+    "vocab_size": 257,
+    "n_positions": 32,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+}
+SMALL = [
+    "--steps",
+    "2",
+    "--batch-size",
+    "2",
+    "--sequence-length",
+    "16",
+    "--eval-batches",
+    "1",
+    "--sample-bytes",
+    "4",
+    "--dtype",
+    "fp32",
+]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The current folder: a model, a text, a folder for swap files, a cache."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "model.json").write_text(json.dumps(TINY))
+    (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 200)
+    (tmp_path / "nvme").mkdir()
+    return tmp_path
+
+
+def test_the_help_is_one_screen(capsys):
+    """24 lines of 100 characters, with every subcommand and the exit status."""
+    assert main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 100 and "Exit status" in "\n".join(lines)
+    assert all(any(line.split()[:1] == [name] for line in lines) for name in SUBCOMMANDS)
+
+
+def test_the_help_does_not_wait_for_torch():
+    code = (
+        "import sys; from infinity.cli import main; main(['train', '--help']); sys.exit('torch' in"
+        " sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
+
+
+def test_every_command_has_json():
+    found = words(build_parser())
+    assert set(found) == set(SUBCOMMANDS) and all("--json" in options for options in found.values())
+
+
+# --- presets and files ---
+
+
+def parsed(*argv: str):
+    return build_parser().parse_args(presets.expanded(["train", *argv]))
+
+
+@pytest.mark.parametrize("name", presets.PRESETS)
+def test_a_preset_stands_before_the_command_line(name):
+    assert (
+        parsed("--preset", name).dtype == "auto"
+        and parsed("--preset", name, "--dtype", "fp32").dtype == "fp32"
+    )
+    assert (parsed("--preset", name).lora_rank is not None) == (name == "lora")
+
+
+def test_a_file_has_the_same_options_and_the_command_line_goes_over_it(place):
+    """Method: text, numbers, switches and lists in the table `train`, in TOML and in JSON; each is
+    what its option would give."""
+    (place / "a.toml").write_text(
+        'params = "host"\n[train]\nsteps = 7\nlr = 0.5\nresume = true\noverwrite = false\nnvme_path'
+        ' = ["a", "b"]\npreset = "cpu-only"\n'
+    )
+    (place / "a.json").write_text(
+        json.dumps(
+            {
+                "params": "host",
+                "train": {
+                    "steps": 7,
+                    "lr": 0.5,
+                    "resume": True,
+                    "nvme-path": ["a", "b"],
+                    "preset": "cpu-only",
+                },
+            }
+        )
+    )
+    for name in ("a.toml", "a.json"):
+        args = parsed("--config", name)
+        assert (args.steps, args.lr, args.resume, args.overwrite, args.nvme_path) == (
+            7,
+            0.5,
+            True,
+            False,
+            [Path("a"), Path("b")],
+        )
+        assert args.gradient_checkpointing and args.device == "cpu"
+        args = parsed(f"--config={name}", "--steps", "3", "--nvme-path", "c")
+        assert (args.steps, args.lr, args.nvme_path) == (3, 0.5, [Path("c")])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("train = 3", "not a table"),
+        ("[train]\nsteps = {a = 1}", "train.steps is a dict"),
+        ("x", "neither valid TOML"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(text, said, place, capsys):
+    (place / "a.toml").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        parsed("--config", "a.toml")
+    assert main(["train", "--config", "a.toml"]) == 2 and said in capsys.readouterr().err
+
+
+WRONG_KEYS = [
+    (
+        "[train]\nstepz = 3",
+        "a.toml: train.stepz is no option of `infinity train` in a file: did you mean steps?",
+    ),
+    ("[train]\nstep = 3", "train.step is no option"),
+    ("[train]\nhelp = true", "train.help is no option"),
+    ("[train]\nconfig = 'b.toml'", "train.config is no option"),
+    ("[train]\nsteps = 0", "a.toml: train.steps: 0 given, 1 or more needed"),
+    ("[train]\nsteps = true", "train.steps is a bool: give text, a number"),
+    ("[train]\nsteps = false", "train.steps is a bool"),
+    ("[train]\nresume = 1", "train.resume is a int: give true or false"),
+    ("[train]\nparams = 'tape'", "train.params: invalid choice: 'tape'"),
+    (
+        "[train]\nnvme_paths = ['a']",
+        "train.nvme_paths is no option of `infinity train` in a file: did you mean nvme_path?",
+    ),
+    ("steps = 3", "a.toml: unknown config key 'steps'"),
+    ("parms = 'host'", "a.toml: unknown config key 'parms': did you mean 'params'?"),
+    ("[trian]\nsteps = 3", "a.toml: unknown config key 'trian': did you mean 'train'?"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), WRONG_KEYS)
+def test_a_key_of_a_file_that_is_none_is_refused_as_the_files_key(text, said, place, capsys):
+    """Method: unknown keys and wrong values, in the table and beside it; the message has the file
+    and its key, and no option that nobody typed. Twin: the same options, typed."""
+    (place / "a.toml").write_text(text)
+    assert main(["train", "--config", "a.toml", "--model", "model.json", "--data", "text.txt"]) == 2
+    found = capsys.readouterr().err
+    assert said in found and "--step" not in found and "unrecognized" not in found, found
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "train --step 3",
+        "train --step=3",
+        "train --over",
+        "plan --nvme-cap 3",
+        "export a b --mod c",
+        "report --tr a",
+        "top --on",
+        "bench io --round 3",
+        "clean --ye",
+        "env --js",
+        "--vers",
+    ],
+)
+def test_an_abbreviation_is_not_completed(line, place, capsys):
+    """Method: the beginning of an option of every command: refused. Twin: the whole name, below."""
+    assert main(line.split()) == 2
+    said = capsys.readouterr().err
+    assert "unrecognized arguments" in said or "required" in said, said
+
+
+def test_an_option_that_is_none_is_told_with_the_nearest(capsys):
+    assert main(["train", "--step", "3"]) == 2
+    assert (
+        "infinity train: unrecognized arguments: --step 3 (did you mean --steps?)"
+        in capsys.readouterr().err
+    )
+
+
+def test_no_parser_of_the_project_completes_abbreviations():
+    """Method: reads every file for a parser that is made without saying so. Twin: one in a text of
+    its own."""
+    root = Path(__file__).parents[3]
+    files = [
+        path
+        for part in ("infinity", "examples", "tools", "tests/support")
+        for path in (root / part).rglob("*.py")
+    ]
+    found = {
+        path.name for path in files for line in path.read_text().splitlines() if completes(line)
+    }
+    assert completes("argparse.ArgumentParser(prog='a')") and not found, found
+
+
+def completes(line: str) -> bool:
+    return (
+        "ArgumentParser(" in line
+        and "allow_abbrev=False" not in line
+        and not line.startswith(("class ", "def "))
+    )
+
+
+def test_the_lora_preset_saves_adapters_that_peft_loads(place, capsys):
+    """Method: a folder of transformers' own, trained with the preset; the adapters load onto the
+    same base, which is unchanged."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    base = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.from_pretrained("model.json")
+    )
+    base.save_pretrained("base")
+    assert (
+        main(
+            [
+                "train",
+                "--preset",
+                "lora",
+                "--model",
+                "base",
+                "--data",
+                "text.txt",
+                "--out",
+                "out",
+                *SMALL,
+            ]
+        )
+        == 0
+    ), capsys.readouterr()
+    assert (
+        Path("out", "adapter_model.safetensors").exists()
+        and not Path("out", "model.safetensors").exists()
+    )
+    loaded = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained("base"), "out"
+    )
+    assert any(
+        name.endswith("lora_B.default.weight") and param.any()
+        for name, param in loaded.named_parameters()
+    )
+
+
+def test_lora_without_weights_is_refused(place, capsys):
+    assert (
+        main(["train", "--preset", "lora", "--model", "model.json"]) == 2
+        and "give --model a folder" in capsys.readouterr().err
+    )
+
+
+# --- completion ---
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("infinity pl", "plan"),
+        ("infinity train --lora-", "--lora-rank"),
+        ("infinity train --preset cp", "cpu-only"),
+        ("infinity bench ad", "adam"),
+        ("infinity completion z", "zsh"),
+    ],
+)
+def test_the_shell_completes(line, completed, tmp_path):
+    """Method: bash itself runs the script's function over a line that ends at the cursor."""
+    (tmp_path / "script").write_text(script(words(build_parser()), "bash"))
+    typed = " ".join(f"'{word}'" for word in line.split())
+    code = (
+        f"source {tmp_path}/script; COMP_WORDS=({typed}); COMP_CWORD={len(line.split()) - 1};"
+        " _infinity; echo ${COMPREPLY[@]}"
+    )
+    assert subprocess.run(
+        ["bash", "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split() == [completed]
+
+
+# --- leftovers ---
+
+
+def data(root: Path, name: str, *files: str) -> Path:
+    (root / name).mkdir(parents=True)
+    for file in files:
+        (root / name / file).write_text("x")
+    return root / name
+
+
+def test_clean_finds_what_is_ours_and_leaves_everything_else(place, capsys, monkeypatch):
+    """Method: data of a save that was cut short, a run that is over and an old probe; beside each
+    what looks like it and is not."""
+    monkeypatch.setattr("tempfile.tempdir", str(place / "tmp"))
+    (place / "tmp").mkdir()
+    ours = [
+        data(
+            place / "saved", "infinity-0123456789ab", "unit-00000.safetensors", "other.safetensors"
+        )
+    ]
+    theirs = [
+        data(place / "saved", "infinity-0123456789ac", "diary.txt"),
+        data(place / "saved", "infinity-mine", "other.safetensors"),
+    ]
+    runs = place / "cache" / "runs"
+    run_files.write(
+        runs / "over",
+        run_files.STATUS,
+        0,
+        {"pid": os.getpid(), "started": 1, "host": os.uname().nodename},
+    )
+    process = run_files.this_process()
+    run_files.write(
+        runs / "alive",
+        run_files.STATUS,
+        0,
+        {"pid": process.pid, "started": process.started, "host": os.uname().nodename},
+    )
+    ours.append(runs / "over")
+    theirs.append(runs / "alive")
+    ours.append(data(place / "tmp", "infinity-probe-abcdefgh", "probe"))
+    theirs.append(data(place / "tmp", "infinity-probe-abcdefgi", "probe"))
+    theirs.append(data(place / "tmp", "infinity-probe-abcdefgj", "probe", "other"))
+    for old in (ours[-1], theirs[-1]):
+        os.utime(old, (0, 0))
+    assert main(["clean", "saved", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {Path(each["path"]).resolve() for each in found["leftovers"]} == {
+        path.resolve() for path in ours
+    } and not found["removed"]
+    assert all(path.exists() for path in ours)
+    assert main(["clean", "saved", "--yes"]) == 0
+    assert not any(path.exists() for path in ours) and all(path.exists() for path in theirs)
+    assert main(["clean", "nowhere"]) == 2
+
+
+def test_clean_asks_no_name_of_a_user(place, capsys, monkeypatch):
+    """Method: probes of a user without an entry in the system's list, as containers have: this
+    process's is found, another's is left."""
+    monkeypatch.setattr("tempfile.tempdir", str(place / "tmp"))
+    probes = [data(place / "tmp", f"infinity-probe-abcdefg{letter}", "probe") for letter in "ab"]
+    lstat = Path.lstat
+
+    def of_somebody(path: Path) -> os.stat_result:
+        found = lstat(path)
+        uid = {probes[0]: 54321, probes[1]: 54322}.get(path, found.st_uid)
+        return os.stat_result((*found[:4], uid, *found[5:7], 0, 0, 0)) if path in probes else found
+
+    monkeypatch.setattr(Path, "lstat", of_somebody)
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)
+    assert main(["clean", "--json"]) == 0
+    assert [each["path"] for each in json.loads(capsys.readouterr().out)["leftovers"]] == [
+        str(probes[0])
+    ]
+
+
+# --- signals ---
+
+
+def launch(*more: str) -> subprocess.Popen:
+    command = [
+        sys.executable,
+        "-m",
+        "infinity",
+        "train",
+        "--model",
+        "model.json",
+        "--data",
+        "text.txt",
+        "--params",
+        "nvme",
+        "--optimizer",
+        "nvme",
+        "--nvme-path",
+        "nvme",
+        "--checkpoint",
+        "saved",
+        *SMALL,
+        *more,
+    ]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_a_resumable_checkpoint_and_no_swap_files(signum, status, place):
+    """Method: a child gets the signal when its status says that it has taken steps; its checkpoint
+    is continued to the end."""
+    child = launch("--steps", "100000")
+    deadline = time.monotonic() + 200
+    while not any(
+        each["step"] >= 2
+        for folder in run_files.runs(place / "cache" / "runs")
+        for each in run_files.read(folder, run_files.STATUS)
+    ):
+        assert child.poll() is None and time.monotonic() < deadline, child.stdout.read()
+        time.sleep(0.1)
+    assert not list((place / "nvme").iterdir())
+    child.send_signal(signum)
+    said = child.communicate(timeout=60)[0]
+    assert child.returncode == status and "--resume continues" in said, said
+    step = int(said.split("Interrupted after step ")[1].split()[0])
+    assert not list((place / "nvme").iterdir()) and sorted(
+        path.name for path in (place / "saved").iterdir()
+    )[1:] == ["manifest.json"]
+    # The schedule of the job is as long as it was said to be: it goes on from that step.
+    again = launch("--resume", "--steps", "100000")
+    while (line := again.stdout.readline()) and "Continuing from step" not in line:
+        pass
+    again.send_signal(signal.SIGTERM)
+    again.communicate(timeout=100)
+    assert f"Continuing from step {step} " in line
+
+
+@pytest.mark.parametrize(
+    ("given", "home"),
+    [("cpu", "host"), ("RAM", "host"), ("gpu", "device"), ("cuda", "device"), ("disk", "nvme")],
+)
+def test_homes_have_the_names_that_people_use(given, home, place, capsys):
+    """As options; in a Config they are hinted at."""
+    args = build_parser().parse_args(["train", "--params", given, "--optimizer", given])
+    assert args.params == args.optimizer == home
+    with pytest.raises(ConfigError, match=f"did you mean '{home}'"):
+        Config(params=given)
+
+
+DEEPSPEED = {
+    "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+    "gradient_clipping": 0.5,
+}
+
+
+@pytest.mark.parametrize("option", ["--deepspeed", "--config"])
+def test_a_deepspeed_json_says_where_the_state_lives(option, place, capsys):
+    """Twin: an option goes over it."""
+    Path("ds.json").write_text(json.dumps(DEEPSPEED))
+    words = ["train", "--model", "model.json", "--data", "text.txt", *SMALL, "--json"]
+    for more, home in (((), "host"), (("--params", "device"), "device")):
+        assert main([*words, option, "ds.json", *more]) == 0
+        told = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert told["homes"]["params"] == home and told["options"]["max_grad_norm"] == 0.5
+
+
+def test_a_folder_for_swap_files_is_found(place, capsys):
+    """With homes that are named, the report's rates are of the disk that was chosen."""
+    words = ["train", "--model", "model.json", "--data", "text.txt", *SMALL, "--json"]
+    homes = ["--params", "nvme", "--optimizer", "nvme", "--nvme-path", "auto"]
+    assert main([*words, *homes]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["edges"]["nvme->host"]["nbytes"] > 0 and 0 < told["disk"]["share"]
+
+
+@pytest.mark.parametrize("here, computes", [("cuda", "cuda"), (None, None)])
+def test_a_gpu_that_is_here_computes(here, computes, monkeypatch):
+    """Twin: without one, the processor. One that is named goes over it."""
+    monkeypatch.setattr(settings, "_device_here", lambda: here)
+    assert settings.engine_config({"params": "host"}).device == computes
+    assert settings.engine_config({"device": "cpu"}).device == "cpu"
+
+
+WORDED = {  # a message of the library -> what the command says
+    "Use Config(params='nvme', optimizer='host').": "Use --params nvme --optimizer host.",
+    "or Config(nvme_paths=[...])": "or --nvme-path FOLDER",
+    "Config(nvme_paths=['/path/on/the/disk'])": "--nvme-path /path/on/the/disk",
+    "others: Config(params=, nvme_paths=).": "others: --params, --nvme-path.",
+    "Raise host_memory by 3 GiB": "Raise --host-memory by 3 GiB",
+    "leave Config(speculate=True)": "leave Config(speculate=True)",  # it has no such option
+    "host_memory='lots' is no size": "host_memory='lots' is no size",
+}
+
+
+@pytest.mark.parametrize("message", WORDED)
+def test_messages_are_in_the_words_of_the_command(message):
+    """Twin: of a command without options they stay as they are."""
+    options = cli.option_names(cli.command_of(build_parser(), "train"))
+    assert wording.in_options(message, options) == WORDED[message]
+    assert wording.in_options(message, ()) == message
+
+
+def test_a_budget_that_is_too_small_is_told_in_options_that_work(place, capsys):
+    """Adds the options of the message to the command, for state in memory and on disk."""
+    words = ["train", "--model", "model.json", "--data", "text.txt", *SMALL]
+    (place / "swap").mkdir()
+    on_disk = ["--params", "nvme", "--optimizer", "nvme", "--nvme-path", "swap"]
+    for homes in (["--params", "host", "--optimizer", "host"], on_disk):
+        assert main([*words, *homes, "--host-memory", "8KiB"]) == 2
+        told = capsys.readouterr().err
+        assert "--host-memory is 8.0 KiB" in told and "--params" not in told
+        (nbytes,) = re.findall(r"Raise --host-memory by .*: --host-memory (\d+)", told)
+        assert main([*words, *homes, "--host-memory", nbytes]) == 0
+
+
+def test_a_source_folder_beside_an_installed_one_is_told(tmp_path, monkeypatch):
+    """Twin: where nothing is installed, it is to be built."""
+    for name in ("clone/infinity", "env/infinity", "env/infinity_engine-0.1.0.dist-info"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "env/infinity/_C.so").touch()
+    info = "Metadata-Version: 2.1\nName: infinity-engine\nVersion: 0.1.0\n"
+    (tmp_path / "env/infinity_engine-0.1.0.dist-info/METADATA").write_text(info)
+    package = tmp_path / "clone/infinity"
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "clone")])
+    assert "is not built" in native.not_built(ImportError("no _C"), package)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "clone"), str(tmp_path / "env")])
+    told = native.not_built(ImportError("no _C"), package)
+    assert str(tmp_path / "env/infinity") in told and "Start Python in another folder" in told
+
+
+def test_a_reader_that_ends_first_is_no_error(place):
+    """As `infinity plan | head -1`: status as of SIGPIPE, nothing on stderr."""
+    command = [sys.executable, "-m", "infinity", "plan", "--model", "model.json"]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=100)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+NEAR = {  # what was typed -> what is meant
+    "train --model modle.json": "model.json",
+    "train --model ./modle.json": "model.json",
+    "generate bse --chat": "base",
+    "plan --model llama-8B": "llama-8b",
+    "plan --model model.jso": "model.json",
+}
+
+
+@pytest.mark.parametrize("typed", NEAR)
+def test_a_model_that_is_not_here_is_answered_with_what_is_near(typed, place, capsys):
+    """Twin: where nothing is near, with what a model may be. The hub is not asked."""
+    (place / "base").mkdir()
+    (place / "base" / "config.json").write_text(json.dumps(TINY))
+    assert main(typed.split()) == 2
+    told = capsys.readouterr().err
+    assert f"did you mean {NEAR[typed]}?" in told and len(told.splitlines()) == 1
+    assert main("train --model nothing-like-it".split()) == 2
+    told = capsys.readouterr().err
+    assert "did you mean" not in told and "a name on the Hugging Face hub" in told
+
+
+HINTS = {  # what was typed -> what is meant
+    "trian --model x": "train",
+    "plan --parms nvme": "--params",
+    "train --params hots": "host",
+    "train --dtype bf61": "bf16",
+    "bench al": "all",
+    "train --preset loar": "lora",
+    "generate x --prompt y --temprature 0": "--temperature",
+    "export saved out --modle x": "--model",
+    "report --stpes 3": "--steps",
+}
+
+
+@pytest.mark.parametrize("typed", HINTS)
+def test_a_typo_is_answered_with_what_is_near(typed, capsys):
+    """The message comes before where the options are listed."""
+    assert main(typed.split()) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert f"did you mean {HINTS[typed]}?" in first and second.endswith("lists all options.")
+    assert first.startswith("infinity")
+
+
+def test_a_folder_that_is_a_file_is_told_as_one(place, capsys):
+    """Twin: one that is not there is to be created."""
+    words = "train --model model.json --data text.txt --params nvme --nvme-path".split()
+    assert main([*words, "text.txt"]) == 2
+    assert "text.txt is a file" in capsys.readouterr().err
+    assert main([*words, "none"]) == 2
+    assert "mkdir -p none" in capsys.readouterr().err

@@ -1,0 +1,230 @@
+"""`infinity plan --mesh`, through `infinity.tools.cli.main` in this process, on machines that are not
+here.
+
+**refused**: exit status 2, one message on stderr, no traceback, nothing on stdout.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import infinity.tools.cli
+from infinity.tools.plan.machine_file import MACHINES
+
+SEED = 20261201
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Status, stdout and stderr of ``infinity plan`` with the tiny model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.json").write_text(json.dumps(TINY))
+
+    def run(*words: str):
+        capsys.readouterr()
+        status = infinity.tools.cli.main(["plan", "--model", "model.json", *map(str, words)])
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+@pytest.fixture
+def planned(run):
+    def planned(*words: str):
+        status, out, err = run("--json", *words)
+        assert status == 0, err
+        return json.loads(out)
+
+    return planned
+
+
+def test_all_meshes_are_compared_and_the_best_is_told(run, planned):
+    """The JSON has the five best, each with a reason and a line to paste, and why others are left
+    out; the text has the same numbers."""
+    words = ("--machine", "four-rtx4090", "--nodes", 2, "--batch-tokens", "4K", "--mesh", "auto")
+    found = planned(*words)
+    assert found["ranks"] == 8 and found["tokens_per_step"] == 4096
+    assert found["samples_per_step"] == 32  # of 128 tokens, as many as the model takes
+    plans = found["meshes"]
+    assert len(plans) == 5 and len(plans) + len(found["slower"]) + len(found["refused"]) == 10
+    assert all(seconds >= plans[-1]["step_seconds"] for seconds in found["slower"].values())
+    assert [p["step_seconds"] for p in plans] == sorted(p["step_seconds"] for p in plans)
+    for plan in plans:
+        mesh = plan["mesh"]
+        sizes = mesh["pp"], mesh["dp"], mesh["tp"]
+        assert mesh["pp"] * mesh["dp"] * mesh["tp"] == 8 and plan["why"]
+        assert str(sizes) in plan["paste"] and plan["paste"].startswith("mesh = init_device_mesh")
+        assert plan["micro_batches"] * plan["micro_batch"] * mesh["dp"] == 32
+        assert sum(plan["layers"]) == 4 and len(plan["layers"]) % mesh["pp"] == 0
+        assert (plan["schedule"] is None) == (mesh["pp"] == 1)
+        assert plan["tokens_per_second"] == pytest.approx(4096 / plan["step_seconds"])
+        for rank in plan["ranks"]:
+            assert rank["step_seconds"] <= plan["step_seconds"]
+            assert set(rank["sent"]) == {"pp", "dp", "tp"} and rank["homes"]
+            assert (rank["sent"]["tp"] > 0) == (mesh["tp"] > 1)
+    assert any("heads" in why for why in found["refused"].values())  # of tp=4 and tp=8
+    status, out, err = run(*words)
+    assert (status, err) == (0, "") and out.count("mesh = init_device_mesh") == 5
+    assert "5 meshes left out:" in out and "assumptions:" in out and "sources:" in out
+    assert all(line.strip() for line in out.splitlines())
+    assert "e-0" not in out.partition("assumptions:")[0]
+
+
+MIXTURE = TINY | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def test_a_mixture_is_also_planned_with_its_experts_divided(run, planned, tmp_path):
+    """Bytes of ep: two experts a token, there and back, half of them on this rank, in four layers,
+    forward and backward. The operations are those of the chosen experts. Twin: the dense model has
+    no such mesh."""
+    words = ("--machine", "two-rtx3090", "--batch-tokens", "1K", "--mesh")
+    assert all("ep" not in plan["mesh"] for plan in planned(*words, "auto")["meshes"])
+    (tmp_path / "model.json").write_text(json.dumps(MIXTURE))
+    found = planned(*words, "auto")
+    assert [plan for plan in found["meshes"] if plan["mesh"] == {"pp": 1, "dp": 1, "ep": 2}]
+    (plan,) = planned(*words, "ep=2")["meshes"]
+    (rank,) = plan["ranks"]
+    assert rank["sent"]["ep"] == 2 * 4 * 512 * 2 * 2 * 64 * 2 // 2 and '"ep")' in plan["paste"]
+    assert rank["seconds"]["expert parallel"] > 0 == rank["seconds"]["tensor parallel"]
+    status, out, _ = run(*words, "ep=2")
+    assert status == 0 and "all experts are chosen as often" in out
+    (tmp_path / "model.json").write_text(json.dumps(MIXTURE | {"num_local_experts": 8}))
+    more = planned(*words, "ep=2")["meshes"][0]["ranks"][0]
+    assert more["seconds"]["compute"] < 1.1 * rank["seconds"]["compute"]  # of the router alone
+
+
+def test_one_mesh_is_what_all_of_them_have_for_it(planned):
+    words = ("--machine", "two-rtx3090", "--nodes", 2, "--batch-size", 8)
+    together = planned(*words, "--mesh", "auto")
+    best = together["meshes"][0]
+    axes = ",".join(f"{name}={size}" for name, size in best["mesh"].items())
+    alone = planned(*words, "--mesh", axes)
+    assert alone["meshes"] == [best] and not alone["refused"]
+
+
+def test_recomputation_saves_less_and_computes_more(planned):
+    """One mesh with and without it."""
+    words = ("--machine", "dgx-a100", "--batch-size", 8, "--mesh", "pp=2,tp=2")
+    plain, again = (
+        planned(*words, *more)["meshes"][0]["ranks"][0]
+        for more in ((), ("--gradient-checkpointing",))
+    )
+    assert again["activations"] < plain["activations"]
+    assert again["seconds"]["compute"] == pytest.approx(4 / 3 * plain["seconds"]["compute"])
+    assert again["sent"]["tp"] > plain["sent"]["tp"] and again["sent"]["pp"] == plain["sent"]["pp"]
+
+
+def test_state_on_nvme_wears_the_drives(run, planned):
+    """With a rating that is soon used up there is a warning. Twins: one that lasts, and state in
+    memory, which writes nothing."""
+    words = ("--machine", "two-rtx3090", "--batch-size", 4, "--mesh", "dp=2")
+    nvme = ("--params", "nvme", "--optimizer", "nvme")
+    tired = planned(*words, *nvme, "--drive-rating", "1GB")["meshes"][0]["endurance"]
+    assert tired["rating"] == 1e9 and tired["years"] < 1
+    assert tired["daily_nbytes"] > 0 and "WARNING" in tired["line"]
+    assert "WARNING" in run(*words, *nvme, "--drive-rating", "1GB")[1]
+    lasting = planned(*words, *nvme, "--drive-rating", "900000TB")["meshes"][0]["endurance"]
+    assert "WARNING" not in lasting["line"]
+    assert "endurance" not in planned(*words)["meshes"][0]
+    one = planned("--machine", "rtx4090", "--batch-size", 4, *nvme)
+    assert one["endurance"]["rating"] == 1200e12
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--mesh", "pp=3,tp=2"), "makes 6 ranks, and the machines have 8"),
+        (("--mesh", "xp=2"), "no axis 'xp'"),
+        (("--mesh", "tp=8"), "heads"),
+        (("--mesh", "ep=2"), "has no plan for its experts"),
+        (("--mesh", "pp=8"), "4 layers cannot be cut"),
+        (("--mesh", "dp=8", "--batch-size", 9), "9 samples of a step do not divide by the 8 data"),
+        (("--mesh", "auto", "--svg", "a.svg"), "--svg is of one rank"),
+        (("--mesh", "auto", "--timetable"), "--timetable is of one rank"),
+        (("--mesh", "auto", "--activations", "host"), "--activations"),
+        (("--mesh", "auto", "--batch-tokens", "100"), "multiple of --sequence-length"),
+        (("--mesh", "auto", "--device-memory", "2KiB"), "none of the 10 meshes"),
+        (("--mesh", "dp=8", "--device-memory", "2KiB"), "what forwards save"),
+        (("--mesh", "auto", "--drive-rating", "much"), "--drive-rating"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_cannot_be_planned_is_refused(run, words, said):
+    status, out, err = run("--machine", "dgx-h100", *words)
+    assert status == 2 and out == "" and said in err and "Traceback" not in err, err
+    assert err.startswith("infinity plan:")
+
+
+def test_a_mesh_needs_a_machine(run):
+    status, out, err = run("--mesh", "auto")
+    assert status == 2 and out == "" and "--mesh is of a machine that is named" in err
+
+
+def test_this_machine_is_planned_by_its_own_rates(run, planned, tmp_path):
+    """Several of them, over Ethernet that is assumed."""
+    words = ("--machine", "measured", "--nvme-path", ".", "--nodes", 2, "--mesh", "dp=2")
+    found = planned(*words, "--dtype", "fp32", "--device-memory", "1GiB", "--host-memory", "1GiB")
+    assert found["machine"] == "this machine" and found["rates"]["host_bandwidth"] > 0
+    assert any("measured now" in line for line in found["sources"])
+    assert any("assumed" in line for line in found["sources"])
+
+
+def random_words(draw: random.Random, path) -> list[str]:
+    """Options of a random machine, mesh and batch; some cannot be."""
+    text = (MACHINES / f"{draw.choice(['dgx-h100', 'two-rtx3090', 'dgx2'])}.toml").read_text()
+    for key in ("flops", "bandwidth", "device", "host", "network", "read", "write", "latency"):
+        rate = 10 ** draw.uniform(-7, 14) * (draw.random() < 0.98)
+        text = re.sub(rf"^{key} = \S+", f"{key} = {rate:.3g}", text, flags=re.M)
+    for memory in ("80GB", "24GB", "32GB", "128GB", "2048GB", "1536GB"):
+        text = text.replace(f'"{memory}"', f'"{draw.choice(["20MB", "1GB", "4GB", "1MB"])}"')
+    path.write_text(text)
+    words = ["--machine", str(path), "--nodes", draw.choice(["1", "2", "3"])]
+    meshes = ["auto", "pp=2", "tp=2", "pp=2,tp=2", "tp=3", "dp=1", "pp=1,dp=1,tp=1", "x"]
+    words += ["--mesh", draw.choice(meshes)]
+    words += draw.choice([[], ["--batch-size", "7"], ["--batch-tokens", "4K"]])
+    words += draw.choice([[], ["--gradient-checkpointing"], ["--moments", "int8"]])
+    return words + draw.choice([[], ["--params", "nvme"], ["--optimizer", "host"]])
+
+
+def check_random(run, path, count: int) -> None:
+    draw, taken = random.Random(SEED), 0
+    for _ in range(count):
+        words = random_words(draw, path)
+        status, out, err = run("--json", *words)
+        assert status in (0, 2) and "Traceback" not in err, (words, err)
+        if status == 2:
+            assert out == "" and err.startswith("infinity plan:"), err
+            continue
+        taken += 1
+        for plan in (found := json.loads(out))["meshes"]:
+            sizes = plan["mesh"]
+            assert sizes["pp"] * sizes["dp"] * sizes["tp"] == found["ranks"]
+            assert plan["step_seconds"] > 0
+    assert taken
+
+
+def test_random_machines_and_meshes_have_a_plan_or_a_reason(run, tmp_path):
+    check_random(run, tmp_path / "machine.toml", 6)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_hundreds_of_random_machines_and_meshes_have_a_plan_or_a_reason(run, tmp_path):
+    check_random(run, tmp_path / "machine.toml", 300)
