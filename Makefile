@@ -29,12 +29,12 @@ test: setup $(VENV)/.test-ready
 
 # What one process promises, in less than a minute and a half on two free cores: no file that
 # starts processes or takes long.
-FAST := $(addprefix tests/,api config forwards gradients machine native optim planning runtime state storage training)
+FAST := tests/core tests/ext tests/files tests/native
 test-fast: setup $(VENV)/.test-ready
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 2 --dist loadfile -m "not slow and not processes and not long" --basetemp=build/pytest $(FAST) $(ARGS)
 
-# The tests of one file's room, nearest first, in less than a minute:
+# The tests of one file's folder, nearest first, in less than a minute:
 #   make check FILE=infinity/ext/checkpoint/load.py
 check: setup $(VENV)/.test-ready
 	$(BIN)/python tools/check.py "$(FILE)" $(ARGS)

@@ -50,16 +50,27 @@ __version__ = "0.1.0"
 
 # What this package's folder has. Another distribution with the same import name adds its own.
 _OWN = frozenset(
-    "_C _cuda __init__ __main__ __pycache__ api bench checkpoint cli config data distributed"
-    " errors forwards gradients integrations machine native optim parallel planning py runtime"
-    " state storage untrusted".split()
+    "_C _cuda __init__ __main__ __pycache__ choices config core data errors ext files integrations"
+    " native parallel py ranks tools untrusted".split()
 )
+
+
+def _has_code(entry: os.DirEntry) -> bool:
+    """Whether ``entry`` is a module or a folder of some. An older version of this package leaves
+    folders of compiled files alone."""
+    if not entry.is_dir():
+        return entry.name.endswith(".py")
+    return any(name.endswith(".py") for _, _, names in os.walk(entry.path) for name in names)
 
 
 def _refuse_others(folder: str) -> None:
     """Raises ImportError if another distribution has put its files into ``folder``."""
-    names = (name.name for name in os.scandir(folder) if name.is_dir() or name.name.endswith(".py"))
-    if others := sorted(name for name in names if name.partition(".")[0] not in _OWN):
+    others = sorted(
+        entry.name
+        for entry in os.scandir(folder)
+        if entry.name.partition(".")[0] not in _OWN and _has_code(entry)
+    )
+    if others:
         raise ImportError(
             f"{folder} also has {', '.join(others[:3])} of another distribution, whose import name"
             " is infinity, too. Use an environment of its own: python -m venv ENV &&"
@@ -107,29 +118,29 @@ __all__ = [
 
 # Imported when first asked for, so that `infinity --help` does not wait for torch.
 _HOMES = {
-    "Checkpoints": "api.checkpoints",
-    "Config": "config.config",
-    "LocalSteps": "api.local_steps",
-    "Shares": "api.shares",
-    "Stats": "api.stats",
-    "Watch": "api.watch",
-    "accumulate": "api.accumulate",
-    "clip_grad_norm_": "optim.clipping",
-    "ema": "api.average",
-    "full_params": "api.full_params",
-    "load_checkpoint": "checkpoint.load",
-    "named_weights": "api.named_weights",
-    "neighborhood_attention": "forwards.neighborhood_backends",
-    "park": "api.park",
-    "dequantize": "api.coded_weights",
-    "quantize": "api.quantize",
-    "resume": "api.park",
-    "save_checkpoint": "checkpoint.save",
-    "save_pretrained": "checkpoint.pretrained",
-    "stats": "api.stats",
-    "swa": "api.average",
-    "unwrap_model": "api.unwrap",
-    "wrap_model": "api.wrap",
+    "Checkpoints": "ext.checkpoint.checkpoints",
+    "Config": "config",
+    "LocalSteps": "ext.local_steps.local_steps",
+    "Shares": "ext.shares.shares",
+    "Stats": "tools.watch.stats",
+    "Watch": "tools.watch.watch",
+    "accumulate": "core.run.accumulate",
+    "clip_grad_norm_": "core.step.clipping",
+    "ema": "ext.averages.average",
+    "full_params": "core.wrap.full_params",
+    "load_checkpoint": "ext.checkpoint.load",
+    "named_weights": "core.wrap.named_weights",
+    "neighborhood_attention": "ext.attention.neighborhood_backends",
+    "park": "ext.park.park",
+    "dequantize": "ext.coded.coded_weights",
+    "quantize": "ext.packed.quantize",
+    "resume": "ext.park.park",
+    "save_checkpoint": "ext.checkpoint.save",
+    "save_pretrained": "ext.checkpoint.pretrained",
+    "stats": "tools.watch.stats",
+    "swa": "ext.averages.average",
+    "unwrap_model": "core.wrap.unwrap",
+    "wrap_model": "core.wrap.wrap",
 }
 _ROOMS = ("data", "integrations", "parallel")  # whose functions are called by their room's name
 

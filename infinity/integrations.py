@@ -29,20 +29,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "InfinityAccelerator": "accelerate",
-    "InfinityDPOTrainer": "trl",
-    "InfinityGRPOTrainer": "trl",
-    "InfinityMixin": "trainer",
-    "InfinitySFTTrainer": "trl",
-    "InfinityStrategy": "lightning",
-    "InfinityTrainer": "trainer",
-    "merge_adapters": "peft",
-    "save_merged": "peft",
-    "unmerge_adapters": "peft",
+    "InfinityAccelerator": "ext.integrations.accelerate",
+    "InfinityDPOTrainer": "ext.integrations.trl",
+    "InfinityGRPOTrainer": "ext.integrations.trl",
+    "InfinityMixin": "ext.integrations.trainer",
+    "InfinitySFTTrainer": "ext.integrations.trl",
+    "InfinityStrategy": "ext.integrations.lightning",
+    "InfinityTrainer": "ext.integrations.trainer",
+    "merge_adapters": "ext.integrations.peft",
+    "save_merged": "ext.integrations.peft",
+    "unmerge_adapters": "ext.integrations.peft",
 }
 
 
 def __getattr__(name: str):
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(importlib.import_module(f".{_HOMES[name]}", __package__), name)

@@ -32,23 +32,23 @@ __all__ = [
     "without_flush",
 ]
 
-_HOMES = {  # no submodule may have a public name: its import would replace that name
-    "Pipeline": "pipelines",
-    "attach": "schedules",
-    "expert_parallel": "experts",
-    "measure_costs": "costs",
-    "pipeline": "pipelines",
-    "find_plan": "plans",
-    "sequence_parallel": "sequence_parts",
-    "tensor_parallel": "tensors",
-    "WithoutFlush": "continuous",
-    "without_flush": "continuous",
+_HOMES = {
+    "Pipeline": "ext.pipeline.pipelines",
+    "attach": "ext.pipeline.schedules",
+    "expert_parallel": "ext.experts_parallel.experts",
+    "measure_costs": "ext.pipeline.costs",
+    "pipeline": "ext.pipeline.pipelines",
+    "find_plan": "ext.dtensor.plans",
+    "sequence_parallel": "ext.sequence.sequence_parts",
+    "tensor_parallel": "ext.dtensor.tensors",
+    "WithoutFlush": "ext.versions_2bw.continuous",
+    "without_flush": "ext.versions_2bw.continuous",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __package__), name)
     globals()[name] = value
     return value

@@ -2,7 +2,7 @@
 
     make check FILE=infinity/ext/checkpoint/load.py
 
-room      a folder of infinity/, and the folder of the same name below tests/
+room      a folder of infinity/ (core/run, ext/tiles, ranks), and the one of that name below tests/
 order     first the test files that are named after the module, then those that import it, then the
           rest of the room
 
@@ -22,19 +22,24 @@ TESTS = ROOT / "tests"
 SECONDS = 45  # in which a test may begin; imports come before, and the last test comes after
 ROOMS = {
     "csrc": "native",
-    "bench": "bench",
-    "tools": "bench",
+    "bench": "repository",
+    "tools": "repository",
     "examples": "repository",
     "docs": "repository",
 }
-ELSEWHERE = {"data": "cli"}  # a room whose tests are another one's
+ELSEWHERE = {"ext": "core/wrap", "tools": "tools/cli", "tools/export": "ext/checkpoint"}
 MODULES = {  # modules of infinity/ that lie in no folder
-    "__init__": "api",
-    "__main__": "cli",
+    "__init__": "core/wrap",
+    "__main__": "tools/cli",
     "_C": "native",
-    "errors": "api",
+    "choices": "core",
+    "config": "core",
+    "data": "ext/data",
+    "errors": "core/wrap",
+    "integrations": "ext/integrations",
     "native": "native",
-    "untrusted": "cli",
+    "parallel": "ext/pipeline",
+    "untrusted": "tools/cli",
 }
 
 
@@ -42,15 +47,16 @@ def room_of(path: Path) -> str:
     """Returns the folder of tests/ for ``path``. Raises ValueError if there is none."""
     top, *parts = path.parts
     if top in ("infinity", "tests") and len(parts) > 1:
-        room = ELSEWHERE.get(parts[0], parts[0])
+        room = "/".join(parts[:-1])
+        room = ELSEWHERE.get(room, room)
     elif top == "infinity" and parts:
         room = MODULES.get(path.stem, "")
     else:
         room = ROOMS.get(top, "")
     if not room or not any((TESTS / room).glob("test_*.py")):
         raise ValueError(
-            f"{path} has no tests of its own. Give a file of a room: infinity/ext/checkpoint/load.py,"
-            " say."
+            f"{path} has no tests of its own. Give a file of the package, such as"
+            " infinity/ext/checkpoint/load.py"
         )
     return room
 

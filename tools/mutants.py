@@ -65,7 +65,8 @@ TARGETS = {
     ),
     "core/grads/record.py": "core/grads/test_grad_stand_ins.py ext/speculation/test_speculation.py",
     "core/grads/bank.py": (
-        "core/grads/test_grad_stand_ins.py core/training/test_steps_and_gradients.py ext/tiles/test_tiles.py"
+        "core/grads/test_grad_stand_ins.py core/training/test_steps_and_gradients.py"
+        " ext/tiles/test_tiles.py"
     ),
     "core/grads/values.py": (
         "core/grads/test_grad_stand_ins.py core/grads/test_norms.py core/machine/test_device.py"
@@ -79,22 +80,23 @@ TARGETS = {
     "core/grads/opened.py": "core/grads/test_norms.py core/grads/test_grad_stand_ins.py",
     "core/grads/reducer.py": "core/grads/test_reducer.py",
     "ranks/collectives.py": "ranks/test_collectives.py",
-    "distributed/exchanges.py": "ranks/test_collectives.py",
     "core/step/stepper.py": (
-        "core/step/test_stepper.py core/training/test_equals_torch.py ext/speculation/test_speculation.py"
-        " core/machine/test_device.py"
+        "core/step/test_stepper.py core/training/test_equals_torch.py"
+        " ext/speculation/test_speculation.py core/machine/test_device.py"
     ),
     "core/step/rules.py": "core/step/test_rules.py",
     "core/run/prefetch.py": (
-        "core/run/test_prefetch.py core/training/test_homes_change_no_bit.py core/units/test_unit.py"
+        "core/run/test_prefetch.py core/training/test_homes_change_no_bit.py"
+        " core/units/test_unit.py"
     ),
     "core/grads/backward.py": (
-        "core/grads/test_backward.py core/run/test_accumulate.py core/step/test_step_in_backward.py"
-        " ext/speculation/test_speculation.py"
+        "core/grads/test_backward.py core/run/test_accumulate.py"
+        " core/step/test_step_in_backward.py ext/speculation/test_speculation.py"
     ),
     "core/run/passes.py": (
-        "core/run/test_passes.py core/grads/test_backward.py core/training/test_ordinary_loops.py"
-        " core/training/test_unusual_models.py ext/blocks/test_recompute.py core/grads/test_grad_stand_ins.py"
+        "core/run/test_passes.py core/grads/test_backward.py"
+        " core/training/test_ordinary_loops.py core/training/test_unusual_models.py"
+        " ext/blocks/test_recompute.py core/grads/test_grad_stand_ins.py"
         " core/run/test_activations.py core/training/test_later_groups.py"
     ),
     "core/run/tasks.py": "core/run/test_tasks.py core/training/test_ordinary_loops.py",

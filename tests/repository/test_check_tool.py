@@ -26,15 +26,15 @@ def tool() -> ModuleType:
 @pytest.mark.parametrize(
     "path, room, first",
     [
-        ("infinity/ext/checkpoint/file_writer.py", "checkpoint", "test_file_writer.py"),
-        ("infinity/ext/checkpoint/read_once.py", "checkpoint", "test_read_once.py"),
-        ("infinity/tools/watch/svg.py", "cli", "test_svg.py"),
-        ("infinity/core/plan/placement.py", "planning", "test_placement.py"),
+        ("infinity/ext/checkpoint/file_writer.py", "ext/checkpoint", "test_file_writer.py"),
+        ("infinity/ext/checkpoint/read_once.py", "ext/checkpoint", "test_read_once.py"),
+        ("infinity/tools/watch/svg.py", "tools/watch", "test_svg.py"),
+        ("infinity/core/plan/placement.py", "core/plan", "test_placement.py"),
         ("infinity/native.py", "native", None),
         ("csrc/io/engine.cpp", "native", None),
-        ("tests/core/machine/test_memory.py", "machine", "test_memory.py"),
-        ("tools/check.py", "bench", None),
-        ("bench/report.py", "bench", None),
+        ("tests/core/machine/test_memory.py", "core/machine", "test_memory.py"),
+        ("tools/check.py", "repository", None),
+        ("bench/report.py", "repository", None),
     ],
 )
 def test_a_file_has_the_tests_of_its_room_and_its_namesake_first(tool, path, room, first):
@@ -100,6 +100,6 @@ def test_a_test_that_would_begin_too_late_is_skipped():
 def test_files_that_start_processes_have_their_marks():
     """Method: one file of ranks, one of a process, and one that starts nothing."""
     tests = TOOL.parents[1] / "tests"
-    assert marks.marks_of(tests / "distributed" / "test_ranks.py") == ("ranks", "processes")
-    assert marks.marks_of(tests / "storage" / "test_failures.py") == ("processes",)
-    assert marks.marks_of(tests / "state" / "test_mistakes.py") == ()
+    assert marks.marks_of(tests / "ranks" / "test_ranks.py") == ("ranks", "processes")
+    assert marks.marks_of(tests / "core" / "homes" / "test_failures.py") == ("processes",)
+    assert marks.marks_of(tests / "core" / "params" / "test_mistakes.py") == ()

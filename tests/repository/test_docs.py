@@ -280,7 +280,7 @@ def test_files_that_are_named_exist():
         for path in re.findall(r"`((?:csrc|infinity|tests|docs|bench|tools)/[\w/.]+\.\w+)`", text):
             missing += [f"{name}: {path}"] if not (ROOT / path).exists() else []
     for path in re.findall(
-        r"`((?:api|machine|config|storage|distributed|state|planning|gradients|forwards|optim|runtime|checkpoint|parallel)/\w+\.py)`",
+        r"`((?:core|ext|files|ranks)/[\w/]+\.py)`",
         DOCUMENTS["docs/how-it-works.md"] + DOCUMENTS["docs/glossary.md"],
     ):
         missing += [path] if not (ROOT / "infinity" / path).exists() else []

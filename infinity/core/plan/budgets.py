@@ -83,8 +83,8 @@ def measured_free(tier: Tier, config: Config, device: Device | None = None) -> i
     """Measures the free bytes of ``tier`` that a plan may use now. Without a GPU the device is the
     machine's memory.
 
-    Leaves part of the memory to allocations outside the engine (:mod:`infinity.core.machine.limits`);
-    part of a GPU's, to activations.
+    Leaves part of the memory to allocations outside the engine, and part of a GPU's to activations
+    (:mod:`infinity.core.machine.limits`).
     """
     if tier is Tier.DEVICE and device is not None and device.memory is not None:
         if (nbytes := device.memory.engine_nbytes()) is not None:

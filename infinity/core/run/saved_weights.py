@@ -28,7 +28,7 @@ from ..units.unit import ParamUnit
 from ..units.weight_storages import WeightStorages
 from .saved_tensor import SavedTensor, through_dtensors
 
-PACKAGE = str(Path(__file__).parent.parent)
+PACKAGE = str(Path(__file__).parents[2])
 
 
 @dataclass(eq=False)

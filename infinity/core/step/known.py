@@ -1,8 +1,8 @@
 """Known: the classes of optimizers that are stepped at home, and how.
 
 rule         a formula of the kernels. It has one entry here, the formula (``csrc/optim/rules``) and
-             a row in the tests (``tests/core/step/test_known.py``). Classes of other libraries are in
-             :mod:`.known_elsewhere`
+             a row in ``tests/core/step/test_known.py``. Classes of other libraries are in
+             :mod:`infinity.ext.class_step.known_elsewhere`
 class step   a class without a rule steps by its own code, on one parameter at a time
              (:mod:`.class_step`). It has one entry here, and a row in the tests
 """

@@ -4,8 +4,8 @@ atomically.
 [Note: why a checkpoint is always whole] A checkpoint folder holds ``manifest.json`` and one folder
 ``infinity-<random>`` of data files, new at every save. A save writes its data, syncs it, and then
 replaces the manifest in one rename. Until then the old manifest names the old data, which is
-removed afterwards. So the manifest always names complete data. :mod:`infinity.ext.checkpoint.folder`
-has the locks of writers and readers.
+removed afterwards. So the manifest always names complete data. :mod:`.folder` has the locks of
+writers and readers.
 
 With several ranks each rank writes the arrays that it has at home, in files of its own. A file's
 header gives the elements of each tensor that it holds. Any number of ranks reads them: each reads

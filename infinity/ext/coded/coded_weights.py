@@ -1,7 +1,7 @@
 """CodedWeights: keeps frozen weights of a model in the codes of their folder, or packs them.
 
-coded   a weight of the model that is :class:`~infinity.ext.coded.coded.Coded`: FP8, MXFP4 or GGUF of a
-        file, or experts that are packed
+coded   a weight of the model that is :class:`~.coded.Coded`: FP8, MXFP4 or GGUF of a file, or
+        experts that are packed
 """
 
 from __future__ import annotations

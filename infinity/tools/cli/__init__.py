@@ -1,6 +1,6 @@
 """The command line: `infinity <subcommand>`, also `python -m infinity <subcommand>`.
 
-Each subcommand is one module of this package with two functions:
+Each subcommand is one module of infinity/tools with two functions:
 
   add_parser(subparsers)  registers the subcommand and its options
   run(args) -> int        runs it and returns the exit status
@@ -31,22 +31,23 @@ from ...ranks import failure_report
 from ..train import wording
 from . import presets
 
-SUBCOMMANDS = (
-    "attention",
-    "bench",
-    "clean",
-    "completion",
-    "cost",
-    "env",
-    "export",
-    "fleet",
-    "generate",
-    "plan",
-    "report",
-    "top",
-    "trace",
-    "train",
-)
+# The module of each, below infinity/tools.
+SUBCOMMANDS = {
+    "attention": "attention.attention",
+    "bench": "bench.bench",
+    "clean": "cli.clean",
+    "completion": "cli.completion",
+    "cost": "cost.command",
+    "env": "cli.env",
+    "export": "export.export",
+    "fleet": "fleet.command",
+    "generate": "generate.generate",
+    "plan": "plan.plan",
+    "report": "watch.report",
+    "top": "watch.top",
+    "trace": "watch.trace",
+    "train": "train.train",
+}
 BAD_INPUT_STATUS = 2
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
@@ -55,7 +56,7 @@ NOISY = ("bitsandbytes", "torchao", "torch.utils._pytree")
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"{__name__}.{name}")
+    return importlib.import_module(f"infinity.tools.{SUBCOMMANDS[name]}")
 
 
 NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")

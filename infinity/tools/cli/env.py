@@ -63,7 +63,7 @@ def find(folders: list[str]) -> list[Finding]:
     import torch
 
     findings = [
-        Finding("infinity", f"{__version__} (infinity-engine) in {Path(__file__).parents[1]}"),
+        Finding("infinity", f"{__version__} (infinity-engine) in {Path(__file__).parents[2]}"),
         Finding("python", f"{platform.python_version()}, torch {torch.__version__}"),
         _simd(),
         _io(),

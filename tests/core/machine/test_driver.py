@@ -134,7 +134,7 @@ def test_the_driver_copies_out_of_a_device_for_a_thread_that_entered_it(driver, 
 def test_env_tells_which(driver, tmp_path, refused, told):
     variables = {"FAKE_CUDA": refused} if refused else {}
     done = run(
-        "from infinity.cli import main; main(['env'])", driver, tmp_path / "log", **variables
+        "from infinity.tools.cli import main; main(['env'])", driver, tmp_path / "log", **variables
     )
     assert done.returncode == 0 and told in done.stdout, done.stdout + done.stderr
 

@@ -223,7 +223,7 @@ def test_env_tells_what_a_group_leaves(tmp_path):
     with group(GIB) as folder:
         code = (
             "import os, sys; open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid()))\n"
-            "from infinity.cli import main; sys.exit(main(['env']))"
+            "from infinity.tools.cli import main; sys.exit(main(['env']))"
         )
         done = prepared.run("-c", code, folder)
     (line,) = [line for line in done.stdout.splitlines() if "control groups" in line]

@@ -1,8 +1,8 @@
 """Modes and transforms that a user's operations run in: the engine's own work runs outside of them,
 and what has no bytes is refused.
 
-Words used here: **mode** and **transform** as in infinity/core/params/apart.py. **counting** modes let
-every operation be.
+Words used here: **mode** and **transform** as in infinity/core/params/apart.py. **counting** modes
+let every operation be.
 """
 
 from __future__ import annotations

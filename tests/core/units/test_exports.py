@@ -1,7 +1,7 @@
 """What holds a weight's memory beyond a forward keeps it, and keeps the engine from nothing.
 
-Words used here: **held** and **fixed** as in infinity/core/units/device_buffer.py. **inside**: in the
-forward that owns the weight.
+Words used here: **held** and **fixed** as in infinity/core/units/device_buffer.py. **inside**: in
+the forward that owns the weight.
 """
 
 from __future__ import annotations

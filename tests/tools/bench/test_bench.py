@@ -284,7 +284,8 @@ def test_no_package_has_the_benchmarks_of_a_checkout():
         "packages"
     ]["find"]
     found = setuptools.find_packages(str(ROOT), **settings)
-    assert "infinity.bench" in found and all(name.partition(".")[0] == "infinity" for name in found)
+    assert "infinity.tools.bench" in found
+    assert all(name.partition(".")[0] == "infinity" for name in found)
     assert "bench" not in (ROOT / "MANIFEST.in").read_text()
 
 

@@ -68,8 +68,8 @@ def test_the_help_is_one_screen(capsys):
 
 def test_the_help_does_not_wait_for_torch():
     code = (
-        "import sys; from infinity.cli import main; main(['train', '--help']); sys.exit('torch' in"
-        " sys.modules)"
+        "import sys; from infinity.tools.cli import main; main(['train', '--help']);"
+        " sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 

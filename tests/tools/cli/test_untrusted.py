@@ -89,7 +89,7 @@ import sys
 from transformers import dynamic_module_utils
 from transformers.utils import hub
 hub.HF_MODULES_CACHE = dynamic_module_utils.HF_MODULES_CACHE = sys.argv[1]
-from infinity.cli import main
+from infinity.tools.cli import main
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -1,5 +1,5 @@
-"""`infinity plan --mesh`, through `infinity.tools.cli.main` in this process, on machines that are not
-here.
+"""`infinity plan --mesh`, through `infinity.tools.cli.main` in this process, on machines that are
+not here.
 
 **refused**: exit status 2, one message on stderr, no traceback, nothing on stdout.
 """

@@ -713,8 +713,8 @@ def test_a_huge_config_is_planned_without_its_memory(place, what):
         "--json",
     ]
     code = (
-        "import sys, resource, infinity.cli; resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3"
-        " << 30));"  # spares the others
+        "import sys, resource, infinity.tools.cli;"
+        "resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30));"  # spares the others
         "status = infinity.tools.cli.main(sys.argv[1:]);"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr);"
         " sys.exit(status)"

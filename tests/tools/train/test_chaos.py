@@ -24,7 +24,7 @@ LONGEST = 1.6  # seconds until a launch is killed
 PROGRAM = """
 import json, os, random, signal, sys, time
 import torch, transformers, rich.progress
-import infinity, infinity.cli, infinity.tools.train.train
+import infinity, infinity.tools.cli, infinity.tools.train.train
 folder, kills, longest, seed = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4])
 os.chdir(folder)
 for name in infinity.__all__:

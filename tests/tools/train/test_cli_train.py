@@ -1,5 +1,6 @@
-"""`infinity train`, through `infinity.tools.cli.main` in this process: a tiny model (2 layers, 32 wide)
-on a folder of text it can learn in a few steps, with parameters and optimizer at home on NVMe."""
+"""`infinity train`, through `infinity.tools.cli.main` in this process: a tiny model (2 layers, 32
+wide) on a folder of text it can learn in a few steps, with parameters and optimizer at home on
+NVMe."""
 
 from __future__ import annotations
 
@@ -571,7 +572,7 @@ def test_traceback_is_shown_on_request(place, monkeypatch):
 
 def test_help_does_not_wait_for_torch():
     """In a fresh process: building the parser and printing its help imports nothing heavy."""
-    program = "import sys, infinity.cli; infinity.tools.cli.main(['train', '--help'])"
+    program = "import sys, infinity.tools.cli; infinity.tools.cli.main(['train', '--help'])"
     check = "assert not {'torch', 'transformers', 'rich'} & set(sys.modules)"
     result = subprocess.run(
         [sys.executable, "-c", f"{program}; {check}"], capture_output=True, text=True
@@ -662,14 +663,14 @@ def test_a_place_that_is_too_small_is_found_before_the_training(place, capsys, m
 BLOCKED = """
 import sys
 for name in list(sys.modules):
-    if name.startswith("infinity.cli") or name.partition(".")[0] in {blocked!r}:
+    if name.startswith("infinity.tools.cli") or name.partition(".")[0] in {blocked!r}:
         del sys.modules[name]
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] in {blocked!r}:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Blocked())
-from infinity.cli import main
+from infinity.tools.cli import main
 sys.exit(main({argv!r}))
 """
 

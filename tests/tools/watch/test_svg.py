@@ -45,7 +45,7 @@ def test_a_chart_places_its_values_between_its_axes():
 
 
 def test_one_module_draws():
-    """Looks for elements of SVG in all sources: `tools/watch/svg.py` has them, and no other file."""
+    """Looks for elements of SVG in all sources: `watch/svg.py` has them, and no other file."""
     root = Path(infinity.__file__).parents[1]
     sources = {
         path: path.read_text()

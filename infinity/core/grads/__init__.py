@@ -1,0 +1,1 @@
+"""Lands gradients at home, reduces them over the ranks, and lends them as ``p.grad``."""

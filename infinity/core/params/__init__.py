@@ -1,0 +1,1 @@
+"""Parameters at rest, and every tensor of them that a user holds."""

@@ -1,0 +1,1 @@
+"""The running model: passes, hooks on modules, prefetching, activations, the backward, recovery."""

@@ -1,0 +1,1 @@
+"""Optimizer rules, and the steps of optimizer state at home."""

@@ -1,0 +1,1 @@
+"""Units, flat params and their arrays, and the memory of gathered weights."""

@@ -1,0 +1,1 @@
+"""Averages of trained weights, at home."""

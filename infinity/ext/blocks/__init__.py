@@ -1,0 +1,1 @@
+"""How a block runs: in micro-batches, with its activations kept, sent or recomputed."""

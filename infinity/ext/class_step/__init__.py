@@ -1,0 +1,1 @@
+"""Steps by an optimizer's own code, over whole parameters or pieces."""

@@ -1,0 +1,1 @@
+"""Which samples a batch has, and what a loop waits for."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism by torch's DTensor."""

@@ -1,0 +1,1 @@
+"""Experts divided over ranks."""

@@ -1,0 +1,1 @@
+"""Reads from disk into device memory, without host memory in between."""

@@ -1,0 +1,1 @@
+"""Other libraries' training loops, one file per library."""

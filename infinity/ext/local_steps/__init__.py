@@ -1,0 +1,1 @@
+"""Groups of ranks that train apart over slow links, and are averaged."""

@@ -1,0 +1,1 @@
+"""Weights in the packed forms of bitsandbytes, torchao, HQQ and GPTQ."""

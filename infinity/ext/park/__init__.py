@@ -1,0 +1,1 @@
+"""Moves a model that rests to the host or to disk, and back."""

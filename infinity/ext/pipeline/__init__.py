@@ -1,0 +1,1 @@
+"""Pipelines of stages, run by torch's schedules."""

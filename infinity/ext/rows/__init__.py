@@ -1,0 +1,1 @@
+"""Gathers only the rows that a pass needs: experts and embeddings."""

@@ -1,0 +1,1 @@
+"""Divides a batch's sequences over ranks."""

@@ -1,0 +1,1 @@
+"""Divides batches over ranks by how fast they compute."""

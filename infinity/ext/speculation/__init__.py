@@ -1,0 +1,1 @@
+"""Updates in the backward, before clipping may change the gradients."""

@@ -1,0 +1,1 @@
+"""Layers that are computed tile by tile, and losses without whole logits."""

@@ -1,0 +1,1 @@
+"""Pipelines without flush: micro-batches compute with weights of before an update."""

@@ -1,0 +1,1 @@
+"""Names, values and layouts of weight files. Knows no job."""

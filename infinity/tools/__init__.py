@@ -1,0 +1,1 @@
+"""The `infinity` command, one folder a subcommand. Nothing outside imports it."""

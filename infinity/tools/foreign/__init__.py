@@ -1,0 +1,1 @@
+"""Reads checkpoints of torch, FSDP and DeepSpeed."""

@@ -1,0 +1,1 @@
+"""Reads configurations of DeepSpeed and Accelerate, and recognises those of other tools."""

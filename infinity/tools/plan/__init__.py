@@ -1,0 +1,1 @@
+"""`infinity plan`: models of machines, clusters and meshes."""

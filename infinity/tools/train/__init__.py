@@ -1,0 +1,1 @@
+"""`infinity train`: data, model, loop, progress, report."""
