@@ -12,6 +12,7 @@ import importlib
 import os
 from typing import TYPE_CHECKING
 
+from .core import seams
 from .errors import (
     CapacityError,
     ConfigError,
@@ -142,6 +143,11 @@ _HOMES = {
     "unwrap_model": "core.wrap.unwrap",
     "wrap_model": "core.wrap.wrap",
 }
+seams.EXTENSIONS[:] = (
+    "ext.dtensor.in_common.InCommon",
+    "ext.sequence.sequences.Sequences",
+    "tools.watch.timeline.Timeline",
+)
 _ROOMS = ("data", "integrations", "parallel")  # whose functions are called by their room's name
 
 

@@ -20,7 +20,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
-from test_import_order import PACKAGE, imports_of, modules_of, sources, upward
+from test_import_order import imports_of, modules_of, sources, upward
 
 CORE = ("core", "ranks", "files")
 WORDS = {
@@ -68,9 +68,7 @@ def pairs(texts: dict[str, str]) -> Iterator[tuple[str, str]]:
         names = {token.string for token in code_tokens(text) if token.type == tokenize.NAME}
         targets = [target.split(".") for _, target, _ in imports_of(text, path, modules)]
         imported = {parts[1] for parts in targets if parts[0] == "ext" and len(parts) > 1}
-        known = {
-            feature for feature, words in WORDS.items() if any(map(words.fullmatch, names))
-        }
+        known = {feature for feature, words in WORDS.items() if any(map(words.fullmatch, names))}
         yield from ((path, feature) for feature in sorted(known | imported))
 
 

@@ -45,7 +45,6 @@ class Backward:
         self.tasks = AutogradTasks(job.scopes, job.running)
         # Parameters without a gradient in an earlier backward.
         self._without_grad: dict[ParamUnit, set[ParamHandle]] = {}
-        self._listeners: list[Callable[[ParamUnit], None]] = []
         # The node of the graph that runs, and the units whose weights it has taken out.
         self._node: Any = None
         self._taken: set[ParamUnit] = set()
@@ -173,7 +172,7 @@ class Backward:
         """Takes the backward's hold off ``unit``, and closes its gradients' homes."""
         if unit in self._pass.awaited:
             del self._pass.awaited[unit]
-            self.job.traffic.mark("backward", unit.name, self._pass.since.pop(unit))
+            self.job.traffic.tell("backward", unit.name, self._pass.since.pop(unit))
             self.job.prefetcher.unhold(unit, shows=False)
             self.job.gradients.homes.close_all(unit.flat_params)
 
@@ -311,14 +310,8 @@ class Backward:
         if landed and not self.job.prefetcher.is_held(unit):
             self._tell(unit)
 
-    def listen(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
-        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward.
-        Returns a function that removes it."""
-        self._listeners.append(listener)
-        return partial(self._listeners.remove, listener)
-
     def _tell(self, unit: ParamUnit) -> None:
-        for listener in tuple(self._listeners):
+        for listener in tuple(self.job.events.unit_landed):
             listener(unit)
 
     # --- beginning and end ---

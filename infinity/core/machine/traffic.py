@@ -9,11 +9,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ...tools.watch.timeline import COLLECTIVES, EDGES, Timeline
+EDGES = ("nvme->host", "host->nvme", "host->device", "device->host")
+PAST_HOST = "nvme->device"  # if available
+SLOW_AXIS = "slow axis"  # between groups that train apart
+COLLECTIVES = ("all-gather", "all-gather in node", "reduce-scatter", SLOW_AXIS)
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +57,7 @@ class EdgeTraffic:
 @dataclass
 class Traffic:
     """The four edges of one engine, the bytes received from other ranks, the waits for updates
-    since they were last taken, and the timeline, if any."""
+    since they were last taken."""
 
     edges: dict[str, EdgeTraffic] = field(
         default_factory=lambda: {edge: EdgeTraffic() for edge in EDGES}
@@ -67,7 +70,8 @@ class Traffic:
     updates: EdgeTraffic = field(default_factory=EdgeTraffic)  # only its stalls are counted
     data: EdgeTraffic = field(default_factory=EdgeTraffic)  # of loaders that are watched
     update_waits: list[float] = field(default_factory=list)
-    timeline: Timeline | None = None
+    # Listeners, called with work that has ended: :class:`infinity.core.seams.Events`.
+    moved: list[Callable[..., None]] = field(default_factory=list)
 
     def take_update_waits(self) -> list[float]:
         """Returns the seconds of each wait for an update, and forgets them."""
@@ -87,7 +91,7 @@ class Traffic:
             DATA: self.data.stall_seconds,
         }
 
-    def mark(
+    def tell(
         self,
         lane: str,
         name: str,
@@ -97,11 +101,12 @@ class Traffic:
         ready: float | None = None,
         **details,
     ) -> None:
-        """Adds work that ended now (or at ``end``) to the timeline. ``ready``: when all was there
+        """Tells listeners of work that ended now (or at ``end``). ``ready``: when all was there
         that it starts from."""
-        if self.timeline is not None:
+        if self.moved:
             end = time.perf_counter() if end is None else end
-            self.timeline.add(lane, name, start, end, ready=ready, **details)
+            for listener in self.moved:
+                listener(lane, name, start, end, ready=ready, **details)
 
     @contextmanager
     def stalled(self, edge: str, what: str = "") -> Iterator[None]:
@@ -123,7 +128,7 @@ class Traffic:
         else:
             counted = self.edges.get(edge) or self.collectives[edge]
         counted.stall_seconds += end - start
-        self.mark("stalled", f"{edge} {what}".strip(), start, end)
+        self.tell("stalled", f"{edge} {what}".strip(), start, end)
 
     def rate(self, edge: str) -> float | None:
         """Returns the bytes per second of the copies over ``edge`` that are over; None if there are
@@ -147,7 +152,7 @@ class Traffic:
         traffic.nbytes += 0 if is_counted else nbytes
         traffic.busy_seconds += end - start
         self.timed[edge] += nbytes
-        self.mark(edge, what, start, end)
+        self.tell(edge, what, start, end)
 
     def received(self, collective: str, nbytes: int, what: str, start: float | None) -> None:
         """Counts bytes received from other ranks by a collective that ends now. ``start``: None if
@@ -157,7 +162,7 @@ class Traffic:
         if start is None:
             return
         traffic.busy_seconds += now - start
-        self.mark(collective, what, start, now)
+        self.tell(collective, what, start, now)
 
     @contextmanager
     def copying(self, edge: str, nbytes: int, what: str = "") -> Iterator[None]:
@@ -172,4 +177,4 @@ class Traffic:
             traffic.busy_seconds += seconds
             traffic.stall_seconds += seconds
             self.timed[edge] += nbytes
-            self.mark(edge, what, start, nbytes=nbytes)
+            self.tell(edge, what, start, nbytes=nbytes)

@@ -103,7 +103,7 @@ class ActivationsOnDisk:
         with self._store.traffic.stalled("nvme->host", "activations"):
             ticket.wait()
         nbytes = blocks(end - begin)
-        self._store.traffic.mark("nvme->host", "activations", *ticket.times)
+        self._store.traffic.tell("nvme->host", "activations", *ticket.times)
         with self._store.traffic.copying("host->device", end - begin, "activations"):
             target[begin:end] = self._staged(lease, nbytes)[: end - begin]
         lease.release()

@@ -18,10 +18,7 @@ import torch
 from ... import native
 from ...config import Config
 from ...ext.blocks.recompute import ActivationPlanner, MeasuredRoom
-from ...ext.dtensor.in_common import InCommon
-from ...ext.sequence.sequences import Sequences
 from ...ranks.collectives import Collectives
-from ...tools.watch.timeline import Timeline
 from ..grads.bank import GradientBank
 from ..grads.reducer import Reducer
 from ..homes.store import ArrayStore
@@ -34,6 +31,7 @@ from ..params.handed_out import HandedOut
 from ..params.value_edits import ValueEdits
 from ..plan.memory_plan import MemoryPlan
 from ..plan.unit_sizes import UnitSize
+from ..seams import Events, Extension, begin_extensions
 from ..step.updates import Updates
 from ..units.handle import ParamHandle
 from ..units.unit import ParamUnit
@@ -45,7 +43,7 @@ from .journal import Journal
 from .one_thread import wait_for_others
 from .pass_state import Pass
 from .prefetch import Explain, Prefetcher, no_more
-from .resources import Resources, make_store, trace_path
+from .resources import Resources, make_store
 from .schedule import Schedule
 from .shut_down import shut_down
 from .step_counter import StepCounter
@@ -89,6 +87,8 @@ class _Base:
     journal: Journal
     running: Pass
     steps: StepCounter
+    events: Events
+    extensions: list[Extension]
 
 
 def build_engine(
@@ -111,8 +111,10 @@ def build_engine(
     base, later = _make_base(config, plan, units, device, collectives), Later()
     store, updates = base.store, base.updates
     homes = [flat.homes for unit in units for flat in unit.flat_params]
-    recorded, names = updates.recorded, updates.names
-    free = partial(shut_down, base.scopes, store, homes, recorded, names, collectives, device)
+    recorded, names, closed = updates.recorded, updates.names, base.events.closed
+    free = partial(
+        shut_down, base.scopes, store, homes, recorded, names, collectives, device, closed
+    )
     try:
         resources = Resources(config, plan, units, store)
         if stepping:
@@ -138,8 +140,8 @@ def _make_base(
     """Makes the parts that the others are built on. Allocates no home yet."""
     traffic = collectives.traffic
     ledger = Ledger(collectives.ranks.machine_share)
-    if config.trace is not None:
-        traffic.timeline = Timeline(trace_path(config.trace, collectives.ranks))
+    events = Events(moved=traffic.moved)
+    extensions = begin_extensions(config, device, collectives, events)
     budgets = (config.device_memory, config.host_memory, config.nvme_capacity)
     for tier, budget in zip(Tier, budgets):
         ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
@@ -160,6 +162,8 @@ def _make_base(
         journal=Journal(),
         running=Pass(),
         steps=StepCounter(note_progress=collectives.note_progress),
+        events=events,
+        extensions=extensions,
     )
 
 
@@ -208,8 +212,8 @@ def _make_job(
         activations=resources.make_activations(
             alone=base.collectives.ranks.alone, local_size=base.collectives.ranks.local_size
         ),
-        in_common=InCommon(collectives, base.device, steps, gradients, trained),
-        sequences=Sequences(collectives, base.device),
+        events=base.events,
+        extensions=base.extensions,
         running=base.running,
     )
 

@@ -90,11 +90,10 @@ class Engine:
             gradients=job.gradients,
             updates=job.updates,
             borrowed=job.borrowed,
-            in_common=job.in_common,
+            events=job.events,
             is_cut_short=lambda: running.is_cut_short,
             runs_without_flush=lambda: running.runs_without_flush,
             keeps_stale=lambda: running.runs_without_flush and not running.updates_in_place,
-            listen_to_landed=self.backward.listen,
             release=job.prefetcher.release_all,
             end_step=self.end_step,
             admit=partial(self.admit, place=place),
@@ -286,11 +285,6 @@ class Engine:
             then=then,
         )
 
-    def listen_to_landed(self, listener: Callable[[ParamUnit], None]) -> Callable[[], None]:
-        """Calls ``listener`` with every unit whose gradients have all landed, in mid-backward.
-        Returns a function that removes it."""
-        return self.backward.listen(listener)
-
     # --- what the optimizer asks ---
 
     def end_step(self) -> None:
@@ -298,6 +292,8 @@ class Engine:
         from disk."""
         self.job.prefetcher.fetch_ahead(self.job.schedule.first(), time.perf_counter())
         self.job.updates.end_step()
+        for listener in self.job.events.step_ended:
+            listener(self.steps.index)
 
     def wait_idle(self) -> None:
         """Waits until every byte is at home, including users' changes to state dicts and to

@@ -8,11 +8,10 @@ and its optimizer are gone, even if something else still holds a part.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 from ... import native
 from ...config import Config
-from ...ext.dtensor.in_common import InCommon
-from ...ext.sequence.sequences import Sequences
 from ...ranks.collectives import Collectives
 from ...ranks.parallel_dims import ParallelDims
 from ..grads.bank import GradientBank
@@ -26,6 +25,7 @@ from ..params.handed_out import HandedOut
 from ..params.value_edits import ValueEdits
 from ..plan.memory_plan import MemoryPlan
 from ..plan.unit_sizes import UnitSize
+from ..seams import Events, Extension
 from ..step.updates import Updates
 from ..units.handle import ParamHandle
 from ..units.unit import ParamUnit
@@ -37,6 +37,8 @@ from .prefetch import Prefetcher
 from .schedule import Schedule
 from .step_counter import StepCounter
 from .uses import Uses
+
+E = TypeVar("E", bound=Extension)
 
 
 @dataclass(eq=False)
@@ -80,13 +82,19 @@ class Job:
     edits: ValueEdits
     handed: HandedOut
 
-    # Transfers of units and activations, and comparisons between ranks.
+    # Transfers of units and activations.
     prefetcher: Prefetcher
     activations: ActivationStore | None  # None: torch keeps the saved tensors
-    in_common: InCommon
-    sequences: Sequences
+
+    # Features that are not the engine's, and what they listen to.
+    events: Events
+    extensions: list[Extension]
 
     running: Pass
+
+    def find(self, kind: type[E]) -> E | None:
+        """Returns the extension of class ``kind``; None if this job has none."""
+        return next((each for each in self.extensions if isinstance(each, kind)), None)
 
 
 def wait_idle(job: Job) -> None:

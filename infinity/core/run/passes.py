@@ -98,8 +98,8 @@ class Passes:
         if begins := not self.frames and not in_backward:
             self.job.handed.settle()
         if begins and is_root:
-            self.job.sequences.begin(module, args, kwargs or {})
-            self.job.in_common.begin(module, args, kwargs or {})
+            for listener in self.job.events.pass_begun:
+                listener(module, args, kwargs or {})
             self._begin(training=torch.is_grad_enabled())
         # Before any unit is held: this may raise, for a module with tensors of an unknown kind.
         keeping = self.job.activations if torch.is_grad_enabled() and begins else None
@@ -187,7 +187,7 @@ class Passes:
         while (frame := self.frames.pop()).module is not module:
             self._unhold(frame)
         for unit in frame.units:
-            self.job.traffic.mark("forward", unit.name, frame.start)
+            self.job.traffic.tell("forward", unit.name, frame.start)
         if frame.units and any(self._is_weight_view(tensor) for tensor in _tensors(output)):
             output = tree_map_only(
                 torch.Tensor, lambda t: t.clone() if self._is_weight_view(t) else t, output
@@ -201,9 +201,8 @@ class Passes:
         if not self.frames:
             if output is not None:  # a forward that failed uses no gather; recovery drops them
                 self.job.collectives.bulk.wait_for_ordered()
-            self.job.in_common.end(
-                module, (tensor for tensor in _tensors(output) if type(tensor) is not Logits)
-            )
+            for listener in self.job.events.pass_ended:
+                listener(module, (t for t in _tensors(output) if type(t) is not Logits))
             for hook in self.reorder_hooks:
                 hook()
             if not torch.is_grad_enabled():

@@ -3,7 +3,6 @@ slots."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -15,7 +14,6 @@ from ...config import Config
 from ...errors import CapacityError
 from ...ext.shared_homes.arena import KEPT_DATA
 from ...ranks.collectives import Collectives
-from ...ranks.parallel_dims import ParallelDims
 from ..homes.store import ArrayStore
 from ..machine import limits, processors
 from ..machine.device import Device
@@ -227,9 +225,3 @@ class Resources:
         # The homes of the plan are taken already.
         coming = planned - self._store.ledger.accounts[Tier.DEVICE].charged_nbytes
         return None if left is None else int(SHARE_FOR_SAVED * (left - coming))
-
-
-def trace_path(path: str | os.PathLike, ranks: ParallelDims) -> str:
-    """Returns the name of each rank's own timeline: ``trace.json`` becomes ``trace-rank1.json``."""
-    stem, suffix = os.path.splitext(os.fspath(path))
-    return os.fspath(path) if ranks.alone else f"{stem}-rank{ranks.world_rank}{suffix}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 
 from ... import native
 from ...errors import UsageError
@@ -23,14 +24,17 @@ def shut_down(
     names: list[str],
     collectives: Collectives,
     device: Device,
+    closed: list[Callable[[], None]],
 ) -> None:
-    """Frees everything. After an interrupt it is called again, and does the rest."""
+    """Frees everything, and calls ``closed``. After an interrupt it is called again, and does the
+    rest."""
     if store.pid != os.getpid():
         return  # a forked child ends (a data loader's worker): the parent owns everything
     # Called by the garbage collector on the device's own thread, which the rest waits for.
     if device.is_own_thread:
         threading.Thread(
-            target=shut_down, args=(scopes, store, homes, updaters, names, collectives, device)
+            target=shut_down,
+            args=(scopes, store, homes, updaters, names, collectives, device, closed),
         ).start()
         return
     try:
@@ -46,7 +50,7 @@ def shut_down(
     updaters.clear()
     store.close()
     collectives.close()
-    if store.traffic.timeline is not None:
-        store.traffic.timeline.close()
+    for listener in closed:
+        listener()
     for of_flat_param in homes:
         of_flat_param.clear()

@@ -10,7 +10,6 @@ import torch
 
 from ...config import Config
 from ...ranks.collectives import Collectives
-from ...ranks.comparing import Comparison
 from ..grads.bank import GradientBank
 from ..homes.store import ArrayStore
 from ..machine.device import Device
@@ -19,6 +18,7 @@ from ..run.journal import Journal
 from ..run.schedule import Schedule
 from ..run.step_counter import StepCounter
 from ..run.uses import Uses
+from ..seams import Events
 from ..units.flat_param import FlatParam
 from ..units.handle import ParamHandle
 from ..units.unit import ParamUnit
@@ -45,14 +45,12 @@ class StepContext:
     gradients: GradientBank
     updates: Updates
     borrowed: BorrowedState
-    in_common: Comparison  # compared over ranks with other local parts of the tensors
+    events: Events
 
     is_only: Callable[[], bool]  # no other optimizer steps parameters of the job
     is_cut_short: Callable[[], bool]  # a forward or backward was interrupted
     runs_without_flush: Callable[[], bool]  # other stages may be at other batches
     keeps_stale: Callable[[], bool]  # an update writes new weights beside the old ones
-    # Called with each unit whose gradients landed
-    listen_to_landed: Callable[[Callable[[ParamUnit], None]], Callable[[], None]]
     # Sends units home, before their bytes there change
     release: Callable[[Iterable[ParamUnit]], None]
     end_step: Callable[[], None]  # after all updates of a step are submitted

@@ -72,7 +72,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
         for kind in Given.SHARED:
             setattr(self, kind, getattr(wrapped, kind))
         self.read_groups()  # shared from now on: a scheduler made for the wrapped one works here
-        context.listen_to_landed(partial(_unit_landed, weakref.ref(self)))  # no reference cycle
+        # A weak reference, so that nothing keeps the optimizer.
+        context.events.unit_landed.append(partial(_unit_landed, weakref.ref(self)))
         self._made_with = frozenset(vars(self))
 
     def __getattr__(self, name: str) -> Any:

@@ -15,11 +15,11 @@ from .step_clock import StepClock
 
 
 def draw_updates(updater: native.Updater, traffic: Traffic, names: list[str]) -> None:
-    """Adds the updater's new events to the timeline."""
+    """Tells the updater's new events to who listens to transfers."""
     lanes = {"load": "nvme->host", "step": "optimizer", "save": "host->nvme"}
     for kind, unit, _, start, end, ready in updater.take_events():
         name = names[unit] if kind == "step" else f"{names[unit]} state"
-        traffic.mark(lanes[kind], name, start, end, ready=ready)
+        traffic.tell(lanes[kind], name, start, end, ready=ready)
 
 
 class Updates:
@@ -45,7 +45,7 @@ class Updates:
         self.updater = updater
         if device.kernels is not None:
             self.stepper = DeviceStepper(device, self._traffic, device_slot_nbytes)
-        if self._traffic.timeline is not None:
+        if self._traffic.moved:
             updater.record_events()
             self.recorded.append(updater)
 
@@ -61,14 +61,13 @@ class Updates:
     def end_step(self) -> None:
         """Ends a step, after its updates are submitted."""
         began = self.clock.tick(self._traffic.waits())
-        if self._traffic.timeline is not None:
-            self._traffic.mark("step", f"step {self.clock.steps}", began)
+        if self._traffic.moved:
+            self._traffic.tell("step", f"step {self.clock.steps}", began)
             self.draw()
-            self._traffic.timeline.flush()
 
     def draw(self) -> None:
-        """Adds new events to the timeline, if there is one."""
-        if self._traffic.timeline is not None and self.updater is not None:
+        """Tells new events, if anything listens."""
+        if self._traffic.moved and self.updater is not None:
             draw_updates(self.updater, self._traffic, self.names)
 
     def close(self) -> None:

@@ -122,7 +122,7 @@ class StagedReads:
                 piece.read.wait()
         piece.read.wait()  # raises the error of a failed read
         start, end = piece.read.times
-        store.traffic.mark(piece.read.lane, name, start, end, ready=self._ready or None)
+        store.traffic.tell(piece.read.lane, name, start, end, ready=self._ready or None)
         self.times = (
             (min(start, self.times[0]), max(end, self.times[1])) if self.times else (start, end)
         )

@@ -368,7 +368,8 @@ def _commit(
         *_replace_forwards(engine, model, groups),
     ]
     stepping = [make_optimizer(engine, each, place) for place, each in enumerate(optimizers)]
-    job.in_common.note_buffers(model)
+    for extension in job.extensions:
+        extension.install(job, model)
     record = Wrapped(engine, model, removers, stepping, came_from, optimizers.plain)
     for module in (*parts_of(model), model):
         module.__dict__[RECORD] = record

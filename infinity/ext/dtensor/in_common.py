@@ -21,10 +21,10 @@ from typing import Any, NoReturn
 import torch
 
 from ... import native
-from ...core.grads.bank import GradientBank
 from ...core.machine.device import Device
 from ...core.params.draws import Draws
-from ...core.run.step_counter import StepCounter
+from ...core.run.job import Job
+from ...core.seams import Events, Extension
 from ...core.units.handle import ParamHandle, handle_of
 from ...errors import UsageError
 from ...ranks.collectives import Collectives
@@ -83,20 +83,11 @@ class ChangedBuffers:
         return found
 
 
-class InCommon:
-    """Compares over the ranks of the tp axis, or of ep if they share a batch. Otherwise it does
-    nothing."""
+class InCommon(Extension):
+    """Compares over the ranks of the tp axis, or of ep if they share a batch."""
 
-    def __init__(
-        self,
-        collectives: Collectives,
-        device: Device,
-        steps: StepCounter,
-        gradients: GradientBank,
-        trained: list[ParamHandle],
-    ):
-        self._collectives, self._device, self._steps = collectives, device, steps
-        self._gradients, self._trained = gradients, trained
+    def __init__(self, collectives: Collectives, device: Device):
+        self._collectives, self._device = collectives, device
         self._channel = collectives.ranks.tp_group
         self._buffers, self._draws, self._sketches = ChangedBuffers(), Draws(device), Sketches()
         # Roots, and whether they get parts of a sequence.
@@ -105,19 +96,27 @@ class InCommon:
         self._is_compared = False  # inputs are compared already, as the batch they are part of
         self._root: torch.nn.Module | None = None  # whose forward runs
 
-    def note_buffers(self, model: torch.nn.Module) -> None:
-        """Takes the buffers of ``model`` as they are, whether equal on these ranks or a rank's
-        own."""
-        if self._channel is not None:
-            self._buffers.note(model)
+    @classmethod
+    def begin(
+        cls, config: Any, device: Device, collectives: Collectives, events: Events
+    ) -> InCommon | None:
+        """Returns the comparison if there is such an axis."""
+        return None if collectives.ranks.tp_group is None else cls(collectives, device)
+
+    def install(self, job: Job, model: torch.nn.Module) -> None:
+        """Takes the buffers of ``model`` as they are, whether equal on these ranks or a rank's own,
+        and compares from now on."""
+        self._steps, self._gradients, self._trained = job.steps, job.gradients, job.trained
+        self._buffers.note(model)
+        job.events.pass_begun.append(self.begin_forward)
+        job.events.pass_ended.append(self.end_forward)
+        job.events.step_compared = self
 
     # --- a root forward ---
 
-    def begin(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def begin_forward(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
         """Begins a root forward. Every rank calls this, and waits for the others. Raises
         UsageError, on all of these ranks, if they were given different tensors."""
-        if self._channel is None:
-            return
         if self._step != self._steps.index:
             self._step, self._forwards = self._steps.index, 0
         self._forwards += 1
@@ -136,7 +135,7 @@ class InCommon:
         self._draws.begin(are_compared=not self._takes_parts(root))
         self._root = root
 
-    def end(self, module: torch.nn.Module, outputs: Iterable[torch.Tensor]) -> None:
+    def end_forward(self, module: torch.nn.Module, outputs: Iterable[torch.Tensor]) -> None:
         """Ends the forward of ``module``, if it is a root's, with its ``outputs``."""
         if self._root is not module:
             return
@@ -162,8 +161,6 @@ class InCommon:
         """Raises UsageError, on all of these ranks, if they reach ``what`` with different
         ``given``, or drew different random numbers. Every rank calls this, and waits for the
         others."""
-        if self._channel is None:
-            return
         collectives = self._collectives
         spans = collectives.spans_over(
             self._channel, what, [number_of(given), number_of(self._draws.drawn)]
@@ -216,8 +213,6 @@ class InCommon:
 
     def values(self) -> list[int]:
         """Returns the numbers that this rank contributes to a step's barrier."""
-        if self._channel is None:
-            return []
         grads = [sample for _, sample in self._samples()]
         outputs, reached = self._sketches.take()
         said = [

@@ -15,7 +15,7 @@ import torch
 from ... import native
 from ...core.homes.transfers import never_freed
 from ...core.machine.device import Device
-from ...tools.watch.timeline import PAST_HOST
+from ...core.machine.traffic import PAST_HOST
 
 logger = logging.getLogger(__name__)
 

@@ -19,14 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.machine.traffic import Traffic
+from ...core.machine.traffic import SLOW_AXIS, Traffic
 from ...errors import ConfigError, UsageError
 from ...ranks import failure_report
 from ...ranks.attempt import Attempt
 from ...ranks.mesh import gloo_group
 from ...ranks.pending import ranks_lost
 from ...ranks.transfer import Transfer, all_gather, broadcast, end_groups, exchange_objects
-from ...tools.watch.timeline import SLOW_AXIS
 from ..shared_homes.quantize import CODED_BLOCK, decode_blocks, encode_blocks
 
 TAG_NUMEL = 2  # int64: with what an exchange begins, so that ranks notice if they are apart

@@ -36,6 +36,7 @@ from ...errors import ConfigError, InfinityError, UsageError
 from ...ranks import failure_report
 from ...ranks.mesh import gloo_group
 from ...ranks.pending import ranks_lost
+from ..dtensor.in_common import InCommon
 from .between import clear, close
 from .in_flight import InFlight
 
@@ -194,7 +195,8 @@ def _compare(
         f"a step of {type(schedule).__name__}, {kind}, of {count} stages with {parts} micro-batches"
     )
     job.collectives.meet_stages(said)
-    job.in_common.compare_batch(said, args, kwargs)
+    if (common := job.find(InCommon)) is not None:
+        common.compare_batch(said, args, kwargs)
 
 
 def _refuse_cut_short(schedule: Any, job: Job) -> None:
@@ -229,8 +231,9 @@ def one_pass(engine: Engine, stages: list[Any]) -> Iterator[None]:
     have landed."""
     for stage in stages:
         getattr(stage, ATTACHED).clear()
+    common = engine.job.find(InCommon)
     with (
-        engine.job.in_common.without_comparisons(),
+        common.without_comparisons() if common is not None else nullcontext(),
         engine.accumulation.opened(finish=partial(_scale_all, stages)),
     ):
         yield

@@ -8,25 +8,34 @@ from typing import Any
 import torch
 
 from ...core.machine.device import Device
+from ...core.seams import Events, Extension
 from ...errors import UsageError
 from ...ranks.collectives import Collectives
 from ..dtensor.described import mode_of, number_of, shape_of, tensors_in
 
 
-class Sequences:
+class Sequences(Extension):
     """Compares the inputs of root forwards over the ranks of the cp axis: shapes, dtypes and the
-    mode. If these differ, the tensors that the ranks exchange do not fit. Without cp it does
-    nothing."""
+    mode. If these differ, the tensors that the ranks exchange do not fit."""
 
     def __init__(self, collectives: Collectives, device: Device):
         self._collectives, self._device = collectives, device
         self._channel = collectives.ranks.cp_group
 
-    def begin(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
-        """Begins a root forward. Every rank calls this, and waits for the others. Raises
-        UsageError, on all of these ranks, if their shapes, dtypes or modes differ."""
-        if self._channel is None:
-            return
+    @classmethod
+    def begin(
+        cls, config: Any, device: Device, collectives: Collectives, events: Events
+    ) -> Sequences | None:
+        """Returns the comparison if there is a cp axis, and adds it to ``events``."""
+        if collectives.ranks.cp_group is None:
+            return None
+        sequences = cls(collectives, device)
+        events.pass_begun.append(sequences.compare)
+        return sequences
+
+    def compare(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:
+        """Compares what a root forward was given. Every rank calls this, and waits for the others.
+        Raises UsageError, on all of these ranks, if their shapes, dtypes or modes differ."""
         named = tensors_in([*enumerate(args), *kwargs.items()], "")
         given = {"the mode": mode_of(root, self._device)} | {
             name: shape_of(tensor) for name, tensor in named

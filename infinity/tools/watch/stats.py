@@ -17,10 +17,9 @@ from ...core.machine import disk_profile
 from ...core.machine.rates import memory_rate
 from ...core.machine.sizes import format_seconds
 from ...core.machine.tiers import Tier
-from ...core.machine.traffic import DATA, EdgeTraffic, shares_of
+from ...core.machine.traffic import DATA, PAST_HOST, SLOW_AXIS, EdgeTraffic, shares_of
 from ...core.run.job import Job
 from ...core.run.registry import wrapped
-from .timeline import PAST_HOST, SLOW_AXIS
 
 
 @dataclass(frozen=True)

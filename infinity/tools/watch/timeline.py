@@ -1,6 +1,7 @@
 """Timeline: writes a Chrome trace of the engine's work.
 
-lane    one kind of work: an edge, the forward, the optimizer; overlapping work gets further rows
+lane    one kind of work: an edge, the forward, the optimizer; overlapping work gets further rows.
+        A listener's name for work that is not in :data:`LANES` is a lane below these
 """
 
 from __future__ import annotations
@@ -10,24 +11,25 @@ import logging
 import os
 import time
 from pathlib import Path
+from typing import Any
 
+from ...config import Config
+from ...core.machine.traffic import COLLECTIVES, EDGES, PAST_HOST
+from ...core.seams import Events, Extension
 from ...errors import ConfigError
 from ...files.outputs import Output, check_free
+from ...ranks.parallel_dims import ParallelDims
 
 logger = logging.getLogger(__name__)
 
-EDGES = ("nvme->host", "host->nvme", "host->device", "device->host")
-PAST_HOST = "nvme->device"  # if available
-SLOW_AXIS = "slow axis"  # between groups that train apart
-COLLECTIVES = ("all-gather", "all-gather in node", "reduce-scatter", SLOW_AXIS)
 LANES = ("step", "forward", "backward", "stalled", *EDGES, PAST_HOST, *COLLECTIVES, "optimizer")
 BUFFERED_EVENTS = 512
 FIRST = {"ph": "M", "name": "process_name", "args": {"name": "infinity"}}
 BEGIN = f"[\n{json.dumps({'pid': 1} | FIRST)}".encode()  # of every timeline, and of no other file
 
 
-class Timeline:
-    """Events in Chrome's trace format, for Perfetto and chrome://tracing. They are appended as they
+class Timeline(Extension):
+    """Work in Chrome's trace format, for Perfetto and chrome://tracing. They are appended as they
     come, so a killed job leaves a readable file, too. Times are of :func:`time.perf_counter`."""
 
     def __init__(self, path: str | os.PathLike):
@@ -45,8 +47,23 @@ class Timeline:
         self._origin = time.perf_counter()
         # Per row, when it is free again
         self._rows: dict[str, list[float]] = {lane: [] for lane in LANES}
+        self._places = {lane: place for place, lane in enumerate(LANES)}
         self._lines = ["["]
         self._write(FIRST)
+
+    @classmethod
+    def begin(
+        cls, config: Config, device: Any, collectives: Any, events: Events
+    ) -> Timeline | None:
+        """Returns the timeline that ``config.trace`` names, which listens to ``events``. Raises
+        ConfigError if it cannot be written."""
+        if config.trace is None:
+            return None
+        timeline = cls(trace_path(config.trace, collectives.ranks))
+        events.moved.append(timeline.add)
+        events.step_ended.append(lambda steps: timeline.flush())
+        events.closed.append(timeline.close)
+        return timeline
 
     def add(
         self,
@@ -73,9 +90,9 @@ class Timeline:
 
     def _row(self, lane: str, start: float, end: float) -> int:
         """Returns a thread number for the event: of the lane's first row that is free then."""
-        rows = self._rows[lane]
+        rows = self._rows.setdefault(lane, [])
         row = next((i for i, free_at in enumerate(rows) if free_at <= start), len(rows))
-        number = 100 * LANES.index(lane) + row
+        number = 100 * self._places.setdefault(lane, len(self._places)) + row
         if row == len(rows):
             rows.append(end)
             self._write({"ph": "M", "name": "thread_name", "tid": number, "args": {"name": lane}})
@@ -131,3 +148,9 @@ class Timeline:
     def __del__(self):
         if hasattr(self, "_pid"):
             self.close()
+
+
+def trace_path(path: str | os.PathLike, ranks: ParallelDims) -> str:
+    """Returns the name of each rank's own timeline: ``trace.json`` becomes ``trace-rank1.json``."""
+    stem, suffix = os.path.splitext(os.fspath(path))
+    return os.fspath(path) if ranks.alone else f"{stem}-rank{ranks.world_rank}{suffix}"

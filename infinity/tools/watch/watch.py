@@ -110,7 +110,8 @@ class Watch:
             if (watch := itself()) is not None:
                 watch._tell("backward", unit.name)
 
-        self._stop_listening = engine.listen_to_landed(landed)
+        self._landed, self._events = landed, job.events
+        job.events.unit_landed.append(landed)
         if job.ranks.is_first and folder is None:
             run_files.remove_old(self._root)
         self._write(run_files.PLAN, _plan(job) | {"model": type(model).__name__})
@@ -157,7 +158,7 @@ class Watch:
             remover.remove()
         if self in _open:
             _open.discard(self)
-            self._stop_listening()
+            self._events.unit_landed.remove(self._landed)
         if self._doing[0] != state and not self._doing[0].startswith("ended"):
             model = self._model()
             # Not after an exception: the caller is to see that one.

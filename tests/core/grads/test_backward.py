@@ -113,7 +113,8 @@ def test_the_end_of_a_joined_pass_tells_which_units_got_gradients():
     tells."""
     model, _ = made(frozen=(2,))
     told: list[int] = []
-    forget = wrapped(model).engine.listen_to_landed(lambda unit: told.append(unit.index))
+    listeners = wrapped(model).engine.job.events.unit_landed
+    listeners.append(lambda unit: told.append(unit.index))
     with infinity.accumulate(model):
         for _ in range(2):
             model(torch.ones(2, 8)).sum().backward()
@@ -121,7 +122,6 @@ def test_the_end_of_a_joined_pass_tells_which_units_got_gradients():
     assert told == [3, 1, 0]
     model(torch.ones(2, 8)).sum().backward()
     assert told == [3, 1, 0] * 2
-    forget()
 
 
 def test_a_frozen_models_input_gets_its_gradient_by_autograd_grad():

@@ -185,7 +185,7 @@ def test_a_job_has_what_it_was_built_of():
     assert job.collectives is collectives and job.ranks is collectives.ranks
     assert job.traffic is collectives.traffic and job.store.ledger is job.ledger
     assert job.updates.names == ["u0", "u1"] and job.trained == []
-    assert job.in_common._trained is job.trained and job.uses.scopes is job.scopes
+    assert job.uses.scopes is job.scopes and job.events.moved is job.traffic.moved
     assert [unit.homes.seen for unit in built.units] == [["allocate"]] * 2
 
 
@@ -390,10 +390,10 @@ def test_a_failure_frees_what_there_is_and_is_told(fails):
 def test_a_timeline_is_written_to_the_file_of_this_rank(tmp_path, second_of_two):
     """Twin: without one there is none."""
     built = Built(ranks=second_of_two, trace=tmp_path / "trace.json").build()
-    built.job.traffic.mark("step", "a step", 0.0, 1.0)
+    built.job.traffic.tell("step", "a step", 0.0, 1.0)
     assert built.job.updates.recorded == [built.job.updates.updater]
     del built.engine, built.job
     gc.collect()
     assert "a step" in json.dumps(json.loads((tmp_path / "trace-rank1.json").read_text()))
-    assert Built().build().job.traffic.timeline is None
+    assert Built().build().job.events.closed == []
     assert [each.name for each in Path(tmp_path).iterdir()] == ["trace-rank1.json"]

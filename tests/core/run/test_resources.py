@@ -21,12 +21,11 @@ from infinity.core.machine.tiers import Tier
 from infinity.core.machine.traffic import Traffic
 from infinity.core.plan.memory_plan import BUFFERS, LADDER, MemoryPlan
 from infinity.core.plan.unit_sizes import FlatParamSize, UnitSize
-from infinity.core.run.resources import Resources, make_store, trace_path
+from infinity.core.run.resources import Resources, make_store
 from infinity.core.step.slots import optimizer_slot_nbytes
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
 from infinity.errors import CapacityError
 from infinity.ranks.collectives import Collectives
-from infinity.ranks.parallel_dims import ParallelDims
 
 F32 = torch.float32
 BLOCK, MIB = native.BLOCK_NBYTES, 1 << 20
@@ -326,10 +325,3 @@ def test_activations_have_what_the_plan_leaves_of_a_host_without_a_budget(make, 
         assert activations.home_nbytes() == left // ranks - 100 - (1 << 20)
     budget = make(plan_of(terms=terms), **config, host_memory=1 << 30).resources
     assert budget.make_activations(alone=True)._home._most_nbytes is None
-
-
-def test_each_rank_has_a_timeline_of_its_own(monkeypatch):
-    """Twin: a rank that is alone has the name that was given."""
-    assert trace_path(Path("a/trace.json"), ParallelDims()) == "a/trace.json"
-    ranks = SimpleNamespace(alone=False, world_rank=3)
-    assert trace_path("a.b/trace.json", ranks) == "a.b/trace-rank3.json"

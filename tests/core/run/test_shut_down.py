@@ -16,12 +16,10 @@ from infinity.errors import UsageError
 class Parts:
     """The parts of an engine, each of which notes what is asked of it."""
 
-    def __init__(self, *, timeline: bool = True):
+    def __init__(self):
         self.asked: list[str] = []
         self.pid, self.is_own_thread, self.updaters = os.getpid(), False, []
-        self.traffic = SimpleNamespace(
-            timeline=self.noting("timeline", "close") if timeline else None
-        )
+        self.closed = [lambda: self.note("listener")]
         self.fails = ""
 
     def note(self, what: str) -> None:
@@ -38,12 +36,13 @@ class Parts:
         if not hasattr(self, "arguments"):
             self.arguments = (
                 None,
-                self.noting("store", "close", pid=self.pid, traffic=self.traffic),
+                self.noting("store", "close", pid=self.pid, traffic=None),
                 [self.noting(name, "settle", "clear") for name in ("first", "second")],
                 self.updaters,
                 [],
                 self.noting("collectives", "close"),
                 self.noting("device", "close", is_own_thread=self.is_own_thread),
+                self.closed,
             )
         shut_down(*self.arguments)
 
@@ -55,7 +54,7 @@ ALL = [
     "device.close",
     "store.close",
     "collectives.close",
-    "timeline.close",
+    "listener",
     "first.clear",
     "second.clear",
 ]
@@ -119,9 +118,9 @@ def test_the_devices_own_thread_does_not_wait_for_itself(parts):
     parts.run()
     assert set(threads) == {threading.get_ident()} and parts.asked == ALL
     threads.clear(), parts.asked.clear(), done.clear()
-    device = parts.arguments[-1]
+    device = parts.arguments[-2]
     main = threading.get_ident()
-    parts.arguments = (*parts.arguments[:-1], OwnThread(device, main))
+    parts.arguments = (*parts.arguments[:-2], OwnThread(device, main), parts.closed)
     parts.run()
     assert done.wait(60)
     assert parts.asked == ALL and main not in threads
@@ -157,7 +156,7 @@ def test_a_use_that_goes_on_for_ever_is_not_waited_for(parts, monkeypatch):
     assert parts.asked == []
 
 
-def test_a_job_without_a_timeline_has_none_to_close(parts):
-    parts.traffic.timeline = None
+def test_without_listeners_none_is_called(parts):
+    parts.closed = []
     parts.run()
-    assert parts.asked == [each for each in ALL if each != "timeline.close"]
+    assert parts.asked == [each for each in ALL if each != "listener"]

@@ -1,4 +1,4 @@
-"""Updates: what steps the state, when a step ends, and what the timeline shows of it."""
+"""Updates: what steps the state, when a step ends, and what listeners are told of it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ from infinity.core.step.updates import Updates, draw_updates
 
 
 class Line:
-    """A timeline that keeps what it is told."""
+    """A listener that keeps what it is told."""
 
     def __init__(self) -> None:
         self.marks: list[tuple] = []
-        self.flushed = 0
 
     def add(self, lane: str, name: str, start: float, end: float, **details) -> None:
         self.marks.append((lane, name, start, end))
-
-    def flush(self) -> None:
-        self.flushed += 1
 
 
 class Updater:
@@ -52,7 +48,7 @@ EVENTS = [
 def make(line: Line | None = None, *, shadowed: bool = False, kernels=None) -> SimpleNamespace:
     """Updates of the units of a wrapped model: each element has a weight and two moments."""
     units = small_at_home(make=torch.optim.AdamW).engine.job.units
-    traffic = Traffic(timeline=line)
+    traffic = Traffic(moved=[line.add] if line else [])
     device = Device(torch.device("cpu"), traffic)
     device.kernels = kernels
     plan = SimpleNamespace(shadowed=shadowed)
@@ -63,7 +59,7 @@ def make(line: Line | None = None, *, shadowed: bool = False, kernels=None) -> S
 def test_each_event_is_drawn_in_the_lane_of_its_edge():
     line, updater = Line(), Updater()
     updater.events = list(EVENTS)
-    draw_updates(updater, Traffic(timeline=line), ["a", "b"])
+    draw_updates(updater, Traffic(moved=[line.add]), ["a", "b"])
     assert line.marks == [
         ("nvme->host", "a state", 1.0, 2.0),
         ("optimizer", "b", 2.0, 3.0),
@@ -72,7 +68,7 @@ def test_each_event_is_drawn_in_the_lane_of_its_edge():
 
 
 @pytest.mark.parametrize("is_drawn", [True, False])
-def test_events_are_recorded_and_drawn_only_for_a_timeline(is_drawn):
+def test_events_are_recorded_and_told_only_to_listeners(is_drawn):
     line, updater = Line(), Updater()
     updates = make(line if is_drawn else None)
     updates.it.draw()  # before there is an updater
@@ -84,14 +80,14 @@ def test_events_are_recorded_and_drawn_only_for_a_timeline(is_drawn):
     assert len(updater.events) == 3 * (not is_drawn)
 
 
-def test_the_end_of_a_step_is_counted_and_drawn():
+def test_the_end_of_a_step_is_counted_and_told():
     line, updater = Line(), Updater()
     updates = make(line)
     updates.it.use(updater, updates.device, 0)
     for number in (1, 2):
         updater.events = EVENTS[1:2]
         updates.it.end_step()
-        assert updates.it.clock.steps == number == line.flushed
+        assert updates.it.clock.steps == number
     lanes = [(lane, name) for lane, name, *_ in line.marks]
     unit = ("optimizer", "layers.1")
     assert lanes == [("step", "step 1"), unit, ("step", "step 2"), unit]
@@ -100,7 +96,7 @@ def test_the_end_of_a_step_is_counted_and_drawn():
     assert second[2] > first[2]  # the second began where the first had ended
 
 
-def test_without_a_timeline_a_step_is_counted_alone():
+def test_without_listeners_a_step_is_counted_alone():
     updates = make()
     updates.it.use(Updater(), updates.device, 0)
     updates.it.end_step()

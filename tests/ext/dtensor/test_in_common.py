@@ -20,6 +20,7 @@ import infinity
 from infinity.core.machine.device import Device
 from infinity.core.machine.traffic import Traffic
 from infinity.core.run.registry import wrapped
+from infinity.core.seams import Events
 from infinity.errors import UsageError
 from infinity.ext.dtensor.in_common import (
     FIRST_STEPS,
@@ -65,13 +66,13 @@ class Made(InCommon):
     def __init__(self, peer: Peer | None = None, device: Device | None = None, job=None):
         self.peer, self.job = peer or Peer(), job or small_at_home()
         engine, self.root = self.job.engine, nn.Linear(4, 2)
-        device = device or engine.device
-        super().__init__(self.peer, device, engine.steps, engine.gradients, engine.job.trained)
+        super().__init__(self.peer, device or engine.device)
+        self.install(SimpleNamespace(**vars(engine.job) | {"events": Events()}), nn.Linear(1, 1))
 
     def forward(self, *args: Any, outputs: tuple = (), root=None, **kwargs: Any) -> None:
         root = root or self.root
-        self.begin(root, args, kwargs)
-        self.end(root, outputs)
+        self.begin_forward(root, args, kwargs)
+        self.end_forward(root, outputs)
 
     @property
     def last(self) -> list[int]:
@@ -94,16 +95,25 @@ def generator() -> Iterator[None]:
 # --- forwards ---
 
 
-def test_a_rank_without_such_others_meets_nobody():
-    """Twin: with them every forward is a meeting."""
-    for channel, meetings in ((None, 0), ("tp", 1)):
-        common = Made(Peer(channel))
-        common.note_buffers(nn.BatchNorm1d(4))
-        common.forward(RAMP)
-        assert len(common.peer.met) == meetings
-        common.compare_batch("a batch", (RAMP,), {})
-        assert len(common.peer.met) == 2 * meetings
-        assert (common.values() == []) == (channel is None)
+def test_a_rank_without_such_others_compares_nothing():
+    """Twin: with them every forward and every batch is a meeting."""
+    device = Device(torch.device("cpu"), Traffic())
+    assert InCommon.begin(None, device, Peer(None), Events()) is None
+    assert isinstance(InCommon.begin(None, device, Peer("tp"), Events()), InCommon)
+    common = Made()
+    common.forward(RAMP)
+    common.compare_batch("a batch", (RAMP,), {})
+    assert len(common.peer.met) == 2
+
+
+def test_installed_it_listens_to_forwards_and_steps():
+    """Twin: events of a job without it have no listener."""
+    events, job = Events(), small_at_home().engine.job
+    before = events.step_compared.values()
+    common = InCommon(Peer(), job.device)
+    common.install(SimpleNamespace(**vars(job) | {"events": events}), nn.Linear(1, 1))
+    assert before == [] and events.step_compared is common
+    assert len(events.pass_begun) == len(events.pass_ended) == 1
 
 
 CHANGES = {
@@ -148,7 +158,7 @@ def test_a_difference_is_named_on_all_of_these_ranks(common, name, given):
     common.peer.apart = {0}
     common.peer.theirs = lambda mine: ({**mine[0], name: "other"}, mine[1])
     with pytest.raises(UsageError) as caught:
-        common.begin(common.root, args, kwargs)
+        common.begin_forward(common.root, args, kwargs)
     told = str(caught.value)
     assert told.startswith(f"a forward: {name} is float32 of (4,) with digest ")
     assert "on rank 4 and other on rank 7" in told and "Give all ranks" in told
@@ -156,37 +166,37 @@ def test_a_difference_is_named_on_all_of_these_ranks(common, name, given):
     assert common.peer.asked == ["what differs at a forward"]
     common.peer.theirs = lambda mine: ({}, mine[1])
     with pytest.raises(UsageError, match="and absent on rank 7"):
-        common.begin(common.root, args, kwargs)
+        common.begin_forward(common.root, args, kwargs)
     common.peer.theirs = lambda mine: ({**mine[0], "more": "there"}, mine[1])
     with pytest.raises(UsageError, match="more is absent on rank 4 and there on rank 7"):
-        common.begin(common.root, args, kwargs)
+        common.begin_forward(common.root, args, kwargs)
     common.peer.theirs = None
     with pytest.raises(UsageError, match="no difference can be named"):
-        common.begin(common.root, args, kwargs)
+        common.begin_forward(common.root, args, kwargs)
 
 
 def test_what_forwards_drew_is_compared_at_the_next_meeting(common):
     """And forgotten then. Twins: a forward that draws nothing; what is drawn outside of one."""
     common.forward(RAMP)
     torch.rand(1)
-    common.begin(common.root, (RAMP,), {})
+    common.begin_forward(common.root, (RAMP,), {})
     assert common.last[1] == 0
     torch.rand(1)
-    common.end(common.root, [])
+    common.end_forward(common.root, [])
     torch.rand(1)
     common.peer.apart = {1}
     common.peer.theirs = lambda mine: (mine[0], {name: "other" for name in mine[1]})
     with pytest.raises(UsageError) as caught:
-        common.begin(common.root, (RAMP,), {})
+        common.begin_forward(common.root, (RAMP,), {})
     told = str(caught.value)
     assert told.startswith("a forward: the state of torch's generator before what was drawn is")
     assert "Seed these ranks alike" in told and "argument" not in told
     common.peer.apart = set()
     common.forward(RAMP)
     assert common.last[1] == 0
-    common.begin(common.root, (RAMP,), {})
+    common.begin_forward(common.root, (RAMP,), {})
     torch.rand(1)
-    common.end(common.root, [])
+    common.end_forward(common.root, [])
     common.compare("a batch", {})
     assert common.last[1] != 0
     common.compare("a batch", {})
@@ -195,14 +205,14 @@ def test_what_forwards_drew_is_compared_at_the_next_meeting(common):
 
 def test_only_the_roots_own_end_ends_a_forward(common):
     """Twin: that of a module inside, or a second one, changes nothing."""
-    common.begin(common.root, (RAMP,), {})
-    common.end(nn.Linear(1, 1), [])
+    common.begin_forward(common.root, (RAMP,), {})
+    common.end_forward(nn.Linear(1, 1), [])
     torch.rand(1)
-    common.end(common.root, [])
+    common.end_forward(common.root, [])
     drawn = common.values()[0]
     assert drawn != 0
     torch.rand(1)
-    common.end(common.root, [])
+    common.end_forward(common.root, [])
     assert common.values()[0] == drawn
 
 
@@ -214,9 +224,9 @@ def test_forwards_of_a_batch_that_was_compared_are_not(common):
     assert common.last != first and common.peer.met[-1][0] == "a batch"
     output = torch.ones(2, requires_grad=True) * 1
     with pytest.raises(ValueError, match="stop"), common.without_comparisons():
-        common.begin(common.root, (RAMP,), {})
+        common.begin_forward(common.root, (RAMP,), {})
         torch.rand(1)
-        common.end(common.root, [output])
+        common.end_forward(common.root, [output])
         raise ValueError("stop")
     assert len(common.peer.met) == 2
     output.sum().backward()
@@ -252,10 +262,10 @@ def test_parts_of_a_sequence_are_compared_by_form_and_draw_what_they_like(common
     for root, is_whole in ((nn.Linear(4, 2, bias=False), False), (nn.Linear(4, 2), True)):
         seen = []
         for value in (RAMP, RAMP + 1):
-            common.begin(root, (value,), {})
+            common.begin_forward(root, (value,), {})
             seen.append(common.last[0])
             torch.rand(1)
-            common.end(root, [])
+            common.end_forward(root, [])
         assert (seen[0] != seen[1]) == is_whole
         assert (common.values()[0] != 0) == is_whole
 
@@ -266,7 +276,7 @@ def test_parts_of_a_sequence_are_compared_by_form_and_draw_what_they_like(common
 def test_buffers_are_compared_once_they_change(common):
     """Twin: as they were at the wrap they may be a rank's own."""
     model = nn.Sequential(nn.BatchNorm1d(4))
-    common.note_buffers(model)
+    common.install(SimpleNamespace(**vars(common.job.engine.job) | {"events": Events()}), model)
     common.forward(RAMP)
     first = common.last
     common.forward(RAMP)
@@ -401,18 +411,18 @@ def test_only_outputs_that_get_gradients_are_watched(common):
 
 def test_draws_that_differ_at_a_step_are_told_until_they_agree(common):
     """Twin: once ranks agree, the next step compares from there."""
-    common.begin(common.root, (RAMP,), {})
+    common.begin_forward(common.root, (RAMP,), {})
     torch.rand(1)
-    common.end(common.root, [])
+    common.end_forward(common.root, [])
     values = common.values()
     spans = [(values[0], values[0] + 1), *((0, 0),) * 6]
     assert not common.agrees(spans) and common.values()[0] == values[0]
     common.peer.theirs = lambda mine: (mine[0], {})
     with pytest.raises(UsageError, match=r"^a step: the state of torch's generator"):
         common.check(spans)
-    common.begin(common.root, (RAMP,), {})
+    common.begin_forward(common.root, (RAMP,), {})
     torch.rand(1)
-    common.end(common.root, [])
+    common.end_forward(common.root, [])
     assert common.agrees(spans_of(common.values(), other=common.values()))
     assert common.values()[0] == 0
 

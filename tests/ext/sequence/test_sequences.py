@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pair
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 from infinity.core.machine.device import Device
 from infinity.core.machine.traffic import Traffic
+from infinity.core.seams import Events
 from infinity.errors import UsageError
 from infinity.ext.sequence.sequences import Sequences
 from infinity.ranks import kinds
@@ -36,7 +38,7 @@ def begin(monkeypatch) -> Callable[..., list]:
             collectives, rank = made
             device = Device(torch.device("cpu"), Traffic())
             try:
-                Sequences(collectives, device).begin(*forwards[rank])
+                Sequences(collectives, device).compare(*forwards[rank])
             except UsageError as error:
                 return str(error), collectives.ranks.cp_group.pair.meetings
             return None, collectives.ranks.cp_group.pair.meetings
@@ -92,14 +94,12 @@ def test_all_ranks_are_told_the_first_thing_that_differs(begin, first, second, t
 
 
 def test_without_parts_of_sequences_nothing_is_compared():
-    """Claim: nobody is met, and the inputs are not looked at."""
-
-    class Unread(dict):
-        def items(self):
-            raise AssertionError("looked at")
-
-    device = Device(torch.device("cpu"), Traffic())
-    assert Sequences(Collectives(), device).begin(nn.Identity(), (), Unread()) is None
+    """Twin: with a cp axis every root forward is compared."""
+    device, events = Device(torch.device("cpu"), Traffic()), Events()
+    assert Sequences.begin(None, device, Collectives(), events) is None and not events.pass_begun
+    collectives = Collectives(ParallelDims(cp_group=SimpleNamespace()))
+    sequences = Sequences.begin(None, device, collectives, events)
+    assert events.pass_begun == [sequences.compare]
 
 
 def test_other_ranks_with_these_units_are_told_too(begin, monkeypatch):

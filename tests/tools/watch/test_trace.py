@@ -18,6 +18,7 @@ import signal
 import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,9 +40,11 @@ from runs import adamw
 from torch import nn
 
 import infinity
+from infinity.core.machine.traffic import COLLECTIVES, EDGES, PAST_HOST
+from infinity.ranks.parallel_dims import ParallelDims
 from infinity.tools import cli
 from infinity.tools.watch import trace as summarise
-from infinity.tools.watch.timeline import COLLECTIVES, EDGES, LANES, PAST_HOST, Timeline
+from infinity.tools.watch.timeline import LANES, Timeline, trace_path
 
 SEED = 90
 LR = 1e-2
@@ -716,3 +719,10 @@ def test_summary_and_picture_of_any_events(works, count):
 def test_edges_have_lanes():
     """Method: every edge that traffic is counted on has a lane of its own, once."""
     assert set(EDGES) <= set(LANES) and len(set(LANES)) == len(LANES)
+
+
+def test_each_rank_has_a_timeline_of_its_own():
+    """Twin: a rank that is alone has the name that was given."""
+    assert trace_path(Path("a/trace.json"), ParallelDims()) == "a/trace.json"
+    ranks = SimpleNamespace(alone=False, world_rank=3)
+    assert trace_path("a.b/trace.json", ranks) == "a.b/trace-rank3.json"

@@ -153,7 +153,7 @@ def test_two_models_of_one_process_have_a_folder_each(tmp_path, monkeypatch):
     monkeypatch.setenv("INFINITY_CACHE", str(tmp_path))
     model, _ = make()
     other, _ = make()
-    listeners = infinity.core.run.registry.wrapped(model).engine.backward._listeners
+    listeners = infinity.core.run.registry.wrapped(model).engine.job.events.unit_landed
     before = list(listeners)
     with infinity.Watch(model) as first, infinity.Watch(other) as second:
         assert (

@@ -1,0 +1,84 @@
+"""Seams: how features join the engine, which names none of them.
+
+extension   a feature of one wrapped model; its class is named in :data:`EXTENSIONS`
+event       something that happens in a job, with a list of the functions to call then
+
+[Note: why lists and no hooks] The engine calls every listener of an event at one place, the same on
+every rank, so a listener may meet other ranks there. An empty list costs one truth test.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+# The classes of all extensions, by their path below infinity/. `infinity/__init__.py` fills it.
+EXTENSIONS: list[str] = []
+
+
+class NoValues:
+    """A comparison of nothing (:class:`infinity.ranks.comparing.Comparison`)."""
+
+    def values(self) -> list[int]:
+        """Returns no numbers."""
+        return []
+
+    def agrees(self, spans: list[tuple[int, int]]) -> bool:
+        """Returns True."""
+        return True
+
+    def check(self, spans: list[tuple[int, int]]) -> None:
+        """Raises nothing."""
+
+
+@dataclass(eq=False)
+class Events:
+    """The listeners of one job. All but ``moved`` and ``closed`` run in the training thread."""
+
+    # A root forward begins: module, args, kwargs. May wait for other ranks.
+    pass_begun: list[Callable[[Any, tuple, dict], None]] = field(default_factory=list)
+    # A root forward has ended: module, and the tensors of its output.
+    pass_ended: list[Callable[[Any, Any], None]] = field(default_factory=list)
+    # All gradients that the backward awaited of a unit have landed: the unit.
+    unit_landed: list[Callable[[Any], None]] = field(default_factory=list)
+    # A step's updates are submitted: the number of steps so far.
+    step_ended: list[Callable[[int], None]] = field(default_factory=list)
+    # Work has ended: lane, name, start and end in seconds of :func:`time.perf_counter`, and when
+    # all was ready that it starts from.
+    moved: list[Callable[..., None]] = field(default_factory=list)
+    # The job has ended. From any thread, perhaps the garbage collector's.
+    closed: list[Callable[[], None]] = field(default_factory=list)
+    # Compared between ranks with other local parts of the tensors, before a step.
+    step_compared: Any = field(default_factory=NoValues)
+
+
+class Extension:
+    """A feature of one wrapped model. Its methods run in the main thread, in one order on every
+    rank."""
+
+    @classmethod
+    def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> Extension | None:
+        """Returns the extension if a wrap with ``config`` needs it. May add listeners. Raises
+        ConfigError; nothing is changed yet."""
+        return None
+
+    def install(self, job: Any, model: Any) -> None:
+        """Joins a job whose ``model`` is hooked: the last step of a wrap. May not fail."""
+
+
+def begin_extensions(config: Any, device: Any, collectives: Any, events: Events) -> list[Extension]:
+    """Begins the extensions that a wrap needs. Skips those whose folder is not there."""
+    begun = []
+    for path in EXTENSIONS:
+        module, _, name = path.rpartition(".")
+        try:
+            kind = getattr(importlib.import_module(f"infinity.{module}"), name)
+        except ModuleNotFoundError as error:
+            if not f"infinity.{module}".startswith(str(error.name)):
+                raise
+            continue
+        if (extension := kind.begin(config, device, collectives, events)) is not None:
+            begun.append(extension)
+    return begun
