@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import difflib
+import importlib
 import logging
 import math
 import os
@@ -26,12 +25,10 @@ from .choices import (
     SAMPLED,
     SHARDED,
 )
+from .core import seams
 from .core.machine.sizes import parse_nbytes
 from .core.machine.tiers import home_of
 from .errors import ConfigError
-from .tools.migrate.accelerate import translate_accelerate
-from .tools.migrate.deepspeed import folded, torch_line, translate_deepspeed
-from .tools.migrate.other_tools import DEEPSPEED, refuse_others, whose
 from .untrusted import read_table
 
 logger = logging.getLogger(__name__)
@@ -318,12 +315,9 @@ class Config:
 
     @classmethod
     def _from_mapping(cls, mapping: Mapping, where: str, loop: Mapping[str, Any] | None) -> Config:
-        names = [field.name for field in dataclasses.fields(cls)]
-        if (tool := whose(mapping, names, where)) is None:
-            return cls(**mapping)
-        return (cls.from_deepspeed if tool == DEEPSPEED else cls.from_accelerate)(
-            mapping, loop=loop
-        )
+        if seams.is_there(seams.CONFIG_READER):
+            return _reader().read(cls, mapping, where, loop)
+        return cls(**mapping)
 
     @classmethod
     def from_deepspeed(
@@ -342,9 +336,7 @@ class Config:
         ``gradient_clipping`` of "auto"). Otherwise they are logged and left out. ``loop``: what the
         loop has, by DeepSpeed's keys (``{"gradient_clipping": 1.0, "bf16.enabled": True}``), for
         the values "auto"."""
-        refuse_others(mapping := _mapping_of(source))
-        fields, report = translate_deepspeed(mapping, strict=strict, loop=loop)
-        return _told("DeepSpeed", cls(**fields), report)
+        return _reader().from_deepspeed(cls, source, strict=strict, loop=loop)
 
     @classmethod
     def from_accelerate(
@@ -357,22 +349,9 @@ class Config:
         """Makes a Config from Accelerate's YAML, or from an `fsdp_config` of it or of transformers'
         Trainer. Logs what it changes, and the command that starts as many ranks. Arguments and
         errors are those of :meth:`from_deepspeed`."""
-        refuse_others(mapping := _mapping_of(source))
-        fields, report = translate_accelerate(mapping, strict=strict, read=read_table, loop=loop)
-        return _told("Accelerate", cls(**fields), report)
+        return _reader().from_accelerate(cls, source, strict=strict, loop=loop)
 
 
-def _told(tool: str, config: Config, report: list[str]) -> Config:
-    for path in config.nvme_paths:
-        with contextlib.suppress(OSError):  # then the wrap says that there is no folder
-            os.makedirs(path, exist_ok=True)
-    told = folded(report) or ["no key changes anything"]
-    if config.expects_optimizer is not None:
-        told.append(f"its optimizer: {torch_line(dict(config.expects_optimizer))}")
-    logger.warning("%s config read:\n  %s", tool, "\n  ".join(told))
-    logger.info("every key of it:\n  %s", "\n  ".join(report))
-    return config
-
-
-def _mapping_of(source: Mapping | str | os.PathLike) -> dict[str, Any]:
-    return dict(source) if isinstance(source, Mapping) else read_table(Path(source))
+def _reader() -> Any:
+    """Returns the module that reads other tools' configurations: :data:`.seams.CONFIG_READER`."""
+    return importlib.import_module(seams.CONFIG_READER)

@@ -10,12 +10,23 @@ every rank, so a listener may meet other ranks there. An empty list costs one tr
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 # The classes of all extensions, by their path below infinity/. `infinity/__init__.py` fills it.
 EXTENSIONS: list[str] = []
+# The module that reads other tools' configurations.
+CONFIG_READER = "infinity.tools.migrate.reader"
+
+
+def is_there(module: str) -> bool:
+    """Tells whether ``module`` exists: a folder of an extension or a tool may be deleted."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a folder around it
+        return False
 
 
 class NoValues:
@@ -72,13 +83,10 @@ def begin_extensions(config: Any, device: Any, collectives: Any, events: Events)
     """Begins the extensions that a wrap needs. Skips those whose folder is not there."""
     begun = []
     for path in EXTENSIONS:
-        module, _, name = path.rpartition(".")
-        try:
-            kind = getattr(importlib.import_module(f"infinity.{module}"), name)
-        except ModuleNotFoundError as error:
-            if not f"infinity.{module}".startswith(str(error.name)):
-                raise
+        module, _, name = f"infinity.{path}".rpartition(".")
+        if not is_there(module):
             continue
+        kind = getattr(importlib.import_module(module), name)
         if (extension := kind.begin(config, device, collectives, events)) is not None:
             begun.append(extension)
     return begun

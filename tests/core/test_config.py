@@ -216,7 +216,7 @@ DEEPSPEED = {
 
 def report_of(source, caplog) -> tuple[Config, str]:
     caplog.clear()
-    with caplog.at_level(logging.INFO, logger="infinity.config"):
+    with caplog.at_level(logging.INFO, logger="infinity"):
         config = Config.from_deepspeed(source)
     return config, "\n".join(record.getMessage() for record in caplog.records)
 
@@ -314,7 +314,7 @@ def test_a_deepspeed_json_is_recognised_where_a_configuration_is_given(tmp_path)
 def test_the_deepspeed_report_is_folded_to_what_changes(caplog):
     """The rest is counted; the optimizer is a line to paste."""
     source = DEEPSPEED | {"optimizer": {"type": "AdamW", "params": {"lr": 3e-5}}}
-    with caplog.at_level(logging.WARNING, "infinity.config"):
+    with caplog.at_level(logging.WARNING, "infinity"):
         Config.from_deepspeed(source)
     (record,) = caplog.records
     lines = [line.strip() for line in record.getMessage().splitlines()]

@@ -24,7 +24,6 @@ from ...ext.tiles.tiles import HEAD_RATIO, SMALLEST_TILE_NBYTES, candidates
 from ...files.kept_dtypes import computing_dtypes
 from ...ranks.collectives import Collectives
 from ...ranks.parallel_dims import ParallelDims
-from ...tools.plan.cluster import OnPaper
 from ..grads.tables import tables_of
 from ..machine import limits, scratch
 from ..machine.accelerator import make_device
@@ -585,7 +584,7 @@ def lay_out_here(
 def _room(config: Config, device: Device, most: int | None) -> dict[Tier, int]:
     """Returns the bytes of each tier that this machine can give; nothing for a device on paper.
     ``most``: of the device, if that was found already."""
-    if isinstance(device, OnPaper):
+    if device.is_on_paper:
         return {}
     tiers = [tier for tier in Tier if tier is not Tier.NVME or config.nvme_paths]
     room = {tier: measured_free(tier, config, device) for tier in tiers}

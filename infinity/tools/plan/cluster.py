@@ -44,7 +44,7 @@ CHILDREN = 32  # of a rank in the tree of a barrier
 class OnPaper(Device):
     """A GPU of a machine that is not here, with the optimizer's kernels: what plans ask of one."""
 
-    is_host, overlaps = False, True
+    is_host, overlaps, is_on_paper = False, True, True
 
     def __init__(self) -> None:
         super().__init__(torch.device("cuda"), Traffic())

@@ -115,7 +115,7 @@ def test_one_that_is_switched_off_is_not(name):
     + [("zero_optimization.", key) for key in ZERO if key.fate == NOT_NEEDED],
 )
 def test_a_key_that_is_not_needed_changes_nothing_and_says_why(section, key, caplog):
-    with caplog.at_level(logging.INFO, "infinity.config"):
+    with caplog.at_level(logging.INFO, "infinity"):
         assert Config.from_deepspeed(within(section, key.name, 7)) == Config()
     assert f"{section}{key.name} not needed: {key.why.replace('`', '')}" in caplog.text
 
@@ -296,7 +296,7 @@ def test_what_is_not_on_disk_keeps_its_word(caplog):
         "amp": {"enabled": False},
         "data_types": {"grad_accum_dtype": None},
     }
-    with caplog.at_level(logging.INFO, "infinity.config"):
+    with caplog.at_level(logging.INFO, "infinity"):
         assert Config.from_deepspeed(source) == Config()
     lines = caplog.records[-1].getMessage().splitlines()[1:]
     assert len(lines) == 9 and all(" off" in line for line in lines), lines

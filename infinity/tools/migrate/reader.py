@@ -1,0 +1,66 @@
+"""Reader: makes a Config of another tool's configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...config import Config
+from ...untrusted import read_table
+from .accelerate import translate_accelerate
+from .deepspeed import folded, torch_line, translate_deepspeed
+from .other_tools import DEEPSPEED, refuse_others, whose
+
+logger = logging.getLogger(__name__)
+
+Source = Mapping | str | os.PathLike
+
+
+def read(
+    kind: type[Config], mapping: Mapping, where: str, loop: Mapping[str, Any] | None
+) -> Config:
+    """Makes a Config of its own fields, or of DeepSpeed's or Accelerate's keys. Raises ConfigError,
+    which names the tool if it is another one. ``where``: the file, for messages."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    if (tool := whose(mapping, names, where)) is None:
+        return kind(**mapping)
+    return (kind.from_deepspeed if tool == DEEPSPEED else kind.from_accelerate)(mapping, loop=loop)
+
+
+def from_deepspeed(
+    kind: type[Config], source: Source, *, strict: bool, loop: Mapping[str, Any] | None
+) -> Config:
+    """Makes a Config as :meth:`infinity.Config.from_deepspeed` says."""
+    refuse_others(mapping := _mapping_of(source))
+    fields, report = translate_deepspeed(mapping, strict=strict, loop=loop)
+    return _told("DeepSpeed", kind(**fields), report)
+
+
+def from_accelerate(
+    kind: type[Config], source: Source, *, strict: bool, loop: Mapping[str, Any] | None
+) -> Config:
+    """Makes a Config as :meth:`infinity.Config.from_accelerate` says."""
+    refuse_others(mapping := _mapping_of(source))
+    fields, report = translate_accelerate(mapping, strict=strict, read=read_table, loop=loop)
+    return _told("Accelerate", kind(**fields), report)
+
+
+def _told(tool: str, config: Config, report: list[str]) -> Config:
+    for path in config.nvme_paths:
+        with contextlib.suppress(OSError):  # then the wrap says that there is no folder
+            os.makedirs(path, exist_ok=True)
+    told = folded(report) or ["no key changes anything"]
+    if config.expects_optimizer is not None:
+        told.append(f"its optimizer: {torch_line(dict(config.expects_optimizer))}")
+    logger.warning("%s config read:\n  %s", tool, "\n  ".join(told))
+    logger.info("every key of it:\n  %s", "\n  ".join(report))
+    return config
+
+
+def _mapping_of(source: Source) -> dict[str, Any]:
+    return dict(source) if isinstance(source, Mapping) else read_table(Path(source))
