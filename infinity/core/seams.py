@@ -18,7 +18,7 @@ from typing import Any
 # The classes of all extensions, by their path below infinity/. `infinity/__init__.py` fills it.
 EXTENSIONS: list[str] = []
 # The module that reads other tools' configurations.
-CONFIG_READER = "infinity.tools.migrate.reader"
+CONFIG_READER = "infinity.ext.migrate.reader"
 
 
 def is_there(module: str) -> bool:

@@ -30,8 +30,8 @@ WORDS = {
     ).items()
 }
 # What was reached. A change may lower a number, and raises none.
-MOST_IMPORTS, MOST_PAIRS, MOST_WALKS = 0, 0, 0
-MOST_TOKENS = {"core": 0, "ranks": 0, "files": 0}
+MOST_IMPORTS, MOST_PAIRS, MOST_WALKS = 125, 225, 69
+MOST_TOKENS = {"core": 168_801, "ranks": 19_889, "files": 7_690}
 WALKS = re.compile(
     r"\b(?:named_)?(?:modules|parameters|children|buffers)\((?:remove_duplicate=\w+)?\)"
 )

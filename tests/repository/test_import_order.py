@@ -32,7 +32,13 @@ MODULES = {
     **dict.fromkeys(("__init__", "__main__", "data", "integrations", "parallel"), "__init__"),
 }
 # Imports that still go up, counted. They may become fewer.
-MOST_UP = {}
+MOST_UP = {
+    ("core", "ext"): 201,
+    ("core", "ranks"): 40,
+    ("files", "core"): 2,
+    ("files", "ext"): 7,
+    ("ranks", "ext"): 6,
+}
 CSRC_ROOMS = [
     ["base"],
     ["memory"],
@@ -99,6 +105,8 @@ def upward(sources: dict[str, str]) -> Iterator[tuple[str, str, str]]:
         for _, target, line in imports_of(source, path, modules):
             if target not in CORES:
                 there = floor_of(target)
+                if (floor, there) == ("tools", "__init__"):
+                    continue  # commands use the public names
                 if FLOORS.index(there) > FLOORS.index(floor):
                     yield floor, there, f"{path}:{line} imports {target}"
 
@@ -283,9 +291,9 @@ def test_an_import_upward_is_found():
         "core/homes/store.py": "def f():\n    from infinity.ext.packed.packed import Packed",
         "core/units/unit.py": "import infinity.tools.watch.stats",
         "core/wrap/wrap.py": "import infinity",
-        "config.py": "from .tools.migrate import deepspeed",
+        "config.py": "from .ext.migrate import deepspeed",
         "ext/tiles/tiles.py": "from ...tools.watch import stats",
-        "tools/cli/env.py": "from ...__main__ import main",
+        "ext/park/park.py": "from ...__main__ import main",
     }
     assert len(list(upward(wrong))) == len(wrong)
     right = {
@@ -295,6 +303,7 @@ def test_an_import_upward_is_found():
         "ranks/bulk.py": "from ..core.machine import tiers\nfrom .. import native",
         "ext/tiles/tiles.py": "from ...core.run.engine import Engine",
         "tools/train/train.py": "from ..cli import values\nfrom ...ext.data.order import Order",
+        "tools/cli/env.py": "from ... import __version__",
         "parallel.py": "from .ext.pipeline.pipelines import pipeline",
     }
     assert not list(upward(right))

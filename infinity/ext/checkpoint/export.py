@@ -25,7 +25,7 @@ from ...files.outputs import identity_of, replacing
 from ...files.source import Source
 from ...files.weight_files import FILE_DTYPES, WeightFiles
 from ...ranks.collectives import Collectives
-from ...tools.foreign.foreign import foreign_sources, is_foreign
+from ..foreign.foreign import foreign_sources, is_foreign
 from ..packed.unpacked import FP8, without_packing
 from .described import described_model, model_described_by
 from .folder import OF_READERS

@@ -55,7 +55,7 @@ def words_of_table(path: Path, given: Sequence[str]) -> list[str]:
 
     file = read_table(path)
     if table := file.get(TABLE, {}):
-        from ..migrate.other_tools import refuse_others  # loads torch
+        from ...ext.migrate.other_tools import refuse_others  # loads torch
 
         refuse_others(file, f"{path}: ")  # LitGPT's has such a table, too
     if not isinstance(table, dict):

@@ -76,7 +76,7 @@ def _read_config_file(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"No such configuration: {path}. Give --config a TOML, JSON or YAML file."
         )
-    from ..migrate.other_tools import whose
+    from ...ext.migrate.other_tools import whose
 
     settings = read_table(path)
     if TABLE in settings:
@@ -92,8 +92,8 @@ def translated(path: Path, option: str = "--config") -> dict[str, Any]:
     """Returns the engine's settings of a DeepSpeed JSON or Accelerate's YAML; logs what it changes.
     ``--dtype`` and the loop here replace its dtype and its optimizer. Raises ConfigError for a file
     that is not of the ``option``."""
-    from ..migrate.accelerate import is_accelerate
-    from ..migrate.deepspeed import is_deepspeed
+    from ...ext.migrate.accelerate import is_accelerate
+    from ...ext.migrate.deepspeed import is_deepspeed
 
     read, given = infinity.Config.from_deepspeed, read_table(path)
     if is_accelerate(given) and not is_deepspeed(given):

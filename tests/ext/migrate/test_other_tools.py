@@ -16,7 +16,7 @@ import torch
 
 from infinity import Config, ConfigError
 from infinity.choices import DTYPES
-from infinity.tools.migrate import other_tools
+from infinity.ext.migrate import other_tools
 from infinity.untrusted import read_table
 
 yaml = pytest.importorskip("yaml")

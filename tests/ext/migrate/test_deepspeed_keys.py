@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW
 from infinity import Config, ConfigError, wrap_model
 from infinity.choices import DTYPES
 from infinity.core.wrap.lay_out import lay_out
-from infinity.tools.migrate.deepspeed_keys import (
+from infinity.ext.migrate.deepspeed_keys import (
     MAPPED,
     NOT_NEEDED,
     OFFLOAD,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from infinity import Config, ConfigError
-from infinity.tools.migrate.accelerate import FSDP, TOP, table
-from infinity.tools.migrate.deepspeed_keys import NOT_NEEDED, REFUSED
+from infinity.ext.migrate.accelerate import FSDP, TOP, table
+from infinity.ext.migrate.deepspeed_keys import NOT_NEEDED, REFUSED
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "migration.md"
 DEFAULT = Config()
