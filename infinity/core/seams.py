@@ -48,6 +48,16 @@ class NoValues:
 class Events:
     """The listeners of one job. All but ``moved`` and ``closed`` run in the training thread."""
 
+    # An outermost use of the model begins, before recovery. May wait for the disk.
+    use_begun: list[Callable[[], None]] = field(default_factory=list)
+    # The use may run: nothing is left to recover from.
+    use_ready: list[Callable[[], None]] = field(default_factory=list)
+    # Recovery has dropped the pass and finished the journal.
+    recovered: list[Callable[[], None]] = field(default_factory=list)
+    # All that runs beside the training has to end: every rank waits for it here.
+    finishing: list[Callable[[], None]] = field(default_factory=list)
+    # Frozen parameters are about to be stepped: what was asked for. May raise UsageError.
+    admitting: list[Callable[[str], None]] = field(default_factory=list)
     # A root forward begins: module, args, kwargs. May wait for other ranks.
     pass_begun: list[Callable[[Any, tuple, dict], None]] = field(default_factory=list)
     # A root forward has ended: module, and the tensors of its output.
@@ -64,6 +74,14 @@ class Events:
     # Compared between ranks with other local parts of the tensors, before a step.
     step_compared: Any = field(default_factory=NoValues)
 
+    def forget(self, owner: object) -> None:
+        """Removes the listeners that are methods of ``owner``."""
+        for listeners in vars(self).values():
+            if isinstance(listeners, list):
+                listeners[:] = [
+                    each for each in listeners if getattr(each, "__self__", None) is not owner
+                ]
+
 
 class Extension:
     """A feature of one wrapped model. Its methods run in the main thread, in one order on every
@@ -76,7 +94,8 @@ class Extension:
         return None
 
     def install(self, job: Any, model: Any) -> None:
-        """Joins a job whose ``model`` is hooked: the last step of a wrap. May not fail."""
+        """Joins a job whose ``model`` is hooked: the last step of a wrap, or a later call of the
+        user's (``model`` is None then). May not fail."""
 
 
 def begin_extensions(config: Any, device: Any, collectives: Any, events: Events) -> list[Extension]:

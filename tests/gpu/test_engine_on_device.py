@@ -17,11 +17,11 @@ import torch
 
 sys.path[:0] = [
     str(path)
-    for pattern in ("support/*/", "machine", "native")
+    for pattern in ("support/*/", "native")
     for path in Path(__file__).parents[1].glob(pattern)
 ]
 
-import test_device as on_stand_in
+import device_cases as on_stand_in
 
 import infinity
 from infinity import native

@@ -11,7 +11,7 @@ import torch
 
 sys.path[:0] = [
     str(path)
-    for pattern in ("support/*/", "machine", "native")
+    for pattern in ("support/*/", "native")
     for path in Path(__file__).parents[1].glob(pattern)
 ]
 

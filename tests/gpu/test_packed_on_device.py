@@ -15,7 +15,7 @@ from torch import nn
 
 sys.path[:0] = [
     str(path)
-    for pattern in ("support/*/", "runtime", "optim", "checkpoint")
+    for pattern in ("support/*/", "ext/*/", "core/*/")
     for path in Path(__file__).parents[1].glob(pattern)
 ]
 

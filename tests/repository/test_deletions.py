@@ -17,7 +17,11 @@ from test_import_order import PACKAGE, imports_of, modules_of, sources
 
 # Folders without which nothing can be wrapped today. A change may shorten the list.
 NEEDED = set(
-    "ext/averages ext/blocks ext/checkpoint ext/class_step ext/coded ext/dtensor ext/foreign ext/gpu_direct ext/local_steps ext/packed ext/park ext/pipeline ext/rows ext/shared_homes ext/shares ext/speculation ext/tiles ext/versions_2bw".split()
+    (
+        "ext/averages ext/blocks ext/checkpoint ext/class_step ext/coded ext/dtensor ext/foreign "
+        "ext/gpu_direct ext/local_steps ext/packed ext/pipeline ext/rows ext/shared_homes "
+        "ext/shares ext/speculation ext/tiles ext/versions_2bw "
+    ).split()
 )
 TRAIN = """
 import sys, torch, infinity

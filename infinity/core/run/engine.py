@@ -16,13 +16,9 @@ import torch
 
 from ... import native
 from ...errors import UsageError
-from ...ext.averages.weight_average import WeightAverage
-from ...ext.class_step.admission import INSTEAD, admit
+from ...ext.class_step.admission import admit
 from ...ext.dtensor.dtensors import is_distributed
-from ...ext.local_steps.outer_step import OuterStep
 from ...ext.packed.packed import is_packed, tensors_of
-from ...ext.park.parking import Parking
-from ...ext.versions_2bw.stale_weights import StaleWeights
 from ..grads.backward import Backward
 from ..params import mistakes
 from ..params.touches import Touches
@@ -30,7 +26,6 @@ from ..step.context import StepContext
 from ..units.flat_param import FlatParam
 from ..units.flat_param_spec import ClassPiece
 from ..units.handle import ParamHandle
-from ..units.home_arrays import Update
 from ..units.unit import ParamUnit
 from .accumulation_pass import AccumulationPass
 from .context import ForwardContext
@@ -56,11 +51,7 @@ class Engine:
         self.gradients, self.device = job.gradients, job.device
         # The newest state-dict tensor of a tied parameter.
         self.tied_copies: dict[ParamHandle, weakref.ref] = {}
-        self.average: WeightAverage | None = None  # of the trained parameters
-        self.outer: OuterStep | None = None  # if groups train apart
-        self.stale: StaleWeights | None = None  # set when a pipeline runs without flush
-        self.saving: Update | None = None  # the last save beside the training
-        self.parking, me = Parking(job.store), weakref.ref(self)
+        me = weakref.ref(self)
         self.backward = Backward(job, recover=lambda: me().recover())
         self.passes = Passes(job, self.backward)
         self.accumulation = AccumulationPass(job, self.backward)
@@ -151,16 +142,17 @@ class Engine:
 
     @torch.compiler.disable  # a compiled function may use the engine
     def prepare(self, repairing: bool) -> None:
-        """Restores parked arrays and recovers from an exception, at the start of an outermost use.
-        Raises if the job is halted."""
+        """Recovers from an exception, at the start of an outermost use. Raises if the job is
+        halted."""
         refuse_at_the_end()
-        self.parking.resume()
+        for listener in self.job.events.use_begun:
+            listener()
         self.recover(finishing=not repairing)
         if (error := self.uses.halted_error()) is not None and not repairing:
             self.job.collectives.warn(error)  # so that other ranks do not wait for this one
             raise error
-        if self.average is not None and not repairing:
-            self.average.bring_back()  # an exception came as they were to be swapped back
+        for listener in () if repairing else self.job.events.use_ready:
+            listener()
         self.job.handed.begin_use(repairing=repairing)
 
     @property
@@ -176,8 +168,7 @@ class Engine:
         first.
         """
         if self.is_open and is_interrupted(self.job):
-            then = self.stale.settle if self.stale is not None else lambda: None
-            recover(self.job, then, finishing=finishing)
+            recover(self.job, finishing=finishing)
 
     @property
     def step_index(self) -> int:
@@ -262,16 +253,8 @@ class Engine:
         arrays of its rule in a flat param, and their dtype; ``class_piece``: of its class steps;
         ``takes``: also parameters that another one steps. Raises UsageError or CapacityError, which
         say what was ``asked``, with nothing changed."""
-        if self.average is not None:
-            raise UsageError(
-                f"{asked}: the average of this model does not have these parameters. Make"
-                " infinity.ema or swa afterwards."
-            )
-        if self.stale is not None:
-            raise UsageError(
-                f"{asked} after without_flush, which keeps no stale weights of these"
-                f" parameters. {INSTEAD}"
-            )
+        for listener in self.job.events.admitting:
+            listener(asked)
         admit(
             self.job,
             self._resources,
@@ -300,12 +283,11 @@ class Engine:
         optimizer state. Blocks on disk. Raises the error of a failed transfer or update."""
         wait_idle(self.job)
 
-    def finish_save(self) -> None:
-        """Waits until a save beside the training is over. Raises its error, once. Every rank calls
-        this."""
-        if self.saving is not None:
-            self.saving.wait()
-        self.saving = None
+    def finish_beside(self) -> None:
+        """Waits until what runs beside the training is over, as a save. Raises its error, once.
+        Every rank calls this."""
+        for listener in tuple(self.job.events.finishing):
+            listener()
 
     def shut_down(self) -> None:
         """Frees all memory, descriptors and files."""

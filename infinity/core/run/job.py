@@ -96,6 +96,17 @@ class Job:
         """Returns the extension of class ``kind``; None if this job has none."""
         return next((each for each in self.extensions if isinstance(each, kind)), None)
 
+    def add(self, extension: E) -> E:
+        """Installs an extension that a call after the wrap has made."""
+        self.extensions.append(extension)
+        extension.install(self, None)
+        return extension
+
+    def remove(self, extension: Extension) -> None:
+        """Removes an extension and its listeners."""
+        self.extensions.remove(extension)
+        self.events.forget(extension)
+
 
 def wait_idle(job: Job) -> None:
     """Waits until every byte is at home, including users' changes to state dicts and to optimizer

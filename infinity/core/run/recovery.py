@@ -6,8 +6,6 @@ journal. If recovery is interrupted or not finished, the next use starts it over
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ..grads.record import GradState
 from ..units.handle import set_raw_grad
 from .job import Job, wait_idle
@@ -40,12 +38,11 @@ def begin_repair(job: Job, why: str) -> None:
     job.uses.halt(why)
 
 
-def recover(job: Job, then: Callable[[], None], *, finishing: bool) -> None:
+def recover(job: Job, *, finishing: bool) -> None:
     """Drops the state of the running pass, and restores the rest from the homes. Blocks until
     transfers are done.
 
     ``finishing``: also finish the journal; without it the journal stays as it is, for the next use.
-    ``then``: called after the journal, which may have swapped two versions of the weights.
     """
     # Set first: if recovery is interrupted, the next use starts it over.
     job.scopes.interrupted = True
@@ -62,7 +59,8 @@ def recover(job: Job, then: Callable[[], None], *, finishing: bool) -> None:
         set_raw_grad(handle.param, None)
     if job.store.failure is None:  # else the disk gets no more transfers
         _rebuild_homes(job, finishing=finishing)
-    then()
+    for listener in job.events.recovered:  # the journal may have swapped two versions of weights
+        listener()
     if not finishing:
         return  # still marked as interrupted: the next use does the rest
     if job.steps.streaming:

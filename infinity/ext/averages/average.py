@@ -67,10 +67,10 @@ class Average:
             raise UsageError(
                 "this model was wrapped without an optimizer: its weights do not change"
             )
-        if engine.average is not None:
+        if job.find(WeightAverage) is not None:
             raise UsageError("this model has an average already: call its remove() first")
         with job.uses.begin():
-            engine.average = self._average = WeightAverage(job, blend)
+            self._average = job.add(WeightAverage(job, blend))
         self._model = model
 
     @property
@@ -136,7 +136,7 @@ class Average:
         job = self._average.job
         with job.uses.operation(Operation.REMOVE_AVERAGE):  # also resumes a parked model
             self._average.free()
-            engine_of(self._model).average = None
+            job.remove(self._average)
 
     # --- state dicts ---
 

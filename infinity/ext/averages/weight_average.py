@@ -21,6 +21,7 @@ import torch
 from ...core.homes.arrays import StateArray
 from ...core.run.job import Job, wait_idle
 from ...core.run.operations import State
+from ...core.seams import Extension
 from ...core.units.encoding import encode
 from ...core.units.flat_param import FlatParam
 from ...core.units.handle import ParamHandle
@@ -37,7 +38,7 @@ from ...errors import UsageError
 Blend = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
 
 
-class WeightAverage:
+class WeightAverage(Extension):
     """The averages of one engine's trained parameters: fp32 where they have masters, else in the
     parameters' dtype."""
 
@@ -73,6 +74,18 @@ class WeightAverage:
         job.uses.define(
             State.AVERAGED,
             lambda: (average := me()) is not None and average.is_exchanged and average.is_wanted,
+        )
+
+    def install(self, job: Job, model: object) -> None:
+        """Listens for the end of an interrupted block, and for parameters that come later."""
+        job.events.use_ready.append(self.bring_back)
+        job.events.admitting.append(self.refuse_more)
+
+    def refuse_more(self, asked: str) -> None:
+        """Raises UsageError: ``asked`` would step parameters that have no average."""
+        raise UsageError(
+            f"{asked}: the average of this model does not have these parameters. Make"
+            " infinity.ema or swa afterwards."
         )
 
     @property

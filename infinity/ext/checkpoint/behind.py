@@ -199,7 +199,8 @@ class Saving:
             self._begun = time.monotonic()
             self._thread.start()
             collectives.barrier("the begin of a save")
-            engine.saving = self
+            engine.job.events.finishing.append(self.finish)
+            self._events = engine.job.events
             for unit, ticket in self._held.items():
                 for flat_param in unit.flat_params:
                     flat_param.homes.saved = ticket
@@ -227,6 +228,11 @@ class Saving:
         self._is_met = True
         if error is not None:
             raise error
+
+    def finish(self) -> None:
+        """Waits as :meth:`wait` does, once: the job asks at its next save, load, park or end."""
+        self._events.forget(self)
+        self.wait()
 
     def _meet(self) -> BaseException | None:
         """Waits for all ranks. Returns this rank's error, or one that tells of another's."""

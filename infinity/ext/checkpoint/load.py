@@ -28,6 +28,8 @@ from ...errors import CorruptionError, InfinityError, UsageError
 from ...files.outputs import folder_of
 from ...files.values import decode_value
 from ...ranks.collectives import Collectives
+from ..averages.weight_average import WeightAverage
+from ..local_steps.outer_step import OuterStep
 from .beside_weights import BesideWeights
 from .content import (
     Books,
@@ -78,7 +80,7 @@ def load_checkpoint(
         job.uses.operation(Operation.LOAD_CHECKPOINT),
         job.collectives.together("load_checkpoint"),
     ):
-        engine.finish_save()
+        engine.finish_beside()
         with checkpoint_of(root, job.collectives) as (manifest, data):
             return _Load(manifest, data, engine, whole_of(model), books).run()
 
@@ -136,7 +138,7 @@ class _Load:
 
     @property
     def beside(self) -> BesideWeights:
-        average, outer = self.engine.average, self.engine.outer
+        average, outer = self.job.find(WeightAverage), self.job.find(OuterStep)
         return BesideWeights(self.manifest, self.data, self.job.trained, average, outer)
 
     def run(self) -> Any:

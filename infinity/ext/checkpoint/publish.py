@@ -24,6 +24,8 @@ from ...core.run.engine import Engine
 from ...core.units.unit import ParamUnit
 from ...errors import PeerError, StorageError
 from ...ranks.collectives import Collectives
+from ..averages.weight_average import WeightAverage
+from ..local_steps.outer_step import OuterStep
 from .content import Entry, average_files, outer_files, unit_files
 from .file_writer import FileWriter, make_slots, start_file
 from .folder import OF_READERS, remove_data, writing
@@ -71,7 +73,8 @@ class Draft:
 
 def files_of_rank(engine: Engine) -> list[UnitFile]:
     """Lists the files that this rank writes."""
-    job, average, outer = engine.job, engine.average, engine.outer
+    job = engine.job
+    average, outer = job.find(WeightAverage), job.find(OuterStep)
     if not job.ranks.writes:
         return []
     rank = "" if job.ranks.alone else f"-rank-{job.ranks.job_rank:05d}"

@@ -36,6 +36,8 @@ from ...errors import ConfigError, UsageError
 from ...files.outputs import folder_of
 from ...files.values import encode_value
 from ...ranks.collectives import Collectives
+from ..averages.weight_average import WeightAverage
+from ..local_steps.outer_step import OuterStep
 from ..pipeline.parts import parts_of
 from .behind import Saving, save_beside
 from .content import (
@@ -95,7 +97,7 @@ def save_checkpoint(
         job.uses.operation(Operation.SAVE_CHECKPOINT),
         job.collectives.together("save_checkpoint"),
     ):
-        engine.finish_save()
+        engine.finish_beside()
         job.handed.settle_with_borrowed()
         draft = _draft(root, engine, whole_of(model), books, extra, overwrite)
         if not wait and (saving := save_beside(draft, engine)) is not None:
@@ -123,6 +125,7 @@ def _draft(
             f" ({landed[0]}, ...) would be lost. Save after step(), or call zero_grad() first."
         )
     tensors: dict[str, torch.Tensor] = {}
+    average = job.find(WeightAverage)
     content = {
         "format": FORMAT,
         "data": f"infinity-{_token(collectives)}",
@@ -136,14 +139,14 @@ def _draft(
         "data_ranks": job.ranks.data_size,
         "parts": job.ranks.tp_size,
         "step_index": engine.step_index,
-        "average": engine.average.count if engine.average is not None else 0,  # number of updates
+        "average": average.count if average is not None else 0,  # number of updates
         "extra": encode_value(extra, tensors, "extra"),
         "persistent_buffers": list(
             _of_stages(dict.fromkeys(persistent_buffers(model)), collectives)
         ),
         "config": description_of(parts_of(model)[0]),
     }
-    if (outer := engine.outer) is not None:
+    if (outer := job.find(OuterStep)) is not None:
         content["outer"] = outer.describe()
     tensors |= every_value_outside(books)
     buffers = buffers_of(model)

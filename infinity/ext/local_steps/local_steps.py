@@ -101,7 +101,7 @@ class LocalSteps:
             axis = SlowAxis(mesh, job.traffic, compresses=codes)
             try:
                 axis.compare(_describe(job, self._rounds, settings, codes), "LocalSteps")
-                record.engine.outer = self._make_outer(job, axis, settings)
+                job.add(self._make_outer(job, axis, settings))
             except BaseException:
                 axis.close()
                 raise
@@ -133,13 +133,13 @@ class LocalSteps:
     @property
     def _alive(self) -> Wrapped:
         record = self._record()
-        if record is None or not record.engine.is_open or record.engine.outer is None:
+        if record is None or not record.engine.is_open or _outer_of(record) is None:
             raise UsageError("LocalSteps went with its model, which was unwrapped or is gone")
         return record
 
     @property
     def _outer(self) -> OuterStep:
-        return cast("OuterStep", self._alive.engine.outer)
+        return cast("OuterStep", _outer_of(self._alive))
 
     @property
     def _averages_gradients(self) -> bool:
@@ -166,7 +166,7 @@ class LocalSteps:
         record, outer = self._alive, self._outer
         with record.engine.uses.operation(Operation.LOCAL_STEPS):
             outer.free()
-            record.engine.outer = None
+            record.engine.job.remove(outer)
             for hook in self._hooks:
                 hook.remove()
 
@@ -285,12 +285,16 @@ def _check(rounds: Rounds, settings: OuterSettings, probe: Any, codes: bool) -> 
         raise ConfigError("codes with every=1, lr=1 and momentum=0: gradients travel as they are")
 
 
+def _outer_of(record: Wrapped) -> OuterStep | None:
+    return record.engine.job.find(OuterStep)
+
+
 def _refuse(record: Wrapped) -> None:
     """Raises UsageError for a model that has no groups to average."""
     trained = record.engine.job.trained
     if not trained:
         raise UsageError("this model was wrapped without an optimizer: its weights do not change")
-    if record.engine.outer is not None:
+    if _outer_of(record) is not None:
         raise UsageError("this model has LocalSteps already: call its remove() first")
     outside = [
         param

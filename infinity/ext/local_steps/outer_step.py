@@ -26,6 +26,7 @@ from ...core.homes.arrays import StateArray
 from ...core.homes.store import ArrayStore
 from ...core.machine.tiers import Tier
 from ...core.run.step_counter import StepCounter
+from ...core.seams import Extension
 from ...core.units.encoding import encode
 from ...core.units.flat_param import FlatParam
 from ...core.units.handle import ParamHandle
@@ -97,7 +98,7 @@ class _Pending:
         return self.loaded if self.exchange is None else self.exchange.mean()
 
 
-class OuterStep:
+class OuterStep(Extension):
     """The anchors, momenta and exchanges of one rank. Used from the thread that runs the model,
     inside a use of the engine and, where it changes values, inside the journal.
 

@@ -18,7 +18,9 @@ from ...core.run.recovery import is_interrupted
 from ...core.run.registry import engine_of
 from ...errors import ConfigError, UsageError
 from ...files.outputs import folder_of
-from .parking import arrays_in_memory, give_back_heap
+from ..averages.weight_average import WeightAverage
+from ..local_steps.outer_step import OuterStep
+from .parking import Parking, arrays_in_memory, give_back_heap
 
 PARTS = {"all": {}, "weights": {"optimizer": False}, "optimizer": {"weights": False}}
 
@@ -59,7 +61,9 @@ def park(
     where, job = _checked(engine.job, folder, to, what), engine.job
 
     def stays() -> bool:  # a use would bring it back
-        return engine.parking.nbytes > 0 and not is_interrupted(job) and not job.uses.is_halted
+        parking = job.find(Parking)
+        is_parked = parking is not None and parking.nbytes > 0
+        return is_parked and not is_interrupted(job) and not job.uses.is_halted
 
     if not stays():
         job.uses.check(Operation.PARK)
@@ -69,7 +73,8 @@ def park(
 
 def _park(engine: Engine, job: Job, folder: str | None, what: str) -> int:
     """Parks on the host, or in ``folder``, and returns the bytes that are parked."""
-    parking, average, outer = engine.parking, engine.average, engine.outer
+    parking = job.find(Parking) or job.add(Parking(job.store))
+    average, outer = job.find(WeightAverage), job.find(OuterStep)
     if not parking.nbytes:
         job.uses.check(Operation.PARK)  # another thread may have used it meanwhile
         _settle(engine, job)
@@ -134,7 +139,7 @@ def _settle(engine: Engine, job: Job) -> None:
             f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait"
             " for it. Park after step()"
         )
-    engine.finish_save()
+    engine.finish_beside()
     with job.store.guarding():
         engine.wait_idle()
         job.prefetcher.release_all([unit for unit in job.units if not unit.stays])

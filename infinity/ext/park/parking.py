@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -22,6 +23,7 @@ from ...core.homes.arrays import StateArray
 from ...core.homes.store import ArrayStore
 from ...core.machine.device import PAST, Copy, Device, Event
 from ...core.machine.tiers import Tier
+from ...core.seams import Extension
 from ...core.units.flat_param import FlatParam
 from ...core.units.unit import ParamUnit
 
@@ -52,12 +54,16 @@ class _Parked:
     in_array: bool = True  # its bytes are in the array; else at its place
 
 
-class Parking:
+class Parking(Extension):
     """The parked arrays of one engine. Used from one thread, inside a use of the engine."""
 
     def __init__(self, store: ArrayStore):
         self._store, self._device = store, store.device
         self._parked: list[_Parked] = []
+
+    def install(self, job: Any, model: object) -> None:
+        """Brings all back when the model is used."""
+        job.events.use_begun.append(self.resume)
 
     @property
     def nbytes(self) -> int:

@@ -84,9 +84,10 @@ def without_flush(
     _check_engine(job, schedule, optimizer)
     attach(schedule)
     with job.uses.begin():
-        stale = engine.stale or StaleWeights(job)
+        stale = job.find(StaleWeights) or StaleWeights(job)
         stale.keep(rule.slots)
-        engine.stale = stale
+        if stale not in job.extensions:
+            job.add(stale)
     if optimizer.rule_name in ADAMS and not quiet:
         warnings.warn(
             f"without_flush with {optimizer.rule_name}: {OF_ADAMS} (arXiv 2606.30634). Compare a"
@@ -172,7 +173,7 @@ class WithoutFlush:
         shapes = self._check(batches)
         if not batches:
             return [] if stage.is_last else None
-        stale = self._engine.stale
+        stale = self._engine.job.find(StaleWeights)
         with naming_causes([stage]), stale.running(self._rule.stale, self._rule.ahead):
             return _Run(
                 self._engine,
@@ -239,6 +240,7 @@ class _Run:
     ):
         self._engine, self._schedule, self._optimizer = engine, schedule, optimizer
         self._batches, self._shapes = batches, shapes
+        self._stale = engine.job.find(StaleWeights)
         self._stage, self._rule, self._each = schedule._stage, rule, rule.each
         self._places = max(self._each, self._stage.num_stages)
         self._on_batch, self._after_update = on_batch, after_update
@@ -299,7 +301,7 @@ class _Run:
 
     def _compute(self, action: Action) -> None:
         place = action.number % self._places
-        self._engine.stale.compute_with(self._rule.version(action.number))
+        self._stale.compute_with(self._rule.version(action.number))
         if action.is_forward:
             self._forward(action.number, place)
             return
@@ -344,7 +346,7 @@ class _Run:
         schedule, engine = self._schedule, self._engine
         self._stage.perform_reduce_grad(self._each if schedule.scale_grads else 1)
         self._pass.close()
-        engine.stale.update(self._optimizer.step)
+        self._stale.update(self._optimizer.step)
         self._optimizer.zero_grad()
         with engine.uses.begin():
             in_flight_of(engine).charge()

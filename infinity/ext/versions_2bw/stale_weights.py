@@ -18,12 +18,14 @@ from functools import partial
 
 from ...core.run.job import Job
 from ...core.run.operations import State
+from ...core.seams import Extension
 from ...core.units.unit import ParamUnit
 from ...errors import InternalError, UsageError
+from ..class_step.admission import INSTEAD
 from .versions import UnitVersions, add_slot, drop_slot
 
 
-class StaleWeights:
+class StaleWeights(Extension):
     """The stale weights of one engine. Used from the thread that runs the model, between forwards
     and backwards."""
 
@@ -154,6 +156,18 @@ class StaleWeights:
             for versions in self._versions:
                 job.prefetcher.release_all([versions.unit.stale[slot]])
                 versions.extrapolate(job.store, slot, ahead)
+
+    def install(self, job: Job, model: object) -> None:
+        """Listens for recoveries, and for parameters that come later."""
+        job.events.recovered.append(self.settle)
+        job.events.admitting.append(self.refuse_more)
+
+    def refuse_more(self, asked: str) -> None:
+        """Raises UsageError: ``asked`` would step parameters that have no stale weights."""
+        raise UsageError(
+            f"{asked} after without_flush, which keeps no stale weights of these parameters."
+            f" {INSTEAD}"
+        )
 
     def settle(self) -> None:
         """Returns to the newest weights alone, after an exception. Only while nothing is

@@ -13,16 +13,27 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
 import re
-import sys
 import threading
 import time
 
 import pytest
 import threaded_device
 import torch
-from gpu_stand_in import build_stand_in
+from device_cases import (  # noqa: F401
+    HOMES,
+    HOMES_WITH_KERNELS,
+    WIDTH,
+    Delayed,
+    Elsewhere,
+    a_model,
+    compute_on,
+    config_at,
+    kernels,
+    same,
+    train,
+    trained,
+)
 from marks import few
 from race_detector import RaceDetector, Watch, detecting
 from torch import nn
@@ -30,8 +41,8 @@ from torch import nn
 import infinity
 from infinity import native
 from infinity.core.grads import homes, lander, values
-from infinity.core.machine import accelerator, in_flight
 from infinity.core.machine import device as devices
+from infinity.core.machine import in_flight
 from infinity.core.machine.traffic import Traffic
 from infinity.core.run.activation_disk import ActivationsOnDisk
 from infinity.core.run.registry import wrapped
@@ -39,140 +50,6 @@ from infinity.core.step.device_share import DeviceShare
 from infinity.core.units.staged_reads import StagedReads
 from infinity.core.units.unit import ParamUnit
 from infinity.errors import CapacityError, ConfigError, CorruptionError, StorageError
-
-SEED = 20261122
-STEPS = 4
-WIDTH, VOCABULARY = 64, 96
-HOMES = [("host", "host"), ("nvme", "nvme"), ("host", "nvme"), ("nvme", "host")]
-HOMES_WITH_KERNELS = [
-    *HOMES,
-    ("device", "device"),
-    ("device", "host"),
-    ("host", "device"),
-    ("auto", "auto"),
-]
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.up, self.down = (
-            nn.LayerNorm(WIDTH),
-            nn.Linear(WIDTH, 2 * WIDTH),
-            nn.Linear(2 * WIDTH, WIDTH),
-        )
-
-    def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def a_model(dtype=torch.bfloat16):
-    torch.manual_seed(SEED)
-    model = Model().to(dtype)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-
-
-def train(model, optimizer, *, steps=STEPS, micro=1, clip=False) -> list[torch.Tensor]:
-    """Losses and norms of the ordinary loop."""
-    generator = torch.Generator().manual_seed(SEED)
-    told = []
-    for _ in range(steps):
-        for _ in range(micro):
-            ids = torch.randint(0, VOCABULARY, (16, 32), generator=generator)
-            loss = nn.functional.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
-            loss.backward()
-            told.append(loss.detach().clone())
-        if clip:
-            told.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).detach().clone())
-        optimizer.step()
-        optimizer.zero_grad()
-    return told
-
-
-def trained(config, **how):
-    """What a run leaves: losses and norms, weights, moments."""
-    model, optimizer = infinity.wrap_model(*a_model(), config)
-    told = train(model, optimizer, **how)
-    state = optimizer.state_dict()["state"]
-    moments = {
-        f"{index}.{name}": value
-        for index, of_one in state.items()
-        for name, value in of_one.items()
-    }
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    stats = infinity.stats(model)
-    infinity.unwrap_model(model, optimizer)
-    return told, weights | moments, stats
-
-
-def same(a, b) -> bool:
-    return all(torch.equal(x, y) for x, y in zip(a[0], b[0], strict=True)) and all(
-        torch.equal(a[1][k], b[1][k]) for k in b[1]
-    )
-
-
-class Delayed(threaded_device.ThreadedDevice):
-    """Threads whose every piece of work comes late, by up to two milliseconds."""
-
-    def __init__(self, where, traffic):
-        self._random = random.Random(SEED)
-        super().__init__(where, traffic)
-
-    def put(self, queue, work, **more):
-        delay = self._random.choice([0, 0, 0.0005, 0.002])
-
-        def late() -> None:
-            time.sleep(delay)
-            work()
-
-        return super().put(queue, late, **more)
-
-
-class Elsewhere(Delayed):
-    is_host = False
-
-
-@pytest.fixture(scope="module")
-def kernels():
-    return build_stand_in()
-
-
-@pytest.fixture
-def compute_on(monkeypatch):
-    """Has models on the processor computed by a device of this class, with these kernels."""
-
-    def choose(kind, with_kernels=None):
-        def make(where, traffic):
-            device = kind(where, traffic)
-            device.kernels = with_kernels
-            return device
-
-        monkeypatch.setitem(accelerator.KINDS, "cpu", make)
-
-    return choose
-
-
-def config_at(homes, tmp_path, **more):
-    return {
-        "params": homes[0],
-        "optimizer": homes[1],
-        **({"nvme_paths": [str(tmp_path)]} if "nvme" in homes else {}),
-        **more,
-    }
 
 
 @pytest.mark.parametrize(
@@ -367,7 +244,7 @@ def test_pieces_of_a_unit_are_copied_as_they_are_read(compute_on, monkeypatch, t
     bit. Method: pieces of one checksum block; how many a unit has is looked at. Failing twin: a
     piece that is copied to another place.
     """
-    monkeypatch.setattr(sys.modules[__name__], "WIDTH", 128)
+    monkeypatch.setattr("device_cases.WIDTH", 128)
     config = config_at(("nvme", "nvme"), tmp_path)
     at_once = trained(config, clip=True)
     compute_on(Elsewhere)
@@ -393,7 +270,7 @@ def test_a_read_that_fails_while_pieces_are_copied_is_a_typed_error_and_leaves_n
 ):
     """Claim: whichever piece fails, the error is the disk's, and no swap file, thread or lease
     stays behind."""
-    monkeypatch.setattr(sys.modules[__name__], "WIDTH", 128)
+    monkeypatch.setattr("device_cases.WIDTH", 128)
     monkeypatch.setattr("infinity.core.units.staged_reads.PIECE_NBYTES", native.CHECKSUM_NBYTES)
     monkeypatch.setenv("INFINITY_FAULTS", f"seed=3,{fault}")
     compute_on(Elsewhere)

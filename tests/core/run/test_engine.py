@@ -63,7 +63,7 @@ def test_parameters_find_the_parts_of_the_job():
     job = engine.job
     for name in ("uses", "steps", "device", "gradients"):
         assert getattr(engine, name) is getattr(job, name) is not None
-    assert engine.average is None is engine.stale and engine.tied_copies == {}
+    assert engine.tied_copies == {}
     job.steps.index = 7
     assert engine.step_index == 7
 
@@ -138,31 +138,28 @@ def test_the_units_of_a_block_are_those_with_its_parameters_and_whole():
 
 
 def test_a_use_is_prepared_in_its_order():
-    """Parked arrays come back, then all is recovered, then averages and what users wrote. Twin: a
-    use that loads all state leaves the journal, the average and what was written."""
+    """What listens to its begin, then recovery, then what waits until it may run, then what users
+    wrote. Twin: a use that loads all state leaves the journal and what waits."""
     for repairing, expected in (
-        (False, ["parking.resume", "recover", "average.bring_back", "handed.begin_use"]),
-        (True, ["parking.resume", "recover", "handed.begin_use"]),
+        (False, ["begun", "recover", "ready", "handed.begin_use"]),
+        (True, ["begun", "recover", "handed.begin_use"]),
     ):
         job, log = small_at_home(), []
         engine = with_parts(job, handed=Noted(log, "handed"))
-        engine.parking, engine.average = Noted(log, "parking"), Noted(log, "average")
+        engine.job.events.use_begun.append(lambda log=log: log.append(("begun",)))
+        engine.job.events.use_ready.append(lambda log=log: log.append(("ready",)))
         engine.recover = lambda *, finishing, log=log: log.append(("recover", finishing))
         engine.prepare(repairing)
         assert [name for name, *_ in log] == expected
         assert dict(log[1:2]) == {"recover": not repairing}
         assert log[-1] == ("handed.begin_use", repairing)
-        log.clear()
-        engine.average = None
-        engine.prepare(repairing)
-        assert [name for name, *_ in log] == ["parking.resume", "recover", "handed.begin_use"]
 
 
 def test_a_halted_job_is_told_to_the_other_ranks_and_refused():
     """Once it is recovered. Twin: what loads all state may begin."""
     job, log = small_at_home(), []
     engine = with_parts(job, collectives=Noted(log), handed=Noted(log, "handed"))
-    engine.average = Noted(log, "average")
+    engine.job.events.use_ready.append(lambda: log.append(("ready",)))
     engine.uses.halt("lost")
     engine.recover = lambda *, finishing: log.append(("recover", finishing))
     with pytest.raises(UsageError, match="lost") as refused:
@@ -176,7 +173,7 @@ def test_a_halted_job_is_told_to_the_other_ranks_and_refused():
 def test_nothing_begins_as_the_process_ends(monkeypatch):
     """Method: a daemon thread after the main thread has ended, as it seems to it."""
     engine, log, told = small_at_home().engine, [], []
-    engine.parking = Noted(log)
+    engine.job.events.use_begun.append(lambda: log.append(("begun",)))
     ended = threading.Thread(target=lambda: None)
     monkeypatch.setattr(one_thread.threading, "main_thread", lambda: ended)
 
@@ -196,12 +193,12 @@ def test_an_interrupted_job_is_recovered_while_its_homes_exist():
     to repair, nor has one without homes."""
     job, log = small_at_home(), []
     engine, scopes = job.engine, job.engine.job.scopes
-    engine.stale = Noted(log, "stale")
+    job.engine.job.events.recovered.append(lambda: log.append(("recovered",)))
     engine.recover()
     assert log == []
     scopes.interrupted = True
     engine.recover(finishing=False)
-    assert scopes.interrupted and log == [("stale.settle",)]
+    assert scopes.interrupted and log == [("recovered",)]
     engine.recover()
     assert not scopes.interrupted and len(log) == 2
     engine.shut_down()
@@ -317,15 +314,14 @@ def test_blocks_that_run_another_way_have_the_parts_of_this_job():
     """And call the passes and the backward. Twin: the context alone keeps the engine."""
     job, log = small_at_home(), []
     engine = job.engine
-    engine.backward = Noted(log, returns="a remover")
+    engine.backward = Noted(log)
     engine.passes = Noted(log, returns="a block")
     context = engine.make_forward_context()
     for name in ("journal", "device", "ledger", "traffic", "store", "gradients"):
         assert getattr(context, name) is getattr(engine.job, name)
     assert context.running_again(["a unit"]) == "a block"
     context.track_backward()
-    assert engine.listen_to_landed("a listener") == "a remover"
-    assert log == [("running_again", ["a unit"]), ("track_task",), ("listen", "a listener")]
+    assert log == [("running_again", ["a unit"]), ("track_task",)]
     assert context.owner is engine
 
 
@@ -342,7 +338,6 @@ def test_the_optimizer_has_the_parts_of_this_job():
     for name in shared:
         assert getattr(context, name) is getattr(engine.job, name)
     handed = engine.job.handed
-    assert context.listen_to_landed == engine.backward.listen
     assert context.release == engine.job.prefetcher.release_all
     assert context.end_step == engine.end_step and context.trained_in_job is engine.job.trained
     assert context.admit.func == engine.admit and context.admit.keywords == {"place": 0}
@@ -390,8 +385,7 @@ def test_the_end_of_a_step_reads_the_first_units_of_the_next_forward():
 
 
 def test_a_frozen_parameter_is_stepped_once_it_is_admitted():
-    """With its moments and with its hook. Twins: while an average or stale weights are kept it is
-    refused, and stays frozen."""
+    """With its moments and with its hook. Twin: while a listener refuses, it stays frozen."""
     model = Small()
     model.layers[2].weight.requires_grad_(False)
     params = [param for param in model.parameters() if param.requires_grad]
@@ -405,11 +399,14 @@ def test_a_frozen_parameter_is_stepped_once_it_is_admitted():
         moments_of=lambda _: {"exp_avg": torch.float32},
         then=lambda: ended.append(True),
     )
-    for name, said in (("average", "the average of this model"), ("stale", "without_flush")):
-        setattr(engine, name, object())
-        with pytest.raises(UsageError, match=f"^add_param_group.*{said}"):
-            admit()
-        setattr(engine, name, None)
+
+    def refuse(asked: str) -> None:
+        raise UsageError(f"{asked}: not now")
+
+    engine.job.events.admitting.append(refuse)
+    with pytest.raises(UsageError, match="^add_param_group: not now"):
+        admit()
+    engine.job.events.admitting.clear()
     assert late not in engine.job.trained and ended == hooked == []
     resources = engine._resources
     admit()

@@ -34,7 +34,7 @@ class Made:
             self.model, torch.optim.SGD(trained, lr=0.5), at_home(home, home, swap)
         )
         self.engine = engine_of(self.model)
-        self.average = self.engine.average = WeightAverage(self.engine.job, blend)
+        self.average = self.engine.job.add(WeightAverage(self.engine.job, blend))
 
     def set(self, value: float) -> None:
         with torch.no_grad():

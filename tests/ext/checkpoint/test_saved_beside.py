@@ -254,7 +254,10 @@ def test_a_save_that_cannot_begin_leaves_nothing(tmp_path, swap, monkeypatch):
             with pytest.raises(RuntimeError):
                 job.save(tmp_path / "saved", wait=False)
         assert (account.charged_nbytes, account.planned_nbytes) == before
-        assert not list((tmp_path / "saved").glob("*")) and engine_of(job.model).saving is None
+        assert (
+            not list((tmp_path / "saved").glob("*"))
+            and engine_of(job.model).job.events.finishing == []
+        )
     job.run(2).save(tmp_path / "saved", wait=False).wait()
     assert Job(("host", "host"), swap).load(tmp_path / "saved").step == 2
 

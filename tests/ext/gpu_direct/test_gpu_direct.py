@@ -15,8 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_cufile import cufile, cufile_library  # noqa: F401
-from test_device import (  # noqa: F401
+from device_cases import (  # noqa: F401
     STEPS,
     Elsewhere,
     a_model,
@@ -27,6 +26,7 @@ from test_device import (  # noqa: F401
     train,
     trained,
 )
+from fake_cufile import cufile, cufile_library  # noqa: F401
 
 import infinity
 from bench import past_host as bench

@@ -18,6 +18,7 @@ from trainer_cases import SEED, arguments, assert_same, llama, on_disk
 import infinity
 from infinity import integrations
 from infinity.core.run.registry import is_wrapped, wrapped
+from infinity.ext.park.parking import Parking
 
 trl = Lazily("trl")
 Lazily("datasets")
@@ -141,7 +142,8 @@ def test_grpo_is_the_same_with_its_state_parked_while_it_samples(park, tmp_path,
         return trainer
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        parked.append(wrapped(self.model).engine.parking.nbytes if is_wrapped(self.model) else 0)
+        parking = wrapped(self.model).engine.job.find(Parking) if is_wrapped(self.model) else None
+        parked.append(parking.nbytes if parking else 0)
         return plain(self, *args, **kwargs)
 
     plain = trl.GRPOTrainer._generate

@@ -64,7 +64,7 @@ class Made:
         )
         self.engine, self.line = engine_of(self.model), line or Line()
         job = self.engine.job
-        self.outer = self.engine.outer = OuterStep(
+        outer = OuterStep(
             job.store,
             job.units,
             job.steps,
@@ -74,6 +74,7 @@ class Made:
             release=job.prefetcher.release_all,
             position=Position(0, 0, 7),
         )
+        self.outer = job.add(outer)
         (self.unit,) = self.outer.units
 
     def set(self, value: float) -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_device import Elsewhere, a_model, compute_on, config_at, kernels, train  # noqa: F401
+from device_cases import Elsewhere, a_model, compute_on, config_at, kernels, train  # noqa: F401
 
 import infinity
 from infinity.core.homes.allocator import ArrayAllocator

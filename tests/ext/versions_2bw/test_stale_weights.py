@@ -15,6 +15,7 @@ from models import at_home, differing
 from torch import nn
 
 import infinity
+from infinity.core.run.engine import Engine
 from infinity.core.run.registry import wrapped
 from infinity.core.units.home_arrays import HomeArrays
 from infinity.core.units.unit import ParamUnit
@@ -69,9 +70,12 @@ def wrap(home: str, folder: Any, kind: type = nn.Linear, kept: int = 1) -> tuple
     model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, home, folder))
     engine = wrapped(model).engine
     with engine.uses.begin():
-        engine.stale = StaleWeights(engine.job)
-        engine.stale.keep(kept)
+        engine.job.add(StaleWeights(engine.job)).keep(kept)
     return model, optimizer, engine
+
+
+def stale_of(engine: Engine) -> StaleWeights:
+    return engine.job.find(StaleWeights)
 
 
 def gradients_of(model: nn.Module, number: int) -> dict[str, torch.Tensor]:
@@ -83,9 +87,9 @@ def gradients_of(model: nn.Module, number: int) -> dict[str, torch.Tensor]:
 def run_batch(model: Any, optimizer: Any, engine: Any, number: int) -> None:
     """One batch of a run, and the update that it makes."""
     with engine.accumulation.opened():
-        engine.stale.compute_with(max(number - 1, 0))
+        stale_of(engine).compute_with(max(number - 1, 0))
         model(batch(number)).square().mean().backward()
-    engine.stale.update(optimizer.step)
+    stale_of(engine).update(optimizer.step)
     optimizer.zero_grad()
 
 
@@ -101,18 +105,18 @@ def test_a_graph_goes_on_with_the_weights_that_it_began_with(home, tmp_path):
     """
     model, optimizer, engine = wrap(home, tmp_path)
     plain = model_of()
-    with engine.stale.running():
+    with stale_of(engine).running():
         with engine.accumulation.opened():
             losses = [model(batch(number)).square().mean() for number in range(2)]
             losses[0].backward()
-        engine.stale.update(optimizer.step)
+        stale_of(engine).update(optimizer.step)
         optimizer.zero_grad()
         with engine.accumulation.opened():
-            engine.stale.compute_with(0)
+            stale_of(engine).compute_with(0)
             losses[1].backward()
             late = model(batch(1)).square().mean()
             assert torch.equal(late, losses[1])
-            engine.stale.compute_with(1)
+            stale_of(engine).compute_with(1)
             assert not torch.equal(model(batch(1)).square().mean(), losses[1])
         found = {name: param.grad.clone() for name, param in model.named_parameters()}
     optimizer.zero_grad()
@@ -139,7 +143,7 @@ def test_an_update_that_fails_leaves_one_version(home, kept, tmp_path):
         with (
             pytest.MonkeyPatch.context() as patch,
             pytest.raises(KeyboardInterrupt),
-            engine.stale.running(kept),
+            stale_of(engine).running(kept),
         ):
             with engine.accumulation.opened():
                 model(batch(0)).square().mean().backward()
@@ -158,7 +162,7 @@ def test_an_update_that_fails_leaves_one_version(home, kept, tmp_path):
 
             if fails == "between":
                 patch.setattr(HomeArrays, entering, interrupted)
-            engine.stale.update(raises if fails == "before" else optimizer.step)
+            stale_of(engine).update(raises if fails == "before" else optimizer.step)
             assert fails == "never"
             raise KeyboardInterrupt
         if fails == "before":
@@ -218,10 +222,10 @@ def test_an_interruption_at_any_line_between_versions_leaves_one(home, kept, ahe
         before = sys.gettrace()
         sys.settrace(trace)
         try:
-            with engine.stale.running(kept, ahead):
+            with stale_of(engine).running(kept, ahead):
                 for number in range(1 + kept):
                     run_batch(model, optimizer, engine, number)
-                engine.stale.compute_with(1)
+                stale_of(engine).compute_with(1)
         except KeyboardInterrupt:
             pass
         finally:
@@ -242,15 +246,15 @@ def test_casts_by_autocast_are_of_the_weights_that_are_computed_with(tmp_path):
     before a step."""
     outputs = {}
     model, optimizer, engine = wrap("host", tmp_path)
-    with torch.autocast("cpu", dtype=torch.bfloat16), engine.stale.running():
+    with torch.autocast("cpu", dtype=torch.bfloat16), stale_of(engine).running():
         with engine.accumulation.opened():
             outputs["before"] = model(batch(0))
             outputs["before"].square().mean().backward()
-        engine.stale.update(optimizer.step)
+        stale_of(engine).update(optimizer.step)
         optimizer.zero_grad()
         with engine.accumulation.opened():
             outputs["newest"] = model(batch(0))
-            engine.stale.compute_with(0)
+            stale_of(engine).compute_with(0)
             outputs["older"] = model(batch(0))
     plain = model_of()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -276,7 +280,7 @@ def test_a_group_that_has_no_older_weights_is_refused(tmp_path):
     model, optimizer = infinity.wrap_model(model, optimizer, at_home("host", "host", tmp_path))
     engine = wrapped(model).engine
     with engine.uses.begin():
-        engine.stale = StaleWeights(engine.job)
+        engine.job.add(StaleWeights(engine.job))
     with pytest.raises(infinity.UsageError, match="after without_flush"):
         optimizer.add_param_group({"params": [model[0].weight]})
     assert len(optimizer.param_groups) == 1
@@ -289,14 +293,14 @@ def test_a_forward_that_changes_its_weights_is_refused_with_older_ones(home, kin
     model, optimizer, engine = wrap(home, tmp_path, kind)
     with (
         pytest.raises(infinity.UsageError, match="changed parameters of unit .* in place"),
-        engine.stale.running(),
+        stale_of(engine).running(),
     ):
         with engine.accumulation.opened():
             model(batch(0)).square().mean().backward()
-        engine.stale.update(optimizer.step)
+        stale_of(engine).update(optimizer.step)
         optimizer.zero_grad()
         with engine.accumulation.opened():
-            engine.stale.compute_with(0)
+            stale_of(engine).compute_with(0)
             model(batch(1))
     model(batch(1)).square().mean().backward()  # which it may do again
     optimizer.step()
@@ -307,7 +311,7 @@ def test_a_forward_that_changes_its_weights_is_refused_with_older_ones(home, kin
 def test_a_forward_that_looks_at_its_weights_goes_on_with_older_ones(tmp_path):
     """Through ``.data``, by which it could change them."""
     model, optimizer, engine = wrap("host", tmp_path, Looking)
-    with engine.stale.running():
+    with stale_of(engine).running():
         for number in range(3):
             run_batch(model, optimizer, engine, number)
     assert engine.step_index == 3
@@ -320,19 +324,19 @@ def test_each_of_several_versions_is_computed_with_until_it_is_replaced(home, tm
     those that are kept is refused, and so is one that is not made yet."""
     model, optimizer, engine = wrap(home, tmp_path, kept=3)
     plain, versions = model_of(), [values(model)]
-    with engine.stale.running(3):
+    with stale_of(engine).running(3):
         for number in range(7):
             with engine.accumulation.opened():
                 for version in range(max(0, number - 3), number + 1):
-                    engine.stale.compute_with(version)
+                    stale_of(engine).compute_with(version)
                     plain.load_state_dict(versions[version])
                     assert torch.equal(model(batch(9)), plain(batch(9))), (number, version)
                 for version in (number - 4, number + 1):
                     with pytest.raises(infinity.errors.InternalError, match="3 are kept"):
-                        engine.stale.compute_with(version)
-                engine.stale.compute_with(number)
+                        stale_of(engine).compute_with(version)
+                stale_of(engine).compute_with(number)
                 model(batch(number)).square().mean().backward()
-            engine.stale.update(optimizer.step)
+            stale_of(engine).update(optimizer.step)
             optimizer.zero_grad()
             homes = [flat for unit in engine.job.units for flat in unit.flat_params]
             for flat in homes:

@@ -74,7 +74,7 @@ def step(
 
 def outer_values(model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's anchors and momenta."""
-    outer = wrapped(model).engine.outer
+    outer = wrapped(model).engine.job.find(OuterStep)
     return {
         f"{kind}.{number}": outer._store.read(array, 0, array.numel)
         for kind, arrays in outer.arrays.items()
@@ -145,7 +145,7 @@ def resumes(
             local.after_step()
             infinity.load_checkpoint(path / str(local.group), model, optimizer)
             if forgets:
-                outer = wrapped(model).engine.outer
+                outer = wrapped(model).engine.job.find(OuterStep)
                 outer.restart(outer.position)
         counted = local.steps
         for number in range(counted, steps):

@@ -40,6 +40,7 @@ from infinity.core.run.registry import wrapped
 from infinity.core.units.residency import Residency
 from infinity.core.units.unit import ParamUnit
 from infinity.errors import CapacityError
+from infinity.ext.versions_2bw.stale_weights import StaleWeights
 
 MICRO, BATCHES = 4, 4
 
@@ -403,7 +404,7 @@ def refused(path: str) -> dict[str, str]:
     pipeline_jobs.step(infinity.parallel.attach(schedule), numbers, count, 0)
     optimizer.step()
     optimizer.zero_grad()
-    found["no room goes on"] = str(wrapped(chunks).engine.stale is None)
+    found["no room goes on"] = str(wrapped(chunks).engine.job.find(StaleWeights) is None)
     infinity.unwrap_model(chunks, optimizer)
     chunks, optimizer = infinity.wrap_model(chunks, plain, host, mesh=mesh)
     group = mesh["pp"].get_group()
@@ -417,7 +418,7 @@ def refused(path: str) -> dict[str, str]:
     found["few"] = told(lambda: without_flush(schedule, optimizer))
     schedule._n_microbatches = MICRO
     found["plain optimizer"] = told(lambda: without_flush(schedule, plain))
-    found["nothing was taken"] = str(wrapped(chunks).engine.stale is None)
+    found["nothing was taken"] = str(wrapped(chunks).engine.job.find(StaleWeights) is None)
     run = without_flush(schedule, optimizer).run
     found["not a batch"] = told(lambda: run([batch(0)]))
     found["does not divide"] = told(lambda: run([(batch(0)[:6], batch(0)[:6])]))
@@ -493,7 +494,8 @@ def one_lacks_room() -> dict[str, Any]:
         "said": told(lambda: infinity.parallel.without_flush(schedule, optimizer))
     }
     del engine.job.store.arrays.allocate_later
-    found["taken"], found["keeps"] = account.charged_nbytes - before, engine.stale is not None
+    found["taken"] = account.charged_nbytes - before
+    found["keeps"] = engine.job.find(StaleWeights) is not None
     found["goes on"] = told(
         lambda: infinity.parallel.without_flush(schedule, optimizer).run(pairs(range(2)))
     )

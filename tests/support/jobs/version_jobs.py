@@ -30,6 +30,7 @@ from unflushed_jobs import RULES, on_another_device, pairs, weights_of
 import infinity
 from infinity.core.machine.tiers import Tier
 from infinity.core.run.registry import wrapped
+from infinity.ext.versions_2bw.stale_weights import StaleWeights
 
 LAYERS = 6  # of which two or three stages have as many each
 
@@ -352,7 +353,7 @@ def refused(path: str) -> dict[str, str]:
         "kind": told(lambda: without_flush(schedule, optimizer, weights="three")),
         "not a name": told(lambda: without_flush(schedule, optimizer, weights=["stash"])),
     }
-    found["nothing was taken"] = str(wrapped(chunks).engine.stale is None)
+    found["nothing was taken"] = str(wrapped(chunks).engine.job.find(StaleWeights) is None)
     rules = ["stash", "vertical"]
     differing = without_flush(schedule, optimizer, weights=rules[dist.get_rank() % 2])
     found["ranks differ"] = told(lambda: differing.run(pairs([0])))
