@@ -2,7 +2,7 @@
 
 Words used here:
 
-**needed**: a folder of ext/ that the core imports, or that one of these folders imports.
+**needed**: a folder of ext/ without which no model can be wrapped.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from test_import_order import PACKAGE, imports_of, modules_of, sources
+import pytest
+from test_import_order import PACKAGE
 
 # Folders without which nothing can be wrapped today. A change may shorten the list.
 NEEDED = set(
     (
-        "ext/averages ext/blocks ext/checkpoint ext/class_step ext/coded ext/dtensor ext/foreign "
-        "ext/gpu_direct ext/local_steps ext/packed ext/pipeline ext/rows ext/shared_homes "
-        "ext/shares ext/speculation ext/tiles ext/versions_2bw "
+        "ext/blocks ext/checkpoint ext/class_step ext/coded ext/dtensor ext/gpu_direct ext/packed "
+        "ext/pipeline ext/rows ext/shared_homes ext/shares ext/speculation ext/tiles "
     ).split()
 )
 TRAIN = """
@@ -50,20 +50,6 @@ print("trained")
 """
 
 
-def needed(texts: dict[str, str]) -> set[str]:
-    """The folders of ext/ that ``texts`` (path below the package -> text) of the core lead to."""
-    modules, found, pending = modules_of(texts), set(), ["core/", "ranks/", "files/", "config.py"]
-    while pending:
-        start = pending.pop()
-        for path, text in texts.items():
-            for _, target, _ in imports_of(text, path, modules) if path.startswith(start) else ():
-                floor, *below = target.split(".")
-                if floor in ("ext", "tools") and (name := f"{floor}/{below[0]}") not in found:
-                    found.add(name)
-                    pending.append(f"{name}/")
-    return found
-
-
 def train_without(folder: Path, deleted: set[str]) -> str:
     """Trains with a copy of the package that lacks ``deleted``, and returns what that printed."""
     copy = folder / "infinity"
@@ -82,21 +68,19 @@ def train_without(folder: Path, deleted: set[str]) -> str:
     return done.stdout.strip() if done.returncode == 0 else done.stderr
 
 
-def test_few_extensions_are_needed():
-    """Follows imports from the core. Twin: an import of an extension's own is followed."""
-    made = {
-        "core/a.py": "from ..ext.one.x import y",
-        "ext/one/x.py": "from ..two.z import y",
-        "ext/two/z.py": "y = 1",
-        "ext/three/z.py": "from ..one.x import y",
-    }
-    assert needed(made) == {"ext/one", "ext/two"}
-    assert needed(sources()) == NEEDED
+def folders() -> list[str]:
+    """The folders of ext/, and tools/."""
+    found = [path.name for path in (PACKAGE / "ext").iterdir() if (path / "__init__.py").exists()]
+    return ["tools", *(f"ext/{name}" for name in sorted(found))]
 
 
 def test_it_trains_without_all_that_is_not_needed(tmp_path):
     """Twin: a folder that is needed cannot be deleted."""
-    folders = {f"ext/{path.name}" for path in (PACKAGE / "ext").iterdir() if path.is_dir()}
-    deleted = {name for name in folders if not name.endswith("__")} - NEEDED | {"tools"}
-    assert train_without(tmp_path / "without", deleted) == "trained"
+    assert train_without(tmp_path / "without", set(folders()) - NEEDED) == "trained"
     assert "ModuleNotFoundError" in train_without(tmp_path / "less", {min(NEEDED)})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", folders())
+def test_each_folder_alone_is_needed_or_not(folder, tmp_path):
+    assert (train_without(tmp_path, {folder}) == "trained") == (folder not in NEEDED)
