@@ -7,6 +7,7 @@ Words used here:
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -84,3 +85,10 @@ def test_it_trains_without_all_that_is_not_needed(tmp_path):
 @pytest.mark.parametrize("folder", folders())
 def test_each_folder_alone_is_needed_or_not(folder, tmp_path):
     assert (train_without(tmp_path, {folder}) == "trained") == (folder not in NEEDED)
+
+
+def test_the_page_repeats_what_each_folder_says():
+    page = (PACKAGE.parent / "docs" / "extensions.md").read_text()
+    for name in folders()[1:]:
+        said = ast.get_docstring(ast.parse((PACKAGE / name / "__init__.py").read_text()))
+        assert f"| `{name.removeprefix('ext/')}/` | {' '.join(said.split())} |" in page
