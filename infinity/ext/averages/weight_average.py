@@ -77,7 +77,7 @@ class WeightAverage(Extension):
         )
 
     def install(self, job: Job, model: object) -> None:
-        """Listens for the end of an interrupted block, and for parameters that come later."""
+        """Adds listeners for the end of an interrupted block and for parameters that come later."""
         job.events.use_ready.append(self.bring_back)
         job.events.admitting.append(self.refuse_more)
 

@@ -158,7 +158,7 @@ class StaleWeights(Extension):
                 versions.extrapolate(job.store, slot, ahead)
 
     def install(self, job: Job, model: object) -> None:
-        """Listens for recoveries, and for parameters that come later."""
+        """Adds listeners for recoveries and for parameters that come later."""
         job.events.recovered.append(self.settle)
         job.events.admitting.append(self.refuse_more)
 
