@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from inside import parts_of
 
 sys.path[:0] = [
     str(path)
@@ -25,7 +26,6 @@ import device_cases as on_stand_in
 
 import infinity
 from infinity import native
-from infinity.core.run.registry import wrapped
 from infinity.ext.gpu_direct import direct_storage
 
 KERNELS, REFUSAL = native.gpu_kernels()
@@ -138,7 +138,7 @@ def test_host_homes_are_registered(tmp_path):
     model, optimizer = infinity.wrap_model(
         *on_stand_in.a_model(), config_at(("host", "host"), tmp_path)
     )
-    for unit in wrapped(model).engine.job.units:
+    for unit in parts_of(model).units:
         for flat_param in unit.flat_params:
             assert all(array.flat.is_pinned() for array in flat_param.arrays.values())
     infinity.unwrap_model(model, optimizer)
@@ -183,7 +183,7 @@ def test_copies_run_beside_the_compute(tmp_path):
     model, optimizer = infinity.wrap_model(
         *on_stand_in.a_model(), config_at(("host", "host"), tmp_path)
     )
-    device = wrapped(model).engine.device
+    device = parts_of(model).device
     region = native.Region(64 << 20, True, 4)
     device.pin(region)
     host = native.tensor_at(region, region.address, 16 << 20, torch.float32)

@@ -1,7 +1,7 @@
 """CollectiveTrace: passes of several ranks that nobody meets in, and what becomes of ranks that
 part in one.
 
-Words used here: see `ranks` (job, launch), `parting_jobs` and `infinity.distributed.lockstep`.
+Words used here: see `ranks` (job, launch), `parting_jobs` and `infinity.ranks.collective_trace`.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ import rank_jobs
 import torch
 from fake_cufile import build_cufile, skip_beside_real
 from gpu_stand_in import build_stand_in
+from inside import parts_of
 from rank_jobs import moments
 from ranks import Jobs
 
@@ -480,7 +481,7 @@ def elements_of_units(world: int = 2) -> list[int]:
     model, optimizer = infinity.wrap_model(
         model, rank_jobs.adamw(model), {"params": "host", "optimizer": "host"}
     )
-    units = infinity.core.run.registry.wrapped(model).engine.job.units
+    units = parts_of(model).units
     padding = 4096 * world
     of_units = [
         sum(-(-flat.layout.numel // padding) * padding for flat in unit.flat_params)

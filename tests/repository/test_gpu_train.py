@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from inside import parts_of
 
 from bench import gpu_train
 from bench.gpu_jobs import START_SECONDS, Journal
-from infinity.core.run.registry import wrapped
 from infinity.tools.bench.settings import Settings
 
 FIRST, SECOND = 520, 250  # seconds of the two calls on a borrowed GPU
@@ -131,7 +131,7 @@ def test_a_worker_drops_each_model_before_the_next(monkeypatch):
     def made(args):
         alive.append(sum(engine() is not None for engine in engines))
         step, more = ours(args)
-        engines.append(weakref.ref(wrapped(more["model"]).engine))
+        engines.append(weakref.ref(parts_of(more["model"]).engine))
         if len(engines) == 3:
             held.append(more)
         return step, more

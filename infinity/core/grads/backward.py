@@ -16,7 +16,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch

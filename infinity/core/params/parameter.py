@@ -11,7 +11,7 @@ StoredAlias         the detached counterpart of a StoredParameter, under the sam
 StoredDTensor       a distributed parameter whose local part is at home; while that is on the device
                     its class is exactly DTensor, which torch dispatches fast
 
-``grad`` of both parameter classes is the engine's: see :mod:`infinity.gradients`.
+``grad`` of both parameter classes is the engine's: see :mod:`infinity.core.grads`.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from inside import parts_of
 from models import seeded
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.core.grads.backward import Backward
-from infinity.core.run.registry import wrapped
 from infinity.errors import CapacityError
 
 CONFIG = {
@@ -60,16 +60,16 @@ def made(*, frozen: tuple[int, ...] = ()) -> tuple[Stack, torch.optim.Optimizer]
 def held_at_the_input(*, frozen: tuple[int, ...] = (), steps: int) -> list[list[bool]]:
     """Which units but the first are held when the backward of each step comes to the input."""
     model, optimizer = made(frozen=frozen)
-    engine, seen = wrapped(model).engine, []
+    engine, seen = parts_of(model).engine, []
     for _ in range(steps):
         x = torch.ones(2, 8, requires_grad=True)
         x.register_hook(
             lambda _: seen.append(
-                [engine.job.prefetcher.is_held(unit) for unit in engine.job.units[1:]]
+                [parts_of(engine).prefetcher.is_held(unit) for unit in parts_of(engine).units[1:]]
             )
         )
         model(x).sum().backward()
-        assert not any(map(engine.job.prefetcher.is_held, engine.job.units))
+        assert not any(map(parts_of(engine).prefetcher.is_held, parts_of(engine).units))
         optimizer.step()
         optimizer.zero_grad()
     return seen
@@ -99,8 +99,8 @@ def test_a_unit_is_held_from_the_gradient_of_its_output_on():
     Twin: the unit before it, to which no gradient has come yet."""
     model, _ = made()
     prefetcher, units, seen = (
-        wrapped(model).engine.job.prefetcher,
-        wrapped(model).engine.job.units,
+        parts_of(model).prefetcher,
+        parts_of(model).units,
         [],
     )
     model.blocks[2].look = lambda: seen.append([prefetcher.is_held(unit) for unit in units])
@@ -113,7 +113,7 @@ def test_the_end_of_a_joined_pass_tells_which_units_got_gradients():
     tells."""
     model, _ = made(frozen=(2,))
     told: list[int] = []
-    listeners = wrapped(model).engine.job.events.unit_landed
+    listeners = parts_of(model).events.unit_landed
     listeners.append(lambda unit: told.append(unit.index))
     with infinity.accumulate(model):
         for _ in range(2):
@@ -137,9 +137,7 @@ def test_a_frozen_models_input_gets_its_gradient_by_autograd_grad():
         )
         assert torch.equal(found, expected)
         assert bool(x._backward_hooks) == (not x.is_leaf)
-    assert not any(
-        map(wrapped(model).engine.job.prefetcher.is_held, wrapped(model).engine.job.units)
-    )
+    assert not any(map(parts_of(model).prefetcher.is_held, parts_of(model).units))
 
 
 def test_a_node_keeps_all_weights_that_it_has_taken_out(monkeypatch):

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, AtHome, Elsewhere, small_at_home
 
 from infinity.core.grads.bank import GradientBank
@@ -61,7 +62,7 @@ def anywhere(request, monkeypatch, tmp_path) -> AtHome:
 
 
 def bank_of(job: AtHome) -> GradientBank:
-    return job.engine.gradients
+    return parts_of(job).gradients
 
 
 def at_home(job: AtHome, index: int = 0) -> torch.Tensor:
@@ -118,7 +119,7 @@ def test_gradients_are_refused_while_they_are_incomplete(job, state):
     """Between the backwards of a pass both ways; between half a step and the rest the set alone."""
     job.backward(RAMP)
     first, is_in = job.handles[0], True
-    job.engine.uses.define(state, lambda: is_in)
+    parts_of(job).uses.define(state, lambda: is_in)
     with pytest.raises(UsageError, match=r"layers\.0\.weight\.grad"):
         bank_of(job).set(first, None)
     if state is State.ACCUMULATING:
@@ -134,12 +135,12 @@ def test_gradients_are_refused_while_they_are_incomplete(job, state):
 def test_reading_and_setting_are_uses_of_the_job(job, monkeypatch):
     """Method: whether a scope is open while a gradient is averaged."""
     bank, seen = bank_of(job), []
-    running = lambda **_: seen.append(job.engine.job.scopes.running_here)
+    running = lambda **_: seen.append(parts_of(job).scopes.running_here)
     bank.reduce_with(None, running)
     bank.get(job.handles[0])
     bank.set(job.handles[0], ODD.clone())
     assert seen == [True, True]
-    assert not job.engine.job.scopes.running_here
+    assert not parts_of(job).scopes.running_here
 
 
 # --- setting ---
@@ -255,14 +256,14 @@ def test_clearing_the_last_gradient_forgets_the_backwards_before_it(job):
     job.backward(RAMP, RAMP)
     bank, reducer = bank_of(job), averaged_by(job)
     bank.clips.append(0.5)
-    backwards = job.engine.steps.backwards
+    backwards = parts_of(job).steps.backwards
     assert backwards > 0
     bank.set(job.handles[0], None)
     assert reducer.averages == [] and bank.clips == [0.5]
-    assert job.engine.steps.backwards == backwards
+    assert parts_of(job).steps.backwards == backwards
     bank.clear(job.handles[1])
     assert reducer.averages == [True] and bank.clips == []
-    assert job.engine.steps.backwards == 0
+    assert parts_of(job).steps.backwards == 0
     bank.clear(job.handles[1])
     assert reducer.averages == [True]
     assert all(handle.grad.state is GradState.ABSENT for handle in job.handles)
@@ -275,7 +276,7 @@ def test_clearing_inside_a_backward_forgets_none(job):
     def hook(param: torch.Tensor) -> None:
         bank.clips.append(0.5)
         bank.clear(first)
-        seen.append((job.engine.computing, list(bank.clips)))
+        seen.append((parts_of(job).computing, list(bank.clips)))
 
     first.param.register_post_accumulate_grad_hook(hook)
     job.backward(RAMP)
@@ -393,7 +394,7 @@ def test_a_gradient_whose_change_was_cut_short_is_torn_and_takes_no_more(anywher
     bank.end_backward()
     bank.land(second, ODD)
     bank.end_one_of_several()
-    anywhere.engine.job.device.drain()  # as recovery does before
+    parts_of(anywhere).device.drain()  # as recovery does before
     bank.rebuild()
     assert first.grad.state is GradState.LANDED and second.grad.state is GradState.TORN
     before = at_home(anywhere, 1)
@@ -476,11 +477,11 @@ def test_an_average_outside_of_a_backward_is_not_lost_in_a_recovery(anywhere):
         bank.land(handle, ODD)
     bank.end_backward()
     bank.land_average(first, ODD.view(-1) * 3)
-    anywhere.engine.job.device.drain()  # as recovery does before
+    parts_of(anywhere).device.drain()  # as recovery does before
     bank.rebuild()
     assert first.grad.state is GradState.LANDED and torch.equal(at_home(anywhere), ODD * 3)
     bank.land(second, ODD)
-    anywhere.engine.job.device.drain()
+    parts_of(anywhere).device.drain()
     bank.rebuild()
     assert second.grad.state is GradState.TORN
 
@@ -503,15 +504,16 @@ def accumulation(job: AtHome, budget: int | None = None):
     has charged."""
     ledger, bank = Ledger(), bank_of(job)
     ledger.limit(Tier.DEVICE, budget_nbytes=budget, planned_nbytes=0)
-    bank.join_backwards(WholeGradients(ledger, job.engine.device))
+    bank.join_backwards(WholeGradients(ledger, parts_of(job).device))
     yield lambda: ledger.accounts[Tier.DEVICE].charged_nbytes
-    bank.land_together(job.engine.job.units)
+    bank.land_together(parts_of(job).units)
     assert ledger.accounts[Tier.DEVICE].charged_nbytes == 0
 
 
 def waits(job: AtHome) -> bool:
     return (
-        job.handles[0].flat_param.arrays["grad"].tier is Tier.NVME or not job.engine.device.is_host
+        job.handles[0].flat_param.arrays["grad"].tier is Tier.NVME
+        or not parts_of(job).device.is_host
     )
 
 
@@ -561,7 +563,7 @@ def test_sums_of_a_disk_are_sent_home_one_shard_after_the_other(tmp_path, monkey
     """Method: what the store is told to write by then. Twin: of a flat param without sums
     nothing."""
     job = small_at_home("nvme", tmp_path)
-    bank, store, (first, second, *_) = bank_of(job), job.engine.job.store, job.handles
+    bank, store, (first, second, *_) = bank_of(job), parts_of(job).store, job.handles
     start, written = store.start_write, []
     monkeypatch.setattr(
         store,
@@ -592,7 +594,7 @@ def test_a_pass_that_fails_keeps_no_sums(monkeypatch):
     bank.land(first, ODD)
     assert torch.equal(at_home(job), ODD)
     bank.join_backwards(None)
-    bank.land_together(job.engine.job.units)
+    bank.land_together(parts_of(job).units)
     assert torch.equal(at_home(job), ODD)
 
 
@@ -603,7 +605,7 @@ def test_rows_replace_the_first_gradient_and_are_added_to_others(anywhere):
     """With the factors that wait, once; the norm is forgotten. Bytes are counted."""
     bank, first = bank_of(anywhere), anywhere.handles[0]
     bank.homes.view(first, write=True).fill_(math.nan)
-    edge = anywhere.engine.job.traffic.edges["device->host"]
+    edge = parts_of(anywhere).traffic.edges["device->host"]
     before = edge.nbytes
     with bank.landing_rows(first) as land:
         land(0, 1, lambda: ODD[:1])

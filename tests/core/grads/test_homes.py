@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, Elsewhere, small_at_home
 
 from infinity import native
@@ -24,7 +25,7 @@ def test_a_view_is_the_gradient_at_home(home, tmp_path):
     job = small_at_home(home, tmp_path)
     first, second, *_ = job.handles
     job.backward(RAMP, RAMP)
-    homes = job.engine.gradients.homes
+    homes = parts_of(job).gradients.homes
     view = homes.view(first, write=True)
     assert view.shape == (2, 4) and view.tolist() == ROWS
     view[1] = 7.0
@@ -38,7 +39,7 @@ def test_what_is_written_to_a_disks_gradient_without_saying_so_is_lost(tmp_path)
     """Twin of the view that is to be written."""
     job = small_at_home("nvme", tmp_path)
     job.backward(RAMP, RAMP)
-    homes = job.engine.gradients.homes
+    homes = parts_of(job).gradients.homes
     homes.settle()
     homes.view(job.handles[0], write=False)[1] = 7.0
     homes.settle()
@@ -57,7 +58,7 @@ def test_flat_elements_and_a_slice_are_in_the_order_of_the_storage(home, tmp_pat
     job = small_at_home(home, tmp_path, by_columns, bias=True)
     weight, bias, *_ = job.handles
     job.backward(RAMP)
-    homes = job.engine.gradients.homes
+    homes = parts_of(job).gradients.homes
     in_order = [1.0, 1, 2, 2, 3, 3, 4, 4]
     assert homes.flat_view(weight, write=False).tolist() == in_order
     assert homes.shard(weight, write=False).tolist() == in_order
@@ -74,7 +75,7 @@ def test_what_is_to_be_written_ends_an_update_made_ahead(writes):
     job.backward(given, given)
     first, second = (handle.flat_param for handle in job.handles[:2])
     assert first.homes.shadow is not None and second.homes.shadow is not None
-    job.engine.gradients.homes.view(job.handles[0], write=writes)
+    parts_of(job).gradients.homes.view(job.handles[0], write=writes)
     assert (first.homes.shadow is None) == writes and second.homes.shadow is not None
 
 
@@ -93,7 +94,7 @@ def held_up(monkeypatch):
     monkeypatch.setitem(accelerator.KINDS, "cpu", Elsewhere)
     job, gate = small_at_home("host"), threading.Event()
     job.backward(RAMP, RAMP)
-    homes, first = job.engine.gradients.homes, job.handles[0]
+    homes, first = parts_of(job).gradients.homes, job.handles[0]
     homes.view(first, write=False)
     home = homes.shard(first, write=False)
 
@@ -159,7 +160,7 @@ def test_a_disks_gradients_are_at_home_once_they_are_closed(close, tmp_path):
     """Method: bytes that are written to the slot after that are nobody's."""
     job = small_at_home("nvme", tmp_path)
     job.backward(RAMP, RAMP)
-    homes, first = job.engine.gradients.homes, job.handles[0]
+    homes, first = parts_of(job).gradients.homes, job.handles[0]
     view = homes.view(first, write=True)
     view.fill_(3.0)
     closed = getattr(homes, close)(*([first.flat_param] if close == "close_flat_param" else []))
@@ -173,7 +174,7 @@ def test_a_disks_gradients_are_at_home_once_they_are_closed(close, tmp_path):
 def test_only_the_shards_that_are_named_are_closed(tmp_path, monkeypatch):
     """Method: what the store is told to write. Twin: the one that is open is named, too."""
     job = small_at_home("nvme", tmp_path)
-    homes, store, written = job.engine.gradients.homes, job.engine.job.store, []
+    homes, store, written = parts_of(job).gradients.homes, parts_of(job).store, []
     job.backward(RAMP, RAMP)
     homes.settle()
     first, second = (handle.flat_param for handle in job.handles[:2])
@@ -194,7 +195,7 @@ def test_a_disks_gradients_are_opened_in_the_staging_that_was_given_last(tmp_pat
     """Method: the address of what is read. Twin: before, they are elsewhere."""
     job = small_at_home("nvme", tmp_path)
     job.backward(RAMP, RAMP)
-    homes, region = job.engine.gradients.homes, native.Region(1 << 20)
+    homes, region = parts_of(job).gradients.homes, native.Region(1 << 20)
     inside = []
     for _ in range(2):
         homes.settle()

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, AtHome, Elsewhere, small_at_home
 
 from infinity.core.grads.lander import Lander
@@ -31,16 +32,16 @@ def job(request, monkeypatch) -> AtHome:
 
 
 def lander(job: AtHome) -> Lander:
-    bank = job.engine.gradients
-    return Lander(bank.homes, job.engine.job.store, bank.changes, bank.values.norms)
+    bank = parts_of(job).gradients
+    return Lander(bank.homes, parts_of(job).store, bank.changes, bank.values.norms)
 
 
 def at_home(job: AtHome, index: int = 0) -> torch.Tensor:
-    return job.engine.gradients.homes.view(job.handles[index], write=False).clone()
+    return parts_of(job).gradients.homes.view(job.handles[index], write=False).clone()
 
 
 def is_beside(job: AtHome) -> bool:
-    return job.engine.device.overlaps
+    return parts_of(job).device.overlaps
 
 
 def land(job: AtHome, grad: torch.Tensor, *, adds: bool, whole: bool = True) -> None:
@@ -86,7 +87,7 @@ def test_the_norm_that_was_asked_for_is_taken_of_the_sum(job, order, whole):
     """With torch's bits. Twin: without a question none is taken."""
     record = job.handles[0].grad
     if order is not None:
-        job.engine.gradients.values.norms.ask(order)
+        parts_of(job).gradients.values.norms.ask(order)
     land(job, ODD, adds=False, whole=whole)
     land(job, ODD * 3, adds=True, whole=whole)
     if order is None:
@@ -102,11 +103,11 @@ def test_the_norm_that_was_asked_for_is_taken_of_the_sum(job, order, whole):
 def test_what_a_transfer_uses_lives_until_it_ends(job, order, monkeypatch):
     """The gradient, and the norm that it fills in, which may be forgotten meanwhile. Twin: on the
     processor nothing is left behind."""
-    record, queue, kept = job.handles[0].grad, job.engine.gradients.homes.queue, []
+    record, queue, kept = job.handles[0].grad, parts_of(job).gradients.homes.queue, []
     send = queue.send
     monkeypatch.setattr(queue, "send", lambda *args: (kept.append(args[4:]), send(*args))[1])
     if order is not None:
-        job.engine.gradients.values.norms.ask(order)
+        parts_of(job).gradients.values.norms.ask(order)
     land(job, ODD, adds=False)
     if not is_beside(job):
         assert kept == []
@@ -118,12 +119,12 @@ def test_what_a_transfer_uses_lives_until_it_ends(job, order, monkeypatch):
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_the_bytes_of_a_gradient_are_counted_on_their_way_home(job, whole):
-    edge = job.engine.job.traffic.edges["device->host"]
+    edge = parts_of(job).traffic.edges["device->host"]
     before = edge.nbytes
     land(job, ODD.double(), adds=False, whole=whole) if whole else land(
         job, ODD, adds=False, whole=False
     )
-    job.engine.gradients.homes.queue.wait(job.handles[0].flat_param)
+    parts_of(job).gradients.homes.queue.wait(job.handles[0].flat_param)
     assert edge.nbytes - before == ODD.numel() * 4  # as they are at home
 
 
@@ -145,16 +146,16 @@ def test_only_a_device_with_transfers_of_its_own_lands_beside_the_compute(job):
     """Method: whether the gradient's arrival is still listed."""
     flat_param = job.handles[0].flat_param
     land(job, ODD, adds=False)
-    assert len(job.engine.gradients.homes.landing_of(flat_param)) == is_beside(job)
-    job.engine.gradients.homes.queue.wait(flat_param)
+    assert len(parts_of(job).gradients.homes.landing_of(flat_param)) == is_beside(job)
+    parts_of(job).gradients.homes.queue.wait(flat_param)
     land(job, ODD, adds=False, whole=False)
-    assert len(job.engine.gradients.homes.landing_of(flat_param)) == is_beside(job)
+    assert len(parts_of(job).gradients.homes.landing_of(flat_param)) == is_beside(job)
 
 
 def test_a_landed_gradient_counts_as_freed_where_the_host_computes(job, monkeypatch):
     """The host's allocator keeps its memory, which the heap must know of. Twin: a device's own
     allocator uses it again."""
     freed = []
-    monkeypatch.setattr(type(job.engine.device), "note_freed", lambda device, n: freed.append(n))
+    monkeypatch.setattr(type(parts_of(job).device), "note_freed", lambda device, n: freed.append(n))
     land(job, ODD, adds=False)
     assert freed == ([] if is_beside(job) else [ODD.nbytes])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inside import parts_of
 from models import at_home, least_host_memory, seeded
 from runs import adamw
 from torch import nn
 
 import infinity
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import wrapped
 
 
 class Block(nn.Module):
@@ -53,14 +53,18 @@ def test_only_gradients_that_are_added_to_are_read(tmp_path, monkeypatch, micro)
         if home == "nvme":
             config["host_memory"] = least_host_memory(model, optimizer, config)
         model, optimizer = infinity.wrap_model(model, optimizer, config)
-        engine, read = wrapped(model).engine, []
+        engine, read = parts_of(model).engine, []
         grads = {
-            flat.arrays["grad"]: flat for unit in engine.job.units for flat in unit.flat_params
+            flat.arrays["grad"]: flat
+            for unit in parts_of(engine).units
+            for flat in unit.flat_params
         }
-        assert engine.job.planned.plan.tiers["grad"] is (Tier.NVME if home == "nvme" else Tier.HOST)
-        start_read = engine.job.store.start_read
+        assert parts_of(engine).planned.plan.tiers["grad"] is (
+            Tier.NVME if home == "nvme" else Tier.HOST
+        )
+        start_read = parts_of(engine).store.start_read
         monkeypatch.setattr(
-            engine.job.store,
+            parts_of(engine).store,
             "start_read",
             lambda array, *args, **where: (read.append(array), start_read(array, *args, **where))[
                 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, small_at_home
 
 from infinity import native
@@ -17,7 +18,7 @@ class Desk:
 
     def __init__(self, folder, monkeypatch, slots: int = 2):
         self.job = small_at_home("nvme", folder)
-        self.store, self.done = self.job.engine.job.store, []
+        self.store, self.done = parts_of(self.job).store, []
         self.flat_params = [handle.flat_param for handle in self.job.handles]
         self.region = native.Region(slots * NBYTES)
         self.memory().fill_(8.0)
@@ -80,9 +81,9 @@ def test_a_shard_with_one_gradient_is_read(tmp_path):
     job.backward(RAMP)
     weight, bias, *_ = job.handles
     bias.param.grad = None
-    job.engine.gradients.homes.settle()
+    parts_of(job).gradients.homes.settle()
     pool = native.PinnedPool(native.Region(NBYTES))
-    opened = OpenedGrads(job.engine.job.store, pool, lambda flat_param: None)
+    opened = OpenedGrads(parts_of(job).store, pool, lambda flat_param: None)
     assert opened.flat(weight.flat_param, write=False)[:8].tolist() == RAMP.tolist() * 2
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, AtHome, Elsewhere, small_at_home
 from torch import nn
 
@@ -55,8 +56,8 @@ def grads(job: AtHome) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def at_home(job: AtHome, index: int = 0) -> torch.Tensor:
-    job.engine.gradients.homes.settle()
-    return job.engine.gradients.values.value(job.handles[index], write=False).clone()
+    parts_of(job).gradients.homes.settle()
+    return parts_of(job).gradients.values.value(job.handles[index], write=False).clone()
 
 
 def consume(job: AtHome) -> None:
@@ -67,12 +68,12 @@ def consume(job: AtHome) -> None:
 def of_several_ranks(job: AtHome) -> None:
     """Lets gradients take the ways that they take with others, though this rank has all bytes."""
     ranks = SimpleNamespace(alone=False, size=1, pp_group=None)
-    job.engine.gradients.values.ranks = job.engine.gradients.assigned.ranks = ranks
+    parts_of(job).gradients.values.ranks = parts_of(job).gradients.assigned.ranks = ranks
 
 
 def averaged_by(job: AtHome) -> Averager:
     averager = Averager()
-    job.engine.gradients.reduce_with(None, averager.average)
+    parts_of(job).gradients.reduce_with(None, averager.average)
     return averager
 
 
@@ -152,9 +153,9 @@ def test_its_values_are_averaged_before_they_are_read_and_not_for_zeros(here):
 def test_a_gradient_is_used_in_a_use_of_the_job(here):
     """Method: whether a scope is open while it is averaged; for a view, too."""
     first, seen = grads(here)[0], []
-    note = lambda **_: seen.append(here.engine.job.scopes.running_here)
+    note = lambda **_: seen.append(parts_of(here).scopes.running_here)
     running = SimpleNamespace(average=note)
-    here.engine.gradients.reduce_with(None, running.average)
+    parts_of(here).gradients.reduce_with(None, running.average)
     first + 1
     first[0]
     first.numpy()
@@ -166,7 +167,7 @@ def test_a_consumed_gradient_is_changed_once_its_step_is_over(job, is_over):
     """It stays consumed. Twin: between the two halves of a step each change is refused."""
     (first, _), expected = grads(job), ROWS.clone()
     consume(job)
-    job.engine.uses.define(State.STEPPED, lambda: not is_over)
+    parts_of(job).uses.define(State.STEPPED, lambda: not is_over)
     writes = (
         lambda grad: grad.mul_(3),
         lambda grad: grad.div_(2),
@@ -301,7 +302,7 @@ def test_views_with_several_ranks_read_the_home_at_each_use(here):
     of_several_ranks(here)
     view = first.as_strided((2, 2), (2, 1), 3)
     assert type(view) is GradView and torch.equal(view + 0, torch.tensor([[4.0, 1.0], [2.0, 3.0]]))
-    here.engine.gradients.homes.view(here.handles[0], write=True).copy_(ODD)
+    parts_of(here).gradients.homes.view(here.handles[0], write=True).copy_(ODD)
     assert torch.equal(view + 0, ODD.as_strided((2, 2), (2, 1), 3))
     assert torch.equal(view[1] + view[0], ODD.view(-1)[5:7] + ODD.view(-1)[3:5])
     assert view.detach() is view and torch.equal(torch.stack([view, view])[1], view + 0)
@@ -367,7 +368,7 @@ class Edits:
     def __init__(self, job: AtHome, monkeypatch):
         self.noted = []
         monkeypatch.setattr(
-            job.engine.gradients.values,
+            parts_of(job).gradients.values,
             "note_edit",
             lambda handle, by: self.noted.append((handle.index, handle.name, by)),
         )
@@ -395,7 +396,7 @@ def test_every_change_is_noted_once_for_the_other_ranks(job, monkeypatch):
 
 def test_the_clipping_of_torch_is_refused_on_a_stage_of_a_pipeline(here):
     """It would clip by this stage's norm. Twin: a norm alone may be taken."""
-    values, (first, _) = here.engine.gradients.values, grads(here)
+    values, (first, _) = parts_of(here).gradients.values, grads(here)
     expected = torch.linalg.vector_norm(ROWS)
     values.ranks = SimpleNamespace(pp_group=object(), size=1, alone=True)
     assert torch.linalg.vector_norm(first) == expected

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, AtHome, Elsewhere, small_at_home
 
 from infinity import native
@@ -27,11 +28,11 @@ def job(request, monkeypatch, tmp_path) -> AtHome:
 
 
 def values(job: AtHome) -> GradValues:
-    return job.engine.gradients.values
+    return parts_of(job).gradients.values
 
 
 def is_elsewhere(job: AtHome) -> bool:
-    return not job.engine.device.is_host
+    return not parts_of(job).device.is_host
 
 
 def read(job: AtHome, index: int = 0) -> torch.Tensor:
@@ -61,7 +62,7 @@ def test_reading_what_a_step_has_consumed_changes_nothing(job):
     for _ in range(2):
         assert torch.equal(read(job), ROWS * 0.5) and torch.equal(read(job, 1), ROWS)
     assert first.grad.factors == [0.5]
-    assert torch.equal(job.engine.gradients.homes.view(first, write=False), ROWS)
+    assert torch.equal(parts_of(job).gradients.homes.view(first, write=False), ROWS)
 
 
 @pytest.mark.parametrize("home", ["host", "nvme"])

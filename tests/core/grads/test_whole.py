@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inside import parts_of
 from small import AtHome, small_at_home
 
 from infinity.core.grads.whole import WholeGradients
@@ -17,7 +18,7 @@ NBYTES = 4 * 4096  # of one flat param: its elements are padded to 4096, each of
 def sums(job: AtHome, budget: int | None = None) -> tuple[WholeGradients, Ledger]:
     ledger = Ledger()
     ledger.limit(Tier.DEVICE, budget_nbytes=budget, planned_nbytes=0)
-    return WholeGradients(ledger, job.engine.device), ledger
+    return WholeGradients(ledger, parts_of(job).device), ledger
 
 
 def charged(ledger: Ledger) -> int:

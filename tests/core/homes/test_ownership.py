@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 from doubles import fault_plan
+from inside import parts_of
 from models import leftovers, swap_files, transformer
 from native_arrays import MIB, Disk, Staging, outcome_in_child
 from runs import adamw
@@ -293,7 +294,7 @@ def test_all_goes_with_the_last_reference_without_the_collector(tmp_path):
 
 def wrapped_regions(model) -> list[int]:
     """Addresses of the memory of a wrapped model's staging."""
-    return [model._infinity.engine.job.store.staging.pool.region.address]
+    return [parts_of(model._infinity).store.staging.pool.region.address]
 
 
 def test_updates_go_in_to_the_core_together_or_not_at_all(tmp_path):

@@ -25,6 +25,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import parts_of
 from lines import is_line
 from models import differing, loss_of, swap_files, tokens, transformer
 from native_arrays import ENGINES
@@ -40,7 +41,6 @@ from infinity.core.machine import disk_profile
 from infinity.core.machine.ledger import Ledger
 from infinity.core.machine.tiers import Tier
 from infinity.core.machine.traffic import Traffic
-from infinity.core.run.registry import wrapped
 
 MIB = 1024 * 1024
 STRIPE = 128 * 1024
@@ -526,7 +526,7 @@ def test_several_disks_change_no_bit(make_disks, monkeypatch, tmp_path, kind):
             losses.append(loss.item())
             if step == 1:
                 middle = {name: value.clone() for name, value in model.state_dict().items()}
-        store = wrapped(model).engine.job.store
+        store = parts_of(model).store
         if home == "nvme":
             assert len(held(store, 0, store.space.planned_nbytes)) == 3
         results.append(
@@ -563,9 +563,9 @@ def test_a_job_whose_disk_fails_goes_on_from_its_checkpoint(make_disks, monkeypa
     model, optimizer = job(disks.folders)
     step(model, optimizer, 0)
     infinity.save_checkpoint(tmp_path / "checkpoint", model, optimizer)
-    moved = wrapped(model).engine.job.store.io.nbytes(native.Op.READ) + wrapped(
-        model
-    ).engine.job.store.io.nbytes(native.Op.WRITE)
+    moved = parts_of(model).store.io.nbytes(native.Op.READ) + parts_of(model).store.io.nbytes(
+        native.Op.WRITE
+    )
     assert moved > 0
     infinity.unwrap_model(model, optimizer)
     monkeypatch.setenv("INFINITY_FAULTS", "read_only=1,file=1,first_piece=60")

@@ -37,6 +37,7 @@ from behind_cases import (  # noqa: F401
 from doubles import fault_plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import parts_of
 from marks import few
 from meta_cases import awkward_file, on_meta, optimizer_state
 from models import (
@@ -524,9 +525,13 @@ def test_zeros_that_nobody_writes_are_there(tmp_path, monkeypatch):
         model, _ = infinity.wrap_model(
             model, adamw(model, LR), at_home(home, home, tmp_path, master="split")
         )
-        engine = infinity.core.run.registry.wrapped(model).engine
-        masters = [flat.arrays["master"] for unit in engine.job.units for flat in unit.flat_params]
-        assert all(not engine.job.store.read(array, 0, array.numel).any() for array in masters)
+        engine = parts_of(model).engine
+        masters = [
+            flat.arrays["master"] for unit in parts_of(engine).units for flat in unit.flat_params
+        ]
+        assert all(
+            not parts_of(engine).store.read(array, 0, array.numel).any() for array in masters
+        )
     allocate = ArrayAllocator.allocate
 
     def dirty(self: ArrayAllocator, *given: Any, **more: Any) -> StateArray:
@@ -540,9 +545,11 @@ def test_zeros_that_nobody_writes_are_there(tmp_path, monkeypatch):
     model, _ = infinity.wrap_model(
         model, adamw(model, LR), at_home("host", "host", tmp_path, master="split")
     )
-    engine = infinity.core.run.registry.wrapped(model).engine
+    engine = parts_of(model).engine
     assert all(
-        flat.arrays["master"].flat.any() for unit in engine.job.units for flat in unit.flat_params
+        flat.arrays["master"].flat.any()
+        for unit in parts_of(engine).units
+        for flat in unit.flat_params
     )
 
 

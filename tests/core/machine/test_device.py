@@ -34,6 +34,7 @@ from device_cases import (  # noqa: F401
     train,
     trained,
 )
+from inside import parts_of
 from marks import few
 from race_detector import RaceDetector, Watch, detecting
 from torch import nn
@@ -45,7 +46,6 @@ from infinity.core.machine import device as devices
 from infinity.core.machine import in_flight
 from infinity.core.machine.traffic import Traffic
 from infinity.core.run.activation_disk import ActivationsOnDisk
-from infinity.core.run.registry import wrapped
 from infinity.core.step.device_share import DeviceShare
 from infinity.core.units.staged_reads import StagedReads
 from infinity.core.units.unit import ParamUnit
@@ -280,7 +280,7 @@ def test_a_read_that_fails_while_pieces_are_copied_is_a_typed_error_and_leaves_n
         jobs.append(infinity.wrap_model(*a_model(), config_at(("nvme", "host"), tmp_path)))
         train(*jobs[0], steps=30)
     for model, _ in jobs:
-        wrapped(model).engine.shut_down()
+        parts_of(model).shut_down()
     assert list(tmp_path.iterdir()) == [] and threading.active_count() == threads
 
 
@@ -359,10 +359,13 @@ def test_what_the_device_is_planned_to_hold_is_charged(compute_on, kernels):
     train(model, optimizer, steps=2)
     tier = infinity.stats(model).tiers["device"]
     assert tier.peak_nbytes <= tier.planned_nbytes <= 2 << 20
-    engine = wrapped(model).engine
-    terms = engine.job.planned.plan.terms["device"]
+    engine = parts_of(model).engine
+    terms = parts_of(engine).planned.plan.terms["device"]
     there_always = terms["gradients on their way"] + terms["optimizer slots"]
-    assert there_always > 0 and engine.job.ledger.accounts["device"].charged_nbytes == there_always
+    assert (
+        there_always > 0
+        and parts_of(engine).ledger.accounts["device"].charged_nbytes == there_always
+    )
     infinity.unwrap_model(model, optimizer)
 
 

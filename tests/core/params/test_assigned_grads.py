@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, AtHome, Elsewhere, small_at_home
 
 from infinity.core.grads.record import GradState
@@ -49,17 +50,17 @@ def anywhere(request, monkeypatch, tmp_path) -> AtHome:
 
 
 def of(job: AtHome) -> AssignedGrads:
-    return job.engine.gradients.assigned
+    return parts_of(job).gradients.assigned
 
 
 def at_home(job: AtHome, index: int = 0) -> torch.Tensor:
-    job.engine.gradients.homes.settle()
-    return job.engine.gradients.values.value(job.handles[index], write=False).clone()
+    parts_of(job).gradients.homes.settle()
+    return parts_of(job).gradients.values.value(job.handles[index], write=False).clone()
 
 
 def assign(job: AtHome, value: torch.Tensor, index: int = 0) -> torch.Tensor:
     """Makes ``value`` a gradient, as the bank does."""
-    job.engine.gradients.set(job.handles[index], value)
+    parts_of(job).gradients.set(job.handles[index], value)
     return value
 
 
@@ -160,7 +161,7 @@ def test_an_early_gradient_that_landed_anew_is_settled(job):
 
 def test_with_several_ranks_a_tensor_counts_until_its_gradient_has_parted_from_it(job):
     """By a landing, a step or a change. Then a write to it is refused."""
-    first, bank = job.handles[0], job.engine.gradients
+    first, bank = job.handles[0], parts_of(job).gradients
     for part in (
         lambda: first.grad.assigned.leave_behind(),
         lambda: first.grad.move(GradState.CONSUMED),
@@ -201,7 +202,7 @@ def test_the_assigned_tensor_is_shown_while_it_is_held(job):
 def test_a_tensor_whose_memory_is_held_is_shown_anew(job):
     """By a view of it; what is written there counts, and the new tensor is the one from then on."""
     first, flat = job.handles[0], torch.zeros(8)
-    job.engine.gradients.set(first, flat.view(2, 4))
+    parts_of(job).gradients.set(first, flat.view(2, 4))
     shown = of(job).shown(first)
     assert shown.data_ptr() == flat.data_ptr() and of(job).shown(first) is shown
     flat.fill_(3.0)
@@ -261,7 +262,7 @@ def test_held_tensors_make_room_for_as_many_temporary_ones(monkeypatch):
     """Method: what a trim leaves; the next one comes after as many again."""
     monkeypatch.setattr(assigned_grads, "TRIMMED_AT_COUNT", 1)
     job, trims = small_at_home(), []
-    watched = AssignedGrads(job.engine.gradients.values, job.engine.job.store)
+    watched = AssignedGrads(parts_of(job).gradients.values, parts_of(job).store)
     let_go = watched.let_go_unheld
     monkeypatch.setattr(watched, "let_go_unheld", lambda: (trims.append(at), let_go()))
     held = [torch.ones(2, 4) for _ in job.handles]
@@ -274,7 +275,7 @@ def test_held_tensors_make_room_for_as_many_temporary_ones(monkeypatch):
 def test_a_record_that_was_replaced_is_forgotten(job):
     """Twin: one that is there is kept."""
     values = [assign(job, ODD.clone(), index) for index in range(2)]
-    job.engine.gradients.clear(job.handles[0])
+    parts_of(job).gradients.clear(job.handles[0])
     of(job).let_go_unheld()
     assert of(job)._assigned == {job.handles[1]} and len(values) == 2
 
@@ -391,7 +392,7 @@ def test_a_stand_in_that_is_held_keeps_its_values_when_it_is_parted(job, case):
         assert held.plain is None and first.grad.proxy is held
         return
     assert torch.equal(held.plain, ROWS) and first.grad.proxy is None is first.grad.shown
-    job.engine.gradients.homes.view(first, write=True).fill_(7.0)
+    parts_of(job).gradients.homes.view(first, write=True).fill_(7.0)
     assert torch.equal(held.plain, ROWS)
     first.grad.proxy, plain = held, held.plain
     of(job).part_from(first)
@@ -430,7 +431,7 @@ def test_a_users_factor_changes_the_tensor_or_waits_at_home(job):
     second.grad.move(GradState.CONSUMED)
     of(job).scale_as_user(second, 0.25)
     assert second.grad.factors == [0.5, 0.25]
-    job.engine.uses.define(State.STEPPED, lambda: True)
+    parts_of(job).uses.define(State.STEPPED, lambda: True)
     with pytest.raises(UsageError, match=r"layers\.1\.weight\.grad between step_in_backward"):
         of(job).scale_as_user(second, 0.5)
 
@@ -448,7 +449,7 @@ def test_a_gradient_lands_on_the_tensor_that_torch_would_add_to(job):
     with torch.no_grad():
         kept = assign(job, torch.ones(1, 4).expand(2, 4))
         assert of(job).lands_on(first) is None and first.grad.assigned is None
-        job.engine.gradients.set(first, ODD.clone())
+        parts_of(job).gradients.set(first, ODD.clone())
         assert of(job).lands_on(first) is None and kept.shape == (2, 4)
 
 

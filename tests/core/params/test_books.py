@@ -9,10 +9,10 @@ from collections import OrderedDict, defaultdict
 import numpy as np
 import pytest
 import torch
+from inside import parts_of
 from torch import nn
 
 import infinity
-from infinity.core.run.registry import wrapped
 
 HOMES = ("device", "host", "nvme")
 OPTIMIZERS = {
@@ -322,7 +322,7 @@ def test_the_state_that_was_looked_at_takes_no_memory_once_nobody_has_it(swap):
     one that is held."""
     model, optimizer = infinity.wrap_model(*make("adamw"), config("nvme", swap))
     train(model, optimizer, lambda *_: None)
-    borrowed = wrapped(model).engine.job.borrowed
+    borrowed = parts_of(model).borrowed
     show(model, optimizer)
     kept = optimizer.state[model[0][0].weight]["exp_avg"].view(-1)
     gc.collect()

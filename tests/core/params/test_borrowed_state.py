@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, AtHome, small_at_home
 
 from infinity import UsageError
@@ -24,13 +25,13 @@ def job() -> AtHome:
 
 
 def borrowed(job: AtHome) -> BorrowedState:
-    return job.engine.job.borrowed
+    return parts_of(job).borrowed
 
 
 def kept(job: AtHome, index: int = 0, name: str = "exp_avg") -> list:
     """What is at home."""
     handle = job.handles[index]
-    return handle.flat_param.read_moment(job.engine.job.store, name, handle.index).tolist()
+    return handle.flat_param.read_moment(parts_of(job).store, name, handle.index).tolist()
 
 
 def rows(value: float | torch.Tensor) -> list:
@@ -143,10 +144,10 @@ def test_another_shape_is_refused_once_and_the_state_stands(job):
 
 
 def test_writes_inside_a_step_in_backward_are_refused(job):
-    job.engine.steps.streaming = True
+    parts_of(job).steps.streaming = True
     with pytest.raises(UsageError, match=r"layers\.0\.weight inside `with optimizer\.step_in_back"):
         borrowed(job).write(job.handles[0], {STEP: torch.tensor(4.0)})
-    job.engine.steps.streaming = False
+    parts_of(job).steps.streaming = False
     assert job.handles[0].step == 1 and borrowed(job).edits == []
 
 

@@ -6,11 +6,11 @@ import logging
 
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, AtHome, Small, small_at_home
 
 import infinity
 from infinity import UsageError
-from infinity.core.run.registry import wrapped
 
 
 def adam(params) -> torch.optim.Optimizer:
@@ -33,7 +33,7 @@ def halved(make) -> AtHome:
     model = Small().bfloat16()
     config = {"params": "host", "optimizer": "host"}
     model, optimizer = infinity.wrap_model(model, make(model.parameters()), config)
-    return AtHome(model, optimizer, wrapped(model).engine)
+    return AtHome(model, optimizer, parts_of(model).engine)
 
 
 def plain() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -90,7 +90,7 @@ def test_what_was_loaded_is_at_home_and_the_rest_begins_anew():
         (first, "exp_avg_sq", RAMP.square() / 4),
         (second, "exp_avg", 0.0),
     ):
-        kept = handle.flat_param.read_moment(job.engine.job.store, name, handle.index)
+        kept = handle.flat_param.read_moment(parts_of(job).store, name, handle.index)
         torch.testing.assert_close(kept.tolist(), rows(value))
 
 
@@ -133,7 +133,7 @@ def test_a_state_dict_that_does_not_fit_is_refused_and_changes_nothing(fault):
         given["param_groups"][0]["params"].append(given["param_groups"][1]["params"].pop())
         message = r"groups of \[2, 4\] parameters"
     given["state"][0]["step"] = torch.tensor(9.0)
-    job.engine.job.borrowed.forget()
+    parts_of(job).borrowed.forget()
     with pytest.raises(UsageError, match=message):
         job.optimizer.load_state_dict(given)
     assert job.handles[0].step == 1 and job.optimizer.param_groups[0]["lr"] == 0.5
@@ -158,7 +158,7 @@ def test_writes_to_a_state_dict_that_was_handed_out_reach_home():
     found["step"].fill_(4.0)
     job.optimizer.plain_state_dict()["state"][0]["exp_avg_sq"].fill_(3.0)
     job.optimizer.state_dict()
-    store = job.engine.job.store
+    store = parts_of(job).store
     assert (
         handle.flat_param.read_moment(store, "exp_avg", 0).tolist() == rows(3.0)
         and handle.step == 4

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from inside import parts_of
 from models import at_home
 from torch import nn
 from torch.func import functional_call
 
 import infinity
-from infinity.core.run.registry import wrapped
 
 STEPS, WIDTH = 3, 4
 both_homes = pytest.mark.parametrize("home", ("host", "nvme"))
@@ -153,11 +153,11 @@ def test_the_graph_of_a_backward_holds_no_weights(home, tmp_path):
     """Method: between the two backwards all units go home, and no memory of theirs is held. Twin:
     the graph is used after that."""
     model, _ = infinity.wrap_model(*made(Critic), at_home(home, home, tmp_path))
-    prefetcher = wrapped(model).engine.job.prefetcher
+    prefetcher = parts_of(model).prefetcher
     x = torch.ones(2, WIDTH, requires_grad=True)
     (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
-    units = wrapped(model).engine.job.units
+    units = parts_of(model).units
     assert not any(prefetcher.is_held(unit) for unit in units)
     prefetcher.release_all(units)
     assert not any(unit.buffers.is_held for unit in units if not unit.stays)

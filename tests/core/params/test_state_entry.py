@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, AtHome, small_at_home
 
 from infinity import UsageError
@@ -135,7 +136,7 @@ def test_a_tensor_in_torchs_form_is_the_state_from_then_on():
     own.fill_(3.0)
     other.fill_(3.0)
     homes.settle()
-    flat_param, store = job.handles[0].flat_param, job.engine.job.store
+    flat_param, store = job.handles[0].flat_param, parts_of(job).store
     assert entry["exp_avg"] is own
     assert flat_param.read_moment(store, "exp_avg", 0).tolist() == [[3.0] * 4] * 2
     assert flat_param.read_moment(store, "exp_avg_sq", 0).tolist() == [[0.0] * 4] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inside import parts_of
 from small import AtHome, small_at_home
 from torch import nn
 
@@ -35,7 +36,7 @@ def home(job: AtHome, number: int = 0) -> list:
 
 
 def is_at_rest(job: AtHome) -> bool:
-    held = any(job.engine.job.prefetcher.is_held(handle.unit) for handle in job.handles)
+    held = any(parts_of(job).prefetcher.is_held(handle.unit) for handle in job.handles)
     return not held and all(type(weight) is StoredParameter for weight in weights(job))
 
 
@@ -109,7 +110,7 @@ def test_torchs_own_refusal_is_raised_and_changes_nothing(job):
         with pytest.raises(RuntimeError) as refused:
             wrong()
         assert not isinstance(refused.value, infinity.InfinityError)
-        assert is_at_rest(job) and not job.engine.uses.scopes.interrupted
+        assert is_at_rest(job) and not parts_of(job).uses.scopes.interrupted
     assert home(job) == VALUES.tolist() and weight.sum().item() == 28
 
 

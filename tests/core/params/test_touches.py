@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, AtHome, small_at_home
 
 import infinity
@@ -19,7 +20,7 @@ from infinity.errors import UsageError
 
 def touches(job: AtHome, **parts) -> Touches:
     return Touches(
-        SimpleNamespace(**vars(job.engine.job) | parts),
+        SimpleNamespace(**vars(parts_of(job).job) | parts),
         lambda handle, what: UsageError(f"{what} of {handle.name} is refused"),
     )
 
@@ -31,7 +32,7 @@ def residency(job: AtHome, number: int = 0) -> str:
 def test_the_units_are_resident_and_held_in_the_block_alone():
     """Claim: a unit that two parameters share is held once. Twin: another unit is not brought."""
     job = small_at_home(bias=True)
-    held = job.engine.job.prefetcher.is_held
+    held = parts_of(job).prefetcher.is_held
     with touches(job).holding(job.handles[:2], "a use", writes=False):
         assert residency(job) == "RESIDENT" and held(job.handles[0].unit)
         assert residency(job, 2) == "STORED"
@@ -57,11 +58,11 @@ def test_a_use_is_none_of_the_schedules():
     for _ in range(2):
         job.backward(RAMP)
         job.optimizer.zero_grad()
-        before = list(job.engine.job.schedule._current)
+        before = list(parts_of(job).schedule._current)
         for handle in job.handles:
             with touches(job).holding([handle], "a use", writes=False):
                 pass
-        assert job.engine.job.schedule._current == before != []
+        assert parts_of(job).schedule._current == before != []
 
 
 def test_a_write_is_home_after_the_block_and_counted():
@@ -93,7 +94,7 @@ def test_an_exception_lets_the_units_go():
     with pytest.raises(KeyError):
         with touches(job).holding(job.handles[:2], "a use", writes=False):
             raise KeyError
-    assert not any(job.engine.job.prefetcher.is_held(handle.unit) for handle in job.handles)
+    assert not any(parts_of(job).prefetcher.is_held(handle.unit) for handle in job.handles)
 
 
 @pytest.mark.parametrize("writes", [True, False])

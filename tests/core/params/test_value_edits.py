@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from models import at_home
 from small import RAMP, AtHome, Small, small_at_home
 
 import infinity
 from infinity.core.params.value_edits import ValueEdits
 from infinity.core.run.journal import Journal
-from infinity.core.run.registry import wrapped
 from infinity.errors import UsageError
 
 ODD = torch.linspace(0.1, 0.8, 8).view(2, 4)  # of which bf16 loses bits
@@ -65,7 +65,11 @@ class Edits(ValueEdits):
         self.prefetcher, self.journal = Releases(), Journal()
         self.collectives = collectives or Collectives()
         super().__init__(
-            job.engine.job.store, self.prefetcher, self.journal, self.collectives, job.engine.steps
+            parts_of(job).store,
+            self.prefetcher,
+            self.journal,
+            self.collectives,
+            parts_of(job).steps,
         )
         for handle in job.handles:
             handle.flat_param.collectives = self.collectives
@@ -76,12 +80,12 @@ def halved() -> AtHome:
     model = Small().bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer = infinity.wrap_model(model, optimizer, at_home("host", "host", None))
-    return AtHome(model, optimizer, wrapped(model).engine)
+    return AtHome(model, optimizer, parts_of(model).engine)
 
 
 def value(job: AtHome, index: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     handle = job.handles[index]
-    return handle.flat_param.read_value(job.engine.job.store, handle.index, dtype).clone()
+    return handle.flat_param.read_value(parts_of(job).store, handle.index, dtype).clone()
 
 
 def test_a_value_is_at_home_once_it_is_written():

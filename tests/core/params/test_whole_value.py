@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inside import parts_of
 from torch import nn
 
 import infinity
-from infinity.core.run.registry import wrapped
 from infinity.core.units.residency import Residency
 
 
@@ -21,7 +21,7 @@ def model():
 
 
 def is_brought(model: nn.Module) -> bool:
-    return any(unit.residency is Residency.RESIDENT for unit in wrapped(model).engine.job.units)
+    return any(unit.residency is Residency.RESIDENT for unit in parts_of(model).units)
 
 
 def test_values_are_compared_at_home(model):

@@ -12,12 +12,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from inside import parts_of
 from models import at_home, differing
 from torch import nn
 
 import infinity
 from infinity.core.params.handed_out import HandedOut
-from infinity.core.run.registry import wrapped
 from infinity.core.units.flat_param import FlatParam
 
 HOMES = ("device", "host", "nvme")
@@ -464,26 +464,26 @@ def test_a_state_dict_that_is_only_read_leaves_nothing_behind(home, tmp_path, mo
     """
     model, optimizer = wrap(home, tmp_path)
     train(model, optimizer, 0)
-    engine = wrapped(model).engine
+    engine = parts_of(model).engine
     states = model.state_dict(), optimizer.state_dict()
     torch.save(states, io.BytesIO())
     copy.deepcopy(states)
-    assert len(engine.job.handed._entries) == 4 + 4 * 3
+    assert len(parts_of(engine).handed._entries) == 4 + 4 * 3
     with monkeypatch.context() as patched:
         for name in ("read", "write"):
             patched.setattr(
-                type(engine.job.store),
+                type(parts_of(engine).store),
                 name,
                 lambda *args, **more: pytest.fail("the home was asked"),
             )
         engine.wait_idle()
     del states
-    assert not engine.job.handed._entries
+    assert not parts_of(engine).handed._entries
     model.state_dict()["0.weight"].numpy()
-    assert len(engine.job.handed._entries) == 1
+    assert len(parts_of(engine).handed._entries) == 1
     with torch.no_grad():
         loss_of(model, 1)
-    assert not engine.job.handed._entries
+    assert not parts_of(engine).handed._entries
 
 
 def by_full_params(model: nn.Module, optimizer: torch.optim.Optimizer, folder) -> torch.Tensor:

@@ -10,12 +10,12 @@ import sys
 
 import pytest
 import torch
+from inside import parts_of
 from torch import nn
 
 import infinity
 from infinity.core.machine import limits, scratch
 from infinity.core.machine.limits import GIB
-from infinity.core.run.registry import wrapped
 from infinity.core.wrap import lay_out
 from infinity.ranks.collectives import Collectives
 from infinity.ranks.parallel_dims import ParallelDims
@@ -60,7 +60,7 @@ def test_what_fits_stays_in_memory_and_is_told(caplog):
     assert (
         "on nvme" not in line and "swap files" not in line and "weights 12.2 MiB on device" in line
     )
-    assert wrapped(model).engine.job.config.nvme_paths == ()
+    assert parts_of(model).config.nvme_paths == ()
 
 
 @pytest.mark.parametrize("device", [None, "cpu"])
@@ -89,9 +89,12 @@ def test_what_does_not_fit_goes_to_a_folder_that_is_found(tight, tmp_path, monke
         and "a limit leaves 30.0 MiB" in line
         and "on nvme" in line
     )
-    engine = wrapped(model).engine
-    assert engine.job.config.nvme_paths == (str(tmp_path),) and not list(tmp_path.iterdir())
-    assert engine.job.planned.plan.planned_nbytes(infinity.core.machine.tiers.Tier.HOST) <= 20 * MIB
+    engine = parts_of(model).engine
+    assert parts_of(engine).config.nvme_paths == (str(tmp_path),) and not list(tmp_path.iterdir())
+    assert (
+        parts_of(engine).planned.plan.planned_nbytes(infinity.core.machine.tiers.Tier.HOST)
+        <= 20 * MIB
+    )
     assert losses(model, optimizer) == losses(
         *infinity.wrap_model(*make(), {"params": "host", "optimizer": "host", "host_memory": GIB})
     )
@@ -124,7 +127,7 @@ def test_auto_is_a_choice_like_others(tmp_path, monkeypatch):
     """`nvme_paths="auto"` beside a home on NVMe, whatever memory has left."""
     monkeypatch.setenv(scratch.VARIABLE, str(tmp_path))
     model, _ = infinity.wrap_model(*make(), {"optimizer": "nvme", "nvme_paths": "auto"})
-    assert wrapped(model).engine.job.config.nvme_paths == (str(tmp_path),)
+    assert parts_of(model).config.nvme_paths == (str(tmp_path),)
 
 
 JOB = """

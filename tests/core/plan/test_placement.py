@@ -17,6 +17,7 @@ import re
 
 import pytest
 import torch
+from inside import parts_of
 from marks import few
 from models import loss_of, seeded, tokens, transformer
 from runs import adamw, check_same_bits, wrapped_run
@@ -38,7 +39,6 @@ from infinity.core.plan.plan import make_plan
 from infinity.core.plan.predict import predict
 from infinity.core.plan.step_traffic import traffic
 from infinity.core.plan.unit_sizes import CHECKSUMMED, FlatParamSize, UnitSize
-from infinity.core.run.registry import wrapped
 from infinity.core.step.device_slots import DEVICE_SLOTS
 from infinity.core.step.slots import needed_device_slot_nbytes
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
@@ -463,13 +463,13 @@ def test_no_budget_changes_a_bit(swap):
     placements, fitted = set(), 0
 
     def look(model):
-        engine = wrapped(model).engine
-        plan = engine.job.planned.plan
-        indices = range(len(engine.job.units))
+        engine = parts_of(model).engine
+        plan = parts_of(engine).planned.plan
+        indices = range(len(parts_of(engine).units))
         placements.add(
             tuple((*map(str, plan.tiers_of(i).values()), *sorted(plan.kept_of(i))) for i in indices)
         )
-        for tier, account in engine.job.ledger.accounts.items():
+        for tier, account in parts_of(engine).ledger.accounts.items():
             assert account.peak_nbytes <= account.planned_nbytes, tier
             assert (
                 account.budget_nbytes is None or account.planned_nbytes <= account.budget_nbytes
@@ -523,7 +523,7 @@ class Row(nn.Module):
 
 def measure(model, optimizer, micro: int) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of the fourth step over every edge, and what `traffic` says of it."""
-    engine = wrapped(model).engine
+    engine = parts_of(model).engine
 
     def step(seed: int) -> None:
         for i in range(micro):
@@ -537,16 +537,16 @@ def measure(model, optimizer, micro: int) -> tuple[dict[str, int], dict[str, int
 
     for seed in range(3):
         step(seed)
-    for unit in engine.job.units:  # what the last step left under way
+    for unit in parts_of(engine).units:  # what the last step left under way
         for flat_param in unit.flat_params:
             flat_param.homes.wait()
     before = {name: edge.nbytes for name, edge in infinity.stats(model).edges.items()}
     step(3)
-    for unit in engine.job.units:
+    for unit in parts_of(engine).units:
         for flat_param in unit.flat_params:
             flat_param.homes.wait()
     after = {name: edge.nbytes for name, edge in infinity.stats(model).edges.items()}
-    expected = traffic(engine.job.planned.plan, engine.job.planned.sizes, passes=micro)
+    expected = traffic(parts_of(engine).planned.plan, parts_of(engine).planned.sizes, passes=micro)
     return {name: after[name] - before[name] for name in after}, expected
 
 
@@ -585,11 +585,11 @@ def test_traffic_is_what_a_steady_step_moves(swap, home, micro, frozen):
             least = int(re.findall(r"\((\d+) bytes\)", str(error))[1])
             config["device_memory"] = least
     model, optimizer = infinity.wrap_model(model, adamw(model, 1e-3), config)
-    engine = wrapped(model).engine
-    assert not any(unit.tile_nbytes for unit in engine.job.planned.sizes)
+    engine = parts_of(model).engine
+    assert not any(unit.tile_nbytes for unit in parts_of(engine).planned.sizes)
     found, expected = measure(model, optimizer, micro)
-    largest = max(unit.weight_nbytes for unit in engine.job.planned.sizes)
-    padding = 16 * KIB * len(engine.job.planned.sizes) * micro
+    largest = max(unit.weight_nbytes for unit in parts_of(engine).planned.sizes)
+    padding = 16 * KIB * len(parts_of(engine).planned.sizes) * micro
     turns = 2 * micro * 2 * largest
     slack = {"host->device": 0 if home == "device" else turns, "device->host": padding}
     if home == "nvme":
@@ -624,10 +624,12 @@ def test_kept_units_move_nothing_through_the_disk(swap, micro):
         model, optimizer = infinity.wrap_model(
             model, adamw(model, 1e-3), {**config, "host_memory": host}
         )
-        engine = wrapped(model).engine
+        engine = parts_of(model).engine
         found, expected = measure(model, optimizer, micro)
-        largest = max(unit.weight_nbytes for unit in engine.job.planned.sizes)
-        print(host, {what: len(units) for what, units in engine.job.planned.plan.kept.items()})
+        largest = max(unit.weight_nbytes for unit in parts_of(engine).planned.sizes)
+        print(
+            host, {what: len(units) for what, units in parts_of(engine).planned.plan.kept.items()}
+        )
         check_exact(
             found,
             expected,
@@ -670,8 +672,8 @@ def test_traffic_of_tiled_units(tied):
         adamw(model, 1e-3),
         {"params": "host", "optimizer": "host", "activations": "device", "device_memory": "256KiB"},
     )
-    engine = wrapped(model).engine
-    assert any(unit.tile_nbytes for unit in engine.job.planned.sizes)
+    engine = parts_of(model).engine
+    assert any(unit.tile_nbytes for unit in parts_of(engine).planned.sizes)
     found, expected = measure(model, optimizer, 1)
     print(f"measured {found}\nexpected {expected}")
     weight = 2048 * 64 * 4
@@ -776,8 +778,8 @@ def test_lay_out_allocates_nothing_and_changes_nothing(swap):
         for p in model.parameters()
     )
     model, optimizer = infinity.wrap_model(model, optimizer, config)
-    engine = wrapped(model).engine
-    assert (engine.job.planned.plan, engine.job.planned.sizes) == (plan, units)
+    engine = parts_of(model).engine
+    assert (parts_of(engine).planned.plan, parts_of(engine).planned.sizes) == (plan, units)
 
 
 def test_a_meta_model_is_laid_out_like_a_real_one(tmp_path):

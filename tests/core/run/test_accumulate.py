@@ -14,11 +14,11 @@ import models
 import pytest
 import threaded_device
 import torch
+from inside import parts_of
 from torch import nn
 
 import infinity
 from infinity.core.machine import accelerator
-from infinity.core.run.registry import wrapped
 
 HOMES = ("device", "host", "nvme")
 MICRO, STEPS, WIDTH = 4, 3, 32
@@ -108,9 +108,7 @@ def test_a_device_without_room_for_gradients_changes_no_bit(swap, monkeypatch):
     config = models.at_home("host", "host", swap)
     model, optimizer = build()
     infinity.wrap_model(model, optimizer, config)
-    window = wrapped(model).engine.job.planned.plan.planned_nbytes(
-        infinity.core.machine.tiers.Tier.DEVICE
-    )
+    window = parts_of(model).planned.plan.planned_nbytes(infinity.core.machine.tiers.Tier.DEVICE)
     infinity.unwrap_model(model)
     tight, plain = trained(config | {"device_memory": window}), trained(None)
     assert tight[0] == plain[0] and not models.differing(tight[1], plain[1])
@@ -225,6 +223,6 @@ def test_an_evaluation_beside_it_and_a_block_without_backwards():
     assert all(param.grad is None for param in model.parameters())
     plain, _ = build()
     assert first == [loss_of(plain, 0, part).item() for part in range(2)]
-    assert not any(unit.residency.name == "RESIDENT" for unit in wrapped(model).engine.job.units)
+    assert not any(unit.residency.name == "RESIDENT" for unit in parts_of(model).units)
     plain_told = train(*build(), joined=False)
     assert train(model, optimizer, joined=True) == plain_told

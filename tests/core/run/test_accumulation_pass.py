@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inside import parts_of
 from models import seeded
 from torch import nn
 
 import infinity
 from infinity.core.grads.record import GradState
 from infinity.core.run.accumulation_pass import AccumulationPass
-from infinity.core.run.registry import engine_of
 from infinity.errors import UsageError
 
 HOST = {"params": "host", "optimizer": "host"}
@@ -29,8 +29,11 @@ class Made:
         self.model, self.optimizer = infinity.wrap_model(
             model, torch.optim.SGD(model.parameters(), lr=0.1), HOST
         )
-        engine = engine_of(self.model)
-        self.job, self.accumulation = engine.job, AccumulationPass(engine.job, engine.backward)
+        engine = parts_of(self.model).engine
+        self.job, self.accumulation = (
+            parts_of(engine).job,
+            AccumulationPass(parts_of(engine).job, engine.backward),
+        )
 
     def backward(self, *scales: float) -> None:
         for model in (self.plain, self.model):

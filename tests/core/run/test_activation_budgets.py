@@ -38,6 +38,7 @@ from activations_cases import (  # noqa: F401
     two_live_graphs,
     wrapped,
 )
+from inside import parts_of
 from models import (
     differing,
     environment,
@@ -406,7 +407,7 @@ def test_everything_is_given_back_with_the_model(home, holding, tmp_path):
             x = rows_of(0, rows, WIDTH).requires_grad_()
             stepped(optimizer, model(x).square().mean())
             loss = model(x).square().mean()
-            engine = weakref.ref(infinity.core.run.registry.wrapped(model).engine)
+            engine = weakref.ref(parts_of(model).engine)
             held = {"nothing": None, "a graph": loss, "a tensor": x}[holding]
             del model, optimizer, loss, x
             gc.collect()

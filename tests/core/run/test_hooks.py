@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from inside import parts_of
 from models import TIERS, at_home
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
@@ -17,7 +18,6 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 import infinity
 from infinity.core.grads.backward import Backward
 from infinity.core.run.hooks import LandingHook, RefusedCopy
-from infinity.core.run.registry import wrapped
 from infinity.core.units.handle import raw_hooks
 from infinity.errors import CapacityError, UsageError
 
@@ -318,7 +318,7 @@ def test_a_hook_between_the_backwards_of_one_pass_has_the_sum(home, tmp_path):
         loop = Hooked(HOOKS["clipped"], each, tmp_path)
         hooks = loop.hook()
         loop.wrap()
-        one_pass = wrapped(loop.model).engine.accumulation.opened if each else torch.enable_grad
+        one_pass = parts_of(loop.model).accumulation.opened if each else torch.enable_grad
         with one_pass():
             for seed in (1, 2, 3):
                 loop.model(torch.full((2, 6), 0.1 * seed)).square().sum().backward()

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import parts_of
 from models import (
     at_home,
     differing,
@@ -29,7 +30,6 @@ from runs import adamw
 import infinity
 from infinity.core.run import lookahead
 from infinity.core.run.lookahead import DEEPEST, NEGLIGIBLE, LookAhead, choose, waiting
-from infinity.core.run.registry import wrapped
 
 SEED = 73
 BLOCKS = 8
@@ -182,21 +182,21 @@ class Job:
         if room is not None:
             config["host_memory"] = least_host_memory(*pair(), config) + room
         self.model, optimizer = infinity.wrap_model(*pair(), config)
-        engine, self.depths, self.misses, self.found = wrapped(self.model).engine, [], [], {}
+        engine, self.depths, self.misses, self.found = parts_of(self.model).engine, [], [], {}
         for step in range(steps):
             loss = loss_of(self.model, tokens(step))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             look(engine)
-            self.depths.append(engine.job.prefetcher.look_ahead.depth)
-            self.misses.append(engine.job.prefetcher.misses)
+            self.depths.append(parts_of(engine).prefetcher.look_ahead.depth)
+            self.misses.append(parts_of(engine).prefetcher.misses)
             self.found[f"loss {step}"] = loss.detach()
-            staging = engine.job.store.staging.pool
+            staging = parts_of(engine).store.staging.pool
             assert staging is None or staging.leased_nbytes <= staging.capacity_nbytes
         for tier, account in infinity.stats(self.model).tiers.items():
             assert account.peak_nbytes <= account.planned_nbytes, f"{tier}: {account}"
-        self.units_ahead = engine.job.planned.plan.units_ahead
+        self.units_ahead = parts_of(engine).planned.plan.units_ahead
         self.found |= {name: value.clone() for name, value in self.model.state_dict().items()}
         infinity.unwrap_model(self.model, optimizer)
         assert leftovers(folder) == []
@@ -262,7 +262,7 @@ def test_reads_and_computes_are_really_measured(swap):
     known = []
 
     def look(engine):
-        ahead = engine.job.prefetcher.look_ahead
+        ahead = parts_of(engine).prefetcher.look_ahead
         known.append(({*ahead._reads}, sum(ahead._reads.values()), {*ahead._computes}))
 
     with environment(INFINITY_FAULTS=DELAYED):

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import prepared
 import pytest
 import torch
+from inside import parts_of
 from models import TIERS, at_home, differing, in_child, seeded
 from runs import adamw
 from torch import nn
 
 import infinity
 from infinity.core.run import one_thread
-from infinity.core.run.registry import wrapped
 
 SEED = 7
 
@@ -138,7 +138,7 @@ def _threads_that_would_wait() -> None:
     assert torch.equal(out, plain(batch(0)))
     out.sum().backward()
     optimizer.step()
-    assert not wrapped(model).engine.job.scopes.is_used_elsewhere
+    assert not parts_of(model).scopes.is_used_elsewhere
 
 
 AT_THE_END = """

@@ -7,11 +7,11 @@ from dataclasses import fields
 
 import pytest
 import torch
+from inside import parts_of
 from torch import nn
 
 import infinity
 from infinity.core.run.pass_state import Frame, Pass
-from infinity.core.run.registry import wrapped
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -66,7 +66,7 @@ def test_nothing_of_a_pass_is_left_when_the_next_use_begins(where):
     in a backward, whose end nobody told.
     """
     model, optimizer = made()
-    running, seen = wrapped(model).engine.job.running, []
+    running, seen = parts_of(model).running, []
 
     def fail(*_):
         seen.append(len(running.holds))

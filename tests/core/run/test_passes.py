@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inside import parts_of
 from models import seeded
 from torch import nn
 
 import infinity
-from infinity.core.run.registry import wrapped
 from infinity.errors import CapacityError
 
 
@@ -19,8 +19,12 @@ def test_a_forward_that_finds_no_room_for_its_second_unit_lets_the_first_go(monk
     model, _ = infinity.wrap_model(
         model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
     )
-    engine = wrapped(model).engine
-    prefetcher, passes, units = engine.job.prefetcher, engine.passes, engine.job.units[:2]
+    engine = parts_of(model).engine
+    prefetcher, passes, units = (
+        parts_of(engine).prefetcher,
+        engine.passes,
+        parts_of(engine).units[:2],
+    )
 
     def hold(unit, *, real=prefetcher.hold, **how):
         if unit is units[1]:

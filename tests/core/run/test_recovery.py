@@ -18,6 +18,7 @@ import campaign
 import campaign_user
 import pytest
 import torch
+from inside import parts_of
 from models import ChildDied, differing, in_child
 from runs import adamw
 from torch import nn
@@ -343,7 +344,7 @@ def test_a_recovery_that_is_cut_short_is_done_again(at, tmp_path, monkeypatch):
     hook.remove()
     with monkeypatch.context() as patch:
         patch.setattr(
-            type(getattr(engine.job, at)),
+            type(getattr(parts_of(engine).job, at)),
             "drop" if at == "running" else "rebuild",
             lambda self: (_ for _ in ()).throw(KeyboardInterrupt()),
         )

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from models import differing
 from torch import nn
 
 import infinity
 from infinity.core.run.operations import REFUSED, REMEDIES, SPECIAL, Operation, State
-from infinity.core.run.registry import wrapped
 from infinity.ext.versions_2bw.stale_weights import StaleWeights
 
 WIDTH = 16
@@ -44,7 +44,7 @@ class Job:
         self.model, self.optimizer = infinity.wrap_model(
             model, optimizer, {"params": "host", "optimizer": "host"}
         )
-        self.engine, self.average = wrapped(self.model).engine, infinity.ema(self.model, 0.9)
+        self.engine, self.average = parts_of(self.model).engine, infinity.ema(self.model, 0.9)
         self.loss().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -170,7 +170,7 @@ def train_in(state: State, job: Job, attempt: Callable[[], None]) -> None:
             with job.average.applied():
                 attempt()
         elif state in (State.STALE, State.BETWEEN):
-            with StaleWeights(job.engine.job).running():
+            with StaleWeights(parts_of(job).job).running():
                 attempt()
         if step_at_end:
             job.loss().backward()

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, Small, small_at_home
 
 import infinity
@@ -60,13 +61,13 @@ def test_a_clip_is_noted_once_with_its_factor():
     """Stages compare it. Twin: without gradients nothing is clipped."""
     job = small_at_home()
     assert clip_grad_norm_(job.optimizer, 1.0).item() == 0
-    assert job.engine.gradients.clips == []
+    assert parts_of(job).gradients.clips == []
     job.backward(RAMP, RAMP)
     total = clip_grad_norm_(job.optimizer, 1.0)
-    assert job.engine.gradients.clips == [clip_factor(total, 1.0)]
-    assert 0 < job.engine.gradients.clips[0] < 1
+    assert parts_of(job).gradients.clips == [clip_factor(total, 1.0)]
+    assert 0 < parts_of(job).gradients.clips[0] < 1
     clip_grad_norm_(job.optimizer, 10.0)
-    assert job.engine.gradients.clips[1:] == [1.0]
+    assert parts_of(job).gradients.clips[1:] == [1.0]
 
 
 def test_every_group_is_clipped_by_the_norm_of_all():
@@ -91,7 +92,7 @@ def test_a_norm_that_is_not_finite_is_refused_on_demand(refuses):
         with pytest.raises(RuntimeError, match="non-finite"):
             clip_grad_norm_(job.optimizer, 1.0, error_if_nonfinite=True)
         assert gradients(job.model)[1] == [RAMP.tolist()] * 2
-        assert job.engine.gradients.clips == []
+        assert parts_of(job).gradients.clips == []
         return
     plain(RAMP * math.inf, RAMP).backward()
     assert clip_grad_norm_(job.optimizer, 1.0).isinf()

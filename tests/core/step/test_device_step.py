@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from inside import parts_of
 from recorder import NOW, Recorder
 from torch import nn
 
@@ -15,7 +16,6 @@ import infinity
 from infinity import native
 from infinity.core.machine.device import PAST
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import wrapped
 from infinity.core.step.device_share import Rates
 from infinity.core.step.device_slots import DEVICE_SLOTS, SLOT_ALIGNMENT
 from infinity.core.step.device_step import DeviceStepper, DeviceUpdate, passing, steps_on_device
@@ -41,7 +41,7 @@ def job() -> SimpleNamespace:
     )
     flat_param = model.weight._infinity.flat_param
     return SimpleNamespace(
-        model=model, optimizer=optimizer, engine=wrapped(model).engine, flat_param=flat_param
+        model=model, optimizer=optimizer, engine=parts_of(model).engine, flat_param=flat_param
     )
 
 
@@ -128,7 +128,7 @@ def test_a_chunk_comes_once_its_slot_is_free_and_goes_once_it_is_stepped(state):
 
 def test_new_weights_are_made_beside_the_old_ones(state):
     """Also of elements that are not stepped."""
-    weight, store = state.arrays["weight"], state.job.engine.job.store
+    weight, store = state.arrays["weight"], parts_of(state.job).store
     newer = store.arrays.allocate_later(Tier.HOST, weight.dtype, weight.numel, "newer")
     step(state, Recorder(), (0, CHUNK), newer=newer, version=9)
     assert torch.equal(state.weight, expected())

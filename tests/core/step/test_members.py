@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, AtHome, Small, small_at_home
 
 from infinity import UsageError
@@ -12,7 +13,7 @@ from infinity.core.step.members import Members
 
 
 def members(job: AtHome) -> Members:
-    return Members(job.engine.make_step_context())
+    return Members(parts_of(job).make_step_context())
 
 
 def test_each_parameter_has_the_group_that_it_is_in():

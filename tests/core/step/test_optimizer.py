@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from models import at_home
 from small import RAMP, AtHome, Small, small_at_home
 from striker import Striker
@@ -19,7 +20,6 @@ import infinity
 from infinity import UsageError
 from infinity.core.grads.record import GradState
 from infinity.core.run.operations import State
-from infinity.core.run.registry import wrapped
 from infinity.core.step.optimizer import InfinityOptimizer
 
 GIVEN = RAMP.clone().requires_grad_()  # so that the backward leaves the units
@@ -47,7 +47,7 @@ def with_frozen(make=momentum) -> AtHome:
     model.layers[5].weight.requires_grad_(False)
     optimizer = make([p for p in model.parameters() if p.requires_grad])
     model, optimizer = infinity.wrap_model(model, optimizer, at_home("host", "host", None))
-    return AtHome(model, optimizer, wrapped(model).engine)
+    return AtHome(model, optimizer, parts_of(model).engine)
 
 
 def weight(job: AtHome, index: int = 0) -> torch.Tensor:
@@ -55,7 +55,7 @@ def weight(job: AtHome, index: int = 0) -> torch.Tensor:
 
 
 def in_state(job: AtHome, state: State) -> None:
-    job.engine.uses.define(state, lambda: True)
+    parts_of(job).uses.define(state, lambda: True)
 
 
 # --- what it shares with the optimizer that was wrapped ---
@@ -129,15 +129,15 @@ def test_a_landed_unit_is_told_to_the_optimizer_while_there_is_one():
     """Method: what the job calls. Twin: later it does nothing."""
     job = small_at_home(make=momentum)
     heard: list = []
-    context = replace(job.engine.make_step_context(), listen_to_landed=heard.append)
+    context = replace(parts_of(job).make_step_context(), listen_to_landed=heard.append)
     optimizer = InfinityOptimizer(context, job.optimizer.wrapped, job.optimizer._known)
     job.backward(RAMP)
     (landed,) = heard
     with optimizer.step_in_backward():
-        landed(job.engine.job.units[0])
+        landed(parts_of(job).units[0])
     assert job.handles[0].grad.state is GradState.CONSUMED
     del optimizer
-    landed(job.engine.job.units[1])
+    landed(parts_of(job).units[1])
 
 
 # --- state ---
@@ -290,7 +290,7 @@ def test_an_added_group_stands_once_however_often_its_change_is_made():
         then()
         then()
 
-    context = replace(job.engine.make_step_context(), admit=admit)
+    context = replace(parts_of(job).make_step_context(), admit=admit)
     optimizer = InfinityOptimizer(context, job.optimizer.wrapped, job.optimizer._known)
     optimizer.add_param_group({"params": [job.handles[5].param]})
     assert asked == [([job.handles[5].param], 1)] and len(optimizer.param_groups) == 2
@@ -362,7 +362,7 @@ def test_a_step_that_was_completed_after_an_interrupt_is_not_made_twice():
     job = small_at_home()
     job.backward(RAMP)
     job.optimizer.step()
-    expected, steps = weight(job), job.engine.steps
+    expected, steps = weight(job), parts_of(job).steps
     steps.untold = steps.index
     job.optimizer.step()
     assert steps.untold != steps.index and torch.equal(weight(job), expected)
@@ -470,8 +470,8 @@ def test_where_ranks_are_cut_gradients_are_averaged_before_they_are_measured():
     job, averages = small_at_home(), []
     job.backward(RAMP, 2 * RAMP)
     cut(job)
-    running = lambda **_: averages.append(job.engine.job.scopes.running_here)
-    job.engine.gradients.reduce_with(None, running)
+    running = lambda **_: averages.append(parts_of(job).scopes.running_here)
+    parts_of(job).gradients.reduce_with(None, running)
     job.optimizer.param_groups[0]["params"] = [job.handles[0].param]
     assert job.optimizer.total_norm(1.0) == 20 and averages == [True]
 
@@ -487,7 +487,7 @@ def test_units_are_stepped_in_the_backward_and_the_step_does_the_rest():
     assert seen == [GradState.CONSUMED] * 2
     job.optimizer.step()
     assert torch.equal(weight(job)[0], 1 - RAMP) and torch.equal(weight(job, 1)[0], 1 - RAMP)
-    assert job.engine.steps.index == 1
+    assert parts_of(job).steps.index == 1
 
 
 def test_a_norm_of_all_gradients_and_units_stepped_before_it_exclude_each_other():
@@ -501,9 +501,9 @@ def test_what_begins_in_the_backward_must_end_before_a_step_is_read():
     """Method: the block is a use of the job, and ends as one. Twin: after step() all is read."""
     job = small_at_home(make=momentum)
     with job.optimizer.step_in_backward():
-        assert job.engine.job.scopes.running_here and job.engine.steps.streaming
+        assert parts_of(job).scopes.running_here and parts_of(job).steps.streaming
         job.backward(GIVEN)
-    assert not job.engine.steps.streaming
+    assert not parts_of(job).steps.streaming
     with pytest.raises(UsageError, match=r"optimizer\.step\(\) first"):
         job.optimizer.state_dict()
     job.optimizer.step()
@@ -517,12 +517,12 @@ def test_gradients_become_none_or_zeros_that_the_next_step_applies():
     """Twin: a gradient that is absent stays so."""
     job = small_at_home(make=momentum)
     job.backward(RAMP)
-    job.engine.gradients.clips.append(0.5)
+    parts_of(job).gradients.clips.append(0.5)
     first, second, *_ = job.handles
-    assert job.engine.steps.backwards == 1
+    assert parts_of(job).steps.backwards == 1
     job.optimizer.zero_grad(set_to_none=False)
     assert first.param.grad.count_nonzero() == 0 and second.grad.state is GradState.ABSENT
-    assert job.engine.gradients.clips == [] and job.engine.steps.backwards == 0
+    assert parts_of(job).gradients.clips == [] and parts_of(job).steps.backwards == 0
     job.optimizer.step()
     assert list(job.optimizer.state_dict()["state"]) == [0]
     job.optimizer.zero_grad()

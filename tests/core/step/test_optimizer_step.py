@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, AtHome, small_at_home
 
 from infinity import UsageError, native
@@ -19,7 +20,7 @@ GIVEN = RAMP.clone().requires_grad_()  # so that the backward leaves the units
 
 
 def step_of(job: AtHome) -> OptimizerStep:
-    context = job.engine.make_step_context()
+    context = parts_of(job).make_step_context()
     members = Members(context)
     members.read(job.optimizer.param_groups)
     return OptimizerStep(
@@ -57,16 +58,16 @@ def test_a_step_takes_the_clipped_gradients_off_and_leaves_them_as_they_were(cli
 def test_a_step_is_counted_and_closes_the_books_on_what_it_has_applied():
     job = small_at_home(make=lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.5))
     job.backward(RAMP)
-    job.engine.gradients.clips.append(0.5)
+    parts_of(job).gradients.clips.append(0.5)
     held = torch.ones(2, 4)
     job.optimizer.state[job.handles[0].param]["momentum_buffer"] = held
-    assert job.engine.job.borrowed.edits != []
-    step, steps = step_of(job), job.engine.steps
+    assert parts_of(job).borrowed.edits != []
+    step, steps = step_of(job), parts_of(job).steps
     assert (steps.index, steps.backwards) == (0, 1)
     step.make(job.optimizer.param_groups, 1.0)
     assert (steps.index, steps.backwards, steps.begun, steps.untold) == (1, 0, False, 1)
-    assert job.engine.gradients.clips == [] == job.engine.job.borrowed.edits
-    assert job.engine.job.updates.clock.steps == 1
+    assert parts_of(job).gradients.clips == [] == parts_of(job).borrowed.edits
+    assert parts_of(job).updates.clock.steps == 1
     assert held.tolist() == [(RAMP + 0.5).tolist()] * 2  # what is held has the new state
     job.optimizer.zero_grad()
     job.backward(RAMP)
@@ -94,10 +95,8 @@ def test_each_unit_is_planned_once_in_the_order_of_the_next_forward(monkeypatch)
         Stepper, "plan", lambda self, unit, *more: (planned.append(unit.index), [])[1]
     )
     step_of(job).make(job.optimizer.param_groups, 1.0)
-    first = [
-        index for index in job.engine.job.schedule.first() if index < len(job.engine.job.units)
-    ]
-    assert sorted(planned) == [unit.index for unit in job.engine.job.units]
+    first = [index for index in parts_of(job).schedule.first() if index < len(parts_of(job).units)]
+    assert sorted(planned) == [unit.index for unit in parts_of(job).units]
     assert 0 < len(first) < len(planned) and planned[: len(first)] == first
 
 
@@ -106,16 +105,16 @@ def test_gradients_are_averaged_before_a_step_and_each_step_begins_once():
     job, averages, begun = small_at_home(), [], []
     job.backward(RAMP)
     averager = SimpleNamespace(average=lambda **_: averages.append(True))
-    job.engine.gradients.reduce_with(None, averager.average)
-    job.engine.job.updates.begin_step = lambda units: begun.append(job.engine.steps.index)
+    parts_of(job).gradients.reduce_with(None, averager.average)
+    parts_of(job).updates.begin_step = lambda units: begun.append(parts_of(job).steps.index)
     step = step_of(job)
     step.prepare()
     assert averages == [True]
     step.make(job.optimizer.param_groups, 1.0)
-    assert begun == [0] and job.engine.steps.index == 1
-    job.engine.steps.begun = True
+    assert begun == [0] and parts_of(job).steps.index == 1
+    parts_of(job).steps.begun = True
     step.make(job.optimizer.param_groups, 1.0)
-    assert begun == [0] and job.engine.steps.index == 1
+    assert begun == [0] and parts_of(job).steps.index == 1
 
 
 def test_a_torn_gradient_is_refused_and_a_consumed_one_is_stepped_again():
@@ -128,7 +127,7 @@ def test_a_torn_gradient_is_refused_and_a_consumed_one_is_stepped_again():
     step.prepare()
     assert handle.grad.state is GradState.LANDED
     handle.grad.move(GradState.CONSUMED)
-    job.engine.steps.begun = True
+    parts_of(job).steps.begun = True
     step.prepare()
     assert handle.grad.state is GradState.CONSUMED
     handle.grad = GradRecord(GradState.TORN)
@@ -145,11 +144,11 @@ def test_units_are_stepped_in_the_backward_and_the_step_does_the_rest():
         first, _, second, _, *_ = job.handles
         assert first.grad.state is GradState.CONSUMED and first.step == 1
         assert second.grad.state is GradState.LANDED and second.step == 0
-        assert job.engine.steps.streaming and job.engine.steps.index == 1
-    assert not job.engine.steps.streaming and job.engine.steps.begun
+        assert parts_of(job).steps.streaming and parts_of(job).steps.index == 1
+    assert not parts_of(job).steps.streaming and parts_of(job).steps.begun
     job.optimizer.step()
-    assert first.step == second.step == 1 and job.engine.steps.index == 1
-    assert not job.engine.steps.begun
+    assert first.step == second.step == 1 and parts_of(job).steps.index == 1
+    assert not parts_of(job).steps.begun
     found = job.model.state_dict()
     for number in (0, 1):
         assert found[f"layers.{number}.weight"][0].tolist() == less(RAMP)[0]
@@ -162,7 +161,7 @@ def test_units_are_stepped_in_the_backward_and_the_step_does_the_rest():
 def test_without_the_block_a_backward_steps_nothing():
     job = small_at_home()
     job.backward(GIVEN, GIVEN)
-    assert weights(job) == less(0.0, 0.0, 0.0) and job.engine.steps.index == 0
+    assert weights(job) == less(0.0, 0.0, 0.0) and parts_of(job).steps.index == 0
 
 
 def test_a_bound_of_the_norm_cannot_be_kept_in_the_backward():
@@ -180,10 +179,10 @@ def test_a_stream_is_not_begun_with_gradients_that_a_step_has_consumed():
     step.make(job.optimizer.param_groups, 1.0)
     with pytest.raises(UsageError, match="gradient of layers.0.weight from the last"):
         step.begin_stream()
-    assert job.engine.steps.index == 1 and not job.engine.steps.streaming
+    assert parts_of(job).steps.index == 1 and not parts_of(job).steps.streaming
     job.optimizer.zero_grad()
     step.begin_stream()
-    assert job.engine.steps.index == 2 and job.engine.steps.streaming
+    assert parts_of(job).steps.index == 2 and parts_of(job).steps.streaming
 
 
 @pytest.mark.parametrize("is_open", [True, False])
@@ -193,9 +192,9 @@ def test_a_stream_whose_backward_failed_inside_it_is_recovered_by_the_next_use(i
     step = step_of(job)
     step.begin_stream()
     if is_open:
-        job.engine.gradients.changes.begin(job.handles[0])
+        parts_of(job).gradients.changes.begin(job.handles[0])
     step.end_stream()
-    assert job.engine.job.scopes.interrupted == is_open == job.engine.steps.streaming
+    assert parts_of(job).scopes.interrupted == is_open == parts_of(job).steps.streaming
 
 
 @pytest.mark.parametrize("clip, kept", [(1.0, 2), (0.5, 0)])
@@ -205,7 +204,7 @@ def test_updates_made_ahead_are_counted_and_kept_if_the_step_is_equal(clip, kept
     job.backward(GIVEN, GIVEN)
     flat_params = [handle.flat_param for handle in job.handles[:2]]
     assert all(flat.homes.shadow is not None for flat in flat_params)
-    policy = job.engine.job.updates.shadows
+    policy = parts_of(job).updates.shadows
     job.optimizer._stepping.prepare()
     job.optimizer._stepping.make(job.optimizer.param_groups, clip)
     assert (policy.made, policy.kept) == (2, kept)

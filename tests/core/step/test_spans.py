@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inside import parts_of
 from torch import nn, optim
 
 import infinity
 from infinity import native
-from infinity.core.run.registry import wrapped
 from infinity.core.step.known import KNOWN
 from infinity.core.step.spans import Spans, inputs_of, runs_of
 
@@ -19,7 +19,7 @@ def job(make=lambda p: optim.SGD(p, lr=0.5)):
     net, optimizer = infinity.wrap_model(net, make(list(net)), {"params": "host"})
     for param in net:
         param.grad = torch.ones(8)
-    wrapped(net).engine.make_step_context().gradients.average()
+    parts_of(net).make_step_context().gradients.average()
     flat_param = net[0]._infinity.flat_param
     return net, optimizer, flat_param
 
@@ -68,7 +68,7 @@ def test_counters_of_its_own_make_a_span():
     optimizer.step()
     for param in net:
         param.grad = torch.ones(8)
-    wrapped(net).engine.make_step_context().gradients.average()
+    parts_of(net).make_step_context().gradients.average()
     assert len(spans_of(optimizer, flat_param, [0, 0, 0], native.Rule.NADAM)) == 1
     optimizer.state[net[1]]["mu_product"].mul_(0.5)
     spans = spans_of(optimizer, flat_param, [0, 0, 0], native.Rule.NADAM)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, AtHome, small_at_home
 
 from infinity import UsageError
@@ -17,7 +18,7 @@ from infinity.core.step.step_inputs import StepInputs, settings_of
 
 def inputs(job: AtHome, clip: float = 1.0, without: int = 6, **context) -> StepInputs:
     """Those of a step now. ``without``: the number of a parameter that is in no group."""
-    made = replace(job.engine.make_step_context(), **context)
+    made = replace(parts_of(job).make_step_context(), **context)
     members = Members(made)
     members.read(job.optimizer.param_groups)
     numbered = enumerate(job.handles)
@@ -50,7 +51,7 @@ CHANGES = {
     "step count": lambda job: setattr(job.handles[1], "step", 5),
     "gradient": lambda job: setattr(job.handles[1].param, "grad", None),
     "edit": lambda job: job.handles[1].grad.note_edit(0.5, is_own=False),
-    "state": lambda job: job.engine.job.borrowed.write(
+    "state": lambda job: parts_of(job).borrowed.write(
         job.handles[1], {"exp_avg": torch.ones(2, 4)}
     ),
 }
@@ -167,7 +168,7 @@ TIED = {
     "step count": lambda job: setattr(job.handles[0], "step", 5),
     "requires_grad": lambda job: job.handles[0].param.requires_grad_(False),
     "hyperparameter": CHANGES["hyperparameter"],
-    "state": lambda job: job.engine.job.borrowed.write(
+    "state": lambda job: parts_of(job).borrowed.write(
         job.handles[0], {"exp_avg": torch.ones(2, 4)}
     ),
     "zeros": lambda job: setattr(job.handles[0].param, "grad", None),

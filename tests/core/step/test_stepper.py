@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inside import parts_of
 from torch import nn
 
 import infinity
 from infinity import native
-from infinity.core.run.registry import wrapped
 from infinity.core.step.known import KNOWN
 from infinity.core.step.stepper import Stepper
 
@@ -23,7 +23,7 @@ def test_a_gradient_with_every_factor_a_kernel_takes_is_stepped(clip):
     model, optimizer = infinity.wrap_model(
         model, torch.optim.SGD(model.parameters(), lr=1.0), {"params": "host", "optimizer": "host"}
     )
-    engine, handle = wrapped(model).engine, model.weight._infinity
+    engine, handle = parts_of(model).engine, model.weight._infinity
     model(torch.full((1, 4), 2.0)).sum().backward()
     for _ in range(native.MAX_GRAD_FACTORS):
         model.weight.grad.mul_(0.5)
@@ -35,7 +35,7 @@ def test_a_gradient_with_every_factor_a_kernel_takes_is_stepped(clip):
         {handle: 0},
         optimizer.state,
     )
-    stepper.carry_out(stepper.plan(engine.job.units[0], 1, clip))
+    stepper.carry_out(stepper.plan(parts_of(engine).units[0], 1, clip))
     assert torch.equal(
         model.state_dict()["weight"],
         torch.full((2, 4), 1 - 2.0 * 0.5**native.MAX_GRAD_FACTORS * clip),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inside import parts_of
 from small import RAMP, small_at_home
 
 from infinity.core.machine.device import Device
@@ -47,7 +48,7 @@ EVENTS = [
 
 def make(line: Line | None = None, *, shadowed: bool = False, kernels=None) -> SimpleNamespace:
     """Updates of the units of a wrapped model: each element has a weight and two moments."""
-    units = small_at_home(make=torch.optim.AdamW).engine.job.units
+    units = parts_of(small_at_home(make=torch.optim.AdamW)).units
     traffic = Traffic(moved=[line.add] if line else [])
     device = Device(torch.device("cpu"), traffic)
     device.kernels = kernels
@@ -145,8 +146,8 @@ def test_a_step_begins_without_a_device_that_steps():
 def test_the_engine_ends_each_step_here():
     """Twin: a backward is no step."""
     job = small_at_home()
-    assert job.engine.job.updates.names == [f"layers.{index}" for index in range(6)]
+    assert parts_of(job).updates.names == [f"layers.{index}" for index in range(6)]
     job.backward(RAMP)
-    assert job.engine.job.updates.clock.steps == 0
+    assert parts_of(job).updates.clock.steps == 0
     job.optimizer.step()
-    assert job.engine.job.updates.clock.steps == 1
+    assert parts_of(job).updates.clock.steps == 1

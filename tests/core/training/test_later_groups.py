@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from models import at_home, differing, loss_of, tokens, transformer
 from torch import nn
 
 import infinity
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import wrapped
 
 SEED = 23
 LATER = [
@@ -243,9 +243,11 @@ def test_a_group_without_room_leaves_all_as_it_was(home, tmp_path, monkeypatch):
         model, adamw(model.head.parameters()), home_of(tmp_path, home)
     )
     step(model, optimizer, 0), step(plain, plain_optimizer, 0)
-    engine = wrapped(model).engine
-    before = [engine.job.ledger.accounts[tier].charged_nbytes for tier in (Tier.DEVICE, Tier.HOST)]
-    allocate, calls = type(engine.job.store.arrays).allocate_later, []
+    engine = parts_of(model).engine
+    before = [
+        parts_of(engine).ledger.accounts[tier].charged_nbytes for tier in (Tier.DEVICE, Tier.HOST)
+    ]
+    allocate, calls = type(parts_of(engine).store.arrays).allocate_later, []
 
     def failing(store, tier, dtype, numel, what):
         calls.append(what)
@@ -253,15 +255,15 @@ def test_a_group_without_room_leaves_all_as_it_was(home, tmp_path, monkeypatch):
             raise infinity.CapacityError("no room")
         return allocate(store, tier, dtype, numel, what)
 
-    monkeypatch.setattr(type(engine.job.store.arrays), "allocate_later", failing)
+    monkeypatch.setattr(type(parts_of(engine).store.arrays), "allocate_later", failing)
     with pytest.raises(infinity.CapacityError, match="no room"):
         thaw(model, optimizer, 0)
     monkeypatch.undo()
     assert [
-        engine.job.ledger.accounts[tier].charged_nbytes for tier in (Tier.DEVICE, Tier.HOST)
+        parts_of(engine).ledger.accounts[tier].charged_nbytes for tier in (Tier.DEVICE, Tier.HOST)
     ] == before
     assert len(optimizer.param_groups) == 1 and {
-        handle.name.partition(".")[0] for handle in engine.job.trained
+        handle.name.partition(".")[0] for handle in parts_of(engine).trained
     } == {"tokens"}
     thaw(model, optimizer, 0), thaw(plain, plain_optimizer, 0)
     assert torch.equal(step(model, optimizer, 1)[0], step(plain, plain_optimizer, 1)[0])

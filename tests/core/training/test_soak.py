@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from inside import parts_of
 
 pytest.importorskip("transformers", reason="the zoo is made of transformers models")
 
@@ -33,7 +34,6 @@ from models import differing, environment, leftovers
 from zoo import ZOO, make_batch, make_model, seed_everything
 
 import infinity
-from infinity.core.run.registry import engine_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
 
@@ -188,7 +188,7 @@ def play(
     )  # what a user gathers is charged, but in nobody's plan
     at_home = sum(
         array.nbytes
-        for unit in engine_of(model).job.units
+        for unit in parts_of(model).units
         for flat in unit.flat_params
         for array in flat.arrays.values()
     )
@@ -273,7 +273,7 @@ def test_a_soak_tells_other_numbers(tmp_path, monkeypatch):
     land = GradientBank.land
 
     def careless(self, handle, grad):
-        if handle.engine.job.config.params != "device":
+        if parts_of(handle).config.params != "device":
             grad = grad * (1 + 2**-7)
         land(self, handle, grad)
 

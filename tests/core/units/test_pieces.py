@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inside import parts_of
 from models import at_home, seeded
 from torch import nn
 
 import infinity
-from infinity.core.run.registry import engine_of
 from infinity.core.units import pieces
 from infinity.core.units.pieces import (
     Progress,
@@ -26,7 +26,7 @@ class Made:
         self.model, self.optimizer = infinity.wrap_model(
             model, torch.optim.SGD(model.parameters(), lr=0.5), at_home(home, home, swap)
         )
-        self.job = engine_of(self.model).job
+        self.job = parts_of(self.model).job
         self.flat_params = [flat for unit in self.job.units for flat in unit.flat_params]
 
     def read(self) -> torch.Tensor:

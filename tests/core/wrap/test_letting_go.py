@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from contract_cases import every_home, held
+from inside import parts_of
 from models import TIERS, Fail, at_home, in_child, seeded
 from torch import nn
 
@@ -81,14 +82,14 @@ def wrapped(home: str, folder: Path, *, tiles: bool = False, **more: Any) -> tup
 def of(model: nn.Module, *others: Any) -> Gone:
     """Refers to a wrapped model and all that it has."""
     engine = model.__dict__["_infinity"].engine
-    flat_params = [flat for unit in engine.job.units for flat in unit.flat_params]
+    flat_params = [flat for unit in parts_of(engine).units for flat in unit.flat_params]
     params = [param for flat in flat_params for param in flat.params]
     handles = [param._infinity.grad for param in params if param._infinity.grad is not None]
     parts = [
-        engine.job.store,
+        parts_of(engine).store,
         engine.gradients,
         engine.backward,
-        *(flat for unit in engine.job.units for flat in unit.buffers.flats),
+        *(flat for unit in parts_of(engine).units for flat in unit.buffers.flats),
     ]
     return [
         weakref.ref(each)
@@ -96,7 +97,7 @@ def of(model: nn.Module, *others: Any) -> Gone:
             model,
             *others,
             engine,
-            *engine.job.units,
+            *parts_of(engine).units,
             *flat_params,
             *params,
             *handles,

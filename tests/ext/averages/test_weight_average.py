@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from inside import parts_of
 from models import at_home, seeded
 from torch import nn
 
 import infinity
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import engine_of
 from infinity.core.units.handle import handle_of
 from infinity.errors import UsageError
 from infinity.ext.averages.weight_average import WeightAverage
@@ -33,8 +33,8 @@ class Made:
         self.model, self.optimizer = infinity.wrap_model(
             self.model, torch.optim.SGD(trained, lr=0.5), at_home(home, home, swap)
         )
-        self.engine = engine_of(self.model)
-        self.average = self.engine.job.add(WeightAverage(self.engine.job, blend))
+        self.engine = parts_of(self.model).engine
+        self.average = parts_of(self).add(WeightAverage(parts_of(self).job, blend))
 
     def set(self, value: float) -> None:
         with torch.no_grad():
@@ -146,7 +146,7 @@ def test_a_part_is_read_and_written_alone(swap):
 def test_freed_averages_hold_no_memory(home, in_memory, swap):
     made = Made(home, swap)
     assert bool(made.average.arrays_in_memory) == in_memory
-    account = made.engine.job.ledger.accounts[Tier.HOST]
+    account = parts_of(made).ledger.accounts[Tier.HOST]
     planned = account.planned_nbytes
     for _ in range(2):
         made.average.free()
@@ -157,7 +157,7 @@ def test_freed_averages_hold_no_memory(home, in_memory, swap):
 
 def test_an_average_outlives_no_model(swap):
     made = Made("host", swap)
-    assert made.average.job is made.engine.job
+    assert made.average.job is parts_of(made).job
     infinity.unwrap_model(made.model, made.optimizer)
     with pytest.raises(UsageError, match="went with its model"):
         _ = made.average.job

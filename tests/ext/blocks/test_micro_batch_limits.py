@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from microbatch_cases import (  # noqa: F401
     CLOSE,
     DEVICE,
@@ -356,12 +357,12 @@ def weight_traffic(
     edges = ("nvme->host", "host->device")
     found = []
     for _ in range(4):
-        infinity.core.run.registry.wrapped(wrapped.model).engine.wait_idle()
+        parts_of(wrapped.model).wait_idle()
         before = {edge: wrapped.moved(edge) for edge in edges}
         for part in tokens(SEED, rows).chunk(backwards):
             loss_of(wrapped.model, part).backward()
         wrapped.optimizer.step()
-        infinity.core.run.registry.wrapped(wrapped.model).engine.wait_idle()
+        parts_of(wrapped.model).wait_idle()
         found.append({edge: wrapped.moved(edge) - before[edge] for edge in edges})
         wrapped.optimizer.zero_grad()
     return {edge: min(step[edge] for step in found[1:]) for edge in edges}
@@ -486,7 +487,7 @@ def test_a_wrapped_model_is_freed():
 
     wrapped = Wrapped(quiet, micro_batch=2, **DEVICE)
     loss_of(wrapped.model, tokens(SEED, 7)).backward()
-    engine = weakref.ref(infinity.core.run.registry.wrapped(wrapped.model).engine)
+    engine = weakref.ref(parts_of(wrapped.model).engine)
     block = weakref.ref(wrapped.model.blocks[0])
     del wrapped
     gc.collect()

@@ -30,6 +30,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import parts_of
 from models import at_home, differing, seeded
 from runs import adamw
 from torch import nn
@@ -43,7 +44,6 @@ from infinity import Config
 from infinity.core.machine.tiers import Tier
 from infinity.core.plan.memory_plan import BUFFERS
 from infinity.core.run import activation_store
-from infinity.core.run.registry import wrapped
 from infinity.core.wrap.lay_out import lay_out
 from infinity.ext.blocks import checkpointed
 from infinity.ext.blocks.activation_choice import ActivationChoice, Measured, choose
@@ -100,7 +100,7 @@ def wrap(
         config["host_memory"] = None if host is None else planned.planned_nbytes(Tier.HOST) + host
     model, optimizer = infinity.wrap_model(model, optimizer, config)
     if choice:
-        wrapped(model).engine.job.activations.planner._send_rate = lambda: RATES[choice]
+        parts_of(model).activations.planner._send_rate = lambda: RATES[choice]
     return model, optimizer
 
 
@@ -313,13 +313,13 @@ def test_a_part_is_kept_and_the_budget_holds_in_every_pass(recomputations):
     def measured(choice: str) -> tuple[list[int], int]:
         model, optimizer = wrap(seeded(SEED, Model), choice)
         list(itertools.islice(simply(model, optimizer), 2))
-        store = wrapped(model).engine.job.activations
+        store = parts_of(model).activations
         planner = store.planner
         return [block.measured().nbytes for block in planner.blocks], planner.outside_nbytes
 
     def loop(model, optimizer):
         for step, count in enumerate([ROWS] * STEPS + [3 * ROWS]):
-            loss, store = model(rows(step, count)), wrapped(model).engine.job.activations
+            loss, store = model(rows(step, count)), parts_of(model).activations
             assert store is None or store.kept_nbytes <= store.spare_nbytes
             yield stepped(optimizer, loss)
 
@@ -347,7 +347,7 @@ def test_what_finds_no_room_is_recomputed_at_once_at_any_size(largest, recomputa
 
     def loop(model, optimizer):
         for count in (ROWS, ROWS, ROWS, largest, largest):
-            loss, store = model(rows(1, count)), wrapped(model).engine.job.activations
+            loss, store = model(rows(1, count)), parts_of(model).activations
             if store is not None:
                 inputs = BLOCKS * count * WIDTH * 4 + store.planner.outside_nbytes
                 assert store.kept_nbytes <= max(store.spare_nbytes, inputs + 4096)
@@ -888,7 +888,7 @@ def test_a_dropped_model_frees_everything_at_once():
     gc.collect()
     gc.disable()
     try:
-        engine, block = weakref.ref(wrapped(model).engine), weakref.ref(model.blocks[0])
+        engine, block = weakref.ref(parts_of(model).engine), weakref.ref(model.blocks[0])
         del model, optimizer
         assert engine() is None and block() is None
     finally:
@@ -933,7 +933,7 @@ def test_a_resumed_run_has_the_same_bits_though_choices_are_made_anew(choice, ot
     def loop(model, optimizer):
         for step in range(4):
             yield stepped(optimizer, model(rows(step)))
-        if wrapped(model).engine.job.activations is not None:
+        if parts_of(model).activations is not None:
             infinity.save_checkpoint(tmp_path / "saved", model, optimizer)
             model, optimizer = wrap(Model(), other)
             infinity.load_checkpoint(tmp_path / "saved", model, optimizer)

@@ -28,6 +28,7 @@ from checkpoint_cases import (  # noqa: F401
     seed_everything,
     uninterrupted,
 )
+from inside import parts_of
 from models import at_home, differing, environment, loss_of, tokens, transformer, with_least
 from runs import adamw
 
@@ -35,7 +36,6 @@ import infinity
 from infinity import native
 from infinity.core.machine.sizes import round_up
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import engine_of
 from infinity.core.units.home_arrays import HomeArrays
 from infinity.ext.checkpoint import file_reader, manifest, parts, read_once
 from infinity.ext.checkpoint.file_reader import Destination, WholeFile, read_files
@@ -494,7 +494,7 @@ def test_where_room_is_refused_at_last_files_are_checked_before(
 ):
     """Method: the memory is refused when it is taken, for a whole checkpoint and for a damaged one.
     Nothing stays charged, also while somebody keeps the error."""
-    charged = engine_of(job.model).job.ledger.accounts[Tier.HOST]
+    charged = parts_of(job.model).ledger.accounts[Tier.HOST]
     before, nbytes = job.state(), charged.charged_nbytes
     damaged = damaged_copy(saved, tmp_path / "damaged")
     with pytest.raises(infinity.CorruptionError) as kept:

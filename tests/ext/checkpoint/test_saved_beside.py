@@ -21,11 +21,11 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import Job, check_like, seed_everything, uninterrupted  # noqa: F401
+from inside import parts_of
 from models import leftovers
 
 import infinity
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import engine_of
 from infinity.core.units.home_arrays import HomeArrays
 from infinity.ext.checkpoint import behind, publish
 
@@ -36,7 +36,7 @@ def started(homes: tuple[str, str], swap: Path, steps: int, **options) -> Job:
     """The job after some steps, whose host memory has room for the buffers of a save."""
     seed_everything()
     job = Job(homes, swap, **options)
-    account = engine_of(job.model).job.ledger.accounts[Tier.HOST]
+    account = parts_of(job.model).ledger.accounts[Tier.HOST]
     if account.budget_nbytes is not None:
         account.budget_nbytes += 2**28
     return job.run(steps)
@@ -129,7 +129,7 @@ def test_a_step_does_not_wait_but_its_updates_do(tmp_path, swap, monkeypatch):
     it. The twin: without the hold, the bytes change under the save."""
     for holds in (True, False):
         job = started(("host", "host"), swap, 1)
-        homes = engine_of(job.model).job.units[0].flat_params[0].homes
+        homes = parts_of(job.model).units[0].flat_params[0].homes
         with held(monkeypatch) as go, monkeypatch.context() as patch:
             if not holds:
                 patch.setattr(
@@ -244,7 +244,7 @@ def test_an_error_after_the_new_one_is_current_keeps_it(tmp_path, swap, monkeypa
 def test_a_save_that_cannot_begin_leaves_nothing(tmp_path, swap, monkeypatch):
     """Claim: no memory is charged, no hold and no lock stay, and the next save works."""
     job = started(("nvme", "nvme"), swap, 1)
-    account = engine_of(job.model).job.ledger.accounts[Tier.HOST]
+    account = parts_of(job.model).ledger.accounts[Tier.HOST]
     before = account.charged_nbytes, account.planned_nbytes
     for owner, name in ((threading.Thread, "start"), (behind.Saving, "__init__"), (Path, "mkdir")):
         with monkeypatch.context() as patch:
@@ -255,8 +255,7 @@ def test_a_save_that_cannot_begin_leaves_nothing(tmp_path, swap, monkeypatch):
                 job.save(tmp_path / "saved", wait=False)
         assert (account.charged_nbytes, account.planned_nbytes) == before
         assert (
-            not list((tmp_path / "saved").glob("*"))
-            and engine_of(job.model).job.events.finishing == []
+            not list((tmp_path / "saved").glob("*")) and parts_of(job.model).events.finishing == []
         )
     job.run(2).save(tmp_path / "saved", wait=False).wait()
     assert Job(("host", "host"), swap).load(tmp_path / "saved").step == 2
@@ -266,7 +265,7 @@ def test_a_model_that_is_dropped_is_freed_when_it_is_saved(tmp_path, swap, monke
     job = started(("nvme", "nvme"), swap, 2)
     with held(monkeypatch) as go:
         saving = job.save(tmp_path / "saved", wait=False)
-        freed = weakref.ref(engine_of(job.model))
+        freed = weakref.ref(parts_of(job.model).engine)
         del job
         gc.collect()
         go.set()
@@ -293,7 +292,7 @@ def test_memory_is_charged_and_without_room_it_waits(tmp_path, swap, caplog, mon
     """Claim: the buffers are in the plan while they are held, and given back. The twin: a budget
     without room for them makes the save wait, with one line that says so."""
     job = started(("nvme", "nvme"), swap, 1)
-    account = engine_of(job.model).job.ledger.accounts[Tier.HOST]
+    account = parts_of(job.model).ledger.accounts[Tier.HOST]
     before = account.charged_nbytes, account.planned_nbytes
     account.budget_nbytes = account.charged_nbytes + 2**30
     with held(monkeypatch):

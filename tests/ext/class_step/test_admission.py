@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from models import at_home
 from small import RAMP, AtHome, Small
 
 import infinity
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import wrapped
 from infinity.core.units.flat_param_spec import MOMENTS
 from infinity.core.units.handle import set_raw_grad
 from infinity.errors import CapacityError, UsageError
@@ -34,7 +34,7 @@ def with_frozen(
     optimizer = torch.optim.SGD(params, lr=1.0, momentum=0.5)
     config = at_home(home, home, folder, **config)
     model, optimizer = infinity.wrap_model(model, optimizer, config)
-    return AtHome(model, optimizer, wrapped(model).engine)
+    return AtHome(model, optimizer, parts_of(model).engine)
 
 
 class Told:
@@ -43,7 +43,7 @@ class Told:
     def __init__(self, job: AtHome):
         self.job, self.hooked, self.ended = job, [], []
         engine = job.engine
-        self.arguments = (engine.job, engine._resources)
+        self.arguments = (parts_of(engine).job, engine._resources)
 
     def admit(self, *indices: int, moments: int = 1, then: Any = None) -> None:
         job, resources = self.arguments
@@ -60,7 +60,7 @@ class Told:
 
 def arrays_of(job: AtHome, index: int) -> dict[str, list]:
     """What a layer has at home."""
-    flat_param, store = job.handles[index].flat_param, job.engine.job.store
+    flat_param, store = job.handles[index].flat_param, parts_of(job).store
     flat_param.homes.wait()
     return {
         name: store.read(array, 0, 8).float().tolist() for name, array in flat_param.arrays.items()
@@ -68,7 +68,7 @@ def arrays_of(job: AtHome, index: int) -> dict[str, list]:
 
 
 def charged(job: AtHome) -> list[int]:
-    return [account.charged_nbytes for account in job.engine.job.ledger.accounts.values()]
+    return [account.charged_nbytes for account in parts_of(job).ledger.accounts.values()]
 
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
@@ -77,10 +77,10 @@ def test_a_latecomer_has_the_arrays_of_a_trained_parameter(home, tmp_path):
     frozen has its weight alone."""
     job = with_frozen(home, tmp_path)
     told, (late, frozen) = Told(job), (job.handles[index] for index in FROZEN)
-    trained = list(job.engine.job.trained)
+    trained = list(parts_of(job).trained)
     told.admit(4)
     assert late.flat_param.spec.stepped and not frozen.flat_param.spec.stepped
-    tiers = job.engine.job.planned.plan.tiers_of(late.unit.index)
+    tiers = parts_of(job).planned.plan.tiers_of(late.unit.index)
     assert {name: array.tier for name, array in late.flat_param.arrays.items()} == {
         name: tiers[name] for name in ("weight", "grad", "exp_avg")
     }
@@ -89,9 +89,9 @@ def test_a_latecomer_has_the_arrays_of_a_trained_parameter(home, tmp_path):
     assert found["weight"] == [1.0] * 8 and found["exp_avg"] == [0.0] * 8
     assert list(frozen.flat_param.arrays) == ["weight"] and frozen.grad is None
     assert len(told.hooked) == 1 and told.hooked[0] is late.param
-    assert job.engine.job.trained == [*trained, late]
-    assert job.engine.gradients.values.handles[-1] is late and told.ended == [True]
-    job.engine.passes.hook(late.param)
+    assert parts_of(job).trained == [*trained, late]
+    assert parts_of(job).gradients.values.handles[-1] is late and told.ended == [True]
+    parts_of(job).passes.hook(late.param)
     late.param.requires_grad_(True)
     job.optimizer.param_groups.append({**job.optimizer.param_groups[0], "params": [late.param]})
     for step in (1, 2):
@@ -104,7 +104,7 @@ def test_a_latecomer_has_the_arrays_of_a_trained_parameter(home, tmp_path):
 def test_disk_space_that_had_other_bytes_is_zeroed(tmp_path):
     """Method: space is taken, written and freed before."""
     job = with_frozen("nvme", tmp_path)
-    store = job.engine.job.store
+    store = parts_of(job).store
     old = [store.arrays.allocate_more(Tier.NVME, 1 << 16, "old") for _ in range(2)]
     for array in old:
         store.write(array, 0, torch.full((array.numel,), 7).to(array.dtype), version=0)
@@ -124,9 +124,9 @@ def test_a_master_is_the_weight(master, pieces, monkeypatch):
     none."""
     monkeypatch.setattr(admission, "ZEROED_AT_ONCE", 4096 // pieces)
     job = with_frozen(dtype=torch.bfloat16, master=master)
-    job.engine.job.edits.write_value(job.handles[4], RAMP.bfloat16())
+    parts_of(job).edits.write_value(job.handles[4], RAMP.bfloat16())
     Told(job).admit(4)
-    flat_param, store = job.handles[4].flat_param, job.engine.job.store
+    flat_param, store = job.handles[4].flat_param, parts_of(job).store
     found = arrays_of(job, 4)
     assert ("master" in found) == (master != "none") and found["exp_avg"] == [0.0] * 8
     if master == "fp32":
@@ -146,11 +146,11 @@ def test_parameters_of_a_shard_that_is_stepped_need_no_more():
     model, optimizer = infinity.wrap_model(
         model, torch.optim.SGD(params, lr=1.0, momentum=0.5), at_home("host", "host", None)
     )
-    job = AtHome(model, optimizer, wrapped(model).engine)
+    job = AtHome(model, optimizer, parts_of(model).engine)
     told, late = Told(job), job.handles[1]
     arrays, is_stepped = dict(late.flat_param.arrays), late.flat_param.spec.stepped
     told.admit(1)
-    assert late.grad is not None and late in job.engine.job.trained
+    assert late.grad is not None and late in parts_of(job).trained
     assert not is_stepped or late.flat_param.arrays == arrays
 
 
@@ -162,13 +162,13 @@ def test_a_parameter_that_is_trained_already_is_hooked_once():
     record = job.handles[4].grad
     told.admit(4, 5)
     assert job.handles[4].grad is record and len(told.hooked) == 2
-    assert job.engine.job.trained.count(job.handles[4]) == 1
+    assert parts_of(job).trained.count(job.handles[4]) == 1
 
 
 def test_the_plan_and_its_sizes_have_what_was_added():
     """Twin: those of the units that did not change are as they were."""
     job = with_frozen()
-    planned = job.engine.job.planned
+    planned = parts_of(job).planned
     sizes, terms = list(planned.sizes), {t: dict(of) for t, of in planned.plan.terms.items()}
     Told(job).admit(4)
     unit = job.handles[4].unit.index
@@ -192,19 +192,19 @@ def test_what_runs_has_ended_before_an_admission(tmp_path):
     first.flat_param.homes.submit(SimpleNamespace(wait=lambda: waits.append(True)))
     engine.gradients.homes.view(first, write=True).fill_(3.0)
     released = []
-    release = engine.job.prefetcher.release_all
-    engine.job.prefetcher.release_all = lambda units: (released.extend(units), release(units))
+    release = parts_of(engine).prefetcher.release_all
+    parts_of(engine).prefetcher.release_all = lambda units: (released.extend(units), release(units))
     Told(job).admit(4)
-    assert waits == [True] and released == list(engine.job.units)
+    assert waits == [True] and released == list(parts_of(engine).units)
     assert engine.gradients.homes.view(first, write=False).tolist() == [[3.0] * 4] * 2
-    engine.job.prefetcher.release_all = release
+    parts_of(engine).prefetcher.release_all = release
 
 
 def test_a_larger_updater_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
     """With the new staging of gradients. Twin: if the slots are as they were it stays."""
     job = with_frozen("nvme", tmp_path)
-    resources, used, staged = job.engine._resources, [], []
-    updates, homes = job.engine.job.updates, job.engine.gradients.homes
+    resources, used, staged = parts_of(job)._resources, [], []
+    updates, homes = parts_of(job).updates, parts_of(job).gradients.homes
     monkeypatch.setattr(updates, "use", lambda updater, *more: used.append((updater, *more)))
     monkeypatch.setattr(homes, "stage_in", lambda pool: staged.append(pool))
     monkeypatch.setattr(resources, "make_updater", lambda: "new")
@@ -214,10 +214,10 @@ def test_a_larger_updater_takes_the_place_of_the_one_before(tmp_path, monkeypatc
             resources, "refit", lambda all_, new=is_refitted: (sizes.append(list(all_)), new)[1]
         )
         Told(job).admit(index)
-        assert sizes == [job.engine.job.planned.sizes]
+        assert sizes == [parts_of(job).planned.sizes]
         assert staged.pop() is resources.grad_staging
-    plan = job.engine.job.planned.plan
-    assert used == [("new", job.engine.device, plan.device_slot_nbytes)]
+    plan = parts_of(job).planned.plan
+    assert used == [("new", parts_of(job).device, plan.device_slot_nbytes)]
 
 
 # --- what is refused ---
@@ -227,12 +227,12 @@ def refused(job: AtHome, kind: type, message: str, *indices: int) -> None:
     """The admission raises, and nothing has changed."""
     told, before = (
         Told(job),
-        (charged(job), list(job.engine.job.trained), job.engine.job.planned.plan),
+        (charged(job), list(parts_of(job).trained), parts_of(job).planned.plan),
     )
     with pytest.raises(kind, match=message):
         told.admit(*indices)
     assert told.hooked == [] == told.ended
-    assert (charged(job), job.engine.job.trained, job.engine.job.planned.plan) == before
+    assert (charged(job), parts_of(job).trained, parts_of(job).planned.plan) == before
     for index in FROZEN:
         flat_param = job.handles[index].flat_param
         assert list(flat_param.arrays) == ["weight"] and not flat_param.spec.stepped
@@ -246,7 +246,7 @@ def test_a_parameter_that_is_not_this_jobs_is_refused():
         shape = rf"\({', '.join(map(str, param.shape))},?\)"
         with pytest.raises(UsageError, match=rf"of shape {shape} is not one that wrap_model"):
             admit(
-                engine.job,
+                parts_of(engine).job,
                 engine._resources,
                 [job.handles[4].param, param],
                 moments_of=lambda _: {"exp_avg": torch.float32},
@@ -312,7 +312,7 @@ def fail(*args: Any) -> None:
 def test_what_was_allocated_before_a_failure_is_freed(fails, monkeypatch):
     """Twin: the next admission has its room."""
     job = with_frozen()
-    resources, arrays, freed = job.engine._resources, job.engine.job.store.arrays, []
+    resources, arrays, freed = parts_of(job)._resources, parts_of(job).store.arrays, []
     free = arrays.free_more
     with monkeypatch.context() as patched:
         patched.setattr(arrays, "free_more", lambda array: (freed.append(array), free(array)))
@@ -347,5 +347,5 @@ def test_an_interrupt_in_the_middle_of_the_change_does_not_undo_it():
     with pytest.raises(KeyboardInterrupt):
         told.admit(4, then=then)
     assert len(ends) == 2 and len(told.hooked) == 1
-    assert job.engine.job.trained.count(job.handles[4]) == 1
+    assert parts_of(job).trained.count(job.handles[4]) == 1
     assert "exp_avg" in job.handles[4].flat_param.arrays

@@ -13,6 +13,7 @@ import pytest
 import test_scaled_folders as scaled_folders
 import torch
 from gguf_models import write
+from inside import parts_of
 from test_coded_folders import adapted, coded, losses
 
 import infinity
@@ -84,7 +85,7 @@ class Run:
         )
         self.units = [
             unit
-            for unit in self.model.__dict__["_infinity"].engine.job.units
+            for unit in parts_of(self.model.__dict__["_infinity"]).units
             if unit.name.endswith("experts")
         ]
         self.hit: list[int] = []

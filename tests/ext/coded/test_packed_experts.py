@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from inside import parts_of
 from torch import nn
 
 import infinity
@@ -140,7 +141,7 @@ def test_codes_are_a_fraction_of_the_bytes(tmp_path):
     nbytes = {}
     for format in (None, *FORMATS):
         model, _ = wrapped(build(), "host", tmp_path, quantize=format)
-        units = model.__dict__["_infinity"].engine.job.units
+        units = parts_of(model.__dict__["_infinity"]).units
         nbytes[format] = sum(
             array.nbytes
             for unit in units

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from inside import parts_of
 from safetensors.torch import load_file, save_file
 from scaled import FILE, FP8, describe, in_fp8, scale_fp8
 from torch import nn
@@ -233,4 +234,4 @@ def test_layers_that_compute_in_fp8_keep_their_codes(tmp_path):
 
 
 def units_of(model: nn.Module) -> list:
-    return model.__dict__["_infinity"].engine.job.units
+    return parts_of(model.__dict__["_infinity"]).units

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from inside import parts_of
 from torch import nn
 
 import infinity
@@ -118,7 +119,7 @@ def test_a_loop_tells_what_it_waited_for(monkeypatch):
         net, optimizer = wrapped_net()
         with monkeypatch.context() as patch:
             clock = Clock(patch)
-            job = net._infinity.engine.job
+            job = parts_of(net._infinity).job
             job.updates.clock._last = 0.0
 
             def loader(clock=clock):

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from models import at_home
 from small import RAMP, AtHome, Small, small_at_home
 from torch import nn
@@ -19,7 +20,6 @@ from torch import nn
 import infinity
 from infinity.core.machine.device import Device
 from infinity.core.machine.traffic import Traffic
-from infinity.core.run.registry import wrapped
 from infinity.core.seams import Events
 from infinity.errors import UsageError
 from infinity.ext.dtensor.in_common import (
@@ -67,7 +67,9 @@ class Made(InCommon):
         self.peer, self.job = peer or Peer(), job or small_at_home()
         engine, self.root = self.job.engine, nn.Linear(4, 2)
         super().__init__(self.peer, device or engine.device)
-        self.install(SimpleNamespace(**vars(engine.job) | {"events": Events()}), nn.Linear(1, 1))
+        self.install(
+            SimpleNamespace(**vars(parts_of(engine).job) | {"events": Events()}), nn.Linear(1, 1)
+        )
 
     def forward(self, *args: Any, outputs: tuple = (), root=None, **kwargs: Any) -> None:
         root = root or self.root
@@ -108,7 +110,7 @@ def test_a_rank_without_such_others_compares_nothing():
 
 def test_installed_it_listens_to_forwards_and_steps():
     """Twin: events of a job without it have no listener."""
-    events, job = Events(), small_at_home().engine.job
+    events, job = Events(), parts_of(small_at_home()).job
     before = events.step_compared.values()
     common = InCommon(Peer(), job.device)
     common.install(SimpleNamespace(**vars(job) | {"events": events}), nn.Linear(1, 1))
@@ -276,7 +278,7 @@ def test_parts_of_a_sequence_are_compared_by_form_and_draw_what_they_like(common
 def test_buffers_are_compared_once_they_change(common):
     """Twin: as they were at the wrap they may be a rank's own."""
     model = nn.Sequential(nn.BatchNorm1d(4))
-    common.install(SimpleNamespace(**vars(common.job.engine.job) | {"events": Events()}), model)
+    common.install(SimpleNamespace(**vars(parts_of(common.job).job) | {"events": Events()}), model)
     common.forward(RAMP)
     first = common.last
     common.forward(RAMP)
@@ -357,7 +359,7 @@ def halved() -> AtHome:
     model = Small().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model, optimizer = infinity.wrap_model(model, optimizer, at_home("host", "host", None))
-    return AtHome(model, optimizer, wrapped(model).engine)
+    return AtHome(model, optimizer, parts_of(model).engine)
 
 
 def test_gradients_in_sixteen_bits_may_differ_by_more():

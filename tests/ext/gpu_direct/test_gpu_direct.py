@@ -27,13 +27,13 @@ from device_cases import (  # noqa: F401
     trained,
 )
 from fake_cufile import cufile, cufile_library  # noqa: F401
+from inside import parts_of
 
 import infinity
 from bench import past_host as bench
 from infinity import native
 from infinity.core.machine.tiers import Tier
 from infinity.core.machine.traffic import Traffic
-from infinity.core.run.registry import wrapped
 from infinity.core.wrap.lay_out import lay_out
 from infinity.errors import CorruptionError
 from infinity.ext.gpu_direct import direct_storage, gpu_direct
@@ -114,7 +114,7 @@ def test_memory_that_a_stuck_read_may_write_to_is_never_given_back(able, tmp_pat
     able.set(late=1)
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path))
     train(model, optimizer, steps=1)
-    wrapped(model).engine.shut_down()
+    parts_of(model).shut_down()
     assert len(gpu_direct.never_freed) == 1
     able.set(late=-1)
     while able.count("held"):
@@ -130,29 +130,29 @@ def test_a_disk_that_changes_bytes_is_found_out_by_either_way(able, tmp_path, mo
         jobs.append(infinity.wrap_model(*a_model(), on_disk(tmp_path)))
         train(*jobs[0], steps=3)
     for model, _ in jobs:
-        wrapped(model).engine.shut_down()
+        parts_of(model).shut_down()
 
 
 def test_it_is_planned_and_charged(able, tmp_path):
     """The counterpart of the staging pool is a term of the device's; where a budget has no room for
     it, nothing comes past the host."""
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path))
-    engine = wrapped(model).engine
+    engine = parts_of(model).engine
     assert (
-        engine.job.planned.plan.terms["device"]["staged weights"]
-        == engine.job.planned.plan.gpu_direct_nbytes
-        > engine.job.planned.plan.staging_nbytes
+        parts_of(engine).planned.plan.terms["device"]["staged weights"]
+        == parts_of(engine).planned.plan.gpu_direct_nbytes
+        > parts_of(engine).planned.plan.staging_nbytes
         > 0
     )
     infinity.unwrap_model(model, optimizer)
-    needed = engine.job.planned.plan.planned_nbytes(Tier.DEVICE)
+    needed = parts_of(engine).planned.plan.planned_nbytes(Tier.DEVICE)
     for tight in range(needed, 0, -16 * 1024):
         plan, *_ = lay_out(*a_model(), infinity.Config(**on_disk(tmp_path, device_memory=tight)))
         assert plan.planned_nbytes(Tier.DEVICE) <= tight
         if plan.gpu_direct_nbytes == 0:
             break
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path, device_memory=tight))
-    assert wrapped(model).engine.job.store.staging.gpu_direct is None
+    assert parts_of(model).store.staging.gpu_direct is None
     infinity.unwrap_model(model, optimizer)
 
 
@@ -184,7 +184,7 @@ def test_sampling_with_kernels_verifies_everything(able, tmp_path, monkeypatch):
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path, checksums="sampled"))
     train(model, optimizer, steps=1)
     assert (
-        wrapped(model).engine.job.store.staging.gpu_direct._reader.refused["changed"][0] == 1
+        parts_of(model).store.staging.gpu_direct._reader.refused["changed"][0] == 1
         and able.count("copied") == 0
     )
     infinity.unwrap_model(model, optimizer)
@@ -211,7 +211,7 @@ def test_it_is_off_where_something_is_missing(why, able, compute_on, monkeypatch
         able.set(driver=5001)
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path))
     train(model, optimizer, steps=1)
-    assert wrapped(model).engine.job.store.staging.gpu_direct is None and able.count("reads") == 0
+    assert parts_of(model).store.staging.gpu_direct is None and able.count("reads") == 0
     infinity.unwrap_model(model, optimizer)
 
 

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from lazily import Lazily
 from sft_cases import texts, tokenizer
 from trainer_cases import SEED, arguments, assert_same, llama, on_disk
 
 import infinity
 from infinity import integrations
-from infinity.core.run.registry import is_wrapped, wrapped
+from infinity.core.run.registry import is_wrapped
 from infinity.ext.park.parking import Parking
 
 trl = Lazily("trl")
@@ -142,7 +143,7 @@ def test_grpo_is_the_same_with_its_state_parked_while_it_samples(park, tmp_path,
         return trainer
 
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        parking = wrapped(self.model).engine.job.find(Parking) if is_wrapped(self.model) else None
+        parking = parts_of(self.model).find(Parking) if is_wrapped(self.model) else None
         parked.append(parking.nbytes if parking else 0)
         return plain(self, *args, **kwargs)
 

@@ -10,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from lone import lone_group
 from models import at_home, differing, loss_of, tokens, transformer
 from torch.distributed.device_mesh import init_device_mesh
 
 import infinity
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import engine_of
 from infinity.errors import CapacityError, ConfigError, UsageError
+from infinity.ext.local_steps.outer_step import OuterStep
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -167,11 +168,11 @@ def test_anchors_that_have_no_room_are_refused_with_numbers():
     """The model stays usable without it."""
     made = Made()
     made.local.remove()
-    account = engine_of(made.model).job.ledger.accounts[Tier.HOST]
+    account = parts_of(made.model).ledger.accounts[Tier.HOST]
     account.budget_nbytes = account.charged_nbytes + 4096
     with pytest.raises(CapacityError, match=r"Raise host_memory by .* Config\(host_memory="):
         infinity.LocalSteps(made.model, made.axis)
-    assert engine_of(made.model).outer is None
+    assert parts_of(made.model).find(OuterStep) is None
     loss_of(made.model, tokens(0)).backward()
     made.optimizer.step()
 

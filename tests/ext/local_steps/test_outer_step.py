@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from models import at_home, seeded
 from torch import nn
 
 import infinity
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import engine_of
 from infinity.core.units.pieces import pieces_of, read_value
 from infinity.errors import CapacityError, UsageError
 from infinity.ext.local_steps.outer_step import OuterSettings, OuterStep, Position
@@ -62,8 +62,8 @@ class Made:
             torch.optim.SGD(model.parameters(), lr=0.5),
             at_home(home, home, swap) | config,
         )
-        self.engine, self.line = engine_of(self.model), line or Line()
-        job = self.engine.job
+        self.engine, self.line = parts_of(self.model).engine, line or Line()
+        job = parts_of(self).job
         outer = OuterStep(
             job.store,
             job.units,
@@ -92,7 +92,7 @@ class Made:
 
     def kept(self, kind: str) -> set[float]:
         (array,) = self.outer.arrays[kind].values()
-        return {float(x) for x in self.engine.job.store.read(array, 0, 16)}
+        return {float(x) for x in parts_of(self).store.read(array, 0, 16)}
 
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
@@ -154,7 +154,7 @@ def test_masters_are_averaged_and_not_the_weights_alone(swap):
         made.average(others=1 + 2**-10)
         expected = (expected + 1 + 2**-10) / 2
     assert made.weights() == {1.0} and expected > 1
-    values = [read_value(made.engine.job.store, each) for each in pieces_of(made.unit.flat_params)]
+    values = [read_value(parts_of(made).store, each) for each in pieces_of(made.unit.flat_params)]
     assert set(torch.cat(values).tolist()) == {expected}
 
 
@@ -239,7 +239,7 @@ def test_a_restart_begins_at_the_present_values(swap):
 
 def test_freed_anchors_hold_no_memory(swap):
     made = Made("host", swap)
-    account = made.engine.job.ledger.accounts[Tier.HOST]
+    account = parts_of(made).ledger.accounts[Tier.HOST]
     planned = account.planned_nbytes
     for _ in range(2):
         made.outer.free()
@@ -250,7 +250,7 @@ def test_anchors_stay_within_the_budget(swap):
     """Twin: a plain mean without anchors fits."""
     sizes: dict[str, Any] = {"device_memory": "1MiB"}
     with_room = Made("host", swap, **sizes)
-    needs = with_room.engine.job.ledger.accounts[Tier.HOST].planned_nbytes
+    needs = parts_of(with_room).ledger.accounts[Tier.HOST].planned_nbytes
     Made("host", swap, PLAIN, host_memory=needs - 1, **sizes)
     with pytest.raises(CapacityError):
         Made("host", swap, host_memory=needs - 1, **sizes)
@@ -258,7 +258,7 @@ def test_anchors_stay_within_the_budget(swap):
 
 def test_parameters_that_come_later_are_refused(swap):
     made = Made("host", swap)
-    made.outer.refuse_others(made.engine.job.units)
+    made.outer.refuse_others(parts_of(made).units)
     made.outer.units.clear()
     with pytest.raises(UsageError, match="after add_param_group"):
-        made.outer.refuse_others(made.engine.job.units)
+        made.outer.refuse_others(parts_of(made).units)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from inside import parts_of
 from models import at_home, seeded
 from torch import nn
 
 import infinity
-from infinity.core.run.registry import engine_of
 from infinity.errors import UsageError
 from infinity.ext.local_steps.over_groups import OverGroups
 
@@ -125,7 +125,7 @@ def test_an_interrupted_average_leaves_no_half_of_it(swap):
     """The gradients are torn: the next step asks for another backward."""
     made = Made("host", swap, Line(3.0))
     made.model(torch.ones(1, 4)).sum().backward()
-    values, calls = engine_of(made.model).job.gradients.values, []
+    values, calls = parts_of(made.model).gradients.values, []
     change = values.change_own
 
     def interrupted(handle, what):

@@ -18,11 +18,11 @@ import models
 import pytest
 import rank_jobs
 import torch
+from inside import parts_of
 from local_jobs import HOST
 from ranks import Jobs, fall, launch_without
 
 import infinity
-from infinity.core.run.registry import wrapped
 
 pytestmark = pytest.mark.timeout(700)  # what the tests share takes minutes on a busy machine
 PLAIN = {"lr": 1, "momentum": 0}
@@ -99,7 +99,7 @@ class Oracle:
             self.pairs.append(
                 infinity.wrap_model(model, local_jobs.optimizer_of(kind, model), HOST)
             )
-        units = wrapped(self.pairs[0][0]).engine.job.units
+        units = parts_of(self.pairs[0][0]).units
         self.units = [[handle.name for handle in unit.handles] for unit in units]
         self.anchors = {
             name: torch.nn.Parameter(value.clone())

@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from inside import parts_of
 from models import at_home, differing, loss_of, tokens, transformer
 from torch import nn
 
@@ -130,7 +131,7 @@ def test_cut_short_it_comes_back_whole(way, tmp_path, monkeypatch):
             infinity.park(model, tmp_path)
         with monkeypatch.context() as patched:
             calls, name = [], "empty" if way == "park" else "read"
-            store = infinity.core.run.registry.engine_of(model).job.store
+            store = parts_of(model).store
             target = store.arrays if way == "park" else store
             original = getattr(target, name)
 

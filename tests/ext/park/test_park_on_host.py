@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from device_cases import Elsewhere, a_model, compute_on, config_at, kernels, train  # noqa: F401
+from inside import parts_of
 
 import infinity
 from infinity.core.homes.allocator import ArrayAllocator
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import wrapped
 from infinity.core.run.uses import Uses
 from infinity.errors import CapacityError, ConfigError, UsageError
 from infinity.ext.park.parking import Parking
@@ -29,7 +29,7 @@ def arrays(model) -> dict[str, torch.Tensor]:
     """Those at home on the device, by unit and name."""
     return {
         f"{unit.name}.{name}": array.flat
-        for unit in wrapped(model).engine.job.units
+        for unit in parts_of(model).units
         for flat_param in unit.flat_params
         for name, array in flat_param.arrays.items()
         if array.tier is Tier.DEVICE
@@ -90,8 +90,8 @@ def test_the_device_is_freed_and_the_host_charged_until_it_is_resumed(
     compute_on(Elsewhere, kernels)
     model, optimizer = infinity.wrap_model(*a_model(), config_at(ON_DEVICE, tmp_path))
     train(model, optimizer, steps=1)
-    wrapped(model).engine.wait_idle()
-    host = wrapped(model).engine.job.ledger.accounts[Tier.HOST]
+    parts_of(model).wait_idle()
+    host = parts_of(model).ledger.accounts[Tier.HOST]
     before, needed = host.charged_nbytes, sum(taken(model).values())
     values = {name: flat.clone() for name, flat in arrays(model).items()}
     parked = infinity.park(model, to="host")
@@ -148,7 +148,7 @@ def test_a_device_that_is_the_processor_has_nothing_to_give(tmp_path):
 
 def placed(model) -> tuple[int, int]:
     """The bytes planned and charged on the host."""
-    host = wrapped(model).engine.job.ledger.accounts[Tier.HOST]
+    host = parts_of(model).ledger.accounts[Tier.HOST]
     return host.planned_nbytes, host.charged_nbytes
 
 
@@ -159,7 +159,7 @@ def parkable(compute_on, kernels, tmp_path):
     config = config_at(ON_DEVICE, tmp_path, nvme_paths=[str(tmp_path)])
     model, optimizer = infinity.wrap_model(*a_model(), config)
     train(model, optimizer, steps=1)
-    wrapped(model).engine.wait_idle()
+    parts_of(model).wait_idle()
     values = {name: flat.clone() for name, flat in arrays(model).items() if ".grad" not in name}
     yield model, optimizer, values
     infinity.unwrap_model(model, optimizer)
@@ -224,7 +224,7 @@ def test_a_part_that_is_asked_for_goes_on_to_a_disk_alone(parkable):
     _, parked = placed(model)
     weights = sum(values[name].nbytes for name in values if name.endswith(".weight"))
     infinity.park(model, what="weights")
-    service = wrapped(model).engine.job.planned.plan.service_nbytes
+    service = parts_of(model).planned.plan.service_nbytes
     assert parked - weights <= placed(model)[1] <= parked - weights + max(service, 1 << 20)
     infinity.resume(model)
     assert are_back(model, values)
@@ -273,7 +273,7 @@ def test_an_array_whose_copy_never_started_keeps_its_bytes(error, parkable, monk
 def test_weights_that_are_held_are_refused_in_a_second_park_too(parkable):
     """Twin: the optimizer's state is parked, held or not."""
     model, _, values = parkable
-    held = next(iter(wrapped(model).engine.job.units)).buffers.flats[0][:4]
+    held = next(iter(parts_of(model).units)).buffers.flats[0][:4]
     infinity.park(model, to="host", what="optimizer")
     with pytest.raises(UsageError, match="holds the memory"):
         infinity.park(model, to="host", what="weights")

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from inside import parts_of
 from models import at_home
 from torch import nn
 
@@ -16,7 +17,6 @@ from infinity.core.homes.store import ArrayStore
 from infinity.core.machine.ledger import Ledger
 from infinity.core.machine.tiers import Tier
 from infinity.core.machine.traffic import Traffic
-from infinity.core.run.registry import wrapped
 from infinity.errors import CapacityError
 from infinity.ext.park import parking
 from infinity.ext.park.parking import Parking, arrays_in_memory
@@ -164,7 +164,7 @@ def test_of_a_model_the_arrays_in_memory_are_parked(home, weights, swap):
     model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, "host", swap))
 
     def counted(**parts: bool) -> tuple[int, int]:
-        arrays, blank = arrays_in_memory(wrapped(model).engine.job.units, **parts)
+        arrays, blank = arrays_in_memory(parts_of(model).units, **parts)
         assert all(array.flat is not None for array in (*arrays, *blank))
         return len(arrays), len(blank)
 

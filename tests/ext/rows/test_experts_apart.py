@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 
 import infinity
 from infinity.core.units.arrival import Arrival
@@ -348,7 +349,7 @@ def test_frozen_experts_and_their_bytes(home, tmp_path, monkeypatch):
         loop = Loop(
             model, adamw([p for p in model.parameters() if p.requires_grad]), tmp_path, home
         )
-        units = [unit for unit in loop.model.__dict__["_infinity"].engine.job.units]
+        units = [unit for unit in parts_of(loop.model.__dict__["_infinity"]).units]
         names = [unit.name for unit in units if unit.name.endswith("experts")]
         nbytes: list[int] = []
         seen = Arrival._nbytes

@@ -8,10 +8,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from inside import parts_of
 from torch import nn
 
 import infinity
-from infinity.core.run.registry import wrapped, wrapped_here
+from infinity.core.run.registry import wrapped_here
 from infinity.ext.shares.shares import _checked_batch
 from infinity.ranks.parallel_dims import ParallelDims
 
@@ -71,7 +72,7 @@ def test_what_is_no_batch_is_refused(given, said):
     model, _ = trained()
     with pytest.raises(infinity.ConfigError, match=said):
         infinity.Shares(**given, model=model)
-    assert wrapped(model).engine.job.collectives.bulk.split is None
+    assert parts_of(model).collectives.bulk.split is None
 
 
 @pytest.mark.parametrize(
@@ -109,7 +110,7 @@ def test_the_only_trained_model_is_found(monkeypatch):
     frozen, _ = infinity.wrap_model(nn.Linear(4, 4), None, {"params": "host"})
     model, _ = trained()
     shares = infinity.Shares(batch=4)
-    assert wrapped(model).engine.job.collectives.bulk.split is shares._split
+    assert parts_of(model).collectives.bulk.split is shares._split
     other, _ = trained()
     with pytest.raises(infinity.UsageError, match="2 wrapped models.*model=model"):
         infinity.Shares(batch=4)
@@ -146,7 +147,7 @@ def test_weights_end_with_the_object_and_the_newer_one_has_them():
     """An older one that is still there is told so. Twin: its end changes nothing of the newer
     one."""
     model, _ = trained()
-    bulk = wrapped(model).engine.job.collectives.bulk
+    bulk = parts_of(model).collectives.bulk
     first = infinity.Shares(batch=4, model=model)
     second = infinity.Shares(batch=6, model=model)
     with pytest.raises(infinity.UsageError, match="use the newer one"):

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inside import parts_of
 from torch import nn
 
 import infinity
 from infinity.core.machine import device
-from infinity.core.run.registry import wrapped
 from infinity.ext.shares.pace import Pace
 
 HOST = {"params": "host", "optimizer": "host"}
@@ -57,7 +57,7 @@ def timed(clock: Clock) -> tuple[nn.Module, Pace]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = infinity.wrap_model(model, optimizer, HOST)
     model.optimizer = optimizer
-    return model, Pace(model, wrapped(model).engine.job)
+    return model, Pace(model, parts_of(model).job)
 
 
 def test_the_seconds_of_blocks_are_counted_and_not_the_waits_before_them(clock):
@@ -100,7 +100,7 @@ def test_what_is_called_inside_of_blocks_that_are_not_is_counted(clock):
         model, optimizer = infinity.wrap_model(
             model, torch.optim.SGD(model.parameters(), lr=0.1), HOST
         )
-        pace = Pace(model, wrapped(model).engine.job)
+        pace = Pace(model, parts_of(model).job)
         model(torch.ones(2, 4)).sum().backward()
         assert pace.take() == seconds
 

@@ -11,6 +11,7 @@ import os
 import re
 
 import pytest
+from inside import parts_of
 from models import (
     at_home,
     differing,
@@ -58,7 +59,7 @@ def test_no_room_is_said_before_anything_changed(home, form, tmp_path):
         infinity.wrap_model(model, adamw(model), config)
     assert differing(dict(model.state_dict()), before) == [] and not leftovers(tmp_path / "swap")
     more = parse_nbytes(re.search(r"\((.*?) for the smallest", str(told.value))[1], name)
-    assert Job(tmp_path, True, **{name: least + more}, **setup).engine.job.planned.plan.shadowed
+    assert parts_of(Job(tmp_path, True, **{name: least + more}, **setup)).planned.plan.shadowed
 
 
 @pytest.mark.parametrize("home", ["state on nvme", "weights on nvme", "cached"])
@@ -76,9 +77,9 @@ def test_what_was_enough_stays_enough_with_more_memory(home, tmp_path):
         try:
             rooms.append(
                 bool(
-                    Job(
-                        tmp_path, True, host_memory=least + more, **setup, **tiny()
-                    ).engine.job.planned.plan.shadowed
+                    parts_of(
+                        Job(tmp_path, True, host_memory=least + more, **setup, **tiny())
+                    ).planned.plan.shadowed
                 )
             )
         except infinity.CapacityError:
@@ -106,8 +107,8 @@ def test_checksums_of_shadows_are_planned(tmp_path):
         if array.tier is Tier.NVME
     )
     assert (
-        len(job.engine.job.planned.plan.shadowed) == 8
-        and needed <= job.engine.job.planned.plan.terms[Tier.HOST]["checksums"]
+        len(parts_of(job).planned.plan.shadowed) == 8
+        and needed <= parts_of(job).planned.plan.terms[Tier.HOST]["checksums"]
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from models import (
     at_home,
     differing,
@@ -75,7 +76,7 @@ def test_superoffload_clipping_decides_which_shadows_are_kept_and_no_bit(
             job.step()
 
     job = twins(script, tmp_path, max_grad_norm=inside, **HOMES[home])
-    n, plan = len(job.engine.job.planned.plan.shadowed), job.engine.job.planned.plan
+    n, plan = len(parts_of(job).planned.plan.shadowed), parts_of(job).planned.plan
     assert (
         n and job.shadows[0][0] == n and job.kept == [n if letter == "n" else 0 for letter in kept]
     )
@@ -468,7 +469,7 @@ def test_parameters_with_step_counts_of_their_own(home, tmp_path):
             job.step()
 
     job = twins(script, tmp_path, **HOMES[home])
-    assert len({handle.step for unit in job.engine.job.units for handle in unit.handles}) > 3
+    assert len({handle.step for unit in parts_of(job).units for handle in unit.handles}) > 3
     assert job.kept[1] and job.kept[5:7] == [0, 0] and job.kept[-1] == 4
 
 
@@ -504,7 +505,7 @@ def test_next_to_nothing_is_spent_on_shadows_that_always_miss(how, tmp_path):
         job = Job(tmp_path, True)
         steps(40, spoil, at=tuple(range(40)))(job)
         job.engine.wait_idle()
-        assert job.engine.job.updates.updater.elements <= 1.25 * 40 * sum(
+        assert parts_of(job).updates.updater.elements <= 1.25 * 40 * sum(
             flat.layout.shard_numel for flat in job.flat_params
         )
         assert sum(kept == 4 for kept in job.kept) >= least

@@ -17,6 +17,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from inside import parts_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -47,7 +48,6 @@ from models import leftovers, seeded, swap_files
 
 import infinity
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import wrapped
 from infinity.errors import UsageError
 from infinity.ext.tiles import tiled_layers
 from infinity.ext.tiles.lazy_logits import Logits
@@ -434,7 +434,7 @@ def test_nothing_stays_of_logits_and_their_losses():
     model, _ = pair()
     hidden, charged = [], []
     model.head.register_forward_pre_hook(lambda _, args: hidden.append(weakref.ref(args[0])))
-    account = wrapped(model).engine.job.ledger.accounts[Tier.DEVICE]
+    account = parts_of(model).ledger.accounts[Tier.DEVICE]
     for _ in range(3):
         z = model(inputs())
         (ce(z, labels()) + z[0].sum()).backward()
@@ -454,7 +454,7 @@ def test_the_engine_goes_with_model_and_logits(swap, used):
         "fused": lambda logits: ce(logits, labels()),
         "whole": torch.Tensor.sum,
     }[used](z)
-    engine = weakref.ref(wrapped(model).engine)
+    engine = weakref.ref(parts_of(model).engine)
     assert swap_files(swap) and type(z) is Logits
     del model, optimizer, z, loss
     gc.collect()

@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from inside import parts_of
 from models import leftovers, seeded, swap_files
 from tiling_cases import (
     BUILDERS,
@@ -30,7 +31,6 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import wrapped
 from infinity.errors import CapacityError, UsageError
 
 transformers = pytest.importorskip("transformers")
@@ -385,7 +385,7 @@ def test_a_failed_backward_can_be_tried_again(swap, monkeypatch, name, home):
     model(x).sum().backward()
     optimizer.zero_grad()
     rest, calls = device(model).charged_nbytes, []
-    homes = wrapped(model).engine.gradients.homes
+    homes = parts_of(model).gradients.homes
     whole = homes.view
 
     def failing(handle, **more):
@@ -425,7 +425,7 @@ def test_a_failed_forward_leaves_no_tile_charged():
 def test_nothing_of_a_tile_stays_after_a_step():
     """Charges of every tier after steps 2 to 5 are the same, and after eval the device has none."""
     model, optimizer = wrap(build("linear down"))
-    accounts = wrapped(model).engine.job.ledger.accounts
+    accounts = parts_of(model).ledger.accounts
     seen = []
     for step in range(5):
         steps(model, optimizer, 1, seed=SEED + step)
@@ -442,7 +442,7 @@ def test_a_dropped_model_takes_its_engine_along(swap):
     empty."""
     model, optimizer = wrap(build("linear"), swap, "nvme")
     steps(model, optimizer, 2, seed=SEED)
-    engine = weakref.ref(wrapped(model).engine)
+    engine = weakref.ref(parts_of(model).engine)
     assert swap_files(swap)
     del model, optimizer
     gc.collect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from inside import parts_of
 from models import seeded
 from runs import adamw
 from tiling_cases import (
@@ -27,7 +28,6 @@ from torch import nn
 
 import infinity
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import wrapped
 from infinity.errors import CapacityError
 
 
@@ -124,9 +124,7 @@ def test_one_row_more_than_a_tile_should_have():
         for _ in range(2)
     ]
     model, _ = wrap(model)
-    assert [u.tile_nbytes for u in wrapped(model).engine.job.planned.sizes if u.tile_nbytes] == [
-        80000
-    ]
+    assert [u.tile_nbytes for u in parts_of(model).planned.sizes if u.tile_nbytes] == [80000]
     x = torch.randn(2, 20000, generator=torch.Generator().manual_seed(SEED))
     for each in (model, plain):
         each(x).square().mean().backward()
@@ -306,11 +304,11 @@ def test_auto_homes_never_put_a_tiled_weight_on_the_device(optimizer_home):
         adamw(model, 1e-2),
         {"params": "auto", "optimizer": optimizer_home, "device_memory": DEVICE},
     )
-    engine = wrapped(model).engine
+    engine = parts_of(model).engine
     assert tiled_units(model)
-    for index, size in enumerate(engine.job.planned.sizes):
+    for index, size in enumerate(parts_of(engine).planned.sizes):
         if size.tile_nbytes:
-            assert engine.job.planned.plan.tiers_of(index)["weight"] is not Tier.DEVICE
+            assert parts_of(engine).planned.plan.tiers_of(index)["weight"] is not Tier.DEVICE
     x = batch_for(plain, SEED)
     for each in (model, plain):
         each(x).square().mean().backward()
@@ -323,9 +321,7 @@ def test_param_dtype_narrows_tiles_too():
     is fp32 still."""
     model, optimizer = wrap(build("linear down").float(), param_dtype="bf16")
     (rows,) = {
-        u.tile_nbytes // (2 * WIDTH)
-        for u in wrapped(model).engine.job.planned.sizes
-        if u.name == "0.weight"
+        u.tile_nbytes // (2 * WIDTH) for u in parts_of(model).planned.sizes if u.name == "0.weight"
     }
     assert rows == 64 * KIB // (2 * WIDTH)
     x = batch_for(model, SEED)

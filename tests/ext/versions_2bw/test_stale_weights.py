@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from lines import is_line
 from models import at_home, differing
 from torch import nn
 
 import infinity
 from infinity.core.run.engine import Engine
-from infinity.core.run.registry import wrapped
 from infinity.core.units.home_arrays import HomeArrays
 from infinity.core.units.unit import ParamUnit
 from infinity.core.units.unit_buffers import UnitBuffers
@@ -68,14 +68,14 @@ def wrap(home: str, folder: Any, kind: type = nn.Linear, kept: int = 1) -> tuple
     model = model_of(kind)
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, home, folder))
-    engine = wrapped(model).engine
+    engine = parts_of(model).engine
     with engine.uses.begin():
-        engine.job.add(StaleWeights(engine.job)).keep(kept)
+        parts_of(engine).add(StaleWeights(parts_of(engine).job)).keep(kept)
     return model, optimizer, engine
 
 
 def stale_of(engine: Engine) -> StaleWeights:
-    return engine.job.find(StaleWeights)
+    return parts_of(engine).find(StaleWeights)
 
 
 def gradients_of(model: nn.Module, number: int) -> dict[str, torch.Tensor]:
@@ -278,9 +278,9 @@ def test_a_group_that_has_no_older_weights_is_refused(tmp_path):
         [param for param in model.parameters() if param.requires_grad], lr=0.1
     )
     model, optimizer = infinity.wrap_model(model, optimizer, at_home("host", "host", tmp_path))
-    engine = wrapped(model).engine
+    engine = parts_of(model).engine
     with engine.uses.begin():
-        engine.job.add(StaleWeights(engine.job))
+        parts_of(engine).add(StaleWeights(parts_of(engine).job))
     with pytest.raises(infinity.UsageError, match="after without_flush"):
         optimizer.add_param_group({"params": [model[0].weight]})
     assert len(optimizer.param_groups) == 1
@@ -338,7 +338,7 @@ def test_each_of_several_versions_is_computed_with_until_it_is_replaced(home, tm
                 model(batch(number)).square().mean().backward()
             stale_of(engine).update(optimizer.step)
             optimizer.zero_grad()
-            homes = [flat for unit in engine.job.units for flat in unit.flat_params]
+            homes = [flat for unit in parts_of(engine).units for flat in unit.flat_params]
             for flat in homes:
                 flat.homes.wait()
             versions.append(newest_of(engine))
@@ -350,7 +350,7 @@ def newest_of(engine: Any) -> dict[str, torch.Tensor]:
     """The newest weights at home, inside a run."""
     with engine.uses.begin():
         return {
-            handle.name: handle.flat_param.read_value(engine.job.store, handle.index).clone()
-            for unit in engine.job.units
+            handle.name: handle.flat_param.read_value(parts_of(engine).store, handle.index).clone()
+            for unit in parts_of(engine).units
             for handle in unit.handles
         }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from inside import parts_of
 from striker import Striker
 
 import infinity
@@ -164,7 +165,7 @@ class Known:
 
 def charged(user: User) -> dict[str, int]:
     """Bytes of each tier that are charged now."""
-    accounts = user.model._infinity.engine.job.ledger.accounts
+    accounts = parts_of(user.model._infinity).ledger.accounts
     return {str(tier): account.charged_nbytes for tier, account in accounts.items()}
 
 

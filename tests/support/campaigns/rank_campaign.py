@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from inside import parts_of
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -52,7 +53,6 @@ from ranks import join, rank_variables
 from striker import MARK, PACKAGE, Striker
 
 import infinity
-from infinity.core.run.registry import engine_of
 from infinity.ranks import failure_report
 
 STEPS = 2  # that all make behind a strike
@@ -143,7 +143,7 @@ class User:
     @property
     def index(self) -> int:
         """Optimizer steps that were made, once what an exception left is put right."""
-        engine = engine_of(self.parts)
+        engine = parts_of(self.parts).engine
         with engine.uses.begin():
             return engine.step_index
 
@@ -464,7 +464,7 @@ class Player:
                     name == "load" and "load a checkpoint" in said[-1].lower()
                 )  # as it says
                 if len(said) == TRIES or any(
-                    channel.has_ended for channel in engine_of(self.user.parts).job.ranks.places
+                    channel.has_ended for channel in parts_of(self.user.parts).ranks.places
                 ):
                     raise
 

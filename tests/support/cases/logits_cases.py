@@ -8,13 +8,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from inside import parts_of
 from models import seeded
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.core.run.registry import wrapped
 from infinity.ext.tiles import tiled_layers
 
 SEED, DEVICE = 12, 272 * 1024
@@ -75,7 +75,7 @@ def wrap(model: nn.Module, folder=None, home: str = "host", **more):
 def pair(build=Model, *config, **more) -> tuple[nn.Module, nn.Module]:
     ours, plain = seeded(SEED, build), seeded(SEED, build)
     ours.kept = [wrap(ours, *config, **more)[1]]  # the optimizer, as long as the model lives
-    assert any(unit.tile_nbytes for unit in wrapped(ours).engine.job.planned.sizes)
+    assert any(unit.tile_nbytes for unit in parts_of(ours).planned.sizes)
     return ours, plain
 
 

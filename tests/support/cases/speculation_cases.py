@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from models import (
     Fail,
     at_home,
@@ -24,7 +25,6 @@ from models import (
 from torch import nn
 
 import infinity
-from infinity.core.run.registry import wrapped
 
 SEED = 29
 LATE = "seed=1,delay=0.3,delay_seconds=0.001,reorder=0.3,short_transfer=0.3"
@@ -110,8 +110,8 @@ class Job:
                 least_host_memory(model, make(model), config) + 4096
             )  # checksums of shadows
         self.model, self.optimizer = infinity.wrap_model(model, make(model), config)
-        self.engine = wrapped(self.model).engine
-        self.flat_params = [flat for unit in self.engine.job.units for flat in unit.flat_params]
+        self.engine = parts_of(self.model).engine
+        self.flat_params = [flat for unit in parts_of(self).units for flat in unit.flat_params]
         self.seen: list[torch.Tensor] = []
         self.shadows: list[tuple[int, int]] = []
 

@@ -11,6 +11,7 @@ be tiled.
 from __future__ import annotations
 
 import torch
+from inside import parts_of
 from models import seeded
 from runs import adamw
 from torch import nn
@@ -19,7 +20,6 @@ from transformers.pytorch_utils import Conv1D
 
 import infinity
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import wrapped
 
 SEED = 11
 KIB = 1024
@@ -94,11 +94,11 @@ def wrap(model: nn.Module, folder=None, home: str = "host", *, optimizer=adamw, 
 
 
 def tiled_units(model: nn.Module) -> list[str]:
-    return [unit.name for unit in wrapped(model).engine.job.planned.sizes if unit.tile_nbytes]
+    return [unit.name for unit in parts_of(model).planned.sizes if unit.tile_nbytes]
 
 
 def device(model: nn.Module):
-    return wrapped(model).engine.job.ledger.accounts[Tier.DEVICE]
+    return parts_of(model).ledger.accounts[Tier.DEVICE]
 
 
 def check_close(

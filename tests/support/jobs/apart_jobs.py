@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from expert_jobs import mesh_of
+from inside import parts_of
 from parallel_jobs import plainly, values_of
 
 import infinity
 from infinity.core.grads.lander import Lander
-from infinity.core.run.registry import wrapped
 from infinity.core.units.arrival import Arrival
 from infinity.ext.rows.expert_rows import ExpertRows
 from infinity.ext.rows.experts import has_experts
@@ -249,7 +249,7 @@ def apart(
 
     def run() -> tuple[dict[str, torch.Tensor], bool]:
         loop = Loop(config, **more)
-        units = wrapped(loop.model).engine.job.units
+        units = parts_of(loop.model).units
         is_apart = any(unit.arrival.experts is not None for unit in units)
         for number in range(steps):
             globals()[way](loop) if number % 3 == 2 else loop.step()

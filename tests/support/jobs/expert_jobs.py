@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from inside import parts_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -25,7 +26,6 @@ from parallel_jobs import adamw, off, plainly, values_of, whole
 from ranks import serve, told
 
 import infinity
-from infinity.core.run.registry import wrapped
 from infinity.ranks.channel import Channel
 from infinity.ranks.parallel_dims import ParallelDims
 from infinity.ranks.sync_point import SyncPoint
@@ -76,7 +76,7 @@ def build(name: str, axes: dict[str, int], config: dict, *, meta: bool = False) 
 def elements_at_home(model: nn.Module) -> dict[str, int]:
     """Elements of weights that this rank has at home, of experts and of all else."""
     found = {"experts": 0, "rest": 0}
-    for unit in wrapped(model).engine.job.units:
+    for unit in parts_of(model).units:
         for handle in unit.handles:
             begin, end = handle.flat_param.layout.shard_part(handle.index)
             found["experts" if ".experts." in handle.name else "rest"] += end - begin
@@ -110,15 +110,17 @@ def divided(
         return start_sync(self, what, *how, **more)
 
     Channel.start_sync = counting
-    engine = wrapped(model).engine
+    engine = parts_of(model).engine
     sharded = sum(
         u.weight_nbytes
-        for u in engine.job.units
+        for u in parts_of(engine).units
         if not any(".experts." in handle.name for handle in u.handles)
     )
     for step in range(STEPS):
         meetings.clear()
-        passed = {edge: counted.nbytes for edge, counted in engine.job.traffic.collectives.items()}
+        passed = {
+            edge: counted.nbytes for edge, counted in parts_of(engine).traffic.collectives.items()
+        }
         loss = model(input_ids=batch(step, rank), labels=batch(step, rank)).loss
         loss.backward()
         if not step:
@@ -148,7 +150,7 @@ def divided(
     found["weights"] = whole(model.state_dict())
     found["passed"] = {
         edge: (counted.nbytes - passed[edge]) / (sharded / 2)
-        for edge, counted in engine.job.traffic.collectives.items()
+        for edge, counted in parts_of(engine).traffic.collectives.items()
     }
     of_experts = torch.stack(
         [grad.norm() for key, grad in twin["grads"].items() if ".experts." in key]

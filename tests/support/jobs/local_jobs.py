@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from inside import parts_of
+
 if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 import models
@@ -21,7 +23,6 @@ from ranks import serve, told
 from torch import nn
 
 import infinity
-from infinity.core.run.registry import wrapped
 from infinity.ext.local_steps.outer_step import OuterStep
 
 HOST = {"params": "host", "optimizer": "host"}
@@ -74,7 +75,7 @@ def step(
 
 def outer_values(model: nn.Module) -> dict[str, torch.Tensor]:
     """This rank's anchors and momenta."""
-    outer = wrapped(model).engine.job.find(OuterStep)
+    outer = parts_of(model).find(OuterStep)
     return {
         f"{kind}.{number}": outer._store.read(array, 0, array.numel)
         for kind, arrays in outer.arrays.items()
@@ -102,7 +103,7 @@ def trains(
         "received": stats["collectives"]["slow axis"]["nbytes"],
         "shards": [
             sum(flat.layout.shard_numel for flat in unit.flat_params)
-            for unit in wrapped(model).engine.job.units
+            for unit in parts_of(model).units
         ],
         "swap": models.leftovers(Path(made["config"]["nvme_paths"][0]))
         if (made.get("config") or {}).get("nvme_paths")
@@ -145,7 +146,7 @@ def resumes(
             local.after_step()
             infinity.load_checkpoint(path / str(local.group), model, optimizer)
             if forgets:
-                outer = wrapped(model).engine.job.find(OuterStep)
+                outer = parts_of(model).find(OuterStep)
                 outer.restart(outer.position)
         counted = local.steps
         for number in range(counted, steps):

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from inside import parts_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -33,7 +34,6 @@ from ranks import serve, told
 
 import infinity
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import engine_of
 from infinity.errors import CapacityError
 from infinity.ext.pipeline import ties
 
@@ -364,28 +364,28 @@ def memory(config: dict) -> dict[str, Any]:
         )
 
     def planned() -> int:
-        return engine_of(pipe.chunks).job.planned.plan.planned_nbytes(Tier.HOST)
+        return parts_of(pipe.chunks).planned.plan.planned_nbytes(Tier.HOST)
 
     pipe, optimizer = make()
     everyones: list = [None, None]
     dist.all_gather_object(everyones, planned())
-    share = engine_of(pipe.chunks).job.ranks.machine_share
+    share = parts_of(pipe.chunks).ranks.machine_share
     infinity.unwrap_model(pipe.chunks, optimizer)
     budget = int(sum(everyones) * 1.1)
     found: dict[str, Any] = {"planned": everyones, "share": float(share), "halves": budget // 2}
     found["fits"] = told(lambda: infinity.unwrap_model(*keep(make(host_memory=budget))))
 
     pipe, optimizer = make(device_memory=6 * 272 * 1024, units=["Linear"])
-    engine = engine_of(pipe.chunks)
-    before = engine.job.ledger.accounts[Tier.DEVICE].charged_nbytes
+    engine = parts_of(pipe.chunks).engine
+    before = parts_of(engine).ledger.accounts[Tier.DEVICE].charged_nbytes
     for rows in (8, 16):
         pipe.step(torch.ones(rows, 256), torch.ones(rows, 256))
         optimizer.zero_grad()
-    found["between"] = engine.job.ledger.accounts[Tier.DEVICE].charged_nbytes - before
-    left = engine.job.ledger.accounts[
-        Tier.DEVICE
-    ].budget_nbytes - engine.job.planned.plan.planned_nbytes(Tier.DEVICE)
-    window = engine.job.prefetcher._window
+    found["between"] = parts_of(engine).ledger.accounts[Tier.DEVICE].charged_nbytes - before
+    left = parts_of(engine).ledger.accounts[Tier.DEVICE].budget_nbytes - parts_of(
+        engine
+    ).planned.plan.planned_nbytes(Tier.DEVICE)
+    window = parts_of(engine).prefetcher._window
     found["window"] = window.planned_nbytes - window.nbytes, left
     found["too much"] = told(lambda: pipe.step(torch.ones(4096, 256), torch.ones(4096, 256)))
     infinity.unwrap_model(pipe.chunks, optimizer)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from inside import parts_of
 from torch import nn
 
 if __name__ == "__main__":
@@ -19,7 +20,6 @@ from ranks import serve, told
 
 import infinity
 from infinity.config import Config
-from infinity.core.run.registry import engine_of
 from infinity.ext.pipeline.choice import Choice
 from infinity.tools.plan.machine_file import Machine
 from infinity.tools.plan.mesh_choice import Batch
@@ -91,7 +91,7 @@ def executed(axes: dict[str, int]) -> dict[str, Any]:
     noting("backward_one_chunk", "backward")
     counting("get_fwd_send_ops")
     counting("get_bwd_send_ops")
-    traffic = engine_of(pipe.chunks).job.traffic.collectives
+    traffic = parts_of(pipe.chunks).traffic.collectives
     names = ("all-gather", "reduce-scatter")
     before = {name: traffic[name].nbytes for name in names if name in traffic}
     with SendsInside(mesh[inner].get_group()) as inside:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from inside import parts_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -40,7 +41,6 @@ from decoder import LENGTH, VOCABULARY, WIDTH, Block, Decoder, decoder
 from ranks import serve
 
 import infinity
-from infinity.core.run.registry import wrapped
 
 
 def parallel(model: Decoder, mesh: Any, kind: str) -> Decoder:
@@ -201,7 +201,7 @@ def trained(
         clip=CLIPS[clip] if clip else None,
         data_rank=mesh.get_local_rank("dp"),
     )
-    engine = wrapped(model).engine
+    engine = parts_of(model).engine
     engine.wait_idle()
     at_rest = [
         p._local_tensor.untyped_storage().nbytes()
@@ -209,11 +209,11 @@ def trained(
         if isinstance(p, DTensor)
     ]
     arrays: dict[str, int] = {}
-    for unit in engine.job.units:
+    for unit in parts_of(engine).units:
         for flat_param in unit.flat_params:
             for name, array in flat_param.arrays.items():
                 arrays[name] = arrays.get(name, 0) + array.numel
-    padded = sum(flat.layout.numel for unit in engine.job.units for flat in unit.flat_params)
+    padded = sum(flat.layout.numel for unit in parts_of(engine).units for flat in unit.flat_params)
     local = sum(
         (p._local_tensor if isinstance(p, DTensor) else p).numel() for p in model.parameters()
     )
@@ -520,7 +520,7 @@ def without_mesh(config: dict) -> bool:
     model = parallel(decoder(), mesh_of()["tp"], "columns and rows")
     model, optimizer = infinity.wrap_model(model, adamw(model), config)
     train(model, optimizer, "plain", steps=1)
-    parts = wrapped(model).engine.job.ranks.tp_group.size
+    parts = parts_of(model).ranks.tp_group.size
     infinity.unwrap_model(model, optimizer)
     return parts == dist.get_world_size()
 

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from inside import parts_of
 from torch import nn
 
 if __name__ == "__main__":
@@ -27,7 +28,6 @@ from ranks import serve
 
 import infinity
 from infinity.core.grads.whole import WholeGradients
-from infinity.core.run.registry import wrapped
 from infinity.core.run.staging_slots import StagingSlots
 from infinity.core.run.step_counter import StepCounter
 from infinity.core.units.flat_param import FlatParam
@@ -140,7 +140,7 @@ def parts(
         else None
     )
     model, optimizer = wrap(shard, tight=True, mesh=mesh, **options)
-    collective_trace = wrapped(model).engine.job.ranks.dp_group.collective_trace
+    collective_trace = parts_of(model).ranks.dp_group.collective_trace
     said, verified, todo = [], [], how if rank == world - 1 else ""
 
     def attempt(step: int) -> None:
@@ -444,7 +444,7 @@ def interrupted() -> dict[str, Any]:
     take, begin = WholeGradients.take, SyncPoint.begin
     WholeGradients.take = kept(most)
     model, optimizer = wrap("parameters", tight=True)
-    collective_trace = wrapped(model).engine.job.ranks.dp_group.collective_trace
+    collective_trace = parts_of(model).ranks.dp_group.collective_trace
 
     def counting(self: SyncPoint) -> None:
         met[0] += 1
@@ -473,7 +473,7 @@ def unlike_the_last(parts: bool) -> dict[str, Any]:
     rank, most, at_once, told, verified = dist.get_rank(), [0], [], [], []
     take, WholeGradients.take = WholeGradients.take, kept(most)
     model, optimizer = wrap("parameters", tight=True)
-    collective_trace = wrapped(model).engine.job.ranks.dp_group.collective_trace
+    collective_trace = parts_of(model).ranks.dp_group.collective_trace
 
     def attempt(step: int, is_first: bool) -> None:
         cut = parts and is_first and step == 3 and rank == dist.get_world_size() - 1
@@ -571,7 +571,7 @@ def moved(config: dict, blocks: int = 8) -> dict[str, Any]:
     )  # each rank has half of each
     config = {"params": "host", "optimizer": "host", "units": ["Linear"]} | config
     model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(model.parameters()), config)
-    engine, counted = wrapped(model).engine, []
+    engine, counted = parts_of(model).engine, []
     for step in range(6):
         model(data(step, dist.get_rank()).repeat(1, 2)).square().mean().backward()
         optimizer.step()
@@ -586,8 +586,8 @@ def moved(config: dict, blocks: int = 8) -> dict[str, Any]:
             }
         )
     found = {name: nbytes - counted[-2].get(name, 0) for name, nbytes in counted[-1].items()}
-    gathers = gathers_of(engine.job.planned.plan, engine.job.planned.sizes)
-    predicted = edges_of(engine.job.planned.plan, engine.job.planned.sizes, gathers)
+    gathers = gathers_of(parts_of(engine).planned.plan, parts_of(engine).planned.sizes)
+    predicted = edges_of(parts_of(engine).planned.plan, parts_of(engine).planned.sizes, gathers)
     infinity.unwrap_model(model, optimizer)
     return {"found": found, "predicted": predicted, "gathers": gathers}
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from inside import parts_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -32,7 +33,6 @@ from ranks import serve, told
 
 import infinity
 from infinity.core.run.engine import Engine
-from infinity.core.run.registry import wrapped
 from infinity.core.units.unit import ParamUnit
 from infinity.core.wrap import agreement, wrap
 from infinity.ranks.channel import Channel
@@ -193,7 +193,7 @@ def evaluates(schedule: Any, chunks: list[Chunk], numbers: list[int], count: int
                 **({"target": tokens, "losses": losses} if count - 1 in numbers else {}),
             )
         found.append([loss.item() for loss in losses])
-    at_home = [unit for unit in wrapped(chunks).engine.job.units if not unit.stays]
+    at_home = [unit for unit in parts_of(chunks).units if not unit.stays]
     return found[0] == found[1] and not any(
         flat.untyped_storage().nbytes() for unit in at_home for flat in unit.buffers.flats
     )
@@ -209,7 +209,7 @@ def counted(kind: str, config: dict) -> dict[str, Any]:
     )
     chunks, optimizer = infinity.wrap_model(chunks, optimizer, config, mesh=mesh)
     schedule = infinity.parallel.attach(schedule_of(kind, chunks, numbers, count, mesh))
-    engine, meetings = wrapped(chunks).engine, []
+    engine, meetings = parts_of(chunks).engine, []
     start_sync = Channel.start_sync
 
     def counting(self: Channel, what: str, *how: Any, **more: Any) -> SyncPoint:
@@ -217,25 +217,25 @@ def counted(kind: str, config: dict) -> dict[str, Any]:
         return start_sync(self, what, *how, **more)
 
     Channel.start_sync = counting
-    weights, found = sum(unit.weight_nbytes for unit in engine.job.units), []
+    weights, found = sum(unit.weight_nbytes for unit in parts_of(engine).units), []
     for number in range(4):
         edges = {
-            name: engine.job.traffic.collectives[name].nbytes
+            name: parts_of(engine).traffic.collectives[name].nbytes
             for name in ("all-gather", "reduce-scatter")
         }
-        misses = engine.job.prefetcher.misses
+        misses = parts_of(engine).prefetcher.misses
         meetings.clear()
         step(schedule, numbers, count, number, mesh.get_local_rank("dp"))
         told = {
-            name: (engine.job.traffic.collectives[name].nbytes - before) / (weights / 2)
+            name: (parts_of(engine).traffic.collectives[name].nbytes - before) / (weights / 2)
             for name, before in edges.items()
         }
         found.append(
             told
             | {
                 "meetings": len(meetings),
-                "misses": engine.job.prefetcher.misses - misses,
-                "units": len(engine.job.units),
+                "misses": parts_of(engine).prefetcher.misses - misses,
+                "units": len(parts_of(engine).units),
             }
         )
         optimizer.step()
@@ -277,7 +277,7 @@ def loads(window: int, chunks: int, config: dict) -> dict[str, Any]:
         for n, part in enumerate(parts)
     ]
     schedule = infinity.parallel.attach(schedules.ScheduleLoopedBFS(stages, 4, loss_fn=F.mse_loss))
-    engine, gathered = wrapped(parts).engine, []
+    engine, gathered = parts_of(parts).engine, []
     start = ParamUnit.start_gather
 
     def counting(self: ParamUnit, *arguments: Any, **options: Any) -> Any:
@@ -288,14 +288,19 @@ def loads(window: int, chunks: int, config: dict) -> dict[str, Any]:
     found = []
     for _ in range(4):
         gathered.clear()
-        misses = engine.job.prefetcher.misses
+        misses = parts_of(engine).prefetcher.misses
         schedule.step(torch.randn(8, 64, requires_grad=True), target=torch.randn(8, 64))
-        found.append({"loads": len(gathered) / 2, "misses": engine.job.prefetcher.misses - misses})
+        found.append(
+            {"loads": len(gathered) / 2, "misses": parts_of(engine).prefetcher.misses - misses}
+        )
         optimizer.step()
         optimizer.zero_grad()
     ParamUnit.start_gather = start
     infinity.unwrap_model(parts, optimizer)
-    return {"steps": found, "window": engine.job.planned.plan.device_window_nbytes / (2 * each)}
+    return {
+        "steps": found,
+        "window": parts_of(engine).planned.plan.device_window_nbytes / (2 * each),
+    }
 
 
 class Unbuilt:

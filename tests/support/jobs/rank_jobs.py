@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from inside import parts_of
 from torch import nn
 
 if __name__ == "__main__":
@@ -28,14 +29,13 @@ from ranks import serve, told
 
 import infinity
 from infinity.core.machine import accelerator, device
-from infinity.core.run.registry import wrapped
 from infinity.core.step.device_share import DeviceShare
 from infinity.ext.gpu_direct import direct_storage
 
 
 def home_nbytes(model: torch.nn.Module) -> int:
     """Counts the bytes of this rank's arrays at home."""
-    flat_params = [flat for unit in wrapped(model).engine.job.units for flat in unit.flat_params]
+    flat_params = [flat for unit in parts_of(model).units for flat in unit.flat_params]
     return sum(array.nbytes for flat in flat_params for array in flat.arrays.values())
 
 
@@ -619,7 +619,7 @@ def retried(shard: str) -> dict[str, Any]:
                     optimizer.zero_grad()
                 fails[0] = False
             train(model, optimizer, steps=1, first=step)
-            charges.append(wrapped(model).engine.job.ledger.accounts["device"].charged_nbytes)
+            charges.append(parts_of(model).ledger.accounts["device"].charged_nbytes)
         found.append((cloned(model.state_dict()), charges))
         infinity.unwrap_model(model, optimizer)
     return {

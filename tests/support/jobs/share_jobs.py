@@ -17,13 +17,13 @@ import parallel_jobs
 import torch
 import torch.distributed as dist
 from decoder import decoder
+from inside import parts_of
 from rank_jobs import build, cloned, mesh_of
 from ranks import told
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import infinity
-from infinity.core.run.registry import wrapped
 from infinity.ext.shares.pace import Pace
 
 HOST = {"params": "host", "optimizer": "host"}
@@ -91,10 +91,10 @@ def uneven(
     mesh = mesh_of(shape, names)
     model, optimizer = made(config, mesh)
     made_shares = infinity.Shares(batch=BATCH)
-    data_ranks = wrapped(model).engine.job.ranks.data_size
+    data_ranks = parts_of(model).ranks.data_size
     made_shares.load_state_dict({"shares": UNEVEN[data_ranks]})
     if not shares:
-        wrapped(model).engine.job.collectives.bulk.share_out(None)
+        parts_of(model).collectives.bulk.share_out(None)
     losses, part = [], made_shares.slice
     for number in range(3):
         x = batch_of(number)[part]

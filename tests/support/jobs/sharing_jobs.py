@@ -14,10 +14,10 @@ from unittest import mock
 import rank_jobs
 import torch
 import torch.distributed as dist
+from inside import parts_of
 
 import infinity
 from infinity import native
-from infinity.core.run.registry import wrapped
 from infinity.ext.shared_homes import shared_homes
 from infinity.ext.versions_2bw import versions
 from infinity.ranks import kinds
@@ -81,11 +81,11 @@ def refused(how: str, asked: bool) -> dict[str, Any]:
             model, optimizer = _wrap({"share_homes": True if asked else None})
         except infinity.ConfigError as error:
             return {"said": str(error)}
-    engine = wrapped(model).engine
+    engine = parts_of(model).engine
     rank_jobs.train(model, optimizer, steps=2)
     weights = rank_jobs.cloned(model.state_dict())
     infinity.unwrap_model(model, optimizer)
-    return {"shares": engine.job.ranks.shard_group.homes is not None, "weights": weights}
+    return {"shares": parts_of(engine).ranks.shard_group.homes is not None, "weights": weights}
 
 
 def partly() -> dict[str, Any]:
@@ -104,19 +104,19 @@ def partly() -> dict[str, Any]:
         else mock.MagicMock()
     ):
         model, optimizer = _wrap({})
-    engine = wrapped(model).engine
-    flat_params = [flat for unit in engine.job.units for flat in unit.flat_params]
+    engine = parts_of(model).engine
+    flat_params = [flat for unit in parts_of(engine).units for flat in unit.flat_params]
 
     def read() -> list[bool]:
         return [
-            engine.job.ranks.shard_group.homes.have(flat.homes.weight_regions)
+            parts_of(engine).ranks.shard_group.homes.have(flat.homes.weight_regions)
             for flat in flat_params
         ]
 
     shared = [read()]
-    versions.add_slot(flat_params[1].homes, engine.job.store, "a unit")
+    versions.add_slot(flat_params[1].homes, parts_of(engine).store, "a unit")
     shared.append(read())
-    versions.drop_slot(flat_params[1].homes, engine.job.store)
+    versions.drop_slot(flat_params[1].homes, parts_of(engine).store)
     shared.append(read())
     rank_jobs.train(model, optimizer, steps=2)
     weights = rank_jobs.cloned(model.state_dict())
@@ -200,10 +200,10 @@ def struck() -> dict[str, Any]:
     """Ctrl-C strikes the first rank as a reading has begun that the other comes to late: who drops
     the unit waits for it."""
     model, optimizer = _wrap({})
-    engine, store = wrapped(model).engine, dist.distributed_c10d._get_default_store()
+    engine, store = parts_of(model).engine, dist.distributed_c10d._get_default_store()
     unit, homes, read = (
-        engine.job.units[0],
-        engine.job.ranks.shard_group.homes,
+        parts_of(engine).units[0],
+        parts_of(engine).ranks.shard_group.homes,
         shared_homes.SharedHomes.read,
     )
     seen: list[int] = []
@@ -216,7 +216,7 @@ def struck() -> dict[str, Any]:
 
     dist.barrier()
     with mock.patch.object(
-        type(engine.job.ranks.dp_group),
+        type(parts_of(engine).ranks.dp_group),
         "start_sync",
         lambda *_, **__: mock.Mock(wait=lambda: torch.zeros(64, dtype=torch.uint8)),
     ):
@@ -225,13 +225,13 @@ def struck() -> dict[str, Any]:
                 mock.patch.object(shared_homes.SharedHomes, "read", strike),
                 contextlib.suppress(KeyboardInterrupt),
             ):
-                unit.start_gather(engine.job.store, engine.job.ledger)
+                unit.start_gather(parts_of(engine).store, parts_of(engine).ledger)
             seen.append(len(homes.under_way()))
         else:
             store.wait(["struck"])
             time.sleep(0.3)
-            unit.start_gather(engine.job.store, engine.job.ledger)
-            unit.finish_gather(engine.job.store)
+            unit.start_gather(parts_of(engine).store, parts_of(engine).ledger)
+            unit.finish_gather(parts_of(engine).store)
             unit.release()
     dist.barrier()
     engine.shut_down()
@@ -243,11 +243,11 @@ def held_back(share: bool) -> dict[str, Any]:
     that part may change, then and at the end."""
     model, optimizer = _wrap({"share_homes": share})
     engine, store, key = (
-        wrapped(model).engine,
+        parts_of(model).engine,
         dist.distributed_c10d._get_default_store(),
         f"held back {share}",
     )
-    unit = engine.job.units[0]
+    unit = parts_of(engine).units[0]
     flat_param = unit.flat_params[0]
     free: list[bool] = []
     dist.barrier()
@@ -255,11 +255,11 @@ def held_back(share: bool) -> dict[str, Any]:
         store.wait([key])
     # They meet before a gather that is not agreed on: here neither waits for that.
     with mock.patch.object(
-        type(engine.job.ranks.dp_group),
+        type(parts_of(engine).ranks.dp_group),
         "start_sync",
         lambda *_, **__: mock.Mock(wait=lambda: torch.zeros(64, dtype=torch.uint8)),
     ):
-        unit.start_gather(engine.job.store, engine.job.ledger)
+        unit.start_gather(parts_of(engine).store, parts_of(engine).ledger)
     if dist.get_rank() == 0:
         time.sleep(0.2)
         ticket = engine.device.ticket(
@@ -270,7 +270,7 @@ def held_back(share: bool) -> dict[str, Any]:
         if ticket is not None:
             ticket.wait()
             free.append(engine.device.ticket([flat_param.homes.last_read]) is None)
-    unit.finish_gather(engine.job.store)
+    unit.finish_gather(parts_of(engine).store)
     unit.release()
     dist.barrier()
     infinity.unwrap_model(model, optimizer)

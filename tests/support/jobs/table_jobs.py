@@ -6,12 +6,12 @@ import weakref
 from typing import Any
 
 import torch
+from inside import parts_of
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import wrapped
 
 ROWS, WIDTH = 8192, 64
 
@@ -64,7 +64,7 @@ def whole_gradients(shard: str, *, tied: bool) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
     tier = infinity.stats(model).tiers[Tier.DEVICE]
-    terms = wrapped(model).engine.job.planned.plan.terms[Tier.DEVICE]
+    terms = parts_of(model).planned.plan.terms[Tier.DEVICE]
     infinity.unwrap_model(model, optimizer)
     return {
         "whole": whole,

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from inside import parts_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -36,7 +37,6 @@ import infinity
 from infinity.core.machine import accelerator, device
 from infinity.core.machine.tiers import Tier
 from infinity.core.run.engine import Engine
-from infinity.core.run.registry import wrapped
 from infinity.core.units.residency import Residency
 from infinity.core.units.unit import ParamUnit
 from infinity.errors import CapacityError
@@ -112,9 +112,9 @@ def trained(
         "weights": weights_of(chunks),
         "state": state,
         "losses": losses,
-        "steps": wrapped(chunks).engine.step_index,
+        "steps": parts_of(chunks).step_index,
     }
-    at_rest = [unit for unit in wrapped(chunks).engine.job.prefetcher.units if not unit.stays]
+    at_rest = [unit for unit in parts_of(chunks).prefetcher.units if not unit.stays]
     found["empty"] = not any(
         flat.untyped_storage().nbytes() for unit in at_rest for flat in unit.buffers.flats
     )
@@ -181,7 +181,7 @@ def executed(config: dict, *, flushes: bool = False, batches: int = 3) -> dict[s
     """What this rank did, in order, and after how many updates the weights were that each forward
     and backward computed with."""
     chunks, optimizer, unflushed = built("SGD", config)
-    engine, schedule = wrapped(chunks).engine, unflushed._schedule
+    engine, schedule = parts_of(chunks).engine, unflushed._schedule
     stage, done, versions = schedule._stage, [], []
     unflushed.run(pairs([0]))  # torch has made its buffers
     first, counts = engine.step_index, {"forward": 0, "backward": 0}
@@ -194,7 +194,7 @@ def executed(config: dict, *, flushes: bool = False, batches: int = 3) -> dict[s
             versions.append(
                 engine.step_index
                 - first
-                - any(unit.used_slot is not None for unit in engine.job.units)
+                - any(unit.used_slot is not None for unit in parts_of(engine).units)
             )
             counts[what] += 1
             return run(*arguments, **options)
@@ -216,11 +216,13 @@ def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
     chunks, optimizer = infinity.wrap_model(
         chunks, RULES[rule]([*chunks[0].parameters()]), config, mesh=mesh_of(2)
     )
-    engine = wrapped(chunks).engine
-    before = {tier: engine.job.ledger.accounts[tier].charged_nbytes for tier in Tier}
+    engine = parts_of(chunks).engine
+    before = {tier: parts_of(engine).ledger.accounts[tier].charged_nbytes for tier in Tier}
     schedule = schedule_of("1F1B", chunks, [dist.get_rank()], 2, mesh_of(2), MICRO)
     unflushed = infinity.parallel.without_flush(schedule, optimizer, quiet=True)
-    taken = {tier: engine.job.ledger.accounts[tier].charged_nbytes - before[tier] for tier in Tier}
+    taken = {
+        tier: parts_of(engine).ledger.accounts[tier].charged_nbytes - before[tier] for tier in Tier
+    }
     most, loads = 0, 0
     start = ParamUnit.start_gather
 
@@ -232,7 +234,7 @@ def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
             most,
             sum(
                 u.weight_nbytes
-                for u in engine.job.prefetcher.units
+                for u in parts_of(engine).prefetcher.units
                 if u.residency is not Residency.STORED and not u.stays
             ),
         )
@@ -241,14 +243,14 @@ def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
     ParamUnit.start_gather = counting
     unflushed.run(pairs(range(3)))
     ParamUnit.start_gather = start
-    weights, window = weights_of(chunks), engine.job.prefetcher._window.planned_nbytes
-    shards = sum(flat.shard_nbytes for unit in engine.job.units for flat in unit.flat_params)
+    weights, window = weights_of(chunks), parts_of(engine).prefetcher._window.planned_nbytes
+    shards = sum(flat.shard_nbytes for unit in parts_of(engine).units for flat in unit.flat_params)
     infinity.unwrap_model(chunks, optimizer)
     return {
         "taken": sum(taken.values()),
         "shards": shards,
         "most": most,
-        "loads": loads / len(engine.job.units),
+        "loads": loads / len(parts_of(engine).units),
         "window": window,
         "weights": weights,
     }
@@ -392,7 +394,7 @@ def refused(path: str) -> dict[str, str]:
     )
     infinity.unwrap_model(whole_model, managed)
     chunks, optimizer = infinity.wrap_model(chunks, plain, host, mesh=mesh)
-    planned = wrapped(chunks).engine.job.ledger.accounts[Tier.HOST].planned_nbytes
+    planned = parts_of(chunks).ledger.accounts[Tier.HOST].planned_nbytes
     infinity.unwrap_model(chunks, optimizer)
     least = [0, 0]
     dist.all_gather_object(least, planned)  # which both ranks divide
@@ -404,7 +406,7 @@ def refused(path: str) -> dict[str, str]:
     pipeline_jobs.step(infinity.parallel.attach(schedule), numbers, count, 0)
     optimizer.step()
     optimizer.zero_grad()
-    found["no room goes on"] = str(wrapped(chunks).engine.job.find(StaleWeights) is None)
+    found["no room goes on"] = str(parts_of(chunks).find(StaleWeights) is None)
     infinity.unwrap_model(chunks, optimizer)
     chunks, optimizer = infinity.wrap_model(chunks, plain, host, mesh=mesh)
     group = mesh["pp"].get_group()
@@ -418,7 +420,7 @@ def refused(path: str) -> dict[str, str]:
     found["few"] = told(lambda: without_flush(schedule, optimizer))
     schedule._n_microbatches = MICRO
     found["plain optimizer"] = told(lambda: without_flush(schedule, plain))
-    found["nothing was taken"] = str(wrapped(chunks).engine.job.find(StaleWeights) is None)
+    found["nothing was taken"] = str(parts_of(chunks).find(StaleWeights) is None)
     run = without_flush(schedule, optimizer).run
     found["not a batch"] = told(lambda: run([batch(0)]))
     found["does not divide"] = told(lambda: run([(batch(0)[:6], batch(0)[:6])]))
@@ -474,12 +476,12 @@ def one_lacks_room() -> dict[str, Any]:
         chunks, RULES["SGD"]([*chunks[0].parameters()]), {"params": "host"}, mesh=mesh
     )
     engine, schedule = (
-        wrapped(chunks).engine,
+        parts_of(chunks).engine,
         schedule_of("1F1B", chunks, numbers, count, mesh, MICRO),
     )
     account, allocate = (
-        engine.job.ledger.accounts[Tier.HOST],
-        engine.job.store.arrays.allocate_later,
+        parts_of(engine).ledger.accounts[Tier.HOST],
+        parts_of(engine).store.arrays.allocate_later,
     )
     before, calls = account.charged_nbytes, []
 
@@ -489,13 +491,13 @@ def one_lacks_room() -> dict[str, Any]:
             raise CapacityError("nothing is left")
         return allocate(*arguments)
 
-    engine.job.store.arrays.allocate_later = refusing
+    parts_of(engine).store.arrays.allocate_later = refusing
     found: dict[str, Any] = {
         "said": told(lambda: infinity.parallel.without_flush(schedule, optimizer))
     }
-    del engine.job.store.arrays.allocate_later
+    del parts_of(engine).store.arrays.allocate_later
     found["taken"] = account.charged_nbytes - before
-    found["keeps"] = engine.job.find(StaleWeights) is not None
+    found["keeps"] = parts_of(engine).find(StaleWeights) is not None
     found["goes on"] = told(
         lambda: infinity.parallel.without_flush(schedule, optimizer).run(pairs(range(2)))
     )
@@ -514,7 +516,7 @@ def forward_inside() -> dict[str, Any]:
         found["forward"] = told(lambda: chunks[0](inputs))
 
     found["run"] = told(lambda: unflushed.run(pairs(range(3)), after_update=forward))
-    found["steps"] = wrapped(chunks).engine.step_index
+    found["steps"] = parts_of(chunks).step_index
     optimizer.zero_grad()
     loss = pipeline_jobs.step(unflushed._schedule, [dist.get_rank()], 2, 1)
     optimizer.step()
@@ -571,7 +573,7 @@ def cut_short(config: dict, at: int) -> dict[str, Any]:
             optimizer.zero_grad()
         else:
             unflushed.run(pairs(range(at)))
-        found[f"steps {falls}"] = wrapped(chunks).engine.step_index
+        found[f"steps {falls}"] = parts_of(chunks).step_index
         unflushed._schedule.step(batch(9), target=batch(9))
         optimizer.step()
         optimizer.zero_grad()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from inside import parts_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
 
@@ -29,7 +30,6 @@ from unflushed_jobs import RULES, on_another_device, pairs, weights_of
 
 import infinity
 from infinity.core.machine.tiers import Tier
-from infinity.core.run.registry import wrapped
 from infinity.ext.versions_2bw.stale_weights import StaleWeights
 
 LAYERS = 6  # of which two or three stages have as many each
@@ -79,7 +79,7 @@ def trained(
     """Weights, losses, and what was charged for versions, after ``runs``: of each the rule of its
     versions and the numbers of its batches. ``corrects``: with error feedback."""
     chunks, optimizer, schedule = built(rule, config, micro)
-    job = wrapped(chunks).engine.job
+    job = parts_of(chunks).job
     accounts = [job.ledger.accounts[tier] for tier in Tier]
     before = sum(account.charged_nbytes for account in accounts)
     planned = sum(account.planned_nbytes for account in accounts)
@@ -223,7 +223,7 @@ def executed(versions: str, micro: int, batches: int) -> dict[str, Any]:
     then."""
     chunks, optimizer, schedule = built("SGD", {"params": "host", "optimizer": "host"}, micro)
     unflushed = infinity.parallel.without_flush(schedule, optimizer, weights=versions, quiet=True)
-    engine, stage, done = wrapped(chunks).engine, schedule._stage, []
+    engine, stage, done = parts_of(chunks).engine, schedule._stage, []
     unflushed.run(pairs([0]))  # torch has made its buffers
     seen: dict[bytes, int] = {}
     first, counts = engine.step_index, {"forward": 0, "backward": 0}
@@ -329,7 +329,7 @@ def cut_short(path: str, config: dict, versions: str) -> dict[str, Any]:
         found["raised"] = f"{error!r} {error.__cause__!r}"
     hook.remove()
     optimizer.zero_grad()
-    found["steps"] = wrapped(chunks).engine.step_index
+    found["steps"] = parts_of(chunks).step_index
     infinity.save_checkpoint(path, chunks, optimizer)
     for name in ("went on", "was loaded"):
         if name == "was loaded":
@@ -353,7 +353,7 @@ def refused(path: str) -> dict[str, str]:
         "kind": told(lambda: without_flush(schedule, optimizer, weights="three")),
         "not a name": told(lambda: without_flush(schedule, optimizer, weights=["stash"])),
     }
-    found["nothing was taken"] = str(wrapped(chunks).engine.job.find(StaleWeights) is None)
+    found["nothing was taken"] = str(parts_of(chunks).find(StaleWeights) is None)
     rules = ["stash", "vertical"]
     differing = without_flush(schedule, optimizer, weights=rules[dist.get_rank() % 2])
     found["ranks differ"] = told(lambda: differing.run(pairs([0])))

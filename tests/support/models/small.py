@@ -12,12 +12,12 @@ from typing import Any
 
 import threaded_device
 import torch
+from inside import parts_of
 from models import at_home, with_least
 from torch import nn
 
 import infinity
 from infinity.core.run.engine import Engine
-from infinity.core.run.registry import wrapped
 from infinity.core.units.handle import ParamHandle
 
 RAMP = torch.tensor([1.0, 2.0, 3.0, 4.0])  # inputs whose elements differ
@@ -86,4 +86,4 @@ def small_at_home(
     if home == "nvme":
         config = with_least(model, optimizer, config)
     model, optimizer = infinity.wrap_model(model, optimizer, config)
-    return AtHome(model, optimizer, wrapped(model).engine)
+    return AtHome(model, optimizer, parts_of(model).engine)

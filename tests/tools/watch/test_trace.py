@@ -25,6 +25,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from inside import parts_of
 from models import (
     at_home,
     differing,
@@ -97,7 +98,7 @@ def work_of(path: Path) -> list[dict[str, Any]]:
 def units_of(folder: Path) -> set[str]:
     model = transformer(SEED, blocks=2)
     model, _ = infinity.wrap_model(model, adamw(model, LR), at_home("host", "host", folder))
-    return {unit.name for unit in infinity.core.run.registry.wrapped(model).engine.job.units}
+    return {unit.name for unit in parts_of(model).units}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ def test_the_timeline_is_whole_however_the_run_ends(how, swap, path):
     """Method: unwrap, drop, and drop after a failed forward; the file is JSON, and has every step's
     updates."""
     model, optimizer, _ = trained(swap, path)
-    units = {unit.name for unit in infinity.core.run.registry.wrapped(model).engine.job.units}
+    units = {unit.name for unit in parts_of(model).units}
     if how == "unwrapped":
         infinity.unwrap_model(model, optimizer)
     if how == "dropped after an exception":

@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from containers import Lists, batches
+from inside import parts_of
 from models import seeded
 from torch import nn
 
@@ -153,7 +154,7 @@ def test_two_models_of_one_process_have_a_folder_each(tmp_path, monkeypatch):
     monkeypatch.setenv("INFINITY_CACHE", str(tmp_path))
     model, _ = make()
     other, _ = make()
-    listeners = infinity.core.run.registry.wrapped(model).engine.job.events.unit_landed
+    listeners = parts_of(model).events.unit_landed
     before = list(listeners)
     with infinity.Watch(model) as first, infinity.Watch(other) as second:
         assert (
