@@ -14,7 +14,7 @@ from ...errors import UsageError
 from ...ext.dtensor.dtensors import is_distributed
 from ..machine.sizes import format_nbytes
 from ..run.job import Job
-from ..run.operations import Operation, State
+from ..run.operations import Operation, Right
 from ..units.handle import ParamHandle, managed, own_bytes
 from ..units.residency import Residency
 from ..units.unit import ParamUnit
@@ -131,7 +131,7 @@ class Touches:
         have it after a write."""
         unit = handle.unit
         is_lost = unit.stays and (
-            "master" in handle.flat_param.arrays or self.job.uses.is_in(State.AVERAGED)
+            "master" in handle.flat_param.arrays or self.job.uses.takes(Right.OWN_WEIGHTS)
         )
         if is_lost or not is_counted:
             unit.watch(handle.param, own_bytes(handle.param))

@@ -1,189 +1,162 @@
-"""Operations: calls that users make of a job, and the states in which each is refused.
+"""Operations: calls that users make of a job, the rights that they need, and the states that take
+these.
 
 operation   one call that users make: of the model, of its optimizer or of this package
 state       a running activity at the time of the call; several can run at once
+right       what an operation needs, and a state may take: weights at home, no running pass, ...
 
-A cell of the table is a dot if the operation is allowed. Otherwise it has the state's letter: the
-call raises UsageError with the remedy for that state, before anything changed. The arguments of an
-allowed call may still be refused. Two states are outside the table, since they concern all
-operations. A forked process refuses everything, and a job whose state was lost everything but a
-load.
+An operation is refused in a state that takes a right that it needs: the call raises UsageError with
+the state's remedy, before anything changed. The arguments of an allowed call may still be refused.
+Extensions add operations and states: members of an enum of their own, derived from the ones here.
+docs/seams.md has the table that follows from all of them.
+
+Two states are none of these, since they concern all operations. A forked process refuses
+everything, and a job whose state was lost everything but a load.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
 
 from ...errors import UsageError
 
 
-class State(Enum):
-    """A running activity. The value is its letter in the table."""
+class Right(Enum):
+    """What an operation needs."""
+
+    HOMES = "weights at home"
+    NO_FORWARD = "no forward runs"
+    NO_BACKWARD = "no backward runs"
+    WHOLE_GRADS = "the gradients of all micro-batches have landed"
+    NO_STREAM = "no unit is stepped in a backward"
+    WHOLE_STEP = "all units are at one step"
+    OWN_WEIGHTS = "the weights are the model's own"
+    ONE_VERSION = "there is one version of the weights"
+    LOOP_STEPS = "the loop makes the steps"
+
+
+NO_PASS = frozenset({Right.HOMES, Right.NO_FORWARD, Right.NO_BACKWARD, Right.WHOLE_GRADS})
+NO_STEP_RUNS = frozenset({Right.HOMES, Right.NO_STREAM, Right.WHOLE_STEP})
+ONE_VERSION = frozenset({Right.HOMES, Right.ONE_VERSION})
+OWN_WEIGHTS = frozenset({Right.HOMES, Right.OWN_WEIGHTS})
+READ = NO_STEP_RUNS | ONE_VERSION  # units are at one step, stages at one version
+SET = READ | OWN_WEIGHTS | {Right.WHOLE_GRADS}  # and nothing that runs would lose what is set
+IDLE = NO_PASS | SET  # nothing runs: all homes are freed, or loaded
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a state takes. ``remedy`` has a place for the operation's name."""
+
+    letter: str
+    takes: frozenset[Right]
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """What an operation needs. ``is_quick``: it is checked in every pass, or inside a use, against
+    the states as they are; all others first recover from an exception, and send home what users
+    wrote to state dicts. ``loads_all``: it may repair a job whose state was lost."""
+
+    name: str  # in messages
+    needs: frozenset[Right]
+    is_quick: bool = False
+    loads_all: bool = False
+
+
+class StateKind(Enum):
+    """States of the engine or of one extension."""
 
     __hash__ = object.__hash__  # in C: it is looked up in every use
 
-    UNWRAPPED = "u"  # unwrap_model has returned plain objects
-    FORWARD = "f"  # a forward of the model runs: the call comes from a hook or a module
-    BACKWARD = "b"  # a backward runs: the call comes from a hook
-    ACCUMULATING = "a"  # gradients of several micro-batches wait for the end of their pass
-    STEPPING = "s"  # inside `with optimizer.step_in_backward()`
-    STEPPED = "p"  # between that block and optimizer.step(): part of the units are stepped
-    AVERAGED = "e"  # inside `with average.applied()`: the averages are the model's weights
-    STALE = "w"  # a pipeline runs without flush
-    BETWEEN = "o"  # the same, except for the updates that it makes itself
+
+class OperationKind(Enum):
+    """Operations of the engine or of one extension."""
+
+    __hash__ = object.__hash__  # as of StateKind
 
 
-class Operation(Enum):
-    """A call of a user. The value is its name in messages."""
+class State(StateKind):
+    """The engine's own states."""
 
-    __hash__ = object.__hash__  # as of State
-
-    FORWARD = "a forward"
-    LONE_FORWARD = "a forward of its own"
-    BACKWARD = "a backward"
-    SCHEDULE_STEP = "a step of a schedule"
-    PIPELINE_BATCH = "another batch"
-    PIPELINE_RUN = "another run"
-    ACCUMULATE = "infinity.accumulate"
-    ACCUMULATION_PASS = "a pass of several micro-batches"
-    STEP = "optimizer.step()"
-    STEP_IN_BACKWARD = "step_in_backward()"
-    ZERO_GRAD = "zero_grad()"
-    USE_GRAD = "param.grad"
-    SET_GRAD = "setting param.grad"
-    ADD_PARAM_GROUP = "add_param_group()"
-    USE_OPTIMIZER_STATE = "optimizer.state"
-    SWITCH_OPTIMIZER = "optimizer.train() and eval()"
-    OPTIMIZER_STATE_DICT = "optimizer.state_dict()"
-    LOAD_OPTIMIZER_STATE_DICT = "optimizer.load_state_dict()"
-    STATE_DICT = "state_dict()"
-    LOAD_STATE_DICT = "load_state_dict()"
-    WRITE_STATE_DICT = "writing to a tensor of a state dict"
-    TOUCH = "using a parameter"
-    WRITE_VALUE = "writing to a parameter"
-    FULL_PARAMS = "full_params"
-    WRITE_FULL_PARAMS = "full_params(writeback=True)"
-    SAVE_CHECKPOINT = "save_checkpoint"
-    LOAD_CHECKPOINT = "load_checkpoint"
-    SAVE_PRETRAINED = "save_pretrained"
-    SAVE_MERGED = "save_merged"
-    UPDATE_AVERAGE = "updating the average"
-    APPLY_AVERAGE = "average.applied()"
-    EXCHANGE_AVERAGE = "exchanging weights and averages"
-    AVERAGE_STATE_DICT = "the average's state dict"
-    LOAD_AVERAGE = "loading the average"
-    REMOVE_AVERAGE = "removing the average"
-    SHARE_BATCH = "dividing a batch by infinity.Shares"
-    LOCAL_STEPS = "LocalSteps"
-    PARK = "park"
-    UNWRAP = "unwrap_model"
-
-
-# Three reasons fill the table. Weights are not read while units or stages are at different steps.
-# Values are not set if a running activity would lose them, or use both old and new. Operations that
-# free all homes, or load all of them, need an idle job.
-TABLE = """
-                               u f b a s p e w o
-    FORWARD                    u . . . . . . . .
-    LONE_FORWARD               u . . . . p . w .
-    BACKWARD                   u . . . . . . . .
-    SCHEDULE_STEP              u . . . . p . w .
-    PIPELINE_BATCH             u . . . . p . w .
-    PIPELINE_RUN               u . . a s p e w .
-    ACCUMULATE                 u f b a . p . w .
-    ACCUMULATION_PASS          u f b a . p . . .
-    STEP                       u . b a . . e . o
-    STEP_IN_BACKWARD           u f b a s p e w .
-    ZERO_GRAD                  u . . a s p . . .
-    USE_GRAD                   . . . a . . . . .
-    SET_GRAD                   . . . a . p . . .
-    ADD_PARAM_GROUP            u f b a s p e w .
-    USE_OPTIMIZER_STATE        u . . . . . . w .
-    SWITCH_OPTIMIZER           u f b a s p e w .
-    OPTIMIZER_STATE_DICT       u . . . s p . w .
-    LOAD_OPTIMIZER_STATE_DICT  u . . a s p e w .
-    STATE_DICT                 u . . . s p . w .
-    LOAD_STATE_DICT            u f . a s p e w .
-    WRITE_STATE_DICT           u . . a . . . w .
-    TOUCH                      u . . . s p . w .
-    WRITE_VALUE                u . . . . p e w .
-    FULL_PARAMS                u . . . s p . w .
-    WRITE_FULL_PARAMS          u . . a s p e w .
-    SAVE_CHECKPOINT            u . b a s p e w .
-    LOAD_CHECKPOINT            u f b a s . e w .
-    SAVE_PRETRAINED            u . . . s p . w .
-    SAVE_MERGED                u . . . s p . w .
-    UPDATE_AVERAGE             u . . . s p e w .
-    APPLY_AVERAGE              u f b a s p e w .
-    EXCHANGE_AVERAGE           u f b a s p . w .
-    AVERAGE_STATE_DICT         u . . . s p e w .
-    LOAD_AVERAGE               u . . . . . e w .
-    REMOVE_AVERAGE             u . . . . . e w .
-    SHARE_BATCH                u f b a s p . w .
-    LOCAL_STEPS                u f b a s p e w .
-    PARK                       u f b a s p . w .
-    UNWRAP                     u f b a s p e w .
-"""
-
-# Checked in every pass, or inside a use, against the states as they are. All other operations first
-# recover from an exception, and send home what users wrote to state dicts.
-QUICK = {
-    Operation.FORWARD,
-    Operation.LONE_FORWARD,
-    Operation.BACKWARD,
-    Operation.ACCUMULATION_PASS,
-    Operation.SCHEDULE_STEP,
-    Operation.PIPELINE_BATCH,
-    Operation.PIPELINE_RUN,
-    Operation.STEP,
-    Operation.STEP_IN_BACKWARD,
-    Operation.ZERO_GRAD,
-    Operation.USE_GRAD,
-    Operation.SET_GRAD,
-    Operation.ADD_PARAM_GROUP,
-    Operation.WRITE_STATE_DICT,
-    Operation.TOUCH,
-    Operation.WRITE_VALUE,
-}
-
-STALE_REMEDY = (
-    "{} is not available while a pipeline runs without flush: its stages are not all after the same"
-    " update. Call it when run() has returned, which flushes: between two calls there is one"
-    " version of the weights."
-)
-REMEDIES = {
-    State.UNWRAPPED: (
+    UNWRAPPED = Activity(  # unwrap_model has returned plain objects
+        "u",
+        frozenset({Right.HOMES}),
         "{} needs weights that went with the engine: the model was unwrapped, or is gone. Use the"
         " model and the optimizer that unwrap_model returned, and run a backward before"
-        " unwrap_model."
-    ),
-    State.FORWARD: (
+        " unwrap_model.",
+    )
+    FORWARD = Activity(  # the call comes from a hook or a module
+        "f",
+        frozenset({Right.NO_FORWARD}),
         "{} inside a forward of the model, from a hook or a module: call it when the forward is"
-        " over."
-    ),
-    State.BACKWARD: (
-        "{} inside a backward of the model, from a hook: call it when the backward is over."
-    ),
-    State.ACCUMULATING: (
+        " over.",
+    )
+    BACKWARD = Activity(  # the call comes from a hook
+        "b",
+        frozenset({Right.NO_BACKWARD}),
+        "{} inside a backward of the model, from a hook: call it when the backward is over.",
+    )
+    ACCUMULATING = Activity(  # gradients of several micro-batches wait for the end of their pass
+        "a",
+        frozenset({Right.WHOLE_GRADS}),
         "{} is not available here: gradients of several micro-batches are incomplete until the"
         " `with infinity.accumulate(...)` block, or the step of the pipeline's schedule, is over."
-        " Read, clip, step and zero gradients after it."
-    ),
-    State.STEPPING: (
+        " Read, clip, step and zero gradients after it.",
+    )
+    STEPPING = Activity(  # inside `with optimizer.step_in_backward()`
+        "s",
+        frozenset({Right.NO_STREAM}),
         "{} inside `with optimizer.step_in_backward()`: part of the units are stepped there. Call"
-        " it before that block, or after optimizer.step()."
-    ),
-    State.STEPPED: (
+        " it before that block, or after optimizer.step().",
+    )
+    STEPPED = Activity(  # between that block and optimizer.step()
+        "p",
+        frozenset({Right.WHOLE_STEP}),
         "{} between step_in_backward and its step(): part of the units are stepped. Call"
-        " optimizer.step() first."
-    ),
-    State.AVERAGED: (
-        "{} is not available inside `with average.applied()`: the model has its average for"
-        " weights. Call it after that block."
-    ),
-    State.STALE: STALE_REMEDY,
-    State.BETWEEN: STALE_REMEDY,
-}
+        " optimizer.step() first.",
+    )
+
+
+class Operation(OperationKind):
+    """The engine's own operations."""
+
+    FORWARD = Call("a forward", frozenset({Right.HOMES}), True)
+    LONE_FORWARD = Call("a forward of its own", ONE_VERSION | {Right.WHOLE_STEP}, True)
+    BACKWARD = Call("a backward", frozenset({Right.HOMES}), True)
+    ACCUMULATE = Call("infinity.accumulate", NO_PASS | ONE_VERSION | {Right.WHOLE_STEP})
+    ACCUMULATION_PASS = Call("a pass of several micro-batches", NO_PASS | {Right.WHOLE_STEP}, True)
+    STEP = Call(
+        "optimizer.step()",
+        OWN_WEIGHTS | {Right.NO_BACKWARD, Right.WHOLE_GRADS, Right.LOOP_STEPS},
+        True,
+    )
+    STEP_IN_BACKWARD = Call("step_in_backward()", IDLE, True)
+    ZERO_GRAD = Call("zero_grad()", NO_STEP_RUNS | {Right.WHOLE_GRADS}, True)
+    USE_GRAD = Call("param.grad", frozenset({Right.WHOLE_GRADS}), True)
+    SET_GRAD = Call("setting param.grad", frozenset({Right.WHOLE_GRADS, Right.WHOLE_STEP}), True)
+    ADD_PARAM_GROUP = Call("add_param_group()", IDLE, True)
+    USE_OPTIMIZER_STATE = Call("optimizer.state", ONE_VERSION)
+    SWITCH_OPTIMIZER = Call("optimizer.train() and eval()", IDLE)
+    OPTIMIZER_STATE_DICT = Call("optimizer.state_dict()", READ)
+    LOAD_OPTIMIZER_STATE_DICT = Call("optimizer.load_state_dict()", SET)
+    STATE_DICT = Call("state_dict()", READ)
+    LOAD_STATE_DICT = Call("load_state_dict()", SET | {Right.NO_FORWARD})
+    WRITE_STATE_DICT = Call(
+        "writing to a tensor of a state dict", ONE_VERSION | {Right.WHOLE_GRADS}, True
+    )
+    TOUCH = Call("using a parameter", READ, True)
+    WRITE_VALUE = Call(
+        "writing to a parameter", ONE_VERSION | OWN_WEIGHTS | {Right.WHOLE_STEP}, True
+    )
+    FULL_PARAMS = Call("full_params", READ)
+    WRITE_FULL_PARAMS = Call("full_params(writeback=True)", SET)
+    UNWRAP = Call("unwrap_model", IDLE)
+
+
 # Better remedies for single cells than the state's.
 SPECIAL = {
     (
@@ -203,22 +176,24 @@ SPECIAL = {
 }
 
 
-def _read(table: str) -> dict[Operation, tuple[State, ...]]:
-    header, *rows = table.strip().splitlines()
-    states = [State(letter) for letter in header.split()]
-    found: dict[Operation, tuple[State, ...]] = {}
-    for name, *cells in map(str.split, rows):
-        found[Operation[name]] = tuple(
-            state for state, cell in zip(states, cells, strict=True) if cell == state.value
-        )
-    return found
+def refuses(state: StateKind, operation: OperationKind) -> bool:
+    """Tells whether ``operation`` is refused in ``state``."""
+    return not operation.value.needs.isdisjoint(state.value.takes)
 
 
-REFUSED = _read(TABLE)
-
-
-def refusal(operation: Operation, state: State, what: str | None = None) -> UsageError:
+def refusal(operation: OperationKind, state: StateKind, what: str | None = None) -> UsageError:
     """Makes the error for ``operation`` in ``state``. ``what``: its name in the message."""
-    return UsageError(
-        SPECIAL.get((operation, state), REMEDIES[state]).format(what or operation.value)
-    )
+    remedy = SPECIAL.get((operation, state), state.value.remedy)
+    return UsageError(remedy.format(what or operation.value.name))
+
+
+def all_states() -> Iterator[StateKind]:
+    """Yields the states of the engine, and of the extensions that were imported."""
+    for kind in StateKind.__subclasses__():
+        yield from kind
+
+
+def all_operations() -> Iterator[OperationKind]:
+    """Yields the operations of the engine, and of the extensions that were imported."""
+    for kind in OperationKind.__subclasses__():
+        yield from kind

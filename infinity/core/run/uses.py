@@ -5,8 +5,7 @@ use      a block that reads or changes the job: a step, a save, a read of a grad
 halted   the state in memory is lost: every use is refused, except one that loads all of it
 
 [Note: why parts define the states] The part that makes a state of :mod:`.operations` knows it, and
-defines it here when it is built. So this file depends on none of them. A feature that refuses
-operations while it runs adds a state, a column of the table and one call of `define`.
+defines it here when it is built. So this file depends on none of them.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 from ... import native
 from ...errors import InfinityError, UsageError
 from ..params.apart import is_compiling, refuse_without_bytes
-from .operations import QUICK, REFUSED, Operation, State, refusal
+from .operations import OperationKind, Right, State, StateKind, refusal, refuses
 
 
 class Uses:
@@ -46,14 +45,21 @@ class Uses:
             prepare,
             settle,
         )
-        self._is_in: dict[State, Callable[[], bool]] = {}
+        self._is_in: dict[StateKind, Callable[[], bool]] = {}
+        # The states that refuse an operation, as far as it was asked for.
+        self._refusing: dict[OperationKind, list[StateKind]] = {}
         self._halted: Callable[[], InfinityError] | None = None
 
-    def define(self, state: State, is_in: Callable[[], bool]) -> None:
+    def define(self, state: StateKind, is_in: Callable[[], bool]) -> None:
         """Defines ``state`` by ``is_in``, which must not refer to the job strongly."""
         self._is_in[state] = is_in
+        self._refusing.clear()
 
-    def is_in(self, state: State) -> bool:
+    def takes(self, right: Right) -> bool:
+        """Tells whether a state that the job is in takes ``right``."""
+        return any(right in state.value.takes and is_in() for state, is_in in self._is_in.items())
+
+    def is_in(self, state: StateKind) -> bool:
         """Tells whether the job is in ``state``."""
         is_in = self._is_in.get(state)
         return is_in is not None and is_in()
@@ -81,29 +87,30 @@ class Uses:
             return self.scopes.scope()
         return self.scopes.scope(wait=self._wait, prepare=prepare)
 
-    def check(self, operation: Operation, what: str | None = None) -> None:
+    def check(self, operation: OperationKind, what: str | None = None) -> None:
         """Raises UsageError, with ``what`` as the name, if ``operation`` is refused in the present
         states. Nothing has changed then, so a running activity can continue."""
-        if operation not in QUICK and not self.is_in(State.UNWRAPPED):
-            repairing = operation is Operation.LOAD_CHECKPOINT
-            with self.begin(repairing=repairing):
-                if not repairing:
+        if not operation.value.is_quick and not self.is_in(State.UNWRAPPED):
+            with self.begin(repairing=operation.value.loads_all):
+                if not operation.value.loads_all:
                     self._settle()  # only its exceptions may interrupt a running activity
         self._refuse(operation, what)
 
-    def _refuse(self, operation: Operation, what: str | None) -> None:
-        for state in REFUSED[operation]:
+    def _refuse(self, operation: OperationKind, what: str | None) -> None:
+        if (states := self._refusing.get(operation)) is None:
+            states = [state for state in self._is_in if refuses(state, operation)]
+            self._refusing[operation] = states
+        for state in states:
             if self.is_in(state):
                 raise refusal(operation, state, what)
 
-    def operation(self, operation: Operation) -> native.Scope:
+    def operation(self, operation: OperationKind) -> native.Scope:
         """Opens the scope of ``operation``. Raises UsageError if it is refused in the present
         states."""
-        repairing = operation is Operation.LOAD_CHECKPOINT
 
         def prepare() -> None:
             # Asked once more: another thread may have begun something while this one waited for it.
-            self._prepare(repairing)
+            self._prepare(operation.value.loads_all)
             self._refuse(operation, None)
 
         self.check(operation)

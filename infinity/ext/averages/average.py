@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.optim import swa_utils
 
-from ...core.run.operations import Operation
+from ...core.run.operations import OperationKind
 from ...core.run.registry import engine_of, whole_of
 from ...core.units.handle import ParamHandle, handle_of
 from ...errors import ConfigError, UsageError
 from ..dtensor.dtensors import like, part_of
+from .operations import AverageOperation
 from .weight_average import Blend, WeightAverage
 
 
@@ -86,7 +87,7 @@ class Average:
         If it is interrupted, the next use of the model completes it. Every rank calls this.
         """
         job = self._average.job
-        with job.uses.operation(Operation.UPDATE_AVERAGE), job.store.guarding():
+        with job.uses.operation(AverageOperation.UPDATE), job.store.guarding():
             self._average.update()
 
     @contextmanager
@@ -99,7 +100,7 @@ class Average:
         ``unwrap_model`` and another ``applied()`` raise UsageError. Raises UsageError before the
         first update.
         """
-        self._check(Operation.APPLY_AVERAGE)
+        self._check(AverageOperation.APPLY)
         try:
             self._average.is_wanted = True
             self._exchange()
@@ -110,7 +111,7 @@ class Average:
             )
             self._bring_back()
 
-    def _check(self, operation: Operation, *, updated: bool = True) -> None:
+    def _check(self, operation: OperationKind, *, updated: bool = True) -> None:
         """Raises UsageError while the averages are the model's weights and, with ``updated``,
         before the first update."""
         self._average.job.uses.check(operation)  # this also completes an interrupted exchange
@@ -121,7 +122,7 @@ class Average:
     def _exchange(self) -> None:
         """Swaps the weights with their moving averages. No-op if already so."""
         job = self._average.job
-        with job.uses.operation(Operation.EXCHANGE_AVERAGE), job.store.guarding():
+        with job.uses.operation(AverageOperation.EXCHANGE), job.store.guarding():
             if not self._average.is_exchanged:
                 self._average.exchange()
 
@@ -134,7 +135,7 @@ class Average:
     def remove(self) -> None:
         """Frees the average's memory."""
         job = self._average.job
-        with job.uses.operation(Operation.REMOVE_AVERAGE):  # also resumes a parked model
+        with job.uses.operation(AverageOperation.REMOVE):  # also resumes a parked model
             self._average.free()
             job.remove(self._average)
 
@@ -146,7 +147,7 @@ class Average:
         they have masters: a plain model loads it. All of it is in memory together;
         ``save_pretrained`` in :meth:`applied` is streamed. Raises UsageError before the first
         update, and in :meth:`applied`, where the model's own state dict has the averages."""
-        self._check(Operation.AVERAGE_STATE_DICT)
+        self._check(AverageOperation.STATE_DICT)
         state = self._model.state_dict()
         with self._average.job.uses.begin():
             return state | {
@@ -173,7 +174,7 @@ class Average:
         """Sets the average from ``state_dict``, as that of ``updates`` updates. Raises UsageError,
         before any change, if a parameter is missing or has another shape, and in :meth:`applied`.
         """
-        self._check(Operation.LOAD_AVERAGE, updated=False)
+        self._check(AverageOperation.LOAD, updated=False)
         handles = self._handles()
         for name, handle in handles.items():
             if name not in state_dict or state_dict[name].shape != handle.param.shape:

@@ -34,6 +34,7 @@ from ...core.units.pieces import (
     read_value,
 )
 from ...errors import UsageError
+from .operations import AverageState
 
 Blend = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
 
@@ -72,7 +73,7 @@ class WeightAverage(Extension):
             raise
         me = weakref.ref(self)
         job.uses.define(
-            State.AVERAGED,
+            AverageState.AVERAGED,
             lambda: (average := me()) is not None and average.is_exchanged and average.is_wanted,
         )
 

@@ -18,7 +18,6 @@ from ...core.machine.kernel import running_kernel
 from ...core.params.tensors import overwrite
 from ...core.run.engine import Engine
 from ...core.run.job import Job
-from ...core.run.operations import Operation
 from ...core.run.recovery import begin_repair
 from ...core.run.registry import whole_of
 from ...core.step.optimizer import InfinityOptimizer
@@ -44,6 +43,7 @@ from .content import (
 from .folder import OF_READERS, reading
 from .home_loader import HomeLoader
 from .manifest import MANIFEST, MOST_STEPS, check_files, check_sizes, read_manifest
+from .operations import CheckpointOperation
 from .parts import read_tensors
 from .random_state import check_random_state, restore_random_state
 from .read_once import ReadOnce, choose_files
@@ -77,7 +77,7 @@ def load_checkpoint(
     engine, books = engine_of_pair(model, as_given(optimizer))
     job = engine.job
     with (
-        job.uses.operation(Operation.LOAD_CHECKPOINT),
+        job.uses.operation(CheckpointOperation.LOAD),
         job.collectives.together("load_checkpoint"),
     ):
         engine.finish_beside()

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ...core.run.job import Job, wait_idle
-from ...core.run.operations import Operation
 from ...core.run.registry import engine_of, whole_of
 from ...core.units.handle import handle_of
 from ...errors import ConfigError, StorageError, UsageError
@@ -29,6 +28,7 @@ from ..packed.unpacked import dense_source, has_packed
 from ..pipeline.parts import parts_of
 from .hub_names import flat_param_size_of, hub_sources, is_transformers, names_to_write
 from .model_files import describe_files, name_files, name_written, split, storing, written
+from .operations import CheckpointOperation
 
 WEIGHT_NAMES = re.compile(r".*\.(safetensors|bin|pt|pth|gguf)|.*\.index\.json")
 CARD = "README.md"
@@ -64,7 +64,7 @@ def save_pretrained(
     beside it, and raises a ConfigError that names it.
     """
     job = engine_of(model).job
-    job.uses.check(Operation.SAVE_PRETRAINED)
+    job.uses.check(CheckpointOperation.SAVE_PRETRAINED)
     if job.ranks.stage_prefix:
         raise UsageError(
             "save_pretrained: stages of this pipeline call parameters the same, which one folder"

@@ -28,7 +28,6 @@ from torch import nn
 from ...core.grads.record import would_be_lost
 from ...core.run.engine import Engine
 from ...core.run.job import Job
-from ...core.run.operations import Operation
 from ...core.run.registry import whole_of
 from ...core.step.optimizer import InfinityOptimizer
 from ...core.step.recognised import as_given
@@ -55,6 +54,7 @@ from .content import (
 )
 from .described import description_of
 from .manifest import FORMAT, check_same_model
+from .operations import CheckpointOperation
 from .publish import Draft, files_of_rank, publish
 from .random_state import random_state_tensors, read_random_state
 
@@ -94,7 +94,7 @@ def save_checkpoint(
     engine, books = engine_of_pair(model, as_given(optimizer))
     job = engine.job
     with (
-        job.uses.operation(Operation.SAVE_CHECKPOINT),
+        job.uses.operation(CheckpointOperation.SAVE),
         job.collectives.together("save_checkpoint"),
     ):
         engine.finish_beside()

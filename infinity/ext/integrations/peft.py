@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.run.operations import Operation
 from ...core.run.registry import engine_of
 from ...core.wrap.full_params import full_params
 from ...errors import ConfigError, UsageError
@@ -31,6 +30,7 @@ from ...files.module_names import PREFIX, base_name
 from ...files.source import Source
 from ..checkpoint.hub_names import flat_param_size_of, hub_sources
 from ..checkpoint.model_files import write_sources
+from ..checkpoint.operations import CheckpointOperation
 from ..checkpoint.pretrained import (
     adapter_tensors,
     is_adapted,
@@ -140,7 +140,7 @@ def save_merged(model: nn.Module, folder: str | os.PathLike, *, overwrite: bool 
     job = engine.job
     if not is_adapted(model) or not hasattr(base := model.get_base_model(), "config"):
         raise UsageError(f"{type(model).__name__}: give a PEFT model of a transformers model")
-    job.uses.check(Operation.SAVE_MERGED)
+    job.uses.check(CheckpointOperation.SAVE_MERGED)
     with (
         job.uses.begin(),
         job.collectives.together("save_merged"),

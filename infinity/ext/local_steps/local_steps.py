@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...core.run.job import Job
-from ...core.run.operations import Operation
+from ...core.run.operations import IDLE, Call, OperationKind
 from ...core.run.registry import Wrapped, wrapped
 from ...core.units.handle import handle_of
 from ...core.units.unit import ParamUnit
@@ -24,6 +24,12 @@ from .outer_step import OuterSettings, OuterStep, Position
 from .over_groups import OverGroups
 from .rounds import SKEW, Rounds
 from .slow_axis import SlowAxis
+
+
+class LocalOperation(OperationKind):
+    """The calls of LocalSteps."""
+
+    LOCAL_STEPS = Call("LocalSteps", IDLE)
 
 
 class LocalSteps:
@@ -97,7 +103,7 @@ class LocalSteps:
         self._record = weakref.ref(record)
         self._hooks: list[Any] = []
         job = record.engine.job
-        with job.uses.operation(Operation.LOCAL_STEPS), job.store.guarding():
+        with job.uses.operation(LocalOperation.LOCAL_STEPS), job.store.guarding():
             axis = SlowAxis(mesh, job.traffic, compresses=codes)
             try:
                 axis.compare(_describe(job, self._rounds, settings, codes), "LocalSteps")
@@ -164,7 +170,7 @@ class LocalSteps:
     def remove(self) -> None:
         """Frees the anchors and momenta, and lets the groups train apart. Every rank calls this."""
         record, outer = self._alive, self._outer
-        with record.engine.uses.operation(Operation.LOCAL_STEPS):
+        with record.engine.uses.operation(LocalOperation.LOCAL_STEPS):
             outer.free()
             record.engine.job.remove(outer)
             for hook in self._hooks:
@@ -184,7 +190,7 @@ class LocalSteps:
         ``probe`` is raised after the average; it leaves the period as it is.
         """
         outer, job, error = self._outer, self._alive.engine.job, None
-        job.uses.check(Operation.LOCAL_STEPS)  # this also completes an interrupted one
+        job.uses.check(LocalOperation.LOCAL_STEPS)  # this also completes an interrupted one
         outer.refuse_others(job.units)
         position = outer.position
         climber, probed = Climber(*position.climber), position.probed
@@ -192,7 +198,7 @@ class LocalSteps:
         due = probed + self._rounds.probe_every
         if self._probe is not None and is_last and position.steps + 1 >= due:
             error, probed = self._observe(self._probe, climber), position.steps + 1
-        with job.uses.operation(Operation.LOCAL_STEPS), job.store.guarding():
+        with job.uses.operation(LocalOperation.LOCAL_STEPS), job.store.guarding():
             after = Position(
                 steps=position.steps + 1,
                 at=0 if is_last else position.at + 1,

@@ -13,7 +13,7 @@ from ...core.machine import scratch
 from ...core.machine.tiers import Tier
 from ...core.run.engine import Engine
 from ...core.run.job import Job
-from ...core.run.operations import Operation
+from ...core.run.operations import IDLE, Call, OperationKind, Right
 from ...core.run.recovery import is_interrupted
 from ...core.run.registry import engine_of
 from ...errors import ConfigError, UsageError
@@ -23,6 +23,12 @@ from ..local_steps.outer_step import OuterStep
 from .parking import Parking, arrays_in_memory, give_back_heap
 
 PARTS = {"all": {}, "weights": {"optimizer": False}, "optimizer": {"weights": False}}
+
+
+class ParkOperation(OperationKind):
+    """The call that parks."""
+
+    PARK = Call("park", IDLE - {Right.OWN_WEIGHTS})
 
 
 @torch.no_grad()
@@ -66,7 +72,7 @@ def park(
         return is_parked and not is_interrupted(job) and not job.uses.is_halted
 
     if not stays():
-        job.uses.check(Operation.PARK)
+        job.uses.check(ParkOperation.PARK)
     with job.uses.begin_unless(stays):
         return _park(engine, job, where, what)
 
@@ -76,7 +82,7 @@ def _park(engine: Engine, job: Job, folder: str | None, what: str) -> int:
     parking = job.find(Parking) or job.add(Parking(job.store))
     average, outer = job.find(WeightAverage), job.find(OuterStep)
     if not parking.nbytes:
-        job.uses.check(Operation.PARK)  # another thread may have used it meanwhile
+        job.uses.check(ParkOperation.PARK)  # another thread may have used it meanwhile
         _settle(engine, job)
     if what != "optimizer":
         _refuse_held(job)

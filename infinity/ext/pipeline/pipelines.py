@@ -16,7 +16,6 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from ...config import Config
 from ...core.params.tensors import digest_of
-from ...core.run.operations import Operation
 from ...core.run.registry import engine_of, is_wrapped
 from ...core.wrap.unwrap import unwrap_model
 from ...core.wrap.wrap import wrap_model
@@ -27,6 +26,7 @@ from .between import Between
 from .boundaries import Boundaries, axis_that_shares
 from .choice import Choice
 from .choose_together import choose_together
+from .operations import PipelineOperation
 from .schedules import COMPARED, attach, empty
 from .stages import Chain
 from .ties import Ties, find_ties
@@ -246,7 +246,7 @@ class Pipeline:
                 " (tie_word_embeddings=False), freeze it, or call step() for each batch."
             )
         job = self._engine.job
-        job.uses.check(Operation.PIPELINE_RUN)
+        job.uses.check(PipelineOperation.RUN)
         with job.uses.begin():
             with job.collectives.together("the batches of run()"):
                 for number, batch in enumerate(batches):
@@ -307,7 +307,7 @@ class Pipeline:
         different batches: outputs of one would be compared with labels of another. A collective."""
         trains = call != "eval()"
         collectives, ranks = self._engine.job.collectives, self._engine.job.ranks
-        self._engine.uses.check(Operation.PIPELINE_BATCH)
+        self._engine.uses.check(PipelineOperation.BATCH)
         with self._engine.uses.begin():
             with collectives.together(f"the batch of a pipeline's {call}"):
                 inputs, target, batch = self._parts(inputs, target, batch)

@@ -29,7 +29,6 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 
 from ...core.run.engine import Engine
 from ...core.run.job import Job
-from ...core.run.operations import Operation
 from ...core.run.registry import engine_of
 from ...core.units.handle import handle_of
 from ...errors import ConfigError, InfinityError, UsageError
@@ -39,6 +38,7 @@ from ...ranks.pending import ranks_lost
 from ..dtensor.in_common import InCommon
 from .between import clear, close
 from .in_flight import InFlight
+from .operations import PipelineOperation
 
 ATTACHED = "_infinity_attached"
 COMPARED = "_infinity_compared"  # on a schedule: its owner compares the ranks' inputs
@@ -127,7 +127,7 @@ def _accumulating_step(
 
     @wraps(run)
     def joined(*args: Any, **kwargs: Any) -> Any:
-        job.uses.check(Operation.SCHEDULE_STEP)
+        job.uses.check(PipelineOperation.SCHEDULE_STEP)
         _refuse_cut_short(schedule, job)
         vars(schedule).pop(SHAPES, None)
         sends = nullcontext()

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ...core.run.operations import Operation
+from ...core.run.operations import IDLE, Call, OperationKind, Right
 from ...core.run.registry import Wrapped, wrapped, wrapped_here
 from ...errors import ConfigError, UsageError
 from ...ranks.bulk import Bulk
@@ -21,6 +21,12 @@ from .paces import Split
 logger = logging.getLogger(__name__)
 
 PER_SECOND = 10**12  # paces are exchanged as whole picoseconds
+
+
+class ShareOperation(OperationKind):
+    """The call that divides batches."""
+
+    DIVIDE = Call("dividing a batch by infinity.Shares", IDLE - {Right.OWN_WEIGHTS})
 
 
 class Shares:
@@ -61,12 +67,12 @@ class Shares:
         record = wrapped(model) if model is not None else _trained_here()
         self._job = record.engine.job
         self._collectives = collectives = self._job.collectives
-        self._job.uses.check(Operation.SHARE_BATCH)
+        self._job.uses.check(ShareOperation.DIVIDE)
         with collectives.together("checking what Shares was given"):
             total = _checked_batch(batch, tokens, collectives.ranks)
             refuse_batch_norm("Shares", "", record.model)
             self._refuse_half_done()
-        with self._job.uses.operation(Operation.SHARE_BATCH):
+        with self._job.uses.operation(ShareOperation.DIVIDE):
             unit = "samples" if tokens is None else "tokens"
             collectives.compare({"the batch": f"{total} {unit}"}, "Shares", over_stages=True)
             self._split = Split(total, collectives.ranks.data_size)
@@ -109,7 +115,7 @@ class Shares:
 
     def _operation(self) -> Any:
         """Opens the scope of a change. Raises UsageError where weights may not change."""
-        scope = self._job.uses.operation(Operation.SHARE_BATCH)
+        scope = self._job.uses.operation(ShareOperation.DIVIDE)
         if self._collectives.bulk.split is not self._split:
             raise UsageError(
                 "this Shares ended when another one was made for the same model: use the newer one"

@@ -28,10 +28,10 @@ from torch.distributed.pipelining.schedules import _batch_p2p, _wait_batch_p2p
 from ...core.grads.record import GradState
 from ...core.run.engine import Engine
 from ...core.run.job import Job
-from ...core.run.operations import Operation
 from ...core.run.registry import engine_of
 from ...core.step.optimizer import InfinityOptimizer
 from ...errors import ConfigError, UsageError
+from ..pipeline.operations import PipelineOperation
 from ..pipeline.schedules import SHAPES, attach, in_flight_of, naming_causes, one_pass
 from .batch_shapes import Shapes, parts_of, shapes_of
 from .stale_weights import StaleWeights
@@ -190,12 +190,12 @@ class WithoutFlush:
         """Returns the shapes of ``batches``. Drops torch's buffers if any rank's shapes are new. A
         collective."""
         job = self._engine.job
-        job.uses.check(Operation.PIPELINE_RUN)
+        job.uses.check(PipelineOperation.RUN)
         if not torch.is_grad_enabled():
             raise UsageError(
                 "run() trains: call it outside of torch.no_grad(); to evaluate, use schedule.eval"
             )
-        with job.uses.begin(), job.collectives.together(Operation.PIPELINE_RUN.value):
+        with job.uses.begin(), job.collectives.together(PipelineOperation.RUN.value.name):
             if held := [
                 handle.name for handle in job.trained if handle.grad.state is not GradState.ABSENT
             ]:

@@ -17,12 +17,25 @@ from contextlib import contextmanager
 from functools import partial
 
 from ...core.run.job import Job
-from ...core.run.operations import State
+from ...core.run.operations import Activity, Right, StateKind
 from ...core.seams import Extension
 from ...core.units.unit import ParamUnit
 from ...errors import InternalError, UsageError
 from ..class_step.admission import INSTEAD
 from .versions import UnitVersions, add_slot, drop_slot
+
+REMEDY = (
+    "{} is not available while a pipeline runs without flush: its stages are not all after the same"
+    " update. Call it when run() has returned, which flushes: between two calls there is one"
+    " version of the weights."
+)
+
+
+class VersionState(StateKind):
+    """While a pipeline runs without flush, and the same except for the updates that it makes."""
+
+    STALE = Activity("w", frozenset({Right.ONE_VERSION}), REMEDY)
+    BETWEEN = Activity("o", frozenset({Right.LOOP_STEPS}), REMEDY)
 
 
 class StaleWeights(Extension):
@@ -37,9 +50,11 @@ class StaleWeights(Extension):
         self._versions = [UnitVersions(unit) for unit in job.units if UnitVersions.has(unit)]
         self._allocated = 0
         running, scopes = job.running, job.scopes
-        job.uses.define(State.STALE, lambda: running.runs_without_flush and not scopes.interrupted)
         job.uses.define(
-            State.BETWEEN,
+            VersionState.STALE, lambda: running.runs_without_flush and not scopes.interrupted
+        )
+        job.uses.define(
+            VersionState.BETWEEN,
             lambda: (
                 running.runs_without_flush and not running.is_updating and not scopes.interrupted
             ),

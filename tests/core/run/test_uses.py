@@ -6,7 +6,7 @@ import pytest
 
 import infinity
 from infinity import native
-from infinity.core.run.operations import QUICK, REFUSED, Operation, State
+from infinity.core.run.operations import Call, Operation, OperationKind, State, refuses
 from infinity.core.run.uses import Uses
 
 
@@ -25,6 +25,12 @@ class Door:
         )
 
 
+class Repair(OperationKind):
+    """An operation of an extension, which loads all state."""
+
+    LOAD = Call("loading all", frozenset(), loads_all=True)
+
+
 @pytest.mark.parametrize("state", State, ids=lambda state: state.name)
 def test_an_operation_is_refused_in_the_states_of_its_row_alone(state):
     """Method: each operation in the state, and again when that is over. Twin: the operations whose
@@ -33,7 +39,7 @@ def test_an_operation_is_refused_in_the_states_of_its_row_alone(state):
     door.uses.define(state, lambda: lasts[0])
     for operation in Operation:
         lasts[0] = True
-        if state in REFUSED[operation]:
+        if refuses(state, operation):
             with pytest.raises(
                 infinity.UsageError, match="unwrap|forward|backward|step|average|accumulate|flush"
             ):
@@ -48,12 +54,12 @@ def test_what_is_not_asked_in_every_pass_puts_things_right_first():
     """Twins: a quick operation looks at the states as they are; a load takes nothing that users
     wrote."""
     door = Door()
-    for operation in Operation:
+    for operation in (*Operation, Repair.LOAD):
         door.called.clear()
         door.uses.check(operation)
-        if operation in QUICK:
+        if operation.value.is_quick:
             assert door.called == []
-        elif operation is Operation.LOAD_CHECKPOINT:
+        elif operation.value.loads_all:
             assert door.called == ["process", "repair"]
         else:
             assert door.called == ["process", "prepare", "settle"]

@@ -15,11 +15,16 @@ import pytest
 import torch
 from inside import parts_of
 from models import differing
+from operation_table import OPERATIONS, REFUSED, STATES, as_text
 from torch import nn
 
 import infinity
-from infinity.core.run.operations import REFUSED, REMEDIES, SPECIAL, Operation, State
-from infinity.ext.versions_2bw.stale_weights import StaleWeights
+from infinity.core.run.operations import SPECIAL, Operation, OperationKind, State, StateKind
+from infinity.ext.averages.operations import AverageOperation, AverageState
+from infinity.ext.checkpoint.operations import CheckpointOperation
+from infinity.ext.park.park import ParkOperation
+from infinity.ext.shares.shares import ShareOperation
+from infinity.ext.versions_2bw.stale_weights import StaleWeights, VersionState
 
 WIDTH = 16
 
@@ -67,7 +72,7 @@ def write(param: torch.Tensor) -> None:
     param.copy_(torch.ones(WIDTH, WIDTH))
 
 
-CALLS: dict[Operation, Callable[[Job], Any]] = {
+CALLS: dict[OperationKind, Callable[[Job], Any]] = {
     Operation.LONE_FORWARD: lambda job: job.loss(),
     Operation.ACCUMULATE: lambda job: enter(infinity.accumulate(job.model)),
     Operation.STEP: lambda job: job.optimizer.step(),
@@ -86,27 +91,27 @@ CALLS: dict[Operation, Callable[[Job], Any]] = {
     Operation.LOAD_STATE_DICT: lambda job: job.model.load_state_dict(job.plain_state),
     Operation.FULL_PARAMS: lambda job: enter(infinity.full_params(job.model)),
     Operation.WRITE_FULL_PARAMS: lambda job: enter(infinity.full_params(job.model, writeback=True)),
-    Operation.SAVE_CHECKPOINT: lambda job: infinity.save_checkpoint(
+    CheckpointOperation.SAVE: lambda job: infinity.save_checkpoint(
         job.folder / "new", job.model, job.optimizer, overwrite=True
     ),
-    Operation.LOAD_CHECKPOINT: lambda job: infinity.load_checkpoint(
+    CheckpointOperation.LOAD: lambda job: infinity.load_checkpoint(
         job.folder / "good", job.model, job.optimizer
     ),
-    Operation.SAVE_PRETRAINED: lambda job: infinity.save_pretrained(
+    CheckpointOperation.SAVE_PRETRAINED: lambda job: infinity.save_pretrained(
         job.model, job.folder / "folder"
     ),
-    Operation.UPDATE_AVERAGE: lambda job: job.average.update(),
-    Operation.APPLY_AVERAGE: lambda job: enter(job.average.applied()),
-    Operation.AVERAGE_STATE_DICT: lambda job: job.average.state_dict(),
-    Operation.LOAD_AVERAGE: lambda job: job.average.load_state_dict(job.averaged),
-    Operation.REMOVE_AVERAGE: lambda job: job.average.remove(),
-    Operation.SHARE_BATCH: lambda job: infinity.Shares(batch=4, model=job.model),
-    Operation.PARK: lambda job: infinity.park(job.model, job.folder),
+    AverageOperation.UPDATE: lambda job: job.average.update(),
+    AverageOperation.APPLY: lambda job: enter(job.average.applied()),
+    AverageOperation.STATE_DICT: lambda job: job.average.state_dict(),
+    AverageOperation.LOAD: lambda job: job.average.load_state_dict(job.averaged),
+    AverageOperation.REMOVE: lambda job: job.average.remove(),
+    ShareOperation.DIVIDE: lambda job: infinity.Shares(batch=4, model=job.model),
+    ParkOperation.PARK: lambda job: infinity.park(job.model, job.folder),
     Operation.UNWRAP: lambda job: infinity.unwrap_model(job.model, job.optimizer),
 }
 # Of these no call stands alone: they are begun inside of others, or need a pipeline of several
 # ranks, which `ext/versions_2bw/test_without_flush.py` has. Here the door is asked.
-ASKED = [operation for operation in Operation if operation not in CALLS]
+ASKED = [operation for operation in OPERATIONS if operation not in CALLS]
 CALLS |= {
     operation: lambda job, operation=operation: job.engine.uses.check(operation)
     for operation in ASKED
@@ -147,7 +152,7 @@ def hooked(job: Job, attempt: Callable[[], None], *, backward: bool) -> Iterator
     assert not left
 
 
-def train_in(state: State, job: Job, attempt: Callable[[], None]) -> None:
+def train_in(state: StateKind, job: Job, attempt: Callable[[], None]) -> None:
     """Makes a step, with the attempt while the job is in ``state``."""
     step_at_end = True
     with ExitStack() as stack:
@@ -166,10 +171,10 @@ def train_in(state: State, job: Job, attempt: Callable[[], None]) -> None:
                 attempt()
             job.optimizer.step()
             step_at_end = False
-        elif state is State.AVERAGED:
+        elif state is AverageState.AVERAGED:
             with job.average.applied():
                 attempt()
-        elif state in (State.STALE, State.BETWEEN):
+        elif state in (VersionState.STALE, VersionState.BETWEEN):
             with StaleWeights(parts_of(job).job).running():
                 attempt()
         if step_at_end:
@@ -179,12 +184,12 @@ def train_in(state: State, job: Job, attempt: Callable[[], None]) -> None:
 
 
 def told(
-    state: State, operation: Operation, folder: Path
+    state: StateKind, operation: OperationKind, folder: Path
 ) -> tuple[str | None, dict[str, torch.Tensor] | None]:
     """What the call raises in ``state``, and the weights after the step, None where the call has
     unwrapped the model."""
     job, said = Job(folder), []
-    if operation is Operation.LOAD_CHECKPOINT:
+    if operation is CheckpointOperation.LOAD:
         infinity.save_checkpoint(folder / "good", job.model, job.optimizer)
 
     def attempt() -> None:
@@ -209,30 +214,31 @@ def told(
     return said[0], weights
 
 
-def is_of_table(said: str, state: State) -> bool:
+def is_of_table(said: str, state: StateKind) -> bool:
     """Whether ``said`` is the remedy of ``state``, for whatever operation."""
-    texts = [REMEDIES[state], *(text for (_, of), text in SPECIAL.items() if of is state)]
+    texts = [state.value.remedy, *(text for (_, of), text in SPECIAL.items() if of is state)]
     return any(said.endswith(text.split("{}")[-1]) for text in texts)
 
 
-def cells(state: State, *, refused: bool) -> list[Operation]:
-    held = (
-        {State.STALE, State.BETWEEN} if state in (State.STALE, State.BETWEEN) else {state}
-    )  # which come together
+def cells(state: StateKind, *, refused: bool) -> list[OperationKind]:
+    together = set(VersionState)
+    held = together if state in together else {state}
     return [
         operation
-        for operation in Operation
+        for operation in OPERATIONS
         if any(each in REFUSED[operation] for each in held) == refused
     ]
 
 
-def test_every_operation_has_a_row_and_every_state_a_remedy():
-    """Twin: a cell with another column's letter is no cell."""
-    assert set(REFUSED) == set(Operation) and set(REMEDIES) == set(State)
+def test_the_page_has_the_table_that_follows():
+    """Every operation has a row and every state a column. Twin: cells with a remedy of their own
+    are refused."""
+    page = (Path(__file__).parents[2] / "docs" / "seams.md").read_text()
+    assert as_text() in page, "docs/seams.md has another table than operation_table.as_text()"
     assert all(state in REFUSED[operation] for operation, state in SPECIAL)
 
 
-@pytest.mark.parametrize("state", State, ids=lambda state: state.name)
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.name)
 def test_what_the_table_refuses_is_refused_and_changes_nothing(state, tmp_path):
     """Method: each refused cell of the state; the error is typed, names what was asked and the way
     that works, and what goes on ends with the bits of a run in which nobody asked. Twin: the next
@@ -246,7 +252,7 @@ def test_what_the_table_refuses_is_refused_and_changes_nothing(state, tmp_path):
     for operation in cells(state, refused=True):
         if state is State.UNWRAPPED and operation in PLAIN:
             continue
-        said, weights = told(state, operation, tmp_path / operation.name)
+        said, weights = told(state, operation, tmp_path / str(operation))
         if said is None or not (
             is_of_table(said, state) or (state is State.UNWRAPPED and "wrapped" in said)
         ):
@@ -258,14 +264,14 @@ def test_what_the_table_refuses_is_refused_and_changes_nothing(state, tmp_path):
 
 @pytest.mark.parametrize(
     "state",
-    [state for state in State if state is not State.UNWRAPPED],
+    [state for state in STATES if state is not State.UNWRAPPED],
     ids=lambda state: state.name,
 )
 def test_what_the_table_allows_is_done(state, tmp_path):
     """Method: each empty cell of the state: the call is made, or refused for another reason than
     the state."""
     told_of = {
-        operation: told(state, operation, tmp_path / operation.name)[0]
+        operation: told(state, operation, tmp_path / str(operation))[0]
         for operation in cells(state, refused=False)
     }
     assert not {

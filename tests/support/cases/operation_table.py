@@ -1,0 +1,51 @@
+"""All operations and states, of the engine and of extensions, and the table that follows."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from typing import Any
+
+from infinity.core.run.operations import (
+    OperationKind,
+    StateKind,
+    all_operations,
+    all_states,
+    refuses,
+)
+
+for name in (
+    "averages.operations",
+    "checkpoint.operations",
+    "local_steps.local_steps",
+    "park.park",
+    "pipeline.operations",
+    "shares.shares",
+    "versions_2bw.stale_weights",
+):
+    importlib.import_module(f"infinity.ext.{name}")
+
+
+def of_package(members: Iterable[Any]) -> list[Any]:
+    """Those that no test has added."""
+    return [member for member in members if type(member).__module__.startswith("infinity.")]
+
+
+STATES = sorted(of_package(all_states()), key=lambda state: "ufbaspewo".index(state.value.letter))
+OPERATIONS = of_package(all_operations())
+REFUSED: dict[OperationKind, tuple[StateKind, ...]] = {
+    operation: tuple(state for state in STATES if refuses(state, operation))
+    for operation in OPERATIONS
+}
+
+
+def as_text() -> str:
+    """The table of docs/seams.md: a row for each operation, a letter for each refusal."""
+    rows = [
+        f"| {operation.value.name} | "
+        + " | ".join(state.value.letter if state in refused else "·" for state in STATES)
+        + " |"
+        for operation, refused in REFUSED.items()
+    ]
+    head = " | ".join(state.name.lower() for state in STATES)
+    return "\n".join([f"| operation | {head} |", "|---|" + "---|" * len(STATES), *rows])
