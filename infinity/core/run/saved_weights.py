@@ -15,12 +15,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...errors import UsageError
+from ...errors import InternalError, UsageError
 from ...ext.packed.packed import has_inner, inner_tensors
 from ...ext.tiles.lazy_logits import Logits
 from ..units.handle import DisableTorchFunction
@@ -161,11 +162,14 @@ def _saved_tensors(ctx: Any) -> tuple:
         values = torch._C._FunctionBase.saved_tensors.__get__(ctx)
     finally:
         _unpacked.params = outer
-    given = []
+    given, left = [], list(found)
     for value in values:  # in their order: a view of a whole weight has its place
-        at = next((n for n, (place, _) in enumerate(found) if place == _place(value)), None)
-        given.append(value if at is None or found[at][1] is None else found[at][1])
-        found = found if at is None else found[at + 1 :]
+        at = next((n for n, (place, _) in enumerate(left) if place == _place(value)), None)
+        given.append(value if at is None or left[at][1] is None else left[at][1])
+        left = left if at is None else left[at + 1 :]
+    params = {id(param) for _, param in found if param is not None}
+    if not params <= {id(each) for each in given}:  # the Function would compute with other bytes
+        raise InternalError("the backward of a Function did not get back the parameters it saved")
     return tuple(given)
 
 
@@ -196,14 +200,14 @@ def saving_hooks(
     is_ours = str(getattr(outer_pack, "__module__", None)).startswith("infinity.")
     gives_params = outer is None or getattr(outer_pack, "gives_params", is_ours)
 
-    def pack_one(tensor: torch.Tensor) -> Any:
+    def pack_one(tensor: torch.Tensor, *, inner: bool = False) -> Any:
         if tensor.layout is torch.strided and type(tensor) not in OPAQUE:
             entry = storages.find(tensor)
             if entry is not None:
                 if counted:
                     count(tensor)
                 saved = SavedWeight.of(tensor, *entry)
-                if gives_params:
+                if gives_params and not inner:
                     _note_saved_by_function(tensor, saved)
                 return saved
         return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
@@ -212,7 +216,8 @@ def saving_hooks(
         if has_inner(tensor) and any(
             storages.find(inner) is not None for _, inner in inner_tensors(tensor)
         ):
-            return SavedPacked.of(tensor, pack_one)
+            # Its inner tensors are parameters, too, but the Function gets the packed one.
+            return SavedPacked.of(tensor, partial(pack_one, inner=True))
         return pack_one(tensor)
 
     def unpack_one(saved: Any) -> torch.Tensor:

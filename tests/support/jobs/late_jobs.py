@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -29,6 +30,7 @@ sys.path += [str(folder) for folder in Path(__file__).resolve().parents[1].glob(
 import late_device
 import torch
 import torch.utils.checkpoint
+from inside import parts_of
 from torch import nn
 
 import infinity
@@ -36,7 +38,7 @@ from infinity.core.grads import tables
 from infinity.core.machine import accelerator, in_flight, storage_guard
 from infinity.core.machine import device as devices
 from infinity.core.machine.card_memory import CardMemory
-from infinity.core.run import activation_copies, activation_home
+from infinity.core.run import activation_home
 from infinity.core.step.device_share import DeviceShare
 from infinity.errors import InfinityError
 from infinity.ext.blocks.activation_choice import ActivationChoice
@@ -303,7 +305,9 @@ def on_side_streams(model, optimizer):
     hooks = [block.register_forward_pre_hook(enter) for block in model.blocks]
     hooks += [block.register_forward_hook(leave) for block in model.blocks]
     # Little is brought ahead, so that it is used soon after it was fetched
-    with mock.patch.object(activation_copies, "IN_FLIGHT_NBYTES", 0):
+    activations = parts_of(model).activations
+    copies = activations._home._copies if activations is not None else SimpleNamespace()
+    with mock.patch.object(copies, "_most_nbytes", 0, create=activations is None):
         told = plain(model, optimizer) + clipped_micro_batches(model, optimizer)
     for hook in hooks:
         hook.remove()
