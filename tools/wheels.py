@@ -45,7 +45,8 @@ HERE = os.uname().machine
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    about = (__doc__ or "").split("\n\n")[0]
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=about)
     parser.add_argument("out", type=Path, help="folder for the wheels")
     parser.add_argument("--machine", default=HERE, choices=("x86_64", "aarch64"))
     parser.add_argument("--pythons", default=",".join(VERSIONS), help="3.11,3.12, say")

@@ -20,7 +20,7 @@ from torch import nn
 
 import infinity
 from infinity.core.run.operations import SPECIAL, Operation, OperationKind, State, StateKind
-from infinity.ext.averages.operations import AverageOperation, AverageState
+from infinity.ext.averages.weight_average import AverageOperation, AverageState
 from infinity.ext.checkpoint.operations import CheckpointOperation
 from infinity.ext.park.park import ParkOperation
 from infinity.ext.shares.shares import ShareOperation

@@ -26,8 +26,8 @@ TESTED = (
 )
 # Modules of theirs that are tested through others. They may become fewer.
 THROUGH_OTHERS = {
-    *("core/params/state_dict.py", "core/params/value_snapshot.py", "core/run/context.py"),
-    *("core/run/replaced_forward.py", "core/step/device_slots.py", "core/step/slots.py"),
+    *("core/params/value_snapshot.py", "core/run/context.py", "core/run/replaced_forward.py"),
+    *("core/step/device_slots.py", "core/step/slots.py"),
 }
 HUB = re.compile(r"(?<![\w.])(?:self\.)?_?engine\.(?!py\b)\w+")
 BY_HAND = re.compile(

@@ -15,8 +15,7 @@ from ...core.run.registry import engine_of, whole_of
 from ...core.units.handle import ParamHandle, handle_of
 from ...errors import ConfigError, UsageError
 from ..dtensor.dtensors import like, part_of
-from .operations import AverageOperation
-from .weight_average import Blend, WeightAverage
+from .weight_average import AverageOperation, Blend, WeightAverage
 
 
 def ema(model: nn.Module, decay: float) -> Average:

@@ -20,7 +20,18 @@ import torch
 
 from ...core.homes.arrays import StateArray
 from ...core.run.job import Job, wait_idle
-from ...core.run.operations import State
+from ...core.run.operations import (
+    IDLE,
+    ONE_VERSION,
+    OWN_WEIGHTS,
+    READ,
+    Activity,
+    Call,
+    OperationKind,
+    Right,
+    State,
+    StateKind,
+)
 from ...core.seams import Extension
 from ...core.units.encoding import encode
 from ...core.units.flat_param import FlatParam
@@ -34,9 +45,30 @@ from ...core.units.pieces import (
     read_value,
 )
 from ...errors import UsageError
-from .operations import AverageState
 
 Blend = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
+
+
+class AverageState(StateKind):
+    """Inside `with average.applied()`."""
+
+    AVERAGED = Activity(
+        "e",
+        frozenset({Right.OWN_WEIGHTS}),
+        "{} is not available inside `with average.applied()`: the model has its average for"
+        " weights. Call it after that block.",
+    )
+
+
+class AverageOperation(OperationKind):
+    """Calls of an average."""
+
+    UPDATE = Call("updating the average", READ | OWN_WEIGHTS)
+    APPLY = Call("average.applied()", IDLE)
+    EXCHANGE = Call("exchanging weights and averages", IDLE - {Right.OWN_WEIGHTS})
+    STATE_DICT = Call("the average's state dict", READ | OWN_WEIGHTS)
+    LOAD = Call("loading the average", ONE_VERSION | OWN_WEIGHTS)
+    REMOVE = Call("removing the average", ONE_VERSION | OWN_WEIGHTS)
 
 
 class WeightAverage(Extension):

@@ -127,7 +127,7 @@ def close(groups: list[dist.ProcessGroup | None], ranks: ParallelDims) -> None:
 
 
 def clear(error: BaseException) -> None:
-    """Clears torch's frames in the traceback of ``error`` and of its causes: they keep operations
+    """Drops torch's frames in the traceback of ``error`` and of its causes: they keep operations
     of the group."""
     errors: list[BaseException | None] = [error]
     seen: set[int] = set()  # causes and contexts may form a cycle

@@ -13,12 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ...config import Config
 from ...core.machine.traffic import COLLECTIVES, EDGES, PAST_HOST
 from ...core.seams import Events, Extension
 from ...errors import ConfigError
 from ...files.outputs import Output, check_free
-from ...ranks.parallel_dims import ParallelDims
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +50,7 @@ class Timeline(Extension):
         self._write(FIRST)
 
     @classmethod
-    def begin(
-        cls, config: Config, device: Any, collectives: Any, events: Events
-    ) -> Timeline | None:
+    def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> Timeline | None:
         """Returns the timeline that ``config.trace`` names, which listens to ``events``. Raises
         ConfigError if it cannot be written."""
         if config.trace is None:
@@ -150,7 +146,7 @@ class Timeline(Extension):
             self.close()
 
 
-def trace_path(path: str | os.PathLike, ranks: ParallelDims) -> str:
+def trace_path(path: str | os.PathLike, ranks: Any) -> str:
     """Returns the name of each rank's own timeline: ``trace.json`` becomes ``trace-rank1.json``."""
     stem, suffix = os.path.splitext(os.fspath(path))
     return os.fspath(path) if ranks.alone else f"{stem}-rank{ranks.world_rank}{suffix}"

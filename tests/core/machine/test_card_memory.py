@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from test_device import (  # noqa: F401
+from device_cases import (  # noqa: F401
     SEED,
     VOCABULARY,
     Elsewhere,

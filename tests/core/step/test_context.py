@@ -16,7 +16,6 @@ CALLED = {
     "is_cut_short",
     "runs_without_flush",
     "keeps_stale",
-    "listen_to_landed",
     "release",
     "end_step",
     "admit",

@@ -20,6 +20,7 @@ import infinity
 from infinity import UsageError
 from infinity.core.grads.record import GradState
 from infinity.core.run.operations import State
+from infinity.core.seams import Events
 from infinity.core.step.optimizer import InfinityOptimizer
 
 GIVEN = RAMP.clone().requires_grad_()  # so that the backward leaves the units
@@ -129,7 +130,7 @@ def test_a_landed_unit_is_told_to_the_optimizer_while_there_is_one():
     """Method: what the job calls. Twin: later it does nothing."""
     job = small_at_home(make=momentum)
     heard: list = []
-    context = replace(parts_of(job).make_step_context(), listen_to_landed=heard.append)
+    context = replace(parts_of(job).make_step_context(), events=Events(unit_landed=heard))
     optimizer = InfinityOptimizer(context, job.optimizer.wrapped, job.optimizer._known)
     job.backward(RAMP)
     (landed,) = heard

@@ -55,7 +55,7 @@ class Store:
     def __init__(self, *, needs_pieces: bool = False, reads: list[Read] | None = None):
         self.asked, self.stalls, self.marks = [], [], []
         self.staging = SimpleNamespace(needs_pieces=needs_pieces, fetch=self.fetch)
-        self.traffic = SimpleNamespace(stalled=self.stalled, mark=self.mark)
+        self.traffic = SimpleNamespace(stalled=self.stalled, tell=self.mark)
         self.reads = iter(reads or [])
 
     def fetch(self, weight, begin, slot, nbytes, *, at, after):

@@ -15,7 +15,7 @@ from infinity.core.run.operations import (
 )
 
 for name in (
-    "averages.operations",
+    "averages.weight_average",
     "checkpoint.operations",
     "local_steps.local_steps",
     "park.park",

@@ -428,7 +428,7 @@ def test_a_signal_leaves_a_resumable_checkpoint_and_no_swap_files(signum, status
     step = int(said.split("Interrupted after step ")[1].split()[0])
     assert not list((place / "nvme").iterdir()) and sorted(
         path.name for path in (place / "saved").iterdir()
-    )[1:] == ["manifest.json"]
+    )[1:] == ["manifest.json", "model"]
     # The schedule of the job is as long as it was said to be: it goes on from that step.
     again = launch("--resume", "--steps", "100000")
     while (line := again.stdout.readline()) and "Continuing from step" not in line:
