@@ -216,7 +216,7 @@ def told(
 
 def is_of_table(said: str, state: StateKind) -> bool:
     """Whether ``said`` is the remedy of ``state``, for whatever operation."""
-    texts = [state.value.remedy, *(text for (_, of), text in SPECIAL.items() if of is state)]
+    texts = [state.activity.remedy, *(text for (_, of), text in SPECIAL.items() if of is state)]
     return any(said.endswith(text.split("{}")[-1]) for text in texts)
 
 

@@ -72,11 +72,17 @@ class StateKind(Enum):
 
     __hash__ = object.__hash__  # in C: it is looked up in every use
 
+    def __init__(self, activity: Activity):
+        self.activity = activity  # `value` is slower, and asked for in every pass
+
 
 class OperationKind(Enum):
     """Operations of the engine or of one extension."""
 
     __hash__ = object.__hash__  # as of StateKind
+
+    def __init__(self, call: Call):
+        self.call = call  # as of StateKind
 
 
 class State(StateKind):
@@ -178,13 +184,13 @@ SPECIAL = {
 
 def refuses(state: StateKind, operation: OperationKind) -> bool:
     """Tells whether ``operation`` is refused in ``state``."""
-    return not operation.value.needs.isdisjoint(state.value.takes)
+    return not operation.call.needs.isdisjoint(state.activity.takes)
 
 
 def refusal(operation: OperationKind, state: StateKind, what: str | None = None) -> UsageError:
     """Makes the error for ``operation`` in ``state``. ``what``: its name in the message."""
-    remedy = SPECIAL.get((operation, state), state.value.remedy)
-    return UsageError(remedy.format(what or operation.value.name))
+    remedy = SPECIAL.get((operation, state), state.activity.remedy)
+    return UsageError(remedy.format(what or operation.call.name))
 
 
 def all_states() -> Iterator[StateKind]:

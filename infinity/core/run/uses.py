@@ -57,7 +57,8 @@ class Uses:
 
     def takes(self, right: Right) -> bool:
         """Tells whether a state that the job is in takes ``right``."""
-        return any(right in state.value.takes and is_in() for state, is_in in self._is_in.items())
+        states = self._is_in.items()
+        return any(right in state.activity.takes and is_in() for state, is_in in states)
 
     def is_in(self, state: StateKind) -> bool:
         """Tells whether the job is in ``state``."""
@@ -90,9 +91,9 @@ class Uses:
     def check(self, operation: OperationKind, what: str | None = None) -> None:
         """Raises UsageError, with ``what`` as the name, if ``operation`` is refused in the present
         states. Nothing has changed then, so a running activity can continue."""
-        if not operation.value.is_quick and not self.is_in(State.UNWRAPPED):
-            with self.begin(repairing=operation.value.loads_all):
-                if not operation.value.loads_all:
+        if not operation.call.is_quick and not self.is_in(State.UNWRAPPED):
+            with self.begin(repairing=operation.call.loads_all):
+                if not operation.call.loads_all:
                     self._settle()  # only its exceptions may interrupt a running activity
         self._refuse(operation, what)
 
@@ -110,7 +111,7 @@ class Uses:
 
         def prepare() -> None:
             # Asked once more: another thread may have begun something while this one waited for it.
-            self._prepare(operation.value.loads_all)
+            self._prepare(operation.call.loads_all)
             self._refuse(operation, None)
 
         self.check(operation)

@@ -195,7 +195,7 @@ class WithoutFlush:
             raise UsageError(
                 "run() trains: call it outside of torch.no_grad(); to evaluate, use schedule.eval"
             )
-        with job.uses.begin(), job.collectives.together(PipelineOperation.RUN.value.name):
+        with job.uses.begin(), job.collectives.together(PipelineOperation.RUN.call.name):
             if held := [
                 handle.name for handle in job.trained if handle.grad.state is not GradState.ABSENT
             ]:

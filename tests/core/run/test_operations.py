@@ -27,9 +27,9 @@ from infinity.core.run.operations import (
 from infinity.errors import UsageError
 
 ALL = set(State)
-QUICK = {operation for operation in Operation if operation.value.is_quick}
-READS = {operation for operation in Operation if operation.value.needs >= READ}
-SETS = {operation for operation in Operation if operation.value.needs >= SET}
+QUICK = {operation for operation in Operation if operation.call.is_quick}
+READS = {operation for operation in Operation if operation.call.needs >= READ}
+SETS = {operation for operation in Operation if operation.call.needs >= SET}
 
 
 class Resting(StateKind):
@@ -54,8 +54,8 @@ def refused(state: StateKind) -> set[OperationKind]:
 def test_a_state_refuses_what_needs_a_right_that_it_takes():
     """Each right alone. Twin: a state that takes another one."""
     for right in Right:
-        needs = {operation for operation in Operation if right in operation.value.needs}
-        takes = [state for state in State if right in state.value.takes]
+        needs = {operation for operation in Operation if right in operation.call.needs}
+        takes = [state for state in State if right in state.activity.takes]
         assert all(needs <= refused(state) for state in takes)
     assert refuses(Resting.ASLEEP, Operation.STEP)
     assert not refuses(Resting.ASLEEP, Operation.FORWARD)
@@ -85,7 +85,7 @@ def test_values_are_not_set_where_they_would_be_lost():
         assert {Operation.LOAD_STATE_DICT, Operation.WRITE_FULL_PARAMS} <= SETS <= refused(state)
     of_grads = {Operation.USE_GRAD, Operation.SET_GRAD, Operation.ZERO_GRAD, Operation.STEP}
     assert of_grads <= refused(State.ACCUMULATING)
-    needs_rest = {operation for operation in Operation if operation.value.needs >= IDLE}
+    needs_rest = {operation for operation in Operation if operation.call.needs >= IDLE}
     assert refused(State.BACKWARD) & SETS == needs_rest
 
 
@@ -135,7 +135,7 @@ def test_every_refused_cell_has_its_own_remedy(state):
     for operation in refused(state):
         said = str(operations.refusal(operation, state))
         if (operation, state) not in SPECIAL:
-            assert said == state.value.remedy.format(operation.value.name)
+            assert said == state.activity.remedy.format(operation.call.name)
     assert all(refuses(of, operation) for operation, of in SPECIAL)
     assert "loss.backward()" in str(operations.refusal(Operation.STEP, State.BACKWARD))
-    assert "{}" in state.value.remedy
+    assert "{}" in state.activity.remedy

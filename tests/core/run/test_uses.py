@@ -57,9 +57,9 @@ def test_what_is_not_asked_in_every_pass_puts_things_right_first():
     for operation in (*Operation, Repair.LOAD):
         door.called.clear()
         door.uses.check(operation)
-        if operation.value.is_quick:
+        if operation.call.is_quick:
             assert door.called == []
-        elif operation.value.loads_all:
+        elif operation.call.loads_all:
             assert door.called == ["process", "repair"]
         else:
             assert door.called == ["process", "prepare", "settle"]

@@ -31,7 +31,9 @@ def of_package(members: Iterable[Any]) -> list[Any]:
     return [member for member in members if type(member).__module__.startswith("infinity.")]
 
 
-STATES = sorted(of_package(all_states()), key=lambda state: "ufbaspewo".index(state.value.letter))
+STATES = sorted(
+    of_package(all_states()), key=lambda state: "ufbaspewo".index(state.activity.letter)
+)
 OPERATIONS = of_package(all_operations())
 REFUSED: dict[OperationKind, tuple[StateKind, ...]] = {
     operation: tuple(state for state in STATES if refuses(state, operation))
@@ -42,8 +44,12 @@ REFUSED: dict[OperationKind, tuple[StateKind, ...]] = {
 def as_text() -> str:
     """The table of docs/seams.md: a row for each operation, a letter for each refusal."""
     rows = [
-        f"| {operation.value.name} | "
-        + " | ".join(state.value.letter if state in refused else "·" for state in STATES)
+        " | ".join(
+            [
+                f"| {operation.call.name}",
+                *(state.activity.letter if state in refused else "·" for state in STATES),
+            ]
+        )
         + " |"
         for operation, refused in REFUSED.items()
     ]
