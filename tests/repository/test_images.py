@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity import cli, native
+from infinity import native
+from infinity.tools import cli
 
 yaml = pytest.importorskip("yaml")
 
