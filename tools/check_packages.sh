@@ -27,6 +27,8 @@ borrowed=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_p
 for package in "$source_archive" "$place"/*.whl; do
     rm -rf "$place/clean"
     "$environment/bin/python" -m venv "$place/clean"
+    # Of Python 3.11 it has a setuptools that is older than the one that is borrowed.
+    "$place/clean/bin/pip" uninstall -q -y setuptools
     clean=$("$place/clean/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     echo "$borrowed" > "$clean/borrowed.pth"
     PATH="$environment/bin:$PATH" "$place/clean/bin/pip" install -q --no-deps --no-build-isolation --force-reinstall "$package"
