@@ -33,7 +33,7 @@ MODULES = {
 }
 # Imports that still go up, counted. They may become fewer.
 MOST_UP = {
-    ("core", "ext"): 198,
+    ("core", "ext"): 195,
     ("core", "ranks"): 40,
     ("files", "core"): 2,
     ("files", "ext"): 7,

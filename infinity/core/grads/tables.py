@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...ext.pipeline.shared import is_shared
-from ...ext.tiles.tiles import GradUse
 from ..machine import graph_nodes
 from ..params.apart import apart
 from ..params.parameter import users_hooks
@@ -56,6 +56,24 @@ def _is_user(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding):
         return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
     return isinstance(module, nn.Linear)
+
+
+class GradUse(Enum):
+    """How the running backward uses a parameter's gradient."""
+
+    NONE = auto()
+    ACCUMULATED = auto()  # into ``p.grad``
+    RETURNED = auto()  # by ``torch.autograd.grad``
+
+    @classmethod
+    def of(cls, accumulator: Any) -> GradUse:
+        """Returns the use from a parameter's ``AccumulateGrad`` node; None if it has no node."""
+        if accumulator is None:
+            return cls.NONE
+        try:
+            return cls.ACCUMULATED if torch._C._will_engine_execute_node(accumulator) else cls.NONE
+        except RuntimeError:  # torch raises only for a leaf whose gradient is returned
+            return cls.RETURNED
 
 
 class Table:

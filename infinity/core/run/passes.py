@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map_only
 
 from ...ext.dtensor.dtensors import local_of
 from ...ext.rows.chosen_experts import ChosenExperts
-from ...ext.tiles.lazy_logits import Logits
 from ..grads.backward import Backward
 from ..machine.sizes import format_nbytes
 from ..params.apart import makes_hooks
@@ -31,7 +30,7 @@ from .context import too_late
 from .job import Job
 from .operations import Operation, State
 from .pass_state import Frame
-from .saved_weights import OPAQUE, is_checkpoint, saving_hooks
+from .saved_weights import LAZY, OPAQUE, is_checkpoint, saving_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -202,7 +201,7 @@ class Passes:
             if output is not None:  # a forward that failed uses no gather; recovery drops them
                 self.job.collectives.bulk.wait_for_ordered()
             for listener in self.job.events.pass_ended:
-                listener(module, (t for t in _tensors(output) if type(t) is not Logits))
+                listener(module, (t for t in _tensors(output) if type(t) not in LAZY))
             for hook in self.reorder_hooks:
                 hook()
             if not torch.is_grad_enabled():
@@ -341,7 +340,7 @@ class Passes:
             # again when it is used. Leaf tensors get no hook: they outlive the graph, so hooks
             # would accumulate on them, and their gradients come last.
             for tensor in _tensors((args, kwargs)):
-                if type(tensor) is not Logits and tensor.grad_fn is not None:
+                if type(tensor) not in LAZY and tensor.grad_fn is not None:
                     tensor.register_hook(depart)
 
     # --- saved tensors ---
@@ -375,7 +374,7 @@ def _computed(value: Any) -> Iterator[torch.Tensor]:
     return (
         tensor
         for tensor in _tensors(value)
-        if type(tensor) is not Logits and tensor.grad_fn is not None
+        if type(tensor) not in LAZY and tensor.grad_fn is not None
     )
 
 

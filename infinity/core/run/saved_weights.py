@@ -23,7 +23,6 @@ import torch
 
 from ...errors import InternalError, UsageError
 from ...ext.packed.packed import has_inner, inner_tensors
-from ...ext.tiles.lazy_logits import Logits
 from ..units.handle import DisableTorchFunction
 from ..units.unit import ParamUnit
 from ..units.weight_storages import WeightStorages
@@ -130,7 +129,9 @@ def is_checkpoint(hooks: tuple | None) -> bool:
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
-OPAQUE: set[type] = {Logits}
+# Classes of tensors that extensions compute when they are used. They get no hook of the engine.
+LAZY: set[type] = set()
+OPAQUE: set[type] = set()  # classes without bytes of their own: those, and fake tensors
 try:
     from torch._subclasses.fake_tensor import FakeTensor
 

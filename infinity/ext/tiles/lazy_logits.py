@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ...core.run.saved_weights import LAZY, OPAQUE
 from ...errors import UsageError
 
 Make = Callable[[torch.Tensor], torch.Tensor]
@@ -315,3 +316,7 @@ def _keeps_rows(index: Any, dims: int) -> bool:
     if Ellipsis in entries:
         return entries[-1] is Ellipsis or entries[-1] == slice(None)
     return len(entries) < dims or entries[-1] == slice(None)
+
+
+LAZY.add(Logits)
+OPAQUE.add(Logits)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...core.grads.tables import GradUse
 from ...core.machine.tiers import Tier
 from ...core.params.apart import apart
 from ...core.params.parameter import users_hooks
@@ -73,24 +73,6 @@ def candidates(
         if all(name == "weight" and is_tileable(module) for module, name in using):
             found[param] = max(1, limit_nbytes // (param.size(1) * size))
     return found
-
-
-class GradUse(Enum):
-    """How the running backward uses a parameter's gradient."""
-
-    NONE = auto()
-    ACCUMULATED = auto()  # into ``p.grad``
-    RETURNED = auto()  # by ``torch.autograd.grad``
-
-    @classmethod
-    def of(cls, accumulator: Any) -> GradUse:
-        """Returns the use from a parameter's ``AccumulateGrad`` node; None if it has no node."""
-        if accumulator is None:
-            return cls.NONE
-        try:
-            return cls.ACCUMULATED if torch._C._will_engine_execute_node(accumulator) else cls.NONE
-        except RuntimeError:  # torch raises only for a leaf whose gradient is returned
-            return cls.RETURNED
 
 
 @dataclass(frozen=True)
