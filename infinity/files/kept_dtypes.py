@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from ..core.wrap.parts import parts_of
 from ..ext.packed.packed import is_code, is_packed, named_tensors
-from ..ext.pipeline.parts import parts_of
 
 
 def keeps_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from infinity.ext.pipeline.parts import Parts
+from infinity.core.wrap.parts import Parts
 from infinity.files.kept_dtypes import computing_dtypes, keeps_fp32
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -16,11 +16,11 @@ from torch import nn
 from ...errors import InfinityError, UsageError
 from ...ext.dtensor.dtensors import like
 from ...ext.packed.packed import CARRIERS, filled, own_tensors
-from ...ext.pipeline.parts import parts_of
 from ..run.engine import Engine
 from ..run.operations import Operation
 from ..run.replaced_forward import ReplacedForward
 from ..units.handle import ParamHandle, handle_of
+from ..wrap.parts import parts_of
 from .handed_tensor import VALUE
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from ...errors import UsageError
 from ...ext.packed.packed import Packed
-from ...ext.pipeline.parts import Parts
 from ..step.optimizer import InfinityOptimizer
+from ..wrap.parts import Parts
 from .engine import Engine
 
 # Attribute of a wrapped model that holds its record, so both have one lifetime.

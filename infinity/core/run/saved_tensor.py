@@ -19,13 +19,13 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ... import native
-from ...ext.blocks.activation_choice import READ_AHEAD
 from ...ext.dtensor.dtensors import is_distributed, local_of, over, spec_of
 from ..homes.arrays import StateArray
 from ..machine.device import PAST, Event
 from ..machine.sizes import round_up
 from ..params.apart import makes_hooks
 
+READ_AHEAD = 2  # storages that are read before the backward asks for them
 LARGEST_EXCESS = 4  # a storage moves whole unless it is larger than the view's span by this factor
 ALIGNMENT = 64  # bytes: the start of a part keeps the alignment of its elements
 

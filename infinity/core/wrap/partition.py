@@ -32,9 +32,9 @@ from ...ext.packed.packed import (
     own_tensors,
     tensors_of,
 )
-from ...ext.pipeline.parts import called_for
 from ...ext.pipeline.shared import is_shared
 from ...ext.rows.experts import divided_parameters, has_experts, is_frozen_table
+from .parts import called_for
 
 SMALL_NBYTES = 256 * 1024
 

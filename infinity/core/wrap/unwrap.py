@@ -11,13 +11,13 @@ from torch import nn
 
 from ... import native
 from ...ext.dtensor.dtensors import local_of, plain_class, set_bytes
-from ...ext.pipeline.parts import parts_of
 from ..grads.at_home import AtHome
 from ..machine import dispatch_keys
 from ..run.operations import Operation
 from ..run.registry import RECORD, Wrapped, wrapped
 from ..step.optimizer import InfinityOptimizer
 from ..step.recognised import as_given, like_given
+from .parts import parts_of
 
 
 @torch.no_grad()

@@ -28,7 +28,6 @@ from ...ext.class_step.companion import staying
 from ...ext.class_step.join import join, make_optimizer
 from ...ext.dtensor.dtensors import let_scalers_mix, mesh_of_parameters
 from ...ext.packed.packed_forward import install_packed_forwards
-from ...ext.pipeline.parts import Parts, called_for, parts_of
 from ...ext.rows.chosen_forward import install_chosen_forwards
 from ...ext.rows.experts import divides_experts
 from ...ext.shared_homes.share_homes import connect_homes, share_homes
@@ -70,6 +69,7 @@ from .checks import check, check_tensor_parallel
 from .described_model import DescribedModel, read_model
 from .lay_out import Laid, choose_device, flat_params_of_group, lay_out_here, unit_size
 from .partition import Group, Staying, is_managed, parameter_names
+from .parts import Parts, called_for, parts_of
 from .remedies import with_larger_budgets
 from .send_home import Homes, send_flat_param_home
 from .unmoved import report_unmoved

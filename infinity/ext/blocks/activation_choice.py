@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-READ_AHEAD = 2  # tensors that come back before the backward asks for them
-
 
 class ActivationChoice(Enum):
     """What happens to the activations that a block saves."""

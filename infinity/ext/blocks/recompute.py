@@ -31,8 +31,9 @@ from ...core.machine.device import Device
 from ...core.params.value_snapshot import MODULE_OWN, SCALARS, NoSnapshot, Snapshot, has_containers
 from ...core.run.context import ForwardContext
 from ...core.run.replaced_forward import around_own
+from ...core.run.saved_tensor import READ_AHEAD
 from ...core.units.unit import ParamUnit
-from .activation_choice import READ_AHEAD, ActivationChoice, Measured, choose, least_nbytes
+from .activation_choice import ActivationChoice, Measured, choose, least_nbytes
 from .checkpointed import Checkpointed, Held
 
 logger = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ...core.params.tensors import put, take_storage
+from ...core.wrap.parts import parts_of
 from ...errors import ConfigError
 from ...files.module_names import Incoming, base_of, is_of_adapter, may_lack
 from ...files.source import Source
@@ -32,7 +33,6 @@ from ..dtensor.dtensors import empty_parameter_like, is_distributed
 from ..packed.packed import has_inner, is_packed, named_tensors, tensors_of
 from ..packed.quantize import DenseWeights
 from ..packed.unpacked import FP8, without_scales
-from ..pipeline.parts import parts_of
 from .initialiser import PIECE_ELEMENTS, Home, Initialiser
 
 # Attributes of a transformers model, and of its configuration, that record the conversion of its

@@ -17,6 +17,7 @@ from torch import nn
 from ...core.run.job import Job, wait_idle
 from ...core.run.registry import engine_of, whole_of
 from ...core.units.handle import handle_of
+from ...core.wrap.parts import parts_of
 from ...errors import ConfigError, StorageError, UsageError
 from ...files.module_names import PREFIX
 from ...files.outputs import Identity, Output, check_free, folder_of, identity_of, replacing
@@ -25,7 +26,6 @@ from ..coded.coded import Coded
 from ..dtensor.dtensors import global_of, local_of
 from ..packed.packed import is_code
 from ..packed.unpacked import dense_source, has_packed
-from ..pipeline.parts import parts_of
 from .hub_names import flat_param_size_of, hub_sources, is_transformers, names_to_write
 from .model_files import describe_files, name_files, name_written, split, storing, written
 from .operations import CheckpointOperation

@@ -31,13 +31,13 @@ from ...core.run.job import Job
 from ...core.run.registry import whole_of
 from ...core.step.optimizer import InfinityOptimizer
 from ...core.step.recognised import as_given
+from ...core.wrap.parts import parts_of
 from ...errors import ConfigError, UsageError
 from ...files.outputs import folder_of
 from ...files.values import encode_value
 from ...ranks.collectives import Collectives
 from ..averages.weight_average import WeightAverage
 from ..local_steps.outer_step import OuterStep
-from ..pipeline.parts import parts_of
 from .behind import Saving, save_beside
 from .content import (
     Books,

@@ -16,13 +16,13 @@ from torch import nn
 
 from ...core.run.registry import is_wrapped
 from ...core.wrap.partition import is_managed
+from ...core.wrap.parts import parts_of
 from ...errors import UsageError
 from ...files.module_names import Incoming, base_name, base_of
 from ...files.source import Source
 from ...files.weight_files import WeightFiles
 from ..packed.packed import SMALL_NBYTES, inner_tensors, is_packed, send_parts
 from ..packed.unpacked import FP8, CodedSource, scaled_weights, without_scales
-from ..pipeline.parts import parts_of
 from .coded import Coded
 from .gguf_file import GgufFile, gguf_path
 from .packed_experts import LATER, experts_to_pack

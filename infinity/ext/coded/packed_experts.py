@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ...core.wrap.partition import is_managed
+from ...core.wrap.parts import parts_of
 from ...errors import ConfigError, InternalError
 from ...files.module_names import Incoming, base_of
 from ...files.source import Source
@@ -24,7 +25,6 @@ from ...files.weight_files import WeightFiles
 from ..packed.packed import is_code
 from ..packed.packers import PACKERS, places_of, to_pack
 from ..packed.unpacked import CodedSource, without_scales
-from ..pipeline.parts import parts_of
 from ..rows.experts import exchanges_of, has_experts
 from .coded import Coded
 from .gguf_file import GgufFile, gguf_path

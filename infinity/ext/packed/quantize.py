@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from ...core.wrap.partition import is_managed
+from ...core.wrap.parts import parts_of
 from ...errors import ConfigError
 from ...files.module_names import Incoming, base_of
 from ...files.source import Source
 from ...files.weight_files import WeightFiles
 from ..coded.gguf_file import gguf_path
 from ..coded.packed_experts import experts_of, pack_experts
-from ..pipeline.parts import parts_of
 from .packed import has_inner, is_code, is_packed, own_tensors, send_parts
 from .packers import PACKERS, packed_by_bitsandbytes_as, places_of, to_pack
 from .unpacked import compute_dtype_of, packed_by_bitsandbytes

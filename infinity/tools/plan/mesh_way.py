@@ -20,9 +20,9 @@ from ...core.machine.tiers import Tier
 from ...core.plan.memory_plan import MemoryPlan
 from ...core.plan.unit_sizes import UnitSize
 from ...core.wrap.lay_out import lay_out
+from ...core.wrap.parts import Parts
 from ...errors import CapacityError
 from ...ext.pipeline.choice import Choice
-from ...ext.pipeline.parts import Parts
 from ...ext.pipeline.pipelines import give_back, keep_own
 from ...ranks.parallel_dims import ExpertGroup, ParallelDims
 from .cluster import OnPaper, edges_of

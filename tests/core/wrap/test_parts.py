@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from infinity.ext.pipeline.parts import Parts, called_for, parts_of
+from infinity.core.wrap.parts import Parts, called_for, parts_of
 
 
 class Stage(nn.Module):

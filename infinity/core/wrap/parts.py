@@ -1,8 +1,8 @@
-"""Parts: one module made of several parts of one model, those of a pipeline's rank."""
+"""Parts: one module made of several parts of one model, given to wrap_model as a list."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -95,7 +95,7 @@ def _merge(
             _merge(node, holding, merged_of)
 
 
-def _free(name: str, taken: dict[str, object]) -> str:
+def _free(name: str, taken: Collection[str]) -> str:
     number = 1
     while f"{name}~{number}" in taken:
         number += 1
