@@ -59,7 +59,9 @@ def test_a_killed_rank_ends_a_job_of_torchrun(tmp_path):
     """torchrun ends the other rank, which may have said what it saw; the last checkpoint is
     whole."""
     jobs = {"one_falls": {"how": "killed", "folder": str(tmp_path)}}
-    results, done = launch(tmp_path, 2, jobs, environment={"RANK_TIMEOUT": "8"})
+    results, done = launch(
+        tmp_path, 2, jobs, environment={"RANK_TIMEOUT": "8"}, options=("--max-restarts", "0")
+    )
     assert done.returncode != 0 and results["one_falls"][1] is None
     failed = results["one_falls"][0]
     assert failed is None or failed.kind == "PeerError", failed

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from lazily import Lazily
-from ranks import run_torchrun
+from ranks import run_ranks
 from small_net import furthest, model, same, steps, wrapped
 from torch import nn, optim
 
@@ -372,7 +372,7 @@ def test_parameters_outside_are_stepped_too(case, tmp_path):
 def test_ranks_have_the_bits_of_one_process(world, shard, tmp_path):
     """Claim: with the same batches, and from their checkpoint. The twin is in the job: another rate
     differs."""
-    done = run_torchrun(world, [str(SCRIPT), str(tmp_path), shard], seconds=240)
+    done = run_ranks(world, [str(SCRIPT), str(tmp_path), shard], seconds=240)
     assert done.returncode == 0, done.stderr[-4000:]
     for rank in range(world):
         told = json.loads((tmp_path / f"told.{rank}.json").read_text())

@@ -7,15 +7,14 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 
+import prepared
 import pytest
 import torch
-from ranks import run_torchrun
+from ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -101,29 +100,18 @@ def test_it_saves_as_often_as_the_share_allows(tmp_path):
 def run_killed(folder, seeds, workers: int, ranks: int = 1) -> None:
     """Runs the loop, and kills it at a random moment for each of ``seeds``; then to its end."""
     for seed in seeds:
-        process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(folder), str(STEPS), str(workers)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        process = prepared.start(SCRIPT, folder, STEPS, workers)
         log = folder / "log.0"
         before = log.stat().st_size if log.exists() else 0
         deadline = time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < deadline:
+        while process.returncode is None and time.monotonic() < deadline:
             if log.exists() and log.stat().st_size > before:
                 break
-            time.sleep(0.01)
+            with suppress(TimeoutError):
+                process.wait(0.01)
         time.sleep(random.Random(seed).random() * 0.3)
-        with suppress(ProcessLookupError):  # it may have ended
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder), str(STEPS), str(workers)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+        process.kill()
+    done = prepared.run(SCRIPT, folder, STEPS, workers, seconds=120)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -207,9 +195,7 @@ print("goes on", flush=True)
 signal.raise_signal(signal.SIGTERM)
 print("still there")
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
-    )
+    done = prepared.run("-c", script, seconds=60)
     assert done.stdout.startswith("goes on\n"), done.stderr
     assert (done.returncode == -signal.SIGTERM) == ends == ("still" not in done.stdout)
 
@@ -451,11 +437,11 @@ def test_a_share_may_be_a_text():
 def test_ranks_save_together_and_resume(tmp_path):
     """Claim: a job of two ranks that is ended by a signal to one of them goes on."""
     command = [str(SCRIPT), str(tmp_path), "12", "0"]
-    done = run_torchrun(2, command, seconds=120)
+    done = run_ranks(2, command, seconds=120)
     assert done.returncode == 0, done.stderr[-4000:]
     first = (tmp_path / "done.0").read_text()
     assert first == (tmp_path / "done.1").read_text()
-    done = run_torchrun(2, command, seconds=120)
+    done = run_ranks(2, command, seconds=120)
     assert done.returncode == 0, done.stderr[-4000:]
     assert (tmp_path / "done.0").read_text()
     told = last_of_each_step(tmp_path)

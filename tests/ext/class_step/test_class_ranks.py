@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from ranks import run_torchrun
+from ranks import run_ranks
 
 from infinity.ext.class_step.class_ranks import stepping_ranks
 from infinity.ext.class_step.matrices import multiplications
@@ -31,7 +31,7 @@ SCRIPT = Path(__file__).parents[2] / "support" / "jobs" / "class_ranks.py"
 )
 def test_ranks_step_as_one_process(world, home, shard, tmp_path):
     pytest.importorskip("prodigyopt")
-    done = run_torchrun(world, [str(SCRIPT), str(tmp_path), home, shard], seconds=240)
+    done = run_ranks(world, [str(SCRIPT), str(tmp_path), home, shard], seconds=240)
     assert done.returncode == 0, done.stderr[-4000:]
     told = [json.loads((tmp_path / f"told.{rank}.json").read_text()) for rank in range(world)]
     for found in told:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import run_torchrun
+from ranks import run_ranks
 from torch.utils.data import DataLoader
 
 import infinity
@@ -104,7 +104,7 @@ def test_bad_options_are_refused(what):
 
 def test_the_ranks_of_a_machine_share_it(tmp_path):
     """Claim: each item is read once by one of two ranks, and its bytes are charged by halves."""
-    done = run_torchrun(2, [str(SCRIPT), str(tmp_path)], seconds=120)
+    done = run_ranks(2, [str(SCRIPT), str(tmp_path)], seconds=120)
     assert done.returncode == 0, done.stderr[-3000:]
     told = [json.loads((tmp_path / f"told.{rank}.json").read_text()) for rank in range(2)]
     assert all(each == {"kept": 32, "right": True, "charged": 1600} for each in told)

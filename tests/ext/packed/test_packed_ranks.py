@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ranks import run_torchrun
+from ranks import run_ranks
 
 SCRIPT = Path(__file__).parents[2] / "support" / "jobs" / "packed_ranks.py"
 
@@ -27,7 +27,7 @@ SCRIPT = Path(__file__).parents[2] / "support" / "jobs" / "packed_ranks.py"
 def test_two_ranks_train_on_packed_weights(home, shard, tmp_path):
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("torchao")
-    done = run_torchrun(2, [str(SCRIPT), str(tmp_path), home, shard], seconds=240)
+    done = run_ranks(2, [str(SCRIPT), str(tmp_path), home, shard], seconds=240)
     assert done.returncode == 0, done.stderr[-4000:]
     told = json.loads((tmp_path / "told.json").read_text())
     for kind, found in told.items():

@@ -28,6 +28,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import IO, Any
 
@@ -92,6 +93,20 @@ def run(*command: object, seconds: float = 280, **options: Any) -> subprocess.Co
     finally:
         child.kill()
     return subprocess.CompletedProcess(child.command, child.returncode, child.stdout, child.stderr)
+
+
+def wait_for_all(children: list[Child], seconds: float) -> int:
+    """Waits for the end of ``children``, or for the first one that fails. Returns its status, or 0.
+    Raises TimeoutError."""
+    end = time.monotonic() + seconds
+    running = {child._end: child for child in children}
+    while running:
+        ready, _, _ = select.select([*running], [], [], max(0.0, end - time.monotonic()))
+        child = running.pop(ready[0]) if ready else next(iter(running.values()))
+        child.wait(0.0)
+        if child.returncode:
+            return child.returncode
+    return 0
 
 
 def start(

@@ -54,10 +54,11 @@ def launch(
     script: str = "rank_jobs.py",
 ) -> tuple[dict[str, list[Any]], subprocess.CompletedProcess]:
     """Runs ``jobs`` (name, or name:variant -> arguments) on ``world`` ranks. What each returned, by
-    job and rank (a rank that did not get so far has None), and torchrun's end. No process is left
-    behind."""
+    job and rank (a rank that did not get so far has None), and how the ranks ended. ``options`` of
+    torchrun start them by it. No process is left behind."""
     _write_jobs(folder, jobs)
-    done = run_torchrun(
+    run = run_torchrun if options else run_ranks
+    done = run(
         world, [*options, str(JOBS / script), str(folder)], seconds=seconds, environment=environment
     )
     return _results(folder, world, jobs), done
@@ -163,6 +164,35 @@ def run_torchrun(
     finally:
         end_session(process)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def run_ranks(
+    world: int,
+    command: list[str],
+    *,
+    seconds: float = SECONDS,
+    environment: dict[str, str] | None = None,
+) -> subprocess.CompletedProcess:
+    """Runs ``command`` on ranks that come at once (see `prepared`). As torchrun does, it ends all
+    with the first one that fails. No process is left behind."""
+    ranks: list[prepared.Child] = []
+    try:
+        address = _free_address()
+        for rank in range(world):
+            variables = rank_variables(rank, world, address) | (environment or {})
+            ranks.append(prepared.start(*command, variables=variables))
+        status = prepared.wait_for_all(ranks, seconds)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    out, err = ("".join(texts) for texts in zip(*((rank.stdout, rank.stderr) for rank in ranks)))
+    return subprocess.CompletedProcess(command, status, out, err)
+
+
+def _free_address() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
 
 
 class StandingRanks:
@@ -311,13 +341,11 @@ def launch_without(
     how each rank ended and what is on its stderr. ``last``: the only rank that is waited for.
     """
     _write_jobs(folder, jobs)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    address = _free_address()
     ranks = []
     try:
         for rank in range(world):
-            variables = rank_variables(rank, world, f"127.0.0.1:{port}") | (environment or {})
+            variables = rank_variables(rank, world, address) | (environment or {})
             ranks.append(prepared.start(JOBS / script, folder, variables=variables))
         end = time.monotonic() + seconds
         for rank, child in enumerate(ranks):
