@@ -112,13 +112,10 @@ def cycles(texts: dict[str, str]) -> list[tuple[str, str]]:
         reach[name] = {
             target for _, target, _ in imports_of(text, path, modules) if target in modules
         } - {name}
-    changed = True
-    while changed:
-        changed = False
+    for middle in reach:  # Warshall's closure
         for found in reach.values():
-            wider = found.union(*(reach[target] for target in found))
-            changed |= wider != found
-            found |= wider
+            if middle in found:
+                found |= reach[middle]
     return sorted(
         (one, other) for one in reach for other in reach[one] if one < other and one in reach[other]
     )
