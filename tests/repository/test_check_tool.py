@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import marks
+import prepared
 import pytest
 
 TOOL = Path(__file__).parents[2] / "tools" / "check.py"
@@ -81,20 +79,11 @@ def test_a_file_without_a_room_is_refused(tool, given, tells, capsys):
 def test_a_test_that_would_begin_too_late_is_skipped():
     """Method: one file under pytest without any time, and the twin with enough of it."""
     for seconds, ended in (("0", "skipped"), ("600", "passed")):
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "tests/repository/test_order.py",
-        ]
-        environment = os.environ | {"INFINITY_TEST_SECONDS": seconds}
-        done = subprocess.run(
-            command, cwd=TOOL.parents[1], capture_output=True, text=True, env=environment
+        command = "-m pytest -q -p no:cacheprovider tests/repository/test_order.py".split()
+        done = prepared.run(
+            *command, folder=TOOL.parents[1], variables={"INFINITY_TEST_SECONDS": seconds}
         )
-        assert done.returncode == 0 and f"2 {ended}" in done.stdout, done.stdout
+        assert done.returncode == 0 and f"3 {ended}" in done.stdout, done.stdout
 
 
 def test_files_that_start_processes_have_their_marks():

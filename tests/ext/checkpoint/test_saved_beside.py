@@ -10,14 +10,13 @@ import errno
 import gc
 import json
 import os
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import prepared
 import pytest
 import torch
 from checkpoint_cases import Job, check_like, seed_everything, uninterrupted  # noqa: F401
@@ -282,7 +281,8 @@ net = torch.nn.Linear(64, 64)
 net, optimizer = infinity.wrap_model(net, torch.optim.AdamW(net.parameters()), {"params": "host"})
 infinity.save_checkpoint(sys.argv[1], net, optimizer, extra="the last", wait=False)
 """
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "saved")], check=True, timeout=120)
+    done = prepared.run("-c", script, tmp_path / "saved", seconds=120)
+    assert done.returncode == 0, done.stderr
     net = torch.nn.Linear(64, 64)
     net, optimizer = infinity.wrap_model(net, torch.optim.AdamW(net.parameters()), {})
     assert infinity.load_checkpoint(tmp_path / "saved", net, optimizer) == "the last"
