@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,9 +15,8 @@ def test_what_comes_first_is_there():
     """And the files that share the standing ranks are those that ask for them. The twin: without
     one file its name is unknown."""
     names = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
-    assert order.unknown(names) == set() and order.unknown(names - {order.LONGEST[0]}) == {
-        order.LONGEST[0]
-    }
+    longest = max(order.SECONDS, key=order.SECONDS.get)
+    assert order.unknown(names) == set() and order.unknown(names - {longest}) == {longest}
     asking = {
         path.relative_to(TESTS).as_posix()
         for path in TESTS.rglob("test_*.py")
@@ -26,7 +26,8 @@ def test_what_comes_first_is_there():
 
 
 def test_long_files_come_first_and_tests_stay_in_their_order():
-    first, last = order.OF_STANDING_RANKS[0], order.LONGEST[-1]
+    first = order.OF_STANDING_RANKS[0]
+    last = min(set(order.SECONDS) - set(order.OF_STANDING_RANKS), key=order.SECONDS.get)
     ids = [
         "tests/a.py::x",
         "tests/b.py::x",
@@ -38,3 +39,36 @@ def test_long_files_come_first_and_tests_stay_in_their_order():
     items = [SimpleNamespace(nodeid=each) for each in ids]
     order.longest_first(items)
     assert [item.nodeid for item in items] == [ids[4], ids[5], ids[2], ids[1], ids[3], ids[0]]
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.core.run.test_a" name="x" time="1.4"/>
+<testcase classname="tests.core.run.test_a.TestB" name="x[1]" time="{more}"/>
+<testcase classname="tests.ranks.test_gone" name="x" time="30"/>
+<testcase classname="tests.ranks.test_short" name="x" time="0.2"/>
+<testcase classname="bench.test_c" name="x" time="9"/>
+</testsuite></testsuites>
+"""
+
+
+def test_durations_are_those_of_the_last_report(tmp_path):
+    """Method: two reports over stored seconds. A file that they lack keeps its own; one that is
+    gone, one below a second and one outside the tests are left out. Twin: the first report
+    alone."""
+    spec = importlib.util.spec_from_file_location(
+        "durations_tool", TESTS.parent / "tools" / "durations.py"
+    )
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    reports = [tmp_path / "first.xml", tmp_path / "last.xml"]
+    for path, more in zip(reports, ("40", "3.3")):
+        path.write_text(REPORT.format(more=more))
+    for name in ("core/run/test_a.py", "ranks/test_short.py", "ext/test_kept.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    stored = {"ext/test_kept.py": 7, "ranks/test_gone.py": 8}
+    assert tool.merged(stored, reports, tmp_path) == {
+        "core/run/test_a.py": 5,
+        "ext/test_kept.py": 7,
+    }
+    assert tool.merged(stored, reports[:1], tmp_path)["core/run/test_a.py"] == 41

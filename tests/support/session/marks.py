@@ -2,7 +2,7 @@
 
 **ranks**: the mark of tests in files that start several ranks. `make check` leaves them out.
 **processes**: the mark of tests in files that start processes. `make test-fast` leaves them out.
-**long**: the mark of tests in files that `order` names as long. `make test-fast` leaves them out
+**long**: the mark of tests in files that are long by `order`. `make test-fast` leaves them out
 too.
 """
 
@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from order import PLACE, name_of
+from order import is_long, name_of
 
 RANKS = re.compile(r"^(from|import) (ranks|rank_campaign)\b", re.MULTILINE)
 PROCESSES = re.compile(
@@ -57,7 +57,7 @@ def mark_files(items: Iterable[pytest.Item]) -> None:
     for item in items:
         for name in marks_of(item.path):
             item.add_marker(name)
-        if name_of(item.nodeid) in PLACE:
+        if is_long(name_of(item.nodeid)):
             item.add_marker("long")
 
 

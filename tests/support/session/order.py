@@ -7,7 +7,9 @@ that no worker is left with it when the others have finished.
 from __future__ import annotations
 
 import collections
+import json
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 
@@ -40,57 +42,10 @@ OF_STANDING_RANKS = (
     "core/wrap/test_module_settings.py",
 )
 
-# Then what takes longest, as it was measured; a file that is not here comes by its number of tests.
-LONGEST = (
-    "ext/speculation/test_speculation.py",
-    "core/homes/test_failures.py",
-    "ext/checkpoint/test_pretrained.py",
-    "tools/train/test_cli_train.py",
-    "ext/checkpoint/test_resume.py",
-    "tools/plan/test_cli_plan.py",
-    "tools/plan/test_cli_mesh.py",
-    "tools/plan/test_mesh_plans.py",
-    "core/homes/test_write_behind.py",
-    "core/training/test_steps_and_gradients.py",
-    "core/machine/test_device.py",
-    "late/test_late_device.py",
-    "late/test_late_ranks.py",
-    "late/test_overlap.py",
-    "late/test_gpu_tests.py",
-    "late/test_late_campaign.py",
-    "core/run/test_recovery.py",
-    "tools/bench/test_bench.py",
-    "core/training/test_architectures.py",
-    "core/wrap/test_left_behind.py",
-    "core/run/test_activations.py",
-    "ext/blocks/test_recompute.py",
-    "core/grads/test_grad_stand_ins.py",
-    "core/run/test_activation_budgets.py",
-    "core/machine/test_limits.py",
-    "core/training/test_ordinary_loops.py",
-    "ext/blocks/test_micro_batch.py",
-    "ext/blocks/test_micro_batch_limits.py",
-    "core/plan/test_placement.py",
-    "ext/checkpoint/test_meta_init.py",
-    "core/training/test_homes_change_no_bit.py",
-    "core/training/test_soak.py",
-    "core/run/test_lookahead.py",
-    "native/test_io_files.py",
-    "core/wrap/test_round_trips.py",
-    "core/run/test_compile.py",
-    "tools/cli/test_untrusted.py",
-    "tools/watch/test_trace.py",
-    "core/training/test_unusual_models.py",
-    "tools/train/test_chaos.py",
-    "ext/checkpoint/test_checkpoint_folder.py",
-    "ranks/test_rank_failures.py",
-    "ranks/test_rank_campaign.py",
-    "ranks/test_two_hosts.py",
-    "core/machine/test_driver.py",
-    "repository/test_gpu_tool.py",
-)
-
-PLACE = {name: number for number, name in enumerate((*OF_STANDING_RANKS, *LONGEST))}
+# Then the others by the seconds that they took (see tools/durations.py); a file that is not there
+# comes last, by its number of tests.
+SECONDS: dict[str, int] = json.loads(Path(__file__).with_name("seconds.json").read_text())
+LONG = 15  # seconds from which a file is long
 
 
 def name_of(nodeid: str) -> str:
@@ -98,14 +53,22 @@ def name_of(nodeid: str) -> str:
     return nodeid.partition("::")[0].removeprefix("tests/")
 
 
+def is_long(name: str) -> bool:
+    return name in OF_STANDING_RANKS or SECONDS.get(name, 0) >= LONG
+
+
 def longest_first(items: list[pytest.Item]) -> None:
     """Sorts files, and leaves each one's tests as they are."""
     counts = collections.Counter(name_of(item.nodeid) for item in items)
-    items.sort(
-        key=lambda item: (PLACE.get(name := name_of(item.nodeid), len(PLACE)), -counts[name], name)
-    )
+    first = {name: place for place, name in enumerate(OF_STANDING_RANKS)}
+
+    def place(item: pytest.Item) -> tuple[int, int, int, str]:
+        name = name_of(item.nodeid)
+        return first.get(name, len(first)), -SECONDS.get(name, 0), -counts[name], name
+
+    items.sort(key=place)
 
 
 def unknown(names: Iterable[str]) -> set[str]:
     """What the order names and is not among ``names``."""
-    return set(PLACE) - set(names)
+    return {*OF_STANDING_RANKS, *SECONDS} - set(names)
