@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from infinity.errors import ConfigError
+from infinity.tools.bench.results import FORMAT
 from infinity.tools.watch.svg import COLOURS, Chart, bar, text
 from infinity.untrusted import parse_json, read_text
 
@@ -49,7 +50,7 @@ def write_plots(folder: Path, out: Path) -> list[Path]:
     newest: dict[str, tuple[str, str]] = {}
     for path in paths:
         with _naming(path):
-            found = parse_json(read_text(path))
+            found = _read(path)
             for name, draw in PLOTS.items():
                 if points := found.get("series", {}).get(name):
                     newest[name] = max(newest.get(name, ("", "")), (found["date"], draw(points)))
@@ -78,7 +79,13 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _section_of(path: Path) -> str:
     with _naming(path):
-        return _section(parse_json(read_text(path)))
+        return _section(_read(path))
+
+
+def _read(path: Path) -> dict:
+    found = parse_json(read_text(path))
+    FORMAT.check(path, found)
+    return found
 
 
 def _section(found: dict) -> str:

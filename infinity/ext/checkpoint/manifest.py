@@ -19,11 +19,25 @@ from ... import native
 from ...core.homes.transfers import Window
 from ...core.machine import processors
 from ...errors import ConfigError, CorruptionError, UsageError
+from ...files.format_number import Format
 from ...untrusted import is_regular, parse_json, read_text
 from .file_reader import changed_file
 from .folder import DATA_NAME
 
-FORMAT = 4
+BEFORE = (
+    "Check out commit {} of Infinity's repository, which reads it, and save the weights with"
+    " `infinity export` there."
+)
+FORMAT = Format(
+    "checkpoint",
+    number=4,
+    oldest=4,
+    readers={
+        1: BEFORE.format("fc2d5b85^"),
+        2: BEFORE.format("fc2d5b85"),
+        3: BEFORE.format("bdcd1f92^"),
+    },
+)
 MANIFEST = "manifest.json"
 FILE_NAME = re.compile(
     r"(unit|average|outer)-\d{5}(-rank-\d{5})?(-\d{1,3})?\.safetensors|other\.safetensors"
@@ -110,12 +124,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
         raise CorruptionError(
             f"{path} was changed: its checksum is not the one it was written with"
         )
-    if content.get("format") != FORMAT:
-        raise UsageError(
-            f"{path} has format {content.get('format')}, this version reads {FORMAT}: another"
-            " version wrote the checkpoint. Load it with that version and save its weights with"
-            " `infinity export`."
-        )
+    FORMAT.check(path, content)
     if not isinstance(content.get("data"), str) or not DATA_NAME.fullmatch(content["data"]):
         raise CorruptionError(
             f"{path} names data that is not beside it: {str(content.get('data'))[:80]!r}"
@@ -133,16 +142,18 @@ def read_manifest(root: Path) -> dict[str, Any]:
 
 def check_same_model(root: Path, parameters: dict[str, dict[str, Any]]) -> None:
     """Raises ConfigError if ``root`` has a manifest that is not of a checkpoint of a model with
-    ``parameters``. A damaged checkpoint of this model may be replaced."""
+    ``parameters``, or has a format that this version does not read. A damaged checkpoint of this
+    model may be replaced."""
     path = root / MANIFEST
     if not os.path.lexists(path):
         return
     remedy = "Give another folder, or overwrite=True to replace it."
     try:
-        told = {
-            name: tuple(entry["shape"])
-            for name, entry in parse_json(read_text(path))["parameters"].items()
-        }
+        content = parse_json(read_text(path))
+        told = {name: tuple(entry["shape"]) for name, entry in content["parameters"].items()}
+        FORMAT.check(path, content)
+    except UsageError as error:
+        raise ConfigError(f"{error}\n{remedy}") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ConfigError(
             f"{path} is not a checkpoint's manifest, and would be replaced. {remedy}"

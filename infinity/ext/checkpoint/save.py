@@ -127,7 +127,7 @@ def _draft(
     tensors: dict[str, torch.Tensor] = {}
     average = job.find(WeightAverage)
     content = {
-        "format": FORMAT,
+        "format": FORMAT.number,
         "data": f"infinity-{_token(collectives)}",
         "parameters": _describe_parameters(root, job, overwrite=overwrite),
         "optimizers": [

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ...core.machine.sizes import format_seconds
+from ...files.format_number import Format
 
 BUSY = 0.5  # load for each processor
 # Units of which less is better
@@ -26,6 +27,7 @@ WIDE = 0.3  # of the median, between the lowest and the highest round
 # Of a parameter and step with split masters and fp32 moments, all on disk: weights for forward and
 # backward, and all state for the update; then state and weights
 READ_NBYTES, WRITTEN_NBYTES = 16, 12
+FORMAT = Format("result of a benchmark", number=1, unnumbered=1)
 BEGIN = b'{\n "theme":'  # of every result file
 
 
@@ -111,6 +113,7 @@ def result(theme: str, measured: Measured) -> dict:
         "date": datetime.date.today().isoformat(),
         "commit": commit or "unknown",
         **asdict(measured),
+        "format": FORMAT.number,
     }
 
 

@@ -22,7 +22,7 @@ from ...files.outputs import Output, check_outputs
 from ...untrusted import parse_json, printable, read_text
 from ..cli.values import a_number_of_tokens, a_path, columns
 from ..plan import sky
-from .cost import DAY, Bill, Move, Profile, Rental, Saves
+from .cost import DAY, FORMAT, Bill, Move, Profile, Rental, Saves
 from .prices import Offer, parse_time, read_lifetimes, read_prices
 
 SHOWN_OFFERS = 10
@@ -70,13 +70,15 @@ def run(args: argparse.Namespace) -> int:
 
 def read_profile(path: Path) -> Profile:
     """Reads a profile: the keys of :class:`Profile` in a JSON file, which may have others. Raises
-    ConfigError."""
+    ConfigError, UsageError for a newer format."""
     try:
         found = parse_json(read_text(path))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is no JSON: {error}") from None
+    if isinstance(found, dict):
+        FORMAT.check(path, found)
     if not isinstance(found, dict) or not isinstance(found.get("gpus"), dict) or not found["gpus"]:
         raise ConfigError(
             f'{path} has no "gpus": give the report of `infinity train --json`, or tokens a second'

@@ -22,8 +22,10 @@ from functools import cached_property
 import numpy as np
 
 from ...errors import ConfigError
+from ...files.format_number import Format
 from .prices import Offer
 
+FORMAT = Format("profile of a job", number=1, unnumbered=1)
 DAY, HOUR = 86400.0, 3600.0  # seconds
 MOST_DAYS = 3660  # with prices
 CLOSER = 1e-12  # of the best plan: as much less makes a better one

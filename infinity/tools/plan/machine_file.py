@@ -12,6 +12,7 @@ from typing import Any
 
 from ...core.machine.sizes import parse_nbytes
 from ...errors import ConfigError
+from ...files.format_number import Format
 from ...untrusted import read_text
 
 MACHINES = Path(__file__).parent / "machines"
@@ -21,6 +22,9 @@ FIELDS = {
     "disks": ("count", "capacity", "read", "write"),
     "links": ("device", "host", "network", "latency"),
 }
+
+
+FORMAT = Format("machine file", number=1, unnumbered=1)
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Machine:
     @classmethod
     def read(cls, given: str) -> Machine:
         """Reads the file ``given``, or the package's machine file of that name. Raises ConfigError
-        if there is none, or it lacks a field."""
+        if there is none, or it lacks a field, UsageError for a newer format."""
         path = Path(given)
         if not path.exists():
             path = MACHINES / path.with_suffix(".toml").name.lower()
@@ -65,6 +69,7 @@ class Machine:
             raise ConfigError(
                 f"--machine {given}{hint} Give a TOML file, or one of {', '.join(known)}"
             ) from None
+        FORMAT.check(path, found)
         values = {
             (part, key): _value(found, part, key, given)
             for part, keys in FIELDS.items()

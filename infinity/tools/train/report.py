@@ -20,6 +20,7 @@ from ...core.machine.sizes import format_nbytes, format_seconds
 from ...core.machine.tiers import Tier
 from ...core.machine.traffic import shares_text
 from ..cli.values import columns
+from ..cost.cost import FORMAT as PROFILE
 from .counts import EdgeCounts
 from .job import Job
 
@@ -111,7 +112,7 @@ def make_report(
         "bound_seconds": stats.bound_seconds,
         "bottleneck": stats.bottleneck,
         "disk": _disk_report(measured_disk, counts),
-        **_profile(job, config.device),
+        **PROFILE.numbered(_profile(job, config.device)),
     }
 
 

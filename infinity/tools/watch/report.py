@@ -16,7 +16,7 @@ from typing import Any
 
 from ...core.machine.sizes import format_seconds
 from ...core.machine.traffic import shares_text
-from ...errors import ConfigError
+from ...errors import ConfigError, UsageError
 from ...files.outputs import Output, check_outputs
 from ..cli.values import a_count, a_path, add_rating, rating_of
 from . import svg
@@ -113,14 +113,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def collect(folder: Path | None) -> dict[str, Any]:
-    """Reads the files of a run (None: the newest run). Raises ConfigError if there is none."""
+    """Reads the files of a run (None: the newest run). Raises ConfigError if there is none,
+    UsageError if a newer version wrote them."""
     from ...core.machine import disk_profile
     from . import run_files
 
     root = disk_profile.cache_folder() / "runs"
     folder = folder or next(iter(run_files.runs(root)), None)
     found = {
-        kind: list(run_files.read(folder, kind)) if folder else []
+        kind: list(run_files.read_known(folder, kind)) if folder else []
         for kind in (run_files.STATUS, run_files.PLAN, run_files.HISTORY)
     }
     if not found[run_files.STATUS] or not found[run_files.PLAN]:
@@ -141,7 +142,7 @@ def _timeline(path: Path, steps: int, *, given: bool) -> str | None:
 
     try:
         return draw(last_steps(read(path), steps))
-    except ConfigError:
+    except (ConfigError, UsageError):
         if given:
             raise
         return None  # the file is gone, or is another run's by now

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from ...core.machine.kernel import process_space
+from ...files.format_number import Format
 from ...untrusted import is_regular, parse_json, read_text
 
 STATUS, PLAN, HISTORY = "status", "plan", "history"
 OURS = ("status-rank", "plan-rank", "history-rank")  # prefixes of a run's file names
 MOST_NBYTES = 16 * 1024 * 1024
+FORMAT = Format("file of a run", number=1, unnumbered=1)
 KEPT_RUNS = 20  # ended ones
 
 
@@ -63,13 +65,25 @@ def write(folder: Path, kind: str, rank: int, content: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}-rank{rank}.json"
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content))
+    partial.write_text(json.dumps(FORMAT.numbered(content)))
     os.replace(partial, path)
 
 
 def read(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     """Yields the contents of a run's files of ``kind``, in rank order. Skips files that are not
     ours."""
+    for _, found in _files(folder, kind):
+        yield found
+
+
+def read_known(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """Yields what :func:`read` does. Raises UsageError for a file of a newer format."""
+    for path, found in _files(folder, kind):
+        FORMAT.check(path, found)
+        yield found
+
+
+def _files(folder: Path, kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     paths: list[Path] = []
     with contextlib.suppress(OSError):
         paths = sorted(
@@ -80,7 +94,7 @@ def read(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
             if is_regular(path, links=False) and isinstance(
                 found := parse_json(read_text(path, most_nbytes=MOST_NBYTES)), dict
             ):
-                yield found
+                yield path, found
 
 
 def process_of(status: dict[str, Any]) -> Process:

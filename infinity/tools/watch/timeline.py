@@ -16,6 +16,7 @@ from typing import Any
 from ...core.machine.traffic import COLLECTIVES, EDGES, PAST_HOST
 from ...core.seams import Events, Extension
 from ...errors import ConfigError
+from ...files.format_number import Format
 from ...files.outputs import Output, check_free
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 LANES = ("step", "forward", "backward", "stalled", *EDGES, PAST_HOST, *COLLECTIVES, "optimizer")
 BUFFERED_EVENTS = 512
 FIRST = {"ph": "M", "name": "process_name", "args": {"name": "infinity"}}
+FORMAT = Format("timeline", number=1, unnumbered=1)
 BEGIN = f"[\n{json.dumps({'pid': 1} | FIRST)}".encode()  # of every timeline, and of no other file
 
 
@@ -48,6 +50,7 @@ class Timeline(Extension):
         self._places = {lane: place for place, lane in enumerate(LANES)}
         self._lines = ["["]
         self._write(FIRST)
+        self._write({"ph": "M", "name": "format", "args": FORMAT.numbered({})})
 
     @classmethod
     def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> Timeline | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import ConfigError, UsageError
 from ..cli.values import a_path, add_rating, rating_of
 
 BAR = 24  # characters
@@ -76,13 +76,22 @@ def look(folder: Path | None) -> list[dict[str, Any]]:
         ]
     )
     return [
-        {
-            "folder": str(each),
-            "running": run_files.is_running(each),
-            "ranks": list(run_files.read(each, run_files.STATUS)),
-        }
+        {"folder": str(each), "running": run_files.is_running(each)} | _ranks(each, folder)
         for each in folders
     ]
+
+
+def _ranks(run: Path, asked: Path | None) -> dict[str, Any]:
+    """Reads the status of every rank of a run. A newer version's is ``refused`` beside the other
+    jobs. Raises UsageError for it if the run was ``asked`` for."""
+    from . import run_files
+
+    try:
+        return {"ranks": list(run_files.read_known(run, run_files.STATUS))}
+    except UsageError as error:
+        if asked is not None:
+            raise
+        return {"ranks": [], "refused": str(error)}
 
 
 def _live(args: argparse.Namespace) -> None:
@@ -109,9 +118,13 @@ def lines(jobs: list[dict[str, Any]], rating: float | None = None) -> Iterator[s
             " with infinity.Watch(model)."
         )
     for job in jobs:
-        is_over = all(str(status.get("phase", "")).startswith("ended") for status in job["ranks"])
+        is_over = job["ranks"] and all(
+            str(status.get("phase", "")).startswith("ended") for status in job["ranks"]
+        )
         state = ("ended, its process runs" if is_over else "running") if job["running"] else "over"
         yield f"{job['folder']}  {state}"
+        if "refused" in job:
+            yield f" {job['refused']}"
         for status in job["ranks"]:
             yield from _rank(status)
             if (line := endurance_line(status, rating)) is not None:

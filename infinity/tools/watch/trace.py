@@ -21,6 +21,7 @@ from ...files.outputs import PICTURE, Output, check_outputs
 from ...untrusted import parse_json, printable, read_text
 from ..cli.values import a_path, svg_path, zero_or_more
 from . import svg
+from .timeline import FORMAT
 from .trace_ready import idle_while_ready
 
 Interval = tuple[float, float]
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Reads the events of a timeline, times in seconds. The last line may be cut off, if the job
-    was killed. Raises ConfigError if the file is no timeline."""
+    was killed. Raises ConfigError if the file is no timeline, UsageError for a newer format."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: {GIVE}")
     try:
@@ -97,6 +98,8 @@ def read(path: Path) -> list[dict[str, Any]]:
             continue
         try:
             event = parse_json(line)
+            if event["ph"] == "M" and event["name"] == "format":
+                FORMAT.check(path, event["args"])
             if event["ph"] == "X":
                 start, seconds = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
                 if not (math.isfinite(start) and math.isfinite(seconds) and seconds >= 0):
