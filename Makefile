@@ -16,11 +16,16 @@ export INFINITY_CACHE := $(CURDIR)/build/cache
 
 .PHONY: train test test-fast test-all check lint docs mutants sanitize kernels packages wheels index setup env bench gpu clean
 
+# ARGS with a length of their own go without this one.
+LENGTH = $(if $(filter --steps% --epochs% --minutes%,$(ARGS)),,--minutes 1)
+
 # The main job: a 50 M-parameter model, all of its state on disk, a quarter of it allowed in host memory.
+# As many steps as this machine takes in about a minute; make train ARGS="--minutes 10" trains longer.
 train: setup
 	mkdir -p build/nvme
+	@echo "Training for about a minute of steps; with all around them, some two minutes"
 	$(BIN)/infinity train --params nvme --optimizer nvme --nvme-path build/nvme --host-memory 25% \
-	    --out build/trained --checkpoint build/checkpoint --overwrite --dtype auto $(ARGS)
+	    --out build/trained --checkpoint build/checkpoint --overwrite --dtype auto $(LENGTH) $(ARGS)
 
 # Four workers on two cores: tests also wait, for ranks, disks and each other.
 test: setup $(VENV)/.test-ready

@@ -72,11 +72,13 @@ def read_inputs(
     check_vocabulary(model_config, tokenizer)
     if isinstance(files, ExampleFiles):
         batches = _read_examples(args, files, model_config, tokenizer, ranks)
-        args.steps = args.steps or batches.steps_of(args.epochs or 1.0)
+        if args.minutes is None:
+            args.steps = args.steps or batches.steps_of(args.epochs or 1.0)
         set_defaults(args)
         show_examples(console, batches.corpus, tokenizer)
         return Inputs(model_config, tokenizer, batches)
-    args.steps = args.steps or DEFAULT_STEPS
+    if args.minutes is None:
+        args.steps = args.steps or DEFAULT_STEPS
     set_defaults(args)
     length = choose_sequence_length(args.sequence_length, model_config)
     limit_nbytes = parse_nbytes(args.data_limit, "--data-limit")

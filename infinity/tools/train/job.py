@@ -51,11 +51,9 @@ class Job:
 
     model: Any
     optimizers: list[Any]
-    schedulers: list[Any]
     batches: Batches | ExampleBatches
     held_out: list[dict[str, torch.Tensor]]
     seed: int
-    steps: int
     accumulate: int
     max_grad_norm: float | None  # None: the engine clips
     fixed_values: dict[str, Any]
@@ -66,6 +64,8 @@ class Job:
     ranks: Ranks
     tokenizer: Any = None  # saved with each checkpoint, for a model made of it
     model_folder: Path | None = None  # whose processor's files are saved with it, too
+    schedulers: list[Any] = field(default_factory=list)
+    steps: int = 0  # set with the schedulers
     first_step: int = 0
     next_step: int = 0
     loss_before: float | None = None
@@ -103,8 +103,7 @@ def make_job(
     ranks: Ranks,
     tokenizer: Any = None,
 ) -> Job:
-    import torch
-
+    """Wraps the model with its optimizers. The job has no length yet (:func:`set_length`)."""
     from ...ext.packed.packed import dense_numel
 
     if args.lora_rank is None:
@@ -112,16 +111,13 @@ def make_job(
     optimizers = make_optimizers(model, args.optim, lr=args.lr, weight_decay=args.weight_decay)
     parameters_count = sum(map(dense_numel, model.parameters()))
     model, optimizers = infinity.wrap_model(model, optimizers, config)
-    share = functools.partial(lr_share, steps=args.steps, warmup_steps=args.warmup_steps)
     max_grad_norm = args.max_grad_norm or (None if config.max_grad_norm else DEFAULT_MAX_GRAD_NORM)
     return Job(
         model=model,
         optimizers=optimizers,
-        schedulers=[torch.optim.lr_scheduler.LambdaLR(each, share) for each in optimizers],
         batches=batches,
         held_out=batches.held_out(args.eval_batches),
         seed=args.seed,
-        steps=args.steps,
         accumulate=args.accumulate,
         max_grad_norm=max_grad_norm,
         checkpoint=args.checkpoint,
@@ -158,10 +154,18 @@ def _fixed_values(
         "optim": args.optim,
         "lr": args.lr,
         "weight_decay": args.weight_decay,
-        "warmup_steps": args.warmup_steps,
         "lora_rank": args.lora_rank,
         "quantize": args.quantize,
     }
+
+
+def set_length(job: Job, steps: int, warmup_steps: int) -> None:
+    """Sets the job's number of steps, and the learning rates along them."""
+    import torch
+
+    job.steps, job.fixed_values["warmup_steps"] = steps, warmup_steps
+    share = functools.partial(lr_share, steps=steps, warmup_steps=warmup_steps)
+    job.schedulers = [torch.optim.lr_scheduler.LambdaLR(each, share) for each in job.optimizers]
 
 
 def lr_share(step: int, *, steps: int, warmup_steps: int) -> float:
@@ -322,6 +326,7 @@ def save_checkpoint(job: Job, *, wait: bool = True) -> None:
     job.interval.begin_save()
     extra = {
         "step": job.next_step,
+        "steps": job.steps,
         "schedulers": [scheduler.state_dict() for scheduler in job.schedulers],
         "loss_before": job.loss_before,
         "fixed_values": job.fixed_values,

@@ -134,6 +134,12 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--steps", **NUMBER, help="optimizer steps (default: one epoch of samples; 80 of text)")
     add("--epochs", type=positive_real, metavar="N", help="of samples, instead of --steps")
+    add(
+        "--minutes",
+        type=positive_real,
+        metavar="N",
+        help="as many steps as this machine should take in about so long, instead of --steps",
+    )
     add("--batch-size", **NUMBER, default=4, help="samples in a micro-batch (default 4)")
     add(
         "--sequence-length",
@@ -233,11 +239,12 @@ def _add_result_options(group: argparse._ArgumentGroup) -> None:
 
 
 def set_defaults(args: argparse.Namespace) -> None:
-    """Sets what depends on the model and on ``args.steps``, which is known by now."""
+    """Sets what depends on the model and on ``args.steps``. With ``--minutes`` these are known
+    later, and this is called again."""
     if args.lr is None:
         has_weights = args.model is not None and args.model.is_dir()
         args.lr = TUNING_LR if has_weights and args.lora_rank is None else DEFAULT_LR
-    if args.warmup_steps is None:
+    if args.warmup_steps is None and args.steps is not None:
         args.warmup_steps = min(DEFAULT_WARMUP_STEPS, args.steps // 5)
         saved = saved_extra(args.checkpoint if args.resume else None).get("fixed_values")
         if isinstance(saved, dict) and isinstance(saved.get("warmup_steps"), int):
@@ -287,8 +294,10 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError(
             "--lora-rank trains adapters of a model that has weights: give --model a folder."
         )
-    if args.steps is not None and args.epochs is not None:
-        raise ConfigError("--steps and --epochs both say how long to train: give one of them.")
+    lengths = {f"--{name}": getattr(args, name) for name in ("steps", "epochs", "minutes")}
+    given = [name for name, value in lengths.items() if value is not None]
+    if len(given) > 1:
+        raise ConfigError(f"{' and '.join(given)} both say how long to train: give one of them.")
     if args.resume and args.checkpoint is None:
         raise ConfigError("--resume has nowhere to look. Add --checkpoint FOLDER")
     if args.resume and args.overwrite:

@@ -31,9 +31,18 @@ from .counts import EdgeCounts
 from .folders import check_packed, is_streamed
 from .inputs import Inputs, find_files, read_inputs, tell_skipped
 from .interrupt import Interrupt
-from .job import Job, check_finite, held_out_loss, make_job, measure_stalls, resume, train
+from .job import (
+    Job,
+    check_finite,
+    held_out_loss,
+    make_job,
+    measure_stalls,
+    resume,
+    set_length,
+    train,
+)
 from .model import add_adapters, build_model, checkpoint_activations, find_model, no_cache
-from .options import add_options, check_options
+from .options import add_options, check_options, set_defaults
 from .places import (
     check_fixed_values,
     check_places,
@@ -121,6 +130,9 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
                 f"A step should take about {format_seconds(predicted)} (predicted; its compute is"
                 f" {compute.how} on this machine)"
             )
+        if args.minutes is not None:
+            _set_steps(args, ranks, predicted, console)
+        set_length(job, args.steps, args.warmup_steps)
         del model  # the job holds the only reference, so that it can free the model
         _begin(args, job, console)
         if args.stalls is not None:
@@ -145,6 +157,22 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     )
     print_report(console, report)
     return _end(args, ranks, job, console, report)
+
+
+def _set_steps(
+    args: argparse.Namespace, ranks: Ranks, step_seconds: float, console: Console
+) -> None:
+    """Sets ``args.steps`` to what fits into ``--minutes``, the same on all ranks. A resumed job has
+    the steps that were chosen at its start. Every rank calls this."""
+    seconds, saved = 60 * args.minutes, saved_extra(args.checkpoint if args.resume else None)
+    in_time = max(1, round(seconds / max(ranks.mean(step_seconds), 1e-6)))
+    args.steps = saved.get("steps") or saved.get("step", 0) + in_time
+    console.print(
+        f"--minutes {args.minutes:g}: {format_count(args.steps, 'step')}, which should take about"
+        f" {format_seconds(args.steps * step_seconds)}; then the model is measured and saved"
+    )
+    set_defaults(args)
+    args.warmup_steps = min(args.warmup_steps, args.steps)
 
 
 def _check_engine(args: argparse.Namespace, settings: dict[str, Any], console: Console) -> None:

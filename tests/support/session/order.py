@@ -18,6 +18,7 @@ import pytest
 OF_STANDING_RANKS = (
     "ranks/test_ranks.py",
     "ext/checkpoint/test_rank_checkpoints.py",
+    "ext/checkpoint/test_written_before.py",
     "ranks/test_collective_trace.py",
     "ext/shared_homes/test_shared_homes.py",
     "ranks/test_state_dict_writes.py",

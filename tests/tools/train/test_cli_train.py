@@ -25,6 +25,7 @@ from infinity.ext.checkpoint import interval
 from infinity.tools.train import corpus as corpora
 from infinity.tools.train import job, places, settings
 from infinity.tools.train import model as model_module
+from infinity.tools.train import train as train_module
 
 TINY = {
     "model_type": "gpt2",
@@ -114,6 +115,57 @@ def assert_same_bits(left, right):
     assert left.keys() == right.keys()
     for name in left:
         assert torch.equal(left[name], right[name]), name
+
+
+# --- how long ---
+
+
+@pytest.fixture
+def step_takes(monkeypatch):
+    """Sets what a step is predicted to take, in seconds."""
+    return lambda seconds: monkeypatch.setattr(
+        train_module, "predict_step", lambda job, compute: seconds
+    )
+
+
+@pytest.mark.parametrize("minutes, seconds, steps", [(1, 12.0, 5), (0.5, 4.0, 8), (0.01, 50.0, 1)])
+def test_minutes_become_the_steps_of_this_machine(
+    place, report, capsys, step_takes, minutes, seconds, steps
+):
+    """Method: predicted steps of so many seconds, as a clock that does not run. The bits are those
+    of as many --steps; twin: a slower machine takes fewer."""
+    step_takes(seconds)
+    found = report(steps=None, minutes=minutes, warmup_steps=None, eval_batches=1)
+    assert found["steps"] == steps
+    plain = report(steps=steps, warmup_steps=None, eval_batches=1)
+    assert found["losses"] == plain["losses"] and found["options"] == plain["options"]
+    step_takes(seconds * steps)
+    assert report(steps=None, minutes=minutes, warmup_steps=None, eval_batches=1)["steps"] == 1
+
+
+def test_the_steps_are_told_before_the_first_one(place, capsys, step_takes):
+    step_takes(20.0)
+    assert run(steps=None, minutes=1, warmup_steps=None, eval_batches=1) == 0
+    told = capsys.readouterr().out
+    assert told.index("--minutes 1: 3 steps, which should take about") < told.index("step 1/3")
+
+
+def test_a_resumed_job_has_the_steps_that_were_chosen_at_its_start(place, report, step_takes):
+    """Method: the machine is ten times faster when the job goes on. Twin: without --resume."""
+    step_takes(20.0)
+    whole = report(steps=None, minutes=1, warmup_steps=None, checkpoint="saved", eval_batches=1)
+    step_takes(2.0)
+    more = {"steps": None, "minutes": 1, "warmup_steps": None, "eval_batches": 1}
+    found = report("--resume", checkpoint="saved", **more)
+    assert (found["first_step"], found["steps"]) == (3, 3) and whole["steps"] == 3
+    assert report(**more)["steps"] == 30
+
+
+def test_minutes_and_steps_are_one_too_many(place, capsys):
+    assert run(minutes=1) == 2
+    assert "--steps and --minutes both say how long to train" in capsys.readouterr().err
+    assert run(steps=None, epochs=1, minutes=1) == 2
+    assert "--epochs and --minutes both say" in capsys.readouterr().err
 
 
 # --- the whole job ---
