@@ -19,8 +19,7 @@ from ... import native
 from ...core.homes.transfers import Window
 from ...core.machine import processors
 from ...errors import ConfigError, CorruptionError, UsageError
-from ...files.format_number import Format
-from ...untrusted import is_regular, parse_json, read_text
+from ...untrusted import Format, is_regular, parse_json, read_text
 from .file_reader import changed_file
 from .folder import DATA_NAME
 

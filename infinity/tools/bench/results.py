@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ...core.machine.sizes import format_seconds
-from ...files.format_number import Format
+from ...untrusted import Format
 
 BUSY = 0.5  # load for each processor
 # Units of which less is better

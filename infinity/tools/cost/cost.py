@@ -22,7 +22,7 @@ from functools import cached_property
 import numpy as np
 
 from ...errors import ConfigError
-from ...files.format_number import Format
+from ...untrusted import Format
 from .prices import Offer
 
 FORMAT = Format("profile of a job", number=1, unnumbered=1)

@@ -12,8 +12,7 @@ from typing import Any
 
 from ...core.machine.sizes import parse_nbytes
 from ...errors import ConfigError
-from ...files.format_number import Format
-from ...untrusted import read_text
+from ...untrusted import Format, read_text
 
 MACHINES = Path(__file__).parent / "machines"
 FIELDS = {

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.machine.kernel import process_space
-from ...files.format_number import Format
-from ...untrusted import is_regular, parse_json, read_text
+from ...untrusted import Format, is_regular, parse_json, read_text
 
 STATUS, PLAN, HISTORY = "status", "plan", "history"
 OURS = ("status-rank", "plan-rank", "history-rank")  # prefixes of a run's file names

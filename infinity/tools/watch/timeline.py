@@ -16,8 +16,8 @@ from typing import Any
 from ...core.machine.traffic import COLLECTIVES, EDGES, PAST_HOST
 from ...core.seams import Events, Extension
 from ...errors import ConfigError
-from ...files.format_number import Format
 from ...files.outputs import Output, check_free
+from ...untrusted import Format
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import infinity
-from infinity.files.format_number import Format
+from infinity.untrusted import Format
 
 FORMAT = Format("list", number=4, oldest=2, readers={1: "The first version reads it."})
 
