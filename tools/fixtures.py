@@ -38,6 +38,9 @@ def write(folder: Path) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         found = ranks.run_all(Path(scratch), 2, jobs, script="written_jobs.py")
     expected |= {case: found[name] for case, name in zip(written_jobs.TWO, jobs)}
+    expected |= written_jobs.write_loops(folder)
+    for name in ("model.json", "text.txt"):
+        (folder / name).unlink()
     (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
     _write_run(folder)
     _write_files(folder)

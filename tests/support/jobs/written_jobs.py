@@ -7,9 +7,13 @@ processor's vectors, on threads or on an order of sums.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
+import itertools
 import json
 import math
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -148,6 +152,17 @@ ONE: dict[str, Callable[[], Pair]] = {
 AVERAGED, ADAPTERS = "an average", "adapters on packed nf4"
 # What two ranks write
 TWO = ("two ranks", "groups that train apart")
+SAVER, TRAIN = "a saver with its order", "infinity train"
+TINY = {
+    "model_type": "gpt2",
+    "vocab_size": 256,
+    "n_positions": 16,
+    "n_embd": 8,
+    "n_layer": 1,
+    "n_head": 1,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
 
 
 def saved_in(folder: Path, case: str, group: int = 0) -> Path:
@@ -222,6 +237,69 @@ def go_on(folder: Path, case: str, spoil: bool = False) -> dict[str, Any]:
         torch.manual_seed(1)
     told = _with_average(_went_on(model, optimizer, update), model, average)
     infinity.unwrap_model(model, optimizer)
+    return told
+
+
+def run_saver(folder: Path, *, writes: bool = False) -> dict[str, Any]:
+    """Two steps of a loop that saves itself, in a folder that it may write: the batches that it
+    takes, losses and weights."""
+    model, optimizer = _wrapped(_homes("host"))
+    dataset = torch.arange(24).view(12, 2)
+    saver = infinity.Checkpoints(saved_in(folder, SAVER), model, optimizer, extra=EXTRA)
+    resumed = saver.resume()
+    assert writes or repr(resumed.extra) == repr(EXTRA)
+    order = infinity.data.Order(dataset, batch_size=3, seed=1, consumed=resumed.steps)
+    told: dict[str, Any] = {"weights": _digest(model.state_dict()), "batches": [], "losses": []}
+    for batch in itertools.islice(order, 2):
+        told["batches"].append(list(map(int, batch)))
+        told["losses"].append(step(model, optimizer))
+        saver.after_step()
+    saver.close()
+    told["after"] = _digest(model.state_dict())
+    infinity.unwrap_model(model, optimizer)
+    return told
+
+
+def run_train(folder: Path, steps: int, *flags: str) -> list[float]:
+    """Losses of `infinity train` up to so many ``steps``, in a folder that it may write."""
+    from infinity.tools.cli import main
+
+    saved, model, data = saved_in(folder, TRAIN), folder / "model.json", folder / "text.txt"
+    model.write_text(json.dumps(TINY))
+    data.write_text("the quick brown fox jumps over the lazy dog\n" * 40)
+    words = f"--model {model} --data {data} --params host --optimizer host --dtype fp32 --steps"
+    words += f" {steps} --checkpoint {saved} --warmup-steps 1 --batch-size 2 --sequence-length 16"
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        assert main(["train", *words.split(), "--eval-batches", "1", "--json", *flags]) == 0
+    return json.loads(told.getvalue().splitlines()[-1])["losses"]
+
+
+def exported(folder: Path) -> str:
+    """The bits of the weights in a checkpoint of `infinity train`."""
+    from safetensors.torch import load_file
+
+    from infinity.ext.checkpoint.export import export
+
+    with tempfile.TemporaryDirectory() as made:
+        export(saved_in(folder, TRAIN), Path(made) / "out")
+        return _digest(load_file(Path(made) / "out/model.safetensors"))
+
+
+def write_loops(folder: Path) -> dict[str, Any]:
+    """Writes the checkpoints of whole loops, and what the next two steps of copies of them give."""
+    run_saver(folder, writes=True)
+    run_train(folder, 2)
+    return go_on_with_loops(folder)
+
+
+def go_on_with_loops(folder: Path) -> dict[str, Any]:
+    """What the next two steps of copies of loops give."""
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in (SAVER, TRAIN):
+            shutil.copytree(saved_in(folder, name), saved_in(Path(scratch), name))
+        told = {SAVER: run_saver(Path(scratch)), TRAIN: {"weights": exported(Path(scratch))}}
+        told[TRAIN]["losses"] = run_train(Path(scratch), 4, "--resume")
     return told
 
 
