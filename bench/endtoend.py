@@ -46,9 +46,6 @@ def main() -> None:
     parser.add_argument(
         "--units-at-once", action="store_true", help="all micro-batches unit by unit (ours only)"
     )
-    parser.add_argument(
-        "--speculate", action="store_true", help="updates ahead of the clipping (ours only)"
-    )
     parser.add_argument("--warm-up", type=int, default=2, metavar="STEPS")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--clip", action="store_true")
@@ -122,9 +119,9 @@ def measure(settings: Settings) -> Measured:
 
 
 def measure_ways(settings: Settings) -> Measured:
-    """Measures training with clipping (``train.clip``; ``train.clip.ahead`` updates units ahead of
-    it) and with eight micro-batches (``train.micro8``; ``train.units8`` runs them unit by unit),
-    and the speed against the host budget.
+    """Measures training with clipping (``train.clip``) and with eight micro-batches
+    (``train.micro8``; ``train.units8`` runs them unit by unit), and the speed against the host
+    budget.
     """
     ours = ["infinity_host", "infinity_nvme"]
     size, few = (
@@ -132,7 +129,6 @@ def measure_ways(settings: Settings) -> Measured:
         ["compute", "plain", *ours, "deepspeed_cpu", "deepspeed_nvme_tuned"],
     )
     found = turns(settings, few, size, 1, options=["--clip"], name=".clip")
-    found.add(turns(settings, ours, size, 1, options=["--clip", "--speculate"], name=".clip.ahead"))
     eight = ["--micro-batches", "8", "--warm-up", "1", "--steps", "2"]
     found.add(turns(settings, few[:4], size, 1, options=eight, name=".micro8"))
     found.add(turns(settings, ours, size, 1, options=[*eight, "--units-at-once"], name=".units8"))

@@ -127,7 +127,6 @@ def ours(job: Job) -> Running:
         config |= {"nvme_paths": [job.args.folder], "host_memory": job.args.host_memory}
     if job.args.units_at_once:
         config["micro_batch"] = job.args.batch
-    config["speculate"] = job.args.speculate
     config["share_homes"] = False if job.args.system.endswith("_sent") else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer = infinity.wrap_model(model, optimizer, config)

@@ -90,10 +90,8 @@ class Config:
         most this rank's share of the CPUs. Under torchrun, which sets torch to one thread, that
         share. The first steps measure whether fewer are as fast, and then fewer are used.
     speculate
-        Whether units are updated in the backward, before it is known whether clipping changes their
-        gradients. If it does, the update runs again from the kept state. The bits are the same.
-        Needs room for a second copy of a unit's state on its home's tier; as many units are updated
-        ahead as the budgets allow.
+        Does nothing, and goes with the next release: True logs a warning. Updates run under the
+        next forward, or, without clipping, in the backward by ``optimizer.step_in_backward()``.
     recompute
         Whether ``activations="auto"`` may recompute a block's forward in the backward, if that
         costs less than to send its activations, or they do not fit on the host. As with torch's

@@ -44,7 +44,6 @@ TARGETS = {
     "core/plan/memory_terms.py": "core/plan/test_memory_terms.py core/plan/test_plan.py",
     "core/plan/budgets.py": (
         "core/plan/test_memory_terms.py core/plan/test_plan.py core/plan/test_placement.py"
-        " ext/speculation/test_speculation.py"
     ),
     "core/plan/placement.py": "core/plan/test_placement.py",
     "core/plan/step_traffic.py": "core/plan/test_memory_terms.py core/plan/test_placement.py",
@@ -56,14 +55,14 @@ TARGETS = {
     "core/machine/cgroups.py": "core/machine/test_limits.py",
     "core/units/flat_param.py": "core/wrap/test_round_trips.py core/training/test_split_master.py",
     "core/units/home_arrays.py": (
-        "core/units/test_unit.py ext/speculation/test_speculation.py ranks/test_ranks.py"
+        "core/units/test_home_arrays.py core/units/test_unit.py ranks/test_ranks.py"
     ),
     "core/units/unit.py": "core/units/test_unit.py core/machine/test_device.py",
     "core/params/forward_edits.py": "core/params/test_forward_edits.py core/params/test_at_rest.py",
     "core/wrap/partition.py": (
         "core/plan/test_memory_terms.py core/plan/test_plan.py core/training/test_unusual_models.py"
     ),
-    "core/grads/record.py": "core/grads/test_grad_stand_ins.py ext/speculation/test_speculation.py",
+    "core/grads/record.py": "core/grads/test_grad_stand_ins.py core/grads/test_moves.py",
     "core/grads/bank.py": (
         "core/grads/test_grad_stand_ins.py core/training/test_steps_and_gradients.py"
         " ext/tiles/test_tiles.py"
@@ -81,8 +80,7 @@ TARGETS = {
     "core/grads/reducer.py": "core/grads/test_reducer.py",
     "ranks/collectives.py": "ranks/test_collectives.py",
     "core/step/stepper.py": (
-        "core/step/test_stepper.py core/training/test_equals_torch.py"
-        " ext/speculation/test_speculation.py core/machine/test_device.py"
+        "core/step/test_stepper.py core/training/test_equals_torch.py core/machine/test_device.py"
     ),
     "core/step/rules.py": "core/step/test_rules.py",
     "core/run/prefetch.py": (
@@ -90,8 +88,7 @@ TARGETS = {
         " core/units/test_unit.py"
     ),
     "core/grads/backward.py": (
-        "core/grads/test_backward.py core/run/test_accumulate.py"
-        " core/step/test_step_in_backward.py ext/speculation/test_speculation.py"
+        "core/grads/test_backward.py core/run/test_accumulate.py core/step/test_step_in_backward.py"
     ),
     "core/run/passes.py": (
         "core/run/test_passes.py core/grads/test_backward.py"

@@ -45,7 +45,6 @@ ALONE = [
     "plain:views read after a use",
     "plain:checkpoints, reentrant",
     "plain:checkpoints, not reentrant",
-    "clipped_micro_batches:speculating",
 ]
 KERNELS = [
     f"kernels:{homes} {moments}"

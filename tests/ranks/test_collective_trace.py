@@ -25,7 +25,6 @@ MET = {"parameters": 6, "gradients": 6, "optimizer": 4}  # in a step of three mi
 STRUCK = {
     "parameters": {"shard": "parameters"},
     "gradients": {"shard": "gradients"},
-    "ahead": {"shard": "parameters", "speculate": True, "max_grad_norm": 1e6},
 }
 CLEARED = [("by the optimizer", False), ("by the optimizer", True), ("by the model", False)]
 HOWS = [
@@ -48,8 +47,6 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
         f"parts:whole-{how}": {"how": how, "shard": "gradients"}
         for how in ("raises in a backward", "evaluates")
     }
-    ahead = {"speculate": True, "max_grad_norm": 1e6}  # which clips nothing
-    jobs |= {f"parts:ahead-{how}": {"how": how, **ahead} for how in HOWS}
     jobs |= {
         f"changes:{shard}": {"shard": shard} for shard in ("parameters", "gradients", "optimizer")
     }
@@ -76,10 +73,7 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
         for budget in ("290KiB", "330KiB")
     }
     jobs |= {f"counted:{blocks}": {"blocks": blocks} for blocks in (4, 12)}
-    jobs |= {
-        f"counted:ahead-{blocks}": {"blocks": blocks, "speculate": True, "max_grad_norm": 1.0}
-        for blocks in (4, 12)
-    }
+    jobs |= {f"counted:streams-{blocks}": {"blocks": blocks, "streams": True} for blocks in (4, 12)}
     jobs |= {f"counted:{shard}": {"blocks": 4, "shard": shard, "micro": 3} for shard in MET}
     return Jobs(standing_ranks(2), "parting_jobs", jobs)
 
@@ -116,21 +110,6 @@ def test_ranks_that_part_in_an_agreed_pass_are_told_and_go_on(two, how):
 @pytest.mark.parametrize("how", ["raises in a backward", "evaluates"])
 def test_ranks_that_keep_their_weights_are_told_too(two, how):
     check_parted(two[f"parts:whole-{how}"], how)
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        pytest.param(
-            how, marks=() if how in ("fewer", "raises in a backward") else pytest.mark.slow
-        )
-        for how in HOWS
-    ],
-)
-def test_ranks_whose_reductions_tell_who_has_gradients_are_told(two, how):
-    """With updates in the backward a flag is on its way beside each reduction: both are completed
-    where ranks part."""
-    check_parted(two[f"parts:ahead-{how}"], how)
 
 
 @pytest.mark.slow
@@ -232,11 +211,10 @@ def test_meetings_of_a_step_do_not_grow_with_the_model(two):
     assert many[0] > few[0] > 4
 
 
-def test_updates_made_ahead_meet_no_more_for_more_units(two):
-    """Who has gradients of a unit has to be known in mid-backward: its reduction tells. One more
-    meeting is for the norm."""
-    few, many = (two[f"counted:ahead-{blocks}"][0]["met"] for blocks in (4, 12))
-    assert few[3:] == many[3:] == [3, 3, 3]
+def test_steps_in_the_backward_meet_no_more_for_more_units(two):
+    """Who has gradients of a unit has to be known in mid-backward: its reduction tells."""
+    few, many = (two[f"counted:streams-{blocks}"][0]["met"] for blocks in (4, 12))
+    assert few[3:] == many[3:] == [2, 2, 2]
 
 
 def test_what_all_ranks_do_between_two_steps_leaves_the_next_pass_as_it_was(two):

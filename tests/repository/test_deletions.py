@@ -21,7 +21,7 @@ from test_import_order import PACKAGE
 NEEDED = set(
     (
         "ext/blocks ext/checkpoint ext/class_step ext/coded ext/dtensor ext/gpu_direct ext/packed "
-        "ext/pipeline ext/rows ext/shared_homes ext/shares ext/speculation ext/tiles "
+        "ext/pipeline ext/rows ext/shared_homes ext/shares ext/tiles "
     ).split()
 )
 TRAIN = """

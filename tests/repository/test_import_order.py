@@ -33,7 +33,7 @@ MODULES = {
 }
 # Imports that still go up, counted. They may become fewer.
 MOST_UP = {
-    ("core", "ext"): 187,
+    ("core", "ext"): 186,
     ("core", "ranks"): 40,
     ("files", "core"): 3,
     ("files", "ext"): 6,

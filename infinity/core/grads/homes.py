@@ -87,8 +87,6 @@ class GradHomes:
     def _bytes(self, flat_param: FlatParam, *, write: bool, wait: bool) -> torch.Tensor:
         if wait:
             self.queue.wait(flat_param)
-        if write:
-            flat_param.homes.inputs_change()
         array = flat_param.arrays["grad"]
         return (
             array.flat

@@ -61,7 +61,6 @@ class MemoryPlan:
     placed: dict[str, dict[int, Tier]] = field(default_factory=dict)
     # array -> units whose NVMe home is cached on the host
     kept: dict[str, frozenset[int]] = field(default_factory=dict)
-    shadowed: frozenset[int] = frozenset()  # units with room for a second copy of their state
 
     def tiers_of(self, unit: int) -> dict[str, Tier]:
         """Returns the home of every array of the unit with this index."""

@@ -1,23 +1,20 @@
-"""Placement: spends the leftover budget on promoting units to a faster tier, then on shadows."""
+"""Placement: spends the leftover budget on promoting units to a faster tier."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from ... import native
 from ...config import Config
-from ...errors import CapacityError
 from ..machine.device import Device
-from ..machine.sizes import format_nbytes
-from ..machine.tiers import BUDGETS, Tier
+from ..machine.tiers import Tier
 from ..step.device_slots import DEVICE_SLOTS
 from ..step.slots import needed_device_slot_nbytes
-from ..units.flat_param_spec import ARRAYS, EVERY_MOMENT, SCALES
+from ..units.flat_param_spec import ARRAYS, EVERY_MOMENT
 from .budgets import SHARED, Budgets
 from .memory_plan import MemoryPlan, term_of
-from .memory_terms import CHECKSUM_ENTRY_NBYTES, SAVE, SAVE_NBYTES
-from .unit_sizes import CHECKSUMMED, STATE, UnitSize
+from .memory_terms import SAVE, SAVE_NBYTES
+from .unit_sizes import UnitSize
 
 # Arrays that move together. A step moves each byte of the weights four times, of the state twice,
 # so weights are placed first.
@@ -34,7 +31,7 @@ def use_what_is_left(
     reuses: bool = False,
 ) -> MemoryPlan:
     """Spends the leftover budget, in this order: gradients shared by a pass's micro-batches (if
-    ``reuses``), units promoted to a faster tier, and shadows if ``speculate`` is set.
+    ``reuses``), then units promoted to a faster tier.
 
     A unit's home changes if it was "auto". NVMe homes chosen by name are cached on the host, if
     ``weights_on_host`` or ``host_memory`` is given. The same units are promoted for every step.
@@ -68,8 +65,6 @@ def use_what_is_left(
             filling.cache(what, numel=config.weights_on_host)
         elif config.host_memory is not None and config.activations != "host":
             filling.cache(what)
-    if config.speculate:
-        filling.add_shadows(device)
     return filling.result()
 
 
@@ -177,59 +172,9 @@ class Placement:
             self._terms[Tier.HOST][f"{what} kept from NVMe"] = nbytes
             self._kept |= dict.fromkeys(names, frozenset(chosen))
 
-    def add_shadows(self, device: Device) -> None:
-        """Adds a second copy of units' state on the tier of its home, for the units that fit.
-
-        Skips units if the model computes with their home on the device, or the device steps it. The
-        last units come first: their gradients arrive first.
-        """
-        shadowed = set()
-        for index in reversed(range(len(self._units))):
-            unit, kept = self._units[index], self._plan_kept(index)
-            tiers = {
-                name: self._placed.get(name, {}).get(index, tier)
-                for name, tier in self._plan.tiers.items()
-            }
-            needed: dict[Tier, int] = {}
-            for name in (*STATE, *SCALES.values()):
-                tier = Tier.HOST if name in kept else tiers[name]
-                nbytes = sum(flat.nbytes(name) for flat in unit.flat_params if flat.spec.stepped)
-                needed[tier] = needed.get(tier, 0) + nbytes
-            needed = {tier: nbytes for tier, nbytes in needed.items() if nbytes}
-            on_disk = needed.get(Tier.NVME, 0)
-            checksums = (
-                CHECKSUM_ENTRY_NBYTES
-                * (on_disk // native.CHECKSUM_NBYTES + CHECKSUMMED * len(unit.flat_params))
-                if on_disk
-                else 0
-            )
-            stays = tiers["weight"] is Tier.DEVICE and not unit.is_sharded
-            if not needed or stays or (Tier.DEVICE in needed and not device.is_host):
-                continue
-            charges = [
-                (tier, "state of updates made ahead", nbytes) for tier, nbytes in needed.items()
-            ]
-            if self._has_room(needed | {Tier.HOST: needed.get(Tier.HOST, 0) + checksums}):
-                shadowed.add(index)
-                for tier, what, nbytes in [*charges, (Tier.HOST, "checksums", checksums)]:
-                    self._take(tier, nbytes)
-                    self._terms[tier][what] = self._terms[tier].get(what, 0) + nbytes
-        self._plan = replace(self._plan, shadowed=frozenset(shadowed))
-
-    def _has_room(self, needed: Mapping[Tier, int]) -> bool:
-        """Whether all of ``needed`` fits together."""
-        together = sum(needed.get(tier, 0) for tier in SHARED) if self._shares else 0
-        return (
-            all(nbytes <= self._spare[tier] for tier, nbytes in needed.items())
-            and together <= self._spare[Tier.HOST]
-        )
-
     def _take(self, tier: Tier, nbytes: int) -> None:
         for each in SHARED if self._shares and tier in SHARED else (tier,):
             self._spare[each] -= nbytes
-
-    def _plan_kept(self, index: int) -> set[str]:
-        return {name for name, units in self._kept.items() if index in units}
 
     def _choose(
         self, names: Sequence[str], tier: Tier, *, all_of_them: bool, numel: int | None = None
@@ -259,36 +204,3 @@ class Placement:
 
     def result(self) -> MemoryPlan:
         return replace(self._plan, terms=self._terms, placed=self._placed, kept=self._kept)
-
-
-def no_room_for_shadows(
-    plan: MemoryPlan, units: Sequence[UnitSize], budgets: Budgets
-) -> CapacityError:
-    """Makes the error for ``speculate`` without a shadow in ``plan``."""
-    if all(plan.tiers_of(index)["weight"] is Tier.DEVICE for index in range(len(units))):
-        return CapacityError(
-            "speculate=True: all weights are at home on the device, which computes with the home"
-            " itself, so that nothing can be updated beside it."
-        )
-    by_tier: list[dict[Tier, int]] = []
-    for index, unit in enumerate(units):
-        tiers, copied = plan.tiers_of(index), dict.fromkeys(Tier, 0)
-        for name in (*STATE, *SCALES.values()):
-            copied[tiers[name]] += sum(
-                flat.nbytes(name) for flat in unit.flat_params if flat.spec.stepped
-            )
-        by_tier += [copied] if any(copied.values()) else []
-    smallest = min(by_tier, key=lambda copied: sum(copied.values()))
-    left = budgets.left(plan)
-    told = ", ".join(f"{format_nbytes(nbytes)} on {tier}" for tier, nbytes in left.items())
-    error = CapacityError(
-        "speculate=True: no unit has room for a second copy of its state"
-        f" ({format_nbytes(sum(smallest.values()))} for the smallest), on the tier that is its"
-        f" home; left are {told}."
-    )
-    error.needed = {
-        BUDGETS[tier]: budgets[tier] + nbytes - left[tier]
-        for tier, nbytes in smallest.items()
-        if nbytes > left[tier]
-    }
-    return error

@@ -24,7 +24,7 @@ from ..machine.traffic import Traffic
 from .budgets import Budgets, budget_too_small
 from .memory_plan import LADDER, MemoryPlan, Rung
 from .memory_terms import MemoryTerms
-from .placement import no_room_for_shadows, use_what_is_left
+from .placement import use_what_is_left
 from .step_traffic import step_cost
 from .unit_sizes import UnitSize
 
@@ -47,25 +47,12 @@ def make_plan(
     Raises CapacityError with the least workable budget, ConfigError if a home has no folder.
     """
     check_folders(config)
-    if config.speculate and any(flat.whole_grad for unit in units for flat in unit.flat_params):
-        raise ConfigError(
-            "speculate=True with shard='optimizer': gradients are averaged over the ranks in the"
-            " step itself, so that nothing can be updated before. Use shard='gradients', or leave"
-            " speculate=False."
-        )
     device = device or Device(torch.device("cpu"), Traffic())
     budgets = Budgets(config, free, device)
     choices = _Choices(units, config, device, budgets, held_nbytes, buffers_nbytes, reuses)
     fitting, least, budgets = choices.plans()
     if fitting:
-
-        def cost(plan: MemoryPlan) -> tuple:
-            return config.speculate and not plan.shadowed, step_cost(plan, units)
-
-        plan = min(fitting, key=cost)
-        if config.speculate and not plan.shadowed and choices.are_stepped:
-            raise no_room_for_shadows(plan, units, budgets)
-        return plan
+        return min(fitting, key=lambda plan: step_cost(plan, units))
     if least is None:
         raise InternalError("no plan was tried")
     if least.planned_nbytes(Tier.NVME) and not config.nvme_paths:
@@ -107,8 +94,6 @@ class _Choices:
                 plan = self._plan_of(homes, rung)
                 if not budgets.over(plan):
                     fitting.append(self._filled(plan, budgets))
-                    if self.config.speculate and not fitting[-1].shadowed:
-                        continue  # a less generous rung may leave room for shadows
                     break  # a less generous rung would cache little more, with less look-ahead
                 if least is None or budgets.excess(plan) < least_budgets.excess(least):
                     least, least_budgets = plan, budgets

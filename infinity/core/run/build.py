@@ -157,7 +157,7 @@ def _make_base(
         scopes=native.Scopes(
             autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
         ),
-        updates=Updates(units, traffic, plan),
+        updates=Updates(units, traffic),
         schedule=Schedule(),
         journal=Journal(),
         running=Pass(),
@@ -250,7 +250,7 @@ def _make_prefetcher(base: _Base, later: Later, explain: Explain) -> Prefetcher:
 
 def _make_reducer(base: _Base, gradients: GradientBank, later: Later) -> Reducer:
     """Makes the reducer, which averages gradients over the ranks."""
-    steps, makes_ahead = base.steps, base.updates.are_made_ahead
+    steps = base.steps
     reducer = Reducer(
         base.collectives,
         [unit for unit in base.units if any(flat.spec.stepped for flat in unit.flat_params)],
@@ -258,7 +258,7 @@ def _make_reducer(base: _Base, gradients: GradientBank, later: Later) -> Reducer
         base.ledger,
         base.schedule,
         lambda unit: later.engine.backward.notify_if_final(unit),
-        lambda: steps.streaming or makes_ahead,
+        lambda: steps.streaming,
     )
     gradients.reduce_with(reducer.add, reducer.average, reducer.whole)
     return reducer

@@ -78,7 +78,4 @@ def _rebuild_homes(job: Job, *, finishing: bool) -> None:
         job.store.rebuild()
         if not finishing:
             return
-        job.journal.finish()  # finishing a step may use what was updated ahead
-        for unit in job.units:
-            for flat_param in unit.flat_params:
-                flat_param.homes.inputs_change()
+        job.journal.finish()

@@ -199,13 +199,7 @@ class Known:
     ) -> dict[str, torch.dtype]:
         """Returns the arrays of ``moments``, and their dtype: the configuration's, or if that has
         its default the class's (``by_class`` for one parameter). What a class of 8 bits keeps in
-        fp32 stays so. Raises ConfigError if it cannot be stepped in that dtype, or ahead of its
-        step as the configuration asks."""
-        if self.rule is None and config.speculate:
-            raise ConfigError(
-                f"speculate=True with {self.name}, which steps by its own code: no update is made"
-                " ahead. Leave speculate=False."
-            )
+        fp32 stays so. Raises ConfigError if it cannot be stepped in that dtype."""
         name = config.moments
         if name == Config.moments or (by_class == "fp32" and self.dtype != by_class):
             name = by_class or self.dtype

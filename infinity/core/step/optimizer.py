@@ -288,7 +288,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             self._stepping.end_stream()
 
     def unit_landed(self, unit: ParamUnit) -> None:
-        """Steps a unit that the backward has left, or updates it ahead: its gradients landed."""
+        """Steps a unit that the backward has left, if it steps units: its gradients landed."""
         self._stepping.unit_landed(unit, self.param_groups)
 
     @torch.compiler.disable

@@ -47,7 +47,6 @@ class OptimizerStep:
         self._context, self._known, self._members = context, known, members
         self._given, self._books = given, books
         self._changed: dict[int, dict[str, Any]] = {}  # by a class step, in the groups
-        self._shadowed = 0  # shadows since the last step
 
     def _stepper(self, groups: Groups) -> Stepper | ClassStepper:
         if self._known.rule is None:
@@ -100,7 +99,7 @@ class OptimizerStep:
             context.updates.begin_step(units)
             self._changed.clear()
         version = context.steps.index if begun else context.steps.index + 1
-        stepper, backwards = self._stepper(groups), context.steps.backwards
+        stepper = self._stepper(groups)
         if isinstance(stepper, ClassStepper):
             stepper.try_settings()
         with context.store.guarding():
@@ -111,13 +110,6 @@ class OptimizerStep:
             }
             steps = [step for unit in units for step in planned[unit]]
             self._carry_out(stepper, steps, version, partial(self._meet, groups, clip))
-            if (policy := context.updates.shadows) is not None:
-                # Drop shadows that this step did not use
-                for flat_param in (flat for unit in context.units for flat in unit.flat_params):
-                    flat_param.homes.drop_shadow()
-                kept = sum(step.shadow is not None for step in steps)
-                policy.end_step(made=self._shadowed, kept=kept, backwards=backwards)
-                self._shadowed = 0
         context.end_step()
         context.borrowed.refresh()
 
@@ -194,8 +186,7 @@ class OptimizerStep:
         if context.config.max_grad_norm is not None:
             raise UsageError(
                 "step_in_backward: max_grad_norm needs the norm of all gradients before the first"
-                " unit is stepped. Leave out one of the two, or let Config(speculate=True) update"
-                " units ahead."
+                " unit is stepped. Leave out one of the two."
             )
 
         if self._known.measured is not None:
@@ -225,18 +216,14 @@ class OptimizerStep:
         else:
             context.steps.end_stream()
 
-    def unit_landed(self, unit: ParamUnit, groups: Groups) -> None:
-        """Steps or shadows a unit whose gradients have landed and which the backward has left."""
-        if self._context.steps.streaming:
-            self._step_unit(unit, groups)
-        elif self._context.updates.are_made_ahead:
-            self._shadowed += self._stepper(groups).shadow(unit)
-
     @torch.no_grad()
-    def _step_unit(self, unit: ParamUnit, groups: Groups) -> None:
-        """Steps a unit, unless it has frozen parameters: the backward may still need them, and a
+    def unit_landed(self, unit: ParamUnit, groups: Groups) -> None:
+        """Steps a unit whose gradients have landed and which the backward has left, if units are
+        stepped there. Not one with frozen parameters: the backward may still need them, and a
         unit's values change together."""
         context = self._context
+        if not context.steps.streaming:
+            return
         params = [param for flat in unit.flat_params for param in flat.params]
         if all(flat.spec.stepped for flat in unit.flat_params) and all(
             param.requires_grad for param in params

@@ -164,9 +164,8 @@ def check_together(
 
 def check_count(count: int, config: Config) -> None:
     """Raises ConfigError for options of ``config`` that ``count`` optimizers do not have."""
-    for name in ("max_grad_norm", "speculate") if count > 1 else ():
-        if getattr(config, name):
-            raise ConfigError(
-                f"{name} with {count} optimizers: it is for a step of all parameters."
-                " Clip in the loop: torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
-            )
+    if count > 1 and config.max_grad_norm:
+        raise ConfigError(
+            f"max_grad_norm with {count} optimizers: it is for a step of all parameters."
+            " Clip in the loop: torch.nn.utils.clip_grad_norm_(model.parameters(), ...)"
+        )

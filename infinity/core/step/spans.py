@@ -23,15 +23,6 @@ from .known import Known
 
 # Of a parameter: its group, step count, factors of the gradient, hyperparameters of its own
 Key = tuple[int, int, tuple[float, ...], tuple[tuple[str, float], ...]]
-HYPERPARAMETERS = [name for name in dir(native.Hyperparameters) if not name.startswith("_")]
-
-
-def inputs_of(spans: list[Span]) -> list[tuple]:
-    """Lists all inputs of an update, for a comparison."""
-    return [
-        (begin, end, *(getattr(hyper, name) for name in HYPERPARAMETERS))
-        for begin, end, hyper in spans
-    ]
 
 
 def runs_of(spans: list[Span]) -> list[native.Run]:

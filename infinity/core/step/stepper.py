@@ -1,7 +1,4 @@
-"""Stepper: plans the step of each flat param, and submits it to the updater.
-
-shadow  an update made ahead in the backward, in case the step turns out to be equal
-"""
+"""Stepper: plans the step of each flat param, and submits it to the updater."""
 
 from __future__ import annotations
 
@@ -10,21 +7,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
-
 from ... import native
 from ..grads.record import GradState, has_landed
 from ..homes.arrays import StateArray
 from ..params.books import OptimizerBooks
 from ..units.flat_param import FlatParam
 from ..units.handle import ParamHandle, handle_of
-from ..units.home_arrays import Shadow, Update
+from ..units.home_arrays import Update
 from ..units.unit import ParamUnit
 from .context import StepContext
 from .counters import Numbers
 from .device_step import DeviceUpdate, Span, steps_on_device
 from .known import Known
-from .spans import Spans, inputs_of, next_step, runs_of
+from .spans import Spans, next_step, runs_of
 
 
 @dataclass(eq=False)
@@ -34,7 +29,6 @@ class FlatParamStep:
     flat_param: FlatParam
     version: int  # of the weights after it
     landed: list[tuple[ParamHandle, int]]  # whose gradients are applied, and the new step counts
-    shadow: Shadow | None = None  # already is this update
     newer: StateArray | None = None  # receives the new weights; None: in place
     update: native.UnitUpdate | None = None  # the processor's part
     device_step: Callable[[], DeviceUpdate] | None = None  # the device's part
@@ -96,15 +90,8 @@ class Stepper:
                 steps.append(step)
                 continue
             spans = list(self._spans.of(flat_param, clip))
-            shadow = flat_param.homes.shadow
-            if (
-                shadow is not None
-                and shadow.ticket is not None
-                and shadow.inputs == inputs_of(spans)
-            ):
-                step.shadow = shadow
-            elif beside:
-                step.newer = flat_param.homes.beside["weight"]
+            if beside:
+                step.newer = flat_param.homes.beside
                 self._plan_beside(step, spans, after, label=unit.index, version=version)
             elif spans:  # without spans other ranks have these parameters in their shards
                 self._plan_update(step, spans, after, label=unit.index, version=version)
@@ -126,11 +113,7 @@ class Stepper:
                 step.has_begun = True
                 step.device_update = step.device_step()
         for step in steps:
-            flat_param = step.flat_param
-            if step.shadow is not None:
-                if flat_param.homes.shadow is step.shadow:
-                    flat_param.homes.keep_shadow()
-            elif step.device_update is not None:
+            if step.device_update is not None:
                 step.device_update.ticket = step.update.ticket if step.update is not None else None
                 self._enter(step, step.device_update)
             elif step.update is not None or step.zeros:
@@ -158,38 +141,6 @@ class Stepper:
             step.flat_param.homes.submit(update)
         else:
             step.flat_param.homes.advance(update, step.newer)
-
-    @torch.no_grad()
-    def shadow(self, unit: ParamUnit) -> int:
-        """Makes the update of ``unit``, whose gradients have landed, beside its state: the step may
-        turn out to be equal. Returns how many of its flat params have a shadow."""
-        context, made = self._context, 0
-        if not context.updates.shadows.is_wanted(context.steps.backwards + 1):
-            return made
-        with context.store.guarding():
-            for flat_param in unit.flat_params:
-                handles = [handle_of(param) for param in flat_param.params]
-                homes = flat_param.homes
-                if not context.steps_flat_param(flat_param) or homes.rows is not None:
-                    continue
-                if not homes.shadow_extents or any(h.grad.assigned is not None for h in handles):
-                    continue
-                spans = list(self._spans.of(flat_param))
-                if not spans:
-                    continue
-                flat_param.homes.wait()
-                flat_param.homes.drop_shadow()
-                after, version = (
-                    context.gradients.homes.close_flat_param(flat_param),
-                    context.steps.index + 1,
-                )
-                update = self._processor_update(
-                    flat_param, runs_of(spans), after, label=unit.index, version=version, ahead=True
-                )
-                flat_param.homes.cast_shadow(Shadow(update, inputs_of(spans)))
-                context.updates.updater.submit_all([update])
-                made += 1
-        return made
 
     def _has_landed(self, flat_param: FlatParam) -> bool:
         return any(self._spans.is_stepped(handle) for handle in flat_param.handles)
@@ -271,7 +222,7 @@ class Stepper:
         stepper = context.updates.stepper
         if stepper is None or not steps_on_device(flat_param):
             step.update = self._processor_update(
-                flat_param, runs_of(spans), after, label=label, version=version, ahead=True
+                flat_param, runs_of(spans), after, label=label, version=version, newer=step.newer
             )
             return
         behind = context.gradients.homes.landing_of(flat_param)
@@ -294,16 +245,16 @@ class Stepper:
         *,
         label: int,
         version: int,
-        ahead: bool = False,
+        newer: StateArray | None = None,
     ) -> native.UnitUpdate:
-        """Makes the processor's update of ``runs`` of a flat param. ``ahead``: beside its state,
-        for the arrays that have a shadow."""
+        """Makes the processor's update of ``runs`` of a flat param. ``newer``: for the new weights;
+        None: in place."""
         # A copy to the device, or a save, may still read bytes that change
         homes = flat_param.homes
         readers = self._context.device.ticket([homes.last_read]), homes.saved
         after = [*after, *(ticket for ticket in readers if ticket is not None)]
         update = flat_param.homes.update_of(
-            self._known.rule, runs, after, label=label, version=version, ahead=ahead
+            self._known.rule, runs, after, label=label, version=version, newer=newer
         )
-        update.asked = 0.0 if ahead else self._context.updates.asked
+        update.asked = 0.0 if newer is not None else self._context.updates.asked
         return update

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ... import native
-from ...ext.speculation.shadow_policy import ShadowPolicy
 from ..machine.device import Device
 from ..machine.traffic import Traffic
-from ..plan.memory_plan import MemoryPlan
 from ..units.unit import ParamUnit
 from .device_step import DeviceStepper
 from .step_clock import StepClock
@@ -25,20 +23,14 @@ def draw_updates(updater: native.Updater, traffic: Traffic, names: list[str]) ->
 class Updates:
     """The steppers of the state of ``units``. Used from the thread that steps."""
 
-    def __init__(self, units: Sequence[ParamUnit], traffic: Traffic, plan: MemoryPlan):
+    def __init__(self, units: Sequence[ParamUnit], traffic: Traffic):
         self._traffic = traffic
         self.names = [unit.name for unit in units]
         self.clock = StepClock()
         self.updater: native.Updater | None = None  # None: nothing is stepped
         self.stepper: DeviceStepper | None = None  # if the processor cannot access all state
-        self.shadows = ShadowPolicy() if plan.shadowed else None  # None: none are made
         self.asked = 0.0  # when the last step was, of time.perf_counter()
         self.recorded: list[native.Updater] = []  # whose events are drawn when the engine ends
-
-    @property
-    def are_made_ahead(self) -> bool:
-        """Whether a unit may be updated in the backward, as soon as its gradients have landed."""
-        return self.shadows is not None
 
     def use(self, updater: native.Updater, device: Device, device_slot_nbytes: int) -> None:
         """Steps by ``updater``, and on ``device`` if it has kernels."""

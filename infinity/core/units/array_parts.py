@@ -90,7 +90,6 @@ class ArrayParts:
     ) -> None:
         """Writes ``part`` to parameter ``index``'s part of array ``name``, from element ``begin``
         on, as far as it is at home here. ``stays``: it does not change until all is at home."""
-        self._homes.inputs_change()
         self._homes.wait_readers()
         begin += self._layout.part(name, index)[0]
         low, high = self._layout.own_part(name, index)

@@ -1,11 +1,7 @@
 """HomeArrays: one flat param's flat arrays at their homes, and the running updates of them.
 
-    AT_HOME    nothing is running
-    STEPPING   an update is running, and defines the bytes at home once it is done
-    SHADOWED   the results of an update made ahead are beside the state, or on their way there
-
-shadow      buffers for the results of an update made ahead; if the step uses it, they and the state
-            are swapped
+update      the last one that was submitted: it defines the bytes at home once it is done. None: all
+            bytes are at home
 stale       weights before earlier updates, if they are kept, each in a slot: an update writes its
             result to the slot that was chosen, and the weight and that slot are swapped
 last read   the event after which no copy to the device reads the weights at home
@@ -19,8 +15,6 @@ model itself, must not live as long.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Protocol
 
 from ... import native
@@ -36,23 +30,6 @@ from .flat_param_spec import EVERY_MOMENT, SCALES, FlatParamSpec
 OF_UPDATE = ("master", *EVERY_MOMENT, *SCALES.values())  # that a rule may have
 
 
-class Activity(Enum):
-    """The running activity in a flat param's arrays."""
-
-    __hash__ = object.__hash__  # in C: it is looked up at every move
-
-    AT_HOME = auto()
-    STEPPING = auto()
-    SHADOWED = auto()
-
-
-MOVES = {
-    Activity.AT_HOME: {Activity.STEPPING, Activity.SHADOWED},
-    Activity.STEPPING: {Activity.AT_HOME},
-    Activity.SHADOWED: {Activity.AT_HOME, Activity.STEPPING},
-}
-
-
 class Update(Protocol):
     """A submitted update."""
 
@@ -64,19 +41,6 @@ class Update(Protocol):
         """Blocks until it is done. Raises its error."""
 
 
-@dataclass(frozen=True, eq=False)
-class Shadow:
-    """An update made ahead, and all its inputs: a step with other inputs cannot use it."""
-
-    update: native.UnitUpdate
-    inputs: object
-
-    @property
-    def ticket(self) -> native.Ticket | None:
-        """The ticket; None before the update is submitted."""
-        return self.update.ticket
-
-
 class HomeArrays:
     """The arrays of one flat param, and their running updates."""
 
@@ -84,12 +48,10 @@ class HomeArrays:
         """``names``: of the parameters, for messages."""
         self.spec, self.layout, self._names = spec, layout, names
         self.arrays: dict[str, StateArray] = {}
-        # Buffers of a shadow, which are valid only while there is one, or the chosen slot.
-        self.beside: dict[str, StateArray] = {}
+        self.beside: StateArray | None = None  # the chosen slot
         self.stale: list[StateArray] = []  # one for each slot
         self._reserved: list[StateArray] = []  # disk space of arrays that are cached on the host
         self.update: Update | None = None  # the last one that was submitted
-        self.shadow: Shadow | None = None
         self.last_read: Event = PAST
         self.saved: native.Ticket | None = None
         self.rows: ExpertRows | None = None  # that updates may leave behind
@@ -114,12 +76,12 @@ class HomeArrays:
     @property
     def arrays_beside(self) -> list[tuple[str, StateArray]]:
         """The names and arrays beside the state."""
-        return [("weight", array) for array in self.stale] or list(self.beside.items())
+        return [("weight", array) for array in self.stale]
 
     @property
     def weight_regions(self) -> list[native.Region | None]:
         """The host memory of the weights, now and after the next update, or None."""
-        return [array.region for array in (self.weight, self.beside.get("weight", self.weight))]
+        return [array.region for array in (self.weight, self.beside or self.weight)]
 
     # --- memory ---
 
@@ -130,9 +92,8 @@ class HomeArrays:
         what: str,
         *,
         kept: Collection[str] = (),
-        shadowed: bool = False,
     ) -> None:
-        """Allocates arrays at ``tiers``, host caches of ``kept`` and, if ``shadowed``, a shadow."""
+        """Allocates arrays at ``tiers``, and host caches of ``kept``."""
         row = self.layout.ranks.shard_group
         homes = row.homes if row is not None else None  # read by other ranks
         for name, dtype in self.spec.array_dtypes().items():
@@ -148,10 +109,6 @@ class HomeArrays:
                     Tier.HOST, dtype, numel, f"{name} of {what}, kept from NVMe", make=make
                 )
             self.arrays[name] = array
-            if shadowed and self.spec.stepped and name != "grad":
-                self.beside[name] = store.arrays.allocate(
-                    array.tier, dtype, numel, f"{name} of {what}, updated ahead", make=make
-                )
 
     def allocate_missing(
         self, store: ArrayStore, spec: FlatParamSpec, tiers: dict[str, Tier], what: str
@@ -172,8 +129,8 @@ class HomeArrays:
         return made
 
     def grow(self, spec: FlatParamSpec, arrays: dict[str, StateArray]) -> None:
-        """Makes these the arrays of ``spec``, with more ``arrays`` (AT_HOME only), and drops those
-        that it lacks. Idempotent."""
+        """Makes these the arrays of ``spec``, with more ``arrays``, and drops those that it lacks.
+        Only while no update runs. Idempotent."""
         both = self.arrays | arrays
         self.spec, self.arrays = spec, {name: both[name] for name in spec.array_dtypes()}
         if spec.class_piece is not None:
@@ -183,47 +140,31 @@ class HomeArrays:
         """Chooses the ``slot`` to which the next update writes the new weights, if it is to keep
         the old ones."""
         if self.stale:
-            self.beside = {"weight": self.stale[slot]}
+            self.beside = self.stale[slot]
 
     def clear(self) -> None:
         """Drops the arrays. Units and handles form a cycle, for which the memory must not wait."""
         self.arrays.clear()
-        self.beside.clear()
+        self.beside = None
         self.stale.clear()
         self._reserved.clear()
         self.last_read = PAST
 
     # --- running updates ---
 
-    @property
-    def activity(self) -> Activity:
-        """Derived from the fields, so that an exception between two statements cannot leave it
-        wrong."""
-        if self.shadow is not None:
-            return Activity.SHADOWED
-        return Activity.AT_HOME if self.update is None else Activity.STEPPING
-
-    def _check_move(self, to: Activity) -> None:
-        if to not in MOVES[self.activity]:
-            raise InternalError(
-                f"the flat param of {self._names[0]} is {self.activity.name} and cannot go to"
-                f" {to.name}"
-            )
-
-    @property
-    def shadow_extents(self) -> dict[str, native.Extent]:
-        """The extents of an update made ahead; empty if there is no room for one."""
-        return {name: array.extent for name, array in self.beside.items()}
+    def _check_at_home(self) -> None:
+        if self.update is not None:
+            raise InternalError(f"an update of the flat param of {self._names[0]} runs already")
 
     def lend(self, event: Event) -> None:
         """Lets a copy to the device read the weights at home until ``event``."""
         self.last_read = event
 
     def submit(self, update: Update) -> None:
-        """Records the running ``update`` (AT_HOME or SHADOWED -> STEPPING). Idempotent."""
+        """Records the running ``update``. Idempotent. Raises InternalError if another one runs."""
         if self.update is not update:
-            self._check_move(Activity.STEPPING)
-            self.update, self.shadow = update, None
+            self._check_at_home()
+            self.update = update
 
     def leave_behind(
         self, update: Update | None, updater: native.Updater, rule: native.Rule, version: int
@@ -239,34 +180,21 @@ class HomeArrays:
             updater.submit_all([made])
             return made.ticket
 
-        self.update, self.shadow = self.rows.run_behind(update, Replay(make, submit)), None
+        self.update = self.rows.run_behind(update, Replay(make, submit))
 
     def advance(self, update: Update, weight: StateArray) -> None:
-        """Records the running ``update``, which writes the new ``weight`` beside the old one
-        (AT_HOME -> STEPPING). The new one becomes current, the old one stale. Idempotent."""
+        """Records the running ``update``, which writes the new ``weight`` beside the old one. The
+        new one becomes current, the old one stale. Idempotent. Raises InternalError if another
+        update runs."""
         if self.weight is not weight:
-            self._check_move(Activity.STEPPING)
+            self._check_at_home()
             before, after = self.weight, self.arrays | {"weight": weight}
             stale = [before if array is weight else array for array in self.stale]
-            beside = {"weight": before}
-            # One statement, as in keep_shadow().
-            self.arrays, self.stale, self.beside, self.update = after, stale, beside, update
-
-    def cast_shadow(self, shadow: Shadow) -> None:
-        """Records ``shadow``, which is about to be submitted (AT_HOME -> SHADOWED)."""
-        self._check_move(Activity.SHADOWED)
-        self.shadow = shadow
-
-    def keep_shadow(self) -> None:
-        """Swaps the state with the shadow, which becomes the state (SHADOWED -> STEPPING)."""
-        self._check_move(Activity.STEPPING)
-        before = {name: self.arrays[name] for name in self.beside}
-        after, update = self.arrays | self.beside, self.shadow.ticket
-        # One statement, so that no interrupt leaves a state that is half the shadow's.
-        self.arrays, self.beside, self.update, self.shadow = after, before, update, None
+            # One statement, so that no interrupt leaves a version in two places.
+            self.arrays, self.stale, self.beside, self.update = after, stale, before, update
 
     def wait(self, rows: Collection[int] | None = None) -> None:
-        """Waits until the last step's bytes are at home (STEPPING -> AT_HOME). Raises its error.
+        """Waits until the last step's bytes are at home. Raises its error.
         ``rows``: waits for those of these experts; others may stay behind."""
         if self.update is not None and rows is not None and self.rows is not None:
             self.rows.catch_up(rows)
@@ -284,20 +212,6 @@ class HomeArrays:
         """Waits until no update runs. Experts that are behind stay so. Raises its error."""
         self.wait(rows=())
 
-    def inputs_change(self) -> None:
-        """Tells that gradients or state are about to change: an update made ahead is dropped."""
-        self.drop_shadow()
-
-    def drop_shadow(self) -> None:
-        """Waits for the shadow and drops it, because its inputs change (SHADOWED -> AT_HOME).
-        Raises its error."""
-        if self.shadow is not None and (ticket := self.shadow.ticket) is not None:
-            try:
-                ticket.wait()
-            finally:  # keeps the update if it still runs because the wait was interrupted
-                self.shadow = self.shadow if not ticket.done else None
-        self.shadow = None
-
     def wait_readers(self) -> None:
         """Waits for copies to the device and for a save: what they read must not change."""
         self.last_read.wait()
@@ -312,23 +226,20 @@ class HomeArrays:
     def wait_idle(self) -> None:
         """Waits for updates and reads of the arrays, before the host changes them."""
         self.wait()
-        self.drop_shadow()
         self.wait_readers()
         self.last_read = PAST
 
     def settle(self) -> None:
-        """Waits for running updates and ignores their errors (-> AT_HOME): the engine is being shut
-        down."""
+        """Waits for the running update and ignores its error: the engine is being shut down."""
         if self.rows is not None:
             self.rows.forget()
-        for wait in (self.drop_shadow, self.wait):
-            try:
-                wait()
-            # Whoever needed these bytes got the error; here they are discarded.
-            except Exception:  # noqa: BLE001
-                pass
+        try:
+            self.wait()
+        # Whoever needed these bytes got the error; here they are discarded.
+        except Exception:  # noqa: BLE001
+            pass
         self.wait_save()  # it reads memory that is about to be freed
-        self.update = self.shadow = None
+        self.update = None
 
     # --- for the optimizer ---
 
@@ -351,10 +262,10 @@ class HomeArrays:
         *,
         label: int,
         version: int,
-        ahead: bool = False,
+        newer: StateArray | None = None,
     ) -> native.UnitUpdate:
-        """Makes the processor's update of ``runs``, after the tickets ``after``. ``ahead``: beside
-        the state, for the arrays that have a shadow."""
+        """Makes the processor's update of ``runs``, after the tickets ``after``. ``newer``: for the
+        new weights; None: in place."""
         extents = {name: array.extent for name, array in self.arrays.items()}
         if self.layout.ranks.keeps_gradients:
             extents["grad"] = self.shard_of_grad()
@@ -368,7 +279,7 @@ class HomeArrays:
             version=version,
             after=native.joined(after) if after else None,
             label=label,
-            shadow=native.Shadow(**(self.shadow_extents if ahead else {})),
+            shadow=native.Shadow(weight=None if newer is None else newer.extent),
         )
 
     def shard_of_grad(self) -> native.Extent:

@@ -35,7 +35,6 @@ logger = logging.getLogger(__name__)
 # Options that are not available where ranks have parts of one model or sequence -> the remedy.
 INSTEAD = {
     "micro_batch": "use a smaller batch, or recompute blocks with torch's checkpoint",
-    "speculate": "leave it out: updates still overlap with the next forward",
     "recompute": "use torch's checkpoint, or the model's gradient_checkpointing_enable()",
 }
 # Module of a class -> its effect on a model, and the remedy.

@@ -97,8 +97,6 @@ def _other(config: Config, works: Works, steps: bool, largest_nbytes: int) -> st
 def _changes(
     config: Config, steps: bool, largest_nbytes: int
 ) -> Iterator[tuple[Mapping[str, Any], str]]:
-    if config.speculate:
-        yield {"speculate": False}, "update nothing ahead"
     if config.units != AUTO:
         yield {"units": AUTO}, "let the engine choose the units"
     if config.weights_on_host:

@@ -167,6 +167,12 @@ def _check_everywhere(
         if isinstance(model, nn.Module):
             changes.lasting.install(model)
         check(model, optimizers, config)
+        if config.speculate and collectives.ranks.is_first:
+            logger.warning(
+                "speculate=True does nothing any more, and the option goes with the next release:"
+                " leave it out. Updates run under the next forward, or, without max_grad_norm, in"
+                " the backward by optimizer.step_in_backward()."
+            )
         warn_of_aliases(model, optimizers, OwnViews(model))
         changes.make(model, optimizers, config)
         described = read_model(model)

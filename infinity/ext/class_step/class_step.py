@@ -46,7 +46,6 @@ class ClassStep:
     clip: float
     after: list[native.Ticket]
     version: int
-    shadow = None  # none is made
 
     def __post_init__(self) -> None:
         for turn in self.turns:
@@ -110,10 +109,6 @@ class ClassStepper:
             turns = turns_of(handles, [each.step for each in handles], self._known.piece.numel)
             steps.append(ClassStep(list(turns), 1.0, [], index))
         return steps
-
-    def shadow(self, unit: ParamUnit) -> int:
-        """Makes no update ahead."""
-        return 0
 
     @torch.no_grad()
     def carry_out(self, steps: list[ClassStep]) -> None:

@@ -152,9 +152,7 @@ OFFLOAD = (
     Key("pipeline_write", NOT_NEEDED, "always so"),
     Key("fast_init", NOT_NEEDED, "state is written as it is made"),
     Key("ratio", NOT_NEEDED, "`optimizer='auto'` shares the state out over the tiers"),
-    Key(
-        "super_offload", NOT_NEEDED, "`speculate=True` updates in the backward, with the same bits"
-    ),
+    Key("super_offload", NOT_NEEDED, "updates run under the next forward, with the same bits"),
     Key(
         "convert_grad_on_cpu",
         NOT_NEEDED,

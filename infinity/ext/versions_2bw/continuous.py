@@ -76,7 +76,7 @@ def without_flush(
 
     Allocates the versions beside the newest, at their home, until the model is unwrapped. Raises,
     before any change, CapacityError if there is no room, and ConfigError for another schedule or
-    rule, a schedule without a loss, too few micro-batches, max_grad_norm, speculate.
+    rule, a schedule without a loss, too few micro-batches, max_grad_norm.
     """
     rule = _check_schedule(schedule, weights, error_feedback)
     engine = engine_of(schedule._stage.submod)
@@ -129,11 +129,6 @@ def _check_engine(job: Job, schedule: Any, optimizer: Any) -> None:
             " gradients is known when the last stage is done with a batch, for which all others"
             " would have to wait. Leave max_grad_norm out, or run the schedule with a flush"
             " between batches (schedule.step)."
-        )
-    if job.config.speculate:
-        raise ConfigError(
-            "without_flush with speculate=True: the room beside the state is for one of them. Leave"
-            " speculate out."
         )
 
 

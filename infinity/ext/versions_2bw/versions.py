@@ -17,16 +17,13 @@ import torch
 from ...core.homes.store import ArrayStore
 from ...core.units.home_arrays import HomeArrays
 from ...core.units.unit import ParamUnit
-from ...errors import InternalError
 
 PIECE = 1 << 20  # elements that are extrapolated at once
 
 
 def add_slot(homes: HomeArrays, store: ArrayStore, what: str) -> None:
-    """Allocates one more slot of stale weights at home (AT_HOME only). Raises CapacityError without
-    room."""
-    if homes.beside and not homes.stale:
-        raise InternalError(f"{what} has room for a shadow, which cannot be a stale version's")
+    """Allocates one more slot of stale weights at home (while no update runs). Raises CapacityError
+    without room."""
     weight = homes.weight
     array = store.arrays.allocate_later(
         weight.tier, weight.dtype, weight.numel, f"stale weight of {what}"
@@ -39,7 +36,7 @@ def drop_slot(homes: HomeArrays, store: ArrayStore) -> None:
     """Frees the last slot of :func:`add_slot`, before any update has used it."""
     if homes.stale:
         *rest, last = homes.stale
-        homes.stale, homes.beside = rest, {"weight": rest[0]} if rest else {}
+        homes.stale, homes.beside = rest, rest[0] if rest else None
         store.arrays.free_more(last)
 
 

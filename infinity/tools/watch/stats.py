@@ -44,8 +44,6 @@ class Stats:
         received; empty without other ranks. "slow axis": of :class:`infinity.LocalSteps`.
     tiers
         "device", "host", "nvme".
-    shadows
-        Updates that were "made" ahead and "kept" (``Config(speculate=True)``).
     blocks
         How many blocks have their saved tensors "kept" on the device, "sent" home and "recomputed",
         if the engine chooses that.
@@ -66,7 +64,6 @@ class Stats:
     step_seconds: float
     bound_seconds: float
     bottleneck: str
-    shadows: dict[str, int]
     blocks: dict[str, int]
     buffers_nbytes: int
     shares: dict[str, float]
@@ -109,8 +106,6 @@ def stats(model: nn.Module) -> Stats:
             if share >= LEAST_SHARE
             else ": the rest goes to Python, to launches, or to other processes."
         )
-    ahead = job.updates.shadows
-    made, kept = (ahead.made, ahead.kept) if ahead is not None else (0, 0)
     planner = job.activations.planner if job.activations is not None else None
     blocks = planner.counts() if planner is not None else {}
     return Stats(
@@ -121,7 +116,6 @@ def stats(model: nn.Module) -> Stats:
         step_seconds,
         bound,
         sentence,
-        {"made": made, "kept": kept},
         blocks,
         job.planned.plan.buffers_nbytes,
         shares_of(clock.total_seconds, clock.waits or job.traffic.waits()),

@@ -68,17 +68,6 @@ def test_flat_elements_and_a_slice_are_in_the_order_of_the_storage(home, tmp_pat
     assert homes.view(weight, write=False).tolist() == ROWS
 
 
-@pytest.mark.parametrize("writes", [True, False])
-def test_what_is_to_be_written_ends_an_update_made_ahead(writes):
-    """Twin: a read keeps it."""
-    job, given = small_at_home(speculate=True), RAMP.clone().requires_grad_()
-    job.backward(given, given)
-    first, second = (handle.flat_param for handle in job.handles[:2])
-    assert first.homes.shadow is not None and second.homes.shadow is not None
-    parts_of(job).gradients.homes.view(job.handles[0], write=writes)
-    assert (first.homes.shadow is None) == writes and second.homes.shadow is not None
-
-
 def test_only_a_home_that_the_device_cannot_compute_with_is_remote(tmp_path, monkeypatch):
     for home in HOMES:
         homes = (job := small_at_home(home, tmp_path)).engine.gradients.homes

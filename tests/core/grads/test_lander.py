@@ -128,20 +128,6 @@ def test_the_bytes_of_a_gradient_are_counted_on_their_way_home(job, whole):
     assert edge.nbytes - before == ODD.numel() * 4  # as they are at home
 
 
-def test_a_change_at_home_ends_an_update_made_ahead(monkeypatch):
-    """Twin: of the other flat param nothing landed."""
-    for beside in (False, True):
-        if beside:
-            monkeypatch.setitem(accelerator.KINDS, "cpu", Elsewhere)
-        for whole in (True, False):
-            job, given = small_at_home(make=columns, speculate=True), RAMP.clone().requires_grad_()
-            job.backward(given, given)
-            first, second = (handle.flat_param for handle in job.handles[:2])
-            assert first.homes.shadow is not None
-            land(job, ODD, adds=True, whole=whole)
-            assert first.homes.shadow is None and second.homes.shadow is not None
-
-
 def test_only_a_device_with_transfers_of_its_own_lands_beside_the_compute(job):
     """Method: whether the gradient's arrival is still listed."""
     flat_param = job.handles[0].flat_param

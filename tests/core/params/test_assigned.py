@@ -438,13 +438,6 @@ def test_a_graph_of_the_backward_leaves_the_tensor_as_it_is(tmp_path):
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_updates_made_ahead_are_made_anew(tmp_path):
-    """Method: a unit is updated in the backward; what is written to its gradients then counts all
-    the same."""
-    for name in ("a_flat_buffer_before_the_backward", "a_flat_buffer_after_the_backward"):
-        assert differing("host", tmp_path, name, speculate=True) == ""
-
-
 @every_home
 def test_the_very_tensor_is_shown_until_it_is_let_go(home, tmp_path):
     """Method: identity while it is held; None after zero_grad(), and a stand-in once nobody holds

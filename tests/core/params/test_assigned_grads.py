@@ -360,19 +360,6 @@ def test_what_is_lent_is_the_gradient_while_it_is_held(job):
     assert second.grad.assigned is None and torch.equal(at_home(job, 1), 2 * ROWS)
 
 
-def test_an_update_made_ahead_stays_until_what_is_lent_is_written_to():
-    """Twin: of the other shard it stays all the same."""
-    job, given = small_at_home(speculate=True), RAMP.clone().requires_grad_()
-    job.backward(given, given)
-    first, second, *_ = job.handles
-    lent = of(job).lend(first)
-    of(job).settle_all()
-    assert first.flat_param.homes.shadow is not None
-    lent.zero_()
-    of(job).settle_all()
-    assert first.flat_param.homes.shadow is None and second.flat_param.homes.shadow is not None
-
-
 @pytest.mark.parametrize("case", ["held", "not held", "torn", "several ranks"])
 def test_a_stand_in_that_is_held_keeps_its_values_when_it_is_parted(job, case):
     """Once. Twins: without users, torn or with several ranks there is nothing to keep."""

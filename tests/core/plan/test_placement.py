@@ -38,7 +38,7 @@ from infinity.core.plan.placement import Placement
 from infinity.core.plan.plan import make_plan
 from infinity.core.plan.predict import predict
 from infinity.core.plan.step_traffic import traffic
-from infinity.core.plan.unit_sizes import CHECKSUMMED, FlatParamSize, UnitSize
+from infinity.core.plan.unit_sizes import FlatParamSize, UnitSize
 from infinity.core.step.device_slots import DEVICE_SLOTS
 from infinity.core.step.slots import needed_device_slot_nbytes
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
@@ -412,26 +412,6 @@ def test_slots_on_the_device_come_before_a_wider_window(tmp_path):
         plan.device_window_nbytes == 5 * MIB
         and plan.planned_nbytes(Tier.DEVICE) == budgets[Tier.DEVICE]
     )
-
-
-def test_shadows_are_charged_with_their_checksums(tmp_path):
-    """A shadow is 12 MiB on disk, with 4 bytes in memory for each block of each array. Room for two
-    of three units is filled to the byte; twin: with one byte less of either tier there is one."""
-    state, checksums = 12 * MIB, 4 * (12 * MIB // native.CHECKSUM_NBYTES + CHECKSUMMED)
-    for less in ({}, {Tier.HOST: 1}, {Tier.NVME: 1}):
-        more = {Tier.HOST: 2 * checksums, Tier.NVME: 2 * state}
-        more = {tier: nbytes - less.get(tier, 0) for tier, nbytes in more.items()}
-        budgets, placement = spending(equal_units(3), Tier.NVME, Device, tmp_path, more=more)
-        before = placement.result().terms[Tier.HOST]["checksums"]
-        placement.add_shadows(Device(torch.device("cpu"), Traffic()))
-        plan = placement.result()
-        made = 1 if less else 2
-        assert plan.shadowed == frozenset(
-            range(3 - made, 3)
-        )  # the last ones, whose gradients land first
-        assert plan.terms[Tier.NVME]["state of updates made ahead"] == made * state
-        assert plan.terms[Tier.HOST]["checksums"] - before == made * checksums
-        assert less or all(plan.planned_nbytes(tier) == budgets[tier] for tier in Tier)
 
 
 # --- bits ---

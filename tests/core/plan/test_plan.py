@@ -503,24 +503,6 @@ def test_what_is_kept_is_not_moved_and_changes_no_bit(tmp_path):
     assert kept.tiers["host"].peak_nbytes <= kept.tiers["host"].planned_nbytes <= 256 * MIB
 
 
-def test_updates_ahead_are_refused_where_they_cannot_be(tmp_path):
-    """Method: gradients that are averaged in the step itself, and weights that the device computes
-    with at home: errors that say so. Twins: each with the setting that the error names."""
-    ahead = dict(params="host", optimizer="host", speculate=True)
-    units = equal_units(3, 4096 * 8)
-    whole = [
-        UnitSize(
-            u.name, tuple(FlatParamSize(s.spec, s.numel, 2, whole_grad=True) for s in u.flat_params)
-        )
-        for u in units
-    ]
-    with pytest.raises(ConfigError, match="shard='gradients'"):
-        make_plan(whole, config_of(tmp_path, **ahead), held_nbytes=0)
-    with pytest.raises(CapacityError, match="all weights are at home on the device"):
-        make_plan(units, config_of(tmp_path, **ahead | {"params": "device"}), held_nbytes=0)
-    assert len(make_plan(units, config_of(tmp_path, **ahead), held_nbytes=0).shadowed) == 3
-
-
 def test_gradients_that_autograd_makes_are_planned(tmp_path):
     """Plans two units of which one is most: without a budget its gradient has room of its own;
     within the least one the window makes room for it, but for what is held. Twin: frozen units

@@ -93,9 +93,9 @@ class Made:
         self.resources = Resources(self.config, plan, [self.unit(0), self.unit(1)], self.store)
 
     def unit(self, index: int) -> Any:
-        def allocate(store: Any, tiers: Any, what: str, *, kept: Any, shadowed: bool) -> None:
+        def allocate(store: Any, tiers: Any, what: str, *, kept: Any) -> None:
             assert store is self.store
-            self.allocated.append((what, dict(tiers), set(kept), shadowed))
+            self.allocated.append((what, dict(tiers), set(kept)))
 
         homes = SimpleNamespace(allocate=allocate)
         flat_params = [SimpleNamespace(homes=homes)] * (index + 1)
@@ -116,13 +116,11 @@ def make(swap) -> Iterator[Any]:
 
 
 def test_every_shard_is_allocated_where_the_plan_has_its_unit(make):
-    """With what is cached on the host, and what has room for a second copy."""
-    plan = plan_of(
-        placed={"grad": {1: Tier.HOST}}, kept={"weight": frozenset({0})}, shadowed=frozenset({1})
-    )
+    """With what is cached on the host."""
+    plan = plan_of(placed={"grad": {1: Tier.HOST}}, kept={"weight": frozenset({0})})
     first, *others = make(plan).allocated
-    assert first == ("unit u0", plan.tiers, {"weight"}, False)
-    assert others == [("unit u1", {**plan.tiers, "grad": Tier.HOST}, set(), True)] * 2
+    assert first == ("unit u0", plan.tiers, {"weight"})
+    assert others == [("unit u1", {**plan.tiers, "grad": Tier.HOST}, set())] * 2
 
 
 def test_transfer_memory_is_allocated_and_charged_as_planned(make, monkeypatch):

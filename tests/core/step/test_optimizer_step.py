@@ -195,34 +195,3 @@ def test_a_stream_whose_backward_failed_inside_it_is_recovered_by_the_next_use(i
         parts_of(job).gradients.changes.begin(job.handles[0])
     step.end_stream()
     assert parts_of(job).scopes.interrupted == is_open == parts_of(job).steps.streaming
-
-
-@pytest.mark.parametrize("clip, kept", [(1.0, 2), (0.5, 0)])
-def test_updates_made_ahead_are_counted_and_kept_if_the_step_is_equal(clip, kept):
-    """Twin: a clipped step drops them, with the same result as without."""
-    job = small_at_home(speculate=True)
-    job.backward(GIVEN, GIVEN)
-    flat_params = [handle.flat_param for handle in job.handles[:2]]
-    assert all(flat.homes.shadow is not None for flat in flat_params)
-    policy = parts_of(job).updates.shadows
-    job.optimizer._stepping.prepare()
-    job.optimizer._stepping.make(job.optimizer.param_groups, clip)
-    assert (policy.made, policy.kept) == (2, kept)
-    assert weights(job) == less(RAMP * clip, RAMP * clip, 0.0)
-    assert all(flat.homes.shadow is None for flat in flat_params)
-    assert policy.is_wanted(1) == (kept == 2) and not policy.is_wanted(2)
-    job.optimizer.zero_grad()
-    job.backward(GIVEN, GIVEN)
-    job.optimizer.step()
-    assert policy.made == 2 + kept  # none after some were dropped
-
-
-def test_an_update_made_ahead_of_what_is_not_stepped_is_dropped():
-    """Its gradient was taken away. Twin: the other unit is stepped."""
-    job = small_at_home(speculate=True)
-    job.backward(GIVEN, GIVEN)
-    second = job.handles[1]
-    second.param.grad = None
-    job.optimizer.step()
-    assert second.flat_param.homes.shadow is None and second.step == 0
-    assert weights(job) == less(RAMP, 0.0, 0.0)

@@ -46,14 +46,13 @@ EVENTS = [
 ]
 
 
-def make(line: Line | None = None, *, shadowed: bool = False, kernels=None) -> SimpleNamespace:
+def make(line: Line | None = None, *, kernels=None) -> SimpleNamespace:
     """Updates of the units of a wrapped model: each element has a weight and two moments."""
     units = parts_of(small_at_home(make=torch.optim.AdamW)).units
     traffic = Traffic(moved=[line.add] if line else [])
     device = Device(torch.device("cpu"), traffic)
     device.kernels = kernels
-    plan = SimpleNamespace(shadowed=shadowed)
-    updates = Updates(units, traffic, plan)
+    updates = Updates(units, traffic)
     return SimpleNamespace(it=updates, device=device, traffic=traffic, units=units)
 
 
@@ -102,11 +101,6 @@ def test_without_listeners_a_step_is_counted_alone():
     updates.it.use(Updater(), updates.device, 0)
     updates.it.end_step()
     assert updates.it.clock.steps == 1
-
-
-@pytest.mark.parametrize("shadowed", [True, False])
-def test_units_are_updated_ahead_if_the_plan_has_room_for_it(shadowed):
-    assert make(shadowed=shadowed).it.are_made_ahead == shadowed
 
 
 def test_the_device_steps_only_with_kernels():

@@ -64,8 +64,6 @@ def random_config(rng: random.Random, folder: Path) -> dict[str, Any]:
         config["device_memory"] = rng.choice([1, 4, 64]) * 2**20
     if rng.random() < 0.3:
         config["trace"] = str(folder.parent / "trace.json")
-    if "nvme" in (config["params"], config["optimizer"]):
-        config["speculate"] = rng.random() < 0.5
     return config
 
 

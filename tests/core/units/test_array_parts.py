@@ -3,8 +3,6 @@ two."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from memory_arrays import Counted, MemoryArray, MemoryStore, Told, Write, give_arrays
@@ -14,7 +12,6 @@ from infinity.core.machine.device import PAST
 from infinity.core.units.array_parts import ArrayParts
 from infinity.core.units.flat_param import FlatParam
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
-from infinity.core.units.home_arrays import Shadow
 
 F32 = torch.float32
 CODED = FlatParamSpec(F32, F32, native.Master.OWN, F32, torch.uint8, MOMENTS[:1], stepped=True)
@@ -225,26 +222,16 @@ def test_some_elements_of_a_part_are_written_from_where_they_begin(rank, begin, 
     assert case.store.writes == ([Write("weight", *written, 1, True)] if written else [])
 
 
-def test_a_write_waits_for_the_last_read_and_drops_an_update_made_ahead():
+def test_a_write_waits_for_the_last_read():
     """Twin: it leaves the update of the last step running, and lets other reads come after it."""
     case = Case(1)
     read, update = Counted(), Counted()
-    ahead = Shadow(SimpleNamespace(ticket=Counted()), inputs=None)
     case.homes.lend(read)
-    case.homes.cast_shadow(ahead)
     order = []
-    case.store.write = lambda *args, **kw: order.append((read.waits, ahead.ticket.waits))
+    case.store.write = lambda *args, **kw: order.append(read.waits)
     case.parts.write(case.store, "weight", 1, torch.zeros(4000), version=1)
-    assert order == [(1, 1)] and case.homes.shadow is None
+    assert order == [1]
     case.homes.submit(update)
     case.parts.write(case.store, "weight", 1, torch.zeros(4000), version=1)
     assert update.waits == 0 and case.homes.update is update
     case.homes.lend(PAST)
-
-
-def test_a_write_elsewhere_drops_an_update_made_ahead_all_the_same():
-    """Claim: so that every rank makes the step again."""
-    case = Case(1)
-    case.homes.cast_shadow(Shadow(SimpleNamespace(ticket=None), inputs=None))
-    case.parts.write(case.store, "weight", 0, torch.zeros(70), version=1)
-    assert case.homes.shadow is None and case.store.writes == []

@@ -8,8 +8,6 @@ rounds to the even one and a split away from zero.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from memory_arrays import Counted, MemoryStore, Told, give_arrays
@@ -19,7 +17,6 @@ from infinity import native
 from infinity.core.machine.device import PAST
 from infinity.core.units.flat_param import ENCODED_AT_ONCE, FlatParam
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
-from infinity.core.units.home_arrays import Shadow
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 OWN, SPLIT, WIDE = native.Master.OWN, native.Master.SPLIT, native.Master.FLOAT32
@@ -242,15 +239,11 @@ READS = {
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_waits_until_the_arrays_are_idle(name):
-    """Twin: a shadow, which a change would make wrong, is gone, too."""
     flat_param, store = filled("split")
     running = busy(flat_param, store)
     CHANGES[name](flat_param, store)
     assert [each.waits for each in running] == [1, 1]
     assert flat_param.homes.update is None and flat_param.homes.last_read is PAST
-    flat_param.homes.cast_shadow(Shadow(SimpleNamespace(ticket=None), inputs=None))
-    CHANGES[name](flat_param, store)
-    assert flat_param.homes.shadow is None
 
 
 @pytest.mark.parametrize("name", READS)

@@ -1,4 +1,4 @@
-"""HomeArrays: the activities of a flat param's arrays, what may follow which, and what is
+"""HomeArrays: the running update of a flat param's arrays, what may follow it, and what is
 swapped."""
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from infinity.core.machine.device import PAST
 from infinity.core.machine.tiers import Tier
 from infinity.core.units.flat_layout import FlatLayout
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
-from infinity.core.units.home_arrays import Activity, HomeArrays, Shadow
+from infinity.core.units.home_arrays import HomeArrays
 from infinity.errors import InternalError
 from infinity.ext.versions_2bw.versions import add_slot, drop_slot
 from infinity.ranks.parallel_dims import ParallelDims
 
-AT_HOME, STEPPING, SHADOWED = Activity
 F32 = torch.float32
 
 
@@ -35,102 +34,38 @@ class Update:
         self.done = True
 
 
-def shadow(ticket: Update | None) -> Shadow:
-    return Shadow(SimpleNamespace(ticket=ticket), inputs=None)
-
-
 @pytest.fixture
 def home() -> HomeArrays:
-    """With room for a shadow; the arrays are names, which are only moved."""
+    """The arrays are names, which are only moved."""
     spec = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, MOMENTS[:1], stepped=True)
     made = HomeArrays(spec, FlatLayout.of([torch.ones(1)]), ["a.weight"])
     made.arrays = {"weight": "W", "exp_avg": "M", "grad": "G"}
-    made.beside = {"weight": "w", "exp_avg": "m"}
     return made
-
-
-def brought_to(home: HomeArrays, activity: Activity) -> HomeArrays:
-    if activity is STEPPING:
-        home.submit(Update())
-    elif activity is SHADOWED:
-        home.cast_shadow(shadow(Update()))
-    assert home.activity is activity
-    return home
-
-
-@pytest.mark.parametrize("start", Activity, ids=lambda activity: activity.name)
-def test_an_update_follows_what_it_may_and_nothing_else(start, home):
-    """By hand: a step follows all but a step, and a shadow is cast at home only."""
-    brought_to(home, start)
-    moves = [
-        (lambda: home.submit(Update()), {AT_HOME, SHADOWED}, STEPPING),
-        (lambda: home.cast_shadow(shadow(None)), {AT_HOME}, SHADOWED),
-    ]
-    for move, allowed, end in moves:
-        if start in allowed:
-            move()
-            assert home.activity is end
-            home.settle()
-            brought_to(home, start)
-        else:
-            refusal = f"the flat param of a.weight is {start.name} and cannot go to {end.name}"
-            with pytest.raises(InternalError, match=refusal):
-                move()
-            assert home.activity is start
 
 
 def test_the_same_update_may_be_submitted_again_and_another_may_not(home):
     update = Update()
     for _ in range(2):
         home.submit(update)
-    with pytest.raises(InternalError):
+    with pytest.raises(InternalError, match="an update of the flat param of a.weight runs"):
         home.submit(Update())
+    assert home.update is update
     home.wait()
     home.wait()
-    assert update.waits == 1 and home.activity is AT_HOME
-
-
-def test_a_kept_shadow_becomes_the_state_and_a_dropped_one_does_not(home):
-    ticket = Update()
-    home.cast_shadow(shadow(ticket))
-    home.keep_shadow()
-    assert home.arrays == {"weight": "w", "exp_avg": "m", "grad": "G"}
-    assert home.beside == {"weight": "W", "exp_avg": "M"}
-    assert home.update is ticket and home.activity is STEPPING and ticket.waits == 0
-    home.wait()
-    dropped = Update()
-    home.cast_shadow(shadow(dropped))
-    home.inputs_change()
-    assert dropped.waits == 1 and home.activity is AT_HOME and home.weight == "w"
-
-
-@pytest.mark.parametrize("done", [True, False])
-def test_a_shadow_whose_wait_is_interrupted_is_kept_while_it_runs(home, done):
-    home.cast_shadow(shadow(Update(interrupts=1, done=done)))
-    with pytest.raises(KeyboardInterrupt):
-        home.drop_shadow()
-    assert home.activity is (AT_HOME if done else SHADOWED)
-    home.drop_shadow()
-    assert home.activity is AT_HOME
-
-
-def test_a_shadow_that_was_not_submitted_is_dropped_at_once(home):
-    home.cast_shadow(shadow(None))
-    home.drop_shadow()
-    assert home.activity is AT_HOME
+    assert update.waits == 1 and home.update is None
 
 
 def test_an_update_to_a_new_weight_makes_the_old_one_older_once(home):
     """In the slot that had the new one. Twin: before it, the current weight is in every slot."""
-    home.beside = {}
     assert home.weight_in(0) == home.weight == "W"
     home.stale = ["other", "new"]
     home.choose(1)
-    assert home.beside == {"weight": "new"}
+    assert home.beside == "new"
     update = Update()
     for _ in range(2):
         home.advance(update, "new")
         assert (home.weight, home.stale, home.arrays["grad"]) == ("new", ["other", "W"], "G")
+        assert home.beside == "W" and home.update is update
         assert [home.weight_in(slot) for slot in (None, 0, 1)] == ["new", "other", "W"]
     with pytest.raises(InternalError):
         home.advance(Update(), "newer")
@@ -188,30 +123,19 @@ def empty(spec: FlatParamSpec) -> HomeArrays:
 
 
 def test_every_array_of_the_spec_is_allocated_at_its_tier():
-    """In its dtype, with a name for messages. Twins: what is frozen has its weight alone; without
-    a shadow there is nothing beside."""
+    """In its dtype, with a name for messages. Twin: what is frozen has its weight alone. Nothing
+    is beside."""
     home, store = empty(ADAM), Allocator()
     home.allocate(store, tiers(exp_avg=Tier.NVME), "unit u")
-    assert set(home.arrays) == NAMES and home.beside == {} == home.shadow_extents
+    assert set(home.arrays) == NAMES and home.beside is None and home.arrays_beside == []
     for name, array in home.arrays.items():
         assert array.what == f"{name} of unit u" and array.numel == home.layout.numel
         assert array.dtype == ADAM.array_dtypes()[name] and array.region is native.Region
         assert array.tier is (Tier.NVME if name == "exp_avg" else Tier.HOST)
     assert home.arrays["weight"].dtype == torch.bfloat16 != home.arrays["master"].dtype
     home = empty(FROZEN)
-    home.allocate(store, tiers(), "unit u", shadowed=True)
-    assert list(home.arrays) == ["weight"] and home.beside == {}
-
-
-def test_a_shadow_has_room_for_all_that_an_update_writes():
-    """Beside each array, at its tier: not for the gradient."""
-    home, store = empty(ADAM), Allocator()
-    home.allocate(store, tiers(exp_avg=Tier.NVME), "unit u", shadowed=True)
-    assert set(home.beside) == NAMES - {"grad"}
-    for name, array in home.beside.items():
-        assert array is not home.arrays[name] and array.what == f"{name} of unit u, updated ahead"
-        assert (array.tier, array.dtype) == (home.arrays[name].tier, home.arrays[name].dtype)
-        assert home.shadow_extents[name] == array.extent and array.numel == home.layout.numel
+    home.allocate(store, tiers(), "unit u")
+    assert list(home.arrays) == ["weight"]
 
 
 def test_what_is_cached_on_the_host_keeps_its_place_on_the_disk():
@@ -222,10 +146,10 @@ def test_what_is_cached_on_the_host_keeps_its_place_on_the_disk():
     assert home.weight.what == "weight of unit u, kept from NVMe"
     (reserved,) = home._reserved
     assert (reserved.tier, reserved.what) == (Tier.NVME, "weight of unit u")
-    home.beside, read = {"weight": reserved}, Update()
+    home.beside, read = reserved, Update()
     home.lend(read)
     home.clear()
-    assert home.arrays == {} == home.beside and home._reserved == []
+    assert home.arrays == {} and home.beside is None and home._reserved == []
     assert home.last_read is PAST
 
 
@@ -235,8 +159,8 @@ def test_weights_that_other_ranks_read_are_in_memory_that_they_share():
     row = SimpleNamespace(homes=SimpleNamespace(make_region="shared"))
     layout = SimpleNamespace(own=layout.own, ranks=SimpleNamespace(shard_group=row))
     home, store = HomeArrays(ADAM, layout, ["a.weight"]), Allocator()
-    home.allocate(store, tiers(), "unit u", kept={"weight"}, shadowed=True)
-    for array in (*home.arrays.values(), *home.beside.values()):
+    home.allocate(store, tiers(), "unit u", kept={"weight"})
+    for array in home.arrays.values():
         assert (array.region == "shared") == array.what.startswith("weight")
     assert home.weight_regions == ["shared", "shared"]
 
@@ -275,7 +199,7 @@ def test_a_growth_without_room_leaves_nothing():
 
 
 def test_older_weights_have_memory_of_their_own_until_they_are_dropped():
-    """Twin: where there is room for a shadow they have none."""
+    """Twin: without them the current weights are in every slot."""
     home, store = empty(ADAM), Allocator()
     home.allocate(store, tiers(weight=Tier.NVME), "unit u")
     for slot in range(2):
@@ -290,9 +214,7 @@ def test_older_weights_have_memory_of_their_own_until_they_are_dropped():
         drop_slot(home, store)
         assert store.freed == freed
     assert home.weight_in(0) is home.weight and home.arrays_beside == []
-    home.beside = {"weight": first}
-    with pytest.raises(InternalError, match="unit u has room for a shadow"):
-        add_slot(home, store, "unit u")
+    assert home.beside is None
 
 
 def test_the_kernel_is_told_the_dtypes_of_the_arrays(monkeypatch):
@@ -318,32 +240,18 @@ def test_a_slice_of_a_whole_gradient_is_this_ranks_bytes():
     assert home.shard_of_grad() == (4 * numel, 4 * numel)
 
 
-def test_idle_arrays_have_no_shadow():
-    """Twins: one that is waited for has; without one there is none to keep while a step runs."""
-    home, ticket = empty(ADAM), Update()
-    home.cast_shadow(shadow(ticket))
-    home.wait()
-    assert home.activity is SHADOWED and ticket.waits == 0
-    home.wait_idle()
-    assert home.activity is AT_HOME and ticket.waits == 1
-    home.submit(Update())
-    with pytest.raises(InternalError, match="is STEPPING and cannot go to STEPPING"):
-        home.keep_shadow()
-
-
 def test_a_shut_down_waits_and_passes_over_errors():
-    """Of a shadow or an update. Twin: an interrupt is no error."""
+    """Twin: an interrupt is no error."""
 
     class Failing(Update):
         def wait(self) -> None:
             super().wait()
             raise OSError("disk")
 
-    for put in ("submit", "cast_shadow"):
-        home, update = empty(ADAM), Failing()
-        home.submit(update) if put == "submit" else home.cast_shadow(shadow(update))
-        home.settle()
-        assert home.activity is AT_HOME and update.waits == 1
+    home, update = empty(ADAM), Failing()
+    home.submit(update)
+    home.settle()
+    assert home.update is None and update.waits == 1
     home = empty(ADAM)
     home.submit(Update(interrupts=1))
     with pytest.raises(KeyboardInterrupt):

@@ -48,14 +48,6 @@ CASES: dict[str, tuple[dict[str, Any], list[set[str]]]] = {
         HOST | {"units": ["Half"], "device_memory": "600KiB"},
         [{"device_memory"}, {"units"}],
     ),
-    "updates ahead": (
-        HOST | {"speculate": True, "host_memory": 10_700_000},
-        [{"host_memory"}, {"speculate"}],
-    ),
-    "nothing to be ahead of": (
-        {"params": "device", "optimizer": "device", "speculate": True},
-        [{"speculate"}],
-    ),
 }
 
 

@@ -291,7 +291,7 @@ def test_room_that_was_measured_shrinks_as_passes_grow(unused, growth, room):
 
 @pytest.mark.parametrize("choice", RATES)
 @pytest.mark.parametrize(
-    "more", [{}, at_home("host", "host", "", speculate=True), at_home("nvme", "nvme", "")], ids=str
+    "more", [{}, at_home("host", "host", ""), at_home("nvme", "nvme", "")], ids=str
 )
 def test_each_choice_has_the_bits_of_the_plain_run(choice, more, recomputations, swap):
     """The twin of what follows: all blocks are kept, sent, or run again, as often as there are

@@ -247,11 +247,6 @@ REFUSED = {
         {"moments": "int8"},
         "moments='int8' is not for .*AdaBelief",
     ),
-    "an update ahead": (
-        stepped_by_class,
-        {"speculate": True, "optimizer": "host"},
-        "speculate=True with pytorch_optimizer.*AdaBelief",
-    ),
     "a flag of every class": (
         lambda p: optim.Adafactor([{"params": p, "differentiable": True}]),
         {},

@@ -37,7 +37,6 @@ REFUSED = {
     ),
     "partial": "ConfigError: parameter norm.weight is a DTensor with placement Partial",
     "micro_batch": "ConfigError: micro_batch: not available with tensor parallelism (tp=2)",
-    "speculate": "ConfigError: speculate: not available with tensor parallelism (tp=2)",
     "recompute": "ConfigError: recompute: not available with tensor parallelism (tp=2)",
 }
 WINDOW = "260KiB"  # of the device: two blocks of this model's parts, not three

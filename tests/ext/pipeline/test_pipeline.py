@@ -44,7 +44,7 @@ REFUSED = {
     "apart": "ConfigError: the 2 stages of this rank were wrapped apart",
     **{
         field: f"ConfigError: {field}: not available with pipeline parallelism (pp=2)"
-        for field in ("micro_batch", "speculate", "recompute")
+        for field in ("micro_batch", "recompute")
     },
     "torch's clip": (
         "UsageError: torch's clip_grad_norm_ sees the gradients of this stage of the pipeline only"

@@ -30,7 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "fast-optimizer": {"config": HOST | {"reduction": "fast", "shard": "optimizer"}},
     "replicas": {"config": HOST, "shape": (2, 1), "names": ("dp_replicate", "dp_shard")},
     "clip": {"config": HOST, "clip": 0.5},
-    "speculate": {"config": HOST | {"speculate": True, "max_grad_norm": 0.5}},
+    "max_grad_norm": {"config": HOST | {"max_grad_norm": 0.5}},
     "micro": {"config": HOST, "micro": 3},
     "micro-optimizer": {"config": HOST | {"shard": "optimizer"}, "micro": 3},
     "block": {"config": HOST, "micro": 3, "block": True},
@@ -82,7 +82,7 @@ def test_uneven_shares_have_the_loss_and_the_weights_of_one_process(way, two):
     """Nine samples on one rank and three on the other."""
     found = two[f"uneven:{way}"]
     assert [of_rank["slice"] for of_rank in found] == [slice(0, 9), slice(9, 12)]
-    check(found, *one_process(clip=0.5 if way in ("clip", "speculate") else None))
+    check(found, *one_process(clip=0.5 if way in ("clip", "max_grad_norm") else None))
 
 
 def test_uneven_shares_without_weights_end_elsewhere(two):

@@ -29,7 +29,6 @@ ELSEWHERE = (  # what is on a device that is not the processor, and whether that
 )
 REFUSED = {
     "max_grad_norm": "ConfigError: without_flush with max_grad_norm=1.0",
-    "speculate": "ConfigError: without_flush with speculate=True",
     "no room": "CapacityError: ",
     "no room goes on": "True",
     "GPipe": "ConfigError: without_flush takes torch's Schedule1F1B, not a ScheduleGPipe",

@@ -30,7 +30,6 @@ HOMES: dict[str, dict[str, Any]] = {
         "recompute": True,
     },
     "micro-batches": {"params": "nvme", "optimizer": "nvme", "micro_batch": 1},
-    "ahead": {"params": "nvme", "optimizer": "nvme", "speculate": True},
     "bf16": {"params": "nvme", "optimizer": "nvme", "param_dtype": "bf16"},
     "int8": {"params": "nvme", "optimizer": "nvme", "moments": "int8"},
     "clipped": {"params": "nvme", "optimizer": "nvme", "max_grad_norm": 0.01},

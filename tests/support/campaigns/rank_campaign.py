@@ -66,11 +66,6 @@ SETUPS: dict[
     "dp2 whole": (2, "blocks", {"shard": "gradients"}),
     "dp2 fast": (2, "blocks", {"shard": "gradients", "reduction": "fast"}),
     "dp2 late": (2, "blocks", {"shard": "optimizer"}),
-    "dp2 ahead": (
-        2,
-        "blocks",
-        {"shard": "parameters", "speculate": True, "max_grad_norm": 1e6},
-    ),
     "dp2 nvme": (2, "blocks", {"shard": "parameters", "params": "nvme", "optimizer": "nvme"}),
     "tp2": (2, "tensors", FLAT),
     "pp2": (2, "stages", FLAT),

@@ -315,9 +315,9 @@ def _watch_updates(monkeypatch, detector_of) -> None:
         if told["after"] is not None:
             detector.join("updater", detector.tickets[told["after"]])
         first, last = bounds[runs[0]][0], bounds[runs[-1]][1]
-        written = (flat_param.homes.beside if how.get("ahead") else flat_param.arrays) | {
-            "grad": flat_param.arrays["grad"]
-        }
+        written = dict(flat_param.arrays)
+        if (newer := how.get("newer")) is not None:
+            written = {"weight": newer, "grad": written["grad"]}
         for name, array in written.items():
             if not array.extent.is_file:
                 each = native.MOMENT_BLOCK if name.endswith("_scale") else 1

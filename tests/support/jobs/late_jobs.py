@@ -571,7 +571,6 @@ for _homes in ("host-nvme", "nvme-host"):
     _params, _optimizer = _homes.split("-")
     add(f"plain:{_homes}", plain, {"params": _params, "optimizer": _optimizer})
 add("plain:activations on disk", plain, {**HOST, "activations": "nvme"})
-add("clipped_micro_batches:speculating", clipped_micro_batches, {**HOST, "speculate": True})
 add("plain:another device", plain, {**HOST, "device": "late:1"})
 JOBS["plain:views read after a use"] = views_read
 JOBS["plain:blocks recomputed"] = lambda: recomputed()

@@ -489,7 +489,7 @@ def refused(what: str) -> str:
         value = DTensor.from_local(torch.ones(WIDTH), mesh, placements, run_check=False)
         model.norm.weight = nn.Parameter(value)
         cut = False
-    elif what in ("micro_batch", "speculate", "recompute"):
+    elif what in ("micro_batch", "recompute"):
         config[what] = 1 if what == "micro_batch" else True
     try:
         if cut:

@@ -3,6 +3,7 @@ with the folder of the launch."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -506,8 +507,9 @@ def unlike_the_last(parts: bool) -> dict[str, Any]:
     return {"told": told, "agreed without a backward": verified, "kept": at_once}
 
 
-def counted(blocks: int, micro: int = 1, **options: Any) -> dict[str, Any]:
-    """Meetings of every step of a model of so many blocks, with so many micro-batches."""
+def counted(blocks: int, micro: int = 1, streams: bool = False, **options: Any) -> dict[str, Any]:
+    """Meetings of every step of a model of so many blocks, with so many micro-batches.
+    ``streams``: units are stepped in the backward."""
     met, begin = 0, SyncPoint.begin
 
     def counting(self: SyncPoint) -> None:
@@ -525,7 +527,8 @@ def counted(blocks: int, micro: int = 1, **options: Any) -> dict[str, Any]:
         for _ in range(6):
             met = 0
             for _ in range(micro):
-                model(torch.ones(2, 32)).sum().backward()
+                with optimizer.step_in_backward() if streams else contextlib.nullcontext():
+                    model(torch.ones(2, 32)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             found.append(met)

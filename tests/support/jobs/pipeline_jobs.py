@@ -557,7 +557,7 @@ def refused() -> dict[str, str]:
     found["settings"] = told(
         lambda: infinity.wrap_model(chunks, torch.optim.AdamW(params), settings, mesh=mesh)
     )
-    for field in ("micro_batch", "speculate", "recompute"):
+    for field in ("micro_batch", "recompute"):
         wanted = host | {field: 1 if field == "micro_batch" else True}
         found[field] = told(
             lambda wanted=wanted: infinity.wrap_model(

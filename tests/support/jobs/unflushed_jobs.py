@@ -384,15 +384,6 @@ def refused(path: str) -> dict[str, str]:
         lambda: without_flush(schedule_of("1F1B", clipped, numbers, count, mesh, MICRO), managed)
     )
     infinity.unwrap_model(clipped, managed)
-    whole_model = build("1F1B", mesh_of(1))[0]
-    of_all = RULES["SGD"]([*whole_model[0].parameters()])
-    whole_model, managed = infinity.wrap_model(
-        whole_model, of_all, host | {"speculate": True}, mesh=mesh_of(1)
-    )
-    found["speculate"] = told(
-        lambda: without_flush(schedule_of("1F1B", whole_model, [0], 1, mesh_of(1), MICRO), managed)
-    )
-    infinity.unwrap_model(whole_model, managed)
     chunks, optimizer = infinity.wrap_model(chunks, plain, host, mesh=mesh)
     planned = parts_of(chunks).ledger.accounts[Tier.HOST].planned_nbytes
     infinity.unwrap_model(chunks, optimizer)

@@ -173,7 +173,7 @@ def test_jobs_of_a_gpu_run_without_one(tmp_path):
         ),
         (
             "train_ways",
-            {"train.clip.ahead.infinity_nvme", "train.micro8.plain", "train.units8.infinity_host"},
+            {"train.clip.infinity_nvme", "train.micro8.plain", "train.units8.infinity_host"},
         ),
         ("train_1b", {"train_1b.plain", "train_1b.infinity_nvme"}),
         ("tiling", {"tiling.width.64", "tiling.head.tiles.grown"}),

@@ -490,7 +490,7 @@ WORDED = {  # a message of the library -> what the command says
     "Config(nvme_paths=['/path/on/the/disk'])": "--nvme-path /path/on/the/disk",
     "others: Config(params=, nvme_paths=).": "others: --params, --nvme-path.",
     "Raise host_memory by 3 GiB": "Raise --host-memory by 3 GiB",
-    "leave Config(speculate=True)": "leave Config(speculate=True)",  # it has no such option
+    "leave Config(tied=[...])": "leave Config(tied=[...])",  # it has no such option
     "host_memory='lots' is no size": "host_memory='lots' is no size",
 }
 

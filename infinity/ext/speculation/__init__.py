@@ -1,1 +1,0 @@
-"""Updates in the backward, before clipping may change the gradients."""
