@@ -40,8 +40,8 @@ RESHAPING = frozenset(
 )
 STRIDED = {"as_strided": 3, "as_strided_copy": 3, "as_strided_scatter": 4}  # where the offset is
 KEEPING = frozenset(["_make_dual"])  # their results keep the arguments: these get copies
-# They write to statistics among their arguments, which torch does not count
-UNCOUNTED = ("batch_norm", "instance_norm", "moving_avg")
+# torch does not count what they write: statistics among their arguments, or each element
+UNCOUNTED = ("batch_norm", "instance_norm", "moving_avg", "apply_", "map_", "map2_")
 CONTAINERS = (list, tuple, dict)
 ASSIGNING = frozenset(
     "__setitem__ __iadd__ __isub__ __imul__ __itruediv__ __ifloordiv__ __imod__ __ipow__ __iand__"
