@@ -211,7 +211,10 @@ class BorrowedState:
                         " that shape to optimizer.state[parameter][key]"
                     )
                 value = borrowed.bytes.clone()
-                self.write(handle, {name: value if name == STEP else like(handle.param, value)})
+                value = (
+                    checked_step(value, handle.name) if name == STEP else like(handle.param, value)
+                )
+                self.write(handle, {name: value})
                 borrowed.note(self._steps.index)
             borrowed.let_go()
             if not borrowed.is_held:
