@@ -6,6 +6,7 @@ export     shares a tensor's memory past torch's operations: DLPack, NumPy, a st
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -34,6 +35,7 @@ class AtHome(torch.Tensor):
         with DisableTorchFunction():  # closes the storage itself, not what users see
             storage_guard.close(torch.Tensor.untyped_storage(tensor))
         tensor._infinity_grad = handle
+        tensor._itself = weakref.ref(tensor)  # with one torch refuses swap_tensors()
         return tensor
 
     def __repr__(self, *, tensor_contents=None):
