@@ -100,7 +100,7 @@ class HandedOut:
         entry = self._entries.get(key)
         if entry is None or entry.tensor is not reference:
             return
-        if not (entry.is_touched or entry.is_held(dying=True)):
+        if not (entry.is_held(dying=True) or entry.is_written()):
             self._drop(key, entry)
 
     @contextmanager
@@ -239,6 +239,13 @@ class HandedOut:
                     f"{what}: a state_dict() value was written to after {since}: it is a snapshot,"
                     " and the write would put old values back. Nothing was changed: take"
                     " state_dict() anew, or clone() what is to be kept."
+                )
+            if entry.is_elsewhere:
+                self._drop(storage_guard.identity(entry.bytes), entry)
+                raise UsageError(
+                    f"{what} in optimizer.state_dict() was given other memory (set_, .data =); the"
+                    " engine does not read that. Nothing was changed: use copy_(), or assign to"
+                    " optimizer.state[parameter][key]."
                 )
             if entry.is_seen_here_alone and not self._ranks.alone:
                 raise UsageError(

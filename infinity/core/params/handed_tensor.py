@@ -1,8 +1,10 @@
 """HandedTensor: detects what a user does with one tensor of a state dict.
 
-armed   a tensor whose storage torch would copy on a write: a write, or an export, takes the mark
-        away, however it is made. Torch counts no writes through ``.data``, NumPy or DLPack
-print   a number of a tensor's bits: compared when a tensor is not armed any more
+armed   a tensor whose storage torch would copy on a write, from before its receiver has it: a
+        write, or an export, takes the mark away, however it is made. Torch counts no writes
+        through ``.data``, NumPy or DLPack
+print   a number of all of a tensor's bits: compared when a tensor is not armed any more, for its
+        address may be kept
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ class HandedTensor:
         if is_distributed(tensor):
             self._counted.append(tensor.detach())
         self._storage = self.bytes.untyped_storage()
+        self._versions, self._print = self._count(), fingerprint(self.bytes)
+        torch._lazy_clone(self.bytes)  # arms it, after the last use of its address by us
         self._own_references = storage_guard.references(self.bytes) - 1  # beside the tensor's
         self.tensor = weakref.ref(tensor, on_death)
         self.stamp: Any = None
+        self._died_elsewhere = False
         # Step of the last note, and of the last comparison of bits.
         self.index = self._compared_at = -1
         # Only this rank saw a write, so that other ranks cannot tell.
@@ -42,25 +47,16 @@ class HandedTensor:
     def look(self) -> tuple[list[int], int]:
         """Returns the version counters and the print, which show whether the tensor was written
         to."""
-        return self._count(), fingerprint(self.bytes)
+        return self._count(), fingerprint(self.bytes) if self.is_touched else self._print
 
     def note(self, stamp: Any, index: int, looked: tuple[list[int], int] | None = None) -> None:
         """Notes that the tensor equals home now, or did at ``looked``, an earlier result of
         :meth:`look`."""
         self.stamp, self.index = stamp, index
         self._versions, self._print = looked if looked is not None else self.look()
-        if looked is None or looked == self.look():  # else more was written since
-            self._arm()
 
     def _count(self) -> list[int]:
         return [each._version for each in self._counted]
-
-    def _arm(self) -> None:
-        """Marks the storage, unless somebody has its address, or a view that may export it."""
-        if not self.is_exported and (
-            storage_guard.references(self.bytes) <= self._own_references + 1
-        ):
-            torch._lazy_clone(self.bytes)
 
     @property
     def is_touched(self) -> bool:
@@ -68,6 +64,16 @@ class HandedTensor:
         return not self.was_freed and (
             self._count() != self._versions or not torch._C._is_cow_tensor(self.bytes)
         )
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a tensor of optimizer state was given other memory (``set_``, ``.data =``), which
+        torch's optimizer would have from then on. A parameter's value would not."""
+        if self.array == VALUE:
+            return False
+        if (tensor := self.tensor()) is None:
+            return self._died_elsewhere
+        return storage_guard.identity(local_of(tensor)) != storage_guard.identity(self.bytes)
 
     @property
     def was_freed(self) -> bool:
@@ -82,6 +88,8 @@ class HandedTensor:
     def is_written(self, index: int = -1) -> bool:
         """Tells whether the tensor was changed. ``index``: the step, if a tensor that is not armed
         is compared only once in it."""
+        if self.is_elsewhere:
+            return True
         if not self.is_touched:
             return False
         if self._count() != self._versions:
@@ -90,15 +98,15 @@ class HandedTensor:
             return False
         self._compared_at = index
         self.is_seen_here_alone = fingerprint(self.bytes) != self._print
-        if not self.is_seen_here_alone:
-            self._arm()
         return self.is_seen_here_alone
 
     def is_held(self, *, dying: bool = False) -> bool:
         """Tells whether anything else holds the memory. ``dying``: torch is freeing the tensor, and
         still refers to it."""
         if dying:
-            return storage_guard.references(self.bytes) > self._own_references + 1
+            references = storage_guard.references(self.bytes)
+            self._died_elsewhere = references == self._own_references
+            return references > self._own_references + 1
         return (
             self.tensor() is not None or storage_guard.references(self.bytes) > self._own_references
         )
