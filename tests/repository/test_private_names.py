@@ -73,7 +73,7 @@ NAMES = [
     ),
     ("torch.distributed.distributed_c10d", "_World", "tools/plan/on_paper.py"),
     ("torch.testing._internal.distributed.fake_pg", "FakeStore", "tools/plan/on_paper.py"),
-    ("torch", "_C._storage_Use_Count", "core/params/borrowed_state.py"),
+    ("torch", "_C._storage_Use_Count", "core/machine/storage_guard.py"),
     ("torch", "_C._current_graph_task_id", "core/run/passes.py"),
     ("torch", "_C._current_graph_task_id", "core/run/tasks.py"),
     ("torch", "_C._autograd._top_saved_tensors_default_hooks", "core/run/passes.py"),

@@ -3,10 +3,10 @@
 borrowed   a tensor that ``optimizer.state[p][key]`` returned, or that was assigned there. Users may
            change it in any way, also through views, NumPy or DLPack, as they may torch's own
 
-Changes are detected by a digest of the tensor's bytes, so none is missed. A change reaches home at
-the next use of the state. After a step, borrowed tensors that are still held are read again. With
-several ranks all of them would have to take part, so there a tensor keeps the state of the time of
-the read.
+Changes are detected by a checksum of all the tensor's bytes, so none is missed. A change reaches
+home at the next use of the state. After a step, borrowed tensors that are still held are read
+again. With several ranks all of them would have to take part, so there a tensor keeps the state of
+the time of the read.
 """
 
 from __future__ import annotations
@@ -15,30 +15,22 @@ import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import partial
 
 import torch
 
 from ...errors import UsageError
 from ...ext.dtensor.dtensors import is_distributed, like, local_of, part_of
 from ..homes.store import ArrayStore
+from ..machine import storage_guard
 from ..run.journal import Journal
 from ..run.step_counter import StepCounter
 from ..units.handle import ParamHandle
+from .tensors import checksum_of
 
 STEP = "step"  # the key of a step count, kept in the handle and in no array
 MOST_STEPS = 2**31
 TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES = 64, 32 * 1024 * 1024
-
-
-@cache
-def _own_uses() -> int:
-    """Returns the use count of a storage with one tensor, as :func:`_uses` counts."""
-    return _uses(torch.empty(1, device="cpu"))
-
-
-def _uses(tensor: torch.Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 class _Borrowed:
@@ -63,7 +55,7 @@ class _Borrowed:
 
     def note(self, index: int) -> None:
         """Records the tensor's present values as those of the state at home at step ``index``."""
-        self.digest, self.index = _digest(self.bytes), index
+        self.checksum, self.index = checksum_of(self.bytes), index
 
     @property
     def is_changed(self) -> bool:
@@ -73,12 +65,12 @@ class _Borrowed:
             self.bytes
         ):
             self.bytes = local_of(tensor).detach()
-        return _digest(self.bytes) != self.digest
+        return checksum_of(self.bytes) != self.checksum
 
     @property
     def is_held(self) -> bool:
         """Whether anything but this object refers to the tensor's memory."""
-        return self.tensor() is not None or _uses(self.bytes) > _own_uses()
+        return self.tensor() is not None or storage_guard.references(self.bytes) > 1
 
 
 class BorrowedState:
@@ -165,7 +157,7 @@ class BorrowedState:
         }
         common, own = self._edits.get(handle, (b"", b""))
         for name, value in values.items():
-            told = _digest(value)
+            told = checksum_of(local_of(value)).to_bytes(4)
             common += name.encode()
             if name == STEP or not is_distributed(handle.param):
                 common += told
@@ -325,10 +317,3 @@ def checked_step(value: object, name: str) -> torch.Tensor:
             f" {MOST_STEPS - 1}"
         )
     return torch.tensor(number, dtype=torch.float32, device="cpu")
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    # A clone: one element that was expanded is "contiguous" with any stride
-    copied = local_of(tensor).detach().to("cpu").clone(memory_format=torch.contiguous_format)
-    flat = copied.reshape(-1)
-    return hashlib.blake2b(flat.view(torch.uint8).numpy(), digest_size=16).digest()

@@ -34,8 +34,7 @@ def digest_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, bytes]:
 def checksum_of(tensor: torch.Tensor, seed: int = 0) -> int:
     """Computes the CRC-32C of a plain tensor's elements in row-major order; ``seed`` continues a
     call."""
-    flat = tensor.detach().cpu().contiguous().view(-1)
-    return native.crc32c(flat.view(torch.uint8), seed) if flat.numel() else seed
+    return native.crc32c(tensor.detach().cpu().contiguous(), seed) if tensor.numel() else seed
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
@@ -45,7 +44,7 @@ def fingerprint(tensor: torch.Tensor) -> int:
     dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
     flat = tensor.permute(dims).reshape(-1)  # in storage order: a copy only if there are gaps
     if flat.device.type == "cpu":
-        return native.crc32c(flat.view(torch.uint8)) if flat.numel() else 0
+        return native.crc32c(flat.contiguous()) if flat.numel() else 0
     return _sum_of_places(flat)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +14,7 @@ from ...errors import CapacityError, UsageError
 from ...ext.dtensor.dtensors import local_of
 from ..machine.tiers import Tier
 from ..params.borrowed import Borrowed
+from ..params.tensors import checksum_of
 from ..run.job import Job
 from ..run.operations import Operation
 from ..run.registry import engine_of, whole_of
@@ -83,7 +83,7 @@ def _reserve(job: Job, nbytes: int) -> native.Charge:
 
 
 class _FullCopy:
-    """One gathered parameter: the user's copy, and a digest of its first value."""
+    """One gathered parameter: the user's copy, and a checksum of its first value."""
 
     def __init__(self, job: Job, param: nn.Parameter):
         self.handle = managed(param)
@@ -92,21 +92,15 @@ class _FullCopy:
             job.store, self.handle.index, self.handle.flat_param.spec.dtype
         )
         self.borrowed = Borrowed(param, value.to(job.device.where))
-        self._digest = self._hash()
+        self._checksum = checksum_of(self.tensor)
 
     @property
     def tensor(self) -> torch.Tensor:
         """The current value on this rank."""
         return local_of(self.borrowed.tensor).detach()
 
-    def _hash(self) -> bytes:
-        flat = self.tensor.cpu().contiguous().view(-1)
-        return hashlib.blake2b(
-            flat.view(torch.uint8).numpy().data if flat.numel() else b""
-        ).digest()
-
     def is_edited(self) -> bool:
-        return self._hash() != self._digest
+        return checksum_of(self.tensor) != self._checksum
 
     def check_unchanged_at_home(self) -> None:
         if self.handle.version != self._version:

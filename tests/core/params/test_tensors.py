@@ -161,3 +161,13 @@ def test_storage_that_numpy_has_is_replaced_and_other_storage_is_kept(numpy_has_
     assert array is None or (array == 1).all()
     give_storage(param)
     assert param.untyped_storage().nbytes() == 24
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1, 1), (3, 3)])
+def test_numbers_of_bits_take_any_strides(shape):
+    """Tensors whose elements are one, expanded: torch views no bytes of some. Twin: another value
+    has other numbers."""
+    for number in (checksum_of, fingerprint):
+        one, other = (torch.tensor(value).expand(shape) for value in (1.0, 2.0))
+        whole = torch.ones(shape)
+        assert checksum_of(one) == checksum_of(whole) and number(one) != number(other)
