@@ -143,8 +143,9 @@ class Average:
     @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the model's state dict with averages in place of the trained weights, in fp32 if
-        they have masters: a plain model loads it. All of it is in memory together;
-        ``save_pretrained`` in :meth:`applied` is streamed. Raises UsageError before the first
+        they have masters: a plain model loads it. The averages are copies: to change the average,
+        use :meth:`load_state_dict`. All of it is in memory together; ``save_pretrained`` in
+        :meth:`applied` is streamed. Raises UsageError before the first
         update, and in :meth:`applied`, where the model's own state dict has the averages."""
         self._check(AverageOperation.STATE_DICT)
         state = self._model.state_dict()

@@ -394,6 +394,20 @@ def test_state_that_another_optimizer_took_over_is_its_own(handed, kind):
     assert handed.parts.sent() == []
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_optimizer_state_that_got_other_memory_is_told_once(handed, is_kept):
+    """Claim: also when its last user is gone by then. Twin: a value's tensor is then its
+    receiver's own, as in torch."""
+    state, value = handed.of(handed.a, "exp_avg"), handed.of(handed.b)
+    state.data = value.data = torch.zeros(4)
+    if not is_kept:
+        del state
+    with pytest.raises(UsageError, match="exp_avg of a .* was given other memory"):
+        handed.settle()
+    handed.settle()
+    assert handed.parts.sent() == []
+
+
 # --- what is watched, and how long ---
 
 
