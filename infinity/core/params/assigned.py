@@ -17,7 +17,7 @@ import torch
 
 from ...ext.dtensor.dtensors import local_of
 from ..machine import storage_guard
-from .tensors import digest_of
+from .tensors import checksum_of
 
 
 class _Memory:
@@ -94,12 +94,12 @@ class Assigned:
     def is_changed(self) -> bool:
         """With several ranks: whether the tensor's bits differ from those at the last :meth:`note`.
         For a stale tensor any change counted by torch counts: the user took it for the gradient."""
-        return (self.is_stale and self.is_touched) or digest_of(self.bytes) != self._digest
+        return (self.is_stale and self.is_touched) or checksum_of(self.bytes) != self._checksum
 
     def note(self) -> None:
         """Records the tensor's present values as those of the gradient at home."""
         self._counted = self._count()
-        self._digest = None if self._alone else digest_of(self.bytes)
+        self._checksum = None if self._alone else checksum_of(self.bytes)
 
     def leave_behind(self) -> None:
         """Marks the tensor as stale: the gradient is about to change without it."""
