@@ -77,7 +77,7 @@ NAMES = [
     ("torch", "_C._current_graph_task_id", "core/run/passes.py"),
     ("torch", "_C._current_graph_task_id", "core/run/tasks.py"),
     ("torch", "_C._autograd._top_saved_tensors_default_hooks", "core/run/passes.py"),
-    ("torch", "_C._will_engine_execute_node", "ext/tiles/tiles.py"),
+    ("torch", "_C._will_engine_execute_node", "core/grads/tables.py"),
     ("torch", "_C.DisableTorchFunctionSubclass", "core/units/handle.py"),
     ("torch", "Tensor._make_wrapper_subclass", "core/grads/at_home.py"),
     ("torch", "UntypedStorage._new_with_weak_ptr", "core/run/saved_tensor.py"),
