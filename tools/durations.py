@@ -4,7 +4,7 @@
     python tools/durations.py build/junit.xml
 
 A file's seconds are those of the last report that has it. Files that no report has keep theirs, and
-files that are gone are dropped.
+files that are gone are dropped, without any report too.
 """
 
 from __future__ import annotations
@@ -44,9 +44,6 @@ def merged(stored: dict[str, int], reports: list[Path], tests: Path) -> dict[str
 
 def main(arguments: list[str]) -> int:
     """Writes the file, and returns the status."""
-    if not arguments:
-        print(__doc__, file=sys.stderr)
-        return 2
     stored = json.loads(STORED.read_text()) if STORED.exists() else {}
     found = merged(stored, [Path(each) for each in arguments], TESTS)
     STORED.write_text(json.dumps(found, indent=0) + "\n")

@@ -13,7 +13,7 @@ TESTS = Path(__file__).parents[1]
 
 def test_what_comes_first_is_there():
     """And the files that share the standing ranks are those that ask for them. The twin: without
-    one file its name is unknown."""
+    one file its name is unknown. `python tools/durations.py` drops files that are gone."""
     names = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
     longest = max(order.SECONDS, key=order.SECONDS.get)
     assert order.unknown(names) == set() and order.unknown(names - {longest}) == {longest}
