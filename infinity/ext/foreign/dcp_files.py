@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import pickle
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path, PosixPath
 from typing import Any
 
@@ -55,6 +56,8 @@ class _Unpickler(pickle.Unpickler):
             return found
         if module == "torch.serialization" and name == "_get_layout":
             return _layout
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) in BUILT_IN:
             return BUILT_IN[module, name]
         if name in CLASSES.get(module, ()):
@@ -64,6 +67,13 @@ class _Unpickler(pickle.Unpickler):
                 else getattr(metadata, name, None) or getattr(filesystem, name)
             )
         raise pickle.UnpicklingError(f"{module}.{name} is not of a checkpoint")
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """Returns a member of an Enum, as Python 3.11.0 to 3.11.3 pickled it: by ``getattr``."""
+    if not (isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__):
+        raise pickle.UnpicklingError(f"builtins.getattr of {kind!r} is not of a checkpoint")
+    return kind[name]
 
 
 def _layout(name: str) -> torch.layout:

@@ -15,17 +15,21 @@ import pickle
 import sys
 import types
 from collections import OrderedDict
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint import metadata
 
 import infinity
 from infinity.errors import ConfigError, CorruptionError, InfinityError
 from infinity.ext.checkpoint.export import export
+from infinity.ext.foreign.dcp_files import _Unpickler
 from infinity.tools.cli import main
 
 SEED = 5
@@ -354,3 +358,26 @@ def test_damage_is_a_typed_error(kind, deepspeed, tmp_path):
         with pytest.raises(InfinityError):
             export(path, tmp_path / "out")
         file.write_bytes(whole)
+
+
+def test_members_of_an_enum_are_read_as_any_python_pickles_them(tmp_path):
+    """Python 3.11.0 to 3.11.3 calls `getattr`. Twin: of another object it is refused."""
+    kind = metadata._MEM_FORMAT_ENCODING
+    for given, is_read in ((kind, True), (metadata.Metadata, False)):
+        name = kind.TORCH_PRESERVE_FORMAT.name
+        (tmp_path / "file").write_bytes(pickle.dumps(Fetched(given, name)))
+        with (
+            (tmp_path / "file").open("rb") as file,
+            nullcontext() if is_read else pytest.raises(pickle.UnpicklingError, match="getattr of"),
+        ):
+            assert _Unpickler(file).load() is kind.TORCH_PRESERVE_FORMAT
+
+
+class Fetched:
+    """Is pickled as an attribute of an object."""
+
+    def __init__(self, of: Any, name: str):
+        self.of, self.name = of, name
+
+    def __reduce__(self) -> tuple:
+        return getattr, (self.of, self.name)
