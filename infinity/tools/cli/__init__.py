@@ -160,7 +160,9 @@ def answer(
         tell_start(command)
         _check_variables()
         with wording.logging_in_options(options):
-            return run(args)
+            status = run(args)
+        sys.stdout.flush()  # at the end of the process Python would tell of a closed pipe itself
+        return status
     except BrokenPipeError as error:  # as of `infinity plan | head`: nobody reads on
         failure_report.leave(error)
         _write_nowhere()
