@@ -207,17 +207,19 @@ class Slow:
 def test_the_wait_for_data_is_an_edge(tmp_path):
     """Claim: its seconds and bytes, in `stats()` and the status; and it is named as the bottleneck.
     The twin: a loop that does not say where its data comes from has no such edge."""
-    model, optimizer = make()
+    (model, optimizer), told = make(), []
     with infinity.Watch(model, folder=tmp_path / "watched") as watch:
         batches = watch.data(Slow(6))
         assert len(batches) == 6
         for batch in batches:
             assert batch["x"].shape == (3, 4)
             step(model, optimizer)
+            told.append(infinity.stats(model).bottleneck)
     found = infinity.stats(model)
     assert found.edges["data"].stall_seconds >= 6 * 0.02
     assert found.edges["data"].nbytes == 6 * 3 * 4 * 4
-    assert "the data alone needs" in found.bottleneck
+    # Of any step: another one may be slower than it was before, on a busy machine.
+    assert any("the data alone needs" in each for each in told)
     assert statuses(tmp_path / "watched")[-1]["edges"]["data"]["stall_seconds"] >= 6 * 0.02
     model, optimizer = make()
     step(model, optimizer)
