@@ -73,7 +73,7 @@ def find_model(
     except Exception as error:  # noqa: BLE001 - no network, no such name, no library, no leave
         raise ConfigError(
             f"No such folder: {name}; and as a name on the Hugging Face hub it cannot be fetched:"
-            f" {_first_line(error).rstrip('.')}. Where there is a network, run `hf download {name}"
+            f" {_first_line(error).rstrip('.')}. With a network, run `hf download {name}"
             f" --local-dir {given.name}` first, then give {option}{given.name}"
         ) from None
 

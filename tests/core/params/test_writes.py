@@ -447,7 +447,7 @@ def outcome(source: Source, way: str, home: str, folder, *, late: bool) -> str:
 
 # --- the matrix ---
 
-QUICK = (  # the ways of which each has its own means of escape
+QUICK = (  # one way for each kind of access that torch does not count
     "index",
     "a view's data",
     "set_",
