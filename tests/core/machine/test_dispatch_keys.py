@@ -75,8 +75,8 @@ def test_in_a_torch_that_differs_nothing_is_changed(monkeypatch):
 
 
 def test_a_wrapper_keeps_its_own_key():
-    """Leaves its key to a tensor of a wrapper's class, which has no memory. Twin: a plain tensor that
-    was asked runs as before."""
+    """Leaves its key to a tensor of a wrapper's class, which has no memory. Twin: a plain tensor
+    that had the key runs as before."""
     inner = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
     dispatch_keys.clear_python_key(inner)
     assert dispatch_keys.has_python_key(inner) and inner.sum().item() == 5.0
