@@ -104,22 +104,12 @@ def lay_out(
     alone = Collectives(ranks)
     device = device or choose_device(model, config, alone)
     try:
-        dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
-        flat_params_of = partial(
-            flat_params_of_group,
-            optimizers=optimizers,
-            config=config,
-            collectives=alone,
-            dtype_of=dtype_of,
-        )
-        _, (groups, flat_params, plan, _) = lay_out_here(
-            model, config, flat_params_of, device, alone, reuses=reuses, explains=explains
+        _, laid = lay_out_here(
+            model, config, optimizers, device, alone, reuses=reuses, explains=explains
         )
     finally:
         device.close()
-    return plan, [
-        unit_size(group, unit_flat_params) for group, unit_flat_params in zip(groups, flat_params)
-    ]
+    return laid.plan, list(map(unit_size, laid.groups, laid.flat_params))
 
 
 class Ways:
@@ -129,21 +119,21 @@ class Ways:
     def __init__(
         self,
         model: nn.Module,
-        config: Config,
+        dtype_of: Callable[[torch.Tensor], torch.dtype],
         make_flat_params: MakeFlatParams,
         device: Device,
         *,
         reuses: bool = False,
     ):
-        """``reuses``: see :func:`make_plan`."""
+        """``dtype_of``: the dtype in which a parameter computes. ``reuses``: see
+        :func:`make_plan`."""
         self._model, self._make, self._device, self._reuses = (
             model,
             make_flat_params,
             device,
             reuses,
         )
-        self._tables = tables_of(model)
-        self._dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
+        self._tables, self._dtype_of = tables_of(model), dtype_of
         self._buffers_nbytes = unmoved_nbytes(model)
         self._made: dict[tuple, _Way | None] = {}
 
@@ -504,7 +494,7 @@ def _within_device(
 def lay_out_here(
     model: nn.Module,
     config: Config,
-    make_flat_params: MakeFlatParams,
+    optimizers: Optimizers,
     device: Device,
     collectives: Collectives,
     *,
@@ -521,33 +511,18 @@ def lay_out_here(
     """
 
     config, most = _within_device(model, config, device, collectives)
-    ways = Ways(model, config, make_flat_params, device, reuses=reuses)
-
-    def lay_out(config: Config, *, tiles: bool = True, explains: bool = explains) -> Laid:
-        free = free_everywhere(config, collectives, device)
-        try:
-            laid = ways.lay_out(config, free, tiles=tiles)
-        except CapacityError as error:
-            if not explains:
-                raise
-            room = _room(config, device, most)
-            works = partial(ways.refusal, given=config, free=free, room=room)
-            sizes = ways.sizes(config)
-            raise with_remedies(
-                error,
-                config,
-                works,
-                steps=any(flat.spec.stepped for size in sizes for flat in size.flat_params),
-                largest_nbytes=max((size.weight_nbytes for size in sizes), default=0),
-                share=collectives.ranks.machine_share,
-            ) from None
-        _tell_of_tiles(laid.groups, config)
-        if collectives.ranks.is_first:
-            _tell_of_kernels(laid, device)
-        return laid
-
+    dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
+    make_flat_params = partial(
+        flat_params_of_group,
+        optimizers=optimizers,
+        config=config,
+        collectives=collectives,
+        dtype_of=dtype_of,
+    )
+    ways = Ways(model, dtype_of, make_flat_params, device, reuses=reuses)
+    placed = partial(_placed, ways, collectives, device, most)
     if config.nvme_paths != AUTO:
-        return config, lay_out(config)
+        return config, placed(config, explains=explains)
     left, limit = limits.tightest()
 
     def in_memory(*, tiles: bool) -> tuple[Config, Laid] | None:
@@ -556,7 +531,7 @@ def lay_out_here(
         without = dataclasses.replace(config, nvme_paths=())
         # On all ranks alike: they plan with the minimum of their free bytes.
         with contextlib.suppress(CapacityError):
-            laid = lay_out(without, tiles=tiles, explains=False)
+            laid = placed(without, tiles=tiles, explains=False)
             _tell(laid.plan, left, limit, None, collectives)
             return without, laid
         return None
@@ -576,9 +551,44 @@ def lay_out_here(
         raise _nowhere(found, needed, left, limit)
     capacity = usable if config.nvme_capacity is None else config.nvme_capacity
     config = dataclasses.replace(config, nvme_paths=(chosen.folder,), nvme_capacity=capacity)
-    laid = lay_out(config)
+    laid = placed(config, explains=explains)
     _tell(laid.plan, left, limit, chosen, collectives)
     return config, laid
+
+
+def _placed(
+    ways: Ways,
+    collectives: Collectives,
+    device: Device,
+    most: int | None,
+    config: Config,
+    *,
+    tiles: bool = True,
+    explains: bool,
+) -> Laid:
+    """Lays the model out in the homes of ``config``, and says what that costs. ``most``: the bytes
+    of the device, if they are known. Every rank calls this. Raises CapacityError."""
+    free = free_everywhere(config, collectives, device)
+    try:
+        laid = ways.lay_out(config, free, tiles=tiles)
+    except CapacityError as error:
+        if not explains:
+            raise
+        room = _room(config, device, most)
+        works = partial(ways.refusal, given=config, free=free, room=room)
+        sizes = ways.sizes(config)
+        raise with_remedies(
+            error,
+            config,
+            works,
+            steps=any(flat.spec.stepped for size in sizes for flat in size.flat_params),
+            largest_nbytes=max((size.weight_nbytes for size in sizes), default=0),
+            share=collectives.ranks.machine_share,
+        ) from None
+    _tell_of_tiles(laid.groups, config)
+    if collectives.ranks.is_first:
+        _tell_of_kernels(laid, device)
+    return laid
 
 
 def _room(config: Config, device: Device, most: int | None) -> dict[Tier, int]:

@@ -32,7 +32,6 @@ from ...ext.rows.chosen_forward import install_chosen_forwards
 from ...ext.rows.experts import divides_experts
 from ...ext.shared_homes.share_homes import connect_homes, share_homes
 from ...ext.tiles.tiled_layers import install_tiles
-from ...files.kept_dtypes import computing_dtypes
 from ...ranks.collectives import Collectives
 from ...ranks.mesh import join_device, join_node, parallel_dims
 from ...ranks.parallel_dims import ParallelDims
@@ -67,7 +66,7 @@ from .before import Before, MovedRest
 from .changes import Changes
 from .checks import check, check_tensor_parallel
 from .described_model import DescribedModel, read_model
-from .lay_out import Laid, choose_device, flat_params_of_group, lay_out_here, unit_size
+from .lay_out import choose_device, lay_out_here, unit_size
 from .partition import Group, Staying, is_managed, parameter_names
 from .parts import Parts, called_for, parts_of
 from .remedies import with_larger_budgets
@@ -121,14 +120,43 @@ def wrap_model(
     collectives, given = Collectives(ranks, traffic), as_given(optimizer)
     changes = Changes()
     with contextlib.ExitStack() as undo:
-        for change in (collectives.close, changes.undo):
-            undo.callback(change)
-        config, described = _check_everywhere(model, given, config, changes, collectives)
+        undo.callback(lambda: collectives.close())
+        undo.callback(changes.undo)
+        with collectives.together("checking what wrap_model was given"):
+            config = Config.make(config if config is not None else NOTHING_CHOSEN)
+            if isinstance(model, nn.Module):
+                changes.lasting.install(model)
+            model = cast(nn.Module, model)  # else it is refused
+            check(model, given, config)
+            if config.speculate and ranks.is_first:
+                logger.warning(
+                    "speculate=True does nothing any more, and the option goes with the next"
+                    " release: leave it out. Updates run under the next forward, or, without"
+                    " max_grad_norm, in the backward by optimizer.step_in_backward()."
+                )
+            warn_of_aliases(model, given, OwnViews(model))
+            changes.make(model, given, config)
+            described = read_model(model)
+            check_tensor_parallel(described, config, ranks)
+            inputs = {} if ranks.alone else describe(described, given, config)
+        # Other stages do not see a difference here.
+        with collectives.together("comparing what wrap_model was given"):
+            collectives.compare(inputs, "wrap_model")
+            compare_builds(described, collectives)
+        check_stages(inputs, collectives)
+        compare_values(described, collectives)
         ranks = _describe_ranks(described, config, collectives, mesh)
         share_processors(described.module, config, collectives)
         collectives = Collectives(ranks, traffic)
         collectives.allow_flags(2 * len(described.params) + 1)
-        model, stepping = _wrap(described.module, given, config, collectives, mesh, changes)
+        with collectives.together("finding what stays where it is"):
+            stays = Staying(staying(model, given, config, alone=ranks.alone))
+            undo.callback(stays.remove)
+        stepping = _wrap(described, given, config, collectives, mesh, stays, undo)
+        changes.settle()
+        record = model.__dict__[RECORD]
+        record.packed = changes.packed
+        record.removers.insert(0, changes.lasting)  # removed last: removers list the modules
         undo.pop_all()
         return model, like_given(stepping, optimizer)
 
@@ -153,124 +181,76 @@ def _describe_ranks(
     return join_node(ranks, mesh) if config.shard_in_node else ranks
 
 
-def _check_everywhere(
-    model: Any,
-    optimizers: Sequence[torch.optim.Optimizer],
-    config: Config | Mapping[str, Any] | str | os.PathLike | None,
-    changes: Changes,
-    collectives: Collectives,
-) -> tuple[Config, DescribedModel]:
-    """Checks wrap_model's inputs, here and between the ranks, and prepares the model. Returns the
-    configuration, and the model as read. Every rank calls this."""
-    with collectives.together("checking what wrap_model was given"):
-        config = Config.make(config if config is not None else NOTHING_CHOSEN)
-        if isinstance(model, nn.Module):
-            changes.lasting.install(model)
-        check(model, optimizers, config)
-        if config.speculate and collectives.ranks.is_first:
-            logger.warning(
-                "speculate=True does nothing any more, and the option goes with the next release:"
-                " leave it out. Updates run under the next forward, or, without max_grad_norm, in"
-                " the backward by optimizer.step_in_backward()."
-            )
-        warn_of_aliases(model, optimizers, OwnViews(model))
-        changes.make(model, optimizers, config)
-        described = read_model(model)
-        check_tensor_parallel(described, config, collectives.ranks)
-        description = {} if collectives.ranks.alone else describe(described, optimizers, config)
-    # Other stages do not see a difference here.
-    with collectives.together("comparing what wrap_model was given"):
-        collectives.compare(description, "wrap_model")
-        compare_builds(described, collectives)
-    check_stages(description, collectives)
-    compare_values(described, collectives)
-    return config, described
-
-
 def _wrap(
-    model: nn.Module,
-    given: Sequence[torch.optim.Optimizer],
-    config: Config,
-    collectives: Collectives,
-    mesh: Any,
-    changes: Changes,
-) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    with collectives.together("finding what stays where it is"):
-        stays = Staying(staying(model, given, config, alone=collectives.ranks.alone))
-    try:
-        wrapped = _wrap_moved(model, given, config, collectives, mesh, stays)
-        changes.settle()
-        record = model.__dict__[RECORD]
-        record.packed = changes.packed
-        record.removers.insert(0, changes.lasting)  # removed last: removers list the modules
-        return wrapped
-    except BaseException:
-        stays.remove()
-        raise
-
-
-def _wrap_moved(
-    model: nn.Module,
+    described: DescribedModel,
     given: Sequence[torch.optim.Optimizer],
     config: Config,
     collectives: Collectives,
     mesh: Any,
     stays: Staying,
-) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    undo: contextlib.ExitStack,
+) -> list[torch.optim.Optimizer]:
+    """Moves the model home and hooks it. Returns what stands for the optimizers. Every rank calls
+    this. ``undo`` gets what restores the state before."""
+    model, ranks = described.module, collectives.ranks
     moved = set(filter(is_managed, model.parameters()))
     optimizers = Optimizers(given, moved.__contains__, parameter_names(model))
-    config = own_budgets(config, collectives.ranks)
-    device, config, laid = _lay_out(model, optimizers, config, collectives)
+    config = own_budgets(config, ranks)
+    with collectives.together("planning"):
+        device = choose_device(model, config, collectives)
+        undo.callback(device.close)
+        config, laid = lay_out_here(
+            model,
+            config,
+            optimizers,
+            device,
+            collectives,
+            reuses=isinstance(model, Parts) or ranks.pp_group is not None,
+        )
     groups, flat_params, plan, refuses_window = laid
 
     def explain(error: CapacityError, *nbytes: Any) -> CapacityError:
         works = partial(refuses_window, *nbytes)
-        return with_larger_budgets(error, config, works, collectives.ranks.machine_share)
+        return with_larger_budgets(error, config, works, ranks.machine_share)
 
-    engine, trains = None, len(optimizers) > 0
     before, views = Before(model, given), OwnViews(model)
-    try:
-        if collectives.ranks.data_size > 1 and (
-            device.backend is not None or device.where.type != "cpu"
-        ):
-            join_device(collectives.ranks, mesh, device.backend)
-        with collectives.together("allocating"):
-            if config.micro_batch is not None:
-                _check_micro_batch(model, groups)
-            units = _make_units(groups, flat_params, device)
-            sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
-            homes = share_homes(config, device, collectives)
-            engine = build_engine(
-                config,
-                plan,
-                units,
-                sizes,
-                stepping=trains,
-                device=device,
-                collectives=collectives,
-                explain=explain,
-            )
-        with collectives.together("sharing weights"):
-            connect_homes(config, homes, engine.job)
-        with collectives.together("sending the values home"):
-            # Meta tensors become real.
-            materialized = Materialized(model, config.weights, is_managed)
-            before.materialized = materialized
-            _send_home(engine, materialized, optimizers)
-            engine.job.store.arrays.await_pages()
-            device.warm(plan.device_window_nbytes)
-            for unit in units:
-                unit.allocate()
-            broadcast_rest(model, collectives)
-            rest = MovedRest(model, device.where)
-            report_unmoved(model)
-        committed = _commit(model, optimizers, engine, groups, [stays, rest])
-        views.take()
-        model.__dict__[RECORD].take_views = views.take
-        return committed
-    except BaseException:
-        native.insist(partial(_undo, before, engine, device))
-        raise
+    if ranks.data_size > 1 and (device.backend is not None or device.where.type != "cpu"):
+        join_device(ranks, mesh, device.backend)
+    with collectives.together("allocating"):
+        if config.micro_batch is not None:
+            _check_micro_batch(model, groups)
+        units = _make_units(groups, flat_params, device)
+        sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
+        homes = share_homes(config, device, collectives)
+        engine = build_engine(
+            config,
+            plan,
+            units,
+            sizes,
+            stepping=len(optimizers) > 0,
+            device=device,
+            collectives=collectives,
+            explain=explain,
+        )
+        undo.callback(native.insist, engine.shut_down)
+    undo.callback(native.insist, before.restore)
+    with collectives.together("sharing weights"):
+        connect_homes(config, homes, engine.job)
+    with collectives.together("sending the values home"):
+        # Meta tensors become real.
+        before.materialized = Materialized(model, config.weights, is_managed)
+        _send_home(engine, before.materialized, optimizers)
+        engine.job.store.arrays.await_pages()
+        device.warm(plan.device_window_nbytes)
+        for unit in units:
+            unit.allocate()
+        broadcast_rest(model, collectives)
+        rest = MovedRest(model, device.where)
+        report_unmoved(model)
+    stepping = _commit(model, optimizers, engine, groups, [stays, rest])
+    views.take()
+    model.__dict__[RECORD].take_views = views.take
+    return stepping
 
 
 def _make_units(
@@ -286,30 +266,6 @@ def _make_units(
     return units
 
 
-def _lay_out(
-    model: nn.Module, optimizers: Optimizers, config: Config, collectives: Collectives
-) -> tuple[Device, Config, Laid]:
-    """Chooses the device, and lays the model out on this machine. Every rank calls this."""
-    dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
-
-    def make_flat_params(group: Group) -> list[FlatParam]:
-        return flat_params_of_group(group, optimizers, config, collectives, dtype_of)
-
-    device = None
-    try:
-        with collectives.together("planning"):
-            device = choose_device(model, config, collectives)
-            reuses = isinstance(model, Parts) or collectives.ranks.pp_group is not None
-            chosen, laid = lay_out_here(
-                model, config, make_flat_params, device, collectives, reuses=reuses
-            )
-        return device, chosen, laid
-    except BaseException:  # perhaps raised on another rank
-        if device is not None:
-            device.close()
-        raise
-
-
 def _send_home(engine: Engine, materialized: Materialized, optimizers: Optimizers) -> None:
     """Copies every value, moment and gradient home. Values of a model on meta come first, from its
     file or its modules."""
@@ -323,12 +279,6 @@ def _send_home(engine: Engine, materialized: Materialized, optimizers: Optimizer
                 for flat_param in unit.flat_params:
                     send_flat_param_home(store, flat_param, optimizers, done=materialized.sent)
                 advance(size.shard_nbytes)
-
-
-def _undo(before: Before, engine: Engine | None, device: Device) -> None:
-    """Restores the state before a failed wrap. If interrupted, it is called again."""
-    before.restore()
-    device.close() if engine is None else engine.shut_down()
 
 
 def _blocks(model: nn.Module, groups: list[Group]) -> list[tuple[str, nn.Module]]:
@@ -354,7 +304,7 @@ def _commit(
     engine: Engine,
     groups: list[Group],
     first: list,
-) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+) -> list[torch.optim.Optimizer]:
     """Changes the model. All steps that can fail for lack of space or for bad input are done."""
     job = engine.job
     flat_params = [flat for unit in job.units for flat in unit.flat_params]
@@ -379,7 +329,7 @@ def _commit(
     record = Wrapped(engine, model, removers, stepping, came_from, optimizers.plain)
     for module in (*parts_of(model), model):
         module.__dict__[RECORD] = record
-    return model, optimizers.results(stepping)
+    return optimizers.results(stepping)
 
 
 def _find_owners(
