@@ -16,12 +16,13 @@ import torch
 
 from infinity import native
 from infinity.core.homes.arrays import StateArray
-from infinity.core.homes.staging import Fetch
+from infinity.core.homes.staging import Backend, Fetch
 from infinity.core.homes.store import ArrayStore
 from infinity.core.machine.device import PAST, Device, Event
 from infinity.core.machine.ledger import Ledger
 from infinity.core.machine.tiers import Tier
 from infinity.ext.gpu_direct import direct_storage
+from infinity.ext.gpu_direct.gpu_direct import GpuDirect
 from infinity.tools.bench.results import Measured, row
 from infinity.tools.bench.rounds import alternate
 from infinity.tools.bench.settings import Settings
@@ -45,9 +46,9 @@ def measure_on(device: Device, settings: Settings) -> Measured:
     other."""
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
         refusal = direct_storage.refusal([folder])
-        jobs = {"through": _Job(folder, device, settings, gpu_direct=False)}
+        jobs = {"through": _Job(folder, device, settings, None)}
         if not refusal:
-            jobs["past"] = _Job(folder, device, settings, gpu_direct=True)
+            jobs["past"] = _Job(folder, device, settings, GpuDirect)
         try:
             runs = {name: job.run for name, job in jobs.items()} | {"disk": jobs["through"].read}
             times = alternate(runs, settings.rounds)
@@ -73,7 +74,9 @@ def measure_on(device: Device, settings: Settings) -> Measured:
 class _Job:
     """An array on disk, and memory on the device as large as a piece of it."""
 
-    def __init__(self, folder: str, device: Device, settings: Settings, *, gpu_direct: bool):
+    def __init__(
+        self, folder: str, device: Device, settings: Settings, backend: type[Backend] | None
+    ):
         self._device = device
         self.store = ArrayStore(
             [folder], Ledger(), device.traffic, service_nbytes=PIECE_NBYTES, device=device
@@ -82,7 +85,7 @@ class _Job:
             Tier.NVME, torch.uint8, settings.scaled(NBYTES, PIECE_NBYTES), "the benchmark"
         )
         region = self.store.arrays.make_region(AHEAD * PIECE_NBYTES)
-        self.store.open([region], staging=native.PinnedPool(region), gpu_direct=gpu_direct)
+        self.store.open([region], staging=native.PinnedPool(region), backend=backend)
         self._target = device.zeros(PIECE_NBYTES, torch.uint8, "the benchmark")
         data = torch.randint(0, 256, (PIECE_NBYTES,), dtype=torch.uint8, device="cpu")
         for begin in range(0, self.array.nbytes, PIECE_NBYTES):

@@ -148,6 +148,7 @@ seams.EXTENSIONS[:] = (
     "ext.sequence.sequences.Sequences",
     "tools.watch.timeline.Timeline",
 )
+seams.STAGING_BACKENDS[:] = ("ext.gpu_direct.gpu_direct.GpuDirect",)
 _ROOMS = ("data", "integrations", "parallel")  # whose functions are called by their room's name
 
 

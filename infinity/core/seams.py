@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 # The classes of all extensions, by their path below infinity/. `infinity/__init__.py` fills it.
 EXTENSIONS: list[str] = []
+# The classes of the ways from disk to the device beside the one through the host's memory
+# (:class:`infinity.core.homes.staging.Backend`), best first, by their path.
+STAGING_BACKENDS: list[str] = []
 # The module that reads other tools' configurations.
 CONFIG_READER = "infinity.ext.migrate.reader"
 
@@ -27,6 +30,15 @@ def is_there(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # of a folder around it
         return False
+
+
+def classes_of(paths: Iterable[str]) -> Iterator[Any]:
+    """Yields the classes with these paths below infinity/. Skips those whose folder is not
+    there."""
+    for path in paths:
+        module, _, name = f"infinity.{path}".rpartition(".")
+        if is_there(module):
+            yield getattr(importlib.import_module(module), name)
 
 
 class NoValues:
@@ -100,12 +112,5 @@ class Extension:
 
 def begin_extensions(config: Any, device: Any, collectives: Any, events: Events) -> list[Extension]:
     """Begins the extensions that a wrap needs. Skips those whose folder is not there."""
-    begun = []
-    for path in EXTENSIONS:
-        module, _, name = f"infinity.{path}".rpartition(".")
-        if not is_there(module):
-            continue
-        kind = getattr(importlib.import_module(module), name)
-        if (extension := kind.begin(config, device, collectives, events)) is not None:
-            begun.append(extension)
-    return begun
+    begun = (kind.begin(config, device, collectives, events) for kind in classes_of(EXTENSIONS))
+    return [extension for extension in begun if extension is not None]

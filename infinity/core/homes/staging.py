@@ -1,21 +1,81 @@
 """Staging: brings weights from disk towards the device, through slots of host memory or past it.
 
 slot      a lease of the staging pool, for the bytes of one flat param
-fetch     a read into a slot, or into the slot's counterpart on the device (:mod:`.gpu_direct`)
+fetch     a read into a slot, or into the slot's counterpart on the device
+backend   a way of fetches. Others than the one through host memory are listed in the seams
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 
 from ... import native
 from ...errors import InfinityError
-from ...ext.gpu_direct.gpu_direct import GpuDirect, open_gpu_direct
 from ..machine.device import Device, Event
+from ..seams import STAGING_BACKENDS, classes_of
 from .arrays import StateArray
+
+
+class Backend(Protocol):
+    """A way from disk to the device that passes the host by."""
+
+    hung: str  # the file of a read that does not return, or ""
+    nbytes: int  # that have passed the host by
+    copied_nbytes: int  # inside the device
+
+    @classmethod
+    def works(cls, config: Any, device: Device) -> bool:
+        """Tells whether ``device`` can read the disks of ``config``, as its checksums demand."""
+
+    @staticmethod
+    def device_nbytes(staging_nbytes: int) -> int:
+        """Returns the device memory that it needs beside a staging pool of so many bytes."""
+
+    @classmethod
+    def open(
+        cls,
+        io: native.IoEngine,
+        staging: native.PinnedPool,
+        device: Device,
+        *,
+        checksums: bool,
+        sampled: bool,
+    ) -> Backend | None:
+        """Opens it. None, with a logged reason, if the device refuses. Raises CapacityError."""
+
+    def read(
+        self,
+        extent: native.Extent,
+        offset: int,
+        address: int,
+        nbytes: int,
+        *,
+        after: native.Ticket | None,
+        lease: native.Lease,
+    ) -> Any:
+        """Starts reading to ``address`` of the staging pool or its counterpart."""
+
+    def cancel(self, transfer: Any) -> None:
+        """Cancels a read that has not started."""
+
+    def arrived(self, transfer: Any, address: int, nbytes: int) -> torch.Tensor:
+        """Returns the bytes of a completed read, in place."""
+
+    def lane_of(self, transfer: Any) -> str:
+        """Returns the timeline's lane of a completed read."""
+
+    def close(self) -> None:
+        """Waits for running reads. Repeat if interrupted."""
+
+
+def backend_for(config: Any, device: Device) -> type[Backend] | None:
+    """Returns the first backend that works for ``config`` and ``device``; None: reads pass through
+    the host."""
+    return next((kind for kind in classes_of(STAGING_BACKENDS) if kind.works(config, device)), None)
 
 
 class ThroughHost:
@@ -63,7 +123,7 @@ class Fetch:
     """A read of ``nbytes`` into a slot at ``address``, or into the slot's counterpart."""
 
     transfer: native.Ticket | native.Landing
-    backend: ThroughHost | GpuDirect
+    backend: ThroughHost | Backend
     address: int
     nbytes: int
 
@@ -103,24 +163,24 @@ class Staging:
         """``sampled``: reads past the host are checked by samples, if the device cannot."""
         self._io, self._device, self._checksums, self._sampled = io, device, checksums, sampled
         self.pool: native.PinnedPool | None = None
-        self.gpu_direct: GpuDirect | None = None
-        self._backend: ThroughHost | GpuDirect | None = None
+        self.past_host: Backend | None = None
+        self._backend: ThroughHost | Backend | None = None
         # Slots that are still being copied to the device
         self._returning: deque[tuple[Event, list[native.Lease]]] = deque()
 
-    def open(self, pool: native.PinnedPool, *, gpu_direct: bool) -> None:
-        """Sets the pool, whose memory the I/O engine knows. ``gpu_direct``: reads may bypass it."""
+    def open(self, pool: native.PinnedPool, backend: type[Backend] | None = None) -> None:
+        """Sets the pool, whose memory the I/O engine knows. ``backend``: reads may bypass it."""
         self.pool = pool
-        if gpu_direct:
-            self.gpu_direct = open_gpu_direct(
+        if backend is not None:
+            self.past_host = backend.open(
                 self._io, pool, self._device, checksums=self._checksums, sampled=self._sampled
             )
-        self._backend = self.gpu_direct or ThroughHost(self._io, pool, checksums=self._checksums)
+        self._backend = self.past_host or ThroughHost(self._io, pool, checksums=self._checksums)
 
     @property
     def needs_pieces(self) -> bool:
         """Whether reads must be in small pieces, as they are past the host."""
-        return self.gpu_direct is not None
+        return self.past_host is not None
 
     @property
     def hung(self) -> str:
@@ -173,7 +233,7 @@ class Staging:
         """Waits for reads past the host. Repeat if interrupted."""
         if self._backend is not None:
             self._backend.close()
-        self._backend = self.gpu_direct = None
+        self._backend = self.past_host = None
 
     def drop_pool(self) -> None:
         """Drops the pool and its slots, once no transfer is running."""

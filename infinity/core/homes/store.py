@@ -29,7 +29,7 @@ from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from .allocator import ArrayAllocator
 from .arrays import StateArray, bytes_of
-from .staging import Staging
+from .staging import Backend, Staging
 from .swap_folders import SwapFolders
 from .swap_space import SwapSpace
 from .transfers import Window
@@ -89,11 +89,11 @@ class ArrayStore:
         regions: Sequence[native.Region],
         *,
         staging: native.PinnedPool | None = None,
-        gpu_direct: bool = False,
+        backend: type[Backend] | None = None,
     ) -> None:
         """Creates the swap files at full size and registers them and ``regions``, its transfer
         memory, with the I/O engine. ``staging``: the pool of weights on their way to the device.
-        ``gpu_direct``: those may bypass host memory.
+        ``backend``: the way of those that bypass host memory.
 
         Raises CapacityError if a disk has too little room, StorageError if it refuses.
         """
@@ -101,7 +101,7 @@ class ArrayStore:
         self.space.lay_out()
         self.io.register([(region.address, region.nbytes) for region in (*regions, service)])
         if staging is not None:
-            self.staging.open(staging, gpu_direct=gpu_direct)
+            self.staging.open(staging, backend)
         self.arrays.open()
 
     def need_service(self) -> None:

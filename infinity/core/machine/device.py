@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,7 +27,6 @@ import torch
 
 from ... import native
 from ...errors import InfinityError
-from ...ext.gpu_direct import direct_storage
 from . import storage_guard
 from .card_memory import CardMemory
 from .heap import Heap
@@ -118,7 +117,6 @@ class Device:
     def __init__(self, where: torch.device, traffic: Traffic):
         self.where, self.traffic = where, traffic
         self._heap = Heap()
-        self._reads_disks: bool | None = None
         self.kernels: Any = None  # of the optimizer, if the processor's do not reach
         self.kernels_refusal = "the processor has its own"
 
@@ -175,19 +173,6 @@ class Device:
         """Address of the driver's functions that the core needs without kernels; 0 if there are
         none."""
         return 0
-
-    def reads_disks(self, folders: Sequence[str], checksums: bool | str = True) -> bool:
-        """Returns whether disks of ``folders`` can transfer to its memory, bypassing the host, with
-        the verification of ``checksums``. Cached."""
-        if self._reads_disks is None:
-            verified = self.kernels is not None or checksums is not True
-            self._reads_disks = (
-                bool(folders)
-                and verified
-                and bool(self.direct_calls)
-                and not direct_storage.refusal(folders)
-            )
-        return self._reads_disks
 
     @property
     def stream_handle(self) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ... import native
 from ...config import Config
-from ...ext.gpu_direct.gpu_direct import SLACK_NBYTES
 from ...ext.shared_homes.arena import KEPT_DATA, kept_data_nbytes
+from ..homes.staging import Backend
 from ..machine.device import Device
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
@@ -41,13 +41,13 @@ class MemoryTerms:
         held_nbytes: int,
         device: Device,
         *,
-        gpu_direct: bool = False,
+        backend: type[Backend] | None = None,
         buffers_nbytes: int = 0,
     ):
         """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weight
-        bytes that a forward holds at once. ``gpu_direct``: reads may bypass
-        host memory. ``buffers_nbytes``: of the model's buffers."""
-        self._gpu_direct, self._buffers_nbytes = gpu_direct, buffers_nbytes
+        bytes that a forward holds at once. ``backend``: by which reads
+        bypass host memory. ``buffers_nbytes``: of the model's buffers."""
+        self._backend, self._buffers_nbytes = backend, buffers_nbytes
         self._units, self._config, self._rung, self._held, self._device = (
             units,
             config,
@@ -75,11 +75,9 @@ class MemoryTerms:
             self._grad_staging(),
             self._activation_staging(),
         )
-        gpu_direct = self._add(
-            Tier.DEVICE,
-            "staged weights",
-            staging + SLACK_NBYTES if staging and self._gpu_direct else 0,
-        )
+        backend = self._backend if staging else None
+        if backend is not None:
+            self._add(Tier.DEVICE, "staged weights", backend.device_nbytes(staging))
         slot, service = self._slot(), self._service()
         self._add(self._tier_of_buffers, BUFFERS, self._buffers_nbytes)
         self._add(Tier.HOST, KEPT_DATA, kept_data_nbytes())
@@ -99,7 +97,7 @@ class MemoryTerms:
             device_window_nbytes=window,
             autograd_nbytes=autograd,
             landing_nbytes=landing,
-            gpu_direct_nbytes=gpu_direct,
+            staging_backend=backend,
             device_slot_nbytes=device_slot,
             terms=self.terms,
         )

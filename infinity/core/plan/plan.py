@@ -11,13 +11,14 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
 from ...choices import AUTO
 from ...config import Config
 from ...errors import ConfigError, InternalError
+from ..homes.staging import Backend, backend_for
 from ..machine.device import Device
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
@@ -125,11 +126,14 @@ class _Choices:
             device,
             buffers_nbytes=self.buffers_nbytes,
         )
-        gpu_direct = homes[0] is Tier.NVME and device.reads_disks(
-            config.nvme_paths, config.checksums
-        )
-        plan = add_up(gpu_direct=gpu_direct).plan()
-        return add_up().plan() if gpu_direct and self.budgets.over(plan) else plan
+        backend = self._backend if homes[0] is Tier.NVME else None
+        plan = add_up(backend=backend).plan()
+        return add_up().plan() if backend is not None and self.budgets.over(plan) else plan
+
+    @cached_property
+    def _backend(self) -> type[Backend] | None:
+        """The way from disk to the device that passes the host by, if there is one."""
+        return backend_for(self.config, self.device)
 
     def _filled(self, plan: MemoryPlan, budgets: Budgets) -> MemoryPlan:
         units, config, device = self.units, self.config, self.device

@@ -93,9 +93,7 @@ class Resources:
             self._charge(tier, plan.terms[tier].get(BUFFERS, 0), BUFFERS)
         if kept := plan.terms[Tier.HOST].get(KEPT_DATA, 0):
             self._charge(Tier.HOST, kept, KEPT_DATA)
-        store.open(
-            list(self._regions.values()), staging=weights, gpu_direct=plan.gpu_direct_nbytes > 0
-        )
+        store.open(list(self._regions.values()), staging=weights, backend=plan.staging_backend)
 
     def _charge(self, tier: Tier, nbytes: int, what: str) -> None:
         self._charges[tier, what] = self._store.ledger.reserve(tier, nbytes, what)

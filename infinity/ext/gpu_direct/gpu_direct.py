@@ -13,9 +13,11 @@ import logging
 import torch
 
 from ... import native
+from ...config import Config
 from ...core.homes.transfers import never_freed
 from ...core.machine.device import Device
 from ...core.machine.traffic import PAST_HOST
+from . import direct_storage
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,66 @@ class GpuDirect:
         self._staging, self._buffer, self._reader = staging, buffer, reader
         self.copied_nbytes = 0  # inside the device
         self._told: set[str] = set()
+
+    @classmethod
+    def works(cls, config: Config, device: Device) -> bool:
+        """Tells whether ``device`` can read the disks of ``config``, as its checksums demand: of a
+        device on paper that is not known."""
+        verified = device.kernels is not None or config.checksums is not True
+        return (
+            not device.is_on_paper
+            and bool(config.nvme_paths)
+            and verified
+            and bool(device.direct_calls)
+            and not direct_storage.refusal(config.nvme_paths)
+        )
+
+    @staticmethod
+    def device_nbytes(staging_nbytes: int) -> int:
+        """Returns the device memory for a staging pool of so many bytes."""
+        return staging_nbytes + SLACK_NBYTES
+
+    @classmethod
+    def open(
+        cls,
+        io: native.IoEngine,
+        staging: native.PinnedPool,
+        device: Device,
+        *,
+        checksums: bool,
+        sampled: bool = False,
+    ) -> GpuDirect | None:
+        """Opens the reader. None, with a logged reason, if the library does not accept the device's
+        memory. Raises CapacityError if the device has no room.
+
+        ``checksums``: all bytes are verified on the device. ``sampled``: without kernels for that,
+        a part is verified on the host: each byte once in ``SAMPLED_READS`` reads of its piece.
+        """
+        whole = device.zeros(
+            cls.device_nbytes(staging.capacity_nbytes),
+            torch.uint8,
+            "weights that come past the host's memory",
+        )
+        first = -whole.data_ptr() % ALIGNMENT
+        buffer = whole[first : first + staging.capacity_nbytes]
+        device.now().wait()  # before a disk writes there
+        backend, why = native.make_cufile_road(buffer.data_ptr(), buffer.numel())
+        if backend is None:
+            logger.warning("bytes from disk pass through the host's memory: %s", why)
+            return None
+        timeout = native.io_timeout()
+        reader = native.DirectReader(
+            io,
+            backend,
+            calls=device.direct_calls,
+            device=device.where.index or 0,
+            threads=THREADS,
+            checksums=checksums,
+            sampled=SAMPLED_READS if sampled else 0,
+            late_seconds=min(LATE_SECONDS, timeout / 2),
+            hung_seconds=timeout,
+        )
+        return cls(staging, buffer, reader)
 
     @property
     def nbytes(self) -> int:
@@ -95,44 +157,3 @@ class GpuDirect:
                 never_freed.append(self._buffer)
         # An error's traceback may keep a fetch, and this object with it.
         self._reader = self._buffer = None
-
-
-def open_gpu_direct(
-    io: native.IoEngine,
-    staging: native.PinnedPool,
-    device: Device,
-    *,
-    checksums: bool,
-    sampled: bool = False,
-) -> GpuDirect | None:
-    """Opens the reader. None, with a logged reason, if the library does not accept the device's
-    memory. Raises CapacityError if the device has no room.
-
-    ``checksums``: all bytes are verified on the device. ``sampled``: without kernels for that, a
-    part is verified on the host: each byte once in ``SAMPLED_READS`` reads of its piece.
-    """
-    whole = device.zeros(
-        staging.capacity_nbytes + SLACK_NBYTES,
-        torch.uint8,
-        "weights that come past the host's memory",
-    )
-    first = -whole.data_ptr() % ALIGNMENT
-    buffer = whole[first : first + staging.capacity_nbytes]
-    device.now().wait()  # before a disk writes there
-    backend, why = native.make_cufile_road(buffer.data_ptr(), buffer.numel())
-    if backend is None:
-        logger.warning("bytes from disk pass through the host's memory: %s", why)
-        return None
-    timeout = native.io_timeout()
-    reader = native.DirectReader(
-        io,
-        backend,
-        calls=device.direct_calls,
-        device=device.where.index or 0,
-        threads=THREADS,
-        checksums=checksums,
-        sampled=SAMPLED_READS if sampled else 0,
-        late_seconds=min(LATE_SECONDS, timeout / 2),
-        hung_seconds=timeout,
-    )
-    return GpuDirect(staging, buffer, reader)

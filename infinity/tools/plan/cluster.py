@@ -50,10 +50,6 @@ class OnPaper(Device):
         super().__init__(torch.device("cuda"), Traffic())
         self.kernels, self.kernels_refusal = "on paper", ""
 
-    def reads_disks(self, folders: Sequence[str], checksums: bool | str = True) -> bool:
-        """Returns False: machine files do not tell."""
-        return False
-
 
 @dataclass(frozen=True)
 class ClusterPrediction:

@@ -138,9 +138,9 @@ def edges_of(job: Job) -> dict[str, EdgeTraffic]:
         edges[name].busy_seconds = job.store.io.busy_seconds(op)
     if job.traffic.data != EdgeTraffic():
         edges[DATA] = dataclasses.replace(job.traffic.data)
-    if (gpu_direct := job.store.staging.gpu_direct) is not None:
-        edges[PAST_HOST] = EdgeTraffic(gpu_direct.nbytes)
-        edges["host->device"].nbytes -= gpu_direct.copied_nbytes
+    if (past_host := job.store.staging.past_host) is not None:
+        edges[PAST_HOST] = EdgeTraffic(past_host.nbytes)
+        edges["host->device"].nbytes -= past_host.copied_nbytes
     return edges
 
 

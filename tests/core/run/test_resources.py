@@ -123,7 +123,7 @@ def test_every_shard_is_allocated_where_the_plan_has_its_unit(make):
     assert others == [("unit u1", {**plan.tiers, "grad": Tier.HOST}, set())] * 2
 
 
-def test_transfer_memory_is_allocated_and_charged_as_planned(make, monkeypatch):
+def test_transfer_memory_is_allocated_and_charged_as_planned(make):
     """And the terms of the device, of checksums and of buffers. Twin: what a plan lacks is not
     allocated."""
     on_device = ("node shards", "gradients on their way", "optimizer slots", "staged weights")
@@ -132,9 +132,8 @@ def test_transfer_memory_is_allocated_and_charged_as_planned(make, monkeypatch):
         Tier.HOST: {"checksums": 7, BUFFERS: 5},
         Tier.NVME: {},
     }
-    # A machine's own cuFile takes a GPU's memory, and this device is the processor.
-    monkeypatch.setattr(native, "make_cufile_road", lambda *_: (None, "no cuFile"))
-    made = make(plan_of(terms=terms, gpu_direct_nbytes=1))
+    refused = SimpleNamespace(open=lambda *_, **__: None)
+    made = make(plan_of(terms=terms, staging_backend=refused))
     found = {(tier, what): nbytes for tier, what, nbytes in made.charges}
     host = {
         "staged weights": SIZES["weights"],
@@ -155,7 +154,8 @@ def test_transfer_memory_is_allocated_and_charged_as_planned(make, monkeypatch):
     assert resources.activation_staging.capacity_nbytes == SIZES["activations"]
     copied = [(SIZES[name], True) for name in ("weights", "grads", "activations")]
     assert made.opened["regions"] == [*copied, (2 * SIZES["slot"], False)]
-    assert made.opened["staging"].capacity_nbytes == SIZES["weights"] and made.opened["gpu_direct"]
+    assert made.opened["staging"].capacity_nbytes == SIZES["weights"]
+    assert made.opened["backend"] is refused
 
 
 def test_a_plan_without_transfers_takes_no_memory_for_them(make):
@@ -170,7 +170,7 @@ def test_a_plan_without_transfers_takes_no_memory_for_them(make):
     }
     made = make(plan_of(Tier.HOST, **none))
     assert made.resources.grad_staging is None is made.resources.activation_staging
-    assert made.opened == {"regions": [], "staging": None, "gpu_direct": False}
+    assert made.opened == {"regions": [], "staging": None, "backend": None}
     assert isinstance(made.resources.make_updater(), native.Updater)
 
 

@@ -263,7 +263,7 @@ def test_a_refused_read_leaves_the_unit_at_home(tmp_path, kind):
     broken.create_file(str(tmp_path / "broken"), MIB)
     whole = home.store.staging
     home.store.staging = Staging(broken, home.store.device, checksums=True, sampled=False)
-    home.store.staging.open(whole.pool, gpu_direct=False)
+    home.store.staging.open(whole.pool)
     home.do("fetch")
     with pytest.raises(StorageError):
         home.do("stage")

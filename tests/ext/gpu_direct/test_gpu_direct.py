@@ -37,6 +37,7 @@ from infinity.core.machine.traffic import Traffic
 from infinity.core.wrap.lay_out import lay_out
 from infinity.errors import CorruptionError
 from infinity.ext.gpu_direct import direct_storage, gpu_direct
+from infinity.ext.gpu_direct.gpu_direct import GpuDirect
 from infinity.tools.bench.settings import Settings
 
 SEED = 20261123
@@ -140,7 +141,7 @@ def test_it_is_planned_and_charged(able, tmp_path):
     engine = parts_of(model).engine
     assert (
         parts_of(engine).planned.plan.terms["device"]["staged weights"]
-        == parts_of(engine).planned.plan.gpu_direct_nbytes
+        == GpuDirect.device_nbytes(parts_of(engine).planned.plan.staging_nbytes)
         > parts_of(engine).planned.plan.staging_nbytes
         > 0
     )
@@ -149,10 +150,10 @@ def test_it_is_planned_and_charged(able, tmp_path):
     for tight in range(needed, 0, -16 * 1024):
         plan, *_ = lay_out(*a_model(), infinity.Config(**on_disk(tmp_path, device_memory=tight)))
         assert plan.planned_nbytes(Tier.DEVICE) <= tight
-        if plan.gpu_direct_nbytes == 0:
+        if plan.staging_backend is None:
             break
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path, device_memory=tight))
-    assert parts_of(model).store.staging.gpu_direct is None
+    assert parts_of(model).store.staging.past_host is None
     infinity.unwrap_model(model, optimizer)
 
 
@@ -184,7 +185,7 @@ def test_sampling_with_kernels_verifies_everything(able, tmp_path, monkeypatch):
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path, checksums="sampled"))
     train(model, optimizer, steps=1)
     assert (
-        parts_of(model).store.staging.gpu_direct._reader.refused["changed"][0] == 1
+        parts_of(model).store.staging.past_host._reader.refused["changed"][0] == 1
         and able.count("copied") == 0
     )
     infinity.unwrap_model(model, optimizer)
@@ -211,7 +212,7 @@ def test_it_is_off_where_something_is_missing(why, able, compute_on, monkeypatch
         able.set(driver=5001)
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path))
     train(model, optimizer, steps=1)
-    assert parts_of(model).store.staging.gpu_direct is None and able.count("reads") == 0
+    assert parts_of(model).store.staging.past_host is None and able.count("reads") == 0
     infinity.unwrap_model(model, optimizer)
 
 
