@@ -25,12 +25,11 @@ from ..core.machine.device import note_used
 from ..core.machine.traffic import Traffic
 from ..ext.shared_homes.quantize import decode_blocks, encode_blocks
 from ..ext.shared_homes.shared_homes import borrowed
-from ..ext.shares.paces import Split
 from .collective_trace import Collective
 from .kinds import Kind, bytes_of, count_begun, describe
 from .kinds import begin as begin_kind
 from .parallel_dims import ParallelDims
-from .pass_agreement import PassAgreement, Progress
+from .pass_agreement import PassAgreement, Progress, Weighing
 from .pending import Pending, ranks_lost
 
 MOST_ORDERED = 4  # gathers that the host may be ahead of
@@ -160,7 +159,7 @@ class Bulk:
     def reduce(
         self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]
     ) -> Pending:
-        """Averages this rank's shard of all ranks' ``flat``, weighed by the shares of the batch.
+        """Averages this rank's shard of all ranks' ``flat``, weighed by :attr:`weighing`.
         The wait passes it, fp32, to ``done``.
 
         Precondition: after :meth:`agree`, or the next collective of a verified pass.
@@ -198,22 +197,21 @@ class Bulk:
         return self._pending(works, what, finish, flat.device)
 
     @property
-    def split(self) -> Split | None:
-        """The shares of the batch by which gradients are weighed; None: they are equal."""
-        return self._progress.split
+    def weighing(self) -> Weighing | None:
+        """How averages weigh the data ranks' gradients; None: all alike."""
+        return self._progress.weighing
 
-    def share_out(self, split: Split | None) -> None:
-        """Sets the shares by which later averages weigh gradients, as ``split`` has them then. This
-        rank announces them at every sync point. Every rank calls this, between two steps."""
-        self._progress.split = split
+    def weigh_by(self, weighing: Weighing | None) -> None:
+        """Sets how later averages weigh gradients, as ``weighing`` has it then. This rank announces
+        it at every sync point. Every rank calls this, between two steps."""
+        self._progress.weighing = weighing
 
-    def _weights(self) -> list[float] | None:
-        """Returns the weights of the shard group's ranks; None if all data ranks have equal
-        shares."""
-        if self.split is None or self.split.weights is None:
+    def _weights(self) -> Sequence[float] | None:
+        """Returns the weights of the shard group's ranks; None if all data ranks' are 1."""
+        if self.weighing is None or self.weighing.weights is None:
             return None
         first = self.ranks.data_rank - self.ranks.rank
-        return self.split.weights[first : first + self.ranks.size]
+        return self.weighing.weights[first : first + self.ranks.size]
 
     @property
     def can_share_flags(self) -> bool:

@@ -12,14 +12,14 @@ other at different points.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from ..ext.shares.paces import Split
 from . import collective_trace
 from .collective_trace import Collective, CollectiveTrace
 from .parallel_dims import ParallelDims
@@ -36,20 +36,32 @@ def _flags_of(trace: CollectiveTrace, key: bytes) -> list[int]:
     return [*said, *(255 - byte for byte in said)]
 
 
+class Weighing(Protocol):
+    """How averages weigh the data ranks' gradients: equal on all ranks."""
+
+    @property
+    def weights(self) -> Sequence[float] | None:
+        """A factor for each data rank; None: all are 1."""
+
+    @property
+    def said(self) -> str:
+        """What a sync point announces of them, behind the counts."""
+
+
 @dataclass
 class Progress:
-    """The steps and backwards that a rank has done, with which shares of the batch, and since which
-    load: announced at every sync point. A rank interrupted after the agreement to load, or on other
-    shares, but before its change, is found by it before its values mix with the others'."""
+    """The steps and backwards that a rank has done, how it weighs gradients, and since which load:
+    announced at every sync point. A rank interrupted after the agreement to load, or on other
+    weights, but before its change, is found by it before its values mix with the others'."""
 
     steps: int = 0
     backwards: int = 0
     origin: str = ""  # the load that its values are from, as announced
-    split: Split | None = None  # of the batch over data ranks, if they have shares
+    weighing: Weighing | None = None  # None: averages weigh all data ranks alike
 
     def __str__(self) -> str:
-        shares = "" if self.split is None else self.split.said
-        return f"(after {self.steps} steps and {self.backwards} backwards{shares}{self.origin})"
+        said = "" if self.weighing is None else self.weighing.said
+        return f"(after {self.steps} steps and {self.backwards} backwards{said}{self.origin})"
 
     @property
     def of_steps(self) -> str:

@@ -77,7 +77,7 @@ class Shares:
             collectives.compare({"the batch": f"{total} {unit}"}, "Shares", over_stages=True)
             self._split = Split(total, collectives.ranks.data_size)
             self._pace = Pace(record.model, self._job)
-            collectives.bulk.share_out(self._split)
+            collectives.bulk.weigh_by(self._split)
         self._finalizer = weakref.finalize(self, _end, collectives.bulk, self._split, self._pace)
 
     @property
@@ -116,7 +116,7 @@ class Shares:
     def _operation(self) -> Any:
         """Opens the scope of a change. Raises UsageError where weights may not change."""
         scope = self._job.uses.operation(ShareOperation.DIVIDE)
-        if self._collectives.bulk.split is not self._split:
+        if self._collectives.bulk.weighing is not self._split:
             raise UsageError(
                 "this Shares ended when another one was made for the same model: use the newer one"
             )
@@ -206,5 +206,5 @@ def _trained_here() -> Wrapped:
 def _end(bulk: Bulk, split: Split, pace: Pace) -> None:
     """Ends the weights of ``split``, unless another one has taken its place."""
     pace.close()
-    if bulk.split is split:
-        bulk.share_out(None)
+    if bulk.weighing is split:
+        bulk.weigh_by(None)

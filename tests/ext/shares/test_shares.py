@@ -166,7 +166,7 @@ def reduced(monkeypatch) -> Callable[..., list[torch.Tensor]]:
             if paces is not None:
                 divided = Split(12, 2)
                 divided.take(paces)
-                collectives.bulk.share_out(divided)
+                collectives.bulk.weigh_by(divided)
             value = given(collectives.ranks.data_rank)
             flat, found = torch.full((512,), value, dtype=torch.bfloat16), []
             collectives.bulk.reduce(flat, "unit 0", found.append).wait()
