@@ -16,7 +16,7 @@ import torch
 
 from infinity import native
 from infinity.core.homes.arrays import StateArray
-from infinity.core.homes.staging import Backend, Fetch
+from infinity.core.homes.staging import Fetch, ThroughHost
 from infinity.core.homes.store import ArrayStore
 from infinity.core.machine.device import PAST, Device, Event
 from infinity.core.machine.ledger import Ledger
@@ -46,7 +46,7 @@ def measure_on(device: Device, settings: Settings) -> Measured:
     other."""
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
         refusal = direct_storage.refusal([folder])
-        jobs = {"through": _Job(folder, device, settings, None)}
+        jobs = {"through": _Job(folder, device, settings, ThroughHost)}
         if not refusal:
             jobs["past"] = _Job(folder, device, settings, GpuDirect)
         try:
@@ -74,9 +74,7 @@ def measure_on(device: Device, settings: Settings) -> Measured:
 class _Job:
     """An array on disk, and memory on the device as large as a piece of it."""
 
-    def __init__(
-        self, folder: str, device: Device, settings: Settings, backend: type[Backend] | None
-    ):
+    def __init__(self, folder: str, device: Device, settings: Settings, backend: type[ThroughHost]):
         self._device = device
         self.store = ArrayStore(
             [folder], Ledger(), device.traffic, service_nbytes=PIECE_NBYTES, device=device

@@ -18,7 +18,7 @@ from typing import Any
 # The classes of all extensions, by their path below infinity/. `infinity/__init__.py` fills it.
 EXTENSIONS: list[str] = []
 # The classes of the ways from disk to the device beside the one through the host's memory
-# (:class:`infinity.core.homes.staging.Backend`), best first, by their path.
+# (:class:`infinity.core.homes.staging.ThroughHost`), best first, by their path.
 STAGING_BACKENDS: list[str] = []
 # The module that reads other tools' configurations.
 CONFIG_READER = "infinity.ext.migrate.reader"

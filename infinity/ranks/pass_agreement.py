@@ -15,7 +15,6 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -36,16 +35,11 @@ def _flags_of(trace: CollectiveTrace, key: bytes) -> list[int]:
     return [*said, *(255 - byte for byte in said)]
 
 
-class Weighing(Protocol):
+class Weighing:
     """How averages weigh the data ranks' gradients: equal on all ranks."""
 
-    @property
-    def weights(self) -> Sequence[float] | None:
-        """A factor for each data rank; None: all are 1."""
-
-    @property
-    def said(self) -> str:
-        """What a sync point announces of them, behind the counts."""
+    weights: Sequence[float] | None = None  # a factor for each data rank; None: all are 1
+    said = ""  # what a sync point announces of them, behind the counts
 
 
 @dataclass

@@ -33,11 +33,11 @@ MODULES = {
 }
 # Imports that still go up, counted. They may become fewer.
 MOST_UP = {
-    ("core", "ext"): 186,
+    ("core", "ext"): 182,
     ("core", "ranks"): 40,
     ("files", "core"): 3,
     ("files", "ext"): 6,
-    ("ranks", "ext"): 6,
+    ("ranks", "ext"): 4,
 }
 CSRC_ROOMS = [
     ["base"],

@@ -9,43 +9,54 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ... import native
+from ...config import Config
 from ...errors import InfinityError
 from ..machine.device import Device, Event
 from ..seams import STAGING_BACKENDS, classes_of
 from .arrays import StateArray
 
 
-class Backend(Protocol):
-    """A way from disk to the device that passes the host by."""
+class ThroughHost:
+    """The backend that works anywhere: reads into the staging pool itself, by the I/O engine.
+    Others derive from it."""
 
-    hung: str  # the file of a read that does not return, or ""
-    nbytes: int  # that have passed the host by
-    copied_nbytes: int  # inside the device
+    hung = ""  # the file of a read that does not return
+    passes_host = False  # whether reads may bypass host memory, in small pieces
+    nbytes = 0  # that have bypassed it
+    copied_nbytes = 0  # of these: inside the device
+
+    def __init__(self, io: native.IoEngine, pool: native.PinnedPool, *, checksums: bool):
+        self._io, self._pool, self._checksums = io, pool, checksums
 
     @classmethod
-    def works(cls, config: Any, device: Device) -> bool:
-        """Tells whether ``device`` can read the disks of ``config``, as its checksums demand."""
+    def works(cls, config: Config, device: Device) -> bool:
+        """Tells whether ``device`` can read the disks of ``config`` so, and verify the bytes as
+        its checksums demand."""
+        return True
 
     @staticmethod
     def device_nbytes(staging_nbytes: int) -> int:
         """Returns the device memory that it needs beside a staging pool of so many bytes."""
+        return 0
 
     @classmethod
     def open(
         cls,
         io: native.IoEngine,
-        staging: native.PinnedPool,
+        pool: native.PinnedPool,
         device: Device,
         *,
         checksums: bool,
         sampled: bool,
-    ) -> Backend | None:
-        """Opens it. None, with a logged reason, if the device refuses. Raises CapacityError."""
+    ) -> ThroughHost | None:
+        """Opens it. None, with a logged reason, if the device refuses. Raises CapacityError if it
+        has no room. ``sampled``: a part of the bytes is verified, if the device can verify none."""
+        return cls(io, pool, checksums=checksums)
 
     def read(
         self,
@@ -56,60 +67,21 @@ class Backend(Protocol):
         *,
         after: native.Ticket | None,
         lease: native.Lease,
-    ) -> Any:
-        """Starts reading to ``address`` of the staging pool or its counterpart."""
-
-    def cancel(self, transfer: Any) -> None:
-        """Cancels a read that has not started."""
-
-    def arrived(self, transfer: Any, address: int, nbytes: int) -> torch.Tensor:
-        """Returns the bytes of a completed read, in place."""
-
-    def lane_of(self, transfer: Any) -> str:
-        """Returns the timeline's lane of a completed read."""
-
-    def close(self) -> None:
-        """Waits for running reads. Repeat if interrupted."""
-
-
-def backend_for(config: Any, device: Device) -> type[Backend] | None:
-    """Returns the first backend that works for ``config`` and ``device``; None: reads pass through
-    the host."""
-    return next((kind for kind in classes_of(STAGING_BACKENDS) if kind.works(config, device)), None)
-
-
-class ThroughHost:
-    """The reads into the staging pool itself, by the I/O engine."""
-
-    hung = ""
-
-    def __init__(self, io: native.IoEngine, pool: native.PinnedPool, *, checksums: bool):
-        self._io, self._pool, self._checksums = io, pool, checksums
-
-    def read(
-        self,
-        extent: native.Extent,
-        offset: int,
-        address: int,
-        nbytes: int,
-        *,
-        after: native.Ticket | None,
-        lease: native.Lease,
-    ) -> native.Ticket:
+    ) -> native.Ticket | native.Landing:
         """Starts reading to ``address`` of the staging pool."""
         return self._io.read(
             extent, offset, address, nbytes, after=after, lease=lease, checksum=self._checksums
         )
 
-    def cancel(self, ticket: native.Ticket) -> None:
+    def cancel(self, transfer: Any) -> None:
         """Cancels the parts of a read that have not started."""
-        self._io.cancel(ticket)
+        self._io.cancel(transfer)
 
-    def arrived(self, ticket: native.Ticket, address: int, nbytes: int) -> torch.Tensor:
+    def arrived(self, transfer: Any, address: int, nbytes: int) -> torch.Tensor:
         """Returns the bytes of a completed read, in place."""
         return native.tensor_at(self._pool.region, address, nbytes, torch.uint8)
 
-    def lane_of(self, ticket: native.Ticket) -> str:
+    def lane_of(self, transfer: Any) -> str:
         """Returns the timeline's lane of a completed read."""
         return "nvme->host"
 
@@ -118,12 +90,18 @@ class ThroughHost:
         self._io = self._pool = None
 
 
+def backend_for(config: Config, device: Device) -> type[ThroughHost]:
+    """Returns the first backend of the list that works for ``config`` and ``device``."""
+    kinds = (*classes_of(STAGING_BACKENDS), ThroughHost)
+    return next(kind for kind in kinds if kind.works(config, device))
+
+
 @dataclass(frozen=True, eq=False)
 class Fetch:
     """A read of ``nbytes`` into a slot at ``address``, or into the slot's counterpart."""
 
     transfer: native.Ticket | native.Landing
-    backend: ThroughHost | Backend
+    backend: ThroughHost
     address: int
     nbytes: int
 
@@ -163,29 +141,26 @@ class Staging:
         """``sampled``: reads past the host are checked by samples, if the device cannot."""
         self._io, self._device, self._checksums, self._sampled = io, device, checksums, sampled
         self.pool: native.PinnedPool | None = None
-        self.past_host: Backend | None = None
-        self._backend: ThroughHost | Backend | None = None
+        self.backend: ThroughHost | None = None
         # Slots that are still being copied to the device
         self._returning: deque[tuple[Event, list[native.Lease]]] = deque()
 
-    def open(self, pool: native.PinnedPool, backend: type[Backend] | None = None) -> None:
-        """Sets the pool, whose memory the I/O engine knows. ``backend``: reads may bypass it."""
+    def open(self, pool: native.PinnedPool, backend: type[ThroughHost] = ThroughHost) -> None:
+        """Sets the pool, whose memory the I/O engine knows, and opens ``backend``."""
         self.pool = pool
-        if backend is not None:
-            self.past_host = backend.open(
-                self._io, pool, self._device, checksums=self._checksums, sampled=self._sampled
-            )
-        self._backend = self.past_host or ThroughHost(self._io, pool, checksums=self._checksums)
+        self.backend = backend.open(
+            self._io, pool, self._device, checksums=self._checksums, sampled=self._sampled
+        ) or ThroughHost(self._io, pool, checksums=self._checksums)
 
     @property
     def needs_pieces(self) -> bool:
         """Whether reads must be in small pieces, as they are past the host."""
-        return self.past_host is not None
+        return self.backend is not None and self.backend.passes_host
 
     @property
     def hung(self) -> str:
         """The file of a read past the host that does not return, or ""."""
-        return self._backend.hung if self._backend is not None else ""
+        return self.backend.hung if self.backend is not None else ""
 
     def fetch(
         self,
@@ -201,10 +176,8 @@ class Staging:
         ``at`` of ``slot``, after ``after``. The fetch raises CorruptionError if checksums differ.
         """
         address = slot.address + at
-        transfer = self._backend.read(
-            array.extent, offset, address, nbytes, after=after, lease=slot
-        )
-        return Fetch(transfer, self._backend, address, nbytes)
+        transfer = self.backend.read(array.extent, offset, address, nbytes, after=after, lease=slot)
+        return Fetch(transfer, self.backend, address, nbytes)
 
     def take_back(self, slots: list[native.Lease], event: Event) -> None:
         """Returns ``slots`` to the pool after ``event``."""
@@ -231,9 +204,9 @@ class Staging:
 
     def close(self) -> None:
         """Waits for reads past the host. Repeat if interrupted."""
-        if self._backend is not None:
-            self._backend.close()
-        self._backend = self.past_host = None
+        if self.backend is not None:
+            self.backend.close()
+        self.backend = None
 
     def drop_pool(self) -> None:
         """Drops the pool and its slots, once no transfer is running."""

@@ -29,7 +29,7 @@ from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from .allocator import ArrayAllocator
 from .arrays import StateArray, bytes_of
-from .staging import Backend, Staging
+from .staging import Staging, ThroughHost
 from .swap_folders import SwapFolders
 from .swap_space import SwapSpace
 from .transfers import Window
@@ -89,11 +89,11 @@ class ArrayStore:
         regions: Sequence[native.Region],
         *,
         staging: native.PinnedPool | None = None,
-        backend: type[Backend] | None = None,
+        backend: type[ThroughHost] = ThroughHost,
     ) -> None:
         """Creates the swap files at full size and registers them and ``regions``, its transfer
         memory, with the I/O engine. ``staging``: the pool of weights on their way to the device.
-        ``backend``: the way of those that bypass host memory.
+        ``backend``: the way of those.
 
         Raises CapacityError if a disk has too little room, StorageError if it refuses.
         """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from ... import native
-from ..homes.staging import Backend
+from ..homes.staging import ThroughHost
 from ..machine.tiers import Tier
 from .unit_sizes import MIN_CHUNK
 
@@ -55,7 +55,7 @@ class MemoryPlan:
     autograd_nbytes: int = 0  # of gradients that autograd makes, beside the window's room for them
     waiting_nbytes: int = 0  # whole gradients on the device, until an accumulation pass ends
     landing_nbytes: int = 0  # device gradients still being copied, at most
-    staging_backend: type[Backend] | None = None  # by which staged weights pass the host by
+    staging_backend: type[ThroughHost] = ThroughHost
     device_slot_nbytes: int = 0  # one device slot, for state that the device steps
     terms: dict[Tier, dict[str, int]] = field(default_factory=dict)
     # array -> unit -> its home, if it differs from ``tiers``

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ... import native
 from ...config import Config
 from ...ext.shared_homes.arena import KEPT_DATA, kept_data_nbytes
-from ..homes.staging import Backend
+from ..homes.staging import ThroughHost
 from ..machine.device import Device
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
@@ -41,12 +41,12 @@ class MemoryTerms:
         held_nbytes: int,
         device: Device,
         *,
-        backend: type[Backend] | None = None,
+        backend: type[ThroughHost] = ThroughHost,
         buffers_nbytes: int = 0,
     ):
         """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weight
-        bytes that a forward holds at once. ``backend``: by which reads
-        bypass host memory. ``buffers_nbytes``: of the model's buffers."""
+        bytes that a forward holds at once. ``backend``: of
+        staged weights. ``buffers_nbytes``: of the model's buffers."""
         self._backend, self._buffers_nbytes = backend, buffers_nbytes
         self._units, self._config, self._rung, self._held, self._device = (
             units,
@@ -75,9 +75,8 @@ class MemoryTerms:
             self._grad_staging(),
             self._activation_staging(),
         )
-        backend = self._backend if staging else None
-        if backend is not None:
-            self._add(Tier.DEVICE, "staged weights", backend.device_nbytes(staging))
+        backend = self._backend if staging else ThroughHost
+        self._add(Tier.DEVICE, "staged weights", backend.device_nbytes(staging))
         slot, service = self._slot(), self._service()
         self._add(self._tier_of_buffers, BUFFERS, self._buffers_nbytes)
         self._add(Tier.HOST, KEPT_DATA, kept_data_nbytes())

@@ -18,7 +18,7 @@ import torch
 from ...choices import AUTO
 from ...config import Config
 from ...errors import ConfigError, InternalError
-from ..homes.staging import Backend, backend_for
+from ..homes.staging import ThroughHost, backend_for
 from ..machine.device import Device
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
@@ -126,13 +126,13 @@ class _Choices:
             device,
             buffers_nbytes=self.buffers_nbytes,
         )
-        backend = self._backend if homes[0] is Tier.NVME else None
+        backend = self._backend if homes[0] is Tier.NVME else ThroughHost
         plan = add_up(backend=backend).plan()
-        return add_up().plan() if backend is not None and self.budgets.over(plan) else plan
+        return add_up().plan() if backend is not ThroughHost and self.budgets.over(plan) else plan
 
     @cached_property
-    def _backend(self) -> type[Backend] | None:
-        """The way from disk to the device that passes the host by, if there is one."""
+    def _backend(self) -> type[ThroughHost]:
+        """The way of weights from disk to the device."""
         return backend_for(self.config, self.device)
 
     def _filled(self, plan: MemoryPlan, budgets: Budgets) -> MemoryPlan:

@@ -14,6 +14,7 @@ import torch
 
 from ... import native
 from ...config import Config
+from ...core.homes.staging import ThroughHost
 from ...core.homes.transfers import never_freed
 from ...core.machine.device import Device
 from ...core.machine.traffic import PAST_HOST
@@ -28,8 +29,10 @@ LATE_SECONDS = 10.0
 SAMPLED_READS = 16
 
 
-class GpuDirect:
+class GpuDirect(ThroughHost):
     """The device's counterpart of the staging pool, and the reader that fills either."""
+
+    passes_host = True
 
     def __init__(
         self, staging: native.PinnedPool, buffer: torch.Tensor, reader: native.DirectReader
@@ -60,7 +63,7 @@ class GpuDirect:
     def open(
         cls,
         io: native.IoEngine,
-        staging: native.PinnedPool,
+        pool: native.PinnedPool,
         device: Device,
         *,
         checksums: bool,
@@ -73,12 +76,12 @@ class GpuDirect:
         a part is verified on the host: each byte once in ``SAMPLED_READS`` reads of its piece.
         """
         whole = device.zeros(
-            cls.device_nbytes(staging.capacity_nbytes),
+            cls.device_nbytes(pool.capacity_nbytes),
             torch.uint8,
             "weights that come past the host's memory",
         )
         first = -whole.data_ptr() % ALIGNMENT
-        buffer = whole[first : first + staging.capacity_nbytes]
+        buffer = whole[first : first + pool.capacity_nbytes]
         device.now().wait()  # before a disk writes there
         backend, why = native.make_cufile_road(buffer.data_ptr(), buffer.numel())
         if backend is None:
@@ -96,7 +99,7 @@ class GpuDirect:
             late_seconds=min(LATE_SECONDS, timeout / 2),
             hung_seconds=timeout,
         )
-        return cls(staging, buffer, reader)
+        return cls(pool, buffer, reader)
 
     @property
     def nbytes(self) -> int:
@@ -123,18 +126,18 @@ class GpuDirect:
         device = self._buffer.data_ptr() + address - self._staging.region.address
         return self._reader.read(extent, offset, address, device, nbytes, after=after, lease=lease)
 
-    def cancel(self, landing: native.Landing) -> None:
+    def cancel(self, transfer: native.Landing) -> None:
         """Cancels a read that has not started."""
-        self._reader.cancel(landing)
+        self._reader.cancel(transfer)
 
-    def lane_of(self, landing: native.Landing) -> str:
+    def lane_of(self, transfer: native.Landing) -> str:
         """Returns the timeline's lane of a completed read."""
-        return PAST_HOST if landing.on_device else "nvme->host"
+        return PAST_HOST if transfer.on_device else "nvme->host"
 
-    def arrived(self, landing: native.Landing, address: int, nbytes: int) -> torch.Tensor:
+    def arrived(self, transfer: native.Landing, address: int, nbytes: int) -> torch.Tensor:
         """Returns the bytes of a completed read, in place: on the device, or at ``address``. Logs
         refusals."""
-        if landing.on_device:
+        if transfer.on_device:
             self.copied_nbytes += nbytes
             first = address - self._staging.region.address
             return self._buffer[first : first + nbytes]

@@ -17,6 +17,8 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
+from ...ranks.pass_agreement import Weighing
+
 EVERY_STEPS = 20  # from one choice of shares to the next
 LEAST_GAIN = 1.03  # for which shares change
 BELOW = 1 - 1e-9  # keeps a rounded quotient from being too large
@@ -46,7 +48,7 @@ def step_seconds(shares: Sequence[int], paces: Sequence[float]) -> float:
     return max(share * pace for share, pace in zip(shares, paces))
 
 
-class Split:
+class Split(Weighing):
     """The present shares of a batch, and this rank's paces since they were last chosen. Equal on
     all ranks but for the paces."""
 

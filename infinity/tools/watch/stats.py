@@ -138,9 +138,9 @@ def edges_of(job: Job) -> dict[str, EdgeTraffic]:
         edges[name].busy_seconds = job.store.io.busy_seconds(op)
     if job.traffic.data != EdgeTraffic():
         edges[DATA] = dataclasses.replace(job.traffic.data)
-    if (past_host := job.store.staging.past_host) is not None:
-        edges[PAST_HOST] = EdgeTraffic(past_host.nbytes)
-        edges["host->device"].nbytes -= past_host.copied_nbytes
+    if (backend := job.store.staging.backend) is not None and backend.passes_host:
+        edges[PAST_HOST] = EdgeTraffic(backend.nbytes)
+        edges["host->device"].nbytes -= backend.copied_nbytes
     return edges
 
 

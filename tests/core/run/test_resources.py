@@ -14,6 +14,7 @@ import torch
 
 import infinity
 from infinity import native
+from infinity.core.homes.staging import ThroughHost
 from infinity.core.machine import limits
 from infinity.core.machine.device import Device
 from infinity.core.machine.ledger import Ledger
@@ -170,7 +171,7 @@ def test_a_plan_without_transfers_takes_no_memory_for_them(make):
     }
     made = make(plan_of(Tier.HOST, **none))
     assert made.resources.grad_staging is None is made.resources.activation_staging
-    assert made.opened == {"regions": [], "staging": None, "backend": None}
+    assert made.opened == {"regions": [], "staging": None, "backend": ThroughHost}
     assert isinstance(made.resources.make_updater(), native.Updater)
 
 

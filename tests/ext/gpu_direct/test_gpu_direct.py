@@ -150,10 +150,10 @@ def test_it_is_planned_and_charged(able, tmp_path):
     for tight in range(needed, 0, -16 * 1024):
         plan, *_ = lay_out(*a_model(), infinity.Config(**on_disk(tmp_path, device_memory=tight)))
         assert plan.planned_nbytes(Tier.DEVICE) <= tight
-        if plan.staging_backend is None:
+        if plan.staging_backend is not GpuDirect:
             break
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path, device_memory=tight))
-    assert parts_of(model).store.staging.past_host is None
+    assert parts_of(model).store.staging.needs_pieces is False
     infinity.unwrap_model(model, optimizer)
 
 
@@ -185,7 +185,7 @@ def test_sampling_with_kernels_verifies_everything(able, tmp_path, monkeypatch):
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path, checksums="sampled"))
     train(model, optimizer, steps=1)
     assert (
-        parts_of(model).store.staging.past_host._reader.refused["changed"][0] == 1
+        parts_of(model).store.staging.backend._reader.refused["changed"][0] == 1
         and able.count("copied") == 0
     )
     infinity.unwrap_model(model, optimizer)
@@ -212,7 +212,7 @@ def test_it_is_off_where_something_is_missing(why, able, compute_on, monkeypatch
         able.set(driver=5001)
     model, optimizer = infinity.wrap_model(*a_model(), on_disk(tmp_path))
     train(model, optimizer, steps=1)
-    assert parts_of(model).store.staging.past_host is None and able.count("reads") == 0
+    assert parts_of(model).store.staging.needs_pieces is False and able.count("reads") == 0
     infinity.unwrap_model(model, optimizer)
 
 
