@@ -146,6 +146,10 @@ _HOMES = {
 seams.EXTENSIONS[:] = (
     "ext.dtensor.in_common.InCommon",
     "ext.sequence.sequences.Sequences",
+    "ext.shared_homes.arena.KeptData",
+    "ext.shared_homes.node_shards.SecondShards",
+    "ext.shared_homes.quantize.CompressedGathers",
+    "ext.shared_homes.share_homes.ShareHomes",
     "tools.watch.timeline.Timeline",
 )
 seams.STAGING_BACKENDS[:] = ("ext.gpu_direct.gpu_direct.GpuDirect",)

@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+from .machine.tiers import Tier
 
 # The classes of all extensions, by their path below infinity/. `infinity/__init__.py` fills it.
 EXTENSIONS: list[str] = []
@@ -41,6 +43,14 @@ def classes_of(paths: Iterable[str]) -> Iterator[Any]:
             yield getattr(importlib.import_module(module), name)
 
 
+class Term(NamedTuple):
+    """Bytes of one tier that an extension will hold, with a reason."""
+
+    tier: Tier
+    what: str
+    nbytes: int
+
+
 class NoValues:
     """A comparison of nothing (:class:`infinity.ranks.comparing.Comparison`)."""
 
@@ -60,6 +70,8 @@ class NoValues:
 class Events:
     """The listeners of one job. All but ``moved`` and ``closed`` run in the training thread."""
 
+    # The homes are allocated, and have no values yet: the job. May wait for other ranks, may raise.
+    allocated: list[Callable[[Any], None]] = field(default_factory=list)
     # An outermost use of the model begins, before recovery. May wait for the disk.
     use_begun: list[Callable[[], None]] = field(default_factory=list)
     # The use may run: nothing is left to recover from.
@@ -100,14 +112,31 @@ class Extension:
     rank."""
 
     @classmethod
+    def terms(cls, config: Any, units: Sequence[Any], device: Any) -> Iterable[Term]:
+        """Returns the bytes that it would hold beside ``units``, given by their sizes. A plan
+        counts them; the extension charges them itself."""
+        return ()
+
+    @classmethod
+    def describe_ranks(cls, config: Any, ranks: Any) -> Any:
+        """Returns ``ranks``, completed by what it knows of them. Every rank calls this."""
+        return ranks
+
+    @classmethod
     def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> Extension | None:
-        """Returns the extension if a wrap with ``config`` needs it. May add listeners. Raises
-        ConfigError; nothing is changed yet."""
+        """Returns the extension if a wrap with ``config`` needs it. May add listeners, and wait for
+        other ranks. Raises ConfigError; nothing is changed yet."""
         return None
 
     def install(self, job: Any, model: Any) -> None:
         """Joins a job whose ``model`` is hooked: the last step of a wrap, or a later call of the
         user's (``model`` is None then). May not fail."""
+
+
+def terms_of(config: Any, units: Sequence[Any], device: Any) -> Iterator[Term]:
+    """Yields the terms of all extensions."""
+    for kind in classes_of(EXTENSIONS):
+        yield from kind.terms(config, units, device)
 
 
 def begin_extensions(config: Any, device: Any, collectives: Any, events: Events) -> list[Extension]:

@@ -1,6 +1,6 @@
 """Bulk: moves the bytes of weights and gradients between the data ranks.
 
-Bytes travel in their own dtype, or as 8-bit codes if weights are compressed. Sums are taken in
+Bytes travel in their own dtype, weights perhaps in an encoding. Sums are taken in
 fp32, in rank order, and rounded once. The transport never adds, so the result does not depend on
 its algorithm. Exception: with Config(reduction="fast") it adds in the gradients' dtype and its own
 order.
@@ -21,10 +21,8 @@ import torch
 import torch.distributed as dist
 
 from .. import native
-from ..core.machine.device import note_used
+from ..core.machine.device import Ticketed, note_used
 from ..core.machine.traffic import Traffic
-from ..ext.shared_homes.quantize import decode_blocks, encode_blocks
-from ..ext.shared_homes.shared_homes import borrowed
 from .collective_trace import Collective
 from .kinds import Kind, bytes_of, count_begun, describe
 from .kinds import begin as begin_kind
@@ -64,15 +62,16 @@ class Bulk:
         if self.ranks.size == 1:
             return None
         what = f"gathering {what}"
-        if self.ranks.compresses and flat.is_floating_point():
-            mine = encode_blocks(flat.view(self.ranks.size, -1)[self.ranks.rank])
+        encoding = self.ranks.encoding
+        if encoding is not None and flat.is_floating_point():
+            mine = encoding.encode(flat.view(self.ranks.size, -1)[self.ranks.rank])
             everyones = mine.new_empty(self.ranks.size * mine.numel())
             return self._gather(
                 Kind.GATHER,
                 everyones,
                 mine,
                 what,
-                lambda: decode_blocks(everyones, flat, self.ranks.size),
+                lambda: encoding.decode(everyones, flat, self.ranks.size),
             )
         raw = bytes_of(flat)
         mine = raw.view(self.ranks.size, -1)[self.ranks.rank]
@@ -151,7 +150,9 @@ class Bulk:
             if not pending.is_on_host:
                 progress = self._progress  # the listener must not keep the channel
                 place.listen(device, lambda: f"waiting for the device {progress}")
-        pending.borrowed = borrowed(works)
+        # Other ranks read this one's home until then.
+        tickets = (getattr(work, "ticket", None) for work in works)
+        pending.borrowed = next((Ticketed(each) for each in tickets if each is not None), None)
         return pending
 
     # --- gradients ---

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 
 from ..errors import InfinityError, PeerError, UsageError
-from ..ext.shared_homes.shared_homes import SharedHomes
 from . import failure_report
 from .collective_trace import CollectiveTrace
 from .listener import Listener
@@ -65,7 +64,7 @@ class Channel:
         self.bulk = group  # for gathers of device memory
         self.reductions = reductions or group  # for gradients: they do not wait behind gathers
         self.collective_trace = CollectiveTrace()
-        self.homes: SharedHomes | None = None  # of weights in memory that all these ranks can read
+        self.homes: Any = None  # of weights in memory that all these ranks can read; None: none
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # global ranks
         self.flags_nbytes = 32  # flags that fit a sync point: the same on all ranks
@@ -83,7 +82,7 @@ class Channel:
         device's memory."""
         self.bulk, self.reductions = bulk, reductions or bulk
 
-    def share(self, homes: SharedHomes | None) -> None:
+    def share(self, homes: Any) -> None:
         """Lets gathers read weights from ``homes`` instead of sending them. None: stops that."""
         self.homes = homes
 

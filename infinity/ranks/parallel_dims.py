@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from typing import Any
 
 import torch.distributed as dist
 
@@ -47,7 +48,7 @@ class ParallelDims:
     local_size: int = 1  # ranks on this machine, which share its memory and disks
     machine_share: Fraction = Fraction(1)  # this rank's fraction of the machine's budget
     shard: str = "parameters"  # also sharded: "optimizer" < "gradients" < "parameters"
-    compresses: bool = False  # gathered weights are sent as 8-bit codes
+    encoding: Any = None  # in which gathered weights are sent, with losses; None: as they are
     reduction: str = "ordered"  # sums of gradients: "ordered" by rank, or "fast" in the transport
     shard_group: Channel | None = None
     replicate_group: Channel | None = None

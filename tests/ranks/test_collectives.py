@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from infinity.errors import ConfigError, PeerError, UsageError
+from infinity.ext.shared_homes.quantize import BlockCodes
 from infinity.ranks import kinds
 from infinity.ranks.collective_trace import CollectiveTrace
 from infinity.ranks.collectives import Collectives
@@ -108,7 +109,7 @@ def test_a_compressed_gather_passes_a_quarter_within_half_a_step(both):
         collectives.bulk.gather(flat, "unit 0").wait()
         return flat, collectives.traffic.collectives["all-gather"].nbytes
 
-    first, second = both(work, compresses=True)
+    first, second = both(work, encoding=BlockCodes())
     assert torch.equal(first[0], second[0]) and first[1] == 256 + 4
     assert not torch.equal(first[0], WHOLE.float())
     for half, largest in zip(first[0].view(2, -1) - WHOLE.view(2, -1), (255, 1255)):

@@ -21,7 +21,7 @@ from test_import_order import PACKAGE
 NEEDED = set(
     (
         "ext/blocks ext/checkpoint ext/class_step ext/coded ext/dtensor ext/packed ext/pipeline "
-        "ext/rows ext/shared_homes ext/tiles "
+        "ext/rows ext/tiles "
     ).split()
 )
 TRAIN = """

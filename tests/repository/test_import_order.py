@@ -33,11 +33,10 @@ MODULES = {
 }
 # Imports that still go up, counted. They may become fewer.
 MOST_UP = {
-    ("core", "ext"): 182,
-    ("core", "ranks"): 40,
+    ("core", "ext"): 177,
+    ("core", "ranks"): 39,
     ("files", "core"): 3,
     ("files", "ext"): 6,
-    ("ranks", "ext"): 4,
 }
 CSRC_ROOMS = [
     ["base"],

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -122,14 +123,15 @@ class ForwardEdits:
         journal: Journal,
         collectives: Collectives,
         *,
-        compresses: bool,
+        encoding: Any,
         stays: bool,
     ) -> None:
         """Sends every change home. If any parameter was changed, ranks compare it, so every rank
         calls this.
 
-        ``compresses``: gathered weights differ from home. ``stays``: the device's bytes are the
-        home. Raises UsageError if a change cannot be distinguished from the value before.
+        ``encoding``: of gathered weights, which differ from home then; None: none. ``stays``: the
+        device's bytes are the home. Raises UsageError if a change cannot be distinguished from the
+        value before.
         """
         params = [
             (flat, i, param) for flat in self._flat_params for i, param in enumerate(flat.params)
@@ -142,11 +144,11 @@ class ForwardEdits:
             collectives.same(
                 f"changing {name} in a forward", own_bytes(param), over_tensors=is_common(param)
             )
-            if compresses and before is None:
+            if encoding is not None and before is None:
                 raise UsageError(
-                    f"{name} was changed in place inside a forward, but it came there compressed."
-                    " Change it through .data, inside infinity.full_params(..., writeback=True),"
-                    " or set compress_gathers=False."
+                    f"{name} was changed in place inside a forward, but it came there"
+                    f" {encoding.said}. Change it through .data, inside"
+                    f" infinity.full_params(..., writeback=True), or set {encoding.way_out}."
                 )
             if stays and before is None:
                 if "master" not in flat_param.arrays:

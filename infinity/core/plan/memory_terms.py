@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from ... import native
 from ...config import Config
-from ...ext.shared_homes.arena import KEPT_DATA, kept_data_nbytes
 from ..homes.staging import ThroughHost
 from ..machine.device import Device
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
+from ..seams import terms_of
 from ..step.device_slots import DEVICE_SLOTS
 from ..step.slots import needed_device_slot_nbytes, optimizer_slot_nbytes
 from ..units.flat_param_spec import ARRAYS, home_of
@@ -79,7 +79,8 @@ class MemoryTerms:
         self._add(Tier.DEVICE, "staged weights", backend.device_nbytes(staging))
         slot, service = self._slot(), self._service()
         self._add(self._tier_of_buffers, BUFFERS, self._buffers_nbytes)
-        self._add(Tier.HOST, KEPT_DATA, kept_data_nbytes())
+        for term in terms_of(self._config, self._units, self._device):
+            self._add(*term)
         self._add_ranks()
         landing, device_slot = self._device_step()
         self._class_step()
@@ -156,12 +157,6 @@ class MemoryTerms:
     def _add_ranks(self) -> None:
         """Adds the terms that only several ranks need."""
         flat_params = self._flat_params
-        if node_size := max((flat.node_size for flat in flat_params), default=0):
-            self._add(
-                Tier.DEVICE,
-                "node shards",
-                sum(flat.whole_nbytes("weight") for flat in flat_params) // node_size,
-            )
         averaged = [flat for flat in self._stepped if flat.is_averaged]  # reduced whole
         if averaged:
             whole = max(flat.whole_nbytes("grad") for flat in averaged)

@@ -12,7 +12,6 @@ from ... import native
 from ...choices import SAMPLED
 from ...config import Config
 from ...errors import CapacityError
-from ...ext.shared_homes.arena import KEPT_DATA
 from ...ranks.collectives import Collectives
 from ..homes.store import ArrayStore
 from ..machine import limits, processors
@@ -83,7 +82,6 @@ class Resources:
         self._slots = self._region(plan.slot_count * plan.slot_nbytes, "optimizer slots")
         self._charge(Tier.HOST, plan.terms[Tier.HOST].get("checksums", 0), "checksums")
         for what in (
-            "node shards",
             "gradients on their way",
             "optimizer slots",
             "staged weights",
@@ -91,8 +89,6 @@ class Resources:
             self._charge(Tier.DEVICE, plan.terms[Tier.DEVICE].get(what, 0), what)
         for tier in (Tier.DEVICE, Tier.HOST):
             self._charge(tier, plan.terms[tier].get(BUFFERS, 0), BUFFERS)
-        if kept := plan.terms[Tier.HOST].get(KEPT_DATA, 0):
-            self._charge(Tier.HOST, kept, KEPT_DATA)
         store.open(list(self._regions.values()), staging=weights, backend=plan.staging_backend)
 
     def _charge(self, tier: Tier, nbytes: int, what: str) -> None:

@@ -21,7 +21,7 @@ from ..machine.tiers import Tier
 from .flat_param import FlatParam
 from .home_arrays import Update
 from .staged_reads import StagedReads
-from .unit_buffers import NodeShards, UnitBuffers
+from .unit_buffers import Second, UnitBuffers
 
 
 class Arrival:
@@ -38,12 +38,12 @@ class Arrival:
         name: str,
         flat_params: Sequence[FlatParam],
         buffers: UnitBuffers,
-        second: NodeShards,
+        second: Second,
         collectives: Collectives,
         device: Device,
     ):
         self._name, self._flat_params, self._device = name, flat_params, device
-        self._buffers, self._second, self._collectives = buffers, second, collectives
+        self._buffers, self.second, self._collectives = buffers, second, collectives
         self.event: Event = PAST
         self.experts: ChosenExperts | None = None
         self._pending: list[Pending] = []  # running gathers
@@ -59,7 +59,7 @@ class Arrival:
         """Starts copying this rank's shards, and gathering the other ranks'.
 
         ``homes``: the weights at home; ``reads``: those of their bytes, if they are on disk.
-        ``in_node``: only the ranks of this machine are needed, with the node shards.
+        ``in_node``: only the ranks of this machine are needed, with what is near.
         """
         if reads is None:
             self.choose()
@@ -207,7 +207,7 @@ class Arrival:
         for buffer in self._buffers:
             buffer.fill()
         if in_node:
-            self._second.copy_out(self._buffers.flats)
+            self.second.copy_out(self._buffers.flats)
         else:
             self._copy_own(store, homes, reads, self.spans)
 

@@ -119,9 +119,10 @@ class Exposure:
 
     def _can_be_compared(self, stays: bool) -> bool:
         """Returns whether a comparison with home shows a change. Not for a device home, which has
-        no other copy, nor for compressed gathers, whose values differ anyway. Stale weights' home
-        may have a shard only: each rank compares with a whole copy, so that all find the same."""
-        return not self._is_stale and not stays and not self._ranks.compresses
+        no other copy, nor for gathers in an encoding, whose values differ anyway. Stale weights'
+        home may have a shard only: each rank compares with a whole copy, so that all find the
+        same."""
+        return not self._is_stale and not stays and self._ranks.encoding is None
 
     def take_back(self) -> None:
         """Restores the values before of watched parameters that home would not have."""
@@ -153,7 +154,7 @@ class Exposure:
         """Sends home what :meth:`find_edits` has found. Raises UsageError if a change cannot be
         distinguished from the earlier value."""
         self._edits.write(
-            store, journal, self._collectives, compresses=self._ranks.compresses, stays=stays
+            store, journal, self._collectives, encoding=self._ranks.encoding, stays=stays
         )
 
     def _look_at_exports(self, store: ArrayStore, stays: bool) -> None:

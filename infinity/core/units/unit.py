@@ -24,7 +24,7 @@ from .handle import ParamHandle
 from .home_arrays import Update
 from .residency import Moves, Residency
 from .staged_reads import StagedReads
-from .unit_buffers import NodeShards, UnitBuffers
+from .unit_buffers import Second, UnitBuffers
 
 # Takes slots for what a unit reads from a disk, one for each flat param.
 TakeSlots = Callable[["ParamUnit"], list[native.Lease]]
@@ -61,8 +61,7 @@ class ParamUnit:
         self.exposure = Exposure(
             name, flat_params, self.buffers, self._collectives, is_stale=slot is not None
         )
-        # No memory was planned for those of stale weights, so all ranks gather them each time.
-        self._second = NodeShards(None if slot is not None else self._ranks.node_group)
+        self._second = Second()
         self.arrival = Arrival(
             name, flat_params, self.buffers, self._second, self._collectives, self._device
         )
@@ -106,8 +105,12 @@ class ParamUnit:
         be whole."""
         return self._ranks.size > 1
 
+    def come_from(self, second: Second) -> None:
+        """Lets gathered weights come from ``second`` again. Before :meth:`allocate`."""
+        self._second = self.arrival.second = second
+
     @property
-    def has_node_shard(self) -> bool:
+    def is_near(self) -> bool:
         """Whether the current weights can be gathered inside the machine."""
         return self._second.have(self.version)
 
@@ -118,7 +121,7 @@ class ParamUnit:
 
     @property
     def is_staged_from_disk(self) -> bool:
-        return self.lies_on_disk and not self.has_node_shard
+        return self.lies_on_disk and not self.is_near
 
     @property
     def copies_while_fetching(self) -> bool:
@@ -251,7 +254,7 @@ class ParamUnit:
         reads = self._reads if from_disk else None
         self._charge, self._copied = charge, reads or self._copied
         try:
-            self.arrival.start(store, self._homes, reads, in_node=self.has_node_shard)
+            self.arrival.start(store, self._homes, reads, in_node=self.is_near)
         except BaseException:
             self._fail_gather()
             raise

@@ -1,9 +1,6 @@
 """UnitBuffers: the device memory of one unit's weights, of which its parameters are views.
 
 A parameter is one view of its flat param's device buffer (:mod:`.device_buffer`).
-
-node shard   this rank's part of gathered weights, among the ranks of its machine: until they
-             change, the next gather needs no other machine and no home
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from ...ranks.channel import Channel
 from ..homes.arrays import StateArray
 from ..machine.device import Device, Event
 from .device_buffer import DeviceBuffer
@@ -113,40 +109,22 @@ class UnitBuffers:
         self._leaked, other._leaked = other._leaked, self._leaked
 
 
-class NodeShards:
-    """This rank's parts of a unit's gathered weights, among the ranks ``node`` of its machine."""
-
-    def __init__(self, node: Channel | None):
-        """``node``: None: there are none, since machines do not share gathered weights."""
-        self._node = node
-        self._node_shards: list[torch.Tensor] = []  # one for each flat param
-        self._version = -1  # of their values
+class Second:
+    """A place nearer than home, from which gathered weights can come again. This one is none: an
+    extension may bring others."""
 
     def allocate(self, flats: Sequence[torch.Tensor]) -> None:
-        """Allocates the shards of the device buffers ``flats``."""
-        if self._node is not None:
-            self._node_shards = [flat.new_empty(flat.numel() // self._node.size) for flat in flats]
+        """Allocates its part of the device buffers ``flats``."""
 
     def have(self, version: int) -> bool:
-        """Tells whether they have the values of ``version``."""
-        return self._version == version
+        """Tells whether it has the values of ``version``."""
+        return False
 
     def copy_out(self, flats: Sequence[torch.Tensor]) -> None:
         """Copies them to this rank's parts of ``flats``."""
-        for own, flat in zip(self._node_shards, flats):
-            self._part(flat).copy_(own)
 
     def keep(self, flats: Sequence[torch.Tensor], version: int) -> None:
-        """Copies this rank's parts of gathered ``flats``, the values of ``version``, unless they
-        are here already."""
-        if self._node is not None and not self.have(version):
-            for own, flat in zip(self._node_shards, flats):
-                own.copy_(self._part(flat))
-            self._version = version
+        """Copies this rank's parts of gathered ``flats``, the values of ``version``."""
 
     def forget(self) -> None:
         """Forgets the values."""
-        self._version = -1
-
-    def _part(self, flat: torch.Tensor) -> torch.Tensor:
-        return flat.view(self._node.size, -1)[self._node.rank]

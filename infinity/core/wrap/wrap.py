@@ -30,7 +30,6 @@ from ...ext.dtensor.dtensors import let_scalers_mix, mesh_of_parameters
 from ...ext.packed.packed_forward import install_packed_forwards
 from ...ext.rows.chosen_forward import install_chosen_forwards
 from ...ext.rows.experts import divides_experts
-from ...ext.shared_homes.share_homes import connect_homes, share_homes
 from ...ext.tiles.tiled_layers import install_tiles
 from ...ranks.collectives import Collectives
 from ...ranks.mesh import join_device, join_node, parallel_dims
@@ -47,6 +46,7 @@ from ..run.engine import Engine
 from ..run.hooks import install_hooks
 from ..run.registry import RECORD, Wrapped, is_wrapped
 from ..run.replaced_forward import ReplacedForward
+from ..seams import EXTENSIONS, classes_of
 from ..step.recognised import Optimizers, as_given, like_given
 from ..units.flat_param import FlatParam
 from ..units.unit import ParamUnit
@@ -172,12 +172,13 @@ def _describe_ranks(
     ranks = dataclasses.replace(
         collectives.ranks,
         shard=config.shard,
-        compresses=config.compress_gathers,
         reduction=config.reduction,
         local_size=local_size,
         machine_share=share_of_machine(model.nbytes, collectives, local_size),
         stage_prefix=prefix_of_stage(model, collectives),
     )
+    for kind in classes_of(EXTENSIONS):
+        ranks = kind.describe_ranks(config, ranks)
     return join_node(ranks, mesh) if config.shard_in_node else ranks
 
 
@@ -221,7 +222,6 @@ def _wrap(
             _check_micro_batch(model, groups)
         units = _make_units(groups, flat_params, device)
         sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
-        homes = share_homes(config, device, collectives)
         engine = build_engine(
             config,
             plan,
@@ -235,7 +235,8 @@ def _wrap(
         undo.callback(native.insist, engine.shut_down)
     undo.callback(native.insist, before.restore)
     with collectives.together("sharing weights"):
-        connect_homes(config, homes, engine.job)
+        for listener in engine.job.events.allocated:
+            listener(engine.job)
     with collectives.together("sending the values home"):
         # Meta tensors become real.
         before.materialized = Materialized(model, config.weights, is_managed)

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import torch
+
+from ...core.seams import Extension
+from ...ranks.parallel_dims import ParallelDims
 
 CODED_BLOCK = 256  # elements per scale, if gathered weights are compressed
 
@@ -22,3 +28,19 @@ def decode_blocks(encoded: torch.Tensor, out: torch.Tensor, parts: int) -> None:
         codes = source[: target.numel()].view(torch.int8).view(-1, CODED_BLOCK)
         scales = source[target.numel() :].clone().view(torch.float32).unsqueeze(1)
         target.view(-1, CODED_BLOCK).copy_(codes * scales)
+
+
+class BlockCodes:
+    """The encoding of gathered weights as 8-bit codes."""
+
+    said, way_out = "compressed", "compress_gathers=False"
+    encode, decode = staticmethod(encode_blocks), staticmethod(decode_blocks)
+
+
+class CompressedGathers(Extension):
+    """Sends gathered weights as 8-bit codes, if the configuration says so."""
+
+    @classmethod
+    def describe_ranks(cls, config: Any, ranks: ParallelDims) -> ParallelDims:
+        """Returns ``ranks`` with the encoding."""
+        return replace(ranks, encoding=BlockCodes()) if config.compress_gathers else ranks

@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 from ... import native
 from ...core.machine import processors
-from ...core.machine.device import Ticketed
 from ...core.machine.kernel import running_kernel
 from ...errors import StorageError
 
@@ -26,7 +25,8 @@ Collect = Callable[[Any, str], list[Any]]  # gathers each rank's value, in rank 
 
 
 class Gathering(dist.Work):
-    """A running gather, with the interface of torch's collectives."""
+    """A running gather, with the interface of torch's collectives. After its ``ticket`` no other
+    rank reads this one's home."""
 
     def __init__(self, ticket: native.Ticket, whole: torch.Tensor | None = None):
         super().__init__()
@@ -147,12 +147,6 @@ class SharedHomes:
         self._row.close()
         self._common.clear()
         self._unused.clear()
-
-
-def borrowed(works: Sequence[dist.Work]) -> Ticketed | None:
-    """Returns the event after which no other rank reads this one's home for a collective of
-    ``works``; None if none does."""
-    return next((Ticketed(work.ticket) for work in works if isinstance(work, Gathering)), None)
 
 
 def agree_to_share(collect: Collect, refusal: str) -> str:

@@ -127,7 +127,7 @@ def test_every_shard_is_allocated_where_the_plan_has_its_unit(make):
 def test_transfer_memory_is_allocated_and_charged_as_planned(make):
     """And the terms of the device, of checksums and of buffers. Twin: what a plan lacks is not
     allocated."""
-    on_device = ("node shards", "gradients on their way", "optimizer slots", "staged weights")
+    on_device = ("gradients on their way", "optimizer slots", "staged weights")
     terms = {
         Tier.DEVICE: {name: 10 + at for at, name in enumerate(on_device)} | {BUFFERS: 3},
         Tier.HOST: {"checksums": 7, BUFFERS: 5},

@@ -26,6 +26,7 @@ from infinity.core.units.flat_param import FlatParam
 from infinity.core.units.flat_param_spec import FlatParamSpec
 from infinity.core.units.handle import own_bytes
 from infinity.errors import UsageError
+from infinity.ext.shared_homes.quantize import BlockCodes
 
 F32 = torch.float32
 SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, (), stepped=True)
@@ -45,7 +46,8 @@ class Case:
     def __init__(self, *, is_stale: bool = False, alone: bool = True, compresses: bool = False):
         self.store, self.journal, self.compared = MemoryStore(), Journal(), []
         collectives = SimpleNamespace(
-            ranks=SimpleNamespace(alone=alone, compresses=compresses), same=self.same
+            ranks=SimpleNamespace(alone=alone, encoding=BlockCodes() if compresses else None),
+            same=self.same,
         )
         self.flat_params = []
         for names in (["a", "b"], ["c"]):
@@ -106,7 +108,7 @@ def test_a_distributed_parameter_is_exactly_a_dtensor_while_it_is_used():
         mesh = dist.init_device_mesh("cpu", (1,))
         parts = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
         flat_param = FlatParam(SPEC, [parts, torch.nn.Parameter(torch.ones(4))])
-        ranks = SimpleNamespace(ranks=SimpleNamespace(alone=True, compresses=False))
+        ranks = SimpleNamespace(ranks=SimpleNamespace(alone=True, encoding=None))
         exposure = Exposure("block", [flat_param], [], ranks, is_stale=False)
         for _ in range(2):
             exposure.begin()

@@ -16,7 +16,7 @@ from infinity.core.machine.tiers import Tier
 from infinity.core.machine.traffic import Traffic
 from infinity.core.units.flat_param import FlatParam
 from infinity.core.units.flat_param_spec import FlatParamSpec
-from infinity.core.units.unit_buffers import USES, NodeShards, UnitBuffers
+from infinity.core.units.unit_buffers import USES, UnitBuffers
 from infinity.core.units.weight_storages import WeightStorages
 from infinity.errors import UsageError
 
@@ -209,60 +209,3 @@ def test_two_versions_swap_their_memory_with_its_content_and_its_last_use():
     one.empty()
     other.empty()
     assert other._device.freed == [["of other"]] * 2 and one._device.freed == [["of one"]] * 2
-
-
-# --- node shards ---
-
-
-def gathered(scale: float = 1.0) -> list[torch.Tensor]:
-    return [torch.arange(12.0) * scale, torch.arange(6.0) * scale]
-
-
-def second(rank: int) -> NodeShards:
-    """Of one of three ranks of a machine."""
-    made = NodeShards(SimpleNamespace(size=3, rank=rank))
-    made.allocate(gathered())
-    return made
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_kept_slice_is_copied_to_this_ranks_part_and_nowhere_else(rank):
-    shards, flats = second(rank), [torch.full((n,), -1.0) for n in (12, 6)]
-    shards.keep(gathered(), 4)
-    shards.copy_out(flats)
-    for flat, whole in zip(flats, gathered()):
-        each = flat.numel() // 3
-        expected = torch.full_like(flat, -1)
-        expected[rank * each : (rank + 1) * each] = whole[rank * each : (rank + 1) * each]
-        assert torch.equal(flat, expected)
-
-
-def test_slices_have_the_version_that_was_kept_last_until_they_forget_it():
-    shards = second(1)
-    assert not shards.have(0)
-    shards.keep(gathered(), 4)
-    assert shards.have(4) and not shards.have(5) and not shards.have(3)
-    shards.keep(gathered(2), 5)
-    assert shards.have(5) and not shards.have(4)
-    shards.forget()
-    assert not shards.have(5) and not shards.have(4)
-
-
-def test_a_version_that_is_there_is_not_kept_again():
-    """Twin: another one is, and so is the same one after it was forgotten."""
-    shards, flats = second(1), gathered()
-    for version, scale, kept in ((4, 1, 1), (4, 2, 1), (5, 3, 3)):
-        shards.keep(gathered(scale), version)
-        shards.copy_out(flats)
-        assert flats[1][2:4].tolist() == [2 * kept, 3 * kept]
-    shards.forget()
-    shards.keep(gathered(7), 5)
-    shards.copy_out(flats)
-    assert flats[1][2:4].tolist() == [14, 21]
-
-
-def test_machines_that_do_not_share_weights_keep_no_slices():
-    shards = NodeShards(None)
-    shards.allocate(gathered())
-    shards.keep(gathered(), 4)
-    assert not shards.have(4)
