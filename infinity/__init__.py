@@ -146,7 +146,7 @@ _HOMES = {
 seams.EXTENSIONS[:] = (
     "ext.dtensor.in_common.InCommon",
     "ext.sequence.sequences.Sequences",
-    "ext.shared_homes.arena.KeptData",
+    "ext.data.kept_data.KeptData",
     "ext.shared_homes.node_shards.SecondShards",
     "ext.shared_homes.quantize.CompressedGathers",
     "ext.shared_homes.share_homes.ShareHomes",

@@ -11,20 +11,14 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...core.machine.ledger import ledgers
 from ...core.machine.tiers import Tier
-from ...core.seams import Events, Extension, Term
 from ...errors import StorageError
-
-if TYPE_CHECKING:  # data is kept without a model
-    from ... import native
-    from ...core.run.job import Job
 
 HEADER = 4  # words: bytes in use, items kept, items that were read and not kept, unused
 KEPT_DATA = "data kept in memory"  # the name of its bytes in plans
@@ -152,32 +146,6 @@ class Arena:
                 yield
             finally:
                 fcntl.lockf(self._file, fcntl.LOCK_UN)
-
-
-class KeptData(Extension):
-    """The part of the arenas of this process that a wrapped model's host memory is charged."""
-
-    _charge: native.Charge
-
-    @classmethod
-    def terms(cls, config: Any, units: Sequence[Any], device: Any) -> Iterator[Term]:
-        """Yields the bytes of the arenas that are there."""
-        if nbytes := kept_data_nbytes():
-            yield Term(Tier.HOST, KEPT_DATA, nbytes)
-
-    @classmethod
-    def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> KeptData | None:
-        """Returns the extension, which charges what was planned, if there are arenas."""
-        if not _live:
-            return None
-        kept = cls()
-        events.allocated.append(kept.charge)
-        return kept
-
-    def charge(self, job: Job) -> None:
-        """Charges the planned bytes."""
-        planned = job.planned.plan.terms[Tier.HOST].get(KEPT_DATA, 0)
-        self._charge = job.ledger.reserve(Tier.HOST, planned, KEPT_DATA)
 
 
 _live: weakref.WeakSet[Arena] = weakref.WeakSet()
