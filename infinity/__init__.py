@@ -153,6 +153,7 @@ seams.EXTENSIONS[:] = (
     "tools.watch.timeline.Timeline",
 )
 seams.STAGING_BACKENDS[:] = ("ext.gpu_direct.gpu_direct.GpuDirect",)
+seams.FORMS[:] = ("ext.dtensor.dtensors.DTensorForm",)
 _ROOMS = ("data", "integrations", "parallel")  # whose functions are called by their room's name
 
 

@@ -1,6 +1,8 @@
 """Seams: how features join the engine, which names none of them.
 
 extension   a feature of one wrapped model; its class is named in :data:`EXTENSIONS`
+form        how tensors of a library's class are made of plain ones; its class is named in
+            :data:`FORMS` (:mod:`infinity.core.units.forms`)
 event       something that happens in a job, with a list of the functions to call then
 
 [Note: why lists and no hooks] The engine calls every listener of an event at one place, the same on
@@ -22,6 +24,8 @@ EXTENSIONS: list[str] = []
 # The classes of the ways from disk to the device beside the one through the host's memory
 # (:class:`infinity.core.homes.staging.ThroughHost`), best first, by their path.
 STAGING_BACKENDS: list[str] = []
+# The classes of all forms, likewise.
+FORMS: list[str] = []
 # The module that reads other tools' configurations.
 CONFIG_READER = "infinity.ext.migrate.reader"
 

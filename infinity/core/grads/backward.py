@@ -22,7 +22,6 @@ import torch
 
 from ... import native
 from ...errors import CapacityError, UsageError
-from ...ext.dtensor.dtensors import is_distributed, part_of
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
 from ..params.apart import apart, has_bytes, refuse_without_bytes
@@ -30,6 +29,7 @@ from ..plan.unit_sizes import SUMMED_AT_ONCE
 from ..run.job import Job
 from ..run.operations import Operation
 from ..run.tasks import AutogradTasks
+from ..units.forms import is_plain, part_of
 from ..units.handle import ParamHandle, managed, raw_grad, set_raw_grad
 from ..units.unit import ParamUnit
 from .record import GradState
@@ -253,7 +253,7 @@ class Backward:
         """Makes what autograd accumulated the sum with this rank's gradients before, which are no
         longer there."""
         grad = raw_grad(handle.param)
-        if not is_distributed(grad):
+        if is_plain(grad):
             with self.job.store.guarding():
                 set_raw_grad(handle.param, self.job.gradients.take_sum(handle, grad))
 
@@ -261,8 +261,8 @@ class Backward:
     def _land(self, handle: ParamHandle) -> None:
         """Sends home what autograd accumulated."""
         grad = raw_grad(handle.param)
-        if is_distributed(grad):
-            # Sums partial gradients over the mesh.
+        if not is_plain(grad):
+            # Sums partial gradients over the ranks.
             grad = part_of(handle.param, grad, f"the gradient of {handle.name}")
         set_raw_grad(handle.param, None)
         with self.job.store.guarding():

@@ -9,7 +9,6 @@ import torch
 
 from ... import native
 from ...errors import UsageError
-from ...ext.dtensor.dtensors import is_common, like, part_of
 from ...ranks.collectives import Collectives
 from ..homes.store import ArrayStore
 from ..machine.tiers import Tier
@@ -17,6 +16,7 @@ from ..params import mistakes
 from ..params.assigned_grads import AssignedGrads
 from ..run.operations import Operation
 from ..units.flat_param import FlatParam
+from ..units.forms import is_common, like, part_of
 from ..units.handle import ParamHandle, handle_of, set_raw_grad
 from ..units.unit import ParamUnit
 from .homes import GradHomes
@@ -60,7 +60,7 @@ class GradientBank:
 
     def get(self, handle: ParamHandle) -> torch.Tensor | None:
         """Returns ``p.grad``: an assigned tensor, or a :class:`GradProxy`, for a distributed
-        parameter as the local part of a DTensor.
+        parameter as the local part of that.
 
         Gradients that wait for it are averaged first. A gradient that this rank lacks may exist on
         another rank. Raises UsageError between the backwards of one pass, whose gradients land

@@ -9,9 +9,9 @@ from collections.abc import Callable, Container, Sequence
 import torch
 
 from ... import native
-from ...ext.dtensor.dtensors import counts_here, is_common, is_distributed
 from ...ranks.collectives import Collectives
 from ..homes.store import ArrayStore
+from ..units.forms import division_of, is_common
 from ..units.handle import ParamHandle
 from .changes import GradChanges, multiply
 from .homes import GradHomes
@@ -201,9 +201,8 @@ class GradValues:
         first does."""
         if not handle.is_counted:
             return False
-        if is_distributed(handle.param):
-            return counts_here(handle.param)
-        return self.ranks.tp_rank == 0
+        copy = division_of(handle.param).copy
+        return (self.ranks.tp_rank if copy is None else copy) == 0
 
     def change_own(self, handle: ParamHandle, change: Callable[[torch.Tensor], None]) -> None:
         """Runs ``change`` in place on this rank's elements of the gradient."""

@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorExcep
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import UsageError
-from ...ext.dtensor.dtensors import local_of
+from ..units.forms import local_of
 from . import mistakes
 
 P = ParamSpec("P")

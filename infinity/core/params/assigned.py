@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import torch
 
-from ...ext.dtensor.dtensors import local_of
 from ..machine import storage_guard
+from ..units.forms import local_of
 from .tensors import checksum_of
 
 

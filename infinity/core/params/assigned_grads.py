@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from ...errors import UsageError
-from ...ext.dtensor.dtensors import like, local_of
 from ..grads.at_home import AtHome
 from ..grads.record import GradState, writable
 from ..grads.values import GradValues
 from ..homes.store import ArrayStore
 from ..machine import storage_guard
+from ..units.forms import like, local_of
 from ..units.handle import ParamHandle
 from .apart import has_bytes
 from .assigned import Assigned

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ...errors import UsageError
-from ...ext.dtensor.dtensors import like
+from ..units.forms import like
 from ..units.handle import handle_of
 from .view_chain import chain_of
 

@@ -20,11 +20,11 @@ from functools import partial
 import torch
 
 from ...errors import UsageError
-from ...ext.dtensor.dtensors import is_distributed, like, local_of, part_of
 from ..homes.store import ArrayStore
 from ..machine import storage_guard
 from ..run.journal import Journal
 from ..run.step_counter import StepCounter
+from ..units.forms import is_plain, like, local_of, part_of
 from ..units.handle import ParamHandle
 from .tensors import checksum_of
 
@@ -159,7 +159,7 @@ class BorrowedState:
         for name, value in values.items():
             told = checksum_of(local_of(value)).to_bytes(4)
             common += name.encode()
-            if name == STEP or not is_distributed(handle.param):
+            if name == STEP or is_plain(handle.param):
                 common += told
             else:
                 own = hashlib.blake2b(own + told, digest_size=16).digest()

@@ -11,21 +11,16 @@ from typing import Any
 import torch
 
 from ...errors import UsageError
-from ...ext.dtensor.dtensors import is_common, is_distributed, local_of
 from ...ranks.collectives import Collectives
 from ..homes.store import ArrayStore
 from ..run.journal import Journal
 from ..units.encoding import same_bits
 from ..units.flat_param import FlatParam
+from ..units.forms import is_common, is_plain, local_of
 from ..units.handle import DisableTorchFunction, own_bytes
 from .tensors import fingerprint
 
 COMPARED_FIRST = 4  # times that a unit is resident: two forwards with their backwards
-
-
-def _count(param: torch.Tensor) -> int:
-    """Returns torch's version counter; for a DTensor, the sum of its own and its local part's."""
-    return param._version + (local_of(param)._version if is_distributed(param) else 0)
 
 
 class ForwardEdits:
@@ -37,10 +32,10 @@ class ForwardEdits:
         # With the value before, if home does not have it.
         self._watched: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         self._versions: list[int] = []  # torch's counters when the parameters became resident
-        # No counter shows changes of DTensors through .data or detach(). They are compared the
-        # first times, and always after a change was found.
-        self._distributed = [
-            param for flat in flat_params for param in flat.params if is_distributed(param)
+        # No counter shows changes of a tensor around its local part through .data or detach().
+        # They are compared the first times, and always after a change was found.
+        self._around = [
+            param for flat in flat_params for param in flat.params if not is_plain(param)
         ]
         self._compared = 0
         self._edited: set[torch.nn.Parameter] = set()
@@ -51,9 +46,9 @@ class ForwardEdits:
         in a way that torch does not count."""
         self._watched.clear()
         self._versions = self._counts()
-        compared = self._distributed if self._compared < COMPARED_FIRST else self._edited
+        compared = self._around if self._compared < COMPARED_FIRST else self._edited
         self._prints = {param: fingerprint(own_bytes(param)) for param in (*compared, *exported)}
-        self._compared += bool(self._distributed)
+        self._compared += bool(self._around)
 
     @contextmanager
     def adding_rows(self) -> Iterator[None]:
@@ -84,26 +79,30 @@ class ForwardEdits:
         for param, before in self._prints.items():
             # On every data rank: each has the whole local part.
             if fingerprint(own_bytes(param)) != before:
-                if is_distributed(param):
+                if not is_plain(param):
                     self._edited.add(param)
                 self._watched.setdefault(param, None)
         return self._counts() != self._versions or bool(self._watched)
 
     def _counts(self) -> list[int]:
         with DisableTorchFunction():
-            return [_count(param) for flat in self._flat_params for param in flat.params]
+            counts = [param._version for flat in self._flat_params for param in flat.params]
+            return [*counts, *(local_of(param)._version for param in self._around)]
+
+    def _counted(self) -> set[torch.nn.Parameter]:
+        """Returns the parameters of which torch has counted a change."""
+        params = [param for flat in self._flat_params for param in flat.params]
+        counted = zip([*params, *self._around], self._versions, self._counts())
+        return {param for param, before, now in counted if before != now}
 
     def find(self) -> list[torch.nn.Parameter]:
         """Lists the parameters that were changed. One given to a user is compared with its value
         before, or counts as changed if that was not kept."""
         if not self.look():
             return []
+        changed = self._counted()
         params = [param for flat in self._flat_params for param in flat.params]
-        return [
-            param
-            for param, counted in zip(params, self._versions)
-            if _count(param) != counted or self._differs(param)
-        ]
+        return [param for param in params if param in changed or self._differs(param)]
 
     def take_back(self) -> None:
         """Restores the values before of the parameters that home would not have."""
@@ -136,8 +135,9 @@ class ForwardEdits:
         params = [
             (flat, i, param) for flat in self._flat_params for i, param in enumerate(flat.params)
         ]
-        for (flat_param, index, param), counted in zip(params, self._versions):
-            if _count(param) == counted and param not in self._watched:
+        changed = self._counted()
+        for flat_param, index, param in params:
+            if param not in changed and param not in self._watched:
                 continue
             before = self._watched.get(param)
             name = param._infinity.name

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 
 from ...errors import UsageError
-from ...ext.dtensor.dtensors import like, local_of
 from ...ranks.parallel_dims import ParallelDims
 from ..homes.store import ArrayStore
 from ..machine import storage_guard
 from ..run.operations import Operation, State
 from ..run.step_counter import StepCounter
 from ..run.uses import Uses
+from ..units.forms import like, local_of
 from ..units.handle import ParamHandle
 from ..units.unit import ParamUnit
 from .borrowed_state import STEP, BorrowedState, checked_step

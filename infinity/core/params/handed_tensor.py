@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from ...ext.dtensor.dtensors import is_distributed, local_of
 from ..machine import storage_guard
+from ..units.forms import is_plain, local_of
 from ..units.handle import ParamHandle
 from .tensors import fingerprint
 
@@ -30,7 +30,7 @@ class HandedTensor:
         self.handle, self.array, self.bytes = handle, array, local_of(tensor).detach()
         self._counted = [self.bytes]
         # torch counts changes of the whole or of the local part, by the call.
-        if is_distributed(tensor):
+        if not is_plain(tensor):
             self._counted.append(tensor.detach())
         self._storage = self.bytes.untyped_storage()
         self._versions, self._print = self._count(), fingerprint(self.bytes)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from ...errors import UsageError
-from ...ext.dtensor.dtensors import is_common, like, local_of, part_of
 from ...ranks.collectives import in_turn
 from ..step.context import StepContext
 from ..step.known import Known
 from ..step.rules import saved_step
 from ..units.flat_param import FlatParam
+from ..units.forms import is_common, like, local_of, part_of
 from ..units.handle import ParamHandle, handle_of
 from .books import OptimizerBooks
 from .borrowed_state import STEP

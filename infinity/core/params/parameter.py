@@ -8,8 +8,7 @@ StoredParameter     the bytes are at home. Metadata is available, ``detach`` and
                     StoredAlias, a full ``copy_`` writes home. Any other use gathers (inside a
                     forward or backward) or raises
 StoredAlias         the detached counterpart of a StoredParameter, under the same rules
-StoredDTensor       a distributed parameter whose local part is at home; while that is on the device
-                    its class is exactly DTensor, which torch dispatches fast
+StoredManaged       what the parameters of all forms are while their bytes are at home
 
 ``grad`` of both parameter classes is the engine's: see :mod:`infinity.core.grads`.
 """
@@ -27,9 +26,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ...errors import UsageError
-from ...ext.dtensor.dtensors import PLAIN, DTensor, is_distributed, plain_class
 from ...ext.packed.packed import is_packed
 from ..machine import storage_guard
+from ..units.forms import PLAIN_CLASS, form_of, is_plain, plain_class
 from ..units.handle import (
     DisableTorchFunction,
     ParamHandle,
@@ -136,7 +135,7 @@ def _refuse_copy(param: torch.Tensor, what: str) -> UsageError:
 
 def _copied(param: torch.Tensor, memo: dict) -> torch.Tensor:
     """Returns a plain copy of a parameter or of a tensor at rest, as ``copy.deepcopy`` does."""
-    if mistakes.is_misuse() or is_distributed(param):
+    if mistakes.is_misuse() or not is_plain(param):
         raise _refuse_copy(param, "deep-copied")
     if id(param) not in memo:
         value = param.detach().clone()
@@ -168,15 +167,23 @@ class ResidentParameter(torch.nn.Parameter):
         raise _refuse_copy(self, "pickled")
 
 
-class _Stored:
+class Stored:
     """The rules of tensors whose bytes are at home."""
+
+    def detached_at_rest(self) -> torch.Tensor:
+        """Returns the detached counterpart, under the same rules."""
+        return StoredAlias.of(self)
+
+    def viewed_at_rest(self, func: Callable) -> torch.Tensor | None:
+        """Returns ``func(self, self)``, a view of all of itself. None if it has to be computed."""
+        return transforms.whole_view(self, StoredAlias.like)
 
     @classmethod
     @uncompiled
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in ASKING_FOR_PLACES:
-            return ask_for_places(func, args, kwargs, _Stored)
+            return ask_for_places(func, args, kwargs, Stored)
         if func in METADATA:
             if func is torch.Tensor.storage_offset and isinstance(args[0], StoredParameter):
                 return 0  # what else is in the device's buffer is not seen
@@ -186,16 +193,16 @@ class _Stored:
                 return func(*args, **kwargs)
         if func is torch.Tensor.is_pinned:
             return False  # torch would read the address
-        subject = args[0] if args and isinstance(args[0], _Stored) else None
+        subject = args[0] if args and isinstance(args[0], Stored) else None
         leaves = tree_flatten((args, kwargs))[0]
         if (
             func in LIKE
             and subject is not None
-            and not any(isinstance(leaf, _Stored) for leaf in leaves[1:])
+            and not any(isinstance(leaf, Stored) for leaf in leaves[1:])
         ):
             return _like(func, subject, args[1:], kwargs)
-        if any(isinstance(leaf, _Stored) and lent_to(leaf) is not None for leaf in leaves):
-            return call_on_borrowed(func, args, kwargs, _Stored)
+        if any(isinstance(leaf, Stored) and lent_to(leaf) is not None for leaf in leaves):
+            return call_on_borrowed(func, args, kwargs, Stored)
         if subject is not None:
             if func in DETACH:
                 return _detached(subject)
@@ -210,9 +217,9 @@ class _Stored:
                     return view
             if func == torch.Tensor.data.__set__:  # a new object at every look-up, so never `is`
                 return set_data(subject, args[1])
-        touched = [leaf for leaf in leaves if isinstance(leaf, _Stored)]
-        if transforms.are_running() and not any(map(is_distributed, touched)):
-            return transforms.call(func, args, kwargs, _Stored, _for_transform)
+        touched = [leaf for leaf in leaves if isinstance(leaf, Stored)]
+        if transforms.are_running() and all(map(is_plain, touched)):
+            return transforms.call(func, args, kwargs, Stored, _for_transform)
         engine = handle_of(touched[0]).engine
         if engine.computing:
             with engine.uses.begin():  # another thread's pass is over by then
@@ -267,54 +274,26 @@ def _as_itself(func, subject: torch.Tensor) -> torch.Tensor | None:
     needs no bytes. None in a pass or a transform, which have them."""
     if handle_of(subject).engine.computing or transforms.are_running():
         return None
-    if not is_distributed(subject):
-        return transforms.whole_view(subject, StoredAlias.like)
-    if not mistakes.is_called_from("torch/autograd/graph.py"):
-        return None
-    with DisableTorchFunction():
-        return func(subject, subject)
+    return subject.viewed_at_rest(func)
 
 
-class StoredParameter(_Stored, torch.nn.Parameter):
-    """A managed parameter whose bytes are at home."""
+class StoredManaged(Stored):
+    """A managed parameter of any form whose bytes are at home."""
 
     grad = _ManagedGrad()
     _post_accumulate_grad_hooks = _UsersHooks()
-    __torch_function__ = _Stored.__torch_function__
+    __torch_function__ = Stored.__torch_function__
+
+
+class StoredParameter(StoredManaged, torch.nn.Parameter):
+    """A managed parameter of a plain form whose bytes are at home."""
+
+    __torch_function__ = Stored.__torch_function__
 
     @classmethod
     @uncompiled
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         return _dispatched(func, args, kwargs or {})
-
-
-class StoredDTensor(_Stored, DTensor):
-    """A distributed parameter, or its detached tensor, whose local part is at home."""
-
-    __slots__ = ()
-    grad = _ManagedGrad()
-    _post_accumulate_grad_hooks = _UsersHooks()
-    __torch_function__ = _Stored.__torch_function__
-
-    def to_local(self, *args, **kwargs):
-        """Gathers the local part inside a forward or backward; raises UsageError elsewhere."""
-        return self._gathered("to_local").to_local(*args, **kwargs)
-
-    def full_tensor(self, *args, **kwargs):
-        """Gathers the global tensor inside a forward or backward; raises UsageError elsewhere."""
-        return self._gathered("full_tensor").full_tensor(*args, **kwargs)
-
-    def redistribute(self, *args, **kwargs):
-        """Redistributes the tensor inside a forward or backward; raises UsageError elsewhere."""
-        return self._gathered("redistribute").redistribute(*args, **kwargs)
-
-    def _gathered(self, what: str) -> DTensor:
-        handle = handle_of(self)
-        with handle.engine.uses.begin():
-            handle.engine.touch(handle, what)
-        param = handle.param
-        param.__class__ = DTensor
-        return param
 
 
 def _detached(subject: torch.Tensor) -> torch.Tensor:
@@ -324,16 +303,10 @@ def _detached(subject: torch.Tensor) -> torch.Tensor:
         caller is not None and caller.f_code is torch.nn.Parameter.__new__.__code__
     ):  # which would be another Parameter over the weight's memory
         raise handle_of(subject).engine.refusal(handle_of(subject), "torch.nn.Parameter")
-    if not is_distributed(subject):
-        return StoredAlias.of(subject)
-    with DisableTorchFunction():
-        alias = DTensor.detach(subject)
-    alias.__class__ = StoredDTensor
-    alias._infinity = handle_of(subject)
-    return alias
+    return subject.detached_at_rest()
 
 
-class StoredAlias(_Stored, torch.Tensor):
+class StoredAlias(Stored, torch.Tensor):
     """The detached tensor of a StoredParameter, or a view of either: same rules, and no readable
     storage. Its gradient is its own, as of any tensor."""
 
@@ -415,33 +388,29 @@ def _for_transform(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-transforms.let_be_wrapped(_Stored, _for_transform)
-
-# Classes of a plain and of a distributed parameter.
-RESIDENT = ResidentParameter, DTensor
-STORED = StoredParameter, StoredDTensor
+transforms.let_be_wrapped(Stored, _for_transform)
 
 
 @cache
 def _stored(plain: type) -> type:
     """Makes the class at rest of Parameters of another library's class ``plain``, which others know
     by its name."""
-    members = {PLAIN: plain, "__torch_function__": _Stored.__torch_function__}
+    members = {PLAIN_CLASS: plain, "__torch_function__": Stored.__torch_function__}
     return type(plain.__name__, (StoredParameter, plain), members)
 
 
 def class_at_rest(param: torch.Tensor) -> type:
     """Returns the class of a managed ``param`` while its bytes are at home."""
-    plain = plain_class(param) if isinstance(param, (_Stored, ResidentParameter)) else type(param)
-    if is_distributed(param):
-        return StoredDTensor
+    if (classes := form_of(param).classes) is not None:
+        return classes[1]
+    plain = plain_class(param) if isinstance(param, (Stored, ResidentParameter)) else type(param)
     return StoredParameter if plain is torch.nn.Parameter else _stored(plain)
 
 
 def _compute(func, args: tuple, kwargs: dict, touched: list) -> Any:
     """Calls ``func`` in a forward or backward, outside of the parameters' owners."""
     name = getattr(func, "__name__", str(func))
-    is_wrapped = any(map(is_distributed, touched))
+    is_wrapped = not all(map(is_plain, touched))
     if is_wrapped or name in SHARING:
         # What it returns may read the memory later.
         for tensor in touched:

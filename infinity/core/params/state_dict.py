@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 from ...errors import InfinityError, UsageError
-from ...ext.dtensor.dtensors import like
 from ...ext.packed.packed import CARRIERS, filled, own_tensors
 from ..run.engine import Engine
 from ..run.operations import Operation
 from ..run.replaced_forward import ReplacedForward
+from ..units.forms import like
 from ..units.handle import ParamHandle, handle_of
 from ..wrap.parts import parts_of
 from .handed_tensor import VALUE

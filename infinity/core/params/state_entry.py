@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ...errors import UsageError
-from ...ext.dtensor.dtensors import is_distributed
 from ..run.operations import Operation
 from ..step.context import StepContext
 from ..units.flat_layout import is_dense
+from ..units.forms import is_plain
 from ..units.handle import ParamHandle, handle_of
 from .borrowed_state import STEP, checked_step
 
@@ -270,7 +270,7 @@ class StateAtHome:
         self._context.borrowed.settle()
 
     def _is_as_kept(self, handle: ParamHandle, array: str, value: torch.Tensor) -> bool:
-        if is_distributed(handle.param) or value.layout is not torch.strided:
+        if not is_plain(handle.param) or value.layout is not torch.strided:
             return False
         if not is_dense(value.shape, value.stride()):
             return False

@@ -11,10 +11,10 @@ from functools import partial
 
 from ... import native
 from ...errors import UsageError
-from ...ext.dtensor.dtensors import is_distributed
 from ..machine.sizes import format_nbytes
 from ..run.job import Job
 from ..run.operations import Operation, Right
+from ..units.forms import is_plain
 from ..units.handle import ParamHandle, managed, own_bytes
 from ..units.residency import Residency
 from ..units.unit import ParamUnit
@@ -124,7 +124,7 @@ class Touches:
 
     @staticmethod
     def _needs_others(handle: ParamHandle) -> bool:
-        return handle.unit.is_sharded or is_distributed(handle.param)
+        return handle.unit.is_sharded or not is_plain(handle.param)
 
     def _watch(self, handle: ParamHandle, *, is_counted: bool) -> None:
         """Watches for a write that torch does not count. Keeps the value before, if home would not

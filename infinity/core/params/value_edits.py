@@ -9,12 +9,12 @@ from types import FrameType
 import torch
 
 from ...errors import InfinityError, UsageError
-from ...ext.dtensor.dtensors import is_common, part_of
 from ...ranks.collectives import Collectives, in_turn
 from ..homes.store import ArrayStore
 from ..run.journal import Journal
 from ..run.prefetch import Prefetcher
 from ..run.step_counter import StepCounter
+from ..units.forms import is_common, part_of
 from ..units.handle import ParamHandle
 from . import mistakes
 

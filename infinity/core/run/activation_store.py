@@ -35,7 +35,7 @@ from .saved_tensor import (
     WithinBudget,
     raw_bytes,
     storage_span,
-    through_dtensors,
+    through_forms,
 )
 
 SMALLEST_NBYTES = 64 * 1024  # smaller storages stay: moving them costs more than it frees
@@ -113,7 +113,7 @@ class ActivationStore:
                 return packed.over(self._home.bring(packed.saved))
             return packed.tensor() if isinstance(packed, SavedTensor) else outer_unpack(packed)
 
-        pack, unpack = through_dtensors(pack, unpack)
+        pack, unpack = through_forms(pack, unpack)
         return torch.compiler.disable(pack), torch.compiler.disable(unpack)
 
     @property

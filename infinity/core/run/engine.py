@@ -17,7 +17,6 @@ import torch
 from ... import native
 from ...errors import UsageError
 from ...ext.class_step.admission import admit
-from ...ext.dtensor.dtensors import is_distributed
 from ...ext.packed.packed import is_packed, tensors_of
 from ..grads.backward import Backward
 from ..params import mistakes
@@ -25,6 +24,7 @@ from ..params.touches import Touches
 from ..step.context import StepContext
 from ..units.flat_param import FlatParam
 from ..units.flat_param_spec import ClassPiece
+from ..units.forms import is_plain
 from ..units.handle import ParamHandle
 from ..units.unit import ParamUnit
 from .accumulation_pass import AccumulationPass
@@ -192,7 +192,7 @@ class Engine:
             experts.want_touched(handle.param)
         # Of packed weights no view leaves, so the hold of the unit's owner is enough. Of a rank's
         # part of experts it has to be: other ranks lack a longer one, and would gather otherwise.
-        is_part = experts is not None and is_distributed(handle.param)
+        is_part = experts is not None and not is_plain(handle.param)
         if not (self.passes.holds(handle.unit) and (is_part or is_packed(handle.param))):
             self.passes.hold_for_frame(handle.unit)
         self.job.prefetcher.complete(handle.unit)

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ...ext.dtensor.dtensors import local_of
 from ...ext.rows.chosen_experts import ChosenExperts
 from ..grads.backward import Backward
 from ..machine.sizes import format_nbytes
 from ..params.apart import makes_hooks
+from ..units.forms import local_of
 from ..units.handle import ParamHandle, handle_of, own_bytes, set_raw_grad
 from ..units.unit import ParamUnit
 from .context import too_late

@@ -3,7 +3,7 @@
 SavedTensor    the tensor itself, held by the graph
 WithinBudget   the same, charged to the device's budget
 Saved          a storage that is at home on the host or on NVMe, once for all its saved views
-SavedDTensor   any of the others, for the local part of a DTensor
+SavedLocal     any of the others, for the local part of a tensor
 SavingOrder    all of those, in the order of saving
 View           one view of a Saved: the dtype, size, stride and offset to restore
 """
@@ -19,11 +19,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ... import native
-from ...ext.dtensor.dtensors import is_distributed, local_of, over, spec_of
 from ..homes.arrays import StateArray
 from ..machine.device import PAST, Event
 from ..machine.sizes import round_up
 from ..params.apart import makes_hooks
+from ..units.forms import PLAIN, Form, form_of
 
 READ_AHEAD = 2  # storages that are read before the backward asks for them
 LARGEST_EXCESS = 4  # a storage moves whole unless it is larger than the view's span by this factor
@@ -74,30 +74,30 @@ class SavedTensor:
 
 
 @dataclass(frozen=True)
-class SavedDTensor:
-    """A saved DTensor: the saved form of its local part, and its spec."""
+class SavedLocal:
+    """A saved tensor that is not plain: its local part as that was saved, and what it is beside."""
 
     packed: Any
+    form: Form
     spec: Any
 
 
 @makes_hooks
-def through_dtensors(
+def through_forms(
     pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
 ) -> tuple[Callable, Callable]:
-    """Wraps a pair of saved-tensor hooks so that they get the local parts of DTensors."""
+    """Wraps a pair of saved-tensor hooks so that they get local parts."""
 
     def pack_local(tensor: torch.Tensor) -> Any:
-        return (
-            SavedDTensor(pack(local_of(tensor)), spec_of(tensor))
-            if is_distributed(tensor)
-            else pack(tensor)
-        )
+        form = form_of(tensor)
+        if form is PLAIN:
+            return pack(tensor)
+        return SavedLocal(pack(form.local(tensor)), form, form.spec(tensor))
 
     def unpack_whole(packed: Any) -> torch.Tensor:
         return (
-            over(packed.spec, unpack(packed.packed))
-            if isinstance(packed, SavedDTensor)
+            packed.form.build(packed.spec, unpack(packed.packed))
+            if isinstance(packed, SavedLocal)
             else unpack(packed)
         )
 

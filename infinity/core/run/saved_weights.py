@@ -26,7 +26,7 @@ from ...ext.packed.packed import has_inner, inner_tensors
 from ..units.handle import DisableTorchFunction
 from ..units.unit import ParamUnit
 from ..units.weight_storages import WeightStorages
-from .saved_tensor import SavedTensor, through_dtensors
+from .saved_tensor import SavedTensor, through_forms
 
 PACKAGE = str(Path(__file__).parents[2])
 
@@ -245,7 +245,7 @@ def saving_hooks(
     def unpack(saved: Any) -> torch.Tensor:
         return saved.tensor(unpack_one) if isinstance(saved, SavedPacked) else unpack_one(saved)
 
-    pack, unpack = through_dtensors(pack, unpack)
+    pack, unpack = through_forms(pack, unpack)
     pack.is_counted, pack.gives_params = counted, gives_params
     if count is not outer_pack:  # the tensors are kept, too
         pack.count = count

@@ -17,7 +17,7 @@ from ...ranks.parallel_dims import ParallelDims
 from ...ranks.pending import ranks_lost
 from ..machine import storage_guard
 from ..params.apart import refuse_without_bytes
-from ..params.parameter import STORED
+from ..params.parameter import StoredManaged
 from ..units.handle import managed
 from .job import Job
 from .operations import State
@@ -115,7 +115,9 @@ def _named(error: BaseException) -> UsageError:
     names: list[str] = []
     frame = error.__traceback__
     while frame is not None:
-        at_rest = (each for each in frame.tb_frame.f_locals.values() if isinstance(each, STORED))
+        at_rest = (
+            each for each in frame.tb_frame.f_locals.values() if isinstance(each, StoredManaged)
+        )
         names = list(dict.fromkeys(managed(each).name for each in at_rest)) or names
         frame = frame.tb_next
     which = f" ({', '.join(names[:5])})" if names else ""

@@ -20,11 +20,11 @@ from ...errors import UsageError
 from ...ext.class_step.class_trial import check_again
 from ...ext.class_step.companion import Companion, outside_of
 from ...ext.class_step.known_elsewhere import refuse_switched
-from ...ext.dtensor.dtensors import is_distributed
 from ..params.books import OptimizerBooks
 from ..params.optimizer_state import OptimizerState
 from ..params.state_entry import GONE
 from ..run.operations import Operation
+from ..units.forms import gathered
 from ..units.handle import handle_of
 from ..units.unit import ParamUnit
 from .clipping import clip_factor
@@ -257,7 +257,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 if (grad := param.grad) is not None
             ]
             total = torch.nn.utils.get_total_norm(grads, norm_type, error_if_nonfinite)
-            return total.full_tensor() if is_distributed(total) else total
+            return gathered(total)
         with context.uses.begin():
             self.read_groups()
             context.gradients.average(context.steps_flat_param)

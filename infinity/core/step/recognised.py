@@ -15,7 +15,7 @@ from ...config import Config
 from ...errors import ConfigError
 from ...ext.class_step.known_elsewhere import refuse_rounding
 from ...ext.class_step.matrices import NO_NAMES, Names, check_split
-from ...ext.dtensor.dtensors import is_distributed
+from ..units.forms import is_plain
 from .known import Known
 from .rules import recognise
 
@@ -118,8 +118,8 @@ class Optimizers:
 
 
 def _refuse_parts(known: Known, params: Iterable[torch.Tensor]) -> None:
-    """Raises ConfigError if one of ``params`` is divided over ranks (a DTensor)."""
-    if any(map(is_distributed, params)):
+    """Raises ConfigError if one of ``params`` is divided over ranks."""
+    if not all(map(is_plain, params)):
         raise ConfigError(
             f"{known.name} steps whole parameters, and tensor or expert parallelism has divided"
             " some of these. Give the divided ones another optimizer:"

@@ -22,13 +22,13 @@ import torch
 
 from ... import native
 from ...errors import UsageError
-from ...ext.dtensor.dtensors import local_of, set_bytes
 from ..homes.arrays import StateArray
 from ..machine import storage_guard
 from ..machine.device import Device, Event
 from ..machine.sizes import format_nbytes
 from ..params.tensors import fingerprint
 from .flat_param import FlatParam
+from .forms import form_of, local_of
 from .handle import DisableTorchFunction
 from .weight_storages import WeightStorages
 
@@ -59,7 +59,7 @@ class DeviceBuffer:
         """Makes the parameters views of this buffer. They are at rest, or not managed yet."""
         with DisableTorchFunction():
             for param, view in zip(self.flat_param.params, self._views):
-                set_bytes(param, view)
+                form_of(param).show(param, view)
 
     @property
     def _is_shown(self) -> bool:

@@ -9,16 +9,16 @@ from contextlib import AbstractContextManager
 import torch
 
 from ...errors import UsageError
-from ...ext.dtensor.dtensors import is_distributed
 from ...ext.packed.packed import is_packed
 from ...ranks.collectives import Collectives
 from ..homes.store import ArrayStore
 from ..machine import dispatch_keys
 from ..machine.tiers import Tier
 from ..params.forward_edits import ForwardEdits
-from ..params.parameter import RESIDENT, STORED, class_at_rest
+from ..params.parameter import ResidentParameter, StoredParameter, class_at_rest
 from ..run.journal import Journal
 from .flat_param import FlatParam
+from .forms import form_of
 from .handle import own_bytes
 from .unit_buffers import UnitBuffers
 
@@ -65,7 +65,7 @@ class Exposure:
 
     def show(self) -> None:
         """Makes the parameters ordinary ones."""
-        self._switch(RESIDENT)
+        self._switch(rests=False)
 
     def end(self) -> None:
         """Hooks every use of a parameter: the engine handles it, even while its bytes are on the
@@ -74,7 +74,7 @@ class Exposure:
         Otherwise a write would change a copy that is about to be dropped, and be lost without an
         error.
         """
-        self._switch(STORED)
+        self._switch(rests=True)
 
     def forget(self) -> None:
         """Drops everything watched, after an exception, and hooks every use of a parameter."""
@@ -88,19 +88,19 @@ class Exposure:
                 param.__class__ = class_at_rest(param)
         self.end()
 
-    def _switch(self, classes: tuple[type, type]) -> None:
-        plain, distributed = classes
+    def _switch(self, *, rests: bool) -> None:
+        plain = StoredParameter if rests else ResidentParameter
         for flat_param in self._flat_params:
             for param in flat_param.params:
                 if is_packed(param):
                     continue
-                if is_distributed(param):
-                    param.__class__ = distributed
+                if (classes := form_of(param).classes) is not None:
+                    param.__class__ = classes[rests]
                     continue
                 # A class that is asked has to answer.
                 dispatch_keys.clear_python_key(param)
                 param.__class__ = plain
-                if classes is STORED:
+                if rests:
                     dispatch_keys.set_python_key(param)
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor, *, stays: bool) -> None:

@@ -18,10 +18,10 @@ from functools import cached_property
 
 import torch
 
-from ...ext.dtensor.dtensors import local_of, span_of
 from ...ranks.parallel_dims import ParallelDims
 from ..machine.sizes import round_up
 from .flat_param_spec import elements_each
+from .forms import division_of, local_of
 
 PARAM_ALIGNMENT = 64  # elements
 SHARD_ALIGNMENT = 4096  # elements
@@ -87,7 +87,7 @@ class FlatLayout:
             if not is_dense(local.shape, stride):
                 stride = torch.empty(local.shape, device="meta").stride()
             placements.append(Placement(offset, local.shape, tuple(stride)))
-            offset = round_up(offset + span_of(param), PARAM_ALIGNMENT)
+            offset = round_up(offset + division_of(param).span, PARAM_ALIGNMENT)
         numel = round_up(max(offset, 1), SHARD_ALIGNMENT * ranks.size)
         return cls(tuple(placements), numel, ranks)
 

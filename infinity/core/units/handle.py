@@ -13,13 +13,13 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import InternalError, UsageError
-from ...ext.dtensor.dtensors import local_of
 from ...ext.pipeline.shared import is_counted, is_shared
 from ..machine.device import Device
 from ..params.tensors import checksum_of
 from ..run.step_counter import StepCounter
 from ..run.uses import Uses
 from .flat_param import FlatParam
+from .forms import local_of
 
 DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
 

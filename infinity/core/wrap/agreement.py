@@ -19,7 +19,6 @@ from torch import nn
 from ...choices import AUTO
 from ...config import Config
 from ...errors import ConfigError
-from ...ext.dtensor.dtensors import describe_placements, is_common, is_distributed, local_of
 from ...ext.packed.packed import has_inner, is_packed, small_parts
 from ...ext.pipeline.shared import is_shared
 from ...ext.rows.experts import divided_parameters
@@ -31,6 +30,7 @@ from ..machine.tiers import Tier
 from ..params.tensors import overwrite
 from ..plan.budgets import measured_free
 from ..plan.plan import check_folders
+from ..units.forms import division_of, is_common, is_plain, local_of
 from ..units.handle import raw_grad
 from .described_model import DescribedModel
 from .module_settings import describe_modules, describe_orders
@@ -63,7 +63,7 @@ def describe(
     given = {param for group in groups for param in group["params"]}
     for name, param in model.names:
         inputs[f"parameter {name}"] = (
-            f"{tuple(param.shape)}{describe_placements(param)} {param.dtype}"
+            f"{tuple(param.shape)}{division_of(param).told} {param.dtype}"
             f" {'trained' if param.requires_grad else 'frozen'}"
         )
         if raw_grad(param) is not None:
@@ -188,7 +188,7 @@ def warn_of_untied(model: DescribedModel, collectives: Collectives) -> None:
     """Warns if two distributed parameters look like a pair that was tied before it was sharded:
     torch's parallelize_module makes two of it."""
     managed = model.managed.items()
-    cut = {name: local_of(param) for name, param in managed if is_distributed(param)}
+    cut = {name: local_of(param) for name, param in managed if not is_plain(param)}
     alike: dict[tuple, str] = {}
     for name, digest in _samples(
         {name: local for name, local in cut.items() if local.dim() > 1}

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ...ext.checkpoint.meta_init import Materialized
-from ...ext.dtensor.dtensors import local_of, set_bytes
 from ...ext.packed.packed import has_inner, is_packed, named_places, small_places
 from ..machine import dispatch_keys
+from ..units.forms import form_of, local_of
 from .partition import is_managed, parameter_names
 
 
@@ -115,7 +115,7 @@ class _ParamBefore:
             and not param.is_meta
             and there.untyped_storage()._cdata != self._data.untyped_storage()._cdata
         ):
-            set_bytes(param, self._data)
+            form_of(param).show(param, self._data)
         if param.grad is not self._grad:
             param.grad = self._grad
         param.requires_grad_(self._wanted)

@@ -18,13 +18,13 @@ from ... import native
 from ...config import Config
 from ...errors import ConfigError, UsageError
 from ...ext.class_step.companion import is_moved
-from ...ext.dtensor.dtensors import check_placements, is_distributed, local_of, ranks_over
 from ...ranks.parallel_dims import ParallelDims
 from ..params import mistakes
 from ..step.expected import check_expected
 from ..step.optimizer import InfinityOptimizer
 from ..step.recognised import check_together
 from ..step.rules import refuse_wrapper
+from ..units.forms import division_of, form_of, is_plain, local_of
 from ..units.handle import handle_of
 from .described_model import DescribedModel
 from .partition import is_managed, parameter_names
@@ -97,7 +97,7 @@ def check(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config:
                 " nothing train or change it outside. Build or load the model outside of that"
                 " block (torch.no_grad() is enough)"
             )
-        check_placements(param_names[0], param)
+        form_of(param).check(param_names[0], param)
         if hasattr(param, "ds_id"):
             raise ConfigError(
                 f"parameter {param_names[0]} is a placeholder that DeepSpeed fills: build the model"
@@ -118,14 +118,10 @@ def check_tensor_parallel(model: DescribedModel, config: Config, ranks: Parallel
     parts = ranks.tp_group.size if ranks.tp_group is not None else 1
     distributed = model.distributed
     for name, buffer in model.buffers.items():
-        if is_distributed(buffer):
-            raise ConfigError(
-                f"buffer {name} is a DTensor: buffers have to be whole on every rank; take"
-                " buffer.full_tensor()"
-            )
+        form_of(buffer).check(name, buffer)
     members = ranks.tp_group.ranks if ranks.tp_group is not None else [ranks.world_rank]
     for name, param in distributed.items():
-        over = ranks_over(param)
+        over = division_of(param).ranks
         if param in model.divided:
             _check_divided(name, over, ranks)
             continue
@@ -160,7 +156,7 @@ def _refuse_options(config: Config, of: str, *fields: str) -> None:
             raise ConfigError(f"{field}: not available with {of} in this version: {INSTEAD[field]}")
 
 
-def _check_divided(name: str, over: list[int], ranks: ParallelDims) -> None:
+def _check_divided(name: str, over: Sequence[int], ranks: ParallelDims) -> None:
     """Raises ConfigError for a parameter of divided experts that is sharded ``over`` other ranks
     than the mesh says."""
     members = (
@@ -183,23 +179,19 @@ def _check_adapters(model: nn.Module) -> None:
     """
     for name, module in model.named_modules():
         base = getattr(module, "base_layer", None)
-        if (
-            base is None
-            or not hasattr(module, "lora_A")
-            or not any(map(is_distributed, base.parameters()))
-        ):
+        if base is None or not hasattr(module, "lora_A") or all(map(is_plain, base.parameters())):
             continue
         for layer in (
             adapter
             for key, adapter in module.named_modules()
             if isinstance(adapter, torch.nn.Linear) and "lora_" in key
         ):
-            if is_distributed(layer.weight):
+            if not is_plain(layer.weight):
                 layer.out_features, layer.in_features = layer.weight.shape
         around = [
             param for key, param in module.named_parameters() if not key.startswith("base_layer.")
         ]
-        if around and not any(map(is_distributed, around)):
+        if around and all(map(is_plain, around)):
             raise ConfigError(
                 f"{name} has adapters of peft that are whole, around a layer that is cut over the"
                 " tp axis: each rank would train another adapter. peft cuts them itself around"

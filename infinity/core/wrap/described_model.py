@@ -11,9 +11,9 @@ from typing import cast
 import torch
 from torch import nn
 
-from ...ext.dtensor.dtensors import is_distributed, local_of
 from ...ext.packed.packed import is_packed, named_tensors
 from ...ext.rows.experts import divided_parameters
+from ..units.forms import is_plain, local_of
 from .partition import is_managed, parameter_names
 
 
@@ -34,8 +34,8 @@ class DescribedModel:
 
     @property
     def distributed(self) -> dict[str, nn.Parameter]:
-        """The parameters that are DTensors, managed or not."""
-        return {name: param for name, param in self.params.items() if is_distributed(param)}
+        """The parameters of which ranks have parts, managed or not."""
+        return {name: param for name, param in self.params.items() if not is_plain(param)}
 
     @property
     def nbytes(self) -> int:

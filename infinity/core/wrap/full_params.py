@@ -11,13 +11,13 @@ from torch import nn
 
 from ... import native
 from ...errors import CapacityError, UsageError
-from ...ext.dtensor.dtensors import local_of
 from ..machine.tiers import Tier
 from ..params.borrowed import Borrowed
 from ..params.tensors import checksum_of
 from ..run.job import Job
 from ..run.operations import Operation
 from ..run.registry import engine_of, whole_of
+from ..units.forms import local_of
 from ..units.handle import handle_of, managed
 
 

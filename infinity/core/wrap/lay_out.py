@@ -18,7 +18,6 @@ from ... import native
 from ...choices import AUTO, MOMENT_DTYPES
 from ...config import Config
 from ...errors import CapacityError, ConfigError, InternalError
-from ...ext.dtensor.dtensors import is_distributed
 from ...ext.packed.packed import is_code
 from ...ext.tiles.tiles import HEAD_RATIO, SMALLEST_TILE_NBYTES, candidates
 from ...files.kept_dtypes import computing_dtypes
@@ -38,6 +37,7 @@ from ..plan.unit_sizes import SUMMED_AT_ONCE, FlatParamSize, UnitSize
 from ..step.recognised import Optimizers, as_given
 from ..units.flat_param import FlatParam
 from ..units.flat_param_spec import ARRAYS, FlatParamSpec
+from ..units.forms import is_plain
 from .agreement import free_everywhere
 from .checks import check
 from .partition import Group, held_nbytes, is_managed, parameter_names, partition
@@ -176,8 +176,8 @@ class Ways:
             except CapacityError as error:
                 if limit is None or not by_hand:
                     refused = error
-                if any(size.is_averaged for size in way.sizes) or any(
-                    map(is_distributed, self._model.parameters())
+                if any(size.is_averaged for size in way.sizes) or not all(
+                    map(is_plain, self._model.parameters())
                 ):
                     break  # each tile would need a gather and a reduction of its own
                 continue

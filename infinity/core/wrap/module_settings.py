@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...ext.dtensor.dtensors import local_of
 from ..units.flat_layout import is_dense
+from ..units.forms import local_of
 
 # Of attributes that tell where a module is, or what it tells, and may differ between ranks
 OWN = re.compile(

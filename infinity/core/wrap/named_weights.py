@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ...ext.dtensor.dtensors import like
 from ..run.registry import engine_of
+from ..units.forms import like
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

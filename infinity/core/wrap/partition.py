@@ -23,7 +23,6 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...ext.coded.coded import Coded
-from ...ext.dtensor.dtensors import is_distributed_parameter, span_of
 from ...ext.packed.packed import (
     has_inner,
     is_packed,
@@ -34,6 +33,7 @@ from ...ext.packed.packed import (
 )
 from ...ext.pipeline.shared import is_shared
 from ...ext.rows.experts import divided_parameters, has_experts, is_frozen_table
+from ..units.forms import division_of, form_of
 from .parts import called_for
 
 SMALL_NBYTES = 256 * 1024
@@ -90,7 +90,7 @@ class Staying:
 def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
     """Tells whether the engine moves ``param``: every Parameter and carrier, but for unknown
     subclasses and what :class:`Staying` names."""
-    own_class = type(param) is nn.Parameter or is_distributed_parameter(param) or is_packed(param)
+    own_class = form_of(param).moves(param) or is_packed(param)
     return own_class and not hasattr(param, STAYS)
 
 
@@ -169,7 +169,7 @@ def _brings_rows(
 
 
 def _nbytes(params: list[nn.Parameter]) -> int:
-    return sum(span_of(param) * param.element_size() for param in params)
+    return sum(division_of(param).span * param.element_size() for param in params)
 
 
 def _is_container(model: nn.Module, module: nn.Module) -> bool:

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
-from ...ext.dtensor.dtensors import global_of, is_distributed, local_of, part_offset
 from ...files.boxes import Box, boxes_of_run
 from ...ranks.collectives import Collectives
 from ..homes.arrays import ArrayIO
 from ..run.job import Job
 from ..step.recognised import Optimizers
 from ..units.flat_param import FlatParam
+from ..units.forms import division_of, gathered, is_plain, like, local_of
 from ..units.handle import raw_grad
 
 
@@ -35,7 +35,7 @@ class Homes:
             values = self._collectives.broadcast(
                 values.clone(), "the initial values", over_tensors=True
             )
-        if not is_distributed(param):
+        if is_plain(param):
             flat_param.write_first_values(self._store, index, begin, values)
             return
         part = self._part(param)
@@ -60,7 +60,7 @@ class Homes:
         if not place.is_row_major:
             return 0, param.numel()
         begin, end = (at - place.offset for at in flat_param.layout.shard_part(index))
-        if not is_distributed(param) or begin == end:
+        if is_plain(param) or begin == end:
             return begin, end
         last = torch.unravel_index(torch.tensor([begin, end - 1], device="cpu"), place.shape)
         part = self._part(param)
@@ -75,12 +75,12 @@ class Homes:
 
     def recall(self, param: nn.Parameter) -> torch.Tensor:
         flat_param, index = self._places[param]
-        return global_of(param, flat_param.read_value(self._store, index))
+        return gathered(like(param, flat_param.read_value(self._store, index)))
 
     @staticmethod
     def _part(param: nn.Parameter) -> Box:
         """Returns this rank's part of the global tensor."""
-        return Box(part_offset(param), tuple(local_of(param).shape))
+        return Box(division_of(param).offset, tuple(local_of(param).shape))
 
 
 @torch.no_grad()

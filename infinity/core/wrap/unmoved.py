@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
-from ...ext.dtensor.dtensors import is_distributed, local_of
 from ...ext.packed.packed import has_inner, inner_tensors, is_packed, nbytes_of, small_parts
 from ..machine.sizes import format_nbytes
+from ..units.forms import is_plain, local_of
 from .partition import STAYS, is_managed
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def refuse_elsewhere(model: nn.Module) -> None:
 
 def _is_hollow(param: torch.Tensor) -> bool:
     """Tells whether a parameter says that it has elements and has no memory."""
-    if type(param) is nn.Parameter or not _has_storage(param) or is_distributed(param):
+    if type(param) is nn.Parameter or not _has_storage(param) or not is_plain(param):
         return False
     try:
         return param.numel() > 0 and param.untyped_storage().data_ptr() == 0

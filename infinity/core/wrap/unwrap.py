@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from ... import native
-from ...ext.dtensor.dtensors import local_of, plain_class, set_bytes
 from ..grads.at_home import AtHome
 from ..machine import dispatch_keys
 from ..run.operations import Operation
 from ..run.registry import RECORD, Wrapped, wrapped
 from ..step.optimizer import InfinityOptimizer
 from ..step.recognised import as_given, like_given
+from ..units.forms import form_of, local_of, plain_class
 from .parts import parts_of
 
 
@@ -115,7 +115,7 @@ def _plan_unwrap(record: Wrapped, managed: Sequence[InfinityOptimizer]) -> Calla
             dispatch_keys.clear_python_key(param)
             param.__class__ = plain_class(param)
             param.__dict__.pop("_infinity", None)
-            set_bytes(param, value)
+            form_of(param).show(param, value)
             param.grad = grad
         record.packed.remove()
         record.take_views()

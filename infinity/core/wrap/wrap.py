@@ -26,7 +26,6 @@ from ...ext.blocks.micro_batch import check_block, install_chunks
 from ...ext.checkpoint.meta_init import Materialized
 from ...ext.class_step.companion import staying
 from ...ext.class_step.join import join, make_optimizer
-from ...ext.dtensor.dtensors import let_scalers_mix, mesh_of_parameters
 from ...ext.packed.packed_forward import install_packed_forwards
 from ...ext.rows.chosen_forward import install_chosen_forwards
 from ...ext.rows.experts import divides_experts
@@ -49,6 +48,7 @@ from ..run.replaced_forward import ReplacedForward
 from ..seams import EXTENSIONS, classes_of
 from ..step.recognised import Optimizers, as_given, like_given
 from ..units.flat_param import FlatParam
+from ..units.forms import division_of
 from ..units.unit import ParamUnit
 from .agreement import (
     broadcast_rest,
@@ -114,9 +114,9 @@ def wrap_model(
     if isinstance(model, nn.Module) and is_wrapped(model) and optimizer is not None:
         return model, join(model, optimizer, config)
     if mesh is None and isinstance(model, nn.Module):
-        mesh = mesh_of_parameters(model.parameters())
+        meshes = (division_of(each).mesh for each in model.parameters())
+        mesh = next((each for each in meshes if each is not None), None)
     ranks, traffic = parallel_dims(mesh, divides_experts=divides_experts(model)), Traffic()
-    let_scalers_mix()
     collectives, given = Collectives(ranks, traffic), as_given(optimizer)
     changes = Changes()
     with contextlib.ExitStack() as undo:

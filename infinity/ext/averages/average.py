@@ -12,9 +12,9 @@ from torch.optim import swa_utils
 
 from ...core.run.operations import OperationKind
 from ...core.run.registry import engine_of, whole_of
+from ...core.units.forms import like, part_of
 from ...core.units.handle import ParamHandle, handle_of
 from ...errors import ConfigError, UsageError
-from ..dtensor.dtensors import like, part_of
 from .weight_average import AverageOperation, Blend, WeightAverage
 
 

@@ -22,6 +22,7 @@ from ...core.step.optimizer import InfinityOptimizer
 from ...core.units.flat_layout import is_dense
 from ...core.units.flat_param import FlatParam
 from ...core.units.flat_param_spec import ARRAYS
+from ...core.units.forms import division_of, is_plain
 from ...core.units.handle import ParamHandle, handle_of
 from ...core.units.unit import ParamUnit
 from ...errors import UsageError
@@ -29,7 +30,6 @@ from ...files.boxes import Box, boxes_of_run, order_of
 from ...files.values import encode_value
 from ...ranks.collectives import Collectives
 from ..averages.weight_average import WeightAverage
-from ..dtensor.dtensors import is_distributed, part_offset
 from ..local_steps.outer_step import OuterStep
 from ..packed.packed import has_inner, small_parts
 from .home_values import HomeValues
@@ -58,7 +58,8 @@ def part_of_rank(handle: ParamHandle) -> LocalPart:
     """Returns the part of a parameter's global tensor with which its unit computes on this rank."""
     place = handle.flat_param.layout.placements[handle.index]
     return LocalPart(
-        Box(part_offset(handle.param), tuple(place.shape)), order_of(place.shape, place.stride)
+        Box(division_of(handle.param).offset, tuple(place.shape)),
+        order_of(place.shape, place.stride),
     )
 
 
@@ -159,7 +160,7 @@ def describe_parameter(handle: ParamHandle) -> dict[str, Any]:
     place = handle.flat_param.layout.placements[handle.index]
     return {
         "shape": list(param.shape),  # of the global tensor
-        "stride": list(_dense_stride(param) if is_distributed(param) else place.stride),
+        "stride": list(place.stride if is_plain(param) else _dense_stride(param)),
         "dtype": str(spec.dtype).removeprefix("torch."),
         # Not every parameter of a stepped flat param is trained.
         "master": spec.master.name if handle.grad is not None else None,

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from ...core.params.tensors import put, take_storage
+from ...core.units.forms import is_plain, like, local_of
 from ...core.wrap.parts import parts_of
 from ...errors import ConfigError
 from ...files.module_names import Incoming, base_of, is_of_adapter, may_lack
@@ -29,7 +30,6 @@ from ...files.source import Source
 from ...files.weight_files import WeightFiles
 from ..coded.coded_weights import coded_parts, send_coded
 from ..coded.gguf_file import GgufFile, gguf_path
-from ..dtensor.dtensors import empty_parameter_like, is_distributed
 from ..packed.packed import has_inner, is_packed, named_tensors, tensors_of
 from ..packed.quantize import DenseWeights
 from ..packed.unpacked import FP8, without_scales
@@ -78,7 +78,7 @@ class Materialized:
         wholes: dict[nn.Parameter, nn.Parameter] = {}
         for module in self._model.modules():
             for name, param in module._parameters.items():
-                if param is not None and param.is_meta and is_distributed(param):
+                if param is not None and param.is_meta and not is_plain(param):
                     if param not in wholes:
                         wholes[param] = nn.Parameter(
                             torch.empty(param.shape, dtype=param.dtype, device="meta"),
@@ -91,7 +91,7 @@ class Materialized:
     def _put_together(self) -> None:
         """Restores the distributed parameters, real and without storage: their values are home."""
         for param in self._wholes.values():
-            real = empty_parameter_like(param)
+            real = empty_like(param)
             self._swapped.append((param, real))
             self._swap_contents(param, real)
             self.sent.add(param)
@@ -382,3 +382,10 @@ def _swap(recurrent: list[nn.RNNBase], param: nn.Parameter, other: nn.Parameter)
                 weakref.ref(weight) if weight is not None else None
                 for weight in module._flat_weights
             ]
+
+
+def empty_like(param: torch.Tensor) -> nn.Parameter:
+    """Makes a parameter like ``param``, which is on meta, whose local part has no storage."""
+    local = torch.empty_like(local_of(param), device="cpu")
+    local.untyped_storage().resize_(0)
+    return nn.Parameter(like(param, local), requires_grad=param.requires_grad)

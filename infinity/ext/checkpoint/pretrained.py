@@ -16,6 +16,7 @@ from torch import nn
 
 from ...core.run.job import Job, wait_idle
 from ...core.run.registry import engine_of, whole_of
+from ...core.units.forms import gathered, like
 from ...core.units.handle import handle_of
 from ...core.wrap.parts import parts_of
 from ...errors import ConfigError, StorageError, UsageError
@@ -23,7 +24,6 @@ from ...files.module_names import PREFIX
 from ...files.outputs import Identity, Output, check_free, folder_of, identity_of, replacing
 from ...files.source import Source
 from ..coded.coded import Coded
-from ..dtensor.dtensors import global_of, local_of
 from ..packed.packed import is_code
 from ..packed.unpacked import dense_source, has_packed
 from .hub_names import flat_param_size_of, hub_sources, is_transformers, names_to_write
@@ -376,14 +376,14 @@ def sources_of(model: nn.Module, *, tied: bool = False) -> dict[str, Source]:
             sources[name] = Source(
                 tensor.shape,
                 tensor.dtype,
-                lambda tensor=tensor: global_of(tensor, local_of(tensor.detach())).clone(),
+                lambda tensor=tensor: gathered(tensor.detach()).clone(),
             )
         elif handle.is_counted:  # else another stage writes it
             sources[name] = Source(
                 tensor.shape,
                 handle.flat_param.spec.wrapped_dtype,
-                lambda handle=handle: global_of(
-                    handle.param, handle.flat_param.read_value(store, handle.index)
+                lambda handle=handle: gathered(
+                    like(handle.param, handle.flat_param.read_value(store, handle.index))
                 ),
             )
         if name in sources:

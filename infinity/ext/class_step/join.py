@@ -27,10 +27,10 @@ from ...core.step.recognised import (
 )
 from ...core.step.rules import saved_step
 from ...core.units.flat_param import FlatParam
+from ...core.units.forms import local_of
 from ...core.units.handle import ParamHandle, handle_of, managed, raw_grad, set_raw_grad
 from ...core.wrap.checks import check_kind
 from ...errors import ConfigError
-from ..dtensor.dtensors import local_of
 
 ASKED = "wrap_model with another optimizer"
 

@@ -16,8 +16,8 @@ import torch
 from ... import native
 from ...config import Config
 from ...core.step.known import ADAM, BETAS, BOTH, FIRST, OF_PATHS, SECOND, Known, class_entry
+from ...core.units.forms import local_of
 from ...errors import ConfigError, UsageError
-from ..dtensor.dtensors import local_of
 from .measured import Prodigy
 
 INSIDE = "__bnb_optimizer_quant_state__"  # where bitsandbytes has moments in a state dict

@@ -11,9 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...core.params.tensors import digest_of
+from ...core.units.forms import division_of
 from ...core.wrap.module_settings import describe_modules, describe_orders
 from ...errors import ConfigError, UsageError
-from .dtensors import describe_placements
 
 T = TypeVar("T")
 MODE = "the mode"  # train() or eval(), in the digests of a batch
@@ -93,7 +93,7 @@ def describe_model(model: nn.Module) -> dict[str, str]:
         names.setdefault(param, []).append(name)
         kind = "trained" if param.requires_grad else "frozen"
         found[f"parameter {name}"] = (
-            f"{tuple(param.shape)}{describe_placements(param)} {param.dtype} {kind}"
+            f"{tuple(param.shape)}{division_of(param).told} {param.dtype} {kind}"
         )
     for name, buffer in model.named_buffers():
         shape, dtype, digest = (

@@ -9,7 +9,7 @@ import torch
 
 from ... import native
 from ...core.machine.device import Device
-from .dtensors import describe_placements
+from ...core.units.forms import division_of
 
 CACHES = ("past", "cache")  # in names of caches, which hold other heads on every rank
 
@@ -29,7 +29,7 @@ def shape_of(tensor: torch.Tensor) -> str:
     """Describes the dtype, the shape and the placements of a tensor."""
     return (
         f"{str(tensor.dtype).removeprefix('torch.')} of"
-        f" {tuple(tensor.shape)}{describe_placements(tensor)}"
+        f" {tuple(tensor.shape)}{division_of(tensor).told}"
     )
 
 

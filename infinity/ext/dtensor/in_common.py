@@ -22,14 +22,15 @@ import torch
 
 from ... import native
 from ...core.machine.device import Device
-from ...core.params.draws import Draws
 from ...core.run.job import Job
 from ...core.seams import Events, Extension
+from ...core.units.forms import is_common, local_of
 from ...core.units.handle import ParamHandle, handle_of
 from ...errors import UsageError
 from ...ranks.collectives import Collectives
 from .described import mode_of, number_of, shape_of, tensors_in
-from .dtensors import is_common, local_of, takes_parts
+from .draws import Draws
+from .dtensors import takes_parts
 from .sketches import Sketches, number_of_ordered, ordered, projected
 
 FIRST_STEPS, LATER_STEPS = 8, 32  # on an accelerator: number of first steps, interval later

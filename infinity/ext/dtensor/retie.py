@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from ...core.units.forms import local_of
 from ...core.units.handle import raw_grad
 from ...errors import ConfigError
-from .dtensors import local_of
 
 
 class Ties:

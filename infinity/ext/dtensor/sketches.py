@@ -14,7 +14,7 @@ from collections import deque
 import torch
 
 from ...core.grads.record import sample_of
-from .dtensors import is_common, local_of
+from ...core.units.forms import is_common, local_of
 
 MOST_OUTPUTS = 256  # between two steps
 

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from ...core.units.forms import form_of
 from ...errors import ConfigError
 from .agreement import agree_over, check_axis, describe_model
-from .dtensors import check_placements
 from .plans import (
     check_divisible,
     count_heads_here,
@@ -194,7 +194,8 @@ def check_own_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> 
                 f"{name} cannot be cut into {mesh.size()} parts by the model's plan: {error}"
             ) from error
         try:
-            check_placements(name, trial._parameters[key])
+            sharded = trial._parameters[key]
+            form_of(sharded).check(name, sharded)
         except ConfigError as error:
             styled = next(each for each in (name, owner) if each in styles)
             raise ConfigError(

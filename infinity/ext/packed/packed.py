@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from ...core.machine import storage_guard
+from ...core.units.forms import PLAIN_CLASS, is_plain
 from ...core.units.handle import handle_of
-from ..dtensor.dtensors import PLAIN, is_distributed
 
 SMALL_NBYTES = 4096  # parts below, such as tables of 16 codes, stay with their modules
 PACKED = "_infinity_packed"  # attribute of a carrier, and of a packed Parameter of its own class
@@ -137,7 +137,7 @@ def _class_name(kind: type) -> str:
 
 def plain_name(param: torch.Tensor) -> str:
     """Returns the name of the class of ``param`` when it is not managed."""
-    return _class_name(getattr(type(param), PLAIN, type(param)))
+    return _class_name(getattr(type(param), PLAIN_CLASS, type(param)))
 
 
 def is_packed(param: torch.Tensor) -> bool:
@@ -324,7 +324,7 @@ def send_parts(layer: nn.Module, made: nn.Module, send: Send) -> None:
 
 def has_inner(tensor: Any) -> bool:
     """Tells whether ``tensor`` is a subclass with inner tensors, as packed weights are."""
-    return hasattr(tensor, "__tensor_flatten__") and not is_distributed(tensor)
+    return hasattr(tensor, "__tensor_flatten__") and is_plain(tensor)
 
 
 def inner_tensors(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from ...config import Config
 from ...core.machine.sizes import format_nbytes
+from ...core.units.forms import local_of
 from ...errors import ConfigError
 from ...files.kept_dtypes import computing_dtypes
-from ..dtensor.dtensors import local_of
 from .cuts import cut_evenly
 from .stages import Chain
 

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from ...core.units.flat_layout import FlatLayout
+from ...core.units.forms import local_of
 from ...core.units.handle import handle_of
 from ...errors import InternalError
-from ..dtensor.dtensors import local_of
 from ..packed.packed import is_packed
 from .experts import INDICES, clamps_choice, exchanges_of, runs_known_code
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...core.params import transforms
-from ..dtensor.dtensors import is_distributed, is_distributed_parameter, local_of
+from ...core.units.forms import form_of, is_plain, local_of
 from ..packed.packed import moved_tensors
 
 MARK = "_infinity_divided"
@@ -37,7 +37,7 @@ def mark_divided(module: nn.Module) -> None:
 def divided_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Lists the parameters of ``module`` itself that are parts of divided experts."""
     own = module.parameters(recurse=False) if MARK in module.__dict__ else ()
-    return [param for param in own if is_distributed(param)]
+    return [param for param in own if not is_plain(param)]
 
 
 def divides_experts(model: Any) -> bool:
@@ -66,7 +66,6 @@ def has_experts(module: nn.Module) -> bool:
     rank's."""
     kind, count = type(module), getattr(module, "num_experts", None)
     own, exchanges = moved_tensors(module), exchanges_of(module)
-    is_own_class = is_distributed_parameter if exchanges else _is_plain
     return (
         isinstance(count, int)
         and _has_known_forward(module, exchanges)
@@ -74,7 +73,8 @@ def has_experts(module: nn.Module) -> bool:
         and any(name in inspect.signature(kind.forward).parameters for name in INDICES)
         and bool(own)
         and all(
-            is_own_class(param)
+            form_of(param).moves(param)
+            and is_plain(param) is not bool(exchanges)
             and param.dim() > 1
             and len(local_of(param)) == count
             and local_of(param).is_contiguous()
@@ -82,10 +82,6 @@ def has_experts(module: nn.Module) -> bool:
         )
         and sum(local_of(param).nbytes for param in own) >= count * LEAST_NBYTES
     )
-
-
-def _is_plain(param: torch.Tensor) -> bool:
-    return type(param) is nn.Parameter
 
 
 def _has_known_forward(module: nn.Module, exchanges: list[Any]) -> bool:

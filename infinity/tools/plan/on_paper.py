@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...core.machine import processors
+from ...core.units.forms import local_of
 from ...errors import ConfigError, InfinityError, InternalError
-from ...ext.dtensor.dtensors import local_of
 from ...ext.dtensor.tensors import tensor_parallel
 from ...ext.experts_parallel.experts import chosen_of, expert_parallel, expert_parameters
 from ...ext.pipeline.boundaries import axis_that_shares

@@ -15,10 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from lone import lone_group
 from memory_arrays import MemoryArray
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import infinity
 from infinity import native
@@ -26,7 +23,6 @@ from infinity.core.machine import storage_guard
 from infinity.core.params.parameter import (
     ResidentParameter,
     StoredAlias,
-    StoredDTensor,
     StoredParameter,
 )
 from infinity.core.params.tensors import give_storage, take_storage
@@ -451,34 +447,3 @@ def test_a_lent_value_is_changed_in_place_and_the_parameter_returned(job, borrow
     a.data = torch.zeros(2, 3)
     assert borrowed.tolist() == [[0] * 3] * 2 and borrowed.data_ptr() == address
     assert type(a.sum()) is torch.Tensor and job.said == []
-
-
-# --- distributed parameters ---
-
-
-def test_a_distributed_parameter_is_gathered_for_its_local_part_and_for_all_of_it(job):
-    """Claim: its detached tensor is under the same rules."""
-    job.touch = lambda handle, what: job.said.append(f"{what} of {handle.name} inside {job.inside}")
-    with lone_group():
-        mesh = dist.init_device_mesh("cpu", (1,))
-        param = torch.nn.Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
-        flat_param = FlatParam(SPEC, [param])
-        param._infinity = ParamHandle(["d"], job, flat_param, 0, job)
-        param.__class__ = StoredDTensor
-        alias = param.detach()
-        assert type(alias) is StoredDTensor and alias._infinity is param._infinity
-        assert not alias.requires_grad and job.said == []
-        uses = {
-            "to_local": lambda tensor: tensor.to_local(),
-            "full_tensor": lambda tensor: tensor.full_tensor(),
-            "redistribute": lambda tensor: tensor.redistribute(placements=[Replicate()]).to_local(),
-        }
-        for name, use in uses.items():
-            for tensor in (param, alias):
-                param.__class__ = StoredDTensor
-                assert use(tensor).tolist() == [0, 1, 2, 3]
-                assert job.said.pop() == f"{name} of d inside ['use']" and job.said == []
-                assert type(param) is DTensor
-        param.__class__, job.computing = StoredDTensor, True
-        assert (param + 1).to_local().tolist() == [1, 2, 3, 4]
-        assert type(param) is StoredDTensor and job.said[0] == "add of d inside ['use']"

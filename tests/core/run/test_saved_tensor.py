@@ -23,7 +23,7 @@ from infinity.core.run.saved_tensor import (
     raw_bytes,
     release_saved,
     storage_span,
-    through_dtensors,
+    through_forms,
 )
 
 
@@ -169,7 +169,7 @@ def test_freed_storages_are_passed_over_and_forgotten():
 
 def test_of_a_dtensor_the_local_part_is_saved():
     """Twin: a plain tensor is saved as it is."""
-    pack, unpack = through_dtensors(lambda tensor: [tensor], lambda packed: packed[0] * 2)
+    pack, unpack = through_forms(lambda tensor: [tensor], lambda packed: packed[0] * 2)
     plain = torch.ones(2)
     assert pack(plain)[0] is plain and type(unpack(pack(plain))) is torch.Tensor
     with lone_group():

@@ -19,13 +19,14 @@ from infinity import native
 from infinity.core.machine import storage_guard
 from infinity.core.machine.tiers import Tier
 from infinity.core.params import forward_edits
-from infinity.core.params.parameter import ResidentParameter, StoredDTensor, StoredParameter
+from infinity.core.params.parameter import ResidentParameter, StoredParameter
 from infinity.core.run.journal import Journal
 from infinity.core.units.exposure import Exposure
 from infinity.core.units.flat_param import FlatParam
 from infinity.core.units.flat_param_spec import FlatParamSpec
 from infinity.core.units.handle import own_bytes
 from infinity.errors import UsageError
+from infinity.ext.dtensor.stored import StoredDTensor
 from infinity.ext.shared_homes.quantize import BlockCodes
 
 F32 = torch.float32

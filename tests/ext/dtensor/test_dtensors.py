@@ -18,12 +18,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from infinity.core.params.parameter import ResidentParameter
+from infinity.core.units import forms
 from infinity.errors import ConfigError, UsageError
+from infinity.ext.checkpoint.meta_init import empty_like
 from infinity.ext.dtensor import dtensors
 
 WHOLE = torch.arange(10.0).view(5, 2)
 HALF = WHOLE[3:]  # what tp rank 1 of 2 has of the rows
 PLACEMENTS = [Replicate(), Shard(0)]
+FORM = dtensors.DTensorForm()
 
 
 @pytest.fixture
@@ -46,15 +49,16 @@ def param_on(mesh, placements=PLACEMENTS) -> nn.Parameter:
 
 def test_a_distributed_tensor_is_known_from_a_plain_one(mesh):
     plain, param = nn.Parameter(WHOLE.clone()), param_on(mesh)
-    assert dtensors.is_distributed(param) and not dtensors.is_distributed(plain)
-    assert dtensors.plain_class(param) is DTensor and dtensors.plain_class(plain) is nn.Parameter
+    assert type(forms.form_of(param)) is dtensors.DTensorForm and forms.is_plain(plain)
+    assert forms.plain_class(param) is DTensor and forms.plain_class(plain) is nn.Parameter
     plain.__class__ = ResidentParameter
-    assert dtensors.plain_class(plain) is nn.Parameter
-    assert dtensors.ranks_over(param) == [0, 1, 2, 3] and dtensors.ranks_over(plain) == []
-    assert dtensors.ranks_over(tensor_on(mesh["tp"], [Shard(0)])) == [0, 1]
-    assert dtensors.local_of(param).tolist() == HALF.tolist() and dtensors.local_of(plain) is plain
-    assert dtensors.describe_placements(plain) == ""
-    assert dtensors.describe_placements(param) == f" {param.placements} over (2, 2)"
+    assert forms.plain_class(plain) is nn.Parameter
+    assert forms.division_of(param).ranks == (0, 1, 2, 3)
+    assert forms.division_of(plain).ranks == ()
+    assert forms.division_of(tensor_on(mesh["tp"], [Shard(0)])).ranks == (0, 1)
+    assert forms.local_of(param).tolist() == HALF.tolist() and forms.local_of(plain) is plain
+    assert forms.division_of(plain).told == ""
+    assert forms.division_of(param).told == f" {param.placements} over (2, 2)"
 
 
 def test_only_a_parameter_that_is_exactly_a_dtensor_over_a_plain_tensor_is_distributed(mesh):
@@ -66,21 +70,21 @@ def test_only_a_parameter_that_is_exactly_a_dtensor_over_a_plain_tensor_is_distr
     class Kind(DTensor):
         """A subclass."""
 
-    assert dtensors.is_distributed_parameter(param_on(mesh))
-    assert not dtensors.is_distributed_parameter(tensor_on(mesh))
-    assert not dtensors.is_distributed_parameter(nn.Parameter(WHOLE.clone()))
+    assert FORM.moves(param_on(mesh))
+    assert not FORM.moves(tensor_on(mesh))
+    assert not FORM.moves(nn.Parameter(WHOLE.clone()))
     kind, inside = param_on(mesh), param_on(mesh)
     kind.__class__ = Kind
     inside._local_tensor = HALF.as_subclass(Other)
-    assert not dtensors.is_distributed_parameter(kind)
-    assert not dtensors.is_distributed_parameter(inside)
+    assert not FORM.moves(kind)
+    assert not FORM.moves(inside)
 
 
 @pytest.mark.parametrize("first", [Replicate(), Shard(1)])
 def test_placements_that_can_be_trained_are_accepted(first, mesh):
     """Twins: a plain parameter; sums that are not reduced, and stripes, with what to do instead."""
-    dtensors.check_placements("w", nn.Parameter(WHOLE.clone()))
-    dtensors.check_placements("w", param_on(mesh, [first, Shard(0)]))
+    forms.PLAIN.check("w", nn.Parameter(WHOLE.clone()))
+    FORM.check("w", param_on(mesh, [first, Shard(0)]))
 
     class _StripedShard(Shard):
         """Packs weights in stripes."""
@@ -89,10 +93,11 @@ def test_placements_that_can_be_trained_are_accepted(first, mesh):
         (Partial(), "Partial on .* reduce it first"),
         (_StripedShard(0), "Striped"),
     ):
-        param = DTensor.from_local(HALF.clone(), mesh, [first, Partial()], run_check=False)
+        local = DTensor.from_local(HALF.clone(), mesh, [first, Partial()], run_check=False)
+        param = nn.Parameter(local)
         param._spec = SimpleNamespace(mesh=mesh, placements=(first, other), device_mesh=mesh)
         with pytest.raises(ConfigError, match=f"parameter w is a DTensor with placement {said}"):
-            dtensors.check_placements("w", param)
+            FORM.check("w", param)
 
 
 def test_the_first_of_a_meshs_replicas_is_counted(mesh):
@@ -104,32 +109,32 @@ def test_the_first_of_a_meshs_replicas_is_counted(mesh):
         ([Shard(0), Shard(1)], True, False),
     ):
         param = param_on(mesh, placements)
-        assert dtensors.counts_here(param) is counts
-        assert dtensors.is_common(param) is is_common
-    assert dtensors.counts_here(WHOLE) and dtensors.is_common(WHOLE)
+        assert (forms.division_of(param).copy == 0) is counts
+        assert forms.is_common(param) is is_common
+    assert forms.division_of(WHOLE).copy is None and forms.is_common(WHOLE)
 
 
 def test_elements_are_reserved_for_the_largest_local_part(mesh):
     """By hand: of 5 rows the first rank has 3. Along both axes one rank has 2 of them."""
-    assert dtensors.span_of(WHOLE) == 10
-    assert dtensors.span_of(param_on(mesh)) == 3 * 2
-    assert dtensors.span_of(param_on(mesh, [Shard(1), Shard(0)])) == 3 * 1
-    assert dtensors.span_of(param_on(mesh, [Shard(0), Shard(0)])) == 2 * 2
-    assert dtensors.span_of(param_on(mesh, [Replicate(), Replicate()])) == 10
+    assert forms.division_of(WHOLE).span == 10
+    assert forms.division_of(param_on(mesh)).span == 3 * 2
+    assert forms.division_of(param_on(mesh, [Shard(1), Shard(0)])).span == 3 * 1
+    assert forms.division_of(param_on(mesh, [Shard(0), Shard(0)])).span == 2 * 2
+    assert forms.division_of(param_on(mesh, [Replicate(), Replicate()])).span == 10
 
 
 def test_a_local_part_begins_at_its_place_in_the_whole(mesh):
-    assert dtensors.part_offset(param_on(mesh)) == (3, 0)
-    assert dtensors.part_offset(param_on(mesh, [Replicate(), Shard(1)])) == (0, 1)
-    assert dtensors.part_offset(WHOLE) == (0, 0)
+    assert forms.division_of(param_on(mesh)).offset == (3, 0)
+    assert forms.division_of(param_on(mesh, [Replicate(), Shard(1)])).offset == (0, 1)
+    assert forms.division_of(WHOLE).offset == (0, 0)
 
 
 def test_the_mesh_of_the_job_is_the_root_of_a_parameters(mesh):
     """Twin: plain parameters have none."""
     plain = nn.Parameter(WHOLE.clone())
-    assert dtensors.mesh_of_parameters([plain]) is None
-    assert dtensors.mesh_of_parameters([plain, param_on(mesh["tp"], [Shard(0)])]) == mesh
-    assert dtensors.mesh_of_parameters([param_on(mesh)]) == mesh
+    assert forms.division_of(plain).mesh is None
+    assert forms.division_of(param_on(mesh["tp"], [Shard(0)])).mesh == mesh
+    assert forms.division_of(param_on(mesh)).mesh == mesh
 
 
 # --- making and replacing ---
@@ -138,28 +143,28 @@ def test_the_mesh_of_the_job_is_the_root_of_a_parameters(mesh):
 def test_a_local_value_becomes_a_dtensor_like_its_parameter(mesh):
     """Claim: in its own dtype, of the whole's shape. Twin: of a plain parameter it stays itself."""
     local = HALF.double()
-    made = dtensors.like(param_on(mesh), local)
+    made = forms.like(param_on(mesh), local)
     assert made._local_tensor is local and made.shape == (5, 2) and made.dtype is torch.float64
     assert made.placements == tuple(PLACEMENTS) and made.device_mesh == mesh
     assert made.stride() == (2, 1) and not made.requires_grad
     assert made._spec.tensor_meta.dtype is torch.float64
-    assert dtensors.like(nn.Parameter(WHOLE), local) is local
+    assert forms.like(nn.Parameter(WHOLE), local) is local
 
 
 def test_a_spec_makes_a_dtensor_of_a_local_part_again(mesh):
     param, local = param_on(mesh), HALF.clone()
-    made = dtensors.over(dtensors.spec_of(param), local)
+    made = FORM.build(FORM.spec(param), local)
     assert made._spec is param._spec and made._local_tensor is local and not made.requires_grad
-    assert dtensors.spec_of(WHOLE) is None and dtensors.over(None, local) is local
+    assert forms.PLAIN.spec(WHOLE) is None and forms.PLAIN.build(None, local) is local
 
 
 def test_the_whole_value_is_gathered(mesh):
     """Method: replicas, of which each has the whole; of parts only the form is looked at."""
     param, local = param_on(mesh, [Replicate(), Replicate()]), WHOLE + 1
-    assert torch.equal(dtensors.global_of(param, local), local)
-    assert type(dtensors.global_of(param_on(mesh), HALF.clone())) is torch.Tensor
-    assert dtensors.global_of(param_on(mesh), HALF.clone()).shape == (5, 2)
-    assert dtensors.global_of(nn.Parameter(WHOLE), local) is local
+    assert torch.equal(forms.gathered(forms.like(param, local)), local)
+    assert type(forms.gathered(forms.like(param_on(mesh), HALF.clone()))) is torch.Tensor
+    assert forms.gathered(forms.like(param_on(mesh), HALF.clone())).shape == (5, 2)
+    assert forms.gathered(forms.like(nn.Parameter(WHOLE), local)) is local
 
 
 @pytest.mark.parametrize("others", [1, 2])
@@ -169,26 +174,26 @@ def test_the_groups_of_an_earlier_mesh_are_not_met(others):
         for _ in range(others):
             dist.new_group([0, 1])
         mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        assert dtensors.global_of(param_on(mesh), HALF.clone()).shape == (5, 2)
+        assert forms.gathered(forms.like(param_on(mesh), HALF.clone())).shape == (5, 2)
 
 
 def test_a_parameter_or_its_local_part_becomes_a_view(mesh):
     """Claim: of a distributed one the local part, with a version counter of its own."""
     memory = torch.full((4, 2), 7.0)
     param, plain = param_on(mesh), nn.Parameter(WHOLE.clone())
-    dtensors.set_bytes(param, memory[:2])
-    dtensors.set_bytes(plain, memory)
+    FORM.show(param, memory[:2])
+    forms.PLAIN.show(plain, memory)
     memory[0, 0] = 1
-    assert dtensors.local_of(param).tolist() == [[1, 7], [7, 7]] and plain.detach()[0, 0] == 1
-    assert param.shape == (5, 2) and dtensors.local_of(param)._version == 0 < memory._version
+    assert forms.local_of(param).tolist() == [[1, 7], [7, 7]] and plain.detach()[0, 0] == 1
+    assert param.shape == (5, 2) and forms.local_of(param)._version == 0 < memory._version
 
 
 def test_an_empty_parameter_is_like_one_on_meta_and_has_no_storage(mesh):
     for requires_grad in (True, False):
         local = torch.empty(2, 2, device="meta")
-        meta = nn.Parameter(dtensors.like(param_on(mesh), local), requires_grad=requires_grad)
-        made = dtensors.empty_parameter_like(meta)
-        assert dtensors.is_distributed_parameter(made) and made._spec is meta._spec
+        meta = nn.Parameter(forms.like(param_on(mesh), local), requires_grad=requires_grad)
+        made = empty_like(meta)
+        assert FORM.moves(made) and made._spec is meta._spec
         assert made.requires_grad is requires_grad
         assert made._local_tensor.is_cpu and made._local_tensor.shape == (2, 2)
         assert made._local_tensor.untyped_storage().nbytes() == 0
@@ -200,30 +205,30 @@ def test_an_empty_parameter_is_like_one_on_meta_and_has_no_storage(mesh):
 def test_a_whole_value_is_cut_as_its_parameter_is(mesh):
     """Twin: of a plain parameter it stays itself, or is gathered."""
     value = WHOLE + 100
-    assert torch.equal(dtensors.part_of(param_on(mesh), value, "w"), value[3:])
+    assert torch.equal(forms.part_of(param_on(mesh), value, "w"), value[3:])
     assert torch.equal(
-        dtensors.part_of(param_on(mesh, [Replicate(), Shard(1)]), value, "w"), value[:, 1:]
+        forms.part_of(param_on(mesh, [Replicate(), Shard(1)]), value, "w"), value[:, 1:]
     )
-    assert dtensors.part_of(nn.Parameter(WHOLE), value, "w") is value
+    assert forms.part_of(nn.Parameter(WHOLE), value, "w") is value
     replicas = tensor_on(mesh, [Replicate(), Replicate()], value)
-    assert torch.equal(dtensors.part_of(nn.Parameter(WHOLE), replicas, "w"), value)
+    assert torch.equal(forms.part_of(nn.Parameter(WHOLE), replicas, "w"), value)
 
 
 def test_a_value_that_is_cut_the_same_way_is_taken_and_another_is_cut_again(mesh):
     value = WHOLE + 100
     same = tensor_on(mesh, PLACEMENTS, value)
-    assert dtensors.part_of(param_on(mesh), same, "w") is same._local_tensor
+    assert forms.part_of(param_on(mesh), same, "w") is same._local_tensor
     replicas = tensor_on(mesh, [Replicate(), Replicate()], value)
-    assert torch.equal(dtensors.part_of(param_on(mesh), replicas, "w"), value[3:])
+    assert torch.equal(forms.part_of(param_on(mesh), replicas, "w"), value[3:])
 
 
 def test_a_value_of_another_shape_or_mesh_is_refused(mesh):
     """Twin: a plain parameter's value of another shape is left to others."""
     with pytest.raises(UsageError, match=r"w: a tensor of shape \(2, 5\) .* of \(5, 2\)"):
-        dtensors.part_of(param_on(mesh), WHOLE.t(), "w")
+        forms.part_of(param_on(mesh), WHOLE.t(), "w")
     with pytest.raises(UsageError, match="w: a DTensor on .* for one on"):
-        dtensors.part_of(param_on(mesh), tensor_on(mesh["tp"], [Shard(0)]), "w")
-    assert dtensors.part_of(nn.Parameter(WHOLE), WHOLE.t(), "w").shape == (2, 5)
+        forms.part_of(param_on(mesh), tensor_on(mesh["tp"], [Shard(0)]), "w")
+    assert forms.part_of(nn.Parameter(WHOLE), WHOLE.t(), "w").shape == (2, 5)
 
 
 # --- torch's scaler, and inputs in parts ---
@@ -241,7 +246,7 @@ def test_gradients_of_both_kinds_are_unscaled_together(mesh):
         found = torch.zeros(())
         torch._amp_foreach_non_finite_check_and_unscale_(grads, found, torch.tensor(0.5))
         expected = [[0.5] * 3 if kind == "p" else (HALF / 2).tolist() for kind in kinds]
-        assert [dtensors.local_of(grad).tolist() for grad in grads] == expected
+        assert [forms.local_of(grad).tolist() for grad in grads] == expected
         assert found.item() == 0
 
 

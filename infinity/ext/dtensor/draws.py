@@ -12,8 +12,8 @@ import numpy
 import torch
 
 from ... import native
-from ...ext.dtensor.described import number_of
-from ..machine.device import Device
+from ...core.machine.device import Device
+from .described import number_of
 
 MASK = 2**62 - 1  # of a number that ranks exchange
 

@@ -11,7 +11,7 @@ import torch
 
 from infinity.core.machine.device import Device
 from infinity.core.machine.traffic import Traffic
-from infinity.core.params.draws import Draws
+from infinity.ext.dtensor.draws import Draws
 
 GENERATORS: dict[str, Callable[[], object]] = {
     "torch's generator": lambda: torch.rand(1),
