@@ -144,6 +144,7 @@ _HOMES = {
     "wrap_model": "core.wrap.wrap",
 }
 seams.EXTENSIONS[:] = (
+    "ext.blocks.blocks.Blocks",
     "ext.dtensor.in_common.InCommon",
     "ext.sequence.sequences.Sequences",
     "ext.data.kept_data.KeptData",

@@ -115,6 +115,9 @@ class Extension:
     """A feature of one wrapped model. Its methods run in the main thread, in one order on every
     rank."""
 
+    # Whether it places what blocks save for the backward, within what the device has left.
+    places_saved = False
+
     @classmethod
     def terms(cls, config: Any, units: Sequence[Any], device: Any) -> Iterable[Term]:
         """Returns the bytes that it would hold beside ``units``, given by their sizes. A plan
@@ -127,10 +130,22 @@ class Extension:
         return ranks
 
     @classmethod
+    def check_blocks(cls, config: Any, model: Any, blocks: Sequence[tuple[str, Any]]) -> None:
+        """Raises ConfigError if ``blocks``, the modules that ``model`` repeats, with their names,
+        cannot run as ``config`` says. Nothing is changed yet."""
+
+    @classmethod
     def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> Extension | None:
         """Returns the extension if a wrap with ``config`` needs it. May add listeners, and wait for
         other ranks. Raises ConfigError; nothing is changed yet."""
         return None
+
+    def replace_forwards(
+        self, job: Any, find: Callable[[], Any], blocks: Sequence[tuple[str, Any, list[Any]]]
+    ) -> list[Any]:
+        """Replaces forwards of ``blocks``: their names, modules, and units that are gathered whole.
+        Returns what removes them. ``find``: finds the context of forwards. May not fail."""
+        return []
 
     def install(self, job: Any, model: Any) -> None:
         """Joins a job whose ``model`` is hooked: the last step of a wrap, or a later call of the

@@ -20,8 +20,8 @@ from test_import_order import PACKAGE
 # Folders without which nothing can be wrapped today. A change may shorten the list.
 NEEDED = set(
     (
-        "ext/blocks ext/checkpoint ext/class_step ext/coded ext/dtensor ext/packed ext/pipeline "
-        "ext/rows ext/tiles "
+        "ext/checkpoint ext/class_step ext/coded ext/dtensor ext/packed ext/pipeline ext/rows "
+        "ext/tiles "
     ).split()
 )
 TRAIN = """

@@ -23,7 +23,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ... import native
 from ...errors import CapacityError
-from ...ext.blocks.recompute import ActivationPlanner
 from ..homes.store import ArrayStore
 from ..machine.tiers import Tier
 from .activation_home import ActivationHome
@@ -60,7 +59,7 @@ class ActivationStore:
         self._store, self._device = store, store.device
         in_flight = None if spare_nbytes is None else int(spare_nbytes * SHARE_IN_FLIGHT)
         self._home = ActivationHome(store, tier, staging, most_nbytes, in_flight)
-        self._planner: ActivationPlanner | None = None
+        self._planner: Any = None
         # May stay on the device; None: nothing may, and home must have room.
         self.spare_nbytes = spare_nbytes
         self._kept = native.Account()  # the bytes that do
@@ -71,12 +70,14 @@ class ActivationStore:
     # --- the hooks ---
 
     @property
-    def planner(self) -> ActivationPlanner | None:
-        """The planner that chooses for each block, or None."""
+    def planner(self) -> Any:
+        """What places the activations of each block, or None."""
         return self._planner
 
-    def plan_with(self, planner: ActivationPlanner) -> None:
-        """Lets ``planner`` choose which blocks' activations are kept, sent home, or recomputed."""
+    def plan_with(self, planner: Any) -> None:
+        """Lets ``planner`` place the activations of each block. It has ``begin()``, called as a
+        forward begins, ``block``, the one that runs, ``saves(storage)``, ``measures_room``,
+        ``is_sending`` and ``reserved_nbytes``, and is told ``found_no_room``."""
         self._planner = planner
 
     def limit_in_flight(self, nbytes: int) -> None:

@@ -7,8 +7,6 @@ engine, because the job must not keep it alive.
 
 from __future__ import annotations
 
-import logging
-import sys
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -17,14 +15,12 @@ import torch
 
 from ... import native
 from ...config import Config
-from ...ext.blocks.recompute import ActivationPlanner, MeasuredRoom
 from ...ranks.collectives import Collectives
 from ..grads.bank import GradientBank
 from ..grads.reducer import Reducer
 from ..homes.store import ArrayStore
 from ..machine.device import Device
 from ..machine.ledger import Ledger
-from ..machine.rates import memory_rate
 from ..machine.tiers import Tier
 from ..params.borrowed_state import BorrowedState
 from ..params.handed_out import HandedOut
@@ -36,7 +32,6 @@ from ..step.updates import Updates
 from ..units.handle import ParamHandle
 from ..units.unit import ParamUnit
 from ..units.weight_storages import WeightStorages
-from .context import found_weakly
 from .engine import Engine
 from .job import Job, Planned
 from .journal import Journal
@@ -48,10 +43,6 @@ from .schedule import Schedule
 from .shut_down import shut_down
 from .step_counter import StepCounter
 from .uses import Uses
-
-logger = logging.getLogger(__name__)
-
-LINK_RATE = 25e9  # bytes per second, of a link that nothing was measured on: PCIe 4.0
 
 
 class Later:
@@ -123,7 +114,6 @@ def build_engine(
         job = _make_job(base, Planned(plan, sizes), resources, later, prefetcher, stepping=stepping)
         engine = Engine(job, resources, free)
         later.set(engine)
-        _plan_activations(engine)
         return engine
     except BaseException:
         native.insist(free)
@@ -210,7 +200,8 @@ def _make_job(
         handed=HandedOut(store, steps, collectives.ranks, borrowed, uses, edits),
         prefetcher=prefetcher,
         activations=resources.make_activations(
-            alone=base.collectives.ranks.alone, local_size=base.collectives.ranks.local_size
+            placed=any(each.places_saved for each in base.extensions),
+            local_size=base.collectives.ranks.local_size,
         ),
         events=base.events,
         extensions=base.extensions,
@@ -262,62 +253,3 @@ def _make_reducer(base: _Base, gradients: GradientBank, later: Later) -> Reducer
     )
     gradients.reduce_with(reducer.add, reducer.average, reducer.whole)
     return reducer
-
-
-def _plan_activations(engine: Engine) -> None:
-    """Chooses from now on which blocks' activations are kept, sent or recomputed, if there is a
-    device budget to spend on them."""
-    job = engine.job
-    if job.config.recompute and (why := _why_not_chosen(job)):
-        logger.warning("recompute=True has no effect here: %s", why)
-    planned = job.activations is not None and job.activations.spare_nbytes is not None
-    if planned and job.config.micro_batch is None and job.ranks.alone:
-        spare_nbytes, memory = job.activations.spare_nbytes, job.device.memory
-        room = None
-        if memory is not None:
-            # The planner alone says what stays
-            job.activations.spare_nbytes = sys.maxsize
-            job.activations.limit_in_flight(0)
-            room = MeasuredRoom(
-                memory,
-                is_shown=lambda steps=job.steps, stepped=job.trained: (
-                    steps.index > 0 or not stepped
-                ),
-                limit_in_flight=job.activations.limit_in_flight,
-            )
-        job.activations.plan_with(
-            ActivationPlanner(
-                found_weakly(engine.make_forward_context),
-                job.device,
-                spare_nbytes=spare_nbytes,
-                send_rate=partial(_send_rate, job),
-                recomputes=job.config.recompute,
-                home_nbytes=job.activations.home_nbytes,
-                room=room,
-            )
-        )
-
-
-def _why_not_chosen(job: Job) -> str | None:
-    """Returns why nothing is chosen for blocks; None if it is."""
-    if not job.ranks.alone:  # they must decide the same, but measure different times
-        return (
-            "with several ranks every block keeps what it saves. Use the model's own gradient"
-            " checkpointing."
-        )
-    if job.config.micro_batch is not None:
-        return "with micro_batch every block that runs in parts is recomputed."
-    if job.config.activations != "auto":
-        return f"activations={job.config.activations!r} is the home of all that is saved."
-    if job.activations is None:
-        return "no device_memory was given, so that all that is saved stays where it is computed."
-    return None
-
-
-def _send_rate(job: Job) -> float:
-    """Returns the bytes per second of an activation's way home and back."""
-    if job.device.is_host:
-        # Every byte is read and written twice, in both directions.
-        return memory_rate(room=job.config.host_memory) / 4
-    ways = ("device->host", "host->device")
-    return 1 / sum(1 / (job.traffic.rate(way) or LINK_RATE) for way in ways)

@@ -120,8 +120,9 @@ class Passes:
             for unit in held:
                 self.job.prefetcher.unhold(unit)
             raise
-        recomputed = self.is_recomputed
-        self.frames.append(Frame(module, held, is_recomputed=recomputed, hooks=self.scopes.hooks))
+        self.frames.append(
+            Frame(module, held, is_recomputed=self.is_recomputed, hooks=self.scopes.hooks)
+        )
         outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
         # A checkpoint recomputes: nothing is kept.
         if keeping is not None and not is_checkpoint(outer):

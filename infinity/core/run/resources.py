@@ -168,9 +168,9 @@ class Resources:
             measured=self._config.update_threads is None,
         )
 
-    def make_activations(self, *, alone: bool, local_size: int = 1) -> ActivationStore | None:
-        """Makes the store of activations, or returns None if torch keeps them. ``alone``: there is
-        one rank; ``local_size``: of how many on this machine."""
+    def make_activations(self, *, placed: bool, local_size: int = 1) -> ActivationStore | None:
+        """Makes the store of activations, or returns None if torch keeps them. ``placed``: an
+        extension places what blocks save; ``local_size``: ranks on this machine."""
         home = self._config.activations
         most = self._most_on_host(local_size)
         if home in ("host", "nvme"):
@@ -181,7 +181,7 @@ class Resources:
                 spare_nbytes=None,
                 most_nbytes=most if home == "host" else None,
             )
-        spare = self._spare_for_activations(alone) if home == "auto" else None
+        spare = self._spare_for_activations(placed) if home == "auto" else None
         if spare is None:
             return None
         return ActivationStore(
@@ -198,7 +198,7 @@ class Resources:
             planned += max(self._plan.planned_nbytes(Tier.DEVICE), self._config.device_memory or 0)
         return max(0, self._host_left_nbytes // local_size - planned)
 
-    def _spare_for_activations(self, alone: bool) -> int | None:
+    def _spare_for_activations(self, placed: bool) -> int | None:
         """Returns the bytes that the plan leaves to activations on the device; None: torch keeps
         all that is saved. On a GPU that is of what the card can give, for a ``device_memory`` there
         is the engine's alone."""
@@ -206,8 +206,7 @@ class Resources:
         planned = self._plan.planned_nbytes(Tier.DEVICE)
         if device.is_host:
             return None if config.device_memory is None else config.device_memory - planned
-        # With several ranks nothing is chosen: they measure different times.
-        if not config.recompute or device.memory is None or not alone:
+        if not placed or device.memory is None:
             return None
         left = device.memory.left_nbytes(several_ranks=False)
         # The homes of the plan are taken already.

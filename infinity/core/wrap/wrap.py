@@ -21,8 +21,7 @@ from torch import nn
 from ... import native
 from ...choices import AUTO
 from ...config import Config
-from ...errors import CapacityError, ConfigError
-from ...ext.blocks.micro_batch import check_block, install_chunks
+from ...errors import CapacityError
 from ...ext.checkpoint.meta_init import Materialized
 from ...ext.class_step.companion import staying
 from ...ext.class_step.join import join, make_optimizer
@@ -44,7 +43,6 @@ from ..run.context import found_weakly
 from ..run.engine import Engine
 from ..run.hooks import install_hooks
 from ..run.registry import RECORD, Wrapped, is_wrapped
-from ..run.replaced_forward import ReplacedForward
 from ..seams import EXTENSIONS, classes_of
 from ..step.recognised import Optimizers, as_given, like_given
 from ..units.flat_param import FlatParam
@@ -218,8 +216,9 @@ def _wrap(
     if ranks.data_size > 1 and (device.backend is not None or device.where.type != "cpu"):
         join_device(ranks, mesh, device.backend)
     with collectives.together("allocating"):
-        if config.micro_batch is not None:
-            _check_micro_batch(model, groups)
+        blocks = _blocks(model, groups)
+        for kind in classes_of(EXTENSIONS):
+            kind.check_blocks(config, model, blocks)
         units = _make_units(groups, flat_params, device)
         sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
         engine = build_engine(
@@ -248,7 +247,7 @@ def _wrap(
         broadcast_rest(model, collectives)
         rest = MovedRest(model, device.where)
         report_unmoved(model)
-    stepping = _commit(model, optimizers, engine, groups, [stays, rest])
+    stepping = _commit(model, optimizers, engine, groups, blocks, [stays, rest])
     views.take()
     model.__dict__[RECORD].take_views = views.take
     return stepping
@@ -288,22 +287,12 @@ def _blocks(model: nn.Module, groups: list[Group]) -> list[tuple[str, nn.Module]
     return [(names[block], block) for group in groups for block in group.called]
 
 
-def _check_micro_batch(model: nn.Module, groups: list[Group]) -> None:
-    blocks = _blocks(model, groups)
-    if not blocks:
-        raise ConfigError(
-            f"micro_batch: {type(model).__name__} has no repeated block to run in parts of a batch."
-            " Name the classes that are: Config(units=[...])"
-        )
-    for name, block in blocks:
-        check_block(name, block)
-
-
 def _commit(
     model: nn.Module,
     optimizers: Optimizers,
     engine: Engine,
     groups: list[Group],
+    blocks: list[tuple[str, nn.Module]],
     first: list,
 ) -> list[torch.optim.Optimizer]:
     """Changes the model. All steps that can fail for lack of space or for bad input are done."""
@@ -322,7 +311,7 @@ def _commit(
         *install_chosen_forwards(
             job, ((g.chosen, unit) for g, unit in zip(groups, job.units) if g.chosen is not None)
         ),
-        *_replace_forwards(engine, model, groups),
+        *_replace_forwards(engine, model, groups, blocks),
     ]
     stepping = [make_optimizer(engine, each, place) for place, each in enumerate(optimizers)]
     for extension in job.extensions:
@@ -360,25 +349,20 @@ def _find_owners(
     return owners
 
 
-def _replace_forwards(engine: Engine, model: nn.Module, groups: list[Group]) -> list:
-    """Installs the forwards of layers in tiles, of blocks in micro-batches, and of blocks that may
-    be recomputed. Returns their removers."""
+def _replace_forwards(
+    engine: Engine, model: nn.Module, groups: list[Group], blocks: list[tuple[str, nn.Module]]
+) -> list:
+    """Installs the forwards of layers in tiles, and those that extensions have for ``blocks``.
+    Returns their removers."""
     job = engine.job
     tiles = {group.params[0]: group.tile_rows for group in groups if group.tile_rows}
-    find, units_of = found_weakly(engine.make_forward_context), engine.units_of
+    find = found_weakly(engine.make_forward_context)
     removers = [*install_tiles(find, model, tiles)]
     if job.reducer is None:
         stepped = {handle.param for handle in job.trained}
         tables = {param: use for group in groups for param, use in group.tables.items()}
         removers += install_tables(find, {p: tables[p] for p in tables.keys() & stepped})
-    blocks = _blocks(model, groups)
-    if job.config.micro_batch is not None:
-        removers += [
-            install_chunks(find, name, block, units_of(block), job.config.micro_batch)
-            for name, block in blocks
-        ]
-    if job.activations is not None and (planner := job.activations.planner) is not None:
-        removers += [
-            ReplacedForward(block, planner.add(block, units_of(block))) for _, block in blocks
-        ]
+    of_blocks = [(name, block, engine.units_of(block)) for name, block in blocks]
+    for extension in job.extensions:
+        removers += extension.replace_forwards(job, find, of_blocks)
     return removers

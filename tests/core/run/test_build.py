@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-import json
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +19,11 @@ from infinity.core.grads.bank import GradientBank
 from infinity.core.homes.store import ArrayStore
 from infinity.core.machine.device import Device
 from infinity.core.machine.ledger import Ledger
-from infinity.core.machine.rates import memory_rate
 from infinity.core.machine.tiers import Tier
-from infinity.core.machine.traffic import Traffic
 from infinity.core.params.borrowed_state import BorrowedState
 from infinity.core.params.value_edits import ValueEdits
 from infinity.core.plan.memory_plan import MemoryPlan
-from infinity.core.run import build
-from infinity.core.run.build import LINK_RATE, Later, build_engine
+from infinity.core.run.build import Later, build_engine
 from infinity.core.run.journal import Journal
 from infinity.core.run.one_thread import wait_for_others
 from infinity.core.run.pass_state import Pass
@@ -109,6 +103,7 @@ class Built:
         ranks: ParallelDims | None = None,
         **config: Any,
     ):
+        config.setdefault("share_homes", False)  # the other rank is not there
         self.config, self.plan, self.sizes = infinity.Config(**config), plan, [object(), object()]
         self.units = [Unit(0), Unit(1, stepped=False)]
         self.collectives = Ranks(ranks or ParallelDims())
@@ -299,97 +294,3 @@ def test_a_part_that_is_called_later_does_not_keep_the_engine():
     gone = weakref.ref(engine)
     del engine
     assert gone() is None is later.engine
-
-
-# --- activations ---
-
-
-@pytest.mark.parametrize(
-    ("config", "several", "planned"),
-    [
-        ({"activations": "auto", "device_memory": MIB}, False, True),
-        ({"activations": "auto", "device_memory": MIB, "recompute": True}, False, True),
-        ({"activations": "auto"}, False, False),
-        ({"activations": "host", "device_memory": MIB}, False, False),
-        ({"activations": "auto", "device_memory": MIB, "micro_batch": 2}, False, False),
-        ({"activations": "auto", "device_memory": MIB}, True, False),
-    ],
-)
-def test_a_device_budget_is_spent_on_activations(config, several, planned, second_of_two):
-    """Twins: without one, where they all go home, in parts of a batch, and with several ranks,
-    which measure different times."""
-    built = Built(ranks=second_of_two if several else None, **config).build()
-    planner = built.job.activations._planner if built.job.activations is not None else None
-    assert (planner is not None) == planned
-    if planned:
-        assert (
-            planner.find_context().owner is built.engine
-            and planner._send_rate() == memory_rate() / 4
-        )
-        assert planner.recomputes == config.get("recompute", False)
-
-
-@pytest.mark.parametrize(
-    ("out", "into", "expected"),
-    [((10, 1.0), (30, 1.0), 7.5), (None, None, LINK_RATE / 2), ((10, 0.0), None, LINK_RATE / 2)],
-)
-def test_sending_is_priced_by_what_the_link_has_moved(out, into, expected):
-    """Both ways of a round trip, by copies that are over. Twins: a link that nothing was moved by,
-    and one whose clock stood still."""
-    traffic = Traffic()
-    for edge, moved in (("device->host", out), ("host->device", into)):
-        traffic.edges[edge].nbytes += 1000  # launched
-        if moved is not None:
-            traffic.copied(edge, moved[0], "by hand", 0.0, moved[1], is_counted=True)
-    job = SimpleNamespace(device=SimpleNamespace(is_host=False), traffic=traffic)
-    assert build._send_rate(job) == pytest.approx(expected)
-
-
-# --- the end ---
-
-
-def has_ended(built: Built) -> bool:
-    """Whether all is freed, once: homes after transfers, then ranks."""
-    assert all(unit.homes.seen == ["allocate", "settle", "clear"] for unit in built.units)
-    return built.collectives.ends == 1
-
-
-def test_everything_ends_with_the_engine_and_not_before():
-    """Whoever has the job still. Twin: before that nothing has."""
-    built = Built().build()
-    charged = built.job.ledger.accounts[Tier.HOST]
-    assert built.collectives.ends == 0 and charged.charged_nbytes > MIB
-    gone = weakref.ref(built.engine)
-    del built.engine
-    gc.collect()
-    assert gone() is None and has_ended(built)
-    assert built.job.store.io is None and charged.charged_nbytes == 0
-
-
-@pytest.mark.parametrize("fails", ["homes", "staging", "late"])
-def test_a_failure_frees_what_there_is_and_is_told(fails):
-    """Method: a home that cannot be allocated, a budget that is too small for staging, and slots of
-    the device."""
-    built = Built(host_memory=2 * MIB if fails == "staging" else None)
-    if fails == "staging":
-        built.plan = dataclasses.replace(PLAN, grad_staging_nbytes=4 * MIB)
-    elif fails == "homes":
-        built.units[1].homes.is_full = True
-    else:
-        built.plan = dataclasses.replace(PLAN, device_slot_nbytes=128)
-        built.device.kernels, built.device.zeros = object(), built.units[0].homes.refuse
-    with pytest.raises(CapacityError):
-        built.build()
-    assert has_ended(built)
-
-
-def test_a_timeline_is_written_to_the_file_of_this_rank(tmp_path, second_of_two):
-    """Twin: without one there is none."""
-    built = Built(ranks=second_of_two, trace=tmp_path / "trace.json").build()
-    built.job.traffic.tell("step", "a step", 0.0, 1.0)
-    assert built.job.updates.recorded == [built.job.updates.updater]
-    del built.engine, built.job
-    gc.collect()
-    assert "a step" in json.dumps(json.loads((tmp_path / "trace-rank1.json").read_text()))
-    assert Built().build().job.events.closed == []
-    assert [each.name for each in Path(tmp_path).iterdir()] == ["trace-rank1.json"]

@@ -295,19 +295,19 @@ def test_the_updater_works_in_the_slots_with_the_threads_of_the_config(make, mon
 def test_the_store_of_activations_is_where_the_config_has_them(make):
     """Twins: torch keeps them on the device, or where a budget of the device was not given."""
     for home in ("host", "nvme"):
-        activations = make(activations=home).resources.make_activations(alone=True)
+        activations = make(activations=home).resources.make_activations(placed=True)
         assert activations.spare_nbytes is None
         assert activations._home._tier is Tier(home)
         assert activations._home._disk is not None
     kept = {"activations": "device", "device_memory": 1 << 20}
-    assert make(**kept).resources.make_activations(alone=True) is None
-    assert make(activations="auto").resources.make_activations(alone=True) is None
+    assert make(**kept).resources.make_activations(placed=True) is None
+    assert make(activations="auto").resources.make_activations(placed=True) is None
     terms = {each: {} for each in Tier} | {Tier.DEVICE: {"weights": 100}}
     for budget, spare in ((1 << 20, (1 << 20) - 100), (64, 0)):
         made = make(plan_of(terms=terms), activations="auto", device_memory=budget)
-        assert made.resources.make_activations(alone=True).spare_nbytes == spare
+        assert made.resources.make_activations(placed=True).spare_nbytes == spare
         made.store.device.is_host = False
-        assert made.resources.make_activations(alone=True) is None
+        assert made.resources.make_activations(placed=True) is None
 
 
 @pytest.mark.parametrize("home", ["host", "auto"])
@@ -320,7 +320,7 @@ def test_activations_have_what_the_plan_leaves_of_a_host_without_a_budget(make, 
     resources = make(plan_of(terms=terms), **config).resources
     left = 2 << 30
     for ranks in (1, 2):
-        activations = resources.make_activations(alone=True, local_size=ranks)
+        activations = resources.make_activations(placed=True, local_size=ranks)
         assert activations.home_nbytes() == left // ranks - 100 - (1 << 20)
     budget = make(plan_of(terms=terms), **config, host_memory=1 << 30).resources
-    assert budget.make_activations(alone=True)._home._most_nbytes is None
+    assert budget.make_activations(placed=True)._home._most_nbytes is None

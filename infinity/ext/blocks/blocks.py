@@ -1,0 +1,134 @@
+"""Blocks: runs a model's repeated blocks in micro-batches, or chooses for each what to do with its
+activations, if there is a device budget to spend on them."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import nn
+
+from ...config import Config
+from ...core.machine.device import Device
+from ...core.machine.rates import memory_rate
+from ...core.run.context import ForwardContext
+from ...core.run.job import Job
+from ...core.run.replaced_forward import ReplacedForward
+from ...core.seams import Events, Extension
+from ...core.units.unit import ParamUnit
+from ...errors import ConfigError
+from ...ranks.collectives import Collectives
+from .micro_batch import check_block, install_chunks
+from .recompute import ActivationPlanner, MeasuredRoom
+
+logger = logging.getLogger(__name__)
+
+LINK_RATE = 25e9  # bytes per second, of a link that nothing was measured on: PCIe 4.0
+
+
+class Blocks(Extension):
+    """How the blocks of one model run."""
+
+    def __init__(self, *, places_saved: bool):
+        self.places_saved = places_saved
+
+    @classmethod
+    def check_blocks(
+        cls, config: Config, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
+    ) -> None:
+        """Raises ConfigError if ``config`` has a micro-batch, and ``model`` no blocks, or one that
+        depends on the whole batch."""
+        if config.micro_batch is None:
+            return
+        if not blocks:
+            raise ConfigError(
+                f"micro_batch: {type(model).__name__} has no repeated block to run in parts of a"
+                " batch. Name the classes that are: Config(units=[...])"
+            )
+        for name, block in blocks:
+            check_block(name, block)
+
+    @classmethod
+    def begin(
+        cls, config: Config, device: Device, collectives: Collectives, events: Events
+    ) -> Blocks:
+        """Returns the extension. With several ranks nothing is chosen: they measure different
+        times."""
+        blocks = cls(places_saved=config.recompute and collectives.ranks.alone)
+        events.allocated.append(_tell_if_nothing_is_chosen)
+        return blocks
+
+    def replace_forwards(
+        self,
+        job: Job,
+        find: Callable[[], ForwardContext],
+        blocks: Sequence[tuple[str, nn.Module, list[ParamUnit]]],
+    ) -> list[ReplacedForward]:
+        """Lets blocks run in micro-batches, or as a planner chooses from now on."""
+        if (samples := job.config.micro_batch) is not None:
+            return [install_chunks(find, *block, samples) for block in blocks]
+        planner = plan_activations(job, find)
+        if planner is None:
+            return []
+        return [ReplacedForward(block, planner.add(block, units)) for _, block, units in blocks]
+
+
+def plan_activations(job: Job, find: Callable[[], ForwardContext]) -> ActivationPlanner | None:
+    """Chooses from now on which blocks' activations are kept, sent or recomputed, if there is a
+    device budget to spend on them."""
+    if job.activations is None or job.activations.spare_nbytes is None or not job.ranks.alone:
+        return None
+    spare_nbytes, memory = job.activations.spare_nbytes, job.device.memory
+    room = None
+    if memory is not None:
+        # The planner alone says what stays
+        job.activations.spare_nbytes = sys.maxsize
+        job.activations.limit_in_flight(0)
+        room = MeasuredRoom(
+            memory,
+            is_shown=lambda steps=job.steps, stepped=job.trained: steps.index > 0 or not stepped,
+            limit_in_flight=job.activations.limit_in_flight,
+        )
+    planner = ActivationPlanner(
+        find,
+        job.device,
+        spare_nbytes=spare_nbytes,
+        send_rate=partial(_send_rate, job),
+        recomputes=job.config.recompute,
+        home_nbytes=job.activations.home_nbytes,
+        room=room,
+    )
+    job.activations.plan_with(planner)
+    return planner
+
+
+def _tell_if_nothing_is_chosen(job: Job) -> None:
+    if job.config.recompute and (why := _why_not_chosen(job)):
+        logger.warning("recompute=True has no effect here: %s", why)
+
+
+def _why_not_chosen(job: Job) -> str | None:
+    """Returns why nothing is chosen for blocks; None if it is."""
+    if not job.ranks.alone:  # they must decide the same, but measure different times
+        return (
+            "with several ranks every block keeps what it saves. Use the model's own gradient"
+            " checkpointing."
+        )
+    if job.config.micro_batch is not None:
+        return "with micro_batch every block that runs in parts is recomputed."
+    if job.config.activations != "auto":
+        return f"activations={job.config.activations!r} is the home of all that is saved."
+    if job.activations is None:
+        return "no device_memory was given, so that all that is saved stays where it is computed."
+    return None
+
+
+def _send_rate(job: Job) -> float:
+    """Returns the bytes per second of an activation's way home and back."""
+    if job.device.is_host:
+        # Every byte is read and written twice, in both directions.
+        return memory_rate(room=job.config.host_memory) / 4
+    ways = ("device->host", "host->device")
+    return 1 / sum(1 / (job.traffic.rate(way) or LINK_RATE) for way in ways)

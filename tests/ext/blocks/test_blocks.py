@@ -1,0 +1,113 @@
+"""Blocks: a device budget is spent on what blocks save, and sending is priced by the link."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from infinity.config import Config
+from infinity.core.machine.rates import memory_rate
+from infinity.core.machine.traffic import Traffic
+from infinity.core.seams import Events
+from infinity.errors import ConfigError
+from infinity.ext.blocks import blocks
+from infinity.ext.blocks.blocks import LINK_RATE, Blocks, plan_activations
+
+MIB = 1 << 20
+
+
+def job_of(*, spare: int | None = MIB, alone: bool = True, **config: Any) -> SimpleNamespace:
+    """A job on the processor, whose activations may have ``spare`` bytes."""
+    found: list[object] = []
+    activations = SimpleNamespace(spare_nbytes=spare, home_nbytes=None, plan_with=found.append)
+    return SimpleNamespace(
+        config=Config(activations="auto", **config),
+        activations=activations,
+        ranks=SimpleNamespace(alone=alone),
+        device=SimpleNamespace(memory=None, is_host=True),
+        planned=found,
+    )
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_device_budget_is_spent_on_activations(recompute):
+    """Twins: without one, and with several ranks, which measure different times."""
+    job = job_of(recompute=recompute)
+    planner = plan_activations(job, lambda: "context")
+    assert job.planned == [planner] and planner.find_context() == "context"
+    assert planner.recomputes == recompute and planner.spare_nbytes == MIB
+    assert planner._send_rate() == memory_rate() / 4
+    without = job_of()
+    without.activations = None
+    for other in (job_of(spare=None), job_of(alone=False), without):
+        assert plan_activations(other, lambda: None) is None
+
+
+def test_only_one_of_parts_of_a_batch_and_choices_runs_a_block():
+    """Claim: with a micro-batch each block runs in parts. Twins: without one each is chosen for,
+    and without a budget each runs as it is."""
+    block = nn.Linear(2, 2)
+    of = [("block", block, [])]
+    for job, kind in (
+        (job_of(micro_batch=2), "Chunked"),
+        (job_of(), "function"),
+        (job_of(spare=None), "none"),
+    ):
+        removers = Blocks(places_saved=False).replace_forwards(job, lambda: None, of)
+        assert type(block.__dict__.get("forward")).__name__ == kind or not removers
+        assert bool(job.planned) == (kind == "function") and len(removers) == (kind != "none")
+        for remover in removers:
+            remover.remove()
+    assert "forward" not in block.__dict__
+
+
+def test_what_blocks_save_is_placed_in_a_job_of_one_rank_that_may_recompute():
+    """Twins: without the option, and with several ranks, which is told why."""
+    for recompute, alone in ((True, True), (False, True), (True, False)):
+        ranks = SimpleNamespace(ranks=SimpleNamespace(alone=alone))
+        made = Blocks.begin(Config(recompute=recompute), None, ranks, Events())
+        assert made.places_saved == (recompute and alone)
+
+
+def test_a_choice_that_is_not_made_is_told(caplog):
+    """For each of its reasons. Twin: a choice that is made is not told."""
+    job = job_of(recompute=True)
+    blocks._tell_if_nothing_is_chosen(job)
+    assert not caplog.records
+    in_parts, at_home = job_of(recompute=True, micro_batch=2), job_of(recompute=True)
+    at_home.config = Config(activations="host", recompute=True)
+    without = job_of(recompute=True)
+    without.activations = None
+    jobs = (job_of(recompute=True, alone=False), in_parts, at_home, without)
+    for each, why in zip(jobs, ("several ranks", "micro_batch", "is the home", "no device_memory")):
+        caplog.clear()
+        blocks._tell_if_nothing_is_chosen(each)
+        assert why in caplog.text
+
+
+def test_a_micro_batch_without_blocks_is_refused():
+    """Twins: batch norm in a block is, too; without a micro-batch nothing is looked at."""
+    of = [("block", nn.Sequential(nn.BatchNorm1d(2)))]
+    for given in ([], of):
+        with pytest.raises(ConfigError, match="micro_batch"):
+            Blocks.check_blocks(Config(micro_batch=2), nn.Linear(2, 2), given)
+        Blocks.check_blocks(Config(), nn.Linear(2, 2), given)
+
+
+@pytest.mark.parametrize(
+    ("out", "into", "expected"),
+    [((10, 1.0), (30, 1.0), 7.5), (None, None, LINK_RATE / 2), ((10, 0.0), None, LINK_RATE / 2)],
+)
+def test_sending_is_priced_by_what_the_link_has_moved(out, into, expected):
+    """Both ways of a round trip, by copies that are over. Twins: a link that nothing was moved by,
+    and one whose clock stood still."""
+    traffic = Traffic()
+    for edge, moved in (("device->host", out), ("host->device", into)):
+        traffic.edges[edge].nbytes += 1000  # launched
+        if moved is not None:
+            traffic.copied(edge, moved[0], "by hand", 0.0, moved[1], is_counted=True)
+    job = SimpleNamespace(device=SimpleNamespace(is_host=False), traffic=traffic)
+    assert blocks._send_rate(job) == pytest.approx(expected)
