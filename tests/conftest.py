@@ -8,7 +8,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,7 +17,7 @@ import doubles
 import torch
 from interrupts import forget_ignored_interrupts
 from marks import mark_files, refuse_kept_errors, skip_after_time
-from order import OF_STANDING_RANKS, longest_first, name_of
+from order import longest_first
 from ranks import StandingRanks
 
 
@@ -99,12 +98,10 @@ def launch_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def standing_ranks(tmp_path_factory) -> Iterator[Callable[[int], StandingRanks]]:
-    """So many ranks, which run the jobs of all tests that ask for them."""
+def standing_ranks() -> Iterator[Callable[[int], StandingRanks]]:
+    """So many ranks, which run the jobs of all tests of this worker that ask for them."""
     kept: dict[int, StandingRanks] = {}
-    yield lambda world: kept.setdefault(
-        world, StandingRanks(world, tmp_path_factory.getbasetemp() / f"standing-{world}")
-    )
+    yield lambda world: kept.setdefault(world, StandingRanks(world))
     for ranks in kept.values():
         ranks.close()
 
@@ -160,20 +157,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Gives files to workers as `order` has them."""
+def pytest_xdist_make_scheduler(config: pytest.Config) -> None:
+    """Leaves the files in the order that `order` gives them, not by their number of tests."""
     gc.enable()  # this process collects no tests
-    if config.getvalue("dist") != "loadfile":
-        return None
-    from xdist.scheduler import LoadFileScheduling
-
-    class ByFile(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return (
-                "standing ranks"
-                if name_of(nodeid) in OF_STANDING_RANKS
-                else super()._split_scope(nodeid)
-            )
-
-    config.option.loadscopereorder = False  # by the number of tests
-    return ByFile(config, log)
+    config.option.loadscopereorder = False

@@ -12,22 +12,15 @@ TESTS = Path(__file__).parents[1]
 
 
 def test_what_comes_first_is_there():
-    """And the files that share the standing ranks are those that ask for them. The twin: without
-    one file its name is unknown. `python tools/durations.py` drops files that are gone."""
+    """The twin: without one file its name is unknown. `python tools/durations.py` drops files that
+    are gone."""
     names = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
     longest = max(order.SECONDS, key=order.SECONDS.get)
     assert order.unknown(names) == set() and order.unknown(names - {longest}) == {longest}
-    asking = {
-        path.relative_to(TESTS).as_posix()
-        for path in TESTS.rglob("test_*.py")
-        if "standing_ranks(" in path.read_text()
-    }
-    assert asking - {Path(__file__).relative_to(TESTS).as_posix()} == set(order.OF_STANDING_RANKS)
 
 
 def test_long_files_come_first_and_tests_stay_in_their_order():
-    first = order.OF_STANDING_RANKS[0]
-    last = min(set(order.SECONDS) - set(order.OF_STANDING_RANKS), key=order.SECONDS.get)
+    first, last = (take(order.SECONDS, key=order.SECONDS.get) for take in (max, min))
     ids = [
         "tests/a.py::x",
         "tests/b.py::x",

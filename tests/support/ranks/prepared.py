@@ -69,6 +69,9 @@ class Child:
     def stderr(self) -> str:
         return _read(self._err)
 
+    def is_running(self) -> bool:
+        return self.returncode is None and not select.select([self._end], [], [], 0.0)[0]
+
     def wait(self, seconds: float) -> None:
         """Waits for the end. Raises TimeoutError."""
         if self.returncode is None:

@@ -199,15 +199,15 @@ class StandingRanks:
     """Ranks that run one job after the other, as they are asked to. They start with the first job,
     and again after one that failed."""
 
-    def __init__(self, world: int, folder: Path):
-        self.world, self.folder = world, folder
-        self._process: subprocess.Popen | None = None
+    def __init__(self, world: int):
+        self.world = world
+        self._children: list[prepared.Child] = []
         self._ranks: list[Connection] = []
 
     def run(self, script: str, name: str, arguments: dict[str, Any]) -> list[Any]:
         """Runs the job ``name`` of ``script`` (a module of this folder). What each rank
         returned."""
-        if self._process is None:
+        if not self._ranks:
             self._start()
         raw = pickle.dumps((script, name.partition(":")[0], arguments))
         found: dict[int, Any] = {}
@@ -236,31 +236,25 @@ class StandingRanks:
             if isinstance(result, Failed)
         ]
         if failed or len(found) < self.world:
-            self.close()
-            raise AssertionError(
-                f"{name}: {failed or 'a rank ended'}\n{(self.folder / 'err').read_text()[-4000:]}"
-            )
+            said = self.close()
+            raise AssertionError(f"{name}: {failed or 'a rank ended'}\n{said[-4000:]}")
         return [found[rank] for rank in range(self.world)]
 
     def _start(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         end = time.monotonic() + SECONDS
         ranks: dict[int, Connection] = {}
         try:
-            with (
-                socket.create_server(("127.0.0.1", 0)) as server,
-                open(self.folder / "err", "w") as err,
-            ):
+            with socket.create_server(("127.0.0.1", 0)) as server:
                 server.settimeout(1)
-                command = [str(HERE / "rank_server.py"), str(server.getsockname()[1])]
-                self._process = torchrun(
-                    self.world, command, stdin=subprocess.DEVNULL, stdout=err, stderr=err
-                )
+                port, address = server.getsockname()[1], _free_address()
+                for rank in range(self.world):
+                    variables = rank_variables(rank, self.world, address)
+                    command = HERE / "rank_server.py", port
+                    self._children.append(prepared.start(*command, variables=variables))
                 while len(ranks) < self.world:
-                    said = (self.folder / "err").read_text()[-4000:]
-                    assert self._process.poll() is None and time.monotonic() < end, (
-                        f"the ranks did not start: {said}"
-                    )
+                    assert time.monotonic() < end and all(
+                        child.is_running() for child in self._children
+                    ), "the ranks did not start: " + self.close()[-4000:]
                     try:
                         connection = Connection(server.accept()[0].detach())
                         ranks[connection.recv()] = connection
@@ -271,14 +265,15 @@ class StandingRanks:
             raise
         self._ranks = [ranks[rank] for rank in range(self.world)]
 
-    def close(self) -> None:
-        """Ends the ranks."""
+    def close(self) -> str:
+        """Ends the ranks. What they wrote to stderr."""
         for rank in self._ranks:
             rank.close()
-        if self._process is not None:
-            end_session(self._process)
-            self._process.wait()
-        self._process, self._ranks = None, []
+        for child in self._children:
+            child.kill()
+        said = "".join(child.stderr for child in self._children)
+        self._children, self._ranks = [], []
+        return said
 
 
 class Jobs(Mapping[str, list[Any]]):
