@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
 OWN = Path("/proc/self/cgroup")
+V1_UNLIMITED = 1 << 62  # v1 shows "max" as a number near 2**63
 
 
 def folders(controller: str, root: Path = ROOT, own: Path = OWN) -> tuple[list[Path], list[Path]]:
@@ -13,7 +16,7 @@ def folders(controller: str, root: Path = ROOT, own: Path = OWN) -> tuple[list[P
     those of v1, and of v2. In a container the kernel's path may differ from the mounted one; only
     existing parts count."""
     try:
-        lines = own.read_text().splitlines()
+        lines = read(own).splitlines()
     except OSError:
         return [], []
     first, second = [], []
@@ -28,23 +31,37 @@ def folders(controller: str, root: Path = ROOT, own: Path = OWN) -> tuple[list[P
     return first, second
 
 
+@functools.cache
 def _upward(root: Path, path: str) -> list[Path]:
     folder = root / path.lstrip("/")
     return [each for each in (folder, *folder.parents) if each.is_relative_to(root)]
 
 
-def number(file: Path) -> int | None:
-    """Reads the number in ``file``; None for "max" or a missing file."""
+def read(file: Path) -> str:
+    """Reads ``file`` of the kernel: every wrap reads some thirty. Raises OSError."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return int(file.read_text())
+        found = b""
+        while part := os.read(descriptor, 1 << 16):
+            found += part
+    finally:
+        os.close(descriptor)
+    return found.decode()
+
+
+def number(file: Path) -> int | None:
+    """Reads the number in ``file``; None for "max", v1's number for it, or a missing file."""
+    try:
+        found = int(read(file))
     except (OSError, ValueError):
         return None
+    return found if found < V1_UNLIMITED else None
 
 
 def table(file: Path) -> dict[str, int]:
     """Reads the lines "name number" of ``file``; empty if there is none."""
     try:
-        pairs = [line.split() for line in file.read_text().splitlines()]
+        pairs = [line.split() for line in read(file).splitlines()]
         return {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2}
     except (OSError, ValueError):
         return {}

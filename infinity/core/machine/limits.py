@@ -50,21 +50,18 @@ def for_the_engine(left: int) -> int:
 def _of_groups(root: Path, own: Path) -> Iterator[tuple[int, str]]:
     first, second = cgroups.folders("memory", root, own)
     for folder in first:
-        limit, used = (
-            cgroups.number(folder / "memory.limit_in_bytes"),
-            cgroups.number(folder / "memory.usage_in_bytes"),
-        )
-        counts = cgroups.table(folder / "memory.stat")
-        if limit is not None and used is not None:
+        if (limit := cgroups.number(folder / "memory.limit_in_bytes")) is None:
+            continue
+        if (used := cgroups.number(folder / "memory.usage_in_bytes")) is not None:
+            counts = cgroups.table(folder / "memory.stat")
             left = limit - used + counts.get("total_cache", 0) - counts.get("total_shmem", 0)
             yield left, f"a control group's limit of {format_nbytes(limit)}"
     for folder in second:
-        used, counts = (
-            cgroups.number(folder / "memory.current"),
-            cgroups.table(folder / "memory.stat"),
-        )
         for name in ("memory.max", "memory.high"):
-            if (limit := cgroups.number(folder / name)) is not None and used is not None:
+            if (limit := cgroups.number(folder / name)) is None:
+                continue
+            if (used := cgroups.number(folder / "memory.current")) is not None:
+                counts = cgroups.table(folder / "memory.stat")
                 left = limit - used + counts.get("file", 0) - counts.get("shmem", 0)
                 yield left, f"a control group's {name} of {format_nbytes(limit)}"
 

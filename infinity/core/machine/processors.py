@@ -103,7 +103,7 @@ def _quotas(root: Path, own: Path) -> list[float]:
 def _ratio(file: Path) -> float | None:
     """Parses "150000 100000" to 1.5; None for "max", or if there is no such file."""
     try:
-        quota, period = file.read_text().split()
+        quota, period = cgroups.read(file).split()
         return None if quota == "max" else int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
         return None
