@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from ..errors import ConfigError
-from ..ext.checkpoint.hub_names import is_transformers
-from ..ext.packed.groups import Group, empty
+from .groups import Group, empty
 from .source import Source
 
 JOINS = {"MergeModulelist", "Concatenate"}  # transformers' conversions that change no tensor
@@ -23,6 +22,15 @@ PREFIX = "base_model.model."  # PEFT's prefix for names of the base model
 
 # Of older versions of transformers, whose files have what is computed.
 MADE = re.compile(r"(inv_freq|masked_bias|attn\.bias|position_ids)$")
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Returns whether ``model`` is a PreTrainedModel, whose own ``save_pretrained`` defines the
+    content of a folder."""
+    return any(
+        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
+        for kind in type(model).__mro__
+    )
 
 
 class Incoming:

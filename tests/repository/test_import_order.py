@@ -36,7 +36,7 @@ MOST_UP = {
     ("core", "ext"): 89,
     ("core", "ranks"): 39,
     ("files", "core"): 3,
-    ("files", "ext"): 6,
+    ("files", "ext"): 3,
 }
 CSRC_ROOMS = [
     ["base"],

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
-from .hub_names import is_transformers
+from ...files.module_names import is_transformers
 
 logger = logging.getLogger(__name__)
 

@@ -20,19 +20,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from ...errors import ConfigError
+from ...files.groups import Group, empty
+from ...files.module_names import is_transformers
 from ...files.source import Source, Storage
-from ..packed.groups import Group, empty
 
 SHARD_SIZE = "50GB"  # the default of transformers 5, for models of other libraries
-
-
-def is_transformers(model: nn.Module) -> bool:
-    """Returns whether ``model`` is a PreTrainedModel, whose own ``save_pretrained`` defines the
-    content of a folder."""
-    return any(
-        kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers.")
-        for kind in type(model).__mro__
-    )
 
 
 def flat_param_size_of(model: nn.Module) -> int | str:

@@ -14,8 +14,8 @@ from ...core.machine.progress import progress
 from ...core.machine.sizes import parse_nbytes
 from ...errors import StorageError
 from ...files.source import Source, Storage
-from ...files.tensor_file import check_dtypes, write_file
 from .hub_names import SHARD_SIZE
+from .tensor_file import check_dtypes, write_file
 
 NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")  # files written here
 # And their temporary names.

@@ -20,13 +20,13 @@ from ...core.units.forms import gathered, like
 from ...core.units.handle import handle_of
 from ...core.wrap.parts import parts_of
 from ...errors import ConfigError, StorageError, UsageError
-from ...files.module_names import PREFIX
+from ...files.module_names import PREFIX, is_transformers
 from ...files.outputs import Identity, Output, check_free, folder_of, identity_of, replacing
 from ...files.source import Source
 from ..coded.coded import Coded
 from ..packed.packed import is_code
 from ..packed.unpacked import dense_source, has_packed
-from .hub_names import flat_param_size_of, hub_sources, is_transformers, names_to_write
+from .hub_names import flat_param_size_of, hub_sources, names_to_write
 from .model_files import describe_files, name_files, name_written, split, storing, written
 from .operations import CheckpointOperation
 

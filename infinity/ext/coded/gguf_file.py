@@ -22,9 +22,8 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError, CorruptionError
-from ...files.module_names import base_name
+from ...files.module_names import base_name, is_transformers
 from ...files.source import Source
-from ..checkpoint.hub_names import is_transformers
 from ..packed.unpacked import CodedSource
 from .schemes import Gguf
 

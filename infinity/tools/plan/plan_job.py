@@ -65,11 +65,11 @@ def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None
     """Plans the training on this machine, and measures its rates. ``unknown``: what of the plan is
     another machine's, for which there is no time. ``rating``: of a drive, in bytes."""
     from ...core.machine.rates import Rates
-    from ...core.plan.predict import predict
     from ...core.plan.step_traffic import traffic
     from ...core.wrap.lay_out import lay_out
     from ..train.compute import compute_time
     from .cluster import OnPaper
+    from .predict import predict
 
     device = OnPaper() if unknown.startswith("--device-memory") else None
     plan, units = lay_out(job.model, job.optimizers, job.config, device=device)

@@ -53,8 +53,8 @@ def predict_step(job: Job, compute_seconds: float) -> float:
     """Predicts the seconds of a step from the plan and the machine's rates. ``compute_seconds``: of
     the step's whole batch."""
     from ...core.machine.rates import Rates
-    from ...core.plan.predict import predict
     from ...core.run.registry import wrapped
+    from ..plan.predict import predict
 
     engine = wrapped(job.model).engine
     config = engine.job.config

@@ -36,7 +36,6 @@ from infinity.core.plan.memory_plan import LADDER
 from infinity.core.plan.memory_terms import MemoryTerms
 from infinity.core.plan.placement import Placement
 from infinity.core.plan.plan import make_plan
-from infinity.core.plan.predict import predict
 from infinity.core.plan.step_traffic import traffic
 from infinity.core.plan.unit_sizes import FlatParamSize, UnitSize
 from infinity.core.step.device_slots import DEVICE_SLOTS
@@ -44,6 +43,7 @@ from infinity.core.step.slots import needed_device_slot_nbytes
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
 from infinity.core.wrap.lay_out import lay_out
 from infinity.errors import CapacityError
+from infinity.tools.plan.predict import predict
 
 SEED = 5
 KIB, MIB = 1024, 1024 * 1024

@@ -34,7 +34,7 @@ import infinity
 from infinity.ext.checkpoint.export import export
 from infinity.ext.checkpoint.hub_names import hub_sources, names_to_write
 from infinity.ext.checkpoint.model_files import write_sources
-from infinity.ext.packed.groups import Group
+from infinity.files.groups import Group
 from infinity.files.source import Source
 
 SEED = 5

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..machine.rates import Rates
-from ..machine.tiers import Tier
-from .memory_plan import MemoryPlan
-from .step_traffic import optimizer_traffic, passing_traffic, traffic
-from .unit_sizes import UnitSize
+from ...core.machine.rates import Rates
+from ...core.machine.tiers import Tier
+from ...core.plan.memory_plan import MemoryPlan
+from ...core.plan.step_traffic import optimizer_traffic, passing_traffic, traffic
+from ...core.plan.unit_sizes import UnitSize
 
 
 @dataclass(frozen=True)

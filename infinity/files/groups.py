@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from ...files.source import Source
+from .source import Source
 
 
 class Group:

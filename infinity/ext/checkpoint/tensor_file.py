@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from ..errors import ConfigError, CorruptionError
-from .source import Source
-from .weight_files import FILE_DTYPES
+from ...errors import ConfigError, CorruptionError
+from ...files.source import Source
+from ...files.weight_files import FILE_DTYPES
 
 ALIGNMENT = 8  # bytes; of the first tensor in a file
 NAMES = {dtype: name for name, dtype in FILE_DTYPES.items() if dtype is not None} | {
