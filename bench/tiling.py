@@ -58,7 +58,7 @@ def factor_of(width: int, budget: int | None) -> tuple[int, int]:
         model, torch.optim.SGD(model.parameters(), lr=0.1), infinity.Config.make(config(budget))
     )
     largest = 4 * width * width * 2
-    tiles = [-(-largest // unit.tile_nbytes) for unit in units if unit.tile_nbytes]
+    tiles = [-(-largest // unit.at_once_nbytes) for unit in units if unit.at_once_nbytes]
     return max(tiles, default=1), plan.planned_nbytes(Tier.DEVICE)
 
 

@@ -130,6 +130,14 @@ class Extension:
         return ranks
 
     @classmethod
+    def splits(cls, config: Any, free: Any, ways: Any) -> Iterable[Any]:
+        """Yields ways to bring large weights to the device by rows, the best first, for a plan that
+        is too large. ``free``: bytes of tiers without a budget; ``ways``: those of a layout. Each
+        has a ``key`` of its own, ``is_sure``: whether it holds whatever the code does,
+        ``rows(ways)``: weights and their rows, and ``tell(groups, config)``."""
+        return ()
+
+    @classmethod
     def check_blocks(cls, config: Any, model: Any, blocks: Sequence[tuple[str, Any]]) -> None:
         """Raises ConfigError if ``blocks``, the modules that ``model`` repeats, with their names,
         cannot run as ``config`` says. Nothing is changed yet."""
@@ -141,9 +149,14 @@ class Extension:
         return None
 
     def replace_forwards(
-        self, job: Any, find: Callable[[], Any], blocks: Sequence[tuple[str, Any, list[Any]]]
+        self,
+        job: Any,
+        model: Any,
+        find: Callable[[], Any],
+        blocks: Sequence[tuple[str, Any, list[Any]]],
     ) -> list[Any]:
-        """Replaces forwards of ``blocks``: their names, modules, and units that are gathered whole.
+        """Replaces forwards of ``model``, as of the modules that it repeats, ``blocks``: their
+        names, modules, and units that are gathered whole.
         Returns what removes them. ``find``: finds the context of forwards. May not fail."""
         return []
 

@@ -21,7 +21,6 @@ from test_import_order import PACKAGE
 NEEDED = set(
     (
         "ext/checkpoint ext/class_step ext/coded ext/dtensor ext/packed ext/pipeline ext/rows "
-        "ext/tiles "
     ).split()
 )
 TRAIN = """

@@ -33,7 +33,7 @@ MODULES = {
 }
 # Imports that still go up, counted. They may become fewer.
 MOST_UP = {
-    ("core", "ext"): 89,
+    ("core", "ext"): 85,
     ("core", "ranks"): 39,
     ("files", "core"): 3,
     ("files", "ext"): 3,

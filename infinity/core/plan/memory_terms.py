@@ -58,7 +58,7 @@ class MemoryTerms:
         self._params, self._optimizer, self._grad = homes
         self._flat_params = [flat for unit in units for flat in unit.flat_params]
         self._stepped = [flat for flat in self._flat_params if flat.spec.stepped]
-        self._whole_units = [unit for unit in units if not unit.tile_nbytes]
+        self._whole_units = [unit for unit in units if not unit.at_once_nbytes]
         self.tiers = {name: home_of(name, *homes) for name in ARRAYS}
         self.terms: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
 
@@ -194,9 +194,8 @@ class MemoryTerms:
         Within the least budget the window makes room for them, as far as it is larger than what is
         held; the rest of a larger one is theirs first, then for more weights."""
         config, window, autograd = self._config, self._least_window(), self._autograd_nbytes()
-        tile = max((unit.tile_nbytes for unit in self._units), default=0)
         if config.device_memory is not None:
-            rest = int(config.device_memory) - tile - sum(self.terms[Tier.DEVICE].values())
+            rest = int(config.device_memory) - sum(self.terms[Tier.DEVICE].values())
             averaged = any(unit.is_averaged for unit in self._units)  # ranks evict nothing
             least = max(0, autograd - max(0, window - self._held)) if not averaged else autograd
             autograd = max(least, min(autograd, rest - window))
@@ -205,7 +204,6 @@ class MemoryTerms:
                 total = sum(unit.weight_nbytes for unit in self._whole_units)
                 window = min(total, max(window, rest - autograd))
         self._add(Tier.DEVICE, "gathered weights", window)
-        self._add(Tier.DEVICE, "a tile", tile)
         self._add(Tier.DEVICE, GRADIENTS, autograd)
         return window, autograd
 

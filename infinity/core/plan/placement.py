@@ -109,7 +109,7 @@ class Placement:
                 name: nbytes for name, nbytes in sizes.items() if nbytes and tiers[name] is not tier
             }
             nbytes = sum(moved.values())
-            if not moved or nbytes > self._spare[tier] or unit.tile_nbytes or unit.is_sharded:
+            if not moved or nbytes > self._spare[tier] or unit.at_once_nbytes or unit.is_sharded:
                 continue
             for name, size in moved.items():
                 self._terms[tiers[name]][term_of(name)] -= size
@@ -154,7 +154,7 @@ class Placement:
         passing = sum(
             unit.weight_nbytes
             for index, unit in enumerate(self._units)
-            if not unit.tile_nbytes and index not in self._placed.get("weight", ())
+            if not unit.at_once_nbytes and index not in self._placed.get("weight", ())
         )
         window = self._plan.device_window_nbytes
         wider = min(passing, window + self._spare[Tier.DEVICE])
@@ -189,12 +189,12 @@ class Placement:
         chosen = []
         for index in by_size if all_of_them else by_size[:-1]:
             placed = index in self._placed.get(names[0], ())
-            tiled = tier is Tier.DEVICE and self._units[index].tile_nbytes
+            in_rows = tier is Tier.DEVICE and self._units[index].at_once_nbytes
             count = sum(flat.numel // flat.shards for flat in self._units[index].flat_params)
             if (
                 0 < sizes[index] <= self._spare[tier]
                 and not placed
-                and not tiled
+                and not in_rows
                 and (numel is None or count <= numel)
             ):
                 self._take(tier, sizes[index])

@@ -75,7 +75,7 @@ class UnitSize:
 
     name: str
     flat_params: tuple[FlatParamSize, ...]
-    tile_nbytes: int = 0  # bytes of a tile, if its weight is tiled; 0: it is gathered whole
+    at_once_nbytes: int = 0  # if its layers compute with some rows at a time; 0: gathered whole
     place: int = 0  # of its first parameter in the model: about the order of use
     # Gradients that autograd holds of it at once, on the device, before they land.
     autograd_nbytes: int = 0

@@ -130,7 +130,7 @@ class Engine:
         """Lists the units that have parameters of ``block`` and are gathered whole."""
         params = set(tensors_of(block))
         whole = [
-            unit for unit in self.job.units if not self.job.planned.sizes[unit.index].tile_nbytes
+            unit for unit in self.job.units if not self.job.planned.sizes[unit.index].at_once_nbytes
         ]
         return [
             unit

@@ -9,7 +9,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,6 @@ from ...choices import AUTO, MOMENT_DTYPES
 from ...config import Config
 from ...errors import CapacityError, ConfigError, InternalError
 from ...ext.packed.packed import is_code
-from ...ext.tiles.tiles import HEAD_RATIO, SMALLEST_TILE_NBYTES, candidates
 from ...files.kept_dtypes import computing_dtypes
 from ...ranks.collectives import Collectives
 from ...ranks.parallel_dims import ParallelDims
@@ -34,6 +33,7 @@ from ..plan.budgets import measured_free
 from ..plan.memory_plan import MemoryPlan, term_of
 from ..plan.plan import make_plan
 from ..plan.unit_sizes import SUMMED_AT_ONCE, FlatParamSize, UnitSize
+from ..seams import EXTENSIONS, classes_of
 from ..step.recognised import Optimizers, as_given
 from ..units.flat_param import FlatParam
 from ..units.flat_param_spec import ARRAYS, FlatParamSpec
@@ -114,7 +114,7 @@ def lay_out(
 
 class Ways:
     """The ways to lay one model out: its groups, flat params and sizes by the classes of ``units``
-    and by the largest weight that is not tiled. They are the same for all homes and budgets."""
+    and by the weights that are not gathered whole. They are the same for all homes and budgets."""
 
     def __init__(
         self,
@@ -127,13 +127,13 @@ class Ways:
     ):
         """``dtype_of``: the dtype in which a parameter computes. ``reuses``: see
         :func:`make_plan`."""
-        self._model, self._make, self._device, self._reuses = (
+        self.model, self._make, self.device, self._reuses = (
             model,
             make_flat_params,
             device,
             reuses,
         )
-        self._tables, self._dtype_of = tables_of(model), dtype_of
+        self._tables, self.dtype_of = tables_of(model), dtype_of
         self._buffers_nbytes = unmoved_nbytes(model)
         self._made: dict[tuple, _Way | None] = {}
 
@@ -142,23 +142,23 @@ class Ways:
         config: Config,
         free: Mapping[Tier, int] | None,
         *,
-        tiles: bool = True,
+        splits: bool = True,
         surely: bool = False,
     ) -> Laid:
         """Makes the groups, their flat params and the plan. If the device's budget is below the
-        bytes that are held together, large layers run in tiles of the largest size that fits.
-        Without a budget that is what is free, if ``tiles`` lets them. ``surely``: no weight runs in
-        tiles that code uses by hand. ``free``: see :func:`make_plan`. Raises CapacityError if no
+        bytes that are held together, the first split of an extension's that fits is taken. Without
+        a budget that is what is free, if ``splits`` lets them. ``surely``: only by a split that
+        holds whatever the code does. ``free``: see :func:`make_plan`. Raises CapacityError if no
         plan fits."""
         refused: CapacityError | None = None
         whole: partial[MemoryPlan] | None = None
-        for limit, by_hand in self._ways_to_tile(config, free):
-            if limit is not None and by_hand and surely:
+        for split in self._splits(config, free):
+            if split is not None and surely and not split.is_sure:
                 break
-            if limit is not None and config.device_memory is None:
-                if not tiles or not _is_device_short(refused, config):
+            if split is not None and config.device_memory is None:
+                if not splits or not _is_device_short(refused, config):
                     break
-            way = self._way(config, limit, by_hand)
+            way = self._way(config, split)
             if way is None:
                 continue
             plan_of = partial(
@@ -166,7 +166,7 @@ class Ways:
                 way.sizes,
                 held_nbytes=way.held_nbytes,
                 free=free,
-                device=self._device,
+                device=self.device,
                 reuses=self._reuses,
                 buffers_nbytes=self._buffers_nbytes,
             )
@@ -174,20 +174,20 @@ class Ways:
             try:
                 plan = plan_of(config)
             except CapacityError as error:
-                if limit is None or not by_hand:
+                if split is None or split.is_sure:
                     refused = error
                 if any(size.is_averaged for size in way.sizes) or not all(
-                    map(is_plain, self._model.parameters())
+                    map(is_plain, self.model.parameters())
                 ):
-                    break  # each tile would need a gather and a reduction of its own
+                    break  # each part would need a gather and a reduction of its own
                 continue
-            return Laid(way.groups, way.flat_params, plan, partial(_refuses_window, whole))
+            return Laid(way.groups, way.flat_params, plan, partial(_refuses_window, whole), split)
         if refused is None:
             raise InternalError("no plan was tried")
         raise refused
 
     def sizes(self, config: Config) -> list[UnitSize]:
-        """Returns the sizes of the units without tiles."""
+        """Returns the sizes of the units that are gathered whole."""
         way = self._way(config, None)
         return [] if way is None else way.sizes
 
@@ -206,75 +206,54 @@ class Ways:
             if budget is not None and (before is None or budget > before) and budget > most:
                 return CapacityError(f"{BUDGETS[tier]}: there are {format_nbytes(most)}")
         if free is not None and config.nvme_paths and not free[Tier.NVME]:
-            free = {**free, Tier.NVME: measured_free(Tier.NVME, config, self._device)}
+            free = {**free, Tier.NVME: measured_free(Tier.NVME, config, self.device)}
         try:
             self.lay_out(config, free, surely=True)
         except CapacityError as error:
             return error
         return None
 
-    def _way(self, config: Config, limit: int | None, by_hand: bool = True) -> _Way | None:
-        """Returns the way with tiles of ``limit`` bytes; None: there is nothing to tile.
-        ``by_hand``: weights that code uses by hand run in tiles, too."""
-        key = config.units, limit, by_hand
+    def _way(self, config: Config, split: Any) -> _Way | None:
+        """Returns the way with ``split``; None: it has nothing to split."""
+        key = config.units, None if split is None else split.key
         if key not in self._made:
-            self._made[key] = self._make_way(config, limit, by_hand)
+            self._made[key] = self._make_way(config, split)
         return self._made[key]
 
     @cached_property
-    def _by_hand(self) -> set[nn.Parameter]:
-        return used_by_hand(self._model)
+    def by_hand(self) -> set[nn.Parameter]:
+        """The weights that code uses outside of their layers."""
+        return used_by_hand(self.model)
 
-    def _make_way(self, config: Config, limit: int | None, by_hand: bool) -> _Way | None:
-        tiled = {}
-        if limit is not None:
-            without = set() if by_hand else self._by_hand
-            tiled = candidates(self._model, limit, self._dtype_of, without)
-        if limit is not None and not tiled:
+    def _make_way(self, config: Config, split: Any) -> _Way | None:
+        at_once = {} if split is None else split.rows(self)
+        if split is not None and not at_once:
             return None
-        groups = partition(self._model, cast("str | tuple[str, ...]", config.units), tiled)
+        groups = partition(self.model, cast("str | tuple[str, ...]", config.units), at_once)
         flat_params = [self._make(group) for group in groups]
         for group in groups:
-            own = [] if group.tile_rows else [p for p in group.params if p in self._tables]
+            own = (
+                [] if group.at_once is not None else [p for p in group.params if p in self._tables]
+            )
             group.tables = {param: self._tables[param] for param in own}
         sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
         held = held_nbytes(
-            self._model,
+            self.model,
             groups,
             {id(group): size.weight_nbytes for group, size in zip(groups, sizes)},
         )
         return _Way(groups, flat_params, sizes, held)
 
-    def _ways_to_tile(
-        self, config: Config, free: Mapping[Tier, int] | None
-    ) -> Iterator[tuple[int | None, bool]]:
-        """Yields the tile sizes to try, None first, and whether weights that are used by hand run
-        in tiles, too. They do if nothing else fits: a branch with such a use may never run."""
-        yield None, True
-        limits = list(self._tile_limits(config, free))
-        for by_hand in (False, True):
-            if by_hand and not self._by_hand:
-                return
-            yield from ((limit, by_hand) for limit in limits)
-
-    def _tile_limits(self, config: Config, free: Mapping[Tier, int] | None) -> Iterator[int]:
-        """Yields the tile sizes to try, in bytes, largest first."""
-        budget = cast("int | None", config.device_memory)
-        if config.params == "device":
-            return
-        if budget is None:
-            given = free or {}
-            budget = given.get(Tier.DEVICE) or measured_free(Tier.DEVICE, config, self._device)
-        limit = 1 << max(0, (budget // 4).bit_length() - 1)
-        while limit > SMALLEST_TILE_NBYTES:
-            yield limit
-            limit //= 2
-        yield SMALLEST_TILE_NBYTES
+    def _splits(self, config: Config, free: Mapping[Tier, int] | None) -> Iterator[Any]:
+        """Yields the splits to try, None first."""
+        yield None
+        for kind in classes_of(EXTENSIONS):
+            yield from kind.splits(config, free, self)
 
 
 def _is_device_short(refused: CapacityError | None, config: Config) -> bool:
     """Whether what is free of the device is too small, or of the memory that it shares with the
-    host; tiles do little for budgets that were given."""
+    host; splits do little for budgets that were given."""
     return refused is not None and all(getattr(config, name) is None for name in refused.needed)
 
 
@@ -286,7 +265,7 @@ class _Way(NamedTuple):
 
 
 class Laid(NamedTuple):
-    """The result of :meth:`Ways.lay_out`. ``refuses_window``: plans without tiles for a window of
+    """The result of :meth:`Ways.lay_out`. ``refuses_window``: plans without a split for a window of
     so many bytes, and so many of gradients and of what is not planned beside it. Returns the error
     of a configuration that is too small for them, or None."""
 
@@ -294,6 +273,7 @@ class Laid(NamedTuple):
     flat_params: list[list[FlatParam]]
     plan: MemoryPlan
     refuses_window: Callable[[int, int, int, Config], CapacityError | None]
+    split: Any  # an extension's; None: all weights are gathered whole
 
 
 def _refuses_window(
@@ -331,26 +311,6 @@ def _refuses_window(
     return refused
 
 
-def _tell_of_tiles(groups: list[Group], config: Config) -> None:
-    tiled = [group for group in groups if group.tile_rows]
-    if not tiled:
-        return
-    counts = [f"{group.name} x {-(-group.params[0].size(0) // group.tile_rows)}" for group in tiled]
-    given = (
-        "what is free of the device"
-        if config.device_memory is None
-        else f"device_memory={format_nbytes(cast(int, config.device_memory))}"
-    )
-    logger.warning(
-        "%s does not hold the largest unit: %d layers run in tiles (%s%s). Their sums"
-        " are added in another order than untiled ones.",
-        given,
-        len(tiled),
-        ", ".join(counts[:4]),
-        ", ..." if len(counts) > 4 else "",
-    )
-
-
 def _tell_of_kernels(laid: Laid, device: Device) -> None:
     """Says what it costs that the device has no kernels for what is trained."""
     if device.is_host or device.kernels is not None:
@@ -368,14 +328,14 @@ def _tell_of_kernels(laid: Laid, device: Device) -> None:
 
 
 def unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
-    tile_nbytes = 0
-    if group.tile_rows:
+    at_once_nbytes = 0
+    if group.at_once is not None:
         row = group.params[0].size(1) * flat_params[0].spec.dtype.itemsize
-        tile_nbytes = group.tile_rows * row
+        at_once_nbytes = group.at_once.rows * row
     return UnitSize(
         group.name,
         tuple(_size_of_flat_param(flat) for flat in flat_params),
-        tile_nbytes,
+        at_once_nbytes,
         group.place,
         sum(_autograd_nbytes(flat, group) for flat in flat_params),
     )
@@ -384,13 +344,12 @@ def unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
 def _autograd_nbytes(flat_param: FlatParam, group: Group) -> int:
     """Counts the gradients of a flat param that a backward holds at once. Those of a tied weight
     wait for each other: one waits, one is made, and their sum. Only one rank lands those of tables
-    use by use. Those of a head's tile are summed in fp32."""
+    use by use."""
     if not flat_param.spec.stepped:
         return 0
-    if group.tile_rows:
-        rows, width = group.params[0].shape
-        summed = torch.float32.itemsize if rows >= HEAD_RATIO * width else 0
-        return group.tile_rows * width * (flat_param.spec.dtype.itemsize + summed)
+    if group.at_once is not None:
+        itemsize = flat_param.spec.dtype.itemsize + group.at_once.summed_itemsize
+        return group.at_once.rows * group.params[0].size(1) * itemsize
     apart = set() if _size_of_flat_param(flat_param).is_averaged else group.tables.keys()
     return flat_param.spec.dtype.itemsize * sum(
         place.numel * (SUMMED_AT_ONCE if param in group.tied - apart else 1)
@@ -525,18 +484,18 @@ def lay_out_here(
         return config, placed(config, explains=explains)
     left, limit = limits.tightest()
 
-    def in_memory(*, tiles: bool) -> tuple[Config, Laid] | None:
+    def in_memory(*, splits: bool) -> tuple[Config, Laid] | None:
         if "nvme" in (config.params, config.optimizer, config.activations):
             return None
         without = dataclasses.replace(config, nvme_paths=())
         # On all ranks alike: they plan with the minimum of their free bytes.
         with contextlib.suppress(CapacityError):
-            laid = placed(without, tiles=tiles, explains=False)
+            laid = placed(without, splits=splits, explains=False)
             _tell(laid.plan, left, limit, None, collectives)
             return without, laid
         return None
 
-    if (chosen_memory := in_memory(tiles=False)) is not None:
+    if (chosen_memory := in_memory(splits=False)) is not None:
         return chosen_memory
     found = scratch.candidates()
     needed = _state_nbytes(model, config, make_flat_params)
@@ -546,7 +505,7 @@ def lay_out_here(
         "scratch folders",
     )
     if not everywhere or chosen is None:
-        if (chosen_memory := in_memory(tiles=True)) is not None:
+        if (chosen_memory := in_memory(splits=True)) is not None:
             return chosen_memory
         raise _nowhere(found, needed, left, limit)
     capacity = usable if config.nvme_capacity is None else config.nvme_capacity
@@ -563,14 +522,14 @@ def _placed(
     most: int | None,
     config: Config,
     *,
-    tiles: bool = True,
+    splits: bool = True,
     explains: bool,
 ) -> Laid:
     """Lays the model out in the homes of ``config``, and says what that costs. ``most``: the bytes
     of the device, if they are known. Every rank calls this. Raises CapacityError."""
     free = free_everywhere(config, collectives, device)
     try:
-        laid = ways.lay_out(config, free, tiles=tiles)
+        laid = ways.lay_out(config, free, splits=splits)
     except CapacityError as error:
         if not explains:
             raise
@@ -585,7 +544,8 @@ def _placed(
             largest_nbytes=max((size.weight_nbytes for size in sizes), default=0),
             share=collectives.ranks.machine_share,
         ) from None
-    _tell_of_tiles(laid.groups, config)
+    if laid.split is not None:
+        laid.split.tell(laid.groups, config)
     if collectives.ranks.is_first:
         _tell_of_kernels(laid, device)
     return laid

@@ -16,7 +16,7 @@ import inspect
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -39,6 +39,14 @@ from .parts import called_for
 SMALL_NBYTES = 256 * 1024
 
 
+class RowsAtOnce(NamedTuple):
+    """How many rows of a weight its layers compute with at once. ``summed_itemsize``: bytes of each
+    element in which a backward sums the gradient of such rows, beside that itself."""
+
+    rows: int
+    summed_itemsize: int = 0
+
+
 @dataclass(eq=False)
 class Group:
     """One future unit."""
@@ -47,8 +55,7 @@ class Group:
     params: list[nn.Parameter]
     owners: list[nn.Module]
     block: nn.Module | None = None  # the module that is this unit, if it is one
-    # Its one weight is brought to the device in tiles of this many rows; 0: whole.
-    tile_rows: int = 0
+    at_once: RowsAtOnce | None = None  # of its one weight; None: it is gathered whole
     chosen: nn.Module | None = None  # the module, if a forward reads some of its rows only
     is_divided: bool = False  # experts, of which other data ranks have others
     place: int = 0  # of its first parameter in the model: about the order of use
@@ -66,7 +73,7 @@ class Group:
     def is_used_apart(self) -> bool:
         """Whether several modules use it, and not only those of one block, or any module may."""
         if self.block is None:
-            return len(self.owners) != 1 and not self.tile_rows
+            return len(self.owners) != 1 and self.at_once is None
         return len(self.owners) > len(self.called)
 
 
@@ -95,14 +102,16 @@ def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
 
 
 def partition(
-    model: nn.Module, units: str | tuple[str, ...], tiled: Mapping[nn.Parameter, int] | None = None
+    model: nn.Module,
+    units: str | tuple[str, ...],
+    at_once: Mapping[nn.Parameter, RowsAtOnce] | None = None,
 ) -> list[Group]:
     """Makes the groups of ``model`` in the order of its modules; every managed parameter is in
     exactly one.
 
-    ``units``: "auto", or class names of the modules that are units. ``tiled``: weights that run in
-    tiles -> rows of a tile; each is a group of its own without an owner. Raises ConfigError for a
-    name without a module.
+    ``units``: "auto", or class names of the modules that are units. ``at_once``: weights
+    that are not gathered whole; each is a group of its own without an owner. Raises ConfigError for
+    a name without a module.
     """
     blocks = (
         list(_repeated_blocks(model, "", model))
@@ -111,9 +120,9 @@ def partition(
     )
     names = parameter_names(model)
     groups = [
-        Group(names[param][0], [param], [], tile_rows=rows) for param, rows in (tiled or {}).items()
+        Group(names[param][0], [param], [], at_once=rows) for param, rows in (at_once or {}).items()
     ]
-    taken = set(tiled or ())
+    taken = set(at_once or ())
     for param in [
         param
         for param in tensors_of(model)
@@ -138,7 +147,7 @@ def partition(
             taken |= set(params)
             owners = [part for part in called_parts(model, block) if _holds(part, params)]
             groups.append(Group(name, params, owners, block))
-    largest = max((_nbytes(group.params) for group in groups if not group.tile_rows), default=0)
+    largest = max((_nbytes(group.params) for group in groups if group.at_once is None), default=0)
     groups += _rest(
         model, taken, small=max(SMALL_NBYTES, largest // 4), cap=max(4 * SMALL_NBYTES, largest)
     )
@@ -271,7 +280,7 @@ def _add_outside_owners(model: nn.Module, groups: list[Group]) -> None:
             group = group_of.get(param)
             if (
                 group is not None
-                and not group.tile_rows
+                and group.at_once is None
                 and module not in inside[id(group)]
                 and module not in group.owners
                 and not _is_container(model, module)

@@ -28,7 +28,6 @@ from ...ext.class_step.join import join, make_optimizer
 from ...ext.packed.packed_forward import install_packed_forwards
 from ...ext.rows.chosen_forward import install_chosen_forwards
 from ...ext.rows.experts import divides_experts
-from ...ext.tiles.tiled_layers import install_tiles
 from ...ranks.collectives import Collectives
 from ...ranks.mesh import join_device, join_node, parallel_dims
 from ...ranks.parallel_dims import ParallelDims
@@ -206,7 +205,7 @@ def _wrap(
             collectives,
             reuses=isinstance(model, Parts) or ranks.pp_group is not None,
         )
-    groups, flat_params, plan, refuses_window = laid
+    groups, flat_params, plan, refuses_window, _ = laid
 
     def explain(error: CapacityError, *nbytes: Any) -> CapacityError:
         works = partial(refuses_window, *nbytes)
@@ -344,7 +343,7 @@ def _find_owners(
             for module in owner.modules()
             if module is not owner
         )
-        if group.tile_rows or group.is_used_apart or around:
+        if group.at_once is not None or group.is_used_apart or around:
             unit.share()
     return owners
 
@@ -352,17 +351,15 @@ def _find_owners(
 def _replace_forwards(
     engine: Engine, model: nn.Module, groups: list[Group], blocks: list[tuple[str, nn.Module]]
 ) -> list:
-    """Installs the forwards of layers in tiles, and those that extensions have for ``blocks``.
-    Returns their removers."""
+    """Installs the forwards of tables, and those that extensions have. Returns their removers."""
     job = engine.job
-    tiles = {group.params[0]: group.tile_rows for group in groups if group.tile_rows}
     find = found_weakly(engine.make_forward_context)
-    removers = [*install_tiles(find, model, tiles)]
+    removers: list = []
     if job.reducer is None:
         stepped = {handle.param for handle in job.trained}
         tables = {param: use for group in groups for param, use in group.tables.items()}
         removers += install_tables(find, {p: tables[p] for p in tables.keys() & stepped})
     of_blocks = [(name, block, engine.units_of(block)) for name, block in blocks]
     for extension in job.extensions:
-        removers += extension.replace_forwards(job, find, of_blocks)
+        removers += extension.replace_forwards(job, model, find, of_blocks)
     return removers

@@ -63,6 +63,7 @@ class Blocks(Extension):
     def replace_forwards(
         self,
         job: Job,
+        model: nn.Module,
         find: Callable[[], ForwardContext],
         blocks: Sequence[tuple[str, nn.Module, list[ParamUnit]]],
     ) -> list[ReplacedForward]:

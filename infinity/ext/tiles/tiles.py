@@ -19,6 +19,7 @@ from ...core.params.apart import apart
 from ...core.params.parameter import users_hooks
 from ...core.run.context import ForwardContext
 from ...core.units.handle import ParamHandle, handle_of
+from ...core.wrap.partition import RowsAtOnce
 from ...errors import UsageError
 
 SMALLEST_TILE_NBYTES = 64 * 1024
@@ -49,7 +50,7 @@ def candidates(
     limit_nbytes: int,
     dtype_of: Callable[[torch.Tensor], torch.dtype],
     without: Container[nn.Parameter] = (),
-) -> dict[nn.Parameter, int]:
+) -> dict[nn.Parameter, RowsAtOnce]:
     """Finds the weights larger than ``limit_nbytes``, in their compute dtype, whose every user can
     be tiled, but for those in ``without``. Returns for each the number of rows whose tile is within
     the limit, at least 1."""
@@ -71,7 +72,9 @@ def candidates(
         if param._backward_hooks or not param.is_contiguous():
             continue
         if all(name == "weight" and is_tileable(module) for module, name in using):
-            found[param] = max(1, limit_nbytes // (param.size(1) * size))
+            rows, width = param.shape
+            summed = torch.float32.itemsize if rows >= HEAD_RATIO * width else 0  # a head's
+            found[param] = RowsAtOnce(max(1, limit_nbytes // (width * size)), summed)
     return found
 
 

@@ -178,7 +178,7 @@ def _units(plan, units) -> Iterator[dict[str, Any]]:
         return (
             sum(flat.numel for flat in unit.flat_params),
             tuple(homes.items()),
-            unit.tile_nbytes,
+            unit.at_once_nbytes,
         )
 
     for (count, homes, tile), run_of in groupby(range(len(units)), key=entry):

@@ -566,7 +566,7 @@ def test_traffic_is_what_a_steady_step_moves(swap, home, micro, frozen):
             config["device_memory"] = least
     model, optimizer = infinity.wrap_model(model, adamw(model, 1e-3), config)
     engine = parts_of(model).engine
-    assert not any(unit.tile_nbytes for unit in parts_of(engine).planned.sizes)
+    assert not any(unit.at_once_nbytes for unit in parts_of(engine).planned.sizes)
     found, expected = measure(model, optimizer, micro)
     largest = max(unit.weight_nbytes for unit in parts_of(engine).planned.sizes)
     padding = 16 * KIB * len(parts_of(engine).planned.sizes) * micro
@@ -653,7 +653,7 @@ def test_traffic_of_tiled_units(tied):
         {"params": "host", "optimizer": "host", "activations": "device", "device_memory": "256KiB"},
     )
     engine = parts_of(model).engine
-    assert any(unit.tile_nbytes for unit in parts_of(engine).planned.sizes)
+    assert any(unit.at_once_nbytes for unit in parts_of(engine).planned.sizes)
     found, expected = measure(model, optimizer, 1)
     print(f"measured {found}\nexpected {expected}")
     weight = 2048 * 64 * 4

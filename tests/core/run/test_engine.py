@@ -130,7 +130,7 @@ def test_the_units_of_a_block_are_those_with_its_parameters_and_whole():
     part.weight = whole.model.layers[0].weight
     assert whole.engine.units_of(part) == [handle_of(part.weight).unit]
     sizes = engine.job.planned.sizes
-    sizes[first.index] = dataclasses.replace(sizes[first.index], tile_nbytes=8)
+    sizes[first.index] = dataclasses.replace(sizes[first.index], at_once_nbytes=8)
     assert engine.units_of(nn.Sequential(layers[1], layers[0])) == [second]
 
 

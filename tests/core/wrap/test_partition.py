@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.core.wrap.partition import SMALL_NBYTES, Group, held_nbytes, is_managed, partition
+from infinity.core.wrap.partition import (
+    SMALL_NBYTES,
+    Group,
+    RowsAtOnce,
+    held_nbytes,
+    is_managed,
+    partition,
+)
 from infinity.errors import ConfigError
 from infinity.ext.pipeline.shared import mark_shared
 
@@ -188,9 +195,9 @@ def test_tiled_and_shared_weights_are_units_of_their_own():
     """Only the shared one is owned: tiles are brought by themselves."""
     whole = model(tiled=weights(4), shared=weights(4), plain=weights(4))
     mark_shared(whole.shared.weight, counts=True)
-    tiled, shared, plain = partition(whole, "auto", {whole.tiled.weight: 2})
-    assert (tiled.name, tiled.tile_rows, tiled.owners) == ("tiled.weight", 2, [])
-    assert (shared.name, shared.tile_rows, shared.owners) == ("shared.weight", 0, [whole.shared])
+    tiled, shared, plain = partition(whole, "auto", {whole.tiled.weight: RowsAtOnce(2)})
+    assert (tiled.name, tiled.at_once.rows, tiled.owners) == ("tiled.weight", 2, [])
+    assert (shared.name, shared.at_once, shared.owners) == ("shared.weight", None, [whole.shared])
     assert plain.params == [whole.plain.weight]
 
 

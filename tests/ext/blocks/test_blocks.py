@@ -56,7 +56,7 @@ def test_only_one_of_parts_of_a_batch_and_choices_runs_a_block():
         (job_of(), "function"),
         (job_of(spare=None), "none"),
     ):
-        removers = Blocks(places_saved=False).replace_forwards(job, lambda: None, of)
+        removers = Blocks(places_saved=False).replace_forwards(job, block, lambda: None, of)
         assert type(block.__dict__.get("forward")).__name__ == kind or not removers
         assert bool(job.planned) == (kind == "function") and len(removers) == (kind != "none")
         for remover in removers:

@@ -124,7 +124,7 @@ def test_one_row_more_than_a_tile_should_have():
         for _ in range(2)
     ]
     model, _ = wrap(model)
-    assert [u.tile_nbytes for u in parts_of(model).planned.sizes if u.tile_nbytes] == [80000]
+    assert [u.at_once_nbytes for u in parts_of(model).planned.sizes if u.at_once_nbytes] == [80000]
     x = torch.randn(2, 20000, generator=torch.Generator().manual_seed(SEED))
     for each in (model, plain):
         each(x).square().mean().backward()
@@ -217,7 +217,7 @@ def largest_width(budget: int, *, tiled: bool) -> int:
             plan, units = infinity.core.wrap.lay_out.lay_out(model, None, settings)
         except CapacityError:
             break
-        if not tiled and any(unit.tile_nbytes for unit in units):
+        if not tiled and any(unit.at_once_nbytes for unit in units):
             break
         assert plan.planned_nbytes(Tier.DEVICE) <= budget
         found = width
@@ -307,7 +307,7 @@ def test_auto_homes_never_put_a_tiled_weight_on_the_device(optimizer_home):
     engine = parts_of(model).engine
     assert tiled_units(model)
     for index, size in enumerate(parts_of(engine).planned.sizes):
-        if size.tile_nbytes:
+        if size.at_once_nbytes:
             assert parts_of(engine).planned.plan.tiers_of(index)["weight"] is not Tier.DEVICE
     x = batch_for(plain, SEED)
     for each in (model, plain):
@@ -321,7 +321,9 @@ def test_param_dtype_narrows_tiles_too():
     is fp32 still."""
     model, optimizer = wrap(build("linear down").float(), param_dtype="bf16")
     (rows,) = {
-        u.tile_nbytes // (2 * WIDTH) for u in parts_of(model).planned.sizes if u.name == "0.weight"
+        u.at_once_nbytes // (2 * WIDTH)
+        for u in parts_of(model).planned.sizes
+        if u.name == "0.weight"
     }
     assert rows == 64 * KIB // (2 * WIDTH)
     x = batch_for(model, SEED)

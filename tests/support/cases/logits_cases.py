@@ -75,7 +75,7 @@ def wrap(model: nn.Module, folder=None, home: str = "host", **more):
 def pair(build=Model, *config, **more) -> tuple[nn.Module, nn.Module]:
     ours, plain = seeded(SEED, build), seeded(SEED, build)
     ours.kept = [wrap(ours, *config, **more)[1]]  # the optimizer, as long as the model lives
-    assert any(unit.tile_nbytes for unit in parts_of(ours).planned.sizes)
+    assert any(unit.at_once_nbytes for unit in parts_of(ours).planned.sizes)
     return ours, plain
 
 

@@ -94,7 +94,7 @@ def wrap(model: nn.Module, folder=None, home: str = "host", *, optimizer=adamw, 
 
 
 def tiled_units(model: nn.Module) -> list[str]:
-    return [unit.name for unit in parts_of(model).planned.sizes if unit.tile_nbytes]
+    return [unit.name for unit in parts_of(model).planned.sizes if unit.at_once_nbytes]
 
 
 def device(model: nn.Module):

@@ -1,0 +1,118 @@
+"""Layout: which layers run in tiles, and of which size, if a device's budget is below the bytes
+that are held together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+from torch import nn
+
+from ...config import Config
+from ...core.machine.device import Device
+from ...core.machine.sizes import format_nbytes
+from ...core.machine.tiers import Tier
+from ...core.plan.budgets import measured_free
+from ...core.plan.unit_sizes import UnitSize
+from ...core.run.context import ForwardContext
+from ...core.run.job import Job
+from ...core.run.replaced_forward import ReplacedForward
+from ...core.seams import Events, Extension, Term
+from ...core.wrap.lay_out import Ways
+from ...core.wrap.partition import Group, RowsAtOnce
+from .tiled_layers import install_tiles
+from .tiles import SMALLEST_TILE_NBYTES, candidates
+
+logger = logging.getLogger(__name__)
+
+
+class Tiling:
+    """Tiles of at most ``limit_nbytes``. ``is_sure``: no weight runs in tiles that code uses by
+    hand."""
+
+    def __init__(self, limit_nbytes: int, *, is_sure: bool):
+        self.key, self.is_sure = (limit_nbytes, is_sure), is_sure
+
+    def rows(self, ways: Ways) -> dict[nn.Parameter, RowsAtOnce]:
+        """Finds the weights that run in tiles, and the rows of a tile."""
+        without = ways.by_hand if self.is_sure else set()
+        return candidates(ways.model, self.key[0], ways.dtype_of, without)
+
+    def tell(self, groups: Sequence[Group], config: Config) -> None:
+        """Says which layers run in tiles, and why."""
+        tiled = [
+            f"{group.name} x {-(-group.params[0].size(0) // group.at_once.rows)}"
+            for group in groups
+            if group.at_once is not None
+        ]
+        given = (
+            "what is free of the device"
+            if config.device_memory is None
+            else f"device_memory={format_nbytes(cast(int, config.device_memory))}"
+        )
+        logger.warning(
+            "%s does not hold the largest unit: %d layers run in tiles (%s%s). Their sums"
+            " are added in another order than untiled ones.",
+            given,
+            len(tiled),
+            ", ".join(tiled[:4]),
+            ", ..." if len(tiled) > 4 else "",
+        )
+
+
+class TiledLayers(Extension):
+    """Runs large layers in tiles of the largest size that fits."""
+
+    @classmethod
+    def splits(
+        cls, config: Config, free: Mapping[Tier, int] | None, ways: Ways
+    ) -> Iterator[Tiling]:
+        """Yields the tilings to try, largest tiles first. Weights that are used by hand run in
+        tiles, too, if nothing else fits: a branch with such a use may never run."""
+        limits = list(_limits(config, free, ways.device))
+        for is_sure in (True, False):
+            if not is_sure and not ways.by_hand:
+                return
+            yield from (Tiling(limit, is_sure=is_sure) for limit in limits)
+
+    @classmethod
+    def terms(cls, config: Any, units: Sequence[UnitSize], device: Any) -> Iterator[Term]:
+        """Yields the bytes of one tile, the largest."""
+        yield Term(Tier.DEVICE, "a tile", max((unit.at_once_nbytes for unit in units), default=0))
+
+    @classmethod
+    def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> TiledLayers:
+        """Returns the extension."""
+        return cls()
+
+    def replace_forwards(
+        self,
+        job: Job,
+        model: nn.Module,
+        find: Callable[[], ForwardContext],
+        blocks: Sequence[tuple[str, nn.Module, list[Any]]],
+    ) -> list[ReplacedForward]:
+        """Replaces the forwards of the layers that run in tiles."""
+        rows = {}
+        for unit, size in zip(job.units, job.planned.sizes):
+            if size.at_once_nbytes:
+                (flat_param,) = unit.flat_params
+                (param,) = flat_param.params
+                row_nbytes = param.size(1) * flat_param.spec.dtype.itemsize
+                rows[param] = size.at_once_nbytes // row_nbytes
+        return install_tiles(find, model, rows) if rows else []
+
+
+def _limits(config: Config, free: Mapping[Tier, int] | None, device: Device) -> Iterator[int]:
+    """Yields the tile sizes to try, in bytes, largest first."""
+    budget = cast("int | None", config.device_memory)
+    if config.params == "device":
+        return
+    if budget is None:
+        budget = (free or {}).get(Tier.DEVICE) or measured_free(Tier.DEVICE, config, device)
+    limit = 1 << max(0, (budget // 4).bit_length() - 1)
+    while limit > SMALLEST_TILE_NBYTES:
+        yield limit
+        limit //= 2
+    yield SMALLEST_TILE_NBYTES
