@@ -24,6 +24,7 @@ from ... import native
 from ...errors import CapacityError, UsageError
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
+from ..machine.torch_private import running_node
 from ..params.apart import apart, has_bytes, refuse_without_bytes
 from ..plan.unit_sizes import SUMMED_AT_ONCE
 from ..run.job import Job
@@ -68,7 +69,7 @@ class Backward:
     def take_out(self, unit: ParamUnit) -> None:
         """Holds ``unit`` as :meth:`hold`, and until the node of the graph that takes a weight of it
         out is over: that takes out all of its weights before it computes."""
-        if (node := _running_node()) != self._node:
+        if (node := running_node()) != self._node:
             self._node = node
             self._taken.clear()
         self._taken.add(unit)
@@ -76,7 +77,7 @@ class Backward:
 
     def _taken_by_node(self) -> Collection[ParamUnit]:
         """Returns the units of which the running node has taken weights out."""
-        return self._taken if _running_node() == self._node else ()
+        return self._taken if running_node() == self._node else ()
 
     def hold(self, unit: ParamUnit) -> None:
         """Holds ``unit`` until its gradients of the running backward have landed. May block on disk
@@ -365,10 +366,3 @@ class Backward:
         job.gradients.homes.close_all([flat for unit in job.units for flat in unit.flat_params])
         if not self._pass.frames:
             job.prefetcher.release_idle()
-
-
-def _running_node() -> tuple[int, int] | None:
-    """Returns what tells the running node of the graph from others: the node itself would keep its
-    graph after an exception."""
-    node = torch._C._current_autograd_node()
-    return None if node is None else (torch._C._current_graph_task_id(), node._sequence_nr())

@@ -12,6 +12,7 @@ from ...errors import UsageError
 from ...ranks.collectives import Collectives
 from ..homes.store import ArrayStore
 from ..machine.tiers import Tier
+from ..machine.torch_private import current_task
 from ..params import mistakes
 from ..params.assigned_grads import AssignedGrads
 from ..run.operations import Operation
@@ -248,7 +249,7 @@ class GradientBank:
                 self.changes.begin(handle)
                 handle.grad.with_graph = grad
             return
-        if (meeting := self._meetings.get((handle, torch._C._current_graph_task_id()))) is not None:
+        if (meeting := self._meetings.get((handle, current_task()))) is not None:
             meeting.begin(is_first=handle.grad.state is GradState.ABSENT)
             grad = meeting.keep_rows(grad)
         assigned = self.assigned.lands_on(handle)

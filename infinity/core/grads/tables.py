@@ -23,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...ext.pipeline.shared import is_shared
-from ..machine import graph_nodes
+from ..machine.torch_private import GRAPH_NODES, current_task, node_references
 from ..params.apart import apart
 from ..params.parameter import users_hooks
 from ..params.transforms import are_running
@@ -37,7 +37,10 @@ WORTH_NBYTES = 1024 * 1024
 
 
 def tables_of(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """Finds the tables of ``model`` whose gradients land use by use, and the modules of each."""
+    """Finds the tables of ``model`` whose gradients land use by use, and the modules of each. None
+    in a torch that does not tell what leads to a weight."""
+    if GRAPH_NODES.found is None:
+        return {}
     users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, param in module._parameters.items():
@@ -71,7 +74,7 @@ class GradUse(Enum):
         if accumulator is None:
             return cls.NONE
         try:
-            return cls.ACCUMULATED if torch._C._will_engine_execute_node(accumulator) else cls.NONE
+            return cls.ACCUMULATED if GRAPH_NODES.found(accumulator) else cls.NONE
         except RuntimeError:  # torch raises only for a leaf whose gradient is returned
             return cls.RETURNED
 
@@ -102,7 +105,7 @@ class Table:
         """Tells what the running backward does with the gradient of ``ctx``'s use, and where it
         meets the others'. None: autograd adds them."""
         accumulator = ctx.next_functions[-1][0]
-        use, task = GradUse.of(accumulator), torch._C._current_graph_task_id()
+        use, task = GradUse.of(accumulator), current_task()
         ctx.ran_in = task
         handle = handle_of(self.param)
         if (
@@ -118,14 +121,9 @@ class Table:
         context.track_backward()
         alive = [other for ref in self._uses if (other := ref()) is not None]
         # Those of this backward that are still to come.
-        coming = [
-            other
-            for other in alive
-            if other.ran_in != task and torch._C._will_engine_execute_node(other)
-        ]
+        coming = [other for other in alive if other.ran_in != task and GRAPH_NODES.found(other)]
         # Without a gradient of their own: `F.linear(x, table.weight)`, a penalty on the weight.
-        references = graph_nodes.references(accumulator)
-        others = 2 if references is None else references - len(alive)
+        others = node_references(accumulator) - len(alive)
         ids = [other.ids for other in (ctx, *coming) if other.ids is not None]
         wholes = sum(other.ids is None for other in (ctx, *coming))
         with context.store.guarding():

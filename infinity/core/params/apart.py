@@ -18,18 +18,24 @@ from types import CodeType, FunctionType
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
-from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ...errors import UsageError
+from ..machine.torch_private import (
+    FakeTensor,
+    ModeKey,
+    TransformType,
+    UnsupportedFakeTensor,
+    count_dispatch_modes,
+    disable_modes,
+    innermost_transform,
+    is_of_transform,
+    mode_of,
+    skip_code,
+    traced,
+    tracing_state,
+    transform_stack,
+    without_transforms,
+)
 from ..units.forms import local_of
 from . import mistakes
 
@@ -37,11 +43,10 @@ P = ParamSpec("P")
 F = TypeVar("F", bound=FunctionType)
 R = TypeVar("R")
 
-_KEYS = torch._C._TorchDispatchModeKey
 WITHOUT_BYTES = {
-    _KEYS.FAKE: "FakeTensorMode",
-    _KEYS.PROXY: "a tracer (make_fx, export)",
-    _KEYS.FUNCTIONAL: "functionalization",
+    ModeKey.FAKE: "FakeTensorMode",
+    ModeKey.PROXY: "a tracer (make_fx, export)",
+    ModeKey.FUNCTIONAL: "functionalization",
 }
 
 
@@ -53,19 +58,16 @@ def apart(work: Callable[P, R]) -> Callable[P, R]:
         if _is_plain():
             return work(*args, **kwargs)
         with ExitStack() as left:
-            if torch._C._functorch.peek_interpreter_stack() is not None:
-                left.enter_context(temporarily_clear_interpreter_stack())
-            left.enter_context(_disable_current_modes())
+            if innermost_transform() is not None:
+                left.enter_context(without_transforms())
+            left.enter_context(disable_modes())
             return work(*args, **kwargs)
 
     return run
 
 
 def _is_plain() -> bool:
-    return (
-        not torch._C._len_torch_dispatch_stack()
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
+    return not count_dispatch_modes() and innermost_transform() is None
 
 
 def uncompiled(function: F) -> F:
@@ -74,7 +76,8 @@ def uncompiled(function: F) -> F:
     torch.compiler.disable would cost two frames at each call; this costs none.
     """
     function._torchdynamo_disable = True
-    _skip(function.__code__)
+    if skip_code is not None:
+        skip_code(function.__code__)
     return function
 
 
@@ -82,42 +85,34 @@ def makes_hooks(function: F) -> F:
     """Keeps torch.compile from tracing the functions that ``function`` defines, and all that they
     call: autograd calls them in the middle of compiled code."""
     for inner in function.__code__.co_consts:
-        if isinstance(inner, CodeType):
-            _skip(inner)
+        if isinstance(inner, CodeType) and skip_code is not None:
+            skip_code(inner)
     return function
-
-
-def _skip(code: CodeType) -> None:
-    set_code_exec_strategy(code, _FrameExecStrategy(*[_FrameAction.SKIP] * 2))
 
 
 def is_compiling() -> bool:
     """Tells whether torch is compiling."""
-    return TracingContext.try_get() is not None
+    return traced() is not None
 
 
 def leave_graph(what: str) -> None:
     """Leaves ``what`` out of a graph that torch.compile is making now: a tensor without bytes, of
     which torch asks a property."""
     if is_compiling():
-        raise UnsupportedFakeTensorException(f"{what} is at home")
+        raise UnsupportedFakeTensor(f"{what} is at home")
 
 
 def has_bytes(tensor: torch.Tensor) -> bool:
     """Tells whether ``tensor`` has bytes of its own: not on meta, of FakeTensorMode, or of a
     transform."""
     local = local_of(tensor)
-    return not (
-        local.is_meta
-        or isinstance(local, FakeTensor)
-        or torch._C._functorch.is_functorch_wrapped_tensor(local)
-    )
+    return not (local.is_meta or isinstance(local, FakeTensor) or is_of_transform(local))
 
 
 def refuse_without_bytes(what: str, *, transforms: bool = True) -> None:
     """Raises UsageError if ``what`` would run on tensors without bytes, or be recorded to run
     without the engine. ``transforms``: also if a transform saves tensors for its backward."""
-    if _is_plain() and torch._C._get_tracing_state() is None:
+    if _is_plain() and tracing_state() is None:
         return
     if (found := _without_bytes(transforms)) is not None:
         instead = mistakes.advice() or (
@@ -132,15 +127,11 @@ def refuse_without_bytes(what: str, *, transforms: bool = True) -> None:
 
 def _without_bytes(transforms: bool) -> str | None:
     for key, name in WITHOUT_BYTES.items():
-        if torch._C._get_dispatch_mode(key) is not None:
+        if mode_of(key) is not None:
             return name
-    if torch._C._get_tracing_state() is not None:
+    if tracing_state() is not None:
         return "torch.jit.trace"
-    levels = (
-        torch._C._functorch.get_interpreter_stack() or []
-        if transforms and torch.is_grad_enabled()
-        else []
-    )
+    levels = transform_stack() or [] if transforms and torch.is_grad_enabled() else []
     # The tensors that these save for a backward have no storage.
     return (
         "a transform of torch.func"

@@ -60,7 +60,8 @@ class Assigned:
         """Whether anything but the engine can change the tensor."""
         if self.tensor() is not None or self._memory.own[self._begin] > 1:
             return True
-        if storage_guard.references(self.bytes) > self._memory.own_count:
+        references = storage_guard.references(self.bytes)
+        if references is None or references > self._memory.own_count:
             return True
         # Memory not allocated by torch. An array of our own memory refers to the tensor.
         return not self.is_ours and storage_guard.is_fixed(self.bytes.untyped_storage())

@@ -70,7 +70,7 @@ class _Borrowed:
     @property
     def is_held(self) -> bool:
         """Whether anything but this object refers to the tensor's memory."""
-        return self.tensor() is not None or storage_guard.references(self.bytes) > 1
+        return self.tensor() is not None or storage_guard.is_held_beside([self.bytes])
 
 
 class BorrowedState:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..machine import storage_guard
+from ..machine.torch_private import has_mark, mark
 from ..units.forms import is_plain, local_of
 from ..units.handle import ParamHandle
 from .tensors import fingerprint
@@ -34,8 +35,10 @@ class HandedTensor:
             self._counted.append(tensor.detach())
         self._storage = self.bytes.untyped_storage()
         self._versions, self._print = self._count(), fingerprint(self.bytes)
-        torch._lazy_clone(self.bytes)  # arms it, after the last use of its address by us
-        self._own_references = storage_guard.references(self.bytes) - 1  # beside the tensor's
+        mark(self.bytes)  # arms it, after the last use of its address by us
+        # Beside the tensor's; None: torch does not tell.
+        references = storage_guard.references(self.bytes)
+        self._own_references = None if references is None else references - 1
         self.tensor = weakref.ref(tensor, on_death)
         self.stamp: Any = None
         self._died_elsewhere = False
@@ -61,9 +64,7 @@ class HandedTensor:
     @property
     def is_touched(self) -> bool:
         """Whether the tensor may have been written to since it was marked."""
-        return not self.was_freed and (
-            self._count() != self._versions or not torch._C._is_cow_tensor(self.bytes)
-        )
+        return not self.was_freed and (self._count() != self._versions or not has_mark(self.bytes))
 
     @property
     def is_elsewhere(self) -> bool:
@@ -103,10 +104,16 @@ class HandedTensor:
     def is_held(self, *, dying: bool = False) -> bool:
         """Tells whether anything else holds the memory. ``dying``: torch is freeing the tensor, and
         still refers to it."""
+        if self._own_references is None:
+            return dying or self.tensor() is not None or self._is_held_beside()
+        references = storage_guard.references(self.bytes)
         if dying:
-            references = storage_guard.references(self.bytes)
             self._died_elsewhere = references == self._own_references
             return references > self._own_references + 1
-        return (
-            self.tensor() is not None or storage_guard.references(self.bytes) > self._own_references
-        )
+        return self.tensor() is not None or references > self._own_references
+
+    def _is_held_beside(self) -> bool:
+        del self._storage
+        held = storage_guard.is_held_beside([local_of(each) for each in self._counted])
+        self._storage = self.bytes.untyped_storage()
+        return held

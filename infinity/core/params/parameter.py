@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ...errors import UsageError
 from ...ext.packed.packed import is_packed
-from ..machine import storage_guard
+from ..machine import storage_guard, torch_private
+from ..machine.torch_private import DisableTorchDispatch, current_task
 from ..units.forms import PLAIN_CLASS, form_of, is_plain, plain_class
 from ..units.handle import (
     DisableTorchFunction,
@@ -68,7 +69,7 @@ class _ManagedGrad:
         handle = handle_of(param)
         if handle is None or handle.grad is None or handle.is_in_hooks:
             return raw_grad(param)
-        if torch._C._current_graph_task_id() != -1 and (accumulated := raw_grad(param)) is not None:
+        if current_task() != -1 and (accumulated := raw_grad(param)) is not None:
             return accumulated  # not yet landed: another hook runs before ours
         return handle.engine.gradients.get(handle)
 
@@ -391,6 +392,14 @@ def _for_transform(tensor: torch.Tensor) -> torch.Tensor:
 transforms.let_be_wrapped(Stored, _for_transform)
 
 
+def close_doors() -> None:
+    """Has what would read the memory of tensors at rest past their class raise UsageError, in a
+    torch in which nothing else stops it."""
+    torch_private.close_doors(
+        Stored, lambda rest, name: handle_of(rest).engine.refusal(handle_of(rest), name)
+    )
+
+
 @cache
 def _stored(plain: type) -> type:
     """Makes the class at rest of Parameters of another library's class ``plain``, which others know
@@ -428,7 +437,7 @@ def _like(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tenso
     handle = handle_of(subject)
     if mistakes.advice():
         raise handle.engine.refusal(handle, func.__name__)
-    with DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with DisableTorchFunction(), DisableTorchDispatch():
         if is_whole(subject):
             return func(handle.param, *args, **kwargs)
         twin = torch.empty_strided(

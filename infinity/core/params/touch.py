@@ -21,7 +21,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from ...errors import UsageError
-from ..machine import dispatch_keys, storage_guard
+from ..machine import storage_guard
+from ..machine.torch_private import OpOverload, clear_python_key, has_python_key, set_python_key
 from ..units.handle import DisableTorchFunction, Owner, ParamHandle, handle_of, managed, own_bytes
 from . import mistakes
 from .torch_functions import mutated_arguments
@@ -192,9 +193,9 @@ class _Call:
                 if its[0].engine.computing:  # the parameters stay at rest: see core/run/prefetch.py
                     held.enter_context(DisableTorchFunction())
                     for param in [handle.param for handle in its]:
-                        if dispatch_keys.has_python_key(param):
-                            dispatch_keys.clear_python_key(param)
-                            held.callback(dispatch_keys.set_python_key, param)
+                        if has_python_key(param):
+                            clear_python_key(param)
+                            held.callback(set_python_key, param)
             values = _Values(touched, written)
             args, kwargs = values.arguments(self.args, self.kwargs)
             try:
@@ -218,7 +219,7 @@ class _Call:
         """The tensors at rest that it may write to, by its schema or torch's naming."""
         written: list[Any] = [self.kwargs.get("out")]
         in_place = self.name.endswith("_") and not self.name.endswith("__")
-        if isinstance(self.func, torch._ops.OpOverload):
+        if isinstance(self.func, OpOverload):
             written = mutated_arguments(self.func, self.args, self.kwargs)
         elif in_place or self.name in ASSIGNING or self.kwargs.get("inplace"):
             first = self.args[:1] or list(self.kwargs.values())[:1]

@@ -13,25 +13,17 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch._functorch.eager_transforms
-import torch._functorch.vmap
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._pytree import tree_map_only
 
+from ..machine.torch_private import WRAPPING, innermost_transform, without_transforms
 from ..units.handle import DisableTorchFunction, managed
 from .view_chain import SUBJECT, ViewStep, chain_of
 from .view_nodes import View, is_recorded
 
-# Where torch wraps a tensor for a transform.
-WRAPPING = [
-    (torch._functorch.vmap, "_add_batch_dim"),
-    (torch._functorch.eager_transforms, "_wrap_for_grad"),
-]
-
 
 def are_running() -> bool:
     """Tells whether a transform is running."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return innermost_transform() is not None
 
 
 def whole_view(param: torch.Tensor, rest: Callable[..., torch.Tensor]) -> torch.Tensor:
@@ -39,7 +31,7 @@ def whole_view(param: torch.Tensor, rest: Callable[..., torch.Tensor]) -> torch.
     makes it: see :mod:`.touch`."""
     step = ViewStep(torch.Tensor.view_as, (SUBJECT, SUBJECT), {}, 0, torch.is_grad_enabled())
     make = functools.partial(rest, param, managed(param), chain_of(param).then(step))
-    with temporarily_clear_interpreter_stack():
+    with without_transforms():
         return View.apply(param, step, make) if is_recorded(param) else make()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ...errors import UsageError
+from ..machine.torch_private import current_task
 from ..units.handle import handle_of
 from .view_chain import is_whole, shows_all
 from .view_nodes import is_recorded
@@ -53,7 +54,7 @@ def set_data(subject: torch.Tensor, value: torch.Tensor) -> None:
         getattr(value, name) == getattr(subject, name) for name in ("shape", "dtype", "device")
     )
     if (
-        torch._C._current_graph_task_id() != -1
+        current_task() != -1
         or "_chain" in subject.__dict__  # only that object would have the value
         or not alike
         or handle_of(value) is not None  # in torch both would have one memory from then on

@@ -11,8 +11,6 @@ import weakref
 from dataclasses import dataclass
 from functools import partial
 
-import torch
-
 from ... import native
 from ...config import Config
 from ...ranks.collectives import Collectives
@@ -22,6 +20,7 @@ from ..homes.store import ArrayStore
 from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
+from ..machine.torch_private import pop_hooks, push_hooks
 from ..params.borrowed_state import BorrowedState
 from ..params.handed_out import HandedOut
 from ..params.value_edits import ValueEdits
@@ -135,7 +134,6 @@ def _make_base(
     budgets = (config.device_memory, config.host_memory, config.nvme_capacity)
     for tier, budget in zip(Tier, budgets):
         ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
-    autograd = torch._C._autograd
     return _Base(
         config=config,
         plan=plan,
@@ -144,9 +142,7 @@ def _make_base(
         collectives=collectives,
         ledger=ledger,
         store=make_store(config, plan, ledger, traffic, device, collectives),
-        scopes=native.Scopes(
-            autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
-        ),
+        scopes=native.Scopes(push_hooks, pop_hooks),
         updates=Updates(units, traffic),
         schedule=Schedule(),
         journal=Journal(),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...errors import UsageError
+from ..machine.torch_private import current_task
 from ..params import mistakes
 from ..params.apart import makes_hooks
 from ..params.parameter import USERS_HOOKS, users_hooks
@@ -135,7 +136,7 @@ def install_hooks(
 
         def before(module, args, kwargs, units=units, is_root=is_root, first=first):
             engine.passes.enter(module, units, is_root=is_root, args=args, kwargs=kwargs)
-            if first and not module.layers[0].training and torch._C._current_graph_task_id() == -1:
+            if first and not module.layers[0].training and current_task() == -1:
                 engine.passes.look_at(first)
 
         def after(module, args, kwargs, output):

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ... import native
+from ..machine.torch_private import current_task
 from ..units.handle import ParamHandle
 from ..units.unit import ParamUnit
 from .operations import State
@@ -116,7 +117,7 @@ def define_states(uses: Uses, running: Pass, steps: StepCounter) -> None:
         return not scopes.interrupted and not running.is_cut_short
 
     def is_in_backward() -> bool:
-        return torch._C._current_graph_task_id() != -1
+        return current_task() != -1
 
     uses.define(
         State.FORWARD,

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map_only
 from ...ext.rows.chosen_experts import ChosenExperts
 from ..grads.backward import Backward
 from ..machine.sizes import format_nbytes
+from ..machine.torch_private import current_task, top_hooks
 from ..params.apart import makes_hooks
 from ..units.forms import local_of
 from ..units.handle import ParamHandle, handle_of, own_bytes, set_raw_grad
@@ -56,17 +57,15 @@ class Passes:
     @property
     def computing(self) -> bool:
         """Whether a forward or backward of the model is running."""
-        return bool(self.frames) or torch._C._current_graph_task_id() != -1
+        return bool(self.frames) or current_task() != -1
 
     @property
     def is_recomputed(self) -> bool:
         """Whether the running forward is recomputed in the backward, or is itself that
         recomputation. Both have to compute the same."""
-        if torch._C._current_graph_task_id() != -1 or (
-            self.frames and self.frames[-1].is_recomputed
-        ):
+        if current_task() != -1 or (self.frames and self.frames[-1].is_recomputed):
             return True
-        return is_checkpoint(torch._C._autograd._top_saved_tensors_default_hooks(True))
+        return is_checkpoint(top_hooks(True))
 
     def hook_later(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Sets ``hook`` to be called with each parameter that is stepped from a later time on."""
@@ -93,7 +92,7 @@ class Passes:
         self.job.store.check_process()
         if self.job.uses.is_in(State.UNWRAPPED):  # asked first: the name is made for each unit else
             self.job.uses.check(Operation.FORWARD, f"this forward of {type(module).__name__}")
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = current_task() != -1
         if begins := not self.frames and not in_backward:
             self.job.handed.settle()
         if begins and is_root:
@@ -123,7 +122,7 @@ class Passes:
         self.frames.append(
             Frame(module, held, is_recomputed=self.is_recomputed, hooks=self.scopes.hooks)
         )
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        outer = top_hooks(True)
         # A checkpoint recomputes: nothing is kept.
         if keeping is not None and not is_checkpoint(outer):
             keeping.begin(foreign)
@@ -246,7 +245,7 @@ class Passes:
         """Holds the units of parameters that one operation uses outside of their owners, in a block
         that runs it. ``writes``: it may change them."""
         held: list[ParamUnit] = []
-        in_backward = torch._C._current_graph_task_id() != -1
+        in_backward = current_task() != -1
         try:
             with self.job.store.guarding():
                 for handle in handles:
@@ -289,7 +288,7 @@ class Passes:
     def hold_for_frame(self, unit: ParamUnit) -> None:
         """Holds a unit until the outermost forward (or the backward) ends: an operation outside of
         its owners has given its memory away."""
-        if torch._C._current_graph_task_id() != -1:
+        if current_task() != -1:
             self.backward.hold(unit)
         elif unit not in (*self.frames[0].units, *self.frames[0].kept):
             self.job.prefetcher.hold(unit, shows=False)

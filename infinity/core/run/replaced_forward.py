@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._dynamo.eval_frame import get_eval_frame_callback, set_eval_frame
 
 from ...errors import UsageError
+from ..machine.torch_private import compiler, set_compiler
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
@@ -53,16 +53,16 @@ def around_own(
     run = torch.compiler.disable(run)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        compiler = get_eval_frame_callback()
+        outer = compiler()
 
         def own(*args: Any, **kwargs: Any) -> Any:
             # Bound here: compiled, a reference would be one more graph for each block
             found = given or MethodType(type(module := _living(reference)).forward, module)
-            before = set_eval_frame(compiler)
+            before = set_compiler(outer)
             try:
                 return found(*args, **kwargs)
             finally:
-                set_eval_frame(before)
+                set_compiler(before)
 
         return run(own, args, kwargs)
 

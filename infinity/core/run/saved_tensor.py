@@ -22,6 +22,7 @@ from ... import native
 from ..homes.arrays import StateArray
 from ..machine.device import PAST, Event
 from ..machine.sizes import round_up
+from ..machine.torch_private import neg_view
 from ..params.apart import makes_hooks
 from ..units.forms import PLAIN, Form, form_of
 
@@ -209,7 +210,7 @@ class View:
             storage, offset, self.size, self.stride
         )
         tensor = tensor.conj() if self.conj else tensor
-        return torch._neg_view(tensor) if self.neg else tensor
+        return neg_view(tensor) if self.neg else tensor
 
 
 def release_saved(saved: weakref.ref[Saved]) -> None:

@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from ...errors import InternalError, UsageError
 from ...ext.packed.packed import has_inner, inner_tensors
+from ..machine.torch_private import FakeTensor, current_task, neg_view, push_hooks, top_hooks
 from ..units.handle import DisableTorchFunction
 from ..units.unit import ParamUnit
 from ..units.weight_storages import WeightStorages
@@ -93,7 +95,7 @@ class SavedWeight:
         bare = torch.empty(0, dtype=self.dtype, device=self.flat.device)
         bare = bare.set_(self.flat.untyped_storage(), self.offset, self.size, self.stride)
         bare = bare.conj() if self.conj else bare
-        return torch._neg_view(bare) if self.neg else bare
+        return neg_view(bare) if self.neg else bare
 
 
 @dataclass(frozen=True)
@@ -131,13 +133,7 @@ def is_checkpoint(hooks: tuple | None) -> bool:
 
 # Classes of tensors that extensions compute when they are used. They get no hook of the engine.
 LAZY: set[type] = set()
-OPAQUE: set[type] = set()  # classes without bytes of their own: those, and fake tensors
-try:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    OPAQUE.add(FakeTensor)
-except ImportError:  # pragma: no cover
-    pass
+OPAQUE: set[type] = {FakeTensor}  # classes without bytes of their own: those, and fake tensors
 
 
 _unpacked = threading.local()  # parameters that the running `saved_tensors` has found, in order
@@ -160,7 +156,7 @@ def _saved_tensors(ctx: Any) -> tuple:
     outer, found = getattr(_unpacked, "params", None), []
     _unpacked.params = found
     try:
-        values = torch._C._FunctionBase.saved_tensors.__get__(ctx)
+        values = BackwardCFunction.saved_tensors.__get__(ctx)
     finally:
         _unpacked.params = outer
     given, left = [], list(found)
@@ -190,7 +186,7 @@ def saving_hooks(
     backward is done with it, and if its second argument is True, at least until the running node
     of the graph ends.
     """
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    outer = top_hooks(True)
     outer_pack, outer_unpack = outer if outer is not None else (None, None)
     # A checkpoint counts the saved tensors, and must get the same count in its forward and in its
     # recomputation. There the same weight may be saved with or without these hooks.
@@ -235,7 +231,7 @@ def saving_hooks(
         if saved.unit.arrival.experts is not None:
             saved.unit.arrival.experts.want(saved.there)
         hold(saved.unit, True)
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1:
+        if torch.is_grad_enabled() and current_task() != -1:
             _save_in_graph_of_backward(storages, hold)
         value = saved.tensor()
         if params is not None:
@@ -260,4 +256,4 @@ def _save_in_graph_of_backward(
     Called as a node of the graph takes its saved weights out, before it computes with them. Nobody
     takes the hooks off: autograd restores the thread's hooks at the end of each node.
     """
-    torch._C._autograd._push_saved_tensors_default_hooks(*saving_hooks(storages, hold))
+    push_hooks(*saving_hooks(storages, hold))

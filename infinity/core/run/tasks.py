@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 
 from ... import native
+from ..machine.torch_private import current_task
 from ..params.apart import makes_hooks
 from .one_thread import begin_task
 from .pass_state import Pass
@@ -40,7 +41,7 @@ class AutogradTasks:
 
         Raises UsageError if another thread uses the engine and makes no progress.
         """
-        task = torch._C._current_graph_task_id()
+        task = current_task()
         if task == -1 or task in self._pass.tokens:
             return
         token = begin_task(self._scopes)

@@ -13,10 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import torch
-
 from ... import native
 from ...errors import InfinityError, UsageError
+from ..machine.torch_private import current_task
 from ..params.apart import is_compiling, refuse_without_bytes
 from .operations import OperationKind, Right, State, StateKind, refusal, refuses
 
@@ -84,7 +83,7 @@ class Uses:
         if not is_compiling():  # compilers inspect parameters under FakeTensorMode
             refuse_without_bytes("a use", transforms=False)
         self._check_process()
-        if self.scopes.running_here or torch._C._current_graph_task_id() != -1:
+        if self.scopes.running_here or current_task() != -1:
             return self.scopes.scope()
         return self.scopes.scope(wait=self._wait, prepare=prepare)
 

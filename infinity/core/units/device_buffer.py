@@ -19,6 +19,7 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ... import native
 from ...errors import UsageError
@@ -71,9 +72,12 @@ class DeviceBuffer:
 
     @property
     def is_held(self) -> bool:
-        """Whether anything beside the engine refers to its storage."""
+        """Whether anything beside the engine refers to its storage, or may: in a torch that does
+        not tell, :meth:`empty` finds out."""
+        if (references := storage_guard.references(self.flat)) is None:
+            return True
         shown = len(self.flat_param.params) if self._is_shown else 0
-        return storage_guard.references(self.flat) > 1 + len(self._views) + shown
+        return references > 1 + len(self._views) + shown
 
     @property
     def is_fixed(self) -> bool:
@@ -101,7 +105,7 @@ class DeviceBuffer:
         """Frees its memory after the events ``behind``. If the memory is held, makes it
         inaccessible to torch instead."""
         storage_guard.open(self.flat.untyped_storage())
-        if self.is_held and not self.is_moved:
+        if self.is_held and not self.is_moved and not self._was_freed(behind):
             self._leave(behind)
             return
         if self.is_fixed:
@@ -110,6 +114,23 @@ class DeviceBuffer:
             )
         self._left_print = None
         self._device.resize(self.flat.untyped_storage(), 0, behind=behind)
+
+    def _was_freed(self, behind: Sequence[Event]) -> bool:
+        """Moves to another storage, and back if something keeps this one. Only in a torch that
+        does not count its users."""
+        storage = self.flat.untyped_storage()
+        nbytes = storage.nbytes()
+        if storage_guard.references(self.flat) is not None or not nbytes:
+            return not nbytes
+        for event in behind:
+            event.wait()
+        kept = StorageWeakRef(storage)
+        del storage
+        self._move_to(torch.UntypedStorage(nbytes, device=self.flat.device))
+        if kept.expired():
+            return True
+        self._move_to(torch.UntypedStorage._new_with_weak_ptr(kept.cdata))
+        return False
 
     def _leave(self, behind: Sequence[Event]) -> None:
         """Leaves the memory to its holders, as if it were their copy. The next fill reuses it in

@@ -12,8 +12,8 @@ from ...errors import UsageError
 from ...ext.packed.packed import is_packed
 from ...ranks.collectives import Collectives
 from ..homes.store import ArrayStore
-from ..machine import dispatch_keys
 from ..machine.tiers import Tier
+from ..machine.torch_private import clear_python_key, set_python_key
 from ..params.forward_edits import ForwardEdits
 from ..params.parameter import ResidentParameter, StoredParameter, class_at_rest
 from ..run.journal import Journal
@@ -98,10 +98,10 @@ class Exposure:
                     param.__class__ = classes[rests]
                     continue
                 # A class that is asked has to answer.
-                dispatch_keys.clear_python_key(param)
+                clear_python_key(param)
                 param.__class__ = plain
                 if rests:
-                    dispatch_keys.set_python_key(param)
+                    set_python_key(param)
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor, *, stays: bool) -> None:
         """Watches for changes through ``data``, the ``param.data`` that a user got: torch does not

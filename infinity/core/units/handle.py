@@ -15,13 +15,14 @@ import torch
 from ...errors import InternalError, UsageError
 from ...ext.pipeline.shared import is_counted, is_shared
 from ..machine.device import Device
+from ..machine.torch_private import DisableTorchDispatch, DisableTorchFunction
 from ..params.tensors import checksum_of
 from ..run.step_counter import StepCounter
 from ..run.uses import Uses
 from .flat_param import FlatParam
 from .forms import local_of
 
-DisableTorchFunction = torch._C.DisableTorchFunctionSubclass
+DisableTorchFunction = DisableTorchFunction
 
 
 class Owner(Protocol):
@@ -198,7 +199,7 @@ def managed(param: torch.Tensor) -> ParamHandle:
 def own_bytes(param: torch.Tensor) -> torch.Tensor:
     """Returns a detached tensor of a parameter's device bytes, whatever its class. Valid while it
     is resident."""
-    with DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with DisableTorchFunction(), DisableTorchDispatch():
         return torch.Tensor.detach(local_of(param))
 
 

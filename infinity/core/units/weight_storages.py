@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..machine import storage_guard
+from ..machine.torch_private import is_of_transform
 
 
 class WeightStorages:
@@ -30,7 +31,7 @@ class WeightStorages:
     def find(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor] | None:
         """Returns the unit and the device buffer of strided ``tensor``, a weight or a view of one;
         None for any other tensor."""
-        if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if is_of_transform(tensor):
             return None  # it has no storage
         key = storage_guard.identity(tensor)
         entry = self._entries.get(key)

@@ -29,6 +29,7 @@ from torch import nn
 
 from ...errors import ConfigError
 from ..machine import storage_guard
+from ..machine.torch_private import is_of_transform
 from ..units.forms import local_of
 from ..units.handle import handle_of, raw_grad
 from .partition import is_managed, parameter_names
@@ -54,7 +55,8 @@ def warn_of_aliases(
     held: dict[int, list[nn.Parameter]] = {}
     for param in names:
         key = storage_guard.identity(local_of(param))
-        if storage_guard.references(local_of(param)) > counts[key]:
+        references = storage_guard.references(local_of(param))
+        if references is None or references > counts[key]:
             held.setdefault(key, []).append(param)
     if not held:
         return
@@ -64,11 +66,8 @@ def warn_of_aliases(
     )
     found = []
     for key, params in held.items():
-        hidden = (
-            storage_guard.references(local_of(params[0]))
-            - counts[key]
-            - len(_with_bases(others[key]))
-        )
+        references = storage_guard.references(local_of(params[0])) or 0
+        hidden = references - counts[key] - len(_with_bases(others[key]))
         passed = _with_bases(
             [
                 tensor
@@ -107,7 +106,7 @@ class OwnViews:
         by_storage = {
             key: its
             for key, its in by_storage.items()
-            if storage_guard.references(its[0][1]) > own[key]
+            if (references := storage_guard.references(its[0][1])) is None or references > own[key]
         }
         by_address = {
             param.untyped_storage().data_ptr(): its
@@ -296,7 +295,7 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
         torch.Tensor,
         nn.Parameter,
         nn.Buffer,
-    ) or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    ) or is_of_transform(tensor):
         return False
     return not tensor.is_meta and tensor.layout is torch.strided and tensor.numel() > 0
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...ext.checkpoint.meta_init import Materialized
 from ...ext.packed.packed import has_inner, is_packed, named_places, small_places
-from ..machine import dispatch_keys
+from ..machine.torch_private import clear_python_key
 from ..units.forms import form_of, local_of
 from .partition import is_managed, parameter_names
 
@@ -102,7 +102,7 @@ class _ParamBefore:
     def restore(self) -> None:
         param = self._param
         if param.__class__ is not self._class:
-            dispatch_keys.clear_python_key(param)
+            clear_python_key(param)
             param.__class__ = self._class
         if param.__dict__.keys() != self._attributes.keys():
             for name in param.__dict__.keys() - self._attributes.keys():

@@ -19,7 +19,9 @@ from ...config import Config
 from ...errors import ConfigError, UsageError
 from ...ext.class_step.companion import is_moved
 from ...ranks.parallel_dims import ParallelDims
+from ..machine import torch_private
 from ..params import mistakes
+from ..params.parameter import close_doors
 from ..step.expected import check_expected
 from ..step.optimizer import InfinityOptimizer
 from ..step.recognised import check_together
@@ -76,6 +78,8 @@ def check(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config:
     for optimizer in optimizers:
         check_kind(optimizer)
     native.simd_unit()  # raises for an unknown INFINITY_SIMD
+    torch_private.check()
+    close_doors()
     _check_owners(model)
     names = parameter_names(model)
     _check_lasting(model, names)

@@ -11,7 +11,7 @@ from torch import nn
 
 from ... import native
 from ..grads.at_home import AtHome
-from ..machine import dispatch_keys
+from ..machine.torch_private import clear_python_key
 from ..run.operations import Operation
 from ..run.registry import RECORD, Wrapped, wrapped
 from ..step.optimizer import InfinityOptimizer
@@ -112,7 +112,7 @@ def _plan_unwrap(record: Wrapped, managed: Sequence[InfinityOptimizer]) -> Calla
         for remover in reversed(record.removers):
             remover.remove()
         for param, (value, grad) in values.items():
-            dispatch_keys.clear_python_key(param)
+            clear_python_key(param)
             param.__class__ = plain_class(param)
             param.__dict__.pop("_infinity", None)
             form_of(param).show(param, value)

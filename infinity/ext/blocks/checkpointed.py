@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from ...core.machine.torch_private import current_task, top_hooks
 from ...core.params.apart import makes_hooks
 from ...core.run.context import ForwardContext
 from ...core.run.journal import Journal
@@ -56,10 +57,10 @@ class Checkpointed:
         versions at the first run. Raises UsageError if a recomputation finds others."""
         context = self._context()
         if versions is not None:  # a checkpoint that the user's model does not have
-            torch._C._autograd._top_saved_tensors_default_hooks(True)[0].gives_params = True
+            top_hooks(True)[0].gives_params = True
         args, kwargs = tree_unflatten(list(leaves), spec)
         running: AbstractContextManager[Any] = nullcontext()
-        if torch._C._current_graph_task_id() != -1:
+        if current_task() != -1:
             if versions is not None and versions != [unit.version for unit in self._units]:
                 raise UsageError(
                     "this backward runs a block's forward again, but its weights were changed since"
@@ -78,13 +79,13 @@ class Held:
 
     def __init__(self) -> None:
         # How a tensor is saved outside of the checkpoint
-        self._save, self._bring = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self._save, self._bring = top_hooks(True)
         self._saved: list[weakref.ref[_Both]] = []
 
     @makes_hooks
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Makes the hooks for saved tensors, inside the checkpoint's."""
-        count, compute = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        count, compute = top_hooks(True)
 
         def pack(tensor: torch.Tensor) -> _Both:
             both = _Both(self._save(tensor), count(tensor))

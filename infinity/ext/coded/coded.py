@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map_only
 
+from ...core.machine.torch_private import DisableTorchFunction
 from ...core.units.handle import handle_of
 from ...errors import UsageError
 from ..rows.chosen_experts import Rows, reading
@@ -152,7 +154,7 @@ class Coded(torch.Tensor):
         if _changes(name, first, args, kwargs):
             return _copied(first, args, kwargs) if name == "copy_" else _refuse(first)
         if name in ASKING or name in COPYING:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunction():
                 return func(*args, **kwargs)
         if func is torch.Tensor.__getitem__ and isinstance(first, Coded):
             if (some := first.chosen(args[1])) is not None:
@@ -256,7 +258,7 @@ def _set(func: Any, weight: Coded, value: Any) -> None:
     of_data = func == torch.Tensor.data.__set__  # type: ignore[attr-defined]
     if of_data and not (isinstance(value, Coded) and value.shape == weight.shape):
         _refuse(weight)
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunction():
         func(weight, value)
     if of_data:
         weight.codes, weight.scales = value.codes, value.scales
@@ -288,7 +290,7 @@ def _rows_of(part: torch.Tensor, begin: int, end: int) -> torch.Tensor:
 
 
 def _dense(values: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(Coded, Coded.dequantize, values)
+    return tree_map_only(Coded, Coded.dequantize, values)
 
 
 def _made_of(

@@ -22,6 +22,7 @@ import torch
 
 from ... import native
 from ...core.machine.device import Device
+from ...core.machine.torch_private import is_of_transform
 from ...core.run.job import Job
 from ...core.seams import Events, Extension
 from ...core.units.forms import is_common, local_of
@@ -340,7 +341,7 @@ def _has_bytes(tensor: torch.Tensor) -> bool:
     is_plain = type(tensor) in (
         torch.Tensor,
         torch.nn.Parameter,
-    ) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    ) and not is_of_transform(tensor)
     return (
         is_plain
         and not tensor.is_meta

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from ...core.machine.sizes import format_nbytes
+from ...core.machine.torch_private import top_hooks
 from ...core.run.replaced_forward import ReplacedForward, own_forward
 from ...core.run.saved_tensor import SavedTensor
 from ...core.run.saved_weights import is_checkpoint
@@ -167,7 +168,7 @@ class CodedAgain:
 def _hooks_around() -> tuple[tuple | None, bool]:
     """Returns the hooks for saved tensors, and whether these are a checkpoint's, which keeps
     nothing and counts what is saved."""
-    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    outer = top_hooks(True)
     counted = is_checkpoint(outer) or (outer and getattr(outer[0], "is_counted", False))
     return outer, bool(counted) and not hasattr(outer[0], "count")
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.machine.torch_private import current_task
 from ...core.units.flat_layout import FlatLayout
 from ...core.units.forms import local_of
 from ...core.units.handle import handle_of
@@ -189,4 +190,4 @@ def reading(part: torch.Tensor, rows: Rows) -> Iterator[Rows]:
 
 
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return current_task() != -1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.machine.torch_private import count_dispatch_modes, count_function_modes
 from ...core.params import transforms
 from ...core.units.forms import form_of, is_plain, local_of
 from ..packed.packed import moved_tensors
@@ -110,8 +111,8 @@ def runs_known_code(module: nn.Module) -> bool:
         and not any(getattr(child, name) for child in children for name in HOOKS)
         and not any("forward" in child.__dict__ for child in children)
         and not (children and any(getattr(every_module, name) for name in HOOKS_OF_ALL))
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._len_torch_dispatch_stack()
+        and not count_function_modes()
+        and not count_dispatch_modes()
         and not transforms.are_running()
     )
 

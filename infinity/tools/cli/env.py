@@ -72,7 +72,7 @@ def find(folders: list[str]) -> list[Finding]:
         _shared_huge_pages(),
         *_gpu(torch, folders),
         _memory(),
-        _guard(torch),
+        _private(torch),
     ]
     for folder in folders:
         findings += _disk(folder)
@@ -278,17 +278,21 @@ def _memory() -> Finding:
     )
 
 
-def _guard(torch) -> Finding:
-    from ...core.machine import storage_guard
+def _private(torch) -> Finding:
+    from ...core.machine import torch_private
 
-    if storage_guard.is_available():
+    off = [each for each in torch_private.REACHES if each.found is None]
+    if not off:
+        return Finding("inside torch", "all that the engine reaches is as it was tried")
+    costs = "; ".join(f"{each.name}: {each.cost}" for each in off)
+    if all(each.is_turned_off for each in off):
         return Finding(
-            "storage guard", "on: a parameter at rest cannot be read past torch's functions"
+            "inside torch", f"off: {costs}", f"unset {torch_private.VARIABLE} to try them"
         )
     return Finding(
-        "storage guard",
-        f"off: torch {torch.__version__} is not known here",
-        "torch.func or DLPack on a parameter at rest would crash: use torch 2.10 to 2.13",
+        "inside torch",
+        f"torch {torch.__version__} differs: equal bits, but without {costs}",
+        f"torch {torch_private.NEWEST} is the newest that was tried",
     )
 
 

@@ -77,12 +77,8 @@ def touched(config: Any, path: Path | None, *, trust: bool) -> set[str] | None:
     sound; None for a model of text, and if that cannot be found without values. Runs a step on
     tensors without values. Raises ConfigError if the model takes no text alone."""
     import torch
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensorMode,
-        UnsupportedFakeTensorException,
-    )
+
+    from ...core.machine.torch_private import NOT_FAKED, FakeTensorMode
 
     if _text_of(config) is config:
         return None
@@ -91,11 +87,7 @@ def touched(config: Any, path: Path | None, *, trust: bool) -> set[str] | None:
             model = auto_class(config, path).from_config(config, trust_remote_code=trust).train()
             tokens = torch.ones(1, LENGTH, dtype=torch.long)
             model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-    except (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        UnsupportedFakeTensorException,
-    ):
+    except NOT_FAKED:
         return None
     except Exception as error:  # noqa: BLE001 - a forward is any code
         line = (str(error).strip().splitlines() or [""])[0][:200]

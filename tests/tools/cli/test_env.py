@@ -20,7 +20,7 @@ from infinity.tools.cli import env
 
 NAMES = {
     "infinity",
-    "storage guard",
+    "inside torch",
     "python",
     "simd",
     "io",
