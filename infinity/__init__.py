@@ -52,7 +52,7 @@ __version__ = "0.1.0"
 # What this package's folder has. Another distribution with the same import name adds its own.
 _OWN = frozenset(
     "_C _cuda __init__ __main__ __pycache__ choices config core data errors ext files integrations"
-    " native parallel py ranks tools untrusted".split()
+    " native parallel py ranks tools torch_private untrusted".split()
 )
 
 

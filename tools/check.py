@@ -39,6 +39,7 @@ MODULES = {  # modules of infinity/ that lie in no folder
     "integrations": "ext/integrations",
     "native": "native",
     "parallel": "ext/pipeline",
+    "torch_private": "core",
     "untrusted": "tools/cli",
 }
 

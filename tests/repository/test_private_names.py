@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import infinity
-from infinity.core.machine import torch_private
+from infinity import torch_private
 
 PACKAGE = Path(infinity.__file__).parent
 

@@ -22,9 +22,9 @@ import torch
 
 from ... import native
 from ...errors import CapacityError, UsageError
+from ...torch_private import running_node
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
-from ..machine.torch_private import running_node
 from ..params.apart import apart, has_bytes, refuse_without_bytes
 from ..plan.unit_sizes import SUMMED_AT_ONCE
 from ..run.job import Job

@@ -10,9 +10,9 @@ import torch
 from ... import native
 from ...errors import UsageError
 from ...ranks.collectives import Collectives
+from ...torch_private import current_task
 from ..homes.store import ArrayStore
 from ..machine.tiers import Tier
-from ..machine.torch_private import current_task
 from ..params import mistakes
 from ..params.assigned_grads import AssignedGrads
 from ..run.operations import Operation

@@ -23,7 +23,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ...ext.pipeline.shared import is_shared
-from ..machine.torch_private import GRAPH_NODES, current_task, node_references
+from ...torch_private import GRAPH_NODES, current_task, node_references
 from ..params.apart import apart
 from ..params.parameter import users_hooks
 from ..params.transforms import are_running

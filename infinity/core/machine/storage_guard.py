@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import torch_private
+from ... import torch_private
 
 _torch_is_shared = torch.UntypedStorage.is_shared
 

@@ -20,18 +20,18 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from ...errors import UsageError
-from ..machine.torch_private import (
+from ...torch_private import (
     FakeTensor,
     ModeKey,
     TransformType,
     UnsupportedFakeTensor,
     count_dispatch_modes,
     disable_modes,
+    graph_in_making,
     innermost_transform,
     is_of_transform,
     mode_of,
     skip_code,
-    traced,
     tracing_state,
     transform_stack,
     without_transforms,
@@ -92,7 +92,7 @@ def makes_hooks(function: F) -> F:
 
 def is_compiling() -> bool:
     """Tells whether torch is compiling."""
-    return traced() is not None
+    return graph_in_making() is not None
 
 
 def leave_graph(what: str) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from ...torch_private import arm, is_armed
 from ..machine import storage_guard
-from ..machine.torch_private import has_mark, mark
 from ..units.forms import is_plain, local_of
 from ..units.handle import ParamHandle
 from .tensors import fingerprint
@@ -35,7 +35,7 @@ class HandedTensor:
             self._counted.append(tensor.detach())
         self._storage = self.bytes.untyped_storage()
         self._versions, self._print = self._count(), fingerprint(self.bytes)
-        mark(self.bytes)  # arms it, after the last use of its address by us
+        arm(self.bytes)  # arms it, after the last use of its address by us
         # Beside the tensor's; None: torch does not tell.
         references = storage_guard.references(self.bytes)
         self._own_references = None if references is None else references - 1
@@ -64,7 +64,7 @@ class HandedTensor:
     @property
     def is_touched(self) -> bool:
         """Whether the tensor may have been written to since it was marked."""
-        return not self.was_freed and (self._count() != self._versions or not has_mark(self.bytes))
+        return not self.was_freed and (self._count() != self._versions or not is_armed(self.bytes))
 
     @property
     def is_elsewhere(self) -> bool:

@@ -25,10 +25,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ... import torch_private
 from ...errors import UsageError
 from ...ext.packed.packed import is_packed
-from ..machine import storage_guard, torch_private
-from ..machine.torch_private import DisableTorchDispatch, current_task
+from ...torch_private import DisableTorchDispatch, current_task
+from ..machine import storage_guard
 from ..units.forms import PLAIN_CLASS, form_of, is_plain, plain_class
 from ..units.handle import (
     DisableTorchFunction,

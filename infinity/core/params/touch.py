@@ -21,8 +21,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_map_only, tree_unflatten
 
 from ...errors import UsageError
+from ...torch_private import OpOverload, clear_python_key, has_python_key, set_python_key
 from ..machine import storage_guard
-from ..machine.torch_private import OpOverload, clear_python_key, has_python_key, set_python_key
 from ..units.handle import DisableTorchFunction, Owner, ParamHandle, handle_of, managed, own_bytes
 from . import mistakes
 from .torch_functions import mutated_arguments

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ..machine.torch_private import WRAPPING, innermost_transform, without_transforms
+from ...torch_private import WRAPPING, innermost_transform, without_transforms
 from ..units.handle import DisableTorchFunction, managed
 from .view_chain import SUBJECT, ViewStep, chain_of
 from .view_nodes import View, is_recorded

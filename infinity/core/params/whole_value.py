@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ...errors import UsageError
-from ..machine.torch_private import current_task
+from ...torch_private import current_task
 from ..units.handle import handle_of
 from .view_chain import is_whole, shows_all
 from .view_nodes import is_recorded

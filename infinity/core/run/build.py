@@ -14,13 +14,13 @@ from functools import partial
 from ... import native
 from ...config import Config
 from ...ranks.collectives import Collectives
+from ...torch_private import pop_hooks, push_hooks
 from ..grads.bank import GradientBank
 from ..grads.reducer import Reducer
 from ..homes.store import ArrayStore
 from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
-from ..machine.torch_private import pop_hooks, push_hooks
 from ..params.borrowed_state import BorrowedState
 from ..params.handed_out import HandedOut
 from ..params.value_edits import ValueEdits

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...errors import UsageError
-from ..machine.torch_private import current_task
+from ...torch_private import current_task
 from ..params import mistakes
 from ..params.apart import makes_hooks
 from ..params.parameter import USERS_HOOKS, users_hooks

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ... import native
-from ..machine.torch_private import current_task
+from ...torch_private import current_task
 from ..units.handle import ParamHandle
 from ..units.unit import ParamUnit
 from .operations import State

@@ -20,9 +20,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ...ext.rows.chosen_experts import ChosenExperts
+from ...torch_private import current_task, top_hooks
 from ..grads.backward import Backward
 from ..machine.sizes import format_nbytes
-from ..machine.torch_private import current_task, top_hooks
 from ..params.apart import makes_hooks
 from ..units.forms import local_of
 from ..units.handle import ParamHandle, handle_of, own_bytes, set_raw_grad

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
-from ..machine.torch_private import compiler, set_compiler
+from ...torch_private import compiler, set_compiler
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
@@ -53,12 +53,12 @@ def around_own(
     run = torch.compiler.disable(run)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        outer = compiler()
+        there = compiler()
 
         def own(*args: Any, **kwargs: Any) -> Any:
             # Bound here: compiled, a reference would be one more graph for each block
             found = given or MethodType(type(module := _living(reference)).forward, module)
-            before = set_compiler(outer)
+            before = set_compiler(there)
             try:
                 return found(*args, **kwargs)
             finally:

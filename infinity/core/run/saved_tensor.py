@@ -19,10 +19,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ... import native
+from ...torch_private import neg_view
 from ..homes.arrays import StateArray
 from ..machine.device import PAST, Event
 from ..machine.sizes import round_up
-from ..machine.torch_private import neg_view
 from ..params.apart import makes_hooks
 from ..units.forms import PLAIN, Form, form_of
 

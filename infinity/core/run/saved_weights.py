@@ -24,7 +24,7 @@ from torch.autograd.function import BackwardCFunction
 
 from ...errors import InternalError, UsageError
 from ...ext.packed.packed import has_inner, inner_tensors
-from ..machine.torch_private import FakeTensor, current_task, neg_view, push_hooks, top_hooks
+from ...torch_private import FakeTensor, current_task, neg_view, push_hooks, top_hooks
 from ..units.handle import DisableTorchFunction
 from ..units.unit import ParamUnit
 from ..units.weight_storages import WeightStorages

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from ... import native
-from ..machine.torch_private import current_task
+from ...torch_private import current_task
 from ..params.apart import makes_hooks
 from .one_thread import begin_task
 from .pass_state import Pass

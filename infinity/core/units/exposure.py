@@ -11,9 +11,9 @@ import torch
 from ...errors import UsageError
 from ...ext.packed.packed import is_packed
 from ...ranks.collectives import Collectives
+from ...torch_private import clear_python_key, set_python_key
 from ..homes.store import ArrayStore
 from ..machine.tiers import Tier
-from ..machine.torch_private import clear_python_key, set_python_key
 from ..params.forward_edits import ForwardEdits
 from ..params.parameter import ResidentParameter, StoredParameter, class_at_rest
 from ..run.journal import Journal

@@ -14,8 +14,8 @@ import torch
 
 from ...errors import InternalError, UsageError
 from ...ext.pipeline.shared import is_counted, is_shared
+from ...torch_private import DisableTorchDispatch, DisableTorchFunction
 from ..machine.device import Device
-from ..machine.torch_private import DisableTorchDispatch, DisableTorchFunction
 from ..params.tensors import checksum_of
 from ..run.step_counter import StepCounter
 from ..run.uses import Uses

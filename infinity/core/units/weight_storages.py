@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ...torch_private import is_of_transform
 from ..machine import storage_guard
-from ..machine.torch_private import is_of_transform
 
 
 class WeightStorages:

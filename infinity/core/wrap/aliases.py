@@ -28,8 +28,8 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
+from ...torch_private import is_of_transform
 from ..machine import storage_guard
-from ..machine.torch_private import is_of_transform
 from ..units.forms import local_of
 from ..units.handle import handle_of, raw_grad
 from .partition import is_managed, parameter_names

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...ext.checkpoint.meta_init import Materialized
 from ...ext.packed.packed import has_inner, is_packed, named_places, small_places
-from ..machine.torch_private import clear_python_key
+from ...torch_private import clear_python_key
 from ..units.forms import form_of, local_of
 from .partition import is_managed, parameter_names
 

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ... import native
+from ... import native, torch_private
 from ...config import Config
 from ...errors import ConfigError, UsageError
 from ...ext.class_step.companion import is_moved
 from ...ranks.parallel_dims import ParallelDims
-from ..machine import torch_private
 from ..params import mistakes
 from ..params.parameter import close_doors
 from ..step.expected import check_expected

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from ... import native
+from ...torch_private import clear_python_key
 from ..grads.at_home import AtHome
-from ..machine.torch_private import clear_python_key
 from ..run.operations import Operation
 from ..run.registry import RECORD, Wrapped, wrapped
 from ..step.optimizer import InfinityOptimizer

@@ -12,12 +12,12 @@ import torch
 from torch.utils._pytree import tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from ...core.machine.torch_private import current_task, top_hooks
 from ...core.params.apart import makes_hooks
 from ...core.run.context import ForwardContext
 from ...core.run.journal import Journal
 from ...core.units.unit import ParamUnit
 from ...errors import UsageError
+from ...torch_private import current_task, top_hooks
 
 
 class Checkpointed:

@@ -18,9 +18,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
-from ...core.machine.torch_private import DisableTorchFunction
 from ...core.units.handle import handle_of
 from ...errors import UsageError
+from ...torch_private import DisableTorchFunction
 from ..rows.chosen_experts import Rows, reading
 from .schemes import Gguf, Mxfp4, Nf4, Scaled, Scheme, Transposed
 

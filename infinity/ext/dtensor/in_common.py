@@ -22,13 +22,13 @@ import torch
 
 from ... import native
 from ...core.machine.device import Device
-from ...core.machine.torch_private import is_of_transform
 from ...core.run.job import Job
 from ...core.seams import Events, Extension
 from ...core.units.forms import is_common, local_of
 from ...core.units.handle import ParamHandle, handle_of
 from ...errors import UsageError
 from ...ranks.collectives import Collectives
+from ...torch_private import is_of_transform
 from .described import mode_of, number_of, shape_of, tensors_in
 from .draws import Draws
 from .dtensors import takes_parts

@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from ...core.machine.sizes import format_nbytes
-from ...core.machine.torch_private import top_hooks
 from ...core.run.replaced_forward import ReplacedForward, own_forward
 from ...core.run.saved_tensor import SavedTensor
 from ...core.run.saved_weights import is_checkpoint
 from ...core.run.scoped_call import UNCOMPILED
+from ...torch_private import top_hooks
 from ..coded.coded import Coded, Unpacked, noting_unpacked
 from .packed import CARRIERS, has_inner, is_code
 

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.machine.torch_private import current_task
 from ...core.units.flat_layout import FlatLayout
 from ...core.units.forms import local_of
 from ...core.units.handle import handle_of
 from ...errors import InternalError
+from ...torch_private import current_task
 from ..packed.packed import is_packed
 from .experts import INDICES, clamps_choice, exchanges_of, runs_known_code
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.machine.torch_private import count_dispatch_modes, count_function_modes
 from ...core.params import transforms
 from ...core.units.forms import form_of, is_plain, local_of
+from ...torch_private import count_dispatch_modes, count_function_modes
 from ..packed.packed import moved_tensors
 
 MARK = "_infinity_divided"

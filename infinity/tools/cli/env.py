@@ -279,7 +279,7 @@ def _memory() -> Finding:
 
 
 def _private(torch) -> Finding:
-    from ...core.machine import torch_private
+    from ... import torch_private
 
     off = [each for each in torch_private.REACHES if each.found is None]
     if not off:

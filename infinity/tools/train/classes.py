@@ -78,7 +78,7 @@ def touched(config: Any, path: Path | None, *, trust: bool) -> set[str] | None:
     tensors without values. Raises ConfigError if the model takes no text alone."""
     import torch
 
-    from ...core.machine.torch_private import NOT_FAKED, FakeTensorMode
+    from ...torch_private import NOT_FAKED, FakeTensorMode
 
     if _text_of(config) is config:
         return None

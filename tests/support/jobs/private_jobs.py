@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import infinity
-from infinity.core.machine import torch_private
+from infinity import torch_private
 
 HOMES: dict[str, dict] = {
     "device": {},

@@ -47,7 +47,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from ...errors import ConfigError, UsageError
+from .errors import ConfigError, UsageError
 
 logger = logging.getLogger(__name__)
 
@@ -441,18 +441,18 @@ GRAPH_NODES = Reach(
 # --- copies on write ---
 
 
-def mark(tensor: torch.Tensor) -> None:
+def arm(tensor: torch.Tensor) -> None:
     """Marks the storage of ``tensor``: a write or an export takes the mark away."""
     if COPY_ON_WRITE.found is not None:
         torch._lazy_clone(tensor)
 
 
-def has_mark(tensor: torch.Tensor) -> bool:
+def is_armed(tensor: torch.Tensor) -> bool:
     """Tells whether ``tensor`` has the mark: it was not written to."""
     return COPY_ON_WRITE.found is not None and torch._C._is_cow_tensor(tensor)
 
 
-def _find_marks() -> bool | None:
+def _find_armed() -> bool | None:
     written, exported = torch.ones(1, device="cpu"), torch.ones(1, device="cpu")
     for tensor in (written, exported):
         torch._lazy_clone(tensor)
@@ -466,7 +466,7 @@ def _find_marks() -> bool | None:
 COPY_ON_WRITE = Reach(
     "copy-on-write",
     "tensors of state dicts are compared, bit by bit, at each use of the model",
-    _find_marks,
+    _find_armed,
 )
 
 
@@ -589,7 +589,7 @@ if SAVING_HOOKS.found is None:
 top_hooks, push_hooks, pop_hooks = SAVING_HOOKS.found or (_top, _push, _pop)
 # Keeps the compiler from a code object (None: off). The thread's compiler; sets it, returns the one
 # before. What is being traced, or None.
-skip_code, compiler, set_compiler, traced = COMPILER.found or _by_the_compiler()
+skip_code, compiler, set_compiler, graph_in_making = COMPILER.found or _by_the_compiler()
 
 
 # --- doors ---

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import infinity
-from infinity import ConfigError, UsageError
-from infinity.core.machine import storage_guard, torch_private
-from infinity.core.machine.torch_private import (
+from infinity import ConfigError, UsageError, torch_private
+from infinity.core.machine import storage_guard
+from infinity.torch_private import (
     DISPATCH_KEYS,
     GRAPH_NODES,
     REACHES,
