@@ -197,7 +197,7 @@ class Reach:
 
 
 def check() -> None:
-    """Tries every reach. Warns, once, of those that are off although they are not turned off.
+    """Tries every reach, and warns once of those that are off although they are not turned off.
     Raises ConfigError if torch has a required name no more, UsageError for a wrong
     :data:`VARIABLE`."""
     if _missing:
@@ -608,7 +608,6 @@ DOORS = [
 EXPORTS = [(torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack")]
 
 
-@cache
 def close_doors(kind: type, refusal: Callable[[torch.Tensor, str], Exception]) -> None:
     """Has the functions that would read a tensor of ``kind`` past its class raise ``refusal(tensor,
     name)``, if this torch has no other guard against them."""

@@ -393,6 +393,7 @@ def _for_transform(tensor: torch.Tensor) -> torch.Tensor:
 transforms.let_be_wrapped(Stored, _for_transform)
 
 
+@cache
 def close_doors() -> None:
     """Has what would read the memory of tensors at rest past their class raise UsageError, in a
     torch in which nothing else stops it."""
