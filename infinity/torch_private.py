@@ -197,7 +197,7 @@ class Reach:
 
 
 def check() -> None:
-    """Tries every reach, and warns once of those that are off although they are not turned off.
+    """Checks every reach, and warns once of those that are off although they are not turned off.
     Raises ConfigError if torch has a required name no more, UsageError for a wrong
     :data:`VARIABLE`."""
     if _missing:
