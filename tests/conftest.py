@@ -16,7 +16,7 @@ gc.disable()  # until all is imported: collections that find nothing take a quar
 import doubles
 import torch
 from interrupts import forget_ignored_interrupts
-from marks import mark_files, refuse_kept_errors, skip_after_time
+from marks import mark_files, mark_slow, refuse_kept_errors, skip_after_time
 from order import longest_first
 from ranks import StandingRanks
 
@@ -125,33 +125,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks as slow what `make test` can do without: of a test with several parameters it runs
-    so many cases that each value of each parameter is in one; `make test-all` runs every
-    combination."""
     refuse_kept_errors(items)
     mark_files(items)
-    cases: dict[str, list[tuple[pytest.Item, set[tuple[int, str]]]]] = {}
-    for item in items:
-        values = (
-            item.callspec._idlist if hasattr(item, "callspec") else ()
-        )  # one of each `parametrize`
-        if len(values) > 1 and item.get_closest_marker("slow") is None:
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(
-                (item, set(enumerate(values)))
-            )
-    for combinations in cases.values():
-        kept: set[tuple[int, str]] = set()
-        chosen: set[pytest.Item] = set()
-        # Those with the most values that no case has had, first: three homes and three modes make
-        # three cases, not five.
-        for new in range(max(len(values) for _, values in combinations), 0, -1):
-            for item, values in combinations:
-                if len(values - kept) >= new:
-                    kept |= values
-                    chosen.add(item)
-        for item, _ in combinations:
-            if item not in chosen:
-                item.add_marker(pytest.mark.slow)
+    mark_slow(items)
     if hasattr(items[0].config if items else None, "workerinput"):
         longest_first(items)
 

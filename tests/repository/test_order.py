@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 
+import marks
 import order
 
 TESTS = Path(__file__).parents[1]
@@ -17,6 +18,7 @@ def test_what_comes_first_is_there():
     names = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
     longest = max(order.SECONDS, key=order.SECONDS.get)
     assert order.unknown(names) == set() and order.unknown(names - {longest}) == {longest}
+    assert set(marks.MOST_CASES) <= names and min(marks.MOST_CASES.values()) >= 2
 
 
 def test_long_files_come_first_and_tests_stay_in_their_order():
@@ -32,6 +34,38 @@ def test_long_files_come_first_and_tests_stay_in_their_order():
     items = [SimpleNamespace(nodeid=each) for each in ids]
     order.longest_first(items)
     assert [item.nodeid for item in items] == [ids[4], ids[5], ids[2], ids[1], ids[3], ids[0]]
+
+
+class Case:
+    """A case as pytest has it."""
+
+    def __init__(self, test: str, *values: str, slow: bool = False):
+        self.nodeid, self.slow = f"tests/{test}[{'-'.join(values)}]", slow
+        self.callspec = SimpleNamespace(_idlist=values)
+
+    def get_closest_marker(self, name: str) -> object:
+        return True if self.slow else None
+
+    def add_marker(self, mark: object) -> None:
+        self.slow = True
+
+
+def kept_by(cases: list[Case]) -> list[str]:
+    marks.mark_slow(cases)
+    return [case.nodeid.partition("[")[2][:-1] for case in cases if not case.slow]
+
+
+def test_of_dear_cases_few_run_and_of_each_test_some():
+    """Method: ten values in a file of dear cases, beside one that is slow already. Twins: in
+    another file all run, and a product has each value."""
+    dear = next(name for name, most in marks.MOST_CASES.items() if most == 3)
+    ten = [str(value) for value in range(10)]
+    assert kept_by([Case(f"{dear}::x", value) for value in ten]) == ["0", "4", "9"]
+    cases = [Case(f"{dear}::x", "0"), Case(f"{dear}::y", "0"), Case(f"{dear}::x", "1", slow=True)]
+    assert kept_by(cases) == ["0", "0"]
+    assert kept_by([Case("cheap.py::x", value) for value in ten]) == ten
+    product = [Case("cheap.py::x", home, mode) for home in "abc" for mode in "de"]
+    assert kept_by(product) == ["a-d", "b-e", "c-d"]
 
 
 REPORT = """<testsuites><testsuite>

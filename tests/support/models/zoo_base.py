@@ -16,6 +16,7 @@ same numbers.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import random
 import warnings
@@ -56,8 +57,14 @@ class Architecture:
 
     def missing(self) -> list[str]:
         """The classes and packages that this machine lacks."""
-        classes = [name for name in self.needs if not hasattr(transformers, name)]
+        classes = [name for name in self.needs if name not in exported()]
         return classes + [name for name in self.packages if importlib.util.find_spec(name) is None]
+
+
+@functools.cache
+def exported() -> set[str]:
+    """What `transformers` has, without importing it."""
+    return set(dir(transformers))
 
 
 ZOO: dict[str, Architecture] = {}

@@ -3,12 +3,14 @@
 **ranks**: the mark of tests in files that start several ranks. `make check` leaves them out.
 **processes**: the mark of tests in files that start processes. `make test-fast` leaves them out.
 **long**: the mark of tests in files that are long by `order`. `make test-fast` leaves them out
-too.
+too. **slow**: the mark of cases that `make test` can do without (see `mark_slow`).
 """
 
 from __future__ import annotations
 
+import collections
 import functools
+import json
 import os
 import re
 import time
@@ -26,7 +28,11 @@ PROCESSES = re.compile(
 )
 STARTED = time.monotonic()
 
-NO_CASE = SimpleNamespace(params={})
+# Files whose cases are dear: so many cases of one test run in `make test`, two where a case takes
+# 0.6 s or more of a worker, three from 0.3 s, four from 0.12 s.
+MOST_CASES: dict[str, int] = json.loads(Path(__file__).with_name("most_cases.json").read_text())
+
+NO_CASE = SimpleNamespace(params={}, _idlist=())
 
 
 def refuse_kept_errors(items: Iterable[pytest.Item]) -> None:
@@ -59,6 +65,50 @@ def mark_files(items: Iterable[pytest.Item]) -> None:
             item.add_marker(name)
         if is_long(name_of(item.nodeid)):
             item.add_marker("long")
+
+
+def mark_slow(items: Iterable[pytest.Item]) -> None:
+    """Marks as slow what `make test` can do without: of a test with several parameters it runs
+    so many cases that each value of each parameter is in one, and of a test in a file whose cases
+    are dear it runs few; `make test-all` runs every case."""
+    tests: dict[str, list[pytest.Item]] = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow") is None:
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in tests.items():
+        kept = of_each_value(cases)
+        if (most := MOST_CASES.get(name_of(name), len(kept))) < len(kept):
+            kept = spread(kept, most)
+        for item in set(cases) - set(kept):
+            item.add_marker(pytest.mark.slow)
+
+
+def of_each_value(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Those of ``cases`` that have each value of each parameter: all, of one parameter.
+
+    Those with the most values that no case has had come first: three homes and three modes make
+    three cases, not five.
+    """
+    values = {
+        item: set(enumerate(getattr(item, "callspec", NO_CASE)._idlist)) for item in cases
+    }  # one of each `parametrize`
+    most = max(map(len, values.values()))
+    if most < 2:
+        return cases
+    kept: dict[pytest.Item, None] = {}
+    had: set[tuple[int, str]] = set()
+    for new in range(most, 0, -1):
+        for item in cases:
+            if len(values[item] - had) >= new:
+                had |= values[item]
+                kept[item] = None
+    return list(kept)
+
+
+def spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """The first of ``cases``, the last one and those at equal distances between: ``count``, two or
+    more."""
+    return [cases[round(place * (len(cases) - 1) / (count - 1))] for place in range(count)]
 
 
 def skip_after_time() -> None:
