@@ -148,8 +148,11 @@ def test_blocks_are_recomputed_from_the_first_step_where_torchs_checkpoint_fits(
 @pytest.mark.parametrize(
     "job",
     [
-        *(f"tight:{kind}" for kind in ("waves", "attention, compiled", "wide, inputs that grow")),
-        *(f"tight:{kind}" for kind in ("waves, two batches a step", "wide, more room")),
+        "tight:waves",
+        "tight:attention, compiled",
+        "tight:wide, inputs that grow",
+        pytest.param("tight:waves, two batches a step", marks=pytest.mark.slow),
+        pytest.param("tight:wide, more room", marks=pytest.mark.slow),
     ],
 )
 def test_no_step_takes_more_of_the_card_than_torchs_checkpoint_and_three_percent(job, answer):

@@ -14,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from lazily import Lazily
 from torch import nn
 
 import infinity
 from infinity import integrations
 
-peft = pytest.importorskip("peft")
+peft = Lazily("peft")
 transformers = pytest.importorskip("transformers")
 WIDTH = 32
 

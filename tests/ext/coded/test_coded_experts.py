@@ -14,6 +14,7 @@ import test_scaled_folders as scaled_folders
 import torch
 from gguf_models import write
 from inside import parts_of
+from lazily import need
 from test_coded_folders import adapted, coded, losses
 
 import infinity
@@ -21,7 +22,7 @@ from infinity.core.units.arrival import Arrival
 from infinity.ext.rows.chosen_experts import ChosenExperts
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("peft")
+need("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SIZES = scaled_folders.SIZES | {"hidden_size": 256}

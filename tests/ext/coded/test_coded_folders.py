@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lazily import Lazily
 from safetensors.torch import load_file, save_file
 from scaled import FILE
 from test_scaled_folders import CONFIGS, FOLDERS, bits, build, loaded
@@ -28,7 +29,7 @@ from infinity.ext.coded.coded import Coded
 from infinity.ext.integrations.peft import merge_adapters
 
 transformers = pytest.importorskip("transformers")
-peft = pytest.importorskip("peft")
+peft = Lazily("peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 KINDS = ("llama", "qwen3_moe", "gpt_oss")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from inside import parts_of
+from lazily import need
 from torch import nn
 
 import infinity
@@ -21,8 +22,7 @@ from infinity.ext.coded.coded import Coded
 from infinity.ext.coded.packed_experts import LATER
 
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("bitsandbytes")
-pytest.importorskip("torchao")
+need("bitsandbytes", "torchao")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 BF16 = torch.bfloat16

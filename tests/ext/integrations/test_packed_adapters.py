@@ -10,11 +10,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from lazily import Lazily
 from torch import nn
 
 import infinity
 
-peft = pytest.importorskip("peft")
+peft = Lazily("peft")
 transformers = pytest.importorskip("transformers")
 
 LAYERS = {"q_proj", "down_proj"}

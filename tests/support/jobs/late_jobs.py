@@ -743,6 +743,8 @@ JOBS["kernels:a step that is split"] = with_kernels(HOST, share=0.5)
 
 
 def with_fault(owner: Any, name: str, fault: Any, train: Callable, config: dict) -> Callable:
+    """A job that trains until a run differs or raises, four times at most."""
+
     def run() -> list[bool]:
         with late_device.never_late(LATE):
             expected = trained(train, config)
@@ -753,6 +755,8 @@ def with_fault(owner: Any, name: str, fault: Any, train: Callable, config: dict)
                     found.append(same(trained(train, config), expected))
                 except (InfinityError, RuntimeError):
                     found.append(False)
+                if not found[-1]:
+                    break
         return found
 
     return run

@@ -10,14 +10,20 @@ from typing import Any
 import pytest
 
 
+def need(*names: str) -> None:
+    """Skips the module of tests that calls it if one of the modules ``names`` is not installed.
+    They are not imported, as pytest's `importorskip` would."""
+    for each in names:
+        if importlib.util.find_spec(each) is None:
+            pytest.skip(f"could not import {each!r}", allow_module_level=True)
+
+
 class Lazily:
-    """The module ``name``. Skips the module of tests that makes it where that one, or what it
+    """The module ``name``. Skips the module of tests that makes it if that one, or what it
     ``needs``, is not installed."""
 
     def __init__(self, name: str, *needs: str) -> None:
-        for each in (name, *needs):
-            if importlib.util.find_spec(each) is None:
-                pytest.skip(f"could not import {each!r}", allow_module_level=True)
+        need(name, *needs)
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:

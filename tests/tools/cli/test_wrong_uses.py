@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from lazily import need
 
-pytest.importorskip("trl")
-pytest.importorskip("peft")
+need("trl", "peft")
 
 from chatty import chat_of, save_base
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from lazily import need
 
-pytest.importorskip("trl")
-pytest.importorskip("datasets")
+need("trl", "datasets")
 
 import transformers
 from chatty import PAIRS, ROWS, chat_of, save_base, save_rows

@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+from lazily import Lazily
 
-datasets = pytest.importorskip("datasets")
+datasets = Lazily("datasets")
 
 from infinity.errors import ConfigError
 from infinity.tools.train.columns import KNOWN, PAIRS, Form, choose_form
