@@ -30,14 +30,14 @@ train: setup
 # Four workers on two cores: tests also wait, for ranks, disks and each other.
 test: setup $(VENV)/.test-ready
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 4 --dist loadfile -m "not slow" --durations=10 --basetemp=build/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 4 --dist loadfile -m "not slow" --durations=10 --basetemp=build/pytest-test $(ARGS)
 
 # What one process promises, in less than a minute and a half on two free cores: no file that
 # starts processes or takes long.
 FAST := tests/core tests/ext tests/files tests/native
 test-fast: setup $(VENV)/.test-ready
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 2 --dist loadfile -m "not slow and not processes and not long" --basetemp=build/pytest $(FAST) $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 2 --dist loadfile -m "not slow and not processes and not long" --basetemp=build/pytest-test-fast $(FAST) $(ARGS)
 
 # The tests of one file's folder, nearest first, in less than a minute:
 #   make check FILE=infinity/ext/checkpoint/load.py
@@ -46,7 +46,7 @@ check: setup $(VENV)/.test-ready
 
 test-all: setup $(VENV)/.test-ready
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 3 --dist loadfile --basetemp=build/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 3 --dist loadfile --basetemp=build/pytest-test-all $(ARGS)
 
 # The form of the code: formatters and ruff's checks over everything, mypy over the files that
 # pyproject.toml names.
@@ -59,7 +59,7 @@ lint: setup $(VENV)/.lint-ready
 # The documents: links, fields, every Python block and every `infinity` command but the benchmarks, run.
 docs: setup $(VENV)/.test-ready
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/repository/test_docs.py -n 2 --basetemp=build/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/repository/test_docs.py -n 2 --basetemp=build/pytest-docs $(ARGS)
 
 # A sample of mutants of the engine's rooms, each against the tests beside it: about an hour. Results in bench/results.
 mutants: setup $(VENV)/.test-ready
@@ -70,14 +70,14 @@ mutants: setup $(VENV)/.test-ready
 # The native core alone, under AddressSanitizer with UBSan, then under ThreadSanitizer.
 sanitize: setup $(VENV)/.test-ready
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/native/test_core.py -m slow -n 2 --dist loadfile --basetemp=build/pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/native/test_core.py -m slow -n 2 --dist loadfile --basetemp=build/pytest-sanitize $(ARGS)
 
 # What nvcc makes of the GPU's kernels, for each kind of GPU: two minutes. Skipped where there is no nvcc.
 kernels: setup $(VENV)/.test-ready
 	mkdir -p build
-	$(BIN)/python -m pytest tests/native/test_compiled_kernels.py -m slow -rs --basetemp=build/pytest $(ARGS)
+	$(BIN)/python -m pytest tests/native/test_compiled_kernels.py -m slow -rs --basetemp=build/pytest-kernels $(ARGS)
 
-# The source distribution and the wheel, each built, installed in an environment of its own and used.
+# The source distribution and the wheel of it, built, installed in an environment of its own and used.
 packages: setup
 	sh tools/check_packages.sh $(VENV) build/packages
 
@@ -91,7 +91,7 @@ index:
 
 bench: setup $(VENV)/.test-ready
 	mkdir -p build
-	$(BIN)/python -m pytest bench -q --basetemp=build/pytest $(ARGS)
+	$(BIN)/python -m pytest bench -q --basetemp=build/pytest-bench $(ARGS)
 
 # Everything that needs a GPU, with a Python that has torch already: no network, no virtual environment. Resumable.
 # make gpu ARGS=late runs the stages on a machine without a GPU.

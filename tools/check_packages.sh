@@ -1,6 +1,6 @@
 #!/bin/sh
-# Builds the source distribution and, from it, the wheel; installs each in an environment of its own and trains with it, outside of the
-# repository. What the package depends on is borrowed from the project's environment: it is torch, mostly.
+# Builds the source distribution and, from it, the wheel; installs that in an environment of its own and trains with it, outside of the
+# repository: pip installs a source distribution by the wheel that it builds of it. What the package depends on is borrowed from the project's environment: it is torch, mostly.
 #   usage: check_packages.sh <environment of the project> <empty folder>
 set -eu
 environment=$(cd "$1" && pwd)
@@ -24,16 +24,13 @@ borrowed=$("$environment/bin/python" -c 'import sysconfig; print(sysconfig.get_p
 # Built from the checkout itself, where the doubles' sources are, the wheel has none either.
 "$environment/bin/pip" wheel -q --no-deps --no-build-isolation --wheel-dir "$place/direct" .
 "$environment/bin/python" "$tools/no_doubles.py" "$place"/direct/*.whl
-for package in "$source_archive" "$place"/*.whl; do
-    rm -rf "$place/clean"
-    "$environment/bin/python" -m venv "$place/clean"
-    # Of Python 3.11 it has a setuptools that is older than the one that is borrowed.
-    "$place/clean/bin/pip" uninstall -q -y setuptools
-    clean=$("$place/clean/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    echo "$borrowed" > "$clean/borrowed.pth"
-    PATH="$environment/bin:$PATH" "$place/clean/bin/pip" install -q --no-deps --no-build-isolation --force-reinstall "$package"
-    (cd "$place" && "$place/clean/bin/python" "$tools/first_step.py" "$clean")
-    "$place/clean/bin/infinity" --version
-    echo "$(basename "$package") installs and trains"
-done
+"$environment/bin/python" -m venv "$place/clean"
+# Of Python 3.11 it has a setuptools that is older than the one that is borrowed.
+"$place/clean/bin/pip" uninstall -q -y setuptools
+clean=$("$place/clean/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+echo "$borrowed" > "$clean/borrowed.pth"
+"$place/clean/bin/pip" install -q --no-deps --force-reinstall "$place"/*.whl
+(cd "$place" && "$place/clean/bin/python" "$tools/first_step.py" "$clean")
+"$place/clean/bin/infinity" --version
+echo "$(basename "$source_archive") and its wheel install and train"
 rm -rf "$place"
