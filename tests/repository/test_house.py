@@ -26,7 +26,7 @@ TESTED = (
 )
 # Modules of theirs that are tested through others. They may become fewer.
 THROUGH_OTHERS = {
-    *("core/params/value_snapshot.py", "core/run/context.py", "core/run/replaced_forward.py"),
+    *("core/run/context.py", "core/run/replaced_forward.py"),
     *("core/step/device_slots.py", "core/step/slots.py"),
 }
 HUB = re.compile(r"(?<![\w.])(?:self\.)?_?engine\.(?!py\b)\w+")

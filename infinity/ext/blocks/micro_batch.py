@@ -19,13 +19,13 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ...core.params.value_snapshot import SCALARS
 from ...core.run.context import ForwardContext
 from ...core.run.journal import Journal
 from ...core.run.replaced_forward import ReplacedForward, own_forward
 from ...core.units.unit import ParamUnit
 from ...errors import ConfigError, InfinityError, UsageError
 from .checkpointed import Checkpointed, random_states, set_random_states
+from .value_snapshot import SCALARS
 
 # Relative tolerance between two samples run together and each alone: kernels sum in another order.
 TOLERANCES = {torch.float32: 1e-3, torch.float64: 1e-6}

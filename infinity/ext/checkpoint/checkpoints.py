@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.machine.signals import Listener, handler_before, others_end
 from ...core.run.registry import wrapped
 from ...errors import ConfigError, InfinityError, UsageError
 from ...files.outputs import folder_of
@@ -26,6 +25,7 @@ from .interval import Interval, share_of
 from .load import load_checkpoint
 from .manifest import MANIFEST, read_manifest
 from .save import save_checkpoint
+from .signals import Listener, handler_before, others_end
 
 logger = logging.getLogger(__name__)
 

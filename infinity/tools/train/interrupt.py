@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 
-from ...core.machine.signals import ONE_REQUEST_SECONDS
+from ...ext.checkpoint.signals import ONE_REQUEST_SECONDS
 
 
 class Interrupt:

@@ -180,7 +180,7 @@ def test_a_job_that_takes_no_step_ends_all_the_same(what, ends, tmp_path):
     once are one request: a launcher and the system both send it."""
     script = f"""
 import signal, torch, infinity
-from infinity.core.machine import signals
+from infinity.ext.checkpoint import signals
 net = torch.nn.Linear(2, 2)
 net, optimizer = infinity.wrap_model(net, torch.optim.SGD(net.parameters()), {{"params": "host"}})
 saver = infinity.Checkpoints({str(tmp_path / "saved")!r}, net, optimizer)

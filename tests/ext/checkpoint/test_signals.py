@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from infinity.core.machine import signals
-from infinity.core.machine.signals import Listener, others_end
+from infinity.ext.checkpoint import signals
+from infinity.ext.checkpoint.signals import Listener, others_end
 
 
 @pytest.fixture(autouse=True)
