@@ -162,7 +162,25 @@ class Extension:
 
     def install(self, job: Any, model: Any) -> None:
         """Joins a job whose ``model`` is hooked: the last step of a wrap, or a later call of the
-        user's (``model`` is None then). May not fail."""
+        user's (``model`` is None then). May allocate (``job.arrays.keep``): an error undoes the
+        wrap."""
+
+    # --- with arrays that it keeps (:mod:`infinity.core.units.kept`) ---
+
+    def describe(self) -> Any:
+        """Returns plain data that a checkpoint holds with the arrays: what ``json`` takes. False,
+        0 or None: nothing is there to save yet. Every rank calls this; it may block."""
+        return True
+
+    def expect(self, told: Any) -> dict[str, Any] | None:
+        """Reads what :meth:`describe` told, before a load. Returns the flat params of which the
+        checkpoint has arrays, by their names; None: all. Raises UsageError if the arrays are not
+        those of this job, ValueError for what no save writes; changes nothing."""
+        return None
+
+    def resume(self, told: Any | None) -> None:
+        """Takes what :meth:`describe` told, in a load. The arrays are read afterwards. None: the
+        checkpoint has none of it, and the arrays are zero now."""
 
 
 def terms_of(config: Any, units: Sequence[Any], device: Any) -> Iterator[Term]:

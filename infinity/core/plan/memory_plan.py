@@ -75,13 +75,14 @@ class MemoryPlan:
 
     def with_gradients(self, nbytes: int) -> MemoryPlan:
         """Returns the plan with ``nbytes`` more for gradients that autograd makes."""
-        of_device = dict(self.terms[Tier.DEVICE])
-        of_device[GRADIENTS] = of_device.get(GRADIENTS, 0) + nbytes
-        return replace(
-            self,
-            autograd_nbytes=self.autograd_nbytes + nbytes,
-            terms={**self.terms, Tier.DEVICE: of_device},
-        )
+        plan = self.with_term(Tier.DEVICE, GRADIENTS, nbytes)
+        return replace(plan, autograd_nbytes=self.autograd_nbytes + nbytes)
+
+    def with_term(self, tier: Tier, what: str, nbytes: int) -> MemoryPlan:
+        """Returns the plan with ``nbytes`` more of ``tier`` for ``what``; less if negative."""
+        terms = self.terms[tier] | {what: self.terms[tier].get(what, 0) + nbytes}
+        terms = {name: each for name, each in terms.items() if each}
+        return replace(self, terms={**self.terms, tier: terms})
 
     @property
     def buffers_nbytes(self) -> int:

@@ -29,6 +29,7 @@ from ..plan.unit_sizes import UnitSize
 from ..seams import Events, Extension, begin_extensions
 from ..step.updates import Updates
 from ..units.handle import ParamHandle
+from ..units.kept import KeptArrays
 from ..units.unit import ParamUnit
 from ..units.weight_storages import WeightStorages
 from .engine import Engine
@@ -188,6 +189,7 @@ def _make_job(
         schedule=base.schedule,
         steps=steps,
         storages=WeightStorages(),
+        arrays=KeptArrays(store, base.units, lambda: steps.index, planned.add),
         gradients=gradients,
         reducer=_make_reducer(base, gradients, later) if averages else None,
         updates=base.updates,

@@ -19,6 +19,7 @@ from ..grads.reducer import Reducer
 from ..homes.store import ArrayStore
 from ..machine.device import Device
 from ..machine.ledger import Ledger
+from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from ..params.borrowed_state import BorrowedState
 from ..params.handed_out import HandedOut
@@ -28,6 +29,7 @@ from ..plan.unit_sizes import UnitSize
 from ..seams import Events, Extension
 from ..step.updates import Updates
 from ..units.handle import ParamHandle
+from ..units.kept import KeptArrays
 from ..units.unit import ParamUnit
 from ..units.weight_storages import WeightStorages
 from .activation_store import ActivationStore
@@ -47,6 +49,10 @@ class Planned:
 
     plan: MemoryPlan
     sizes: list[UnitSize]  # one per unit
+
+    def add(self, tier: Tier, what: str, nbytes: int) -> None:
+        """Adds bytes of ``tier`` to the plan."""
+        self.plan = self.plan.with_term(tier, what, nbytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +81,7 @@ class Job:
 
     # State at home, and the tensors of it that users hold.
     storages: WeightStorages  # of the units' device buffers
+    arrays: KeptArrays  # of features, beside the units' own
     gradients: GradientBank
     reducer: Reducer | None  # None: gradients are not averaged over ranks
     updates: Updates
@@ -103,7 +110,8 @@ class Job:
         return extension
 
     def remove(self, extension: Extension) -> None:
-        """Removes an extension and its listeners."""
+        """Removes an extension, its listeners and the arrays that it keeps."""
+        self.arrays.free_of(extension)
         self.extensions.remove(extension)
         self.events.forget(extension)
 

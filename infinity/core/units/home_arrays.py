@@ -48,6 +48,7 @@ class HomeArrays:
         """``names``: of the parameters, for messages."""
         self.spec, self.layout, self._names = spec, layout, names
         self.arrays: dict[str, StateArray] = {}
+        self.kept: dict[str, StateArray] = {}  # of features (:mod:`.kept`)
         self.beside: StateArray | None = None  # the chosen slot
         self.stale: list[StateArray] = []  # one for each slot
         self._reserved: list[StateArray] = []  # disk space of arrays that are cached on the host
@@ -76,7 +77,7 @@ class HomeArrays:
     @property
     def arrays_beside(self) -> list[tuple[str, StateArray]]:
         """The names and arrays beside the state."""
-        return [("weight", array) for array in self.stale]
+        return [*(("weight", array) for array in self.stale), *self.kept.items()]
 
     @property
     def weight_regions(self) -> list[native.Region | None]:
@@ -145,6 +146,7 @@ class HomeArrays:
     def clear(self) -> None:
         """Drops the arrays. Units and handles form a cycle, for which the memory must not wait."""
         self.arrays.clear()
+        self.kept.clear()
         self.beside = None
         self.stale.clear()
         self._reserved.clear()

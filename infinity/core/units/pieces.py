@@ -13,10 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ... import native
-from ..homes.arrays import StateArray
 from ..homes.store import ArrayStore
-from ..machine.sizes import round_up
-from ..machine.tiers import Tier
 from .flat_param import FlatParam
 
 # Whole SIMD vectors on every CPU, so that elements round as in a whole tensor.
@@ -80,51 +77,3 @@ def change_pieces(
             progress.at = (number, ready)
         write(piece, ready)
         progress.at = (number + 1, None)
-
-
-def check_room_beside(
-    store: ArrayStore,
-    wanted: Iterable[tuple[FlatParam, torch.dtype]],
-    what: str,
-    *,
-    on_host_nbytes: int = 0,
-    otherwise: Tier | None = None,
-) -> None:
-    """Raises CapacityError, which names the need of all of them, if there is no room for
-    ``on_host_nbytes``, and for the ``wanted`` arrays as :func:`allocate_beside` makes them."""
-    needed = {Tier.HOST: on_host_nbytes}
-    for flat_param, dtype in wanted:
-        tier = flat_param.arrays.get("master", flat_param.weight).tier
-        nbytes = round_up(dtype.itemsize * flat_param.layout.shard_numel, native.BLOCK_NBYTES)
-        needed[tier] = needed.get(tier, 0) + nbytes
-    for tier, nbytes in needed.items():
-        if tier is not Tier.NVME and otherwise in (None, tier):
-            store.ledger.check(tier, nbytes, what)
-
-
-def allocate_beside(
-    store: ArrayStore,
-    flat_param: FlatParam,
-    dtype: torch.dtype,
-    what: str,
-    *,
-    version: int,
-    otherwise: Tier | None = None,
-) -> StateArray:
-    """Allocates an array for this rank's shard of a flat param, zeroed, where its master is, or its
-    weight. ``otherwise``: the tier that is taken if that one has no room. Raises CapacityError
-    without room. ``free_more`` of the allocator frees it."""
-    tier, numel = (
-        flat_param.arrays.get("master", flat_param.weight).tier,
-        flat_param.layout.shard_numel,
-    )
-    room = store.ledger.room(tier)
-    if room is not None and round_up(numel * dtype.itemsize, native.BLOCK_NBYTES) > room:
-        tier = otherwise or tier
-    array = store.arrays.allocate_later(tier, dtype, numel, what)
-    # Disk space may hold old bytes, which writes of partial blocks would keep.
-    if array.tier is Tier.NVME:
-        zeros = torch.zeros(min(PIECE_NUMEL, array.numel), dtype=dtype, device="cpu")
-        for at in range(0, array.numel, PIECE_NUMEL):
-            store.write(array, at, zeros[: array.numel - at], version=version)
-    return array

@@ -313,8 +313,13 @@ def _commit(
         *_replace_forwards(engine, model, groups, blocks),
     ]
     stepping = [make_optimizer(engine, each, place) for place, each in enumerate(optimizers)]
-    for extension in job.extensions:
-        extension.install(job, model)
+    try:
+        for extension in job.extensions:
+            extension.install(job, model)
+    except BaseException:
+        for remover in reversed(removers[len(first) :]):
+            remover.remove()
+        raise
     record = Wrapped(engine, model, removers, stepping, came_from, optimizers.plain)
     for module in (*parts_of(model), model):
         module.__dict__[RECORD] = record

@@ -135,7 +135,6 @@ class Average:
         """Frees the average's memory."""
         job = self._average.job
         with job.uses.operation(AverageOperation.REMOVE):  # also resumes a parked model
-            self._average.free()
             job.remove(self._average)
 
     # --- state dicts ---
@@ -162,12 +161,15 @@ class Average:
         return {
             name: handle
             for name, handle in found.items()
-            if handle is not None and self._average.has(handle)
+            if handle is not None and self._average.kept.has(handle)
         }
 
     def _whole(self, handle: ParamHandle) -> torch.Tensor:
         place = handle.flat_param.layout.placements[handle.index]
-        return like(handle.param, self._average.read(handle).as_strided(place.shape, place.stride))
+        return like(
+            handle.param,
+            self._average.kept.read_whole(handle).as_strided(place.shape, place.stride),
+        )
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *, updates: int = 1) -> None:
@@ -197,5 +199,5 @@ class Average:
             flat_param, index = handle.flat_param, handle.index
             begin, end = flat_param.layout.part_of_param("weight", index)
             flat = flat_param.flattened(part, index)[begin:end]
-            self._average.write_own(handle, flat.to(self._average.dtype_of(handle)))
-        self._average.resume(updates)
+            self._average.kept.write_own(handle, flat)
+        self._average.count = updates

@@ -15,10 +15,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
-from ...core.homes.arrays import StateArray
 from ...core.run.job import Job, wait_idle
 from ...core.run.operations import (
     IDLE,
@@ -34,16 +34,7 @@ from ...core.run.operations import (
 )
 from ...core.seams import Extension
 from ...core.units.encoding import encode
-from ...core.units.flat_param import FlatParam
-from ...core.units.handle import ParamHandle
-from ...core.units.pieces import (
-    Piece,
-    Progress,
-    allocate_beside,
-    change_pieces,
-    check_room_beside,
-    read_value,
-)
+from ...core.units.pieces import Piece, Progress, change_pieces, read_value
 from ...errors import UsageError
 
 Blend = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
@@ -73,7 +64,7 @@ class AverageOperation(OperationKind):
 
 class WeightAverage(Extension):
     """The averages of one engine's trained parameters: fp32 where they have masters, else in the
-    parameters' dtype."""
+    parameters' dtype. ``kept``: their arrays."""
 
     def __init__(self, job: Job, blend: Blend):
         # Users hold the average, which must not keep the homes alive.
@@ -81,28 +72,12 @@ class WeightAverage(Extension):
         self.count = 0  # updates
         self.is_exchanged = False
         self.is_wanted = False  # as the weights: else the next use brings the weights back
-        self._arrays: dict[FlatParam, StateArray] = {}
-        dtypes = {
-            flat_param: torch.float32 if "master" in flat_param.arrays else flat_param.spec.dtype
-            for unit in job.units
-            for flat_param in unit.flat_params
-            if flat_param.spec.stepped
-        }
-        otherwise, version = job.planned.plan.tiers["master"], job.steps.index
-        try:
-            check_room_beside(job.store, dtypes.items(), "the average", otherwise=otherwise)
-            for flat_param, dtype in dtypes.items():
-                self._arrays[flat_param] = allocate_beside(
-                    job.store,
-                    flat_param,
-                    dtype,
-                    "the average",
-                    version=version,
-                    otherwise=otherwise,
-                )
-        except BaseException:
-            self.free()
-            raise
+        self.kept = job.arrays.keep(
+            "average",
+            keeper=self,
+            what="the average",
+            otherwise=job.planned.plan.tiers["master"],
+        )
         me = weakref.ref(self)
         job.uses.define(
             AverageState.AVERAGED,
@@ -128,36 +103,12 @@ class WeightAverage(Extension):
             raise UsageError("the average went with its model, which was unwrapped or is gone")
         return job
 
-    @property
-    def arrays_in_memory(self) -> list[StateArray]:
-        """The averages that are not on a disk."""
-        return [array for array in self._arrays.values() if array.flat is not None]
-
-    def free(self) -> None:
-        """Frees the memory. Idempotent."""
-        while self._arrays:
-            self.job.store.arrays.free_more(self._arrays.popitem()[1])
-
-    # --- pieces ---
-
-    def _average(self, piece: Piece) -> torch.Tensor:
-        return self.job.store.read(self._arrays[piece.flat_param], piece.begin, piece.end)
-
-    def _write(self, piece: Piece, parts: dict[str, torch.Tensor]) -> None:
-        for name, part in parts.items():
-            array = (
-                self._arrays[piece.flat_param]
-                if name == "average"
-                else piece.flat_param.arrays[name]
-            )
-            self.job.store.write(array, piece.begin, part, version=self.job.steps.index)
-
     # --- changes ---
 
     def update(self) -> None:
         """Adds the present parameters to the average. Blocks on running updates and on the disk."""
         job = self.job
-        for flat_param in self._arrays:
+        for flat_param in self.kept.flat_params:
             flat_param.homes.wait_idle()  # a save may still read the averages
         job.journal.carry_out(
             partial(self._carry_out, self._updated, Progress(), self._end_update, self.count + 1)
@@ -166,7 +117,7 @@ class WeightAverage(Extension):
     def _updated(self, piece: Piece) -> dict[str, torch.Tensor]:
         value = read_value(self.job.store, piece)
         if self.count:
-            average = self._average(piece)
+            average = self.kept.read(piece)
             self._blend([average], [value], torch.tensor(self.count))
             value = average
         return {"average": value}
@@ -180,7 +131,7 @@ class WeightAverage(Extension):
         job = self.job
         wait_idle(job)
         job.prefetcher.release_all(job.units)
-        for flat_param in self._arrays:
+        for flat_param in self.kept.flat_params:
             flat_param.homes.wait_idle()
         for handle in job.trained:
             handle.changed()
@@ -202,7 +153,7 @@ class WeightAverage(Extension):
                 self.exchange()
 
     def _exchanged(self, piece: Piece) -> dict[str, torch.Tensor]:
-        average = self._average(piece)
+        average = self.kept.read(piece)
         return {"average": read_value(self.job.store, piece)} | encode(
             piece.flat_param.spec, average
         )
@@ -213,36 +164,20 @@ class WeightAverage(Extension):
     def _carry_out(
         self, compute: Callable, progress: Progress, end: Callable, argument: int | bool
     ) -> None:
-        change_pieces(self._arrays, compute, self._write, progress)
+        change_pieces(self.kept.flat_params, compute, self.job.arrays.write, progress)
         end(argument)
 
-    # --- values by parameter ---
+    # --- checkpoints ---
 
-    def has(self, handle: ParamHandle) -> bool:
-        """Tells whether a parameter is averaged: those that the optimizer steps are."""
-        return handle.flat_param in self._arrays
+    def describe(self) -> int:
+        """Returns the number of updates."""
+        return self.count
 
-    def dtype_of(self, handle: ParamHandle) -> torch.dtype:
-        return self._arrays[handle.flat_param].dtype
+    def expect(self, told: Any) -> None:
+        """Raises ValueError if ``told`` is no number of updates."""
+        if type(told) is not int or not 0 <= told < 1 << 53:
+            raise ValueError(f"an average of {told!r} updates")
 
-    def read(self, handle: ParamHandle) -> torch.Tensor:
-        """Reads a parameter's average, flat, in the order of its array. Every rank calls this."""
-        return handle.flat_param.parts.read(
-            self.job.store, "weight", handle.index, array=self._arrays[handle.flat_param]
-        )
-
-    def array_of(self, flat_param: FlatParam) -> StateArray:
-        """Returns the array of averages of a flat param."""
-        return self._arrays[flat_param]
-
-    def write_own(self, handle: ParamHandle, values: torch.Tensor) -> None:
-        """Writes this rank's shard of a parameter's average."""
-        begin, end = handle.flat_param.layout.part_at_home("weight", handle.index)
-        if begin < end:
-            self.job.store.write(
-                self._arrays[handle.flat_param], begin, values, version=self.job.steps.index
-            )
-
-    def resume(self, count: int) -> None:
-        """Sets the number of updates, after a load of the averages."""
-        self.count = count
+    def resume(self, told: int | None) -> None:
+        """Sets the number of updates. Weights and averages are read to their own places."""
+        self.count, self.is_exchanged = told or 0, False

@@ -1,95 +1,91 @@
-"""BesideWeights: loads what a checkpoint holds beside weights, masters and moments: running
-averages, and the anchors and momenta of an outer optimizer."""
+"""BesideWeights: loads what a checkpoint holds of arrays that features keep beside the weights."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ...core.units.handle import ParamHandle
-from ..averages.weight_average import WeightAverage
-from ..local_steps.outer_step import OuterStep
-from .content import OUTER
+from ...core.units.flat_param import FlatParam
+from ...core.units.kept import Kept, KeptArrays
 from .home_loader import read_run
-from .manifest import MOST_STEPS
 from .saved_tensors import SavedTensors
 
 logger = logging.getLogger(__name__)
 
+# What a manifest has beside what keepers of arrays tell
+OF_EVERY_SAVE = frozenset(
+    "format data parameters optimizers plain random data_ranks parts step_index extra"
+    " persistent_buffers config files".split()
+)
+MAKERS = {"average": "infinity.ema", "outer": "infinity.LocalSteps"}  # told in a warning
+
 
 @dataclass(frozen=True)
 class BesideWeights:
-    """What a checkpoint holds beside the weights, and what takes it, if there is any.
-    ``trained``: the parameters with optimizer state."""
+    """What a checkpoint holds beside the weights, and the arrays that take it, if there are any."""
 
     manifest: dict[str, Any]
     data: Path
-    trained: list[ParamHandle]
-    average: WeightAverage | None
-    outer: OuterStep | None
+    arrays: KeptArrays
 
     def check(self) -> None:
-        """Raises CorruptionError unless all of it is there, UsageError if it is of another outer
-        optimizer. Changes nothing."""
-        average, count = self.average, self.manifest.get("average", 0)
-        if type(count) is not int or not 0 <= count < MOST_STEPS:
-            raise TypeError(f"average is {count!r}")
-        if average is not None and count:
-            saved = SavedTensors(self.data, self.manifest, files="average-")
-            for handle in filter(average.has, self.trained):
-                saved.check("average", handle.name, average.dtype_of(handle))
-        outer, told = self.outer, self.manifest.get("outer")
-        if outer is not None and told is not None:
-            saved = SavedTensors(self.data, self.manifest, files="outer-")
-            for kind, handle in self._of_outer(outer, told):
-                saved.check(OUTER + kind, handle.name, torch.float32)
+        """Raises CorruptionError unless all of it is there, UsageError if it is of other arrays
+        than these. Changes nothing."""
+        for name, kept in self.arrays.saved().items():
+            if told := self.manifest.get(name):
+                expected = _expected(kept, told)
+                with self._saved(name, kept) as saved:
+                    for each, flat_param in expected:
+                        for handle in flat_param.handles:
+                            saved.check(each.name, handle.name, each.dtype_of(flat_param))
 
     def load(self) -> None:
         """Reads it to its places. What the checkpoint does not have begins anew."""
-        self._load_average()
-        outer, told = self.outer, self.manifest.get("outer")
-        if outer is None and told is not None:
-            logger.warning(
-                "the checkpoint is of a group that trains apart, and this model is of none: make it"
-                " one with infinity.LocalSteps first"
-            )
-        elif outer is not None and told is None:
-            outer.restart(replace(outer.position, steps=0, at=0, probed=0))
-        elif outer is not None and told is not None:
-            outer.begin_load(told)
-            with SavedTensors(self.data, self.manifest, files="outer-") as saved:
-                for kind, handle in self._of_outer(outer, told):
-                    run = handle.flat_param.layout.part_of_param("weight", handle.index)
-                    values, _ = read_run(saved, handle, OUTER + kind, *run, torch.float32)
-                    outer.write_own(kind, handle, values)
-
-    def _of_outer(
-        self, outer: OuterStep, told: dict[str, Any]
-    ) -> Iterable[tuple[str, ParamHandle]]:
-        for kind, unit in outer.expect(told):
-            for handle in unit.handles:
-                if handle.flat_param.spec.stepped:
-                    yield kind, handle
-
-    def _load_average(self) -> None:
-        average, count = self.average, self.manifest.get("average", 0)
-        if average is None:
-            if count:
+        ours = self.arrays.saved()
+        for name in self.manifest.keys() - OF_EVERY_SAVE - ours.keys():
+            if self.manifest[name]:
                 logger.warning(
-                    "the checkpoint has an average of the weights, and this model none: make it"
-                    " with infinity.ema first"
+                    "the checkpoint has %r beside the weights, which this model does not keep: make"
+                    " it one with %s first",
+                    name,
+                    MAKERS.get(name, "what has made it"),
                 )
-            return
-        average.is_exchanged = False  # weights and averages are read to their own places
-        if count:
-            with SavedTensors(self.data, self.manifest, files="average-") as saved:
-                for handle in filter(average.has, self.trained):
-                    run = handle.flat_param.layout.part_of_param("weight", handle.index)
-                    dtype = average.dtype_of(handle)
-                    average.write_own(handle, read_run(saved, handle, "average", *run, dtype)[0])
-        average.resume(count)
+        for name, kept in ours.items():
+            told = self.manifest.get(name) or None
+            if told is None:
+                for each in kept:
+                    self.arrays.clear(each)
+            if kept[0].keeper is not None:
+                kept[0].keeper.resume(told)
+            if told is not None:
+                self._read(name, kept, told)
+
+    def _read(self, name: str, kept: list[Kept], told: Any) -> None:
+        with self._saved(name, kept) as saved:
+            for each, flat_param in _expected(kept, told):
+                for handle in flat_param.handles:
+                    run = flat_param.layout.part_of_param("weight", handle.index)
+                    dtype = each.dtype_of(flat_param)
+                    each.write_own(handle, read_run(saved, handle, each.name, *run, dtype)[0])
+
+    def _saved(self, name: str, kept: list[Kept]) -> SavedTensors:
+        names = [each.name for each in kept]
+        return SavedTensors(self.data, self.manifest, files=f"{name}-", arrays=names)
+
+
+def describe(kept: list[Kept]) -> Any:
+    """Returns what the keeper of ``kept`` tells; False, 0 or None: nothing is saved of it yet."""
+    return True if kept[0].keeper is None else kept[0].keeper.describe()
+
+
+def _expected(kept: list[Kept], told: Any) -> list[tuple[Kept, FlatParam]]:
+    """Lists the arrays that a checkpoint has, after the keeper's check of what was ``told``."""
+    keeper = kept[0].keeper
+    expected = None if keeper is None else keeper.expect(told)
+    return [
+        (each, flat_param)
+        for each in kept
+        for flat_param in (each.flat_params if expected is None else expected[each.name])
+    ]

@@ -8,7 +8,7 @@ their local part.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,23 +20,20 @@ from ...core.run.job import Job
 from ...core.run.registry import engine_of, wrapped
 from ...core.step.optimizer import InfinityOptimizer
 from ...core.units.flat_layout import is_dense
-from ...core.units.flat_param import FlatParam
 from ...core.units.flat_param_spec import ARRAYS
 from ...core.units.forms import division_of, is_plain
 from ...core.units.handle import ParamHandle, handle_of
+from ...core.units.kept import Kept
 from ...core.units.unit import ParamUnit
 from ...errors import UsageError
 from ...files.boxes import Box, boxes_of_run, order_of
 from ...files.values import encode_value
 from ...ranks.collectives import Collectives
-from ..averages.weight_average import WeightAverage
-from ..local_steps.outer_step import OuterStep
 from ..packed.packed import has_inner, small_parts
 from .home_values import HomeValues
 from .saved_tensors import LocalPart
 
 SAVED = [name for name in ARRAYS if name != "grad"]
-OUTER = "outer_"  # what the names of an outer optimizer's arrays begin with
 
 
 def flat_bytes(tensor: torch.Tensor) -> bytes:
@@ -117,41 +114,23 @@ def _boxes(
         yield values, {"saved_offsets": list(box.moved(part.box.offset).offset)}
 
 
-def average_files(
-    job: Job, average: WeightAverage | None, unit: ParamUnit
-) -> list[dict[str, Entry]]:
-    """Lists the unit's averages that this rank writes, as :func:`unit_files` does; empty without an
-    average."""
-    if average is None or not average.count:
-        return []
-    flat_params = [flat for flat in unit.flat_params if flat.spec.stepped]
-    arrays = {flat_param: average.array_of(flat_param) for flat_param in flat_params}
-    return _files_beside(job, unit, {"average": arrays})
-
-
-def outer_files(job: Job, outer: OuterStep | None, unit: ParamUnit) -> list[dict[str, Entry]]:
-    """Lists what an outer optimizer has of the unit, as :func:`average_files` does."""
-    arrays = {} if outer is None else outer.saved(unit)
-    return _files_beside(job, unit, {OUTER + kind: found for kind, found in arrays.items()})
-
-
-def _files_beside(
-    job: Job, unit: ParamUnit, arrays: Mapping[str, Mapping[FlatParam, StateArray]]
-) -> list[dict[str, Entry]]:
-    """Lists the values of ``arrays`` beside the weights that this rank writes, by their names."""
+def kept_files(job: Job, kept: Sequence[Kept], unit: ParamUnit) -> list[dict[str, Entry]]:
+    """Lists the unit's values of ``kept`` arrays that this rank writes, as :func:`unit_files`
+    does."""
     files: list[dict[str, Entry]] = []
     for handle in filter(job.gradients.values.counts, unit.handles):
         layout = handle.flat_param.layout
         begin, end = layout.part_of_param("weight", handle.index)
         first = layout.part_at_home("weight", handle.index)[0] - begin
-        for name, of_flat_params in arrays.items():
-            if (array := of_flat_params.get(handle.flat_param)) is None:
+        for each in kept:
+            if not each.has(handle):
                 continue
+            array = each.array_of(handle.flat_param)
             entries = _boxes(job, part_of_rank(handle), array, first, begin, end)
             for number, entry in enumerate(entries):
                 if number == len(files):
                     files.append({})
-                files[number][f"{name}/{handle.name}"] = entry
+                files[number][f"{each.name}/{handle.name}"] = entry
     return files
 
 

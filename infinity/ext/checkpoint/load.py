@@ -27,8 +27,6 @@ from ...errors import CorruptionError, InfinityError, UsageError
 from ...files.outputs import folder_of
 from ...files.values import decode_value
 from ...ranks.collectives import Collectives
-from ..averages.weight_average import WeightAverage
-from ..local_steps.outer_step import OuterStep
 from .beside_weights import BesideWeights
 from .content import (
     Books,
@@ -138,8 +136,7 @@ class _Load:
 
     @property
     def beside(self) -> BesideWeights:
-        average, outer = self.job.find(WeightAverage), self.job.find(OuterStep)
-        return BesideWeights(self.manifest, self.data, self.job.trained, average, outer)
+        return BesideWeights(self.manifest, self.data, self.job.arrays)
 
     def run(self) -> Any:
         """Checks everything, then loads it. Returns ``extra``. Every rank calls this."""

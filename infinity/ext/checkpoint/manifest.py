@@ -39,7 +39,7 @@ FORMAT = Format(
 )
 MANIFEST = "manifest.json"
 FILE_NAME = re.compile(
-    r"(unit|average|outer)-\d{5}(-rank-\d{5})?(-\d{1,3})?\.safetensors|other\.safetensors"
+    r"[a-z][a-z0-9_]{0,63}-\d{5}(-rank-\d{5})?(-\d{1,3})?\.safetensors|other\.safetensors"
 )
 MOST_STEPS = 1 << 53
 # One thread reads this much in sequence, so that the system reads ahead.

@@ -9,7 +9,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +24,7 @@ from ...core.run.engine import Engine
 from ...core.units.unit import ParamUnit
 from ...errors import PeerError, StorageError
 from ...ranks.collectives import Collectives
-from ..averages.weight_average import WeightAverage
-from ..local_steps.outer_step import OuterStep
-from .content import Entry, average_files, outer_files, unit_files
+from .content import Entry, kept_files, unit_files
 from .file_writer import FileWriter, make_slots, start_file
 from .folder import OF_READERS, remove_data, writing
 from .home_values import HomeValues
@@ -71,20 +69,20 @@ class Draft:
         return sum(file.nbytes for file in self.files)
 
 
-def files_of_rank(engine: Engine) -> list[UnitFile]:
-    """Lists the files that this rank writes."""
+def files_of_rank(engine: Engine, told: Mapping[str, Any]) -> list[UnitFile]:
+    """Lists the files that this rank writes. ``told``: by the keepers of arrays."""
     job = engine.job
-    average, outer = job.find(WeightAverage), job.find(OuterStep)
     if not job.ranks.writes:
         return []
     rank = "" if job.ranks.alone else f"-rank-{job.ranks.job_rank:05d}"
     found = []
     for unit in job.units:
-        for kind, files in (
-            ("unit", unit_files(job, unit)),
-            ("average", average_files(job, average, unit)),
-            ("outer", outer_files(job, outer, unit)),
-        ):
+        files_of = {"unit": unit_files(job, unit)} | {
+            name: kept_files(job, kept, unit)
+            for name, kept in job.arrays.saved().items()
+            if told[name]
+        }
+        for kind, files in files_of.items():
             for number, values in enumerate(files):
                 part = f"-{number}" if number else ""
                 name = f"{kind}-{unit.index:05d}{rank}{part}.safetensors"

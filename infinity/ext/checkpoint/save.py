@@ -32,13 +32,12 @@ from ...core.run.registry import whole_of
 from ...core.step.optimizer import InfinityOptimizer
 from ...core.step.recognised import as_given
 from ...core.wrap.parts import parts_of
-from ...errors import ConfigError, UsageError
+from ...errors import ConfigError, InternalError, UsageError
 from ...files.outputs import folder_of
 from ...files.values import encode_value
 from ...ranks.collectives import Collectives
-from ..averages.weight_average import WeightAverage
-from ..local_steps.outer_step import OuterStep
 from .behind import Saving, save_beside
+from .beside_weights import OF_EVERY_SAVE, describe
 from .content import (
     Books,
     buffers_of,
@@ -125,7 +124,7 @@ def _draft(
             f" ({landed[0]}, ...) would be lost. Save after step(), or call zero_grad() first."
         )
     tensors: dict[str, torch.Tensor] = {}
-    average = job.find(WeightAverage)
+    told = {name: describe(kept) for name, kept in job.arrays.saved().items()}
     content = {
         "format": FORMAT.number,
         "data": f"infinity-{_token(collectives)}",
@@ -139,15 +138,16 @@ def _draft(
         "data_ranks": job.ranks.data_size,
         "parts": job.ranks.tp_size,
         "step_index": engine.step_index,
-        "average": average.count if average is not None else 0,  # number of updates
+        "average": 0,  # in every manifest of this format, also if no average is kept
         "extra": encode_value(extra, tensors, "extra"),
         "persistent_buffers": list(
             _of_stages(dict.fromkeys(persistent_buffers(model)), collectives)
         ),
         "config": description_of(parts_of(model)[0]),
     }
-    if (outer := job.find(OuterStep)) is not None:
-        content["outer"] = outer.describe()
+    if taken := OF_EVERY_SAVE & told.keys():
+        raise InternalError(f"a manifest has another {min(taken)!r}: keep arrays by another name")
+    content |= told
     tensors |= every_value_outside(books)
     buffers = buffers_of(model)
     rest = {f"buffer/{name}": buffer for name, buffer in buffers.items()}
@@ -156,7 +156,7 @@ def _draft(
     for rank, states in enumerate(collectives.collect(random_state_tensors(), "random state")):
         tensors |= {f"random/{rank}/{name}": state for name, state in states.items()}
     tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    return Draft(root, content, tensors, files_of_rank(engine))
+    return Draft(root, content, tensors, files_of_rank(engine, told))
 
 
 def _describe_optimizer(

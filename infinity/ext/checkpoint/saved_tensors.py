@@ -10,7 +10,7 @@ names, and are exact if the reader has the same part.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +24,9 @@ from ...core.units.flat_param_spec import EVERY_MOMENT, SCALES, elements_each
 from ...errors import CorruptionError
 from ...files.boxes import Box, cover, view_of_run
 from ...files.weight_files import FILE_DTYPES
-from ..local_steps.outer_step import KINDS
 from .parts import opened_file, read_header
+
+OF_UNITS = ("weight", "master", *EVERY_MOMENT, *SCALES.values())  # arrays that a save may write
 
 
 @dataclass(frozen=True)
@@ -79,14 +80,23 @@ class _Run:
 
 class SavedTensors:
     """The tensors of the units in a checkpoint's data folder. Use it as a context: files stay open
-    inside. ``files``: the prefix of the file names to read."""
+    inside. ``files``: the prefix of the file names to read; ``arrays``: the names of arrays that
+    these may hold."""
 
-    def __init__(self, data: Path, manifest: dict[str, Any], *, files: str = "unit-"):
+    def __init__(
+        self,
+        data: Path,
+        manifest: dict[str, Any],
+        *,
+        files: str = "unit-",
+        arrays: Collection[str] = OF_UNITS,
+    ):
         self._data, self._parameters = data, manifest["parameters"]
         self._boxes: dict[str, list[_Stored]] = {}  # array/name
         # The same for 8-bit moments and their scales, by part.
         self._runs: dict[str, dict[LocalPart, list[_Run]]] = {}
         self._dtypes: dict[str, set[torch.dtype | None]] = {}
+        self._arrays = arrays
         self._files, self._opened = ExitStack(), {}
         for file in manifest["files"]:
             if file.startswith(files):
@@ -122,14 +132,7 @@ class SavedTensors:
         if self.is_coded(array, name.rpartition("#")[0]):
             name = name.rpartition("#")[0]
         described = self._parameters.get(name)
-        if described is None or array not in (
-            "weight",
-            "master",
-            "average",
-            *(f"outer_{kind}" for kind in KINDS),
-            *EVERY_MOMENT,
-            *SCALES.values(),
-        ):
+        if described is None or array not in self._arrays:
             raise CorruptionError(
                 f"{self._data} holds {key[:80]!r}, which is of no parameter of the checkpoint"
             )

@@ -120,9 +120,8 @@ class LocalSteps:
     def _make_outer(self, job: Job, axis: SlowAxis, settings: OuterSettings) -> OuterStep:
         position = Position(steps=0, at=0, period=self._period(Climber()))
         outer = OuterStep(
-            job.store,
+            job.arrays,
             job.units,
-            job.steps,
             axis,
             settings,
             most=self._rounds.most_at_once(len(job.units)),

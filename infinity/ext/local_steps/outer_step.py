@@ -15,7 +15,7 @@ is computed first, which changes nothing, and then written, which may be repeate
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,30 +23,20 @@ import torch
 
 from ... import native
 from ...core.homes.arrays import StateArray
-from ...core.homes.store import ArrayStore
 from ...core.machine.tiers import Tier
-from ...core.run.step_counter import StepCounter
 from ...core.seams import Extension
 from ...core.units.encoding import encode
 from ...core.units.flat_param import FlatParam
-from ...core.units.handle import ParamHandle
-from ...core.units.pieces import (
-    Piece,
-    Progress,
-    allocate_beside,
-    change_pieces,
-    check_room_beside,
-    pieces_of,
-    read_value,
-)
+from ...core.units.kept import Kept, KeptArrays
+from ...core.units.pieces import Piece, Progress, change_pieces, pieces_of, read_value
 from ...core.units.unit import ParamUnit
 from ...errors import UsageError
 from .climber import PERIODS, Climber
 from .slow_axis import Exchange, SlowAxis
 
-ANCHOR, MOMENTUM = "anchor", "momentum"
-MEAN = "mean"  # of an exchange that a checkpoint came between
-KINDS = (ANCHOR, MOMENTUM, MEAN)  # of arrays
+OUTER = "outer"  # what a checkpoint calls it
+ANCHOR, MOMENTUM = "outer_anchor", "outer_momentum"
+MEAN = "outer_mean"  # of an exchange that a checkpoint came between
 
 
 @dataclass(frozen=True)
@@ -108,9 +98,8 @@ class OuterStep(Extension):
 
     def __init__(
         self,
-        store: ArrayStore,
+        arrays: KeptArrays,
         units: Iterable[ParamUnit],
-        steps: StepCounter,
         axis: SlowAxis,
         settings: OuterSettings,
         *,
@@ -119,10 +108,10 @@ class OuterStep(Extension):
         position: Position,
     ):
         self.axis, self.settings, self.position = axis, settings, position
-        self._store, self._steps, self._release = store, steps, release
+        self._arrays, self._store, self._release = arrays, arrays.store, release
         self.units = {unit: flats for unit in units if (flats := _stepped(unit))}
         self._pending: dict[ParamUnit, _Pending] = {}
-        self.arrays: dict[str, dict[FlatParam, StateArray]] = {}
+        self.kept: dict[str, Kept] = {}  # anchors and momenta, if there are any
         self._charge: native.Charge | None = None
         try:
             self._allocate(most)
@@ -139,36 +128,27 @@ class OuterStep(Extension):
         # Each exchange: all groups' rows and their mean; then what is sent, and a row decoded.
         each = self.axis.size * self.axis.nbytes_of(numel) + 4 * numel
         nbytes = most * each + 2 * 4 * numel
-        wanted = [(flat, torch.float32) for flats in self.units.values() for flat in flats]
-        what = f"the state of LocalSteps ({', '.join((*kinds, 'exchanges'))})"
-        check_room_beside(self._store, wanted * len(kinds), what, on_host_nbytes=nbytes)
-        for kind in kinds:
-            self.arrays[kind] = {}
-            for unit, flat_params in self.units.items():
-                for flat_param in flat_params:
-                    what = f"{kind} of unit {unit.name}"
-                    self.arrays[kind][flat_param] = allocate_beside(
-                        self._store, flat_param, torch.float32, what, version=self._steps.index
-                    )
+        flat_params = [flat for flats in self.units.values() for flat in flats]
+        wanted = [(flat, torch.float32) for flat in flat_params]
+        what = f"the state of LocalSteps ({', '.join((*map(_kind, kinds), 'exchanges'))})"
+        self._arrays.check_room(wanted * len(kinds), what, on_host_nbytes=nbytes)
+
+        def keep(name: str, flat_params: Iterable[FlatParam]) -> Kept:
+            return self._arrays.keep(name, torch.float32, flat_params, keeper=self, saved_as=OUTER)
+
+        self.kept = {kind: keep(kind, flat_params) for kind in kinds}
+        self._means = keep(MEAN, ())  # passing
         self._charge = self._store.ledger.admit(Tier.HOST, nbytes, "exchanges between groups")
 
     def free(self) -> None:
         """Frees the memory, and ends the line. Waits for running exchanges. Idempotent."""
         self.drop_pending()
         self.axis.close()
-        for arrays in self.arrays.values():
-            while arrays:
-                self._store.arrays.free_more(arrays.popitem()[1])
+        self._arrays.free_of(self)
         if self._charge is not None:
             self._store.ledger.accounts[Tier.HOST].planned_nbytes -= self._charge.nbytes
             self._charge.release()
             self._charge = None
-
-    @property
-    def arrays_in_memory(self) -> list[StateArray]:
-        """The anchors and momenta that are not on a disk."""
-        found = [array for arrays in self.arrays.values() for array in arrays.values()]
-        return [array for array in found if array.flat is not None]
 
     # --- the begin ---
 
@@ -181,12 +161,12 @@ class OuterStep(Extension):
             values = self._pack(flat_params, self._value)
             self.axis.broadcast(values, f"sharing {unit.name} with other groups")
             parts = partial(self._of_first, _split(flat_params, values))
-            change_pieces(flat_params, parts, self._write, Progress())
+            change_pieces(flat_params, parts, self._arrays.write, Progress())
 
     def _of_first(self, values: dict[FlatParam, torch.Tensor], piece: Piece) -> dict:
         value = values[piece.flat_param][piece.begin : piece.end]
         written = {} if self.axis.group_index == 0 else encode(piece.flat_param.spec, value)
-        return written | ({ANCHOR: value} if ANCHOR in self.arrays else {})
+        return written | ({ANCHOR: value} if ANCHOR in self.kept else {})
 
     @property
     def is_whole(self) -> bool:
@@ -199,8 +179,8 @@ class OuterStep(Extension):
         for flat_params in self.units.values():
             for piece in pieces_of(flat_params):
                 value = self._value(piece)
-                parts = {kind: torch.zeros_like(value) for kind in self.arrays}
-                self._write(piece, parts | ({ANCHOR: value} if ANCHOR in parts else {}))
+                parts = {kind: torch.zeros_like(value) for kind in self.kept}
+                self._arrays.write(piece, parts | ({ANCHOR: value} if ANCHOR in parts else {}))
         self.position = position
 
     def refuse_others(self, units: Iterable[ParamUnit]) -> None:
@@ -239,20 +219,22 @@ class OuterStep(Extension):
         means = _split(self.units[unit], pending.mean())
         self._wait_idle(unit)
         compute = partial(self._stepped, means)
-        change_pieces(self.units[unit], compute, self._write, pending.progress)
+        change_pieces(self.units[unit], compute, self._arrays.write, pending.progress)
         del self._pending[unit]
+        for flat_param in self.units[unit]:
+            self._means.passing.pop(flat_param, None)
 
     def _stepped(self, means: dict[FlatParam, torch.Tensor], piece: Piece) -> dict:
         """Computes the outer step of one piece, as torch.optim.SGD(nesterov=True) does."""
         mean = new = means[piece.flat_param][piece.begin : piece.end]
         written, settings = {}, self.settings
-        if ANCHOR in self.arrays:
+        if ANCHOR in self.kept:
             step = mean
             if settings.momentum:
-                momentum = self._read(MOMENTUM, piece).mul_(settings.momentum).add_(mean)
+                momentum = self.kept[MOMENTUM].read(piece).mul_(settings.momentum).add_(mean)
                 step = mean.add(momentum, alpha=settings.momentum)
                 written[MOMENTUM] = momentum
-            written[ANCHOR] = new = self._read(ANCHOR, piece).add_(step, alpha=-settings.lr)
+            written[ANCHOR] = new = self.kept[ANCHOR].read(piece).add_(step, alpha=-settings.lr)
         if settings.alpha:
             new = torch.lerp(new, self._value(piece), settings.alpha)
         return written | encode(piece.flat_param.spec, new)
@@ -275,61 +257,54 @@ class OuterStep(Extension):
 
     def describe(self) -> dict[str, Any]:
         """Describes the position and the running exchanges. Blocks until these have arrived."""
-        for pending in self._pending.values():
-            pending.mean()
+        self._show_means()
         return {
-            "kinds": list(self.arrays),
+            "kinds": self._kinds,
             "position": asdict(self.position),
             "due": {unit.name: pending.due for unit, pending in self._pending.items()},
         }
 
-    def saved(self, unit: ParamUnit) -> dict[str, dict[FlatParam, StateArray]]:
-        """Returns the arrays that a checkpoint holds of ``unit``, after :meth:`describe`."""
-        flat_params = self.units.get(unit, [])
-        found = {
-            kind: {flat_param: arrays[flat_param] for flat_param in flat_params}
-            for kind, arrays in self.arrays.items()
-        }
-        if (pending := self._pending.get(unit)) is not None:
-            parts = _split(flat_params, pending.mean())
-            found[MEAN] = {flat_param: _in_memory(part) for flat_param, part in parts.items()}
-        return found
+    @property
+    def _kinds(self) -> list[str]:
+        return list(map(_kind, self.kept))
 
-    def expect(self, told: dict[str, Any]) -> list[tuple[str, ParamUnit]]:
-        """Reads what :meth:`describe` told. Returns which arrays of which units come with it.
-        Raises UsageError if they are not those of this job; changes nothing."""
-        names = {unit.name: unit for unit in self.units}
-        if told["kinds"] != list(self.arrays) or not set(told["due"]) <= set(names):
+    def expect(self, told: dict[str, Any]) -> dict[str, list[FlatParam]]:
+        """Reads what :meth:`describe` told. Raises UsageError if its arrays are not those of this
+        job; changes nothing."""
+        names = {unit.name: flat_params for unit, flat_params in self.units.items()}
+        if told["kinds"] != self._kinds or not set(told["due"]) <= set(names):
             raise UsageError(
                 f"the checkpoint's groups have {told['kinds']} and exchanges of"
-                f" {list(told['due'])}, this LocalSteps {list(self.arrays)} and units"
+                f" {list(told['due'])}, this LocalSteps {self._kinds} and units"
                 f" {list(names)[:3]}. Make it with the same lr, momentum, codes and units."
             )
         Position(**told["position"])  # raises
         if not all(type(due) is int for due in told["due"].values()):
             raise ValueError(f"exchanges are due at {told['due']!r}")
-        of_units = [(kind, unit) for kind in self.arrays for unit in self.units]
-        return of_units + [(MEAN, names[name]) for name in told["due"]]
+        means = [flat_param for name in told["due"] for flat_param in names[name]]
+        return {kind: list(kept.flat_params) for kind, kept in self.kept.items()} | {MEAN: means}
 
-    def begin_load(self, told: dict[str, Any]) -> None:
-        """Takes the position of a checkpoint. :meth:`write_own` follows, for all it has."""
+    def resume(self, told: dict[str, Any] | None) -> None:
+        """Takes the position of a checkpoint; None: begins anew from the present values."""
         self.drop_pending()
+        if told is None:
+            self.restart(replace(self.position, steps=0, at=0, probed=0))
+            return
         self.position = Position(**told["position"])
         for unit, flat_params in self.units.items():
             if (due := told["due"].get(unit.name)) is not None:
                 empty = torch.zeros(_numel(flat_params), device="cpu")
                 self._pending[unit] = _Pending(due, None, empty)
+        self._show_means()
 
-    def write_own(self, kind: str, handle: ParamHandle, values: torch.Tensor) -> None:
-        """Writes this rank's elements of one array of a parameter."""
-        flat_param = handle.flat_param
-        begin, end = flat_param.layout.part_at_home("weight", handle.index)
-        if kind == MEAN:
-            loaded = self._pending[handle.unit].mean()
-            _split(self.units[handle.unit], loaded)[flat_param][begin:end] = values
-        elif begin < end:
-            version = self._steps.index
-            self._store.write(self.arrays[kind][flat_param], begin, values, version=version)
+    def _show_means(self) -> None:
+        """Lets a checkpoint have the means of exchanges that were not applied yet. Blocks until
+        they have arrived."""
+        self._means.passing = {
+            flat_param: _in_memory(part)
+            for unit, pending in self._pending.items()
+            for flat_param, part in _split(self.units[unit], pending.mean()).items()
+        }
 
     # --- values ---
 
@@ -348,17 +323,11 @@ class OuterStep(Extension):
     def _moved(self, piece: Piece) -> torch.Tensor:
         """Returns what is sent of a piece."""
         value = self._value(piece)
-        return self._read(ANCHOR, piece).sub_(value) if ANCHOR in self.arrays else value
+        return self.kept[ANCHOR].read(piece).sub_(value) if ANCHOR in self.kept else value
 
-    def _read(self, kind: str, piece: Piece) -> torch.Tensor:
-        return self._store.read(self.arrays[kind][piece.flat_param], piece.begin, piece.end)
 
-    def _write(self, piece: Piece, parts: dict[str, torch.Tensor]) -> None:
-        flat_param = piece.flat_param
-        for name, part in parts.items():
-            arrays = self.arrays.get(name)
-            array = flat_param.arrays[name] if arrays is None else arrays[flat_param]
-            self._store.write(array, piece.begin, part, version=self._steps.index)
+def _kind(name: str) -> str:
+    return name.removeprefix(f"{OUTER}_")
 
 
 def _stepped(unit: ParamUnit) -> list[FlatParam]:

@@ -18,8 +18,6 @@ from ...core.run.recovery import is_interrupted
 from ...core.run.registry import engine_of
 from ...errors import ConfigError, UsageError
 from ...files.outputs import folder_of
-from ..averages.weight_average import WeightAverage
-from ..local_steps.outer_step import OuterStep
 from .parking import Parking, arrays_in_memory, give_back_heap
 
 PARTS = {"all": {}, "weights": {"optimizer": False}, "optimizer": {"weights": False}}
@@ -80,17 +78,12 @@ def park(
 def _park(engine: Engine, job: Job, folder: str | None, what: str) -> int:
     """Parks on the host, or in ``folder``, and returns the bytes that are parked."""
     parking = job.find(Parking) or job.add(Parking(job.store))
-    average, outer = job.find(WeightAverage), job.find(OuterStep)
     if not parking.nbytes:
         job.uses.check(ParkOperation.PARK)  # another thread may have used it meanwhile
         _settle(engine, job)
     if what != "optimizer":
         _refuse_held(job)
     arrays, blank = arrays_in_memory(job.units, **PARTS[what])
-    if average is not None and what != "weights":
-        arrays += average.arrays_in_memory
-    if outer is not None and what != "weights":
-        arrays += outer.arrays_in_memory
     # Not guarded: a folder that refuses a swap file has lost no data. Its writes are guarded.
     if folder is None:
         parking.park_on_host(arrays)

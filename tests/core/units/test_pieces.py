@@ -10,13 +10,7 @@ from torch import nn
 
 import infinity
 from infinity.core.units import pieces
-from infinity.core.units.pieces import (
-    Progress,
-    allocate_beside,
-    change_pieces,
-    pieces_of,
-    read_value,
-)
+from infinity.core.units.pieces import Progress, change_pieces, pieces_of, read_value
 
 
 class Made:
@@ -42,16 +36,6 @@ def test_values_are_those_of_the_masters_in_parts(home, dtype, swap, monkeypatch
     assert len(list(pieces_of(made.flat_params))) == 4 + 1
     expected = torch.cat([value.flatten() for value in made.before.values()]).float()
     assert torch.equal(made.read(), expected) and made.read().dtype == torch.float32
-
-
-@pytest.mark.parametrize("home", ["device", "host", "nvme"])
-def test_an_array_beside_the_master_is_zeroed_and_freed(home, swap):
-    made = Made(home, swap)
-    (flat_param,) = made.flat_params
-    array = allocate_beside(made.job.store, flat_param, torch.float64, "a test", version=0)
-    assert array.tier is flat_param.weight.tier and array.dtype == torch.float64
-    assert not made.job.store.read(array, 0, array.numel).any()
-    made.job.store.arrays.free_more(array)
 
 
 @pytest.mark.parametrize("interrupted_at", [0, 1])

@@ -152,14 +152,14 @@ def test_a_state_dict_goes_round(tmp_path):
 def test_a_load_that_is_cut_short_is_carried_to_its_end(when, tmp_path, monkeypatch):
     """Method: Ctrl-C comes before or after the third parameter's write; the next use has all of
     what was loaded, and its count."""
-    from infinity.ext.averages.weight_average import WeightAverage
+    from infinity.core.units.kept import Kept
 
     model, optimizer = pair("nvme", tmp_path)
     average = infinity.ema(model, 0.9)
     step(model, optimizer, 0)
     average.update()
     saved = {name: value + 1 for name, value in average.state_dict().items()}
-    write, calls = WeightAverage.write_own, []
+    write, calls = Kept.write_own, []
 
     def interrupted(self, handle, values):
         calls.append(handle)
@@ -170,7 +170,7 @@ def test_a_load_that_is_cut_short_is_carried_to_its_end(when, tmp_path, monkeypa
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(WeightAverage, "write_own", interrupted)
+        patch.setattr(Kept, "write_own", interrupted)
         with pytest.raises(KeyboardInterrupt):
             average.load_state_dict(saved, updates=7)
     found = average.state_dict()
@@ -186,7 +186,7 @@ def test_a_load_that_is_cut_short_is_carried_to_its_end(when, tmp_path, monkeypa
 def test_a_change_that_is_cut_short_is_carried_to_its_end(change, tmp_path, monkeypatch):
     """Method: the write of the fifth piece raises, once before and once after the bytes went out;
     going on gives the bits of a run in which nothing was raised."""
-    from infinity.ext.averages.weight_average import WeightAverage
+    from infinity.core.units.kept import KeptArrays
 
     ends = []
     for when in ("never", "before", "after"):
@@ -195,7 +195,7 @@ def test_a_change_that_is_cut_short_is_carried_to_its_end(change, tmp_path, monk
         for number in range(2):
             step(model, optimizer, number)
             average.update()
-        write, calls = WeightAverage._write, []
+        write, calls = KeptArrays.write, []
 
         def interrupted(self, piece, parts, write=write, calls=calls, when=when):
             calls.append(piece)
@@ -205,7 +205,7 @@ def test_a_change_that_is_cut_short_is_carried_to_its_end(change, tmp_path, monk
             if len(calls) == 5 and when == "after":
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(WeightAverage, "_write", interrupted)
+        monkeypatch.setattr(KeptArrays, "write", interrupted)
         try:
             if change == "update":
                 average.update()
@@ -214,7 +214,7 @@ def test_a_change_that_is_cut_short_is_carried_to_its_end(change, tmp_path, monk
                 average._exchange()
         except KeyboardInterrupt:
             pass
-        monkeypatch.setattr(WeightAverage, "_write", write)
+        monkeypatch.setattr(KeptArrays, "write", write)
         with torch.no_grad():
             seen = model(tokens(3))
         if change == "exchange":
@@ -234,7 +234,7 @@ def test_applied_ends_with_the_weights_whatever_cuts_it_short(way, tmp_path, mon
     """Method: Ctrl-C at the fifth piece of the exchange at the block's begin, or at its end. Behind
     it the model has its weights, and another `applied` the averages. Without it the block is
     entered: the twin."""
-    from infinity.ext.averages.weight_average import WeightAverage
+    from infinity.core.units.kept import KeptArrays
 
     model, optimizer = pair("host", tmp_path)
     average = infinity.ema(model, 0.9)
@@ -245,7 +245,7 @@ def test_applied_ends_with_the_weights_whatever_cuts_it_short(way, tmp_path, mon
         {name: value.clone() for name, value in one.state_dict().items()}
         for one in (model, average)
     )
-    write, left, entered = WeightAverage._write, [], []
+    write, left, entered = KeptArrays.write, [], []
 
     def interrupted(self, *args, write=write):
         if left and not left.pop():
@@ -257,7 +257,7 @@ def test_applied_ends_with_the_weights_whatever_cuts_it_short(way, tmp_path, mon
             entered.append(differing(model.state_dict(), averages))
             left.extend([0, 1, 1, 1, 1] if way == "out" else [])
 
-    monkeypatch.setattr(WeightAverage, "_write", interrupted)
+    monkeypatch.setattr(KeptArrays, "write", interrupted)
     left.extend([0, 1, 1, 1, 1] if way == "in" else [])
     with pytest.raises(KeyboardInterrupt):
         evaluate()

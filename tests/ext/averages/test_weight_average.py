@@ -46,7 +46,7 @@ class Made:
 
     def averages(self) -> set[float]:
         handles = [handle_of(param) for param in self.model.parameters()]
-        return {float(x) for each in handles for x in self.average.read(each)}
+        return {float(x) for each in handles for x in self.average.kept.read_whole(each)}
 
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
@@ -108,7 +108,7 @@ def test_an_interrupted_update_is_completed_by_the_next_use(at, swap):
 
 def test_only_what_is_stepped_is_averaged(swap):
     made = Made("host", swap, frozen=True)
-    has = [made.average.has(handle_of(param)) for param in made.model.parameters()]
+    has = [made.average.kept.has(handle_of(param)) for param in made.model.parameters()]
     assert has == [False, False, True, True]
 
 
@@ -118,13 +118,13 @@ def test_averages_are_fp32_of_the_masters(dtype, swap):
     made = Made("host", swap, dtype=dtype)
     made.set(1.0)
     for param in made.model.parameters():
-        assert made.average.dtype_of(handle_of(param)) is torch.float32
+        assert made.average.kept.dtype_of(handle_of(param).flat_param) is torch.float32
     for _ in range(2):
         (made.model(torch.zeros(1, 4).to(dtype)).float().sum() * 2**-10).backward()
         made.optimizer.step()
         made.optimizer.zero_grad()
     made.average.update()
-    bias = made.average.read(handle_of(made.model[1].bias))
+    bias = made.average.kept.read_whole(handle_of(made.model[1].bias))
     assert bias.tolist() == [1 - 2**-10] * 4
 
 
@@ -134,10 +134,10 @@ def test_a_part_is_read_and_written_alone(swap):
     made.set(1.0)
     made.average.update()
     handle = handle_of(made.model[1].bias)
-    made.average.write_own(handle, torch.arange(4.0))
-    assert {0.0, 1.0, 2.0, 3.0} == set(made.average.array_of(handle.flat_param).flat.tolist())
+    made.average.kept.write_own(handle, torch.arange(4.0))
+    assert {0.0, 1.0, 2.0, 3.0} == set(made.average.kept.array_of(handle.flat_param).flat.tolist())
     assert made.averages() == {0.0, 1.0, 2.0, 3.0}
-    assert set(made.average.read(handle_of(made.model[1].weight)).tolist()) == {1.0}
+    assert set(made.average.kept.read_whole(handle_of(made.model[1].weight)).tolist()) == {1.0}
     made.average.resume(7)
     assert made.average.count == 7
 
@@ -145,14 +145,16 @@ def test_a_part_is_read_and_written_alone(swap):
 @pytest.mark.parametrize(("home", "in_memory"), [("host", True), ("nvme", False)])
 def test_freed_averages_hold_no_memory(home, in_memory, swap):
     made = Made(home, swap)
-    assert bool(made.average.arrays_in_memory) == in_memory
+    homes = [flat.homes for unit in parts_of(made).units for flat in unit.flat_params]
+    held = [array for each in homes for array in each.kept.values()]
+    assert {array.flat is not None for array in held} == {in_memory}
     account = parts_of(made).ledger.accounts[Tier.HOST]
     planned = account.planned_nbytes
     for _ in range(2):
-        made.average.free()
+        made.average.kept.free()
     assert (account.planned_nbytes < planned) == in_memory
-    assert made.average.arrays_in_memory == []
-    assert not made.average.has(handle_of(made.model[0].weight))
+    assert not any(each.kept for each in homes)
+    assert not made.average.kept.has(handle_of(made.model[0].weight))
 
 
 def test_an_average_outlives_no_model(swap):

@@ -65,9 +65,8 @@ class Made:
         self.engine, self.line = parts_of(self.model).engine, line or Line()
         job = parts_of(self).job
         outer = OuterStep(
-            job.store,
+            job.arrays,
             job.units,
-            job.steps,
             self.line,
             settings,
             most=1,
@@ -91,8 +90,14 @@ class Made:
         self.outer.finish(self.unit)
 
     def kept(self, kind: str) -> set[float]:
-        (array,) = self.outer.arrays[kind].values()
+        (flat_param,) = self.outer.units[self.unit]
+        array = flat_param.homes.kept[f"outer_{kind}"]
         return {float(x) for x in parts_of(self).store.read(array, 0, 16)}
+
+
+def held(made: Made) -> list[str]:
+    """The names of the arrays that are kept beside the weights."""
+    return [name for flat_param in made.unit.flat_params for name in flat_param.homes.kept]
 
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
@@ -121,7 +126,7 @@ def test_a_plain_mean_keeps_nothing_at_home(swap):
     made.outer.take_first()
     made.set(3.0)
     made.average(others=1.0)
-    assert made.weights() == {2.0} and made.outer.arrays_in_memory == []
+    assert made.weights() == {2.0} and not held(made)
 
 
 def test_the_link_is_waited_for_once_a_delayed_average_is_due(swap):
@@ -191,16 +196,18 @@ def test_what_a_checkpoint_holds_comes_back(swap):
     made.outer.take_first()
     made.set(0.0)
     made.outer.start(made.unit, 3, (1, 7))
-    told, saved = made.outer.describe(), made.outer.saved(made.unit)
-    assert told["due"] == {made.unit.name: 3} and set(saved) == {"anchor", "momentum", "mean"}
+    told = made.outer.describe()
+    saved = {kept.name: kept for kept in parts_of(made).arrays.saved()["outer"]}
+    assert told["due"] == {made.unit.name: 3} and told["kinds"] == ["anchor", "momentum"]
     expected = again.outer.expect(told)
-    assert [kind for kind, _ in expected] == ["anchor", "momentum", "mean"]
-    again.outer.begin_load(told)
-    for kind, unit in expected:
-        for handle in unit.handles:
-            array = saved[kind][made.unit.flat_params[0]]
+    assert list(expected) == list(saved) == ["outer_anchor", "outer_momentum", "outer_mean"]
+    again.outer.resume(told)
+    taking = {kept.name: kept for kept in parts_of(again).arrays.saved()["outer"]}
+    for name, flat_params in expected.items():
+        for handle in (handle for flat_param in flat_params for handle in flat_param.handles):
+            array = saved[name].array_of(made.unit.flat_params[0])
             begin, end = handle.flat_param.layout.part_at_home("weight", handle.index)
-            again.outer.write_own(kind, handle, array.flat[begin:end])
+            taking[name].write_own(handle, array.flat[begin:end])
     again.set(0.0)
     for each in (made, again):
         each.outer.finish(each.unit)
@@ -243,7 +250,7 @@ def test_freed_anchors_hold_no_memory(swap):
     planned = account.planned_nbytes
     for _ in range(2):
         made.outer.free()
-    assert account.planned_nbytes < planned and made.outer.arrays_in_memory == []
+    assert account.planned_nbytes < planned and not held(made)
 
 
 def test_anchors_stay_within_the_budget(swap):

@@ -23,6 +23,7 @@ from ranks import serve, told
 from torch import nn
 
 import infinity
+from infinity.core.units.kept import KeptArrays
 from infinity.ext.local_steps.outer_step import OuterStep
 
 HOST = {"params": "host", "optimizer": "host"}
@@ -78,8 +79,8 @@ def outer_values(model: nn.Module) -> dict[str, torch.Tensor]:
     outer = parts_of(model).find(OuterStep)
     return {
         f"{kind}.{number}": outer._store.read(array, 0, array.numel)
-        for kind, arrays in outer.arrays.items()
-        for number, array in enumerate(arrays.values())
+        for kind, kept in outer.kept.items()
+        for number, array in enumerate(map(kept.array_of, kept.flat_params))
     }
 
 
@@ -160,9 +161,9 @@ def resumes(
 
 def is_struck(steps: int, at: int, shape=(2, 1), **made: Any) -> dict[str, Any]:
     """One rank is interrupted at the write of a piece of an average, and goes on."""
-    write, calls = OuterStep._write, []
+    write, calls = KeptArrays.write, []
 
-    def struck(self: OuterStep, piece: Any, parts: Any) -> None:
+    def struck(self: KeptArrays, piece: Any, parts: Any) -> None:
         calls.append(piece)
         if len(calls) == at:
             raise KeyboardInterrupt
@@ -170,7 +171,7 @@ def is_struck(steps: int, at: int, shape=(2, 1), **made: Any) -> dict[str, Any]:
 
     model, optimizer, local = make(shape, **made)
     if dist.get_rank() == 1:
-        OuterStep._write = struck
+        KeptArrays.write = struck
     strikes = 0
     try:
         for number in range(steps):
@@ -180,7 +181,7 @@ def is_struck(steps: int, at: int, shape=(2, 1), **made: Any) -> dict[str, Any]:
             except KeyboardInterrupt:
                 strikes += 1
     finally:
-        OuterStep._write = write
+        KeptArrays.write = write
     return {"weights": cloned(model.state_dict()), "strikes": strikes, "steps": local.steps}
 
 

@@ -1,0 +1,256 @@
+"""KeptArrays: arrays that a feature keeps beside flat params' own: an average, a momentum.
+
+kept     one array for each of some flat params: this rank's shard, where the master is
+keeper   the extension that keeps them: a checkpoint asks it what to tell with them
+passing  arrays over memory of the keeper's own, which only a checkpoint reads and writes
+
+Kept arrays are planned, charged, parked, saved, loaded and freed with the flat param's own: their
+home is :attr:`HomeArrays.kept`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+
+from ... import native
+from ...errors import InternalError
+from ..homes.arrays import StateArray
+from ..homes.store import ArrayStore
+from ..machine.sizes import round_up
+from ..machine.tiers import Tier
+from ..seams import Extension
+from .flat_param import FlatParam
+from .flat_param_spec import ARRAYS
+from .handle import ParamHandle
+from .pieces import PIECE_NUMEL, Piece
+from .unit import ParamUnit
+
+NAME = re.compile("[a-z][a-z0-9_]{0,63}")
+UNIT = "unit"  # what a checkpoint's files of the flat params' own arrays are called
+
+
+class Kept:
+    """One kept array for each of :attr:`flat_params`. Used inside a use of the engine."""
+
+    def __init__(
+        self,
+        arrays: KeptArrays,
+        name: str,
+        dtype: torch.dtype | None,
+        keeper: Extension | None,
+        saved_as: str,
+    ):
+        self.name, self.keeper, self.saved_as = name, keeper, saved_as
+        self._arrays, self._dtype = arrays, dtype
+        self.flat_params: dict[FlatParam, None] = {}  # in order
+        self.passing: dict[FlatParam, StateArray] = {}
+
+    def array_of(self, flat_param: FlatParam) -> StateArray:
+        """Returns the array beside ``flat_param``."""
+        return self.passing.get(flat_param) or flat_param.homes.kept[self.name]
+
+    def dtype_of(self, flat_param: FlatParam) -> torch.dtype:
+        """Returns the dtype of the array beside ``flat_param``: by default that of its value."""
+        if self._dtype is not None:
+            return self._dtype
+        return torch.float32 if "master" in flat_param.arrays else flat_param.spec.dtype
+
+    def has(self, handle: ParamHandle) -> bool:
+        """Tells whether a parameter has a part of these arrays."""
+        return handle.flat_param in self.passing or handle.flat_param in self.flat_params
+
+    def read(self, piece: Piece) -> torch.Tensor:
+        """Reads the elements of a piece into a CPU tensor of its own. Blocks on the disk."""
+        return self._arrays.store.read(self.array_of(piece.flat_param), piece.begin, piece.end)
+
+    def read_whole(self, handle: ParamHandle) -> torch.Tensor:
+        """Reads a parameter's elements, flat, in the order of its storage. Every rank calls
+        this."""
+        flat_param = handle.flat_param
+        return flat_param.parts.read(
+            self._arrays.store, "weight", handle.index, array=self.array_of(flat_param)
+        )
+
+    def write_own(self, handle: ParamHandle, values: torch.Tensor) -> None:
+        """Writes this rank's elements of a parameter, flat."""
+        begin, end = handle.flat_param.layout.part_at_home("weight", handle.index)
+        if begin < end:
+            self._arrays.write_array(self.array_of(handle.flat_param), begin, values)
+
+    def free(self) -> None:
+        """Frees the memory. Idempotent."""
+        self._arrays.free(self)
+
+
+class KeptArrays:
+    """All kept arrays of one job. Used from the thread that runs the model.
+
+    ``note``: adds bytes of a tier to the plan, under a name.
+    """
+
+    def __init__(
+        self,
+        store: ArrayStore,
+        units: Sequence[ParamUnit],
+        version: Callable[[], int],
+        note: Callable[[Tier, str, int], None],
+    ):
+        self.store, self._units, self._version, self._note = store, units, version, note
+        self._kept: list[Kept] = []
+
+    def keep(
+        self,
+        name: str,
+        dtype: torch.dtype | None = None,
+        flat_params: Iterable[FlatParam] | None = None,
+        *,
+        keeper: Extension | None = None,
+        saved_as: str | None = None,
+        what: str | None = None,
+        otherwise: Tier | None = None,
+    ) -> Kept:
+        """Allocates an array of ``dtype`` beside each of ``flat_params``, zeroed, where its master
+        is, or its weight.
+
+        name
+            Of the arrays in the plan, in a checkpoint, and in :meth:`write`.
+        dtype
+            None: fp32 beside masters, else the parameters' own.
+        flat_params
+            None: all that an optimizer steps.
+        keeper
+            Its ``describe``, ``expect`` and ``resume`` go with the arrays through checkpoints;
+            ``job.remove`` of it frees them.
+        saved_as
+            What a checkpoint's files of the arrays are called; None: ``name``.
+        what
+            Names all of them in the error; None: ``name``.
+        otherwise
+            The tier that is taken where that one has no room.
+
+        Raises CapacityError without room, with nothing changed; InternalError for names that are
+        taken, or that no file can have.
+        """
+        self._check_names(name, saved_as or name, keeper)
+        found = self.stepped if flat_params is None else flat_params
+        kept = Kept(self, name, dtype, keeper, saved_as or name)
+        wanted = {each: kept.dtype_of(each) for each in found}
+        self.check_room(wanted.items(), what or name, otherwise=otherwise)
+        self._kept.append(kept)
+        try:
+            for flat_param, each in wanted.items():
+                self._allocate(kept, flat_param, each, what or name, otherwise)
+        except BaseException:
+            self.free(kept)
+            raise
+        return kept
+
+    def _check_names(self, name: str, saved_as: str, keeper: Extension | None) -> None:
+        keepers = {kept.saved_as: kept.keeper for kept in self._kept}
+        is_taken = name in {*ARRAYS, *(kept.name for kept in self._kept)} or saved_as == UNIT
+        if is_taken or keepers.get(saved_as, keeper) is not keeper:
+            raise InternalError(f"other arrays are called {name!r}, saved as {saved_as!r}")
+        if not (NAME.fullmatch(name) and NAME.fullmatch(saved_as)):
+            raise InternalError(f"arrays {name!r}, saved as {saved_as!r}: use a-z, 0-9 and _")
+
+    @property
+    def stepped(self) -> list[FlatParam]:
+        """The flat params that an optimizer steps."""
+        found = (flat_param for unit in self._units for flat_param in unit.flat_params)
+        return [flat_param for flat_param in found if flat_param.spec.stepped]
+
+    def check_room(
+        self,
+        wanted: Iterable[tuple[FlatParam, torch.dtype]],
+        what: str,
+        *,
+        on_host_nbytes: int = 0,
+        otherwise: Tier | None = None,
+    ) -> None:
+        """Raises CapacityError, which names the need of all of them, if there is no room for
+        ``on_host_nbytes``, and for the ``wanted`` arrays as :meth:`keep` makes them."""
+        needed = {Tier.HOST: on_host_nbytes}
+        for flat_param, dtype in wanted:
+            tier = _tier_of(flat_param)
+            needed[tier] = needed.get(tier, 0) + _nbytes_of(flat_param, dtype)
+        for tier, nbytes in needed.items():
+            if tier is not Tier.NVME and otherwise in (None, tier):
+                self.store.ledger.check(tier, nbytes, what)
+
+    def _allocate(
+        self,
+        kept: Kept,
+        flat_param: FlatParam,
+        dtype: torch.dtype,
+        what: str,
+        otherwise: Tier | None,
+    ) -> None:
+        tier, numel = _tier_of(flat_param), flat_param.layout.shard_numel
+        room = self.store.ledger.room(tier)
+        if room is not None and _nbytes_of(flat_param, dtype) > room:
+            tier = otherwise or tier
+        array = self.store.arrays.allocate_later(tier, dtype, numel, what)
+        flat_param.homes.kept[kept.name] = array
+        kept.flat_params[flat_param] = None
+        self._note(tier, kept.name, _nbytes_of(flat_param, dtype))
+        if tier is Tier.NVME:  # disk space may hold old bytes
+            self._clear(array)
+
+    def free(self, kept: Kept) -> None:
+        """Frees the memory of ``kept``. Idempotent."""
+        while kept.flat_params:
+            flat_param, _ = kept.flat_params.popitem()
+            array = flat_param.homes.kept.pop(kept.name, None)
+            if array is not None:  # else the homes are gone
+                self._note(array.tier, kept.name, -_nbytes_of(flat_param, array.dtype))
+                self.store.arrays.free_more(array)
+        kept.passing = {}
+        self._kept = [each for each in self._kept if each is not kept]
+
+    def free_of(self, keeper: Extension) -> None:
+        """Frees all that ``keeper`` keeps."""
+        for kept in self._kept:  # a list of its own: free() makes a new one
+            if kept.keeper is keeper:
+                self.free(kept)
+
+    def clear(self, kept: Kept) -> None:
+        """Sets all elements of ``kept`` to zero."""
+        for flat_param in kept.flat_params:
+            self._clear(kept.array_of(flat_param))
+
+    def _clear(self, array: StateArray) -> None:
+        zeros = torch.zeros(min(PIECE_NUMEL, array.numel), dtype=array.dtype, device="cpu")
+        for at in range(0, array.numel, PIECE_NUMEL):
+            self.write_array(array, at, zeros[: array.numel - at])
+
+    def write(self, piece: Piece, parts: Mapping[str, torch.Tensor]) -> None:
+        """Writes new ``parts`` of a piece: of kept arrays and of the flat param's own, by their
+        names. For :func:`change_pieces`."""
+        homes = piece.flat_param.homes
+        for name, part in parts.items():
+            array = homes.kept[name] if name in homes.kept else homes.arrays[name]
+            self.write_array(array, piece.begin, part)
+
+    def write_array(self, array: StateArray, begin: int, values: torch.Tensor) -> None:
+        """Writes ``values`` at element ``begin`` of one array, as of the present step."""
+        self.store.write(array, begin, values, version=self._version())
+
+    # --- checkpoints ---
+
+    def saved(self) -> dict[str, list[Kept]]:
+        """Returns what checkpoints hold, by the name under which they do."""
+        found: dict[str, list[Kept]] = {}
+        for kept in self._kept:
+            found.setdefault(kept.saved_as, []).append(kept)
+        return found
+
+
+def _tier_of(flat_param: FlatParam) -> Tier:
+    return flat_param.arrays.get("master", flat_param.weight).tier
+
+
+def _nbytes_of(flat_param: FlatParam, dtype: torch.dtype) -> int:
+    return round_up(dtype.itemsize * flat_param.layout.shard_numel, native.BLOCK_NBYTES)
