@@ -4,8 +4,6 @@ frame      one running forward of a module that owns units, or of a root
 task       one run of autograd; a reentrant checkpoint nests them
 accumulation pass
            several forwards and backwards make one pass: micro-batches, stages of a pipeline
-stale      a pipeline runs without flush: running micro-batches use the weights from before an
-           earlier update
 
 [Note: three kinds of state] State that stays after the wrap is in :mod:`.job`. State that survives
 a process is at the homes and in the journal. The rest is here, whichever part of the engine writes
@@ -82,15 +80,9 @@ class Pass:
     has_begun: bool = False  # an accumulation pass begins with its first root forward
     backward_count: int = 0  # backwards that ended in an accumulation pass
 
-    runs_without_flush: bool = False
-    updates_in_place: bool = False  # such a run keeps no weights from before an update
-    is_updating: bool = False  # by the pipeline itself, between two of its batches
-
-    @property
-    def kind(self) -> str:
-        """The kind of a training pass, as the schedule knows it. Without flush, units are used in
-        another version, too."""
-        return "unflushed" if self.runs_without_flush else "train"
+    kind: str = "train"  # of training passes, as the schedule knows them
+    keeps_idle: bool = False  # the weights of idle units stay on the device after it
+    steps_apart: bool = False  # ranks of other stages do not step with these
 
     @property
     def is_cut_short(self) -> bool:

@@ -6,8 +6,8 @@ show      a hold in which the parameters are ordinary ones: the forward of an ow
           them as references there, and nowhere else
 idle      resident without a hold; a full window evicts idle units, the one needed last first
 window    device bytes for gathered weights
-stale     a unit's weights before earlier updates, if kept: units of their own here, one of which
-          a hold of the unit may mean
+pinned    of weights of a unit that stay while newer ones come: units of their own here, one of
+          which a hold of the unit may mean
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Prefetcher:
     def release_all(self, units: Iterable[ParamUnit]) -> None:
         """Releases ``units`` from device and staging, in any state: their homes change."""
         for unit in units:
-            for each in (unit, *unit.stale):
+            for each in (unit, *unit.pinned):
                 self._release(each)
 
     def _release(self, unit: ParamUnit) -> None:
@@ -168,26 +168,26 @@ class Prefetcher:
         if unit.residency is Residency.RESIDENT and not unit.stays:
             self._evict(unit)
 
-    def keep_as_stale(self, unit: ParamUnit, stale: ParamUnit, change: Callable[[], None]) -> None:
-        """Makes the gathered weights of ``unit`` those of ``stale``, by ``change``, before an
-        update writes new ones. Those that ``stale`` had are dropped."""
-        self._release(stale)
+    def hand_over(self, unit: ParamUnit, pinned: ParamUnit, change: Callable[[], None]) -> None:
+        """Makes the gathered weights of ``unit`` those of ``pinned``, by ``change``, before an
+        update writes new ones. Those that ``pinned`` had are dropped."""
+        self._release(pinned)
         if unit.residency is not Residency.RESIDENT:
             self._release(unit)
         change()
         if unit in self._pass.resident:
             del self._pass.resident[unit]
-            self._pass.resident[stale] = None
+            self._pass.resident[pinned] = None
 
     @apart
     def release_idle(self) -> None:
-        """Ends the pass and releases every idle unit, unless ranks, or a pipeline without flush,
-        keep weights. Does nothing inside an accumulation pass. Every data rank calls this, and it
-        may block on them."""
+        """Ends the pass and releases every idle unit, unless ranks or the pass keep weights. Does
+        nothing inside an accumulation pass. Every data rank calls this, and it may block on
+        them."""
         if self._pass.is_accumulating:
             return
         self._collectives.passes.end()
-        if self._ranks.keeps_weights or self._pass.runs_without_flush:
+        if self._ranks.keeps_weights or self._pass.keeps_idle:
             return
         for unit in [unit for unit in self._pass.resident if unit not in self._pass.holds]:
             self._evict(unit)

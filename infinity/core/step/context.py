@@ -49,8 +49,7 @@ class StepContext:
 
     is_only: Callable[[], bool]  # no other optimizer steps parameters of the job
     is_cut_short: Callable[[], bool]  # a forward or backward was interrupted
-    runs_without_flush: Callable[[], bool]  # other stages may be at other batches
-    keeps_stale: Callable[[], bool]  # an update writes new weights beside the old ones
+    steps_apart: Callable[[], bool]  # other stages may be at other batches
     # Sends units home, before their bytes there change
     release: Callable[[Iterable[ParamUnit]], None]
     end_step: Callable[[], None]  # after all updates of a step are submitted

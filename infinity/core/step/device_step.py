@@ -23,6 +23,7 @@ from ..machine.traffic import Traffic
 from ..units.flat_layout import SHARD_ALIGNMENT
 from ..units.flat_param import FlatParam
 from ..units.flat_param_spec import elements_each
+from ..units.home_arrays import Draft
 from .device_share import DeviceShare, Rates
 from .device_slots import DEVICE_SLOTS, SLOT_ALIGNMENT
 
@@ -107,25 +108,31 @@ class DeviceStepper:
         flat_param: FlatParam,
         layout: native.Layout,
         spans: Sequence[Span],
+        draft: Draft,
         *,
         version: int,
         behind: Sequence[Event],
-        newer: StateArray | None = None,
     ) -> DeviceUpdate:
-        """Steps ``spans`` of a flat param, after ``behind``, its landing gradients, and after the
-        compute enqueued so far unless all is in host memory. ``newer``: receives the new weights;
-        None: in place."""
+        """Steps ``spans`` of a flat param to ``draft``, after ``behind``, its landing gradients,
+        and after the compute enqueued so far unless all is in host memory."""
         names, arrays = passing(flat_param), flat_param.arrays
-        flat_param.homes.wait_save()
-        # A copy to the device may still read the weights.
-        behind = [flat_param.homes.last_read, *behind]
+        for ticket in draft.tickets:
+            ticket.wait()
+        behind = [*draft.events, *behind]
         if len(names) < len(arrays):
             behind.append(self._device.now())
         event: Event = PAST
-        if newer is not None:
-            arrays = arrays | {"weight": newer}
-            event = self._copy_weights(flat_param, newer, behind)
-            behind.append(event)
+        if draft.fresh is not None:
+            arrays = arrays | {"weight": draft.fresh}
+            weight, fresh = flat_param.weight.flat, draft.fresh.flat  # now: soon they are others
+            if flat_param.weight.tier is Tier.HOST:
+                for read in draft.events:
+                    read.wait()
+                native.copy_flat(fresh, weight)
+            else:
+                copy = partial(fresh.copy_, weight, non_blocking=True)
+                event = self._device.put("step", copy, behind=behind)
+                behind.append(event)
         for begin, end, part in _chunks(
             spans, self._chunk(flat_param, names) if names else flat_param.layout.shard_numel
         ):
@@ -133,19 +140,6 @@ class DeviceStepper:
         for array in arrays.values():
             array.extent.version = version
         return DeviceUpdate(event, on_device=not names)
-
-    def _copy_weights(self, flat_param: FlatParam, newer: StateArray, behind: list[Event]) -> Event:
-        """Copies the weights to ``newer``, where they are stepped."""
-        weight = flat_param.weight.flat  # taken now: soon the flat param's weight is the newer one
-        if flat_param.weight.tier is Tier.HOST:
-            flat_param.homes.last_read.wait()
-            native.copy_flat(newer.flat, weight)
-            return PAST
-
-        def copy() -> None:
-            newer.flat.copy_(weight, non_blocking=True)
-
-        return self._device.put("step", copy, behind=[*behind, flat_param.homes.last_read])
 
     def _chunk(self, flat_param: FlatParam, names: list[str]) -> int:
         """Returns how many elements fit a slot."""

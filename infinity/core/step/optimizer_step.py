@@ -129,8 +129,8 @@ class OptimizerStep:
             raise
 
     def _in_order(self) -> list[ParamUnit]:
-        """Returns the units in the order of the next forward, then the others, which a step beside
-        stale weights copies."""
+        """Returns the units in the order of the next forward, then the others, which a step to
+        fresh bytes copies."""
         units = self._context.units
         first = [index for index in self._context.schedule.first() if index < len(units)]
         known = set(first)
@@ -154,8 +154,7 @@ class OptimizerStep:
             ]
         inputs = StepInputs(context, groups, self._members.group_of, clip, counters)
         ranks = context.collectives.ranks
-        # Without flush other stages are at other batches, and no stage waits.
-        meets_stages = ranks.pp_group is not None and not context.runs_without_flush()
+        meets_stages = ranks.pp_group is not None and not context.steps_apart()
         context.collectives.meet_for_step(
             inputs.common if ranks.unit_places else "",  # a digest of every trained parameter
             inputs.own,

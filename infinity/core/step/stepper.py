@@ -9,11 +9,10 @@ from typing import Any
 
 from ... import native
 from ..grads.record import GradState, has_landed
-from ..homes.arrays import StateArray
 from ..params.books import OptimizerBooks
 from ..units.flat_param import FlatParam
-from ..units.handle import ParamHandle, handle_of
-from ..units.home_arrays import Update
+from ..units.handle import ParamHandle
+from ..units.home_arrays import Draft
 from ..units.unit import ParamUnit
 from .context import StepContext
 from .counters import Numbers
@@ -27,9 +26,10 @@ class FlatParamStep:
     """The step of one flat param."""
 
     flat_param: FlatParam
+    label: int  # of its unit
     version: int  # of the weights after it
     landed: list[tuple[ParamHandle, int]]  # whose gradients are applied, and the new step counts
-    newer: StateArray | None = None  # receives the new weights; None: in place
+    draft: Draft
     update: native.UnitUpdate | None = None  # the processor's part
     device_step: Callable[[], DeviceUpdate] | None = None  # the device's part
     device_update: DeviceUpdate | None = None
@@ -63,38 +63,32 @@ class Stepper:
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[FlatParamStep]:
         """Plans the step of ``unit``. Sends landed gradients home, and changes nothing else."""
-        context, beside = self._context, self._context.keeps_stale()
-        # A second buffer needs all flat params: parameters without a gradient are copied there.
-        planned = [
-            flat
-            for flat in unit.flat_params
-            if context.steps_flat_param(flat) and (beside or self._has_landed(flat))
-        ]
-        if planned and not beside:  # if beside, gathered weights stay valid
+        context, planned, in_place = self._context, [], False
+        for flat in filter(context.steps_flat_param, unit.flat_params):
+            draft = flat.homes.draft()
+            # Fresh bytes need all weights: parameters without a gradient are copied there.
+            if draft.fresh is not None or any(map(self._spans.is_stepped, flat.handles)):
+                planned.append((flat, draft))
+                in_place |= draft.fresh is None
+        if in_place:  # else gathered weights stay valid
             context.release([unit])
         if context.steps.streaming:
             context.gradients.assigned.settle_early(unit.handles)
         steps = []
-        for flat_param in planned:
-            handles = [handle_of(param) for param in flat_param.params]
+        for flat_param, draft in planned:
             flat_param.homes.wait_running()
-            for handle in handles if clip != 1.0 else ():
+            for handle in flat_param.handles if clip != 1.0 else ():
                 if has_landed(handle):
                     context.gradients.values.prepare_factor(handle, clip)
             after = context.gradients.homes.close_flat_param(flat_param)
-            stepped = [handle for handle in handles if self._spans.is_stepped(handle)]
-            step = FlatParamStep(flat_param, version, [(h, h.step + 1) for h in stepped])
+            stepped = list(filter(self._spans.is_stepped, flat_param.handles))
+            landed = [(handle, handle.step + 1) for handle in stepped]
+            step = FlatParamStep(flat_param, unit.index, version, landed, draft)
             step.counted = {handle: self._spans.counted(handle)[1] for handle in stepped}
-            if flat_param.homes.rows is not None and not beside:
-                self._plan_rows(step, after, clip, label=unit.index)
-                steps.append(step)
-                continue
-            spans = list(self._spans.of(flat_param, clip))
-            if beside:
-                step.newer = flat_param.homes.beside
-                self._plan_beside(step, spans, after, label=unit.index, version=version)
-            elif spans:  # without spans other ranks have these parameters in their shards
-                self._plan_update(step, spans, after, label=unit.index, version=version)
+            if flat_param.homes.rows is not None and draft.fresh is None:
+                self._plan_rows(step, after, clip)
+            else:
+                self._plan_update(step, list(self._spans.of(flat_param, clip)), after)
             steps.append(step)
         return steps
 
@@ -113,11 +107,15 @@ class Stepper:
                 step.has_begun = True
                 step.device_update = step.device_step()
         for step in steps:
+            ticket = step.update.ticket if step.update is not None else None
             if step.device_update is not None:
-                step.device_update.ticket = step.update.ticket if step.update is not None else None
-                self._enter(step, step.device_update)
-            elif step.update is not None or step.zeros:
-                self._enter(step, step.update.ticket if step.update is not None else None)
+                step.device_update.ticket = ticket
+            homes, behind = step.flat_param.homes, None
+            for index, (zeros, number, rows) in step.zeros.items():
+                homes.rows.note_step(index, rows, zeros, number)
+                behind = homes.replay(context.updates.updater, self._known.rule, step.version)
+            if (update := step.device_update or ticket) is not None or behind is not None:
+                homes.commit(step.draft, update, behind)
             for handle, number in step.landed:
                 handle.step = number
                 self._books.put_own(handle.param, step.counted.get(handle, {}))
@@ -129,30 +127,7 @@ class Stepper:
         for group, number in self._numbers:
             group["step"] = number
 
-    def _enter(self, step: FlatParamStep, update: Update | None) -> None:
-        """Records a submitted update in its flat param."""
-        homes = step.flat_param.homes
-        if step.zeros:
-            for index, (zeros, number, rows) in step.zeros.items():
-                homes.rows.note_step(index, rows, zeros, number)
-            updater = self._context.updates.updater
-            homes.leave_behind(update, updater, self._known.rule, step.version)
-        elif step.newer is None:
-            step.flat_param.homes.submit(update)
-        else:
-            step.flat_param.homes.advance(update, step.newer)
-
-    def _has_landed(self, flat_param: FlatParam) -> bool:
-        return any(self._spans.is_stepped(handle) for handle in flat_param.handles)
-
-    def _plan_rows(
-        self,
-        step: FlatParamStep,
-        after: list[native.Ticket],
-        clip: float,
-        *,
-        label: int,
-    ) -> None:
+    def _plan_rows(self, step: FlatParamStep, after: list[native.Ticket], clip: float) -> None:
         """Plans the step of experts: an update of those that have a gradient, with what they have
         missed, and a record of what the others miss."""
         homes, last = step.flat_param.homes, () if clip == 1.0 else (clip,)
@@ -167,94 +142,47 @@ class Stepper:
             runs += homes.rows.runs(handle.index, chosen, hyper, number)
             step.zeros[handle.index] = zeros, number, chosen
         if runs:
-            step.update = self._processor_update(
-                step.flat_param, runs, after, label=label, version=step.version
-            )
+            step.update = self._processor_update(step, runs, after)
 
     def _plan_update(
-        self,
-        step: FlatParamStep,
-        spans: list[Span],
-        after: list[native.Ticket],
-        *,
-        label: int,
-        version: int,
+        self, step: FlatParamStep, spans: list[Span], after: list[native.Ticket]
     ) -> None:
         """Plans the update of ``spans`` where the flat param's state is. Of state on the host, the
-        device may take a part."""
-        context, flat_param = self._context, step.flat_param
-        stepper = context.updates.stepper
-        if stepper is None:
-            step.update = self._processor_update(
-                flat_param, runs_of(spans), after, label=label, version=version
-            )
-            return
-        first = 0 if steps_on_device(flat_param) else stepper.share.first_own(flat_param)
+        device may take a part of an update in place. Fresh bytes get all weights."""
+        flat_param, is_fresh = step.flat_param, step.draft.fresh is not None
+        stepper, first = self._context.updates.stepper, flat_param.layout.shard_numel
+        is_there = stepper is not None and steps_on_device(flat_param)
+        if is_there:
+            first = 0
+        elif stepper is not None and not is_fresh:
+            first = stepper.share.first_own(flat_param)
         own = [(max(begin, first), end, hyper) for begin, end, hyper in spans if end > first]
         rest = [(begin, min(end, first), hyper) for begin, end, hyper in spans if begin < first]
-        if rest:
-            step.update = self._processor_update(
-                flat_param, runs_of(rest), after, label=label, version=version
-            )
-        if own:
-            behind = context.gradients.homes.landing_of(flat_param)
+        if rest or (is_fresh and not is_there):
+            step.update = self._processor_update(step, runs_of(rest), after)
+        if own or (is_fresh and is_there):
             step.device_step = partial(
                 stepper.step,
                 flat_param,
                 flat_param.homes.native_layout(self._known.rule),
                 own,
-                version=version,
-                behind=behind,
+                step.draft,
+                version=step.version,
+                behind=self._context.gradients.homes.landing_of(flat_param),
             )
-
-    def _plan_beside(
-        self,
-        step: FlatParamStep,
-        spans: list[Span],
-        after: list[native.Ticket],
-        *,
-        label: int,
-        version: int,
-    ) -> None:
-        """Plans the same, out of place: new weights go to a second buffer; no split between CPU and
-        GPU."""
-        context, flat_param = self._context, step.flat_param
-        stepper = context.updates.stepper
-        if stepper is None or not steps_on_device(flat_param):
-            step.update = self._processor_update(
-                flat_param, runs_of(spans), after, label=label, version=version, newer=step.newer
-            )
-            return
-        behind = context.gradients.homes.landing_of(flat_param)
-        layout = flat_param.homes.native_layout(self._known.rule)
-        step.device_step = partial(
-            stepper.step,
-            flat_param,
-            layout,
-            spans,
-            version=version,
-            behind=behind,
-            newer=step.newer,
-        )
 
     def _processor_update(
-        self,
-        flat_param: FlatParam,
-        runs: list[native.Run],
-        after: list[native.Ticket],
-        *,
-        label: int,
-        version: int,
-        newer: StateArray | None = None,
+        self, step: FlatParamStep, runs: list[native.Run], after: list[native.Ticket]
     ) -> native.UnitUpdate:
-        """Makes the processor's update of ``runs`` of a flat param. ``newer``: for the new weights;
-        None: in place."""
-        # A copy to the device, or a save, may still read bytes that change
-        homes = flat_param.homes
-        readers = self._context.device.ticket([homes.last_read]), homes.saved
-        after = [*after, *(ticket for ticket in readers if ticket is not None)]
-        update = flat_param.homes.update_of(
-            self._known.rule, runs, after, label=label, version=version, newer=newer
+        """Makes the processor's update of ``runs`` of a flat param."""
+        draft, copied = step.draft, self._context.device.ticket(step.draft.events)
+        update = step.flat_param.homes.update_of(
+            self._known.rule,
+            runs,
+            [*after, *draft.tickets, *([] if copied is None else [copied])],
+            label=step.label,
+            version=step.version,
+            fresh=draft.fresh,
         )
-        update.asked = 0.0 if newer is not None else self._context.updates.asked
+        update.asked = 0.0 if draft.fresh is not None else self._context.updates.asked
         return update

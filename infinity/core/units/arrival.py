@@ -19,7 +19,7 @@ from ..homes.store import ArrayStore
 from ..machine.device import PAST, Copy, Device, Event
 from ..machine.tiers import Tier
 from .flat_param import FlatParam
-from .home_arrays import Update
+from .home_arrays import COPY, Update
 from .staged_reads import StagedReads
 from .unit_buffers import Second, UnitBuffers
 
@@ -74,7 +74,7 @@ class Arrival:
             self.event = self._device.put("in", partial(self._gather_in, in_node))
         if self.event is not PAST:
             for flat_param in self._flat_params:
-                flat_param.homes.lend(self.event)
+                flat_param.homes.pin(COPY, self.event)
 
     def bring_chosen(self, module: nn.Module) -> None:
         """Brings only the rows of ``module`` that a forward reads, if no other rank has the same
@@ -248,7 +248,7 @@ class Arrival:
             if pending is not None:
                 self._pending.append(pending)
                 if pending.borrowed is not None:
-                    flat_param.homes.lend(pending.borrowed)
+                    flat_param.homes.pin(COPY, pending.borrowed)
 
     def finish(self, store: ArrayStore) -> None:
         """Orders later compute after the weights. May block on other ranks."""

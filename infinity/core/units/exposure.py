@@ -26,8 +26,8 @@ from .unit_buffers import UnitBuffers
 class Exposure:
     """The parameters of one unit, as modules and users see them.
 
-    is_stale
-        The weights are those before the last update, which may not be changed.
+    refusal
+        Why a forward may not change them, as changes are lost; "": it may.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class Exposure:
         buffers: UnitBuffers,
         collectives: Collectives,
         *,
-        is_stale: bool,
+        refusal: str = "",
     ):
         self._name, self._flat_params, self._buffers = name, flat_params, buffers
         self._collectives, self._ranks = collectives, collectives.ranks
-        self._is_stale = is_stale
+        self._refusal = refusal
         self._edits = ForwardEdits(flat_params)
 
     def begin(self, *, shows: bool = True) -> None:
@@ -119,10 +119,10 @@ class Exposure:
 
     def _can_be_compared(self, stays: bool) -> bool:
         """Returns whether a comparison with home shows a change. Not for a device home, which has
-        no other copy, nor for gathers in an encoding, whose values differ anyway. Stale weights'
-        home may have a shard only: each rank compares with a whole copy, so that all find the
-        same."""
-        return not self._is_stale and not stays and self._ranks.encoding is None
+        no other copy, nor for gathers in an encoding, whose values differ anyway. The home of
+        weights that may not change may have a shard only: each rank compares with a whole copy, so
+        that all find the same."""
+        return not self._refusal and not stays and self._ranks.encoding is None
 
     def take_back(self) -> None:
         """Restores the values before of watched parameters that home would not have."""
@@ -137,15 +137,12 @@ class Exposure:
         example). ``stays``: the device has no other bytes than its home, or lacks some, so that no
         comparison shows a change.
 
-        Raises UsageError if stale weights were changed, or if a change cannot be carried home.
+        Raises UsageError if weights were changed that may not be, or if a change cannot be carried
+        home.
         """
-        if self._is_stale:
+        if self._refusal:
             if self._edits.find():
-                raise UsageError(
-                    f"a forward changed parameters of unit {self._name} in place, which are older"
-                    " than the last update while a pipeline runs without flush: the change would be"
-                    " lost. Run the pipeline with a flush between batches (schedule.step)."
-                )
+                raise UsageError(self._refusal)
             return False
         self._look_at_exports(store, stays)
         return self._edits.look()

@@ -1,11 +1,11 @@
 """HomeArrays: one flat param's flat arrays at their homes, and the running updates of them.
 
-update      the last one that was submitted: it defines the bytes at home once it is done. None: all
-            bytes are at home
-stale       weights before earlier updates, if they are kept, each in a slot: an update writes its
-            result to the slot that was chosen, and the weight and that slot are swapped
-last read   the event after which no copy to the device reads the weights at home
-saved       the ticket after which a checkpoint's save no longer reads the arrays
+update   the last one that was committed: it defines the bytes at home once it is done. None: all
+         bytes are at home
+pin      bytes that stay as they are for a reader: until an event or a ticket, for which the next
+         update waits; or for as long as the pin holds them, with bytes of its own for the update
+draft    where the next update writes: in place, behind all pins, or to the bytes that a pin brought
+commit   makes a draft the arrays: the one end of an update
 
 [Note: why these refer to no parameter] A table of the process holds them until an engine's memory
 is freed, which may be after the engine is gone. Objects that users attach to parameters, often the
@@ -14,7 +14,8 @@ model itself, must not live as long.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
 from typing import Protocol
 
 from ... import native
@@ -41,6 +42,31 @@ class Update(Protocol):
         """Blocks until it is done. Raises its error."""
 
 
+COPY = "copy"  # the pin of copies to the device: the last one is the end of all
+
+
+@dataclass(eq=False)
+class Pin:
+    """Bytes that stay as they are. ``until``: the end of a read of all arrays, after which they may
+    change. ``array``: the weights that it holds, in memory of its own or in that of the newest.
+    ``fresh``: bytes for the next update, while it holds the newest weights."""
+
+    until: Event | native.Ticket = PAST
+    array: StateArray | None = None
+    fresh: StateArray | None = None
+
+
+@dataclass(eq=False)
+class Draft:
+    """Where an update writes. ``pin``: whose fresh bytes get the new weights; None: in place.
+    ``events``, ``tickets``: what reads the bytes that it changes."""
+
+    pin: Pin | None
+    fresh: StateArray | None
+    events: list[Event]
+    tickets: list[native.Ticket]
+
+
 class HomeArrays:
     """The arrays of one flat param, and their running updates."""
 
@@ -49,12 +75,9 @@ class HomeArrays:
         self.spec, self.layout, self._names = spec, layout, names
         self.arrays: dict[str, StateArray] = {}
         self.kept: dict[str, StateArray] = {}  # of features (:mod:`.kept`)
-        self.beside: StateArray | None = None  # the chosen slot
-        self.stale: list[StateArray] = []  # one for each slot
+        self.pins: dict[Hashable, Pin] = {}  # by who reads
         self._reserved: list[StateArray] = []  # disk space of arrays that are cached on the host
-        self.update: Update | None = None  # the last one that was submitted
-        self.last_read: Event = PAST
-        self.saved: native.Ticket | None = None
+        self.update: Update | None = None  # the last one that was committed
         self.rows: ExpertRows | None = None  # that updates may leave behind
 
     def update_by_rows(self, count: int) -> None:
@@ -69,20 +92,23 @@ class HomeArrays:
     def weight(self) -> StateArray:
         return self.arrays["weight"]
 
-    def weight_in(self, slot: int | None) -> StateArray:
-        """Returns the stale weights in ``slot``; the newest ones for None, or if only they are
-        kept."""
-        return self.weight if slot is None or not self.stale else self.stale[slot]
+    def weight_of(self, by: Hashable | None) -> StateArray:
+        """Returns the weights that the pin of ``by`` holds; the newest ones if it has none."""
+        return self.weight if by is None or by not in self.pins else self.pins[by].array
 
     @property
     def arrays_beside(self) -> list[tuple[str, StateArray]]:
         """The names and arrays beside the state."""
-        return [*(("weight", array) for array in self.stale), *self.kept.items()]
+        return [*(("weight", array) for array in self._of_pins), *self.kept.items()]
 
     @property
     def weight_regions(self) -> list[native.Region | None]:
-        """The host memory of the weights, now and after the next update, or None."""
-        return [array.region for array in (self.weight, self.beside or self.weight)]
+        """The host memory of the weights, now and after the next updates, or None."""
+        return [array.region for array in (self.weight, *self._of_pins)]
+
+    @property
+    def _of_pins(self) -> list[StateArray]:
+        return [pin.fresh or pin.array for pin in self.pins.values() if pin.array is not None]
 
     # --- memory ---
 
@@ -111,24 +137,6 @@ class HomeArrays:
                 )
             self.arrays[name] = array
 
-    def allocate_missing(
-        self, store: ArrayStore, spec: FlatParamSpec, tiers: dict[str, Tier], what: str
-    ) -> dict[str, StateArray]:
-        """Allocates, after the wrap, ``spec``'s missing arrays, zeroed, for :meth:`grow`."""
-        made: dict[str, StateArray] = {}
-        try:
-            for name, dtype in spec.array_dtypes().items():
-                if name not in self.arrays or self.arrays[name].dtype != dtype:
-                    begin, end = self.layout.own(name)
-                    made[name] = store.arrays.allocate_later(
-                        tiers[name], dtype, end - begin, f"{name} of {what}"
-                    )
-        except BaseException:
-            for array in made.values():
-                store.arrays.free_more(array)
-            raise
-        return made
-
     def grow(self, spec: FlatParamSpec, arrays: dict[str, StateArray]) -> None:
         """Makes these the arrays of ``spec``, with more ``arrays``, and drops those that it lacks.
         Only while no update runs. Idempotent."""
@@ -137,20 +145,12 @@ class HomeArrays:
         if spec.class_piece is not None:
             self.rows = None  # of a kernel
 
-    def choose(self, slot: int) -> None:
-        """Chooses the ``slot`` to which the next update writes the new weights, if it is to keep
-        the old ones."""
-        if self.stale:
-            self.beside = self.stale[slot]
-
     def clear(self) -> None:
         """Drops the arrays. Units and handles form a cycle, for which the memory must not wait."""
         self.arrays.clear()
         self.kept.clear()
-        self.beside = None
-        self.stale.clear()
+        self.pins.clear()
         self._reserved.clear()
-        self.last_read = PAST
 
     # --- running updates ---
 
@@ -158,21 +158,54 @@ class HomeArrays:
         if self.update is not None:
             raise InternalError(f"an update of the flat param of {self._names[0]} runs already")
 
-    def lend(self, event: Event) -> None:
-        """Lets a copy to the device read the weights at home until ``event``."""
-        self.last_read = event
+    def pin(self, by: Hashable, until: Event | native.Ticket) -> None:
+        """Lets ``by`` read the arrays ``until`` then. A pin of it before is over no later."""
+        self.pins[by] = Pin(until)
 
-    def submit(self, update: Update) -> None:
-        """Records the running ``update``. Idempotent. Raises InternalError if another one runs."""
-        if self.update is not update:
+    def hold(self, by: Hashable) -> None:
+        """Lets the pin of ``by``, which has bytes of its own, hold the newest weights. The next
+        update writes new ones to those bytes. Idempotent."""
+        pin = self.pins[by]
+        if pin.fresh is None:
+            pin.array, pin.fresh = self.weight, pin.array
+
+    def drop_drafts(self) -> None:
+        """Takes back what :meth:`hold` prepared for an update that was not made. Idempotent."""
+        for pin in self.pins.values():
+            if pin.fresh is not None:
+                pin.array, pin.fresh = pin.fresh, None
+
+    def draft(self) -> Draft:
+        """Returns where the next update writes, and what it has to wait for."""
+        draft = Draft(None, None, [], [])
+        for pin in self.pins.values():
+            if pin.fresh is not None:
+                draft.pin, draft.fresh = pin, pin.fresh
+            if isinstance(pin.until, native.Ticket):
+                draft.tickets.append(pin.until)
+            elif pin.until is not PAST:
+                draft.events.append(pin.until)
+        return draft
+
+    def commit(self, draft: Draft, update: Update | None, behind: Replay | None = None) -> None:
+        """Records the running ``update``, which writes to ``draft``. Fresh bytes become the
+        weights, and the pin keeps the old ones. ``behind`` brings the experts up to date that the
+        update left out, when they are needed. Idempotent. Raises InternalError if another update
+        runs."""
+        if behind is not None:
+            self.update = self.rows.run_behind(update, behind)
+        elif draft.fresh is None:
+            if self.update is not update:
+                self._check_at_home()
+                self.update = update
+        elif self.weight is not draft.fresh:
             self._check_at_home()
-            self.update = update
+            pin, before, after = draft.pin, self.weight, self.arrays | {"weight": draft.fresh}
+            # One statement, so that no interrupt leaves a version in two places.
+            self.arrays, pin.array, pin.fresh, self.update = after, before, None, update
 
-    def leave_behind(
-        self, update: Update | None, updater: native.Updater, rule: native.Rule, version: int
-    ) -> None:
-        """Records the running ``update`` of some experts, to ``version``; ``updater`` brings the
-        others up to date when they are needed. Idempotent."""
+    def replay(self, updater: native.Updater, rule: native.Rule, version: int) -> Replay:
+        """Returns what brings experts up to date that an update to ``version`` leaves behind."""
 
         def make(runs: list[native.Run]) -> native.UnitUpdate:
             self.wait_readers()
@@ -182,18 +215,7 @@ class HomeArrays:
             updater.submit_all([made])
             return made.ticket
 
-        self.update = self.rows.run_behind(update, Replay(make, submit))
-
-    def advance(self, update: Update, weight: StateArray) -> None:
-        """Records the running ``update``, which writes the new ``weight`` beside the old one. The
-        new one becomes current, the old one stale. Idempotent. Raises InternalError if another
-        update runs."""
-        if self.weight is not weight:
-            self._check_at_home()
-            before, after = self.weight, self.arrays | {"weight": weight}
-            stale = [before if array is weight else array for array in self.stale]
-            # One statement, so that no interrupt leaves a version in two places.
-            self.arrays, self.stale, self.beside, self.update = after, stale, before, update
+        return Replay(make, submit)
 
     def wait(self, rows: Collection[int] | None = None) -> None:
         """Waits until the last step's bytes are at home. Raises its error.
@@ -215,21 +237,15 @@ class HomeArrays:
         self.wait(rows=())
 
     def wait_readers(self) -> None:
-        """Waits for copies to the device and for a save: what they read must not change."""
-        self.last_read.wait()
-        self.wait_save()
-
-    def wait_save(self) -> None:
-        """Waits until a save beside the training has read the arrays."""
-        if self.saved is not None:
-            self.saved.wait()
-            self.saved = None
+        """Waits until nothing reads the arrays, which are about to change."""
+        for pin in self.pins.values():
+            pin.until.wait()
+            pin.until = PAST
 
     def wait_idle(self) -> None:
         """Waits for updates and reads of the arrays, before the host changes them."""
         self.wait()
         self.wait_readers()
-        self.last_read = PAST
 
     def settle(self) -> None:
         """Waits for the running update and ignores its error: the engine is being shut down."""
@@ -240,7 +256,9 @@ class HomeArrays:
         # Whoever needed these bytes got the error; here they are discarded.
         except Exception:  # noqa: BLE001
             pass
-        self.wait_save()  # it reads memory that is about to be freed
+        for pin in self.pins.values():
+            if isinstance(pin.until, native.Ticket):  # of a thread: it reads memory that is freed
+                pin.until.wait()
         self.update = None
 
     # --- for the optimizer ---
@@ -264,9 +282,9 @@ class HomeArrays:
         *,
         label: int,
         version: int,
-        newer: StateArray | None = None,
+        fresh: StateArray | None = None,
     ) -> native.UnitUpdate:
-        """Makes the processor's update of ``runs``, after the tickets ``after``. ``newer``: for the
+        """Makes the processor's update of ``runs``, after the tickets ``after``. ``fresh``: for the
         new weights; None: in place."""
         extents = {name: array.extent for name, array in self.arrays.items()}
         if self.layout.ranks.keeps_gradients:
@@ -281,7 +299,7 @@ class HomeArrays:
             version=version,
             after=native.joined(after) if after else None,
             label=label,
-            shadow=native.Shadow(weight=None if newer is None else newer.extent),
+            shadow=native.Shadow(weight=None if fresh is None else fresh.extent),
         )
 
     def shard_of_grad(self) -> native.Extent:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import nullcontext
 from functools import cached_property
 
@@ -39,9 +39,13 @@ class ParamUnit:
         The copy of the weights to there, and the gather.
     exposure
         The parameters, as modules and users see them.
-    slot
-        That of the stale weights at home (:mod:`.versions`), which no update of the unit writes.
-        None: the unit is of the newest ones.
+    pin
+        By whom the weights at home are pinned, which no update of the unit writes. None: the unit
+        is of the newest ones.
+    pinned
+        Units of the same parameters, of pinned weights.
+    in_use
+        The unit that a hold gathers: itself, or one of those.
     """
 
     def __init__(
@@ -51,15 +55,17 @@ class ParamUnit:
         flat_params: list[FlatParam],
         device: Device | None = None,
         *,
-        slot: int | None = None,
+        pin: Hashable | None = None,
+        refusal: str = "",
     ):
-        self.index, self.name, self.flat_params, self.slot = index, name, flat_params, slot
+        """``refusal``: of a pinned unit, what is said of a forward that changes its parameters."""
+        self.index, self.name, self.flat_params, self.pin = index, name, flat_params, pin
         self._device = device or Device(torch.device("cpu"), Traffic())
         self._collectives = flat_params[0].collectives if flat_params else Collectives()
         self._ranks = self._collectives.ranks
         self.buffers = UnitBuffers(flat_params, self._device)
         self.exposure = Exposure(
-            name, flat_params, self.buffers, self._collectives, is_stale=slot is not None
+            name, flat_params, self.buffers, self._collectives, refusal=refusal
         )
         self._second = Second()
         self.arrival = Arrival(
@@ -71,8 +77,8 @@ class ParamUnit:
         self._reads = StagedReads([])  # and their slots, until these go back
         self._copied: StagedReads | None = None  # the last ones that were copied
         self._charge: native.Charge | None = None
-        self.stale: list[ParamUnit] = []  # the weights before earlier updates, by slot, if kept
-        self.used_slot: int | None = None  # of those that forwards use now; None: the newest
+        self.pinned: list[ParamUnit] = []
+        self.in_use: ParamUnit = self
         self.is_shared = False  # whether several modules use the unit
 
     @property
@@ -81,11 +87,6 @@ class ParamUnit:
         if len(self.flat_params) == 1:
             return self.flat_params[0].handles  # most units have one: no list for each use
         return [handle for flat in self.flat_params for handle in flat.handles]
-
-    @property
-    def in_use(self) -> ParamUnit:
-        """The unit that a hold gathers: itself, or its stale weights."""
-        return self if self.used_slot is None else self.stale[self.used_slot]
 
     @cached_property
     def weight_nbytes(self) -> int:
@@ -141,12 +142,12 @@ class ParamUnit:
     @property
     def _homes(self) -> list[StateArray]:
         """The weights at home, one array for each flat param."""
-        return [flat.homes.weight_in(self.slot) for flat in self.flat_params]
+        return [flat.homes.weight_of(self.pin) for flat in self.flat_params]
 
     @property
     def _updates(self) -> list[Update | None]:
         """The running updates of the weights."""
-        return [None if self.slot is not None else flat.homes.update for flat in self.flat_params]
+        return [None if self.pin is not None else flat.homes.update for flat in self.flat_params]
 
     def complete(self, store: ArrayStore, take: TakeSlots) -> None:
         """Brings the experts that the use which begins needs, and that are not there yet."""
@@ -162,15 +163,6 @@ class ParamUnit:
                 stalls = nullcontext() if update.done else self._device.stalled(UPDATES, self.name)
                 with stalls:
                     flat_param.homes.wait()
-
-    def make_stale(self, index: int) -> ParamUnit:
-        """Makes the unit ``index`` of stale weights in one more slot, with their buffers. Raises
-        CapacityError if the device has no room."""
-        name, slot = f"{self.name}, stale", len(self.stale)
-        stale = ParamUnit(index, name, self.flat_params, self._device, slot=slot)
-        stale.allocate()
-        self.stale = [*self.stale, stale]
-        return stale
 
     # --- parameters ---
 
@@ -308,7 +300,7 @@ class ParamUnit:
         self._moves.note_rebuild(self.residency)
         self.exposure.forget()
         # The parameters stay views of the newest weights.
-        self.buffers.align(self._homes if self.stays else None, shows=self.slot is None)
+        self.buffers.align(self._homes if self.stays else None, shows=self.pin is None)
         if self.stays:
             self.residency = Residency.RESIDENT
         else:

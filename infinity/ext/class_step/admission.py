@@ -20,6 +20,7 @@ import torch
 
 from ... import native
 from ...core.homes.arrays import ArrayIO, StateArray
+from ...core.homes.store import ArrayStore
 from ...core.machine.sizes import format_nbytes
 from ...core.machine.tiers import Tier
 from ...core.plan.budgets import measured_free
@@ -30,6 +31,7 @@ from ...core.run.resources import Resources
 from ...core.units.flat_param import FlatParam
 from ...core.units.flat_param_spec import SCALES, ClassPiece, FlatParamSpec
 from ...core.units.handle import ParamHandle, handle_of, raw_grad
+from ...core.units.home_arrays import HomeArrays
 from ...core.units.unit import ParamUnit
 from ...errors import CapacityError, UsageError
 
@@ -226,14 +228,38 @@ def _terms(plan: MemoryPlan, growths: Mapping[FlatParam, Growth]) -> dict[Tier, 
 def _allocate(job: Job, flat_param: FlatParam, growth: Growth) -> None:
     """Allocates the arrays: moments are zero, masters are copies of the weights."""
     store, unit = job.store, growth.unit
-    growth.arrays = flat_param.homes.allocate_missing(
-        store, growth.spec, job.planned.plan.tiers_of(unit.index), f"unit {unit.name}"
+    growth.arrays = allocate_missing(
+        store,
+        flat_param.homes,
+        growth.spec,
+        job.planned.plan.tiers_of(unit.index),
+        f"unit {unit.name}",
     )
     for name, array in growth.arrays.items():
         if name == "master" and growth.spec.master == native.Master.FLOAT32:
             _fill(job, array, partial(_masters, store, flat_param))
         elif array.tier is Tier.NVME:  # disk space may hold old bytes
             _fill(job, array, _zeros(array.dtype))
+
+
+def allocate_missing(
+    store: ArrayStore, homes: HomeArrays, spec: FlatParamSpec, tiers: dict[str, Tier], what: str
+) -> dict[str, StateArray]:
+    """Allocates the arrays of ``spec`` that ``homes`` lacks, zeroed, for :meth:`HomeArrays.grow`.
+    Raises CapacityError with everything freed."""
+    made: dict[str, StateArray] = {}
+    try:
+        for name, dtype in spec.array_dtypes().items():
+            if name not in homes.arrays or homes.arrays[name].dtype != dtype:
+                begin, end = homes.layout.own(name)
+                made[name] = store.arrays.allocate_later(
+                    tiers[name], dtype, end - begin, f"{name} of {what}"
+                )
+    except BaseException:
+        for array in made.values():
+            store.arrays.free_more(array)
+        raise
+    return made
 
 
 def _fill(job: Job, array: StateArray, make: Callable[[int, int], torch.Tensor]) -> None:

@@ -22,7 +22,7 @@ from ...core.seams import Extension
 from ...core.units.unit import ParamUnit
 from ...errors import InternalError, UsageError
 from ..class_step.admission import INSTEAD
-from .versions import UnitVersions, add_slot, drop_slot
+from .versions import UnitVersions, add_slot, drop_slot, make_stale
 
 REMEDY = (
     "{} is not available while a pipeline runs without flush: its stages are not all after the same"
@@ -49,15 +49,12 @@ class StaleWeights(Extension):
         self._kept, self._ahead = 0, 0.0  # of the run
         self._versions = [UnitVersions(unit) for unit in job.units if UnitVersions.has(unit)]
         self._allocated = 0
-        running, scopes = job.running, job.scopes
-        job.uses.define(
-            VersionState.STALE, lambda: running.runs_without_flush and not scopes.interrupted
-        )
+        self._runs = self._is_updating = False  # by itself, between two batches
+        scopes = job.scopes
+        job.uses.define(VersionState.STALE, lambda: self._runs and not scopes.interrupted)
         job.uses.define(
             VersionState.BETWEEN,
-            lambda: (
-                running.runs_without_flush and not running.is_updating and not scopes.interrupted
-            ),
+            lambda: self._runs and not self._is_updating and not scopes.interrupted,
         )
 
     def keep(self, kept: int) -> None:
@@ -73,22 +70,25 @@ class StaleWeights(Extension):
                 f"without_flush: {by_class[0]} is stepped by its optimizer's own code, which does"
                 " not write new weights beside the old ones. Run the pipeline with flush."
             )
-        taken, made, before = [], list[ParamUnit](), self._allocated
+        made, before = list[ParamUnit](), self._allocated
         try:
             with job.collectives.together("taking room for more versions of the weights"):
-                for _ in range(before, kept):
+                for slot in range(before, kept):
                     for unit, flat_param in flat_params:
                         flat_param.homes.wait_idle()
-                        taken.append(flat_param)
-                        add_slot(flat_param.homes, job.store, f"unit {unit.name}")
+                        add_slot(flat_param.homes, job.store, slot, f"unit {unit.name}")
                     job.prefetcher.release_all(units)
                     first = len(job.prefetcher.units) + len(made)
-                    made += [unit.make_stale(first + number) for number, unit in enumerate(units)]
+                    made += [
+                        make_stale(unit, first + number, job.device)
+                        for number, unit in enumerate(units)
+                    ]
         except BaseException:
             for unit in units:
-                unit.stale = unit.stale[:before]
-            for flat_param in taken:
-                drop_slot(flat_param.homes, job.store)
+                unit.pinned = unit.pinned[:before]
+            for slot in range(before, kept):
+                for _, flat_param in flat_params:
+                    drop_slot(flat_param.homes, job.store, slot)
             raise
         if kept > before:
             for unit, stale in zip(units * (kept - before), made):
@@ -102,8 +102,10 @@ class StaleWeights(Extension):
         the newest alone."""
         try:
             self._first, self._kept, self._ahead = self._job.steps.index, kept, ahead
-            self._pass.runs_without_flush, self._pass.is_updating = True, False
-            self._pass.updates_in_place = kept == 0
+            self._runs, self._is_updating = True, False
+            # Units are used in another version, too, and other stages are at other batches.
+            self._pass.kind, self._pass.keeps_idle = "unflushed", True
+            self._pass.steps_apart = True
             if ahead:
                 self._extrapolate(0, None)
             yield
@@ -112,12 +114,16 @@ class StaleWeights(Extension):
                 self._job.prefetcher.release_all([versions.unit for versions in self._versions])
                 for versions in self._versions:
                     versions.compute_with(None)
-            self._pass.runs_without_flush = False
+            self._end()
         except BaseException:
             # An update may be half done: the next use restores which version is which.
             self._job.uses.interrupt()
-            self._pass.runs_without_flush = False
+            self._end()
             raise
+
+    def _end(self) -> None:
+        self._runs = self._pass.keeps_idle = self._pass.steps_apart = False
+        self._pass.kind = "train"
 
     @property
     def _made(self) -> int:
@@ -129,7 +135,7 @@ class StaleWeights(Extension):
 
         Raises UsageError if an exception has ended the run, even if it was caught.
         """
-        if not self._pass.runs_without_flush:
+        if not self._runs:
             raise UsageError(
                 "this run without flush was cut short by an exception that something inside it has"
                 " caught: its stages are not all after the same update. Go on from a checkpoint."
@@ -156,20 +162,20 @@ class StaleWeights(Extension):
         slot = (self._made + bool(self._ahead)) % max(1, self._slots)
         with job.uses.begin():
             for versions in self._versions if self._kept else ():
-                job.prefetcher.keep_as_stale(
-                    versions.unit, versions.unit.stale[slot], partial(versions.begin_update, slot)
+                job.prefetcher.hand_over(
+                    versions.unit, versions.unit.pinned[slot], partial(versions.begin_update, slot)
                 )
-        self._pass.is_updating = True
+        self._is_updating = True
         step()
         if self._ahead:
             self._extrapolate(slot, self._ahead)
-        self._pass.is_updating = False
+        self._is_updating = False
 
     def _extrapolate(self, slot: int, ahead: float | None) -> None:
         job = self._job
         with job.uses.begin():
             for versions in self._versions:
-                job.prefetcher.release_all([versions.unit.stale[slot]])
+                job.prefetcher.release_all([versions.unit.pinned[slot]])
                 versions.extrapolate(job.store, slot, ahead)
 
     def install(self, job: Job, model: object) -> None:
@@ -187,5 +193,6 @@ class StaleWeights(Extension):
     def settle(self) -> None:
         """Returns to the newest weights alone, after an exception. Only while nothing is
         running."""
+        self._end()
         for versions in self._versions:
             versions.settle()

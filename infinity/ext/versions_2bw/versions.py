@@ -3,11 +3,12 @@ any of them.
 
 newest    the weights of the last update, which are saved, read and stepped
 stale     weights that an update has replaced, which the micro-batches of that time compute with
-slot      the place of one stale version: an array at home, and a unit
+slot      the place of one stale version: a pin of the home with bytes of its own, and a unit
 
 Masters and moments belong to the newest weights only. The newest weights are the unit. Stale ones
 are units of their own over the same parameters, with their own buffers, so all can be on the
-device. An update swaps the unit with one slot.
+device. Before an update a slot's pin holds the newest weights, and the update writes to the bytes
+that it had: so the unit and the slot change places.
 """
 
 from __future__ import annotations
@@ -15,36 +16,54 @@ from __future__ import annotations
 import torch
 
 from ...core.homes.store import ArrayStore
-from ...core.units.home_arrays import HomeArrays
+from ...core.machine.device import Device
+from ...core.units.home_arrays import HomeArrays, Pin
 from ...core.units.unit import ParamUnit
 
+CHANGED = (
+    "a forward changed parameters of unit {} in place, which are older than the last update while a"
+    " pipeline runs without flush: the change would be lost. Run the pipeline with a flush between"
+    " batches (schedule.step)."
+)
 PIECE = 1 << 20  # elements that are extrapolated at once
 
 
-def add_slot(homes: HomeArrays, store: ArrayStore, what: str) -> None:
-    """Allocates one more slot of stale weights at home (while no update runs). Raises CapacityError
-    without room."""
+def add_slot(homes: HomeArrays, store: ArrayStore, slot: int, what: str) -> None:
+    """Allocates ``slot`` of stale weights at home. Raises CapacityError without room."""
     weight = homes.weight
     array = store.arrays.allocate_later(
         weight.tier, weight.dtype, weight.numel, f"stale weight of {what}"
     )
-    homes.stale = [*homes.stale, array]
-    homes.choose(0)
+    homes.pins[slot] = Pin(array=array)
 
 
-def drop_slot(homes: HomeArrays, store: ArrayStore) -> None:
-    """Frees the last slot of :func:`add_slot`, before any update has used it."""
-    if homes.stale:
-        *rest, last = homes.stale
-        homes.stale, homes.beside = rest, rest[0] if rest else None
-        store.arrays.free_more(last)
+def drop_slot(homes: HomeArrays, store: ArrayStore, slot: int) -> None:
+    """Frees ``slot``, before any update has used it. Idempotent."""
+    if (pin := homes.pins.pop(slot, None)) is not None:
+        store.arrays.free_more(pin.array)
+
+
+def make_stale(unit: ParamUnit, index: int, device: Device) -> ParamUnit:
+    """Makes the unit ``index`` of the weights in one more slot, with their buffers. Raises
+    CapacityError if the device has no room."""
+    stale = ParamUnit(
+        index,
+        f"{unit.name}, stale",
+        unit.flat_params,
+        device,
+        pin=len(unit.pinned),
+        refusal=CHANGED.format(unit.name),
+    )
+    stale.allocate()
+    unit.pinned = [*unit.pinned, stale]
+    return stale
 
 
 def extrapolate(homes: HomeArrays, store: ArrayStore, slot: int, ahead: float | None) -> None:
     """Replaces the weights in ``slot``, which the last update started from, by the newest ones and
     ``ahead`` times their difference. None: by the newest ones. Blocks on the update."""
     homes.wait()
-    newest, stale = homes.weight, homes.stale[slot]
+    newest, stale = homes.weight, homes.weight_of(slot)
     for begin in range(0, newest.numel, PIECE):
         end = min(begin + PIECE, newest.numel)
         # On the host wherever the home is, for the same bits.
@@ -70,8 +89,9 @@ class UnitVersions:
 
     def compute_with(self, slot: int | None) -> None:
         """Makes later compute use the stale weights in ``slot``, or the newest."""
-        if self.unit.used_slot != slot:
-            self.unit.used_slot = slot
+        unit = self.unit if slot is None else self.unit.pinned[slot]
+        if self.unit.in_use is not unit:
+            self.unit.in_use = unit
             self._show()
 
     def _show(self) -> None:
@@ -82,29 +102,32 @@ class UnitVersions:
     def begin_update(self, slot: int) -> None:
         """Moves the newest weights to ``slot``, with their device buffers, before an update writes
         new ones. A graph that saved them keeps their buffers."""
-        stale, self._slot = self.unit.stale[slot], slot
+        stale, self._slot = self.unit.pinned[slot], slot
         for flat_param in self.unit.flat_params:
-            flat_param.homes.choose(slot)
+            if slot in flat_param.homes.pins:
+                flat_param.homes.hold(slot)
         stale.version, self.unit.version = self.unit.version, self.unit.version + 1
         self._swap()
 
     def extrapolate(self, store: ArrayStore, slot: int, ahead: float | None) -> None:
         """Replaces the weights in ``slot`` as :func:`extrapolate` does."""
         for flat_param in self.unit.flat_params:
-            if flat_param.homes.stale:
+            if slot in flat_param.homes.pins:
                 extrapolate(flat_param.homes, store, slot, ahead)
 
     def settle(self) -> None:
         """Restores the buffers of device homes after an interrupted update, and computes with the
         newest weights."""
+        for flat_param in self.unit.flat_params:
+            flat_param.homes.drop_drafts()
         if self.unit.stays and any(
             flat is not flat_param.weight.flat
             for flat, flat_param in zip(self.unit.buffers.flats, self.unit.flat_params)
         ):
             self._swap()
-        self.unit.used_slot = None
+        self.unit.in_use = self.unit
         self._show()
 
     def _swap(self) -> None:
-        self.unit.change_places(self.unit.stale[self._slot])
+        self.unit.change_places(self.unit.pinned[self._slot])
         self._show()

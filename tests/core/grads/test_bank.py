@@ -234,7 +234,7 @@ def test_a_gradient_is_written_after_the_update_that_reads_it(job):
     """Whole, or in rows. Twin: of another flat param none is waited for."""
     first, second, *_ = job.handles
     other = Update()
-    second.flat_param.homes.submit(other)
+    second.flat_param.homes.commit(second.flat_param.homes.draft(), other)
 
     def rows() -> None:
         with bank_of(job).landing_rows(first) as land:
@@ -242,7 +242,7 @@ def test_a_gradient_is_written_after_the_update_that_reads_it(job):
 
     for write in (rows, lambda: bank_of(job).set(first, ODD.clone())):
         update = Update()
-        first.flat_param.homes.submit(update)
+        first.flat_param.homes.commit(first.flat_param.homes.draft(), update)
         write()
         assert (update.waits, other.waits) == (1, 0)
     second.flat_param.homes.wait()

@@ -139,7 +139,9 @@ def test_the_whole_gradient_is_read_after_it_has_landed(monkeypatch):
     job, homes, gate = held_up(monkeypatch)
     first, wait, waits = job.handles[0].flat_param, homes.queue.wait, []
     monkeypatch.setattr(homes.queue, "wait", lambda flat_param: (gate.set(), wait(flat_param)))
-    first.homes.submit(SimpleNamespace(wait=lambda: waits.append(gate.is_set())))
+    first.homes.commit(
+        first.homes.draft(), SimpleNamespace(wait=lambda: waits.append(gate.is_set()))
+    )
     whole = homes.whole(first)
     assert whole[:8].tolist() == [9.0] * 8 and whole.numel() == 4096 and waits == [False]
 

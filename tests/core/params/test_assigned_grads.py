@@ -102,7 +102,7 @@ def test_a_settled_gradient_waits_for_the_update_that_reads_it(job):
     assert first.grad.state is GradState.CONSUMED
     value.mul_(2)
     update = Update()
-    first.flat_param.homes.submit(update)
+    first.flat_param.homes.commit(first.flat_param.homes.draft(), update)
     of(job).settle(first)
     assert first.grad.state is GradState.LANDED and update.waits == 1
     assert torch.equal(at_home(job), ODD * 2)

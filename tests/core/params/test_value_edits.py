@@ -93,7 +93,7 @@ def test_a_value_is_at_home_once_it_is_written():
     the other parameter stays."""
     job = small_at_home()
     edits, first, update = Edits(job), job.handles[0], Update()
-    first.flat_param.homes.submit(update)
+    first.flat_param.homes.commit(first.flat_param.homes.draft(), update)
     version = first.version
     edits.write_value(first, ODD.clone().requires_grad_())
     assert torch.equal(value(job), ODD) and torch.equal(value(job, 1), torch.ones(2, 4))
@@ -199,7 +199,7 @@ def test_a_change_that_was_begun_is_finished_by_the_journal():
             if self.waits == 1:
                 raise KeyboardInterrupt
 
-    first.flat_param.homes.submit(Stopped())
+    first.flat_param.homes.commit(first.flat_param.homes.draft(), Stopped())
     with pytest.raises(KeyboardInterrupt):
         edits.write_value(first, ODD)
     assert not edits.journal.is_clear and first.edits != 0

@@ -27,7 +27,7 @@ def test_every_update_has_been_waited_for():
     flat_params = [flat for unit in job.engine.job.units for flat in unit.flat_params]
     updates = [Update() for _ in flat_params]
     for flat_param, update in zip(flat_params, updates, strict=True):
-        flat_param.homes.submit(update)
+        flat_param.homes.commit(flat_param.homes.draft(), update)
     assert {update.waits for update in updates} == {0}
     wait_idle(job.engine.job)
     assert {update.waits for update in updates} == {1} and len(updates) >= 6
@@ -53,7 +53,7 @@ def test_the_timeline_of_updates_is_drawn(monkeypatch):
     """Method: what the job's updates are told, after the last of them has ended."""
     job, seen = small_at_home(), []
     update = Update()
-    job.handles[0].flat_param.homes.submit(update)
+    job.handles[0].flat_param.homes.commit(job.handles[0].flat_param.homes.draft(), update)
     monkeypatch.setattr(job.engine.job.updates, "draw", lambda: seen.append(update.waits))
     wait_idle(job.engine.job)
     assert seen == [1]

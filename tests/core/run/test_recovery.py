@@ -389,7 +389,7 @@ def struck_when_consumed(move):
 def cut_after_submit(optimizer, monkeypatch) -> None:
     """Strikes a step when its updates are under way, and not yet in the books."""
     with monkeypatch.context() as patch:
-        patch.setattr("infinity.core.units.home_arrays.HomeArrays.submit", lambda *_: 1 / 0)
+        patch.setattr("infinity.core.units.home_arrays.HomeArrays.commit", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
 

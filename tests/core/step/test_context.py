@@ -14,8 +14,7 @@ OWN = {"place", "trained_in_job"}  # of one among several optimizers
 CALLED = {
     "is_only",
     "is_cut_short",
-    "runs_without_flush",
-    "keeps_stale",
+    "steps_apart",
     "release",
     "end_step",
     "admit",

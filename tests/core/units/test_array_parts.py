@@ -12,6 +12,7 @@ from infinity.core.machine.device import PAST
 from infinity.core.units.array_parts import ArrayParts
 from infinity.core.units.flat_param import FlatParam
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
+from infinity.core.units.home_arrays import COPY
 
 F32 = torch.float32
 CODED = FlatParamSpec(F32, F32, native.Master.OWN, F32, torch.uint8, MOMENTS[:1], stepped=True)
@@ -226,12 +227,12 @@ def test_a_write_waits_for_the_last_read():
     """Twin: it leaves the update of the last step running, and lets other reads come after it."""
     case = Case(1)
     read, update = Counted(), Counted()
-    case.homes.lend(read)
+    case.homes.pin(COPY, read)
     order = []
     case.store.write = lambda *args, **kw: order.append(read.waits)
     case.parts.write(case.store, "weight", 1, torch.zeros(4000), version=1)
     assert order == [1]
-    case.homes.submit(update)
+    case.homes.commit(case.homes.draft(), update)
     case.parts.write(case.store, "weight", 1, torch.zeros(4000), version=1)
     assert update.waits == 0 and case.homes.update is update
-    case.homes.lend(PAST)
+    case.homes.pin(COPY, PAST)

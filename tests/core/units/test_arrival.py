@@ -16,6 +16,7 @@ from infinity.core.machine.traffic import Traffic
 from infinity.core.units.arrival import Arrival
 from infinity.core.units.flat_param import FlatParam
 from infinity.core.units.flat_param_spec import FlatParamSpec
+from infinity.core.units.home_arrays import COPY
 from infinity.core.units.unit_buffers import UnitBuffers
 from infinity.errors import CorruptionError, PeerError
 from infinity.ranks.parallel_dims import ParallelDims
@@ -213,17 +214,17 @@ def test_the_homes_are_lent_until_the_last_work_of_the_queue(size):
     assert case.arrival.event is PAST
     case.start()
     assert case.arrival.event.name == f"copy {size}"
-    assert all(flat.homes.last_read is case.arrival.event for flat in case.flat_params)
+    assert all(flat.homes.pins[COPY].until is case.arrival.event for flat in case.flat_params)
 
 
 def test_a_copy_that_is_over_lends_no_homes():
     """Method: a processor, which copies at once. An earlier read is not forgotten by it."""
     case = Case(device=lambda said: Device(torch.device("cpu"), Traffic()))
     for flat_param in case.flat_params:
-        flat_param.homes.lend("an earlier one")
+        flat_param.homes.pin(COPY, "an earlier one")
     case.start()
     assert case.arrival.event is PAST
-    assert all(flat.homes.last_read == "an earlier one" for flat in case.flat_params)
+    assert all(flat.homes.pins[COPY].until == "an earlier one" for flat in case.flat_params)
 
 
 # --- the gather ---
@@ -238,7 +239,7 @@ def test_the_other_ranks_slices_are_gathered_after_this_ranks_copy(in_node):
     assert case.device.puts[1][2] is None
     for number, (asked, flat) in enumerate(zip(case.bulk.asked, flats, strict=True)):
         assert asked[0] is flat and asked[1] == f"block ({number})"
-        assert asked[2] == ("in node" if in_node else [None, None])
+        assert asked[2] == ("in node" if in_node else [None])
     alone = Case()
     alone.start(in_node=False)
     assert alone.bulk.asked == [] and len(alone.device.puts) == 1
@@ -249,7 +250,7 @@ def test_a_gather_finds_the_homes_of_its_own_shard():
     for number, home in enumerate(case.homes):
         home.region = number
     case.start()
-    assert [homes for _, _, homes in case.bulk.asked] == [[0, 0], [1, 1]]
+    assert [homes for _, _, homes in case.bulk.asked] == [[0], [1]]
 
 
 def test_homes_that_other_ranks_read_are_lent_until_those_are_done():
@@ -261,7 +262,8 @@ def test_homes_that_other_ranks_read_are_lent_until_those_are_done():
         "block (1)": Pending(case.said, "second"),
     }
     case.start()
-    assert [flat.homes.last_read for flat in case.flat_params] == ["until the others have it", PAST]
+    first, second = (flat.homes.draft().events for flat in case.flat_params)
+    assert (first, second) == (["until the others have it"], [])
 
 
 # --- the end ---

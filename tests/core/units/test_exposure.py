@@ -44,7 +44,7 @@ class Buffer:
 class Case:
     """A unit of two flat params, whose parameters are as they are at home."""
 
-    def __init__(self, *, is_stale: bool = False, alone: bool = True, compresses: bool = False):
+    def __init__(self, *, refusal: str = "", alone: bool = True, compresses: bool = False):
         self.store, self.journal, self.compared = MemoryStore(), Journal(), []
         collectives = SimpleNamespace(
             ranks=SimpleNamespace(alone=alone, encoding=BlockCodes() if compresses else None),
@@ -63,7 +63,7 @@ class Case:
         self.buffers = [Buffer(flat) for flat in self.flat_params]
         self.params = [param for flat in self.flat_params for param in flat.params]
         self.exposure = Exposure(
-            "block", self.flat_params, self.buffers, collectives, is_stale=is_stale
+            "block", self.flat_params, self.buffers, collectives, refusal=refusal
         )
         self.store.writes.clear()
 
@@ -110,7 +110,7 @@ def test_a_distributed_parameter_is_exactly_a_dtensor_while_it_is_used():
         parts = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
         flat_param = FlatParam(SPEC, [parts, torch.nn.Parameter(torch.ones(4))])
         ranks = SimpleNamespace(ranks=SimpleNamespace(alone=True, encoding=None))
-        exposure = Exposure("block", [flat_param], [], ranks, is_stale=False)
+        exposure = Exposure("block", [flat_param], [], ranks)
         for _ in range(2):
             exposure.begin()
             assert [type(param) for param in flat_param.params] == [DTensor, ResidentParameter]
@@ -205,7 +205,9 @@ def test_what_is_forgotten_is_not_found():
 
 
 def stale() -> Case:
-    case = Case(is_stale=True)
+    case = Case(
+        refusal="parameters of unit block in place, which are older: the change would be lost"
+    )
     case.exposure.begin()
     return case
 
@@ -232,7 +234,7 @@ def test_exports_of_older_weights_are_not_compared_with_home():
         case.exposure.begin()
         case.buffers[0].is_exported = True
         case.flat_params[0].weight.flat.fill_(8)
-        assert case.find() == (not case.exposure._is_stale)
+        assert case.find() == (not case.exposure._refusal)
 
 
 # --- exports ---

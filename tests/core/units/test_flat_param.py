@@ -14,9 +14,9 @@ from memory_arrays import Counted, MemoryStore, Told, give_arrays
 from native_arrays import same_bits, seeded
 
 from infinity import native
-from infinity.core.machine.device import PAST
 from infinity.core.units.flat_param import ENCODED_AT_ONCE, FlatParam
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
+from infinity.core.units.home_arrays import COPY
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 OWN, SPLIT, WIDE = native.Master.OWN, native.Master.SPLIT, native.Master.FLOAT32
@@ -217,8 +217,8 @@ def test_a_value_is_flattened_in_the_order_of_the_parameters_strides():
 def busy(flat_param: FlatParam, store: MemoryStore) -> list[Counted]:
     """Gives it an update, and a read of its arrays."""
     found = [Counted(store), Counted(store)]
-    flat_param.homes.submit(found[0])
-    flat_param.homes.lend(found[1])
+    flat_param.homes.commit(flat_param.homes.draft(), found[0])
+    flat_param.homes.pin(COPY, found[1])
     return found
 
 
@@ -243,7 +243,7 @@ def test_a_change_waits_until_the_arrays_are_idle(name):
     running = busy(flat_param, store)
     CHANGES[name](flat_param, store)
     assert [each.waits for each in running] == [1, 1]
-    assert flat_param.homes.update is None and flat_param.homes.last_read is PAST
+    assert flat_param.homes.update is None and flat_param.homes.draft().events == []
 
 
 @pytest.mark.parametrize("name", READS)

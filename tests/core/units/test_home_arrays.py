@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from infinity import native
-from infinity.core.machine.device import PAST
 from infinity.core.machine.tiers import Tier
 from infinity.core.units.flat_layout import FlatLayout
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
-from infinity.core.units.home_arrays import HomeArrays
+from infinity.core.units.home_arrays import COPY, HomeArrays, Pin
 from infinity.errors import InternalError
+from infinity.ext.class_step.admission import allocate_missing
 from infinity.ext.versions_2bw.versions import add_slot, drop_slot
 from infinity.ranks.parallel_dims import ParallelDims
 
@@ -46,40 +46,82 @@ def home() -> HomeArrays:
 def test_the_same_update_may_be_submitted_again_and_another_may_not(home):
     update = Update()
     for _ in range(2):
-        home.submit(update)
+        home.commit(home.draft(), update)
     with pytest.raises(InternalError, match="an update of the flat param of a.weight runs"):
-        home.submit(Update())
+        home.commit(home.draft(), Update())
     assert home.update is update
     home.wait()
     home.wait()
     assert update.waits == 1 and home.update is None
 
 
-def test_an_update_to_a_new_weight_makes_the_old_one_older_once(home):
-    """In the slot that had the new one. Twin: before it, the current weight is in every slot."""
-    assert home.weight_in(0) == home.weight == "W"
-    home.stale = ["other", "new"]
-    home.choose(1)
-    assert home.beside == "new"
-    update = Update()
+def versions(home: HomeArrays) -> list:
+    """The weights that are kept, the newest first."""
+    return [home.weight_of(by) for by in (None, 0, 1)]
+
+
+def test_an_update_to_fresh_bytes_leaves_the_old_weights_to_the_pin_once(home):
+    """Twins: before it the pin holds the newest weights; a pin that holds nothing brings no bytes,
+    and one without any has the newest."""
+    assert home.weight_of(0) == home.weight == "W"
+    home.pins = {0: Pin(array="other"), 1: Pin(array="new")}
+    assert home.draft().fresh is None and versions(home) == ["W", "other", "new"]
     for _ in range(2):
-        home.advance(update, "new")
-        assert (home.weight, home.stale, home.arrays["grad"]) == ("new", ["other", "W"], "G")
-        assert home.beside == "W" and home.update is update
-        assert [home.weight_in(slot) for slot in (None, 0, 1)] == ["new", "other", "W"]
+        home.hold(1)
+        assert versions(home) == ["W", "other", "W"]
+    draft, update = home.draft(), Update()
+    assert (draft.pin, draft.fresh) == (home.pins[1], "new")
+    for _ in range(2):
+        home.commit(draft, update)
+        assert versions(home) == ["new", "other", "W"] and home.arrays["grad"] == "G"
+        assert home.update is update and home.draft().fresh is None
+    home.hold(0)
     with pytest.raises(InternalError):
-        home.advance(Update(), "newer")
+        home.commit(home.draft(), Update())
+
+
+@pytest.mark.parametrize("is_made", [True, False])
+def test_a_draft_that_is_dropped_was_never_there(home, is_made):
+    """Method: as after an interrupt, twice. Twin: what was committed stays. A draft that is
+    committed although it was dropped, as the journal's, leaves each version in one place."""
+    home.pins = {0: Pin(array="new")}
+    home.hold(0)
+    draft = home.draft()
+    if is_made:
+        home.commit(draft, None)
+    for _ in range(2):
+        home.drop_drafts()
+    assert versions(home)[:2] == (["new", "W"] if is_made else ["W", "new"])
+    home.commit(draft, None)
+    assert versions(home)[:2] == ["new", "W"]
+
+
+def test_an_update_waits_for_what_reads_the_bytes_that_it_changes(home):
+    """Method: a copy, which a later one follows, and a save. Twins: what is over is not waited for
+    again; weights that a pin holds in bytes of their own are."""
+    first, copy, save = Update(), Update(), native.Ticket(1)
+    for by, until in (("copy", first), ("copy", copy), ("save", save)):
+        home.pin(by, until)
+    home.pins[0] = Pin(array="new")
+    home.hold(0)
+    draft = home.draft()
+    assert (draft.events, draft.tickets, draft.fresh) == ([copy], [save], "new")
+    save.part_done()
+    home.wait_readers()
+    assert (first.waits, copy.waits) == (0, 1)
+    draft = home.draft()
+    assert (draft.events, draft.tickets, draft.fresh) == ([], [], "new")
 
 
 def test_idle_arrays_have_waited_for_the_update_and_the_last_read(home):
     """Twin: wait() is for the update alone."""
     for idle in (False, True):
         update, read = Update(), Update()
-        home.submit(update)
-        home.lend(read)
+        home.commit(home.draft(), update)
+        home.pin(COPY, read)
         (home.wait_idle if idle else home.wait)()
         assert (update.waits, read.waits) == (1, int(idle))
-        assert home.last_read is (PAST if idle else read)
+        assert home.draft().events == ([] if idle else [read])
 
 
 # --- memory ---
@@ -127,7 +169,7 @@ def test_every_array_of_the_spec_is_allocated_at_its_tier():
     is beside."""
     home, store = empty(ADAM), Allocator()
     home.allocate(store, tiers(exp_avg=Tier.NVME), "unit u")
-    assert set(home.arrays) == NAMES and home.beside is None and home.arrays_beside == []
+    assert set(home.arrays) == NAMES and home.arrays_beside == []
     for name, array in home.arrays.items():
         assert array.what == f"{name} of unit u" and array.numel == home.layout.numel
         assert array.dtype == ADAM.array_dtypes()[name] and array.region is native.Region
@@ -146,11 +188,10 @@ def test_what_is_cached_on_the_host_keeps_its_place_on_the_disk():
     assert home.weight.what == "weight of unit u, kept from NVMe"
     (reserved,) = home._reserved
     assert (reserved.tier, reserved.what) == (Tier.NVME, "weight of unit u")
-    home.beside, read = reserved, Update()
-    home.lend(read)
+    home.pins[0], home.kept["mean"] = Pin(array=reserved), reserved
+    home.pin(COPY, Update())
     home.clear()
-    assert home.arrays == {} and home.beside is None and home._reserved == []
-    assert home.last_read is PAST
+    assert home.arrays == home.kept == home.pins == {} and home._reserved == []
 
 
 def test_weights_that_other_ranks_read_are_in_memory_that_they_share():
@@ -162,7 +203,11 @@ def test_weights_that_other_ranks_read_are_in_memory_that_they_share():
     home.allocate(store, tiers(), "unit u", kept={"weight"})
     for array in home.arrays.values():
         assert (array.region == "shared") == array.what.startswith("weight")
-    assert home.weight_regions == ["shared", "shared"]
+    assert home.weight_regions == ["shared"]
+    home.pins[0] = Pin(array=SimpleNamespace(region="its own"))
+    for _ in range(2):
+        assert home.weight_regions == ["shared", "its own"]
+        home.hold(0)
 
 
 def test_only_the_arrays_that_are_missing_are_allocated_for_a_larger_spec():
@@ -170,7 +215,7 @@ def test_only_the_arrays_that_are_missing_are_allocated_for_a_larger_spec():
     home, store = empty(FROZEN), Allocator()
     home.allocate(store, tiers(), "unit u")
     weight = home.weight
-    made = home.allocate_missing(store, ADAM, tiers(grad=Tier.NVME), "unit u")
+    made = allocate_missing(store, home, ADAM, tiers(grad=Tier.NVME), "unit u")
     assert set(made) == NAMES - {"weight"} and made["grad"].tier is Tier.NVME
     assert made["master"].what == "master of unit u" and made["master"].dtype == F32
     assert {array.numel for array in made.values()} == {home.layout.numel}
@@ -185,7 +230,7 @@ def test_of_several_ranks_each_has_its_slice():
     layout = FlatLayout.of([torch.ones(2, 4096)], ParallelDims(rank=1, size=2))
     home, store = HomeArrays(FROZEN, layout, ["a.weight"]), Allocator()
     home.allocate(store, tiers(), "unit u")
-    home.allocate_missing(store, ADAM, tiers(), "unit u")
+    allocate_missing(store, home, ADAM, tiers(), "unit u")
     assert {array.numel for array in store.made} == {4096} and layout.numel == 8192
 
 
@@ -194,7 +239,7 @@ def test_a_growth_without_room_leaves_nothing():
     home, store = empty(FROZEN), Allocator(fails=3)
     home.allocate(store, tiers(), "unit u")
     with pytest.raises(MemoryError):
-        home.allocate_missing(store, ADAM, tiers(), "unit u")
+        allocate_missing(store, home, ADAM, tiers(), "unit u")
     assert store.freed == store.made[1:] and len(store.freed) == 2
 
 
@@ -203,18 +248,17 @@ def test_older_weights_have_memory_of_their_own_until_they_are_dropped():
     home, store = empty(ADAM), Allocator()
     home.allocate(store, tiers(weight=Tier.NVME), "unit u")
     for slot in range(2):
-        add_slot(home, store, "unit u")
-        stale = home.weight_in(slot)
+        add_slot(home, store, slot, "unit u")
+        stale = home.weight_of(slot)
         assert stale is not home.weight and stale.what == "stale weight of unit u"
         found = stale.tier, stale.dtype, stale.numel
         assert found == (Tier.NVME, torch.bfloat16, home.weight.numel)
-    first, second = home.stale
+    first, second = (pin.array for pin in home.pins.values())
     assert first is not second and home.arrays_beside == [("weight", first), ("weight", second)]
-    for freed in ([second], [second, first], [second, first]):
-        drop_slot(home, store)
+    for slot, freed in ((1, [second]), (0, [second, first]), (0, [second, first])):
+        drop_slot(home, store, slot)
         assert store.freed == freed
-    assert home.weight_in(0) is home.weight and home.arrays_beside == []
-    assert home.beside is None
+    assert home.weight_of(0) is home.weight and home.arrays_beside == []
 
 
 def test_the_kernel_is_told_the_dtypes_of_the_arrays(monkeypatch):
@@ -249,10 +293,10 @@ def test_a_shut_down_waits_and_passes_over_errors():
             raise OSError("disk")
 
     home, update = empty(ADAM), Failing()
-    home.submit(update)
+    home.commit(home.draft(), update)
     home.settle()
     assert home.update is None and update.waits == 1
     home = empty(ADAM)
-    home.submit(Update(interrupts=1))
+    home.commit(home.draft(), Update(interrupts=1))
     with pytest.raises(KeyboardInterrupt):
         home.settle()

@@ -189,7 +189,9 @@ def test_what_runs_has_ended_before_an_admission(tmp_path):
     job, waits = with_frozen("nvme", tmp_path), []
     job.backward(RAMP)
     first, engine = job.handles[0], job.engine
-    first.flat_param.homes.submit(SimpleNamespace(wait=lambda: waits.append(True)))
+    first.flat_param.homes.commit(
+        first.flat_param.homes.draft(), SimpleNamespace(wait=lambda: waits.append(True))
+    )
     engine.gradients.homes.view(first, write=True).fill_(3.0)
     released = []
     release = parts_of(engine).prefetcher.release_all
@@ -320,7 +322,7 @@ def test_what_was_allocated_before_a_failure_is_freed(fails, monkeypatch):
             patched.setattr(resources, "refit", fail)
         else:
             homes = job.handles[5].flat_param.homes
-            patched.setattr(type(homes), "allocate_missing", guarded(homes))
+            patched.setattr(admission, "allocate_missing", guarded(homes))
         refused(job, MemoryError, "no room", *FROZEN)
     assert len(freed) == (4 if fails == "slots" else 2)  # a gradient and a moment of each
     Told(job).admit(*FROZEN)
@@ -328,10 +330,8 @@ def test_what_was_allocated_before_a_failure_is_freed(fails, monkeypatch):
 
 def guarded(homes: Any) -> Any:
     """Lets one flat param's allocation fail."""
-    allocate = type(homes).allocate_missing
-    return lambda self, *args: (fail if self is homes else allocate)(
-        *(args if self is homes else (self, *args))
-    )
+    allocate = admission.allocate_missing
+    return lambda store, of, *args: (fail if of is homes else allocate)(store, of, *args)
 
 
 def test_an_interrupt_in_the_middle_of_the_change_does_not_undo_it():

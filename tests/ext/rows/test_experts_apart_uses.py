@@ -544,12 +544,12 @@ def test_a_replay_that_is_interrupted_is_made_once(home, tmp_path, monkeypatch):
             loop.step()
         return loop.found()
 
-    expected, real, seen = run(stopped=False), HomeArrays.leave_behind, []
+    expected, real, seen = run(stopped=False), HomeArrays.replay, []
 
-    def leave_behind(self, update, updater, rule, version):
-        real(self, update, StoppedUpdater(updater, seen), rule, version)
+    def replay(self, updater, rule, version):
+        return real(self, StoppedUpdater(updater, seen), rule, version)
 
-    monkeypatch.setattr(HomeArrays, "leave_behind", leave_behind)
+    monkeypatch.setattr(HomeArrays, "replay", replay)
     assert differing(run(stopped=True), expected) == [] and seen
 
 

@@ -148,20 +148,19 @@ def test_an_update_that_fails_leaves_one_version(home, kept, tmp_path):
             with engine.accumulation.opened():
                 model(batch(0)).square().mean().backward()
             calls: list[int] = []
-            entering = "advance" if kept else "submit"
-            advance = getattr(HomeArrays, entering)
+            commit = HomeArrays.commit
 
-            def interrupted(*arguments: Any, calls: list = calls, advance: Any = advance) -> None:
+            def interrupted(*arguments: Any, calls: list = calls, commit: Any = commit) -> None:
                 calls.append(1)
                 if len(calls) == 2:
                     raise KeyboardInterrupt
-                advance(*arguments)
+                commit(*arguments)
 
             def raises() -> None:
                 raise KeyboardInterrupt
 
             if fails == "between":
-                patch.setattr(HomeArrays, entering, interrupted)
+                patch.setattr(HomeArrays, "commit", interrupted)
             stale_of(engine).update(raises if fails == "before" else optimizer.step)
             assert fails == "never"
             raise KeyboardInterrupt

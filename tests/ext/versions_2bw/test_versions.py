@@ -4,6 +4,7 @@ the newest ones the older."""
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -26,25 +27,23 @@ class Unit:
 
     def __init__(self, *, stays: bool = False, stepped: tuple[bool, ...] = (True,)):
         self.param = torch.nn.Parameter(torch.zeros(2, 2))
-        self.version, self.used_slot, self.stays, self.stale = 5, None, stays, []
-        self.chosen: list[int] = []
+        self.version, self.in_use, self.stays, self.pinned = 5, self, stays, []
+        self.log: list[Any] = []
         self.buffers = Buffers(self.param, 1.0)
         self.flat_params = [
             SimpleNamespace(
                 spec=SimpleNamespace(stepped=each),
                 weight=SimpleNamespace(flat=flat),
-                homes=SimpleNamespace(choose=lambda slot: self.chosen.append(slot)),
+                homes=SimpleNamespace(
+                    pins=(0, 1), hold=self.log.append, drop_drafts=lambda: self.log.append("drop")
+                ),
             )
             for each, flat in zip(stepped, self.buffers.flats * len(stepped))
         ]
 
-    @property
-    def in_use(self):
-        return self if self.used_slot is None else self.stale[self.used_slot]
-
-    def make_stale(self, index: int):
-        value = 2.0 + len(self.stale)
-        self.stale.append(
+    def make_pinned(self, index: int):
+        value = 2.0 + len(self.pinned)
+        self.pinned.append(
             SimpleNamespace(index=index, version=0, buffers=Buffers(self.param, value))
         )
 
@@ -61,7 +60,7 @@ def versions() -> UnitVersions:
     """Of a unit whose newest weights are ones and whose older ones are twos and threes."""
     unit = Unit()
     for index in (7, 8):
-        unit.make_stale(index)
+        unit.make_pinned(index)
     unit.buffers.show()
     return UnitVersions(unit)
 
@@ -83,8 +82,9 @@ def test_parameters_are_the_version_that_is_computed_with(versions):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for slot, value in ((0, 2), (None, 1), (1, 3), (0, 2)):
             versions.compute_with(slot)
-            assert (unit.used_slot, unit.shown, cast(unit)) == (slot, value, value)
-    unit.stale[0].buffers.flats[0] = torch.full((2, 2), 9.0)
+            assert (unit.shown, cast(unit)) == (value, value)
+            assert unit.in_use is (unit if slot is None else unit.pinned[slot])
+    unit.pinned[0].buffers.flats[0] = torch.full((2, 2), 9.0)
     versions.compute_with(0)
     assert unit.shown == 2
 
@@ -96,15 +96,15 @@ def test_an_update_makes_the_newest_weights_the_older_ones(versions):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert cast(unit) == 1
         versions.begin_update(0)
-        assert (unit.version, unit.stale[0].version) == (6, 5)
+        assert (unit.version, unit.pinned[0].version) == (6, 5)
         assert unit.shown == cast(unit) == 2
         versions.compute_with(0)
         assert unit.shown == cast(unit) == 1
         versions.compute_with(1)
         assert unit.shown == cast(unit) == 3
     versions.begin_update(1)
-    assert (unit.version, unit.stale[0].version, unit.stale[1].version) == (7, 5, 6)
-    assert unit.chosen == [0, 1]
+    assert (unit.version, unit.pinned[0].version, unit.pinned[1].version) == (7, 5, 6)
+    assert unit.log == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -114,14 +114,14 @@ def test_after_an_interrupt_the_newest_weights_are_computed_with(stays, is_swapp
     """Claim: buffers that are the home go back to it. Twin: other buffers, which are filled again,
     stay where they are."""
     unit = Unit(stays=stays)
-    unit.make_stale(7)
+    unit.make_pinned(7)
     versions = UnitVersions(unit)
     if is_swapped:
-        unit.change_places(unit.stale[0])
-    unit.used_slot = 0
+        unit.change_places(unit.pinned[0])
+    unit.in_use = unit.pinned[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         unit.in_use.buffers.show()
         cast(unit)
         versions.settle()
-        assert unit.used_slot is None
+        assert unit.in_use is unit and unit.log == ["drop"]
         assert unit.shown == cast(unit) == (2 if is_swapped and not stays else 1)

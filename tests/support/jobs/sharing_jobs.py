@@ -114,9 +114,9 @@ def partly() -> dict[str, Any]:
         ]
 
     shared = [read()]
-    versions.add_slot(flat_params[1].homes, parts_of(engine).store, "a unit")
+    versions.add_slot(flat_params[1].homes, parts_of(engine).store, 0, "a unit")
     shared.append(read())
-    versions.drop_slot(flat_params[1].homes, parts_of(engine).store)
+    versions.drop_slot(flat_params[1].homes, parts_of(engine).store, 0)
     shared.append(read())
     rank_jobs.train(model, optimizer, steps=2)
     weights = rank_jobs.cloned(model.state_dict())
@@ -262,14 +262,13 @@ def held_back(share: bool) -> dict[str, Any]:
         unit.start_gather(parts_of(engine).store, parts_of(engine).ledger)
     if dist.get_rank() == 0:
         time.sleep(0.2)
-        ticket = engine.device.ticket(
-            [flat_param.homes.last_read]
-        )  # what an update would come behind
+        # What an update would come behind
+        ticket = engine.device.ticket(flat_param.homes.draft().events)
         free.append(ticket is None)
         store.set(key, "")
         if ticket is not None:
             ticket.wait()
-            free.append(engine.device.ticket([flat_param.homes.last_read]) is None)
+            free.append(engine.device.ticket(flat_param.homes.draft().events) is None)
     unit.finish_gather(parts_of(engine).store)
     unit.release()
     dist.barrier()
