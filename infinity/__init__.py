@@ -144,6 +144,7 @@ _HOMES = {
     "wrap_model": "core.wrap.wrap",
 }
 seams.EXTENSIONS[:] = (
+    "ext.class_step.entries.ClassSteps",
     "ext.tiles.layout.TiledLayers",  # before those that run what is there in their own way
     "ext.blocks.blocks.Blocks",
     "ext.dtensor.in_common.InCommon",

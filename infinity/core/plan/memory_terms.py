@@ -83,7 +83,6 @@ class MemoryTerms:
             self._add(*term)
         self._add_ranks()
         landing, device_slot = self._device_step()
-        self._class_step()
         window, autograd = self._window()  # take the rest of a budget
         return MemoryPlan(
             tiers=self.tiers,
@@ -230,13 +229,3 @@ class MemoryTerms:
                 device_slot = needed_device_slot_nbytes(self._units)
                 self._add(Tier.DEVICE, "optimizer slots", DEVICE_SLOTS * device_slot)
         return landing, device_slot
-
-    def _class_step(self) -> None:
-        """Adds the values of the parameter that is stepped by its class, where they are read and
-        where they are computed with."""
-        nbytes = max((flat.class_step_nbytes for flat in self._stepped), default=0)
-        self._add(Tier.HOST, "a parameter's step", nbytes)
-        kept = sum(flat.kept_nbytes for flat in self._stepped)
-        self._add(Tier.HOST, "sums of the optimizer's class", kept)
-        if not self._device.is_host:
-            self._add(Tier.DEVICE, "a parameter's step", nbytes)

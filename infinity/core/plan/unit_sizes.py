@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -27,8 +28,7 @@ class FlatParamSize:
     data_size: int = 1  # ranks whose gradients are averaged; includes those with other experts
     whole_grad: bool = False  # every rank holds its whole gradient (ZeRO-1)
     node_size: int = 0  # ranks of a machine that share gathered weights (``shard_in_node``); else 0
-    largest: int = 0  # elements of the largest parameter; 0: unknown
-    kept_nbytes: int = 0  # what class steps keep of it in host memory, on every rank
+    shapes: tuple[Sequence[int], ...] = ()  # of the parameters; empty: unknown
 
     @property
     def is_averaged(self) -> bool:
@@ -42,18 +42,6 @@ class FlatParamSize:
                 int(self.numel * self.spec.nbytes_per_element().get(name, 0)), native.BLOCK_NBYTES
             )
         return self._shard_nbytes.get(name, 0)
-
-    @property
-    def class_step_nbytes(self) -> int:
-        """Counts the bytes, in fp32, of pieces of parameters that are stepped by their class: one
-        is read, one stepped, with the temporaries of the class, and one written. A stepping rank
-        also receives one."""
-        if (of_class := self.spec.class_piece) is None:
-            return 0
-        arrays = 2 + len(self.spec.moments)  # elements and gradient
-        copies = 3 if self.shards == 1 else 4
-        piece = min(self.largest or self.numel, of_class.numel)
-        return 4 * piece * (copies * arrays + of_class.temporaries)
 
     def whole_nbytes(self, name: str) -> int:
         """Counts the bytes of array ``name`` of all ranks."""

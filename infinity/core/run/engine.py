@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -23,7 +24,6 @@ from ..params import mistakes
 from ..params.touches import Touches
 from ..step.context import StepContext
 from ..units.flat_param import FlatParam
-from ..units.flat_param_spec import ClassPiece
 from ..units.forms import is_plain
 from ..units.handle import ParamHandle
 from ..units.unit import ParamUnit
@@ -244,12 +244,12 @@ class Engine:
         moments_of: Callable[[FlatParam], Mapping[str, torch.dtype]],
         then: Callable[[], None],
         place: int = 0,
-        class_piece: ClassPiece | None = None,
+        needs: Any = None,
         asked: str = "add_param_group",
         takes: bool = False,
     ) -> None:
         """Steps ``params``, frozen until now, by the optimizer at ``place``. ``moments_of``: the
-        arrays of its rule in a flat param, and their dtype; ``class_piece``: of its class steps;
+        arrays of its rule in a flat param, and their dtype; ``needs``: of its steps beside them;
         ``takes``: also parameters that another one steps. Raises UsageError or CapacityError, which
         say what was ``asked``, with nothing changed."""
         for listener in self.job.events.admitting:
@@ -259,7 +259,7 @@ class Engine:
             self._resources,
             params,
             place=place,
-            class_piece=class_piece,
+            needs=needs,
             moments_of=moments_of,
             asked=asked,
             takes=takes,

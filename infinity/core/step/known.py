@@ -4,7 +4,7 @@ rule         a formula of the kernels. It has one entry here, the formula (``csr
              a row in ``tests/core/step/test_known.py``. Classes of other libraries are in
              :mod:`infinity.ext.class_step.known_elsewhere`
 class step   a class without a rule steps by its own code, on one parameter at a time
-             (:mod:`.class_step`). It has one entry here, and a row in the tests
+             (:mod:`infinity.ext.class_step`). It has an entry there, and a row in the tests
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from ... import native
 from ...choices import MOMENT_DTYPES
 from ...config import Config
 from ...errors import ConfigError
-from ...ext.class_step.measured import Prodigy
-from ..units.flat_param_spec import EVERY_MOMENT, ClassPiece
+from ..units.flat_param_spec import EVERY_MOMENT
 from .counters import Counters, Mixture, MuProduct, StepSize
 
 # Arrays at home; the second one has no sign
@@ -109,7 +108,7 @@ class Known:
     ignored: tuple[str, ...] = ()
     needs_whole: bool = False
     splits: bool = False
-    measured: type[Prodigy] | None = None
+    measured: Any = None
     tried: Mapping[tuple, tuple[str, ...]] = field(default_factory=dict)
     kept: Mapping[str, torch.dtype] = field(default_factory=dict)
     counts_steps: bool = True
@@ -119,7 +118,7 @@ class Known:
     dtype: str = "fp32"
     dtype_of: Callable[[Any, int, int], str] | None = None
     by_param: Mapping[torch.Tensor, str] = field(default_factory=dict)
-    costs: ClassPiece = ClassPiece(PIECE)
+    costs: Any = None
     inside: str | None = None
 
     @property
@@ -147,7 +146,7 @@ class Known:
         return self
 
     @property
-    def piece(self) -> ClassPiece | None:
+    def needs(self) -> Any:
         """What a class step takes at once, makes and keeps; None if the rule steps."""
         if self.rule is not None:
             return None
@@ -407,17 +406,3 @@ OF_PATHS = (
 )
 KNOWN: dict[native.Rule, Known] = {known.rule: known for known in (*OF_TORCH, *OF_PATHS)}
 KNOWN[native.Rule.AMSGRAD] = KNOWN[native.Rule.ADAMW].for_groups([{"amsgrad": True}])
-
-
-def class_entry(kind: type | str, step: str = "", **others: Any) -> Known:
-    """Makes the entry of a class that steps by its own code. Its moments are found by a trial."""
-    name = kind if isinstance(kind, str) else kind.__name__
-    step = step or name.rpartition(".")[2] + ".step"
-    return by_class(Known(None, kind, step, {}, {}, {}, **others))
-
-
-# Those of torch that step by their own code. In torch, too, Muon's moment has the gradient's dtype.
-BY_CLASS = (
-    class_entry(torch.optim.Adafactor, needs_whole=True),
-    class_entry(torch.optim.Muon, needs_whole=True, splits=True, dtypes=("fp32", "bf16")),
-)

@@ -181,7 +181,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             context.admit(
                 moved,
                 moments_of=lambda _: arrays,
-                class_piece=self._known.piece,
+                needs=self._known.needs,
                 then=then,
             )
 

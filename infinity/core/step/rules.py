@@ -25,11 +25,12 @@ from ... import native
 from ...errors import ConfigError, UsageError
 from ...ext.class_step.class_code import class_step, file_of, plain_step
 from ...ext.class_step.class_trial import with_moments
+from ...ext.class_step.entries import BY_CLASS
 from ...ext.class_step.known_elsewhere import ALIASES, as_it_is, refuse_overrides
 from ...ext.class_step.matrices import check_split
 from ...ext.class_step.own_class import by_own_code, instead
 from ..units.handle import handle_of
-from .known import BY_CLASS, KNOWN, OF_TORCH, Known
+from .known import KNOWN, OF_TORCH, Known
 
 logger = logging.getLogger(__name__)
 

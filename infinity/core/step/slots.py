@@ -31,7 +31,7 @@ def optimizer_slot_nbytes(
     flat param that needs most."""
     needed = 0
     for flat_param in flat_params:
-        if flat_param.spec.stepped and not flat_param.spec.class_piece:
+        if flat_param.spec.stepped and flat_param.spec.needs is None:
             sizes = flat_param.spec.nbytes_per_element()
             per_element = sum(int(size) for name, size in sizes.items() if tiers[name] is Tier.NVME)
             # A chunk of 1-byte elements must be whole checksum blocks too.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,28 +20,6 @@ ARRAYS = ("weight", "master", *EVERY_MOMENT, *SCALES.values(), "grad")
 MASTER_DTYPES = {native.Master.SPLIT: torch.int16, native.Master.FLOAT32: torch.float32}
 
 
-class ClassPiece(NamedTuple):
-    """What a class step takes at once, and makes and keeps beside it. ``numel``: elements of a
-    parameter, at most. ``temporaries``: tensors of as many elements. ``rows``, ``columns``,
-    ``elements``, ``of_vectors``: values that the class keeps in host memory for each row and column
-    of a matrix, for each element of one, and of a vector."""
-
-    numel: int
-    temporaries: int = 3
-    rows: int = 0
-    columns: int = 0
-    elements: float = 0.0
-    of_vectors: float = 0.0
-
-    def kept_nbytes(self, shape: Sequence[int]) -> int:
-        """Counts the bytes, in fp32, that the class keeps for a parameter of ``shape``."""
-        numel = math.prod(shape)
-        if len(shape) < 2 or not numel:
-            return 4 * math.ceil(self.of_vectors * numel)
-        of_sums = self.rows * (numel // shape[-1]) + self.columns * (numel // shape[-2])
-        return 4 * (of_sums + math.ceil(self.elements * numel))
-
-
 @dataclass(frozen=True)
 class FlatParamSpec:
     """The common properties of one flat param's parameters, which decide its arrays."""
@@ -55,7 +32,7 @@ class FlatParamSpec:
     moments: tuple[str, ...]  # arrays, of EVERY_MOMENT
     stepped: bool
     optimizer: int = 0  # the place, among those of the job, of the one that steps them
-    class_piece: ClassPiece | None = None  # None: a kernel steps
+    needs: Any = None  # beside the arrays, of a step by other code; None: a kernel steps
     coded: bool = False  # codes of packed weights: never rounded, whatever their dtype
 
     def trained(
@@ -64,7 +41,7 @@ class FlatParamSpec:
         moments: Mapping[str, torch.dtype],
         optimizer: int = 0,
         *,
-        class_piece: ClassPiece | None = None,
+        needs: Any = None,
     ) -> FlatParamSpec:
         """Describes the same parameters when ``optimizer`` steps them. ``master``: the
         configuration's; ``moments``: the arrays of its rule, and their dtype."""
@@ -79,14 +56,8 @@ class FlatParamSpec:
             moment_dtype=next(iter(moments.values()), self.moment_dtype),
             stepped=True,
             optimizer=optimizer,
-            class_piece=class_piece,
+            needs=needs,
         )
-
-    def kept_nbytes(self, shapes: Iterable[Sequence[int]]) -> int:
-        """Counts the bytes that the optimizer's class keeps in host memory for such parameters."""
-        if (of_class := self.class_piece) is None:
-            return 0
-        return sum(map(of_class.kept_nbytes, shapes))
 
     def array_dtypes(self) -> dict[str, torch.dtype]:
         """Maps the name of every array of such a flat param to its dtype."""

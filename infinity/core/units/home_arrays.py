@@ -84,7 +84,7 @@ class HomeArrays:
         """Lets updates leave experts behind that have no gradient: ``count`` rows of each
         parameter."""
         places = [(place.offset, place.numel // count) for place in self.layout.placements]
-        is_by_kernel = self.spec.stepped and not self.spec.class_piece
+        is_by_kernel = self.spec.stepped and self.spec.needs is None
         if is_by_kernel and all(each % native.MOMENT_BLOCK == 0 for _, each in places):
             self.rows = ExpertRows(count, places)
 
@@ -142,7 +142,7 @@ class HomeArrays:
         Only while no update runs. Idempotent."""
         both = self.arrays | arrays
         self.spec, self.arrays = spec, {name: both[name] for name in spec.array_dtypes()}
-        if spec.class_piece is not None:
+        if spec.needs is not None:
             self.rows = None  # of a kernel
 
     def clear(self) -> None:

@@ -358,7 +358,7 @@ def _autograd_nbytes(flat_param: FlatParam, group: Group) -> int:
 
 
 def _size_of_flat_param(flat_param: FlatParam) -> FlatParamSize:
-    ranks, shapes = flat_param.ranks, [place.shape for place in flat_param.layout.placements]
+    ranks = flat_param.ranks
     return FlatParamSize(
         flat_param.spec,
         flat_param.layout.numel,
@@ -367,8 +367,7 @@ def _size_of_flat_param(flat_param: FlatParam) -> FlatParamSize:
         data_size=ranks.data_size,
         whole_grad=ranks.keeps_gradients,
         node_size=ranks.node_group.size if ranks.node_group is not None else 0,
-        largest=max(shape.numel() for shape in shapes),
-        kept_nbytes=flat_param.spec.kept_nbytes(shapes),
+        shapes=tuple(place.shape for place in flat_param.layout.placements),
     )
 
 
@@ -414,7 +413,7 @@ def _spec_of(
     if place is None or stepped_by is None:
         return frozen
     moments = optimizers.arrays_of(param, config)
-    return frozen.trained(config.master, moments, place, class_piece=stepped_by.known.piece)
+    return frozen.trained(config.master, moments, place, needs=stepped_by.known.needs)
 
 
 def _within_device(

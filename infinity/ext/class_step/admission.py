@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ from ...core.plan.unit_sizes import FlatParamSize, UnitSize
 from ...core.run.job import Job, wait_idle
 from ...core.run.resources import Resources
 from ...core.units.flat_param import FlatParam
-from ...core.units.flat_param_spec import SCALES, ClassPiece, FlatParamSpec
+from ...core.units.flat_param_spec import SCALES, FlatParamSpec
 from ...core.units.handle import ParamHandle, handle_of, raw_grad
 from ...core.units.home_arrays import HomeArrays
 from ...core.units.unit import ParamUnit
@@ -61,7 +62,7 @@ def admit(
     hook: Callable[[torch.Tensor], None],
     then: Callable[[], None],
     place: int = 0,
-    class_piece: ClassPiece | None = None,
+    needs: Any = None,
     asked: str = "add_param_group",
     takes: bool = False,
 ) -> None:
@@ -72,7 +73,7 @@ def admit(
         spec = (flat_param := handle.flat_param).spec
         if not spec.stepped or spec.optimizer != place:
             moments = moments_of(flat_param)
-            spec = spec.trained(job.config.master, moments, place, class_piece=class_piece)
+            spec = spec.trained(job.config.master, moments, place, needs=needs)
             growths[flat_param] = Growth(handle.unit, spec)
     _refuse_elsewhere(job, handles, growths, asked)
     sizes = [_grown(size, unit, growths) for size, unit in zip(job.planned.sizes, job.units)]

@@ -5,17 +5,37 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...core.units.flat_param_spec import ClassPiece
-
 ROWS, COLUMNS = 60, 64  # of the measured matrix: large beside counts, and not alike
 STEPS = 3
 Run = Callable[[torch.nn.Parameter, Mapping[str, Any]], dict[str, Any]]
+
+
+class ClassPiece(NamedTuple):
+    """What a class step takes at once, and makes and keeps beside it. ``numel``: elements of a
+    parameter, at most. ``temporaries``: tensors of as many elements. ``rows``, ``columns``,
+    ``elements``, ``of_vectors``: values that the class keeps in host memory for each row and column
+    of a matrix, for each element of one, and of a vector."""
+
+    numel: int
+    temporaries: int = 3
+    rows: int = 0
+    columns: int = 0
+    elements: float = 0.0
+    of_vectors: float = 0.0
+
+    def kept_nbytes(self, shape: Sequence[int]) -> int:
+        """Counts the bytes, in fp32, that the class keeps for a parameter of ``shape``."""
+        numel = math.prod(shape)
+        if len(shape) < 2 or not numel:
+            return 4 * math.ceil(self.of_vectors * numel)
+        of_sums = self.rows * (numel // shape[-1]) + self.columns * (numel // shape[-2])
+        return 4 * (of_sums + math.ceil(self.elements * numel))
 
 
 class Peak(TorchDispatchMode):

@@ -96,7 +96,7 @@ class ClassStepper:
                 flat_param.homes.wait_running()
                 after = context.gradients.homes.close_flat_param(flat_param)
                 numbers = [handle.step + 1 for handle in handles]
-                turns = turns_of(handles, numbers, self._known.piece.numel)
+                turns = turns_of(handles, numbers, self._known.needs.numel)
                 steps.append(ClassStep(list(turns), clip, after, version))
         return steps
 
@@ -106,7 +106,7 @@ class ClassStepper:
         steps, index = [], self._context.steps.index
         for flat_param in unit.flat_params:
             handles = [handle for handle in flat_param.handles if handle in self._group_of]
-            turns = turns_of(handles, [each.step for each in handles], self._known.piece.numel)
+            turns = turns_of(handles, [each.step for each in handles], self._known.needs.numel)
             steps.append(ClassStep(list(turns), 1.0, [], index))
         return steps
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from ...core.step.known import Known, switches
-from ...core.units.flat_param_spec import EVERY_MOMENT, ClassPiece
+from ...core.units.flat_param_spec import EVERY_MOMENT
 from ...core.units.handle import handle_of
 from ...errors import ConfigError, UsageError
 from .class_code import class_step, is_equal, step_as
-from .class_costs import costs_of
+from .class_costs import ClassPiece, costs_of
 
 logger = logging.getLogger(__name__)
 

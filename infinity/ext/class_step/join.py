@@ -117,7 +117,7 @@ def _admit(
             params,
             place=place,
             moments_of=moments_of,
-            class_piece=known.piece,
+            needs=known.needs,
             then=release,
             asked=ASKED,
             takes=True,

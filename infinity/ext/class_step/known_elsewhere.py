@@ -15,9 +15,10 @@ import torch
 
 from ... import native
 from ...config import Config
-from ...core.step.known import ADAM, BETAS, BOTH, FIRST, OF_PATHS, SECOND, Known, class_entry
+from ...core.step.known import ADAM, BETAS, BOTH, FIRST, OF_PATHS, SECOND, Known
 from ...core.units.forms import local_of
 from ...errors import ConfigError, UsageError
+from .entries import class_entry
 from .measured import Prodigy
 
 INSIDE = "__bnb_optimizer_quant_state__"  # where bitsandbytes has moments in a state dict

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...core.step.known import Known, class_entry, switches
+from ...core.step.known import Known, switches
 from ...errors import ConfigError
 from .class_code import like_it, plain_step
 from .class_trial import LEAST, STEPS, Run, are_same, gradient_of, settings_to_move, with_moments
+from .entries import class_entry
 
 Group = Mapping[str, Any]
 # Methods of the base class that would not run here, or would run on copies of the optimizer

@@ -65,7 +65,7 @@ class StaleWeights(Extension):
         flat_params = [
             (unit, flat) for unit in units for flat in unit.flat_params if flat.spec.stepped
         ]
-        if by_class := [flat.names[0] for _, flat in flat_params if flat.spec.class_piece]:
+        if by_class := [flat.names[0] for _, flat in flat_params if flat.spec.needs is not None]:
             raise UsageError(
                 f"without_flush: {by_class[0]} is stepped by its optimizer's own code, which does"
                 " not write new weights beside the old ones. Run the pipeline with flush."

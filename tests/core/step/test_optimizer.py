@@ -286,7 +286,7 @@ def test_an_added_group_stands_once_however_often_its_change_is_made():
     job = with_frozen()
     asked = []
 
-    def admit(params, *, moments_of, class_piece, then) -> None:
+    def admit(params, *, moments_of, needs, then) -> None:
         asked.append((list(params), len(moments_of(None))))
         then()
         then()

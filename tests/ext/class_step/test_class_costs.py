@@ -15,9 +15,8 @@ from torch import nn, optim
 import infinity
 from infinity.config import Config
 from infinity.core.step.rules import recognise
-from infinity.core.units.flat_param_spec import ClassPiece
 from infinity.core.wrap.lay_out import lay_out
-from infinity.ext.class_step.class_costs import Peak, costs_of
+from infinity.ext.class_step.class_costs import ClassPiece, Peak, costs_of
 
 
 def test_a_peak_has_what_lives_at_the_same_time():
@@ -75,7 +74,7 @@ def _of(module: str, name: str):
 @pytest.mark.parametrize("case", OF_PROCESS)
 def test_a_librarys_class_has_the_bytes_of_the_process(case):
     make, arrays, of_process = OF_PROCESS[case]
-    piece = recognise(make([nn.Parameter(torch.zeros(4, 4))])).piece
+    piece = recognise(make([nn.Parameter(torch.zeros(4, 4))])).needs
     assert arrays + piece.temporaries == pytest.approx(of_process, abs=0.1)
 
 
