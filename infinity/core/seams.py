@@ -183,13 +183,23 @@ class Extension:
         checkpoint has none of it, and the arrays are zero now."""
 
 
+def kinds() -> Iterator[type[Extension]]:
+    """Yields the classes of all extensions."""
+    return classes_of(EXTENSIONS)
+
+
+def staging_backends() -> Iterator[Any]:
+    """Yields the classes of the staging backends beside the one through the host's memory."""
+    return classes_of(STAGING_BACKENDS)
+
+
 def terms_of(config: Any, units: Sequence[Any], device: Any) -> Iterator[Term]:
     """Yields the terms of all extensions."""
-    for kind in classes_of(EXTENSIONS):
+    for kind in kinds():
         yield from kind.terms(config, units, device)
 
 
 def begin_extensions(config: Any, device: Any, collectives: Any, events: Events) -> list[Extension]:
     """Begins the extensions that a wrap needs. Skips those whose folder is not there."""
-    begun = (kind.begin(config, device, collectives, events) for kind in classes_of(EXTENSIONS))
+    begun = (kind.begin(config, device, collectives, events) for kind in kinds())
     return [extension for extension in begun if extension is not None]

@@ -11,11 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from inside import parts_of
 from torch import nn
 
 import infinity
 from infinity.core import seams
-from infinity.core.seams import EXTENSIONS, Events, Extension, NoValues, begin_extensions
+from infinity.core.homes.staging import ThroughHost, backend_for
+from infinity.core.machine.tiers import Tier
+from infinity.core.run.replaced_forward import ReplacedForward, own_forward
+from infinity.core.seams import (
+    EXTENSIONS,
+    Events,
+    Extension,
+    NoValues,
+    Term,
+    begin_extensions,
+)
+from infinity.errors import ConfigError
 
 
 class Noting(Extension):
@@ -58,14 +70,62 @@ def wrap(**config: Any) -> tuple[nn.Module, Any]:
     return infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host"} | config)
 
 
+class Holding(Extension):
+    """Holds 8 bytes of the host for each unit, refuses a model that repeats a LayerNorm, and
+    doubles the outputs of other blocks."""
+
+    told: list[str] = []
+
+    @classmethod
+    def terms(cls, config: Any, units: Any, device: Any) -> list[Term]:
+        return [Term(Tier.HOST, "what is held", 8 * len(units))]
+
+    @classmethod
+    def describe_ranks(cls, config: Any, ranks: Any) -> Any:
+        cls.told.append("ranks")
+        return ranks
+
+    @classmethod
+    def check_blocks(cls, config: Any, model: nn.Module, blocks: Any) -> None:
+        if any(isinstance(block, nn.LayerNorm) for _, block in blocks):
+            raise ConfigError("no LayerNorm")
+
+    @classmethod
+    def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> Holding:
+        holding = cls()
+        events.allocated.append(holding.charge)
+        return holding
+
+    def charge(self, job: Any) -> None:
+        planned = job.planned.plan.terms[Tier.HOST]["what is held"]
+        self.charged = job.ledger.reserve(Tier.HOST, planned, "what is held")
+        self.told.append(f"{planned} bytes")
+
+    def replace_forwards(self, job: Any, model: Any, find: Any, blocks: Any) -> list[Any]:
+        self.told.append(", ".join(name for name, _, units in blocks if units))
+        return [
+            ReplacedForward(block, lambda x, own=own_forward(block): 2 * own(x))
+            for _, block, _ in blocks
+        ]
+
+
+class Bypass(ThroughHost):
+    """A backend that a device of this name can use."""
+
+    @classmethod
+    def works(cls, config: Any, device: Any) -> bool:
+        return device == "able"
+
+
 @pytest.fixture
 def listed(monkeypatch) -> None:
     """Lists the extensions of this file, as infinity/__init__.py lists the package's."""
     module = ModuleType("infinity.mine")
-    module.Noting, module.Lane = Noting, Lane
+    module.Noting, module.Lane, module.Holding, module.Bypass = Noting, Lane, Holding, Bypass
     module.__spec__ = ModuleSpec("infinity.mine", None)
     monkeypatch.setitem(sys.modules, "infinity.mine", module)
     monkeypatch.setattr(Noting, "told", [])
+    monkeypatch.setattr(Holding, "told", [])
     monkeypatch.setattr(seams, "EXTENSIONS", [*EXTENSIONS, "mine.Noting", "mine.Lane"])
 
 
@@ -118,3 +178,35 @@ def test_a_deleted_extension_is_skipped(listed, monkeypatch):
 def test_a_comparison_of_nothing_agrees():
     nothing = NoValues()
     assert nothing.values() == [] and nothing.agrees([(0, 1)]) and nothing.check([(0, 1)]) is None
+
+
+def test_an_extension_plans_charges_and_replaces(listed, monkeypatch):
+    """Method: its bytes are in the plan and charged before the model is hooked; its forwards run
+    until the model is unwrapped. Twins: a model that it refuses is as it was, and without it no
+    byte is planned."""
+    monkeypatch.setattr(seams, "EXTENSIONS", [*EXTENSIONS, "mine.Holding"])
+    module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain = module(torch.ones(1, 4))
+    twice = 2 * module[1](2 * module[0](torch.ones(1, 4)))
+    config = {"params": "host"}
+    model, _ = infinity.wrap_model(module, None, config)
+    assert Holding.told == ["ranks", "16 bytes", "0, 1"]
+    assert parts_of(model).planned.plan.terms[Tier.HOST]["what is held"] == 16
+    assert torch.equal(model(torch.ones(1, 4)), twice)
+    infinity.unwrap_model(model)
+    assert torch.equal(module(torch.ones(1, 4)), plain)
+    refused = nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4))
+    with pytest.raises(ConfigError, match="no LayerNorm"):
+        infinity.wrap_model(refused, None, config)
+    assert refused(torch.ones(1, 4)).shape == (1, 4)
+    monkeypatch.setattr(seams, "EXTENSIONS", list(EXTENSIONS))
+    model, _ = infinity.wrap_model(module, None, config)
+    assert "what is held" not in parts_of(model).planned.plan.terms[Tier.HOST]
+    infinity.unwrap_model(model)
+
+
+def test_the_first_staging_backend_that_works_is_taken(listed, monkeypatch):
+    """Twins: one that does not work, and one whose folder is not there."""
+    monkeypatch.setattr(seams, "STAGING_BACKENDS", ["ext.gone.away.Nothing", "mine.Bypass"])
+    assert backend_for(None, "able") is Bypass and backend_for(None, "other") is ThroughHost
+    assert ThroughHost.device_nbytes(1 << 20) == 0 and not ThroughHost.passes_host

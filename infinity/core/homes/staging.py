@@ -17,7 +17,7 @@ from ... import native
 from ...config import Config
 from ...errors import InfinityError
 from ..machine.device import Device, Event
-from ..seams import STAGING_BACKENDS, classes_of
+from ..seams import staging_backends
 from .arrays import StateArray
 
 
@@ -92,7 +92,7 @@ class ThroughHost:
 
 def backend_for(config: Config, device: Device) -> type[ThroughHost]:
     """Returns the first backend of the list that works for ``config`` and ``device``."""
-    kinds = (*classes_of(STAGING_BACKENDS), ThroughHost)
+    kinds = (*staging_backends(), ThroughHost)
     return next(kind for kind in kinds if kind.works(config, device))
 
 

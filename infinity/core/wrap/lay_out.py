@@ -33,7 +33,7 @@ from ..plan.budgets import measured_free
 from ..plan.memory_plan import MemoryPlan, term_of
 from ..plan.plan import make_plan
 from ..plan.unit_sizes import SUMMED_AT_ONCE, FlatParamSize, UnitSize
-from ..seams import EXTENSIONS, classes_of
+from ..seams import kinds
 from ..step.recognised import Optimizers, as_given
 from ..units.flat_param import FlatParam
 from ..units.flat_param_spec import ARRAYS, FlatParamSpec
@@ -247,7 +247,7 @@ class Ways:
     def _splits(self, config: Config, free: Mapping[Tier, int] | None) -> Iterator[Any]:
         """Yields the splits to try, None first."""
         yield None
-        for kind in classes_of(EXTENSIONS):
+        for kind in kinds():
             yield from kind.splits(config, free, self)
 
 

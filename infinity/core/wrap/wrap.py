@@ -42,7 +42,7 @@ from ..run.context import found_weakly
 from ..run.engine import Engine
 from ..run.hooks import install_hooks
 from ..run.registry import RECORD, Wrapped, is_wrapped
-from ..seams import EXTENSIONS, classes_of
+from ..seams import kinds
 from ..step.recognised import Optimizers, as_given, like_given
 from ..units.flat_param import FlatParam
 from ..units.forms import division_of
@@ -174,7 +174,7 @@ def _describe_ranks(
         machine_share=share_of_machine(model.nbytes, collectives, local_size),
         stage_prefix=prefix_of_stage(model, collectives),
     )
-    for kind in classes_of(EXTENSIONS):
+    for kind in kinds():
         ranks = kind.describe_ranks(config, ranks)
     return join_node(ranks, mesh) if config.shard_in_node else ranks
 
@@ -216,7 +216,7 @@ def _wrap(
         join_device(ranks, mesh, device.backend)
     with collectives.together("allocating"):
         blocks = _blocks(model, groups)
-        for kind in classes_of(EXTENSIONS):
+        for kind in kinds():
             kind.check_blocks(config, model, blocks)
         units = _make_units(groups, flat_params, device)
         sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
