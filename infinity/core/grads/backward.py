@@ -59,7 +59,7 @@ class Backward:
     def gather(self, unit: ParamUnit, *, shows: bool = True) -> None:
         """Holds ``unit`` in a backward, whose gradients may be none of its. ``shows``: a forward of
         an owner runs again. May block on disk and on other ranks."""
-        self.job.handed.refuse_in_backward(unit)
+        self.job.lents.refuse_in_backward(unit)
         # A checkpoint ends its forward by an exception, which is none of an earlier task.
         self.track_task()
         if unit not in self._pass.awaited:

@@ -22,12 +22,11 @@ from ..grads.record import GradState, writable
 from ..grads.values import GradValues
 from ..homes.store import ArrayStore
 from ..machine import storage_guard
-from ..units.forms import like, local_of
+from ..units.forms import local_of
 from ..units.handle import ParamHandle
 from .apart import has_bytes
 from .assigned import Assigned
-
-TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES = 64, 32 * 1024 * 1024
+from .lent import Lent, Limit
 
 
 class AssignedGrads:
@@ -37,7 +36,7 @@ class AssignedGrads:
     def __init__(self, values: GradValues, store: ArrayStore) -> None:
         self.values, self.ranks, self._store = values, values.ranks, store
         self._assigned: set[ParamHandle] = set()  # with an assigned gradient; it may be gone since
-        self._left_count, self._left_nbytes = TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES  # until a trim
+        self._limit = Limit()
 
     # --- assigning ---
 
@@ -117,13 +116,9 @@ class AssignedGrads:
         local = local_of(tensor)
         if isinstance(local, AtHome) or not has_bytes(local) or local.layout is not torch.strided:
             return
-        self._left_count, self._left_nbytes = self._left_count - 1, self._left_nbytes - local.nbytes
-        if self._left_count < 0 or self._left_nbytes < 0:
-            self._trim()
+        self._limit.take(local.nbytes, self._trim)
         is_copied = storage_guard.identity(local) != storage_guard.identity(part)
-        handle.grad.assigned = Assigned(
-            tensor, is_copied=is_copied, alone=self.ranks.alone, is_ours=is_ours
-        )
+        handle.grad.assigned = Assigned(handle, tensor, is_copied=is_copied, is_ours=is_ours)
         self._assigned.add(handle)
 
     def is_assigned(self, handle: ParamHandle, value: Any) -> bool:
@@ -142,12 +137,11 @@ class AssignedGrads:
         assigned = handle.grad.assigned
         if assigned is None or not self.ranks.alone:
             return None
-        if (tensor := assigned.tensor()) is None:
-            if not assigned.is_held:
-                self._let_go(handle)
-                return None
-            tensor = like(handle.param, assigned.bytes.detach())
-            assigned.give(tensor)
+        if not assigned.is_held():
+            self._let_go(handle)
+            return None
+        tensor = assigned.given()
+        assigned.let_go()
         return tensor
 
     def zero(self, handle: ParamHandle) -> None:
@@ -217,7 +211,7 @@ class AssignedGrads:
         if not self.ranks.alone or (assigned := self._followed(handle)) is None:
             return None
         # With grad mode on, torch leaves the tensor unchanged and makes another one.
-        if assigned.is_held and assigned.is_writable and not torch.is_grad_enabled():
+        if assigned.is_held() and assigned.is_writable and not torch.is_grad_enabled():
             return assigned
         self._let_go(handle)
         return None
@@ -233,7 +227,7 @@ class AssignedGrads:
             is_early, assigned.is_early = assigned.is_early, False
             if not is_early or handle.grad.state is not GradState.CONSUMED:
                 self.settle(handle)
-            elif assigned.has_bits_of(self.values.value(handle, write=False)):
+            elif not assigned.has_other_bits:
                 assigned.note()  # the step that applied it ends
 
     def settle_early(self, handles: Iterable[ParamHandle]) -> None:
@@ -278,11 +272,8 @@ class AssignedGrads:
     def _is_changed(self, handle: ParamHandle, assigned: Assigned) -> bool:
         if assigned.is_elsewhere:
             return True
-        if not self.ranks.alone:
-            return assigned.is_changed
-        return assigned.is_touched or not assigned.has_bits_of(
-            self.values.value(handle, write=False)
-        )
+        counts = self.ranks.alone or assigned.is_stale
+        return (counts and assigned.is_counted) or assigned.has_other_bits
 
     def _followed(self, handle: ParamHandle) -> Assigned | None:
         """Returns the assigned tensor, watched at the memory that it has now."""
@@ -295,14 +286,8 @@ class AssignedGrads:
                 f"{handle.name}.grad was given another shape, {tuple(tensor.shape)}: assign a"
                 " gradient of the parameter's"
             )
-        now = handle.grad.assigned = Assigned(
-            tensor,
-            is_copied=assigned.is_copied,
-            alone=self.ranks.alone,
-            is_ours=assigned.is_ours,
-        )
-        now.is_stale, now.is_early = assigned.is_stale, assigned.is_early
-        return now
+        assigned.move()
+        return assigned
 
     def _let_go(self, handle: ParamHandle) -> None:
         self.settle(handle)
@@ -315,11 +300,9 @@ class AssignedGrads:
             assigned = handle.grad.assigned
             if assigned is None:
                 self._assigned.discard(handle)
-            elif not assigned.is_held:
+            elif not assigned.is_held():
                 self._let_go(handle)
 
-    def _trim(self) -> None:
+    def _trim(self) -> list[Lent]:
         self.let_go_unheld()
-        kept = [handle.grad.assigned.bytes.nbytes for handle in self._assigned]
-        self._left_count = max(TRIMMED_AT_COUNT, len(kept))
-        self._left_nbytes = max(TRIMMED_AT_NBYTES, sum(kept))
+        return [handle.grad.assigned for handle in self._assigned]

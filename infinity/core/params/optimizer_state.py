@@ -19,13 +19,39 @@ from ..units.flat_param import FlatParam
 from ..units.forms import is_common, like, local_of, part_of
 from ..units.handle import ParamHandle, handle_of
 from .books import OptimizerBooks
-from .borrowed_state import STEP
+from .borrowed_state import STEP, StateSource
+from .lent import Source
 
 logger = logging.getLogger(__name__)
 
 MASTER = "master"  # the key of a 16-bit parameter's fp32 master, which torch does not have
 # Outcomes: not in the state dict, of other weights than the model's, written
-MASTERS = "absent", "others", "loaded"
+OUTCOMES = "absent", "others", "loaded"
+
+
+class _Masters(Source):
+    """The masters of the parameters, which nothing but their weights changes."""
+
+    is_state = True
+
+    def name_of(self, handle: ParamHandle) -> str:
+        """Names the master of a parameter."""
+        return f"master of {handle.name}"
+
+    def stamp(self, handle: ParamHandle) -> Any:
+        """Returns the weight's."""
+        return handle.version, handle.forward_edits
+
+    def check(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """Raises UsageError."""
+        raise UsageError(
+            f"{self.name_of(handle)} in optimizer.state_dict() was written to: it has the bits of"
+            " the weight below its precision, which torch's state has not. Change the weight,"
+            " through model.state_dict() or full_params."
+        )
+
+
+MASTERS = _Masters()
 
 
 class OptimizerState:
@@ -107,13 +133,14 @@ class OptimizerState:
     def hand_out(self, books: OptimizerBooks) -> dict[str, Any]:
         """Returns the state dict with masters. Users' writes to its tensors are sent home."""
         state_dict = self.read(books, masters=True)
-        kept = {MASTER: MASTER} | self.moments
-        if self._known.counts_steps:
-            kept[STEP] = STEP
+        kept = self.moments | ({STEP: STEP} if self._known.counts_steps else {})
+        borrowed = self._context.borrowed
+        sources = {name: StateSource(borrowed, array) for name, array in kept.items()}
         for index, param in self._params_of(state_dict).items():
             for name, value in state_dict["state"].get(index, {}).items():
-                if name in kept and isinstance(value, torch.Tensor):
-                    self._context.hand_out(handle_of(param), kept[name], value)
+                source = MASTERS if name == MASTER else sources.get(name)
+                if source is not None and isinstance(value, torch.Tensor):
+                    self._context.lents.lend(source, handle_of(param), value)
         return state_dict
 
     def check(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
@@ -207,7 +234,7 @@ class OptimizerState:
     ) -> None:
         """Loads ``state_dict`` and the hyperparameters ``groups`` of :meth:`check`. The user's own
         values go into ``books``. With several ranks every rank calls this."""
-        of_masters = {kind: [] for kind in MASTERS}
+        of_masters = {kind: [] for kind in OUTCOMES}
         change = partial(self._set, state_dict, groups, books, of_masters)
         self._context.journal.carry_out(change, partial(in_turn, self._comparisons(state_dict)))
         handles = list(map(handle_of, self._params_of(state_dict).values()))
@@ -228,7 +255,7 @@ class OptimizerState:
     ) -> None:
         """Writes all of it. ``of_masters``: filled with parameter names by the outcome for their
         masters."""
-        absent, others, loaded = (of_masters[kind] for kind in MASTERS)
+        absent, others, loaded = (of_masters[kind] for kind in OUTCOMES)
         for names in of_masters.values():
             names.clear()  # of an interrupted call
         params, everyones = self._params_of(state_dict), self._all_params_of(state_dict)

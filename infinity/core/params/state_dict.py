@@ -21,7 +21,6 @@ from ..run.replaced_forward import ReplacedForward
 from ..units.forms import like
 from ..units.handle import ParamHandle, handle_of
 from ..wrap.parts import parts_of
-from .handed_tensor import VALUE
 
 
 def install_state_dict(engine: Engine, model: nn.Module) -> list:
@@ -31,7 +30,7 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
     removers = []
 
     def fill(module: nn.Module, state: dict, prefix: str, metadata: dict) -> None:
-        with job.handed.filling(state):
+        with job.lents.filling(state):
             # As in torch, the values can be changed, even if the caller is in inference mode.
             with (
                 torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
@@ -125,7 +124,7 @@ def _full_value(engine: Engine, handle: ParamHandle, state: dict) -> torch.Tenso
     if known is not None and any(value is known for value in state.values()):
         return known
     value = like(handle.param, handle.flat_param.read_value(job.store, handle.index))
-    job.handed.watch(handle, VALUE, value)
+    job.lents.lend(job.edits, handle, value)
     if len(handle.names) > 1:
         engine.tied_copies[handle] = weakref.ref(value)
     return value

@@ -266,8 +266,7 @@ class StateAtHome:
                     f"optimizer.state of {handle.name} lacks {', '.join(entry.missing)}: set all of"
                     f" {', '.join(self.names_of(handle))}, or delete all of them to begin anew"
                 )
-        self._context.settle_state_dicts()
-        self._context.borrowed.settle()
+        self._context.lents.settle_all()
 
     def _is_as_kept(self, handle: ParamHandle, array: str, value: torch.Tensor) -> bool:
         if not is_plain(handle.param) or value.layout is not torch.strided:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -17,10 +18,13 @@ from ..run.step_counter import StepCounter
 from ..units.forms import is_common, part_of
 from ..units.handle import ParamHandle
 from . import mistakes
+from .lent import Source, Written
 
 
-class ValueEdits:
+class ValueEdits(Source):
     """Writes values of parameters at home. Used from one thread, inside a use of the engine."""
+
+    is_weight = True
 
     def __init__(
         self,
@@ -39,6 +43,20 @@ class ValueEdits:
         )
         # The load that was refused, and the reason.
         self._refused: tuple[FrameType | None, str] = None, ""
+
+    def stamp(self, handle: ParamHandle) -> Any:
+        """Returns the numbers of the value's changes so far."""
+        return handle.version, handle.forward_edits
+
+    def write(self, written: Sequence[Written]) -> None:
+        """Sends home what was written to tensors of state dicts: all or nothing."""
+
+        def then() -> None:
+            for _, _, end in written:
+                end()
+
+        edited = [(handle, value) for handle, value, _ in written]
+        self.write_changes(edited, "taking over state_dict() values", then)
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Sets the parameter to ``value``, master included. Every rank calls this. Raises

@@ -22,7 +22,7 @@ from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
 from ..params.borrowed_state import BorrowedState
-from ..params.handed_out import HandedOut
+from ..params.lent import Lents
 from ..params.value_edits import ValueEdits
 from ..plan.memory_plan import MemoryPlan
 from ..plan.unit_sizes import UnitSize
@@ -166,8 +166,8 @@ def _make_job(
     """Makes the parts that run while the model runs, and the job of all."""
     store, steps, journal, collectives = base.store, base.steps, base.journal, base.collectives
     trained: list[ParamHandle] = []
-    uses, borrowed = _make_uses(base, later), BorrowedState(store, steps, journal)
-    edits = ValueEdits(store, prefetcher, journal, collectives, steps)
+    uses = _make_uses(base, later)
+    lents = Lents(steps, collectives.ranks, uses)
     gradients = GradientBank(
         store, resources.grad_staging, collectives, in_flight_nbytes=base.plan.landing_nbytes
     )
@@ -193,9 +193,9 @@ def _make_job(
         gradients=gradients,
         reducer=_make_reducer(base, gradients, later) if averages else None,
         updates=base.updates,
-        borrowed=borrowed,
-        edits=edits,
-        handed=HandedOut(store, steps, collectives.ranks, borrowed, uses, edits),
+        borrowed=BorrowedState(store, steps, journal, lents),
+        edits=ValueEdits(store, prefetcher, journal, collectives, steps),
+        lents=lents,
         prefetcher=prefetcher,
         activations=resources.make_activations(
             placed=any(each.places_saved for each in base.extensions),
@@ -214,7 +214,7 @@ def _make_uses(base: _Base, later: Later) -> Uses:
         check_process=base.store.check_process,
         wait=partial(wait_for_others, base.scopes),
         prepare=lambda repairing: later.engine.prepare(repairing),
-        settle=lambda: later.engine.job.handed.settle(),
+        settle=lambda: later.engine.job.lents.settle(),
     )
 
 

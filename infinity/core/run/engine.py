@@ -64,7 +64,7 @@ class Engine:
     def make_step_context(self, place: int = 0) -> StepContext:
         """Makes the context of the optimizer at ``place``. Its callbacks may keep this object
         alive; this object does not keep the context."""
-        job, running, handed = self.job, self.job.running, self.job.handed
+        job, running = self.job, self.job.running
         return StepContext(
             place=place,
             is_only=lambda: all(h.flat_param.spec.optimizer == place for h in job.trained),
@@ -81,14 +81,13 @@ class Engine:
             gradients=job.gradients,
             updates=job.updates,
             borrowed=job.borrowed,
+            lents=job.lents,
             events=job.events,
             is_cut_short=lambda: running.is_cut_short,
             steps_apart=lambda: running.steps_apart,
             release=job.prefetcher.release_all,
             end_step=self.end_step,
             admit=partial(self.admit, place=place),
-            settle_state_dicts=handed.settle_on_ranks,
-            hand_out=handed.watch,
         )
 
     def make_forward_context(self) -> ForwardContext:
@@ -152,7 +151,7 @@ class Engine:
             raise error
         for listener in () if repairing else self.job.events.use_ready:
             listener()
-        self.job.handed.begin_use(repairing=repairing)
+        self.job.lents.begin_use(repairing=repairing)
 
     @property
     def is_open(self) -> bool:
@@ -228,13 +227,14 @@ class Engine:
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Writes the value of ``p.copy_(value)`` home, master included, outside a forward."""
-        with self.uses.operation(Operation.WRITE_VALUE), self.job.handed.loading(handle, value):
+        with self.uses.operation(Operation.WRITE_VALUE), self.job.lents.loading(handle, value):
             self.job.edits.write_value(handle, value)
 
     def read_value(self, handle: ParamHandle) -> torch.Tensor:
         """Reads the value at home, outside a forward. Every rank calls this if ranks have
         shards."""
-        with self.uses.begin(), self.job.handed.settled():
+        with self.uses.begin():
+            self.job.lents.settle()
             return handle.flat_param.read_value(self.job.store, handle.index)
 
     def admit(

@@ -22,7 +22,7 @@ from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from ..params.borrowed_state import BorrowedState
-from ..params.handed_out import HandedOut
+from ..params.lent import Lents
 from ..params.value_edits import ValueEdits
 from ..plan.memory_plan import MemoryPlan
 from ..plan.unit_sizes import UnitSize
@@ -87,7 +87,7 @@ class Job:
     updates: Updates
     borrowed: BorrowedState
     edits: ValueEdits
-    handed: HandedOut
+    lents: Lents
 
     # Transfers of units and activations.
     prefetcher: Prefetcher
@@ -120,7 +120,7 @@ def wait_idle(job: Job) -> None:
     """Waits until every byte is at home, including users' changes to state dicts and to optimizer
     state. Every rank calls this: it compares those changes. Blocks on disk. Raises the error of a
     failed transfer or update."""
-    job.handed.settle_with_borrowed()
+    job.lents.settle_all()
     for unit in job.units:
         for flat_param in unit.flat_params:
             flat_param.homes.wait()

@@ -94,7 +94,7 @@ class Passes:
             self.job.uses.check(Operation.FORWARD, f"this forward of {type(module).__name__}")
         in_backward = current_task() != -1
         if begins := not self.frames and not in_backward:
-            self.job.handed.settle()
+            self.job.lents.settle()
         if begins and is_root:
             for listener in self.job.events.pass_begun:
                 listener(module, args, kwargs or {})

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
-
 from ...config import Config
 from ...ranks.collectives import Collectives
 from ..grads.bank import GradientBank
 from ..homes.store import ArrayStore
 from ..machine.device import Device
 from ..params.borrowed_state import BorrowedState
+from ..params.lent import Lents
 from ..run.journal import Journal
 from ..run.schedule import Schedule
 from ..run.step_counter import StepCounter
@@ -45,6 +44,7 @@ class StepContext:
     gradients: GradientBank
     updates: Updates
     borrowed: BorrowedState
+    lents: Lents
     events: Events
 
     is_only: Callable[[], bool]  # no other optimizer steps parameters of the job
@@ -55,9 +55,6 @@ class StepContext:
     end_step: Callable[[], None]  # after all updates of a step are submitted
     # Starts to step parameters that were frozen, or raises with nothing changed: Engine.admit.
     admit: Callable[..., None]
-    # With several ranks: sends home users' writes to state dicts
-    settle_state_dicts: Callable[[], None]
-    hand_out: Callable[[ParamHandle, str, torch.Tensor], None]  # watches a tensor of a state dict
 
     def steps_flat_param(self, flat_param: FlatParam) -> bool:
         """Tells whether ``flat_param`` is this optimizer's to step."""

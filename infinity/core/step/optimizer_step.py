@@ -111,7 +111,7 @@ class OptimizerStep:
             steps = [step for unit in units for step in planned[unit]]
             self._carry_out(stepper, steps, version, partial(self._meet, groups, clip))
         context.end_step()
-        context.borrowed.refresh()
+        context.lents.refresh()
 
     def _carry_out(
         self, stepper: Stepper | ClassStepper, steps: list, version: int, meet: Meet

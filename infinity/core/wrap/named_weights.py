@@ -24,6 +24,6 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for unit in job.units:
         for handle in unit.handles:
             with job.uses.begin(), torch.no_grad():
-                job.handed.settle()
+                job.lents.settle()
                 value = like(handle.param, handle.flat_param.read_value(job.store, handle.index))
             yield handle.name.removeprefix(job.ranks.stage_prefix), value

@@ -97,7 +97,7 @@ def save_checkpoint(
         job.collectives.together("save_checkpoint"),
     ):
         engine.finish_beside()
-        job.handed.settle_with_borrowed()
+        job.lents.settle_all()
         draft = _draft(root, engine, whole_of(model), books, extra, overwrite)
         if not wait and (saving := save_beside(draft, engine)) is not None:
             return saving

@@ -168,7 +168,7 @@ def test_an_assigned_tensor_is_left_behind_by_a_change_that_is_allowed():
     """Twin: a refused change leaves it as it is."""
     for state, is_left in ((LANDED, True), (CONSUMED, True), (TORN, False)):
         tensor = torch.ones(3)
-        assigned = Assigned(tensor, is_copied=True, alone=False)
+        assigned = Assigned(handle_with(None), tensor, is_copied=True)
         handle = handle_with(GradRecord(state, assigned=assigned))
         try:
             writable(handle)

@@ -23,7 +23,7 @@ from torch import nn
 
 import infinity
 from infinity.core.machine import accelerator
-from infinity.core.params import assigned_grads
+from infinity.core.params import lent
 from infinity.core.params.assigned_grads import AssignedGrads
 from infinity.core.step.clipping import clip_grad_norm_
 
@@ -593,7 +593,7 @@ def test_a_view_that_is_assigned_is_the_gradient(home, tmp_path):
 def test_temporary_tensors_are_let_go_after_some(tmp_path, monkeypatch):
     """Method: with room for two, four are assigned that nobody holds. Twin: those that are held
     stay."""
-    monkeypatch.setattr(assigned_grads, "TRIMMED_AT_COUNT", 2)
+    monkeypatch.setattr(lent, "TRIMMED_AT_COUNT", 2)
     for holds in (False, True):
         model, _ = wrapped("host", tmp_path)
         held = []

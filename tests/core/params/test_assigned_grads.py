@@ -13,7 +13,7 @@ from small import RAMP, AtHome, Elsewhere, small_at_home
 
 from infinity.core.grads.record import GradState
 from infinity.core.machine import accelerator
-from infinity.core.params import assigned_grads
+from infinity.core.params import lent
 from infinity.core.params.assigned_grads import AssignedGrads
 from infinity.core.run.operations import State
 from infinity.errors import UsageError
@@ -241,7 +241,7 @@ def test_a_tensor_without_memory_of_its_own_is_not_watched(job):
 @pytest.mark.parametrize("limit", ["TRIMMED_AT_COUNT", "TRIMMED_AT_NBYTES"])
 def test_temporary_tensors_are_let_go_when_there_are_too_many(limit, monkeypatch):
     """Room for two of them, by number or by bytes. Twin: while they are held all stay."""
-    monkeypatch.setattr(assigned_grads, limit, 2 if limit.endswith("COUNT") else 2 * 32)
+    monkeypatch.setattr(lent, limit, 2 if limit.endswith("COUNT") else 2 * 32)
     for holds in (True, False):
         job = small_at_home()
         watched, held = of(job), []
@@ -260,7 +260,7 @@ def test_temporary_tensors_are_let_go_when_there_are_too_many(limit, monkeypatch
 
 def test_held_tensors_make_room_for_as_many_temporary_ones(monkeypatch):
     """Method: what a trim leaves; the next one comes after as many again."""
-    monkeypatch.setattr(assigned_grads, "TRIMMED_AT_COUNT", 1)
+    monkeypatch.setattr(lent, "TRIMMED_AT_COUNT", 1)
     job, trims = small_at_home(), []
     watched = AssignedGrads(parts_of(job).gradients.values, parts_of(job).store)
     let_go = watched.let_go_unheld
@@ -397,7 +397,7 @@ def test_zeros_reach_the_home_and_the_tensor(job):
     of(job).zero(first)
     assert value.count_nonzero() == 0 == at_home(job).count_nonzero()
     assert not first.grad.assigned.is_stale and not first.grad.assigned.is_early
-    assert not first.grad.assigned.is_touched
+    assert not first.grad.assigned.is_counted
     once = assign(job, torch.ones(1, 4).expand(2, 4))
     of(job).zero(first)
     assert once.tolist() == [[1.0] * 4] * 2 and first.grad.assigned is None

@@ -322,12 +322,12 @@ def test_the_state_that_was_looked_at_takes_no_memory_once_nobody_has_it(swap):
     one that is held."""
     model, optimizer = infinity.wrap_model(*make("adamw"), config("nvme", swap))
     train(model, optimizer, lambda *_: None)
-    borrowed = parts_of(model).borrowed
+    lents = parts_of(model).lents
     show(model, optimizer)
     kept = optimizer.state[model[0][0].weight]["exp_avg"].view(-1)
     gc.collect()
-    borrowed.settle()
-    assert len(borrowed._borrowed) == 1 and kept.numel() == 64
+    lents.settle_followers()
+    assert len(lents._followers()) == 1 and kept.numel() == 64
 
 
 def test_own_keys_come_back_from_state_dicts_and_checkpoints(swap, tmp_path):

@@ -65,8 +65,8 @@ def test_what_is_written_to_it_is_at_home_once_it_is_settled(job, how):
     WRITES[how](tensor)
     assert kept(job) == rows(RAMP / 2)
     for _ in range(2):
-        borrowed(job).settle()
-        assert borrowed(job).changes_of(job.handles[0], "exp_avg") == (0, 1)  # written once
+        parts_of(job).lents.settle_followers()
+        assert borrowed(job).stamp(job.handles[0], "exp_avg") == (1, 0, 1)  # written once
     assert kept(job) == rows(3.0)
     assert kept(job, 1) == rows(RAMP) and kept(job, 0, "exp_avg_sq") == rows(RAMP.square() / 4)
 
@@ -76,15 +76,15 @@ def test_a_tensor_that_was_changed_and_dropped_counts_and_its_views_count_on(job
     view = borrowed(job).read(job.handles[0], "exp_avg").view(-1)
     gc.collect()
     view.fill_(3.0)
-    borrowed(job).settle()
+    parts_of(job).lents.settle_followers()
     assert kept(job) == rows(3.0)
     view.fill_(4.0)
-    borrowed(job).settle()
+    parts_of(job).lents.settle_followers()
     assert kept(job) == rows(4.0)
     assert borrowed(job).read(job.handles[0], "exp_avg").data_ptr() == view.data_ptr()
     borrowed(job).read(job.handles[1], "exp_avg").set_(torch.full((2, 4), 5.0))
     gc.collect()
-    borrowed(job).settle()
+    parts_of(job).lents.settle_followers()
     assert kept(job, 1) == rows(5.0)
 
 
@@ -94,7 +94,7 @@ def test_after_a_step_what_is_held_has_the_new_state(job):
     job.backward(2 * RAMP)
     job.optimizer.step()
     assert tensor.tolist() == rows(RAMP / 4 + RAMP) == kept(job) and count == 2
-    borrowed(job).settle()
+    parts_of(job).lents.settle_followers()
     assert borrowed(job).edits == [] and borrowed(job).read(job.handles[0], "exp_avg") is tensor
 
 
@@ -120,7 +120,7 @@ def test_a_restart_leaves_the_user_what_was_held(job):
     assert own.tolist() == rows(RAMP / 2) and second.step == 1
     own.fill_(3.0)
     other.fill_(3.0)
-    borrowed(job).settle()
+    parts_of(job).lents.settle_followers()
     assert kept(job) == rows(0.0) and kept(job, 1) == rows(3.0)
 
 
@@ -129,18 +129,18 @@ def test_one_tensor_for_two_values_is_refused_until_one_is_a_copy(job):
     for handle in job.handles[:2]:
         borrowed(job).lend(handle, "exp_avg", shared)
     with pytest.raises(UsageError, match=r"exp_avg of layers\.0\.weight and exp_avg of layers\.1"):
-        borrowed(job).settle()
+        parts_of(job).lents.settle_followers()
     borrowed(job).lend(job.handles[1], "exp_avg", shared.clone())
-    borrowed(job).settle()
+    parts_of(job).lents.settle_followers()
 
 
 def test_another_shape_is_refused_once_and_the_state_stands(job):
     tensor = borrowed(job).read(job.handles[0], "exp_avg")
     tensor.data = torch.ones(3)
     with pytest.raises(UsageError, match=r"was given the shape \(3,\), not \(2, 4\)"):
-        borrowed(job).settle()
+        parts_of(job).lents.settle_followers()
     assert kept(job) == rows(RAMP / 2)
-    borrowed(job).settle()
+    parts_of(job).lents.settle_followers()
 
 
 def test_writes_inside_a_step_in_backward_are_refused(job):
@@ -176,23 +176,28 @@ def test_the_digests_tell_writes_apart_until_they_are_forgotten(job):
 
 def test_changes_outside_of_steps_are_counted_for_each_value(job):
     first, second, *_ = job.handles
-    before = borrowed(job).changes_of(second, "exp_avg")
+    before = borrowed(job).stamp(second, "exp_avg")
     borrowed(job).write(first, {"exp_avg": torch.ones(2, 4)})
-    assert borrowed(job).changes_of(second, "exp_avg") == before
+    assert borrowed(job).stamp(second, "exp_avg") == before
     tensor = borrowed(job).read(second, "exp_avg")
     borrowed(job).forget()
-    assert borrowed(job).changes_of(second, "exp_avg") != before
+    assert borrowed(job).stamp(second, "exp_avg") != before
     tensor.fill_(3.0)  # the user's own
-    borrowed(job).settle()
+    parts_of(job).lents.settle_followers()
     assert kept(job, 1) == rows(RAMP)
 
 
 def test_what_was_written_home_elsewhere_is_followed_and_is_no_change(job):
+    """By a tensor of a state dict, which is current afterwards as well."""
     tensor = borrowed(job).read(job.handles[0], "exp_avg")
-    for handle in job.handles[:2]:
-        borrowed(job).follow(handle, "exp_avg", torch.full((2, 4), 7.0))
-    borrowed(job).settle()
-    assert tensor.tolist() == rows(7.0) and kept(job) == rows(RAMP / 2)
+    state = job.optimizer.state_dict()["state"]
+    for index in range(2):
+        state[index]["exp_avg"].fill_(7.0)
+    parts_of(job).lents.settle_all()
+    assert tensor.tolist() == rows(7.0) == kept(job) == kept(job, 1)
+    written = borrowed(job).stamp(job.handles[0], "exp_avg")
+    parts_of(job).lents.settle_all()
+    assert borrowed(job).stamp(job.handles[0], "exp_avg") == written
 
 
 def test_a_count_is_a_whole_number_that_a_kernel_takes():

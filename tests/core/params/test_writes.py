@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import infinity
-from infinity.core.params.handed_tensor import HandedTensor
+from infinity.core.params.lent import Lent
 from infinity.errors import InfinityError
 
 ROWS, COLUMNS = 8, 6
@@ -494,7 +494,7 @@ def test_no_write_by_any_way_is_lost(source, home, late, tmp_path):
 
 def test_a_rule_that_looks_at_nothing_loses_writes(tmp_path, monkeypatch):
     """The failing twin: without the comparison the same writes are lost."""
-    monkeypatch.setattr(HandedTensor, "is_written", lambda *_: False)
+    monkeypatch.setattr(Lent, "is_written", lambda *_: False)
     found = lost("value", QUICK, "host", tmp_path, late=False)
     assert {"index", "a view's data", "address that is kept"} <= set(found)
 

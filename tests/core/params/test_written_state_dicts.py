@@ -17,7 +17,7 @@ from models import at_home, differing
 from torch import nn
 
 import infinity
-from infinity.core.params.handed_out import HandedOut
+from infinity.core.params.lent import Lents
 from infinity.core.units.flat_param import FlatParam
 
 HOMES = ("device", "host", "nvme")
@@ -294,7 +294,7 @@ def test_one_element_counts_however_it_is_written(source, home, tmp_path):
 @pytest.mark.parametrize("write", ["halve", "zero_moments"])
 def test_without_the_watch_what_is_written_is_lost(write, home, tmp_path, monkeypatch):
     """The failing twin of the test above."""
-    monkeypatch.setattr(HandedOut, "watch", lambda *args: None)
+    monkeypatch.setattr(Lents, "lend", lambda *args: None)
     assert differing(run(*wrap(home, tmp_path), WRITES[write]), run(*make(), WRITES[write])) != []
 
 
@@ -468,7 +468,7 @@ def test_a_state_dict_that_is_only_read_leaves_nothing_behind(home, tmp_path, mo
     states = model.state_dict(), optimizer.state_dict()
     torch.save(states, io.BytesIO())
     copy.deepcopy(states)
-    assert len(parts_of(engine).handed._entries) == 4 + 4 * 3
+    assert len(parts_of(engine).lents._all(follow=False)) == 4 + 4 * 3
     with monkeypatch.context() as patched:
         for name in ("read", "write"):
             patched.setattr(
@@ -478,12 +478,12 @@ def test_a_state_dict_that_is_only_read_leaves_nothing_behind(home, tmp_path, mo
             )
         engine.wait_idle()
     del states
-    assert not parts_of(engine).handed._entries
+    assert not parts_of(engine).lents._all(follow=False)
     model.state_dict()["0.weight"].numpy()
-    assert len(parts_of(engine).handed._entries) == 1
+    assert len(parts_of(engine).lents._all(follow=False)) == 1
     with torch.no_grad():
         loss_of(model, 1)
-    assert not parts_of(engine).handed._entries
+    assert not parts_of(engine).lents._all(follow=False)
 
 
 def by_full_params(model: nn.Module, optimizer: torch.optim.Optimizer, folder) -> torch.Tensor:

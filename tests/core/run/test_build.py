@@ -269,7 +269,7 @@ def test_parts_call_the_engine_that_was_built_after_them(second_of_two):
     assert job.prefetcher._give_way() == "gave way"
     job.reducer._on_reduced(built.units[0])
     assert called.asked == built.units[:1]
-    engine.prepare, job.handed.settle = asked.append, lambda: asked.append("settle")
+    engine.prepare, job.lents.settle = asked.append, lambda: asked.append("settle")
     for repairing in (True, False):
         with job.uses.begin(repairing=repairing):
             pass

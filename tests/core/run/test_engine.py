@@ -141,24 +141,24 @@ def test_a_use_is_prepared_in_its_order():
     """What listens to its begin, then recovery, then what waits until it may run, then what users
     wrote. Twin: a use that loads all state leaves the journal and what waits."""
     for repairing, expected in (
-        (False, ["begun", "recover", "ready", "handed.begin_use"]),
-        (True, ["begun", "recover", "handed.begin_use"]),
+        (False, ["begun", "recover", "ready", "lents.begin_use"]),
+        (True, ["begun", "recover", "lents.begin_use"]),
     ):
         job, log = small_at_home(), []
-        engine = with_parts(job, handed=Noted(log, "handed"))
+        engine = with_parts(job, lents=Noted(log, "lents"))
         engine.job.events.use_begun.append(lambda log=log: log.append(("begun",)))
         engine.job.events.use_ready.append(lambda log=log: log.append(("ready",)))
         engine.recover = lambda *, finishing, log=log: log.append(("recover", finishing))
         engine.prepare(repairing)
         assert [name for name, *_ in log] == expected
         assert dict(log[1:2]) == {"recover": not repairing}
-        assert log[-1] == ("handed.begin_use", repairing)
+        assert log[-1] == ("lents.begin_use", repairing)
 
 
 def test_a_halted_job_is_told_to_the_other_ranks_and_refused():
     """Once it is recovered. Twin: what loads all state may begin."""
     job, log = small_at_home(), []
-    engine = with_parts(job, collectives=Noted(log), handed=Noted(log, "handed"))
+    engine = with_parts(job, collectives=Noted(log), lents=Noted(log, "lents"))
     engine.job.events.use_ready.append(lambda: log.append(("ready",)))
     engine.uses.halt("lost")
     engine.recover = lambda *, finishing: log.append(("recover", finishing))
@@ -167,7 +167,7 @@ def test_a_halted_job_is_told_to_the_other_ranks_and_refused():
     assert log == [("recover", True), ("warn", refused.value)]
     log.clear()
     engine.prepare(True)
-    assert log == [("recover", False), ("handed.begin_use", True)]
+    assert log == [("recover", False), ("lents.begin_use", True)]
 
 
 def test_nothing_begins_as_the_process_ends(monkeypatch):
@@ -334,14 +334,12 @@ def test_the_optimizer_has_the_parts_of_this_job():
     engine, context = job.engine, job.engine.make_step_context()
     shared = {f.name for f in dataclasses.fields(StepContext)}
     shared &= {f.name for f in dataclasses.fields(engine.job)}
-    assert len(shared) == 13
+    assert len(shared) == 14
     for name in shared:
         assert getattr(context, name) is getattr(engine.job, name)
-    handed = engine.job.handed
     assert context.release == engine.job.prefetcher.release_all
     assert context.end_step == engine.end_step and context.trained_in_job is engine.job.trained
     assert context.admit.func == engine.admit and context.admit.keywords == {"place": 0}
-    assert context.settle_state_dicts == handed.settle_on_ranks and context.hand_out == handed.watch
 
 
 def test_the_optimizer_sees_the_running_pass_as_it_is():

@@ -18,8 +18,6 @@ CALLED = {
     "release",
     "end_step",
     "admit",
-    "settle_state_dicts",
-    "hand_out",
 }
 
 

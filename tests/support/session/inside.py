@@ -11,8 +11,8 @@ from infinity.core.run.engine import Engine
 from infinity.core.run.registry import wrapped
 
 OF_JOB = frozenset(
-    "activations add arrays borrowed collectives config edits events extensions find handed journal"
-    " ledger planned prefetcher ranks reducer remove running schedule scopes storages store traffic"
+    "activations add arrays borrowed collectives config edits events extensions find journal ledger"
+    " lents planned prefetcher ranks reducer remove running schedule scopes storages store traffic"
     " trained units updates".split()
 )
 OF_ENGINE = frozenset(

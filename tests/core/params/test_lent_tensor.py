@@ -1,4 +1,4 @@
-"""HandedTensor: what a user does with one tensor of a state dict is seen, and nothing else is."""
+"""Lent: what a user does with one tensor of a state dict is seen, and nothing else is."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inside import parts_of
 from torch import nn
 
 import infinity
-from infinity.core.params.handed_tensor import VALUE, HandedTensor
+from infinity.core.params.borrowed_state import StateSource
+from infinity.core.params.lent import Lent
 from infinity.core.units.handle import handle_of
 
 HOST = {"params": "host", "optimizer": "host"}
+VALUE = "value"
 
 
 class Given:
@@ -33,9 +36,9 @@ class Given:
         self.hand_out(array)
 
     def hand_out(self, array: str) -> None:
-        self.entry = HandedTensor(
-            handle_of(self.model.weight), array, self.tensor, self.deaths.append
-        )
+        parts, handle = parts_of(self.model), handle_of(self.model.weight)
+        source = parts.edits if array == VALUE else StateSource(parts.borrowed, array)
+        self.entry = Lent(source, handle, self.tensor, on_death=self.deaths.append)
         self.entry.note("a stamp", self.steps.index)
 
     def is_written(self, *, is_stale: bool = False) -> bool:
@@ -44,7 +47,7 @@ class Given:
 
 def test_what_nobody_wrote_to_is_not_written():
     given = Given()
-    assert not given.entry.is_touched and not given.is_written() and not given.entry.is_exported
+    assert not given.entry.is_touched and not given.is_written() and given.entry.is_armed
     assert given.entry.stamp == "a stamp" and given.entry.index == 0
 
 
@@ -90,11 +93,11 @@ def test_what_numpy_has_is_compared():
     of the note it is not written."""
     given = Given(16384)
     array = given.tensor.numpy()
-    assert given.entry.is_exported and given.entry.is_touched and not given.is_written()
+    assert not given.entry.is_armed and given.entry.is_touched and not given.is_written()
     array[1] = 2
-    assert given.is_written() and given.entry.is_seen_here_alone
+    assert given.is_written() and not given.entry.is_counted
     array[1] = 1
-    assert not given.is_written() and not given.entry.is_seen_here_alone
+    assert not given.is_written()
 
 
 def test_bits_are_held_against_the_last_note():
@@ -172,7 +175,7 @@ def test_freed_memory_is_not_looked_at():
         for _ in range(writes):
             given.tensor.add_(1)
         given.tensor.untyped_storage().resize_(0)
-        assert given.entry.was_freed and not given.entry.is_exported
+        assert given.entry.was_freed
         assert not given.entry.is_touched and not given.is_written()
 
 

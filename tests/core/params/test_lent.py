@@ -1,4 +1,4 @@
-"""HandedOut: what users write to tensors of state dicts goes home at the next use or is refused."""
+"""Lents: what users write to tensors of state dicts goes home at the next use or is refused."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from infinity.core.machine import storage_guard
-from infinity.core.params import handed_out
-from infinity.core.params.borrowed_state import STEP
-from infinity.core.params.handed_out import HandedOut
-from infinity.core.params.handed_tensor import VALUE
-from infinity.core.params.optimizer_state import MASTER
+from infinity.core.params import lent
+from infinity.core.params.borrowed_state import STEP, StateSource
+from infinity.core.params.lent import Lents, Source
+from infinity.core.params.optimizer_state import MASTER, MASTERS
 from infinity.core.run.operations import Operation, State
 from infinity.errors import UsageError
 
 OLD = "it is a snapshot"
+VALUE = "value"
 LARGE = 16384  # elements of a tensor of which only some bytes are compared
 
 
@@ -37,6 +37,27 @@ class Handle:
         return (value != self.home).nonzero().tolist()
 
 
+class Values(Source):
+    """Stands for the home of the weights."""
+
+    is_weight = True
+
+    def __init__(self, parts: Parts):
+        self.parts = parts
+
+    def stamp(self, handle: Handle) -> tuple:
+        return handle.version, handle.forward_edits
+
+    def write(self, written: list) -> None:
+        assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+        sent = [(handle.name, value.tolist()) for handle, value, _ in written]
+        self.parts.asked.append(("values", sent))
+        for handle, value, _ in written:
+            handle.version += 1
+            handle.home = value.clone()
+        self.parts.end(lambda: [then() for *_, then in written])
+
+
 class Parts:
     """Stands for the parts that take writes home, and notes what they are asked in its order."""
 
@@ -45,7 +66,6 @@ class Parts:
         self.steps, self.ranks = SimpleNamespace(index=0), SimpleNamespace(alone=True)
         self.states, self.refuses = set(), None
         self.changes, self.late = Counter(), None  # late: ends of changes, called by the test
-        self.on_settle: Callable[[], Any] = lambda: None
 
     # As the entry of the job.
     def is_in(self, state: State) -> bool:
@@ -56,35 +76,18 @@ class Parts:
         if self.refuses is not None:
             raise self.refuses
 
-    # As the edits of values.
-    def write_changes(self, edited: list, what: str, then: Callable[[], None]) -> None:
-        assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
-        written = [(handle.name, value.tolist()) for handle, value in edited]
-        self.asked.append(("values", what, written))
-        for handle, value in edited:
-            handle.version += 1
-            handle.home = value.clone()
-        self._end(then)
-
-    # As the borrowed state of the optimizer.
-    def settle(self) -> None:
-        self.asked.append(("settle",))
-        self.on_settle()
-
-    def changes_of(self, handle: Handle, name: str) -> int:
-        return self.changes[handle, name]
+    # As the optimizer's state.
+    def stamp(self, handle: Handle, name: str) -> tuple:
+        return self.steps.index, self.changes[handle, name]
 
     def write(self, handle: Handle, values: dict, then: Callable[[], None]) -> None:
         assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
         self.written = values
         self.asked.append(("state", handle.name, {k: v.tolist() for k, v in values.items()}))
         self.changes.update((handle, name) for name in values)
-        self._end(then)
+        self.end(then)
 
-    def follow(self, handle: Handle, name: str, value: torch.Tensor) -> None:
-        self.asked.append(("follow", handle.name, name, value.tolist()))
-
-    def _end(self, then: Callable[[], None]) -> None:
+    def end(self, then: Callable[[], None]) -> None:
         then() if self.late is None else self.late.append(then)
 
     def sent(self) -> list[tuple]:
@@ -94,27 +97,32 @@ class Parts:
         return found
 
 
-class Handed(HandedOut):
+class Handed(Lents):
     """With its parts, and two parameters."""
 
     def __init__(self, numel: int = 4):
         self.parts = parts = Parts()
-        super().__init__(None, parts.steps, parts.ranks, parts, parts, parts)
+        super().__init__(parts.steps, parts.ranks, parts)
+        self.values = Values(parts)
         self.a, self.b = Handle("a", numel), Handle("b", numel)
 
-    def of(self, handle: Handle, array: str = VALUE) -> torch.Tensor:
+    def source(self, array: str) -> Source:
+        state = StateSource(self.parts, array)
+        return {VALUE: self.values, MASTER: MASTERS}.get(array, state)
+
+    def of(self, handle: Handle, array: str = VALUE, *, follows: bool = False) -> torch.Tensor:
         """Gives a copy of an array at home."""
         tensor = torch.tensor(3.0) if array == STEP else handle.home.clone()
-        self.watch(handle, array, tensor)
+        (self.follow if follows else self.lend)(self.source(array), handle, tensor)
         return tensor
 
     @property
     def watched(self) -> int:
-        return len(self._entries)
+        return len(self._all(follow=False))
 
 
 def values(**written: list) -> list[tuple]:
-    return [("values", "taking over state_dict() values", list(written.items()))]
+    return [("values", list(written.items()))]
 
 
 @pytest.fixture
@@ -174,23 +182,24 @@ def test_optimizer_state_goes_home_after_what_was_written_through_the_optimizer(
 ):
     """As a copy, which a tensor that users borrowed follows. Twin: of a value nothing else is
     sent home first."""
-    tensor = handed.of(handed.a, array)
-    tensor.fill_(7)
+    tensor, follower = handed.of(handed.a, array), handed.of(handed.a, array, follows=True)
+    other = handed.of(handed.b, array, follows=True)
+    tensor.fill_(7), other.fill_(9)
     handed.settle()
     assert handed.parts.asked == [
         ("check", Operation.WRITE_STATE_DICT),
-        ("settle",),
+        ("state", "b", {array: other.tolist()}),
         ("state", "a", {array: sent}),
-        ("follow", "a", array, sent),
     ]
+    assert follower.tolist() == sent
     assert handed.parts.written[array].data_ptr() != tensor.data_ptr()
     handed.parts.asked = []
     handed.settle()
     assert handed.parts.asked == []
     value = handed.of(handed.b)
-    value.fill_(2)
+    value.fill_(2), other.fill_(8)
     handed.settle()
-    assert ("settle",) not in handed.parts.asked and handed.parts.sent() == values(b=[2.0] * 4)
+    assert handed.parts.sent() == values(b=[2.0] * 4)
 
 
 def test_a_write_that_is_refused_now_goes_home_later(handed):
@@ -216,11 +225,10 @@ def test_each_way_into_a_use_sends_writes_home(handed):
     ways = {
         "begin": lambda: handed.begin_use(repairing=False),
         "repair": lambda: handed.begin_use(repairing=True),
-        "meet": handed.settle_on_ranks,
-        "block": lambda: handed.settled().__enter__(),
-        "borrowed": handed.settle_with_borrowed,
+        "any": handed.settle,
+        "all": handed.settle_all,
     }
-    for alone, silent in ((True, ["repair", "meet"]), (False, ["begin", "repair"])):
+    for alone, silent in ((True, ["repair"]), (False, ["begin", "repair"])):
         handed.parts.ranks.alone = alone
         for name, way in ways.items():
             tensor.add_(1)
@@ -228,8 +236,11 @@ def test_each_way_into_a_use_sends_writes_home(handed):
             assert (handed.parts.sent() == []) == (name in silent), name
             handed.settle()
             handed.parts.sent()
-    handed.settle_with_borrowed()
-    assert handed.parts.asked == [("settle",)]
+    handed.of(handed.a, "exp_avg", follows=True).fill_(5)
+    handed.settle()
+    assert handed.parts.asked == []
+    handed.settle_all()
+    assert handed.parts.sent() == [("state", "a", {"exp_avg": [5.0] * 4})]
 
 
 # --- what cannot go home ---
@@ -284,11 +295,13 @@ def test_optimizer_state_is_a_snapshot_after_a_step_or_a_write(handed, array, ho
     elif how == "a write":
         write()
     else:
-        handed.parts.on_settle = write
+        handed.of(handed.a, array, follows=True).fill_(6)
     tensor.fill_(4)
     with pytest.raises(UsageError, match=f"^{array} of a: .*{OLD}"):
         handed.settle()
-    assert handed.parts.sent() == []
+    value = [6.0] * 4 if array == "exp_avg" else 6.0
+    first = [("state", "a", {array: value})] if how == "what is settled first" else []
+    assert handed.parts.sent() == first
 
 
 def test_a_snapshot_stays_one_when_the_old_version_returns(handed):
@@ -417,7 +430,7 @@ def test_a_tensor_that_is_only_read_is_dropped_with_its_last_user(handed):
     tensor = handed.of(handed.a)
     assert handed.watched == 1
     del tensor
-    assert handed.watched == 0 and not handed._keys[handed.a]
+    assert handed.watched == 0
     handed.of(handed.a).fill_(2)
     assert handed.watched == 1
     handed.settle()
@@ -446,8 +459,9 @@ def test_the_end_of_a_tensor_ends_no_other_at_its_place(handed):
     """Twin: the end of the one that is there does; of one that is gone nothing is left to do."""
     tensor, other = handed.of(handed.a), torch.ones(1)
     key = storage_guard.identity(tensor)
-    handed.died(key, weakref.ref(other))
-    handed.died(key + 1, weakref.ref(tensor))
+    handed.died(handed.a, key, weakref.ref(other))
+    handed.died(handed.a, key + 1, weakref.ref(tensor))
+    handed.died(handed.b, key, weakref.ref(tensor))
     assert handed.watched == 1
     other = handed.of(handed.a)
     tensor.fill_(2)
@@ -459,12 +473,12 @@ def test_the_end_of_a_tensor_ends_no_other_at_its_place(handed):
 def test_nothing_is_dropped_at_the_end_of_the_process_or_of_the_engine(handed):
     """Method: what torch calls as it frees a tensor. Twin: before that it is."""
     died = []
-    handed.died = lambda key, reference: died.append(key)
+    handed.died = lambda handle, key, reference: died.append(key)
     me = weakref.ref(handed)
-    handed_out._died(me, 1, None, is_over=lambda: True)
-    handed_out._died(lambda: None, 1, None, is_over=lambda: False)
+    lent._died(me, handed.a, 1, None, is_over=lambda: True)
+    lent._died(lambda: None, handed.a, 1, None, is_over=lambda: False)
     assert died == []
-    handed_out._died(me, 1, None)
+    lent._died(me, handed.a, 1, None)
     assert died == [1]
 
 
@@ -474,7 +488,7 @@ def test_tensors_without_bytes_of_their_own_are_not_watched(handed):
         inference = torch.ones(2)
     kept = [torch.ones(0), inference, torch.ones(1)]
     for count, tensor in zip((0, 0, 1), kept, strict=True):
-        handed.watch(handed.a, VALUE, tensor)
+        handed.lend(handed.values, handed.a, tensor)
         assert handed.watched == count
 
 
