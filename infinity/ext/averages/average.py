@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import nn
@@ -135,6 +134,7 @@ class Average:
         """Frees the average's memory."""
         job = self._average.job
         with job.uses.operation(AverageOperation.REMOVE):  # also resumes a parked model
+            job.lents.forget(self._average)
             job.remove(self._average)
 
     # --- state dicts ---
@@ -142,18 +142,19 @@ class Average:
     @torch.no_grad()
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Returns the model's state dict with averages in place of the trained weights, in fp32 if
-        they have masters: a plain model loads it. The averages are copies: to change the average,
-        use :meth:`load_state_dict`. All of it is in memory together; ``save_pretrained`` in
+        they have masters: a plain model loads it. As in torch, a write to one of its tensors is a
+        write to the average; one to a state dict from before an update raises UsageError at the
+        next use. All of it is in memory together; ``save_pretrained`` in
         :meth:`applied` is streamed. Raises UsageError before the first
         update, and in :meth:`applied`, where the model's own state dict has the averages."""
         self._check(AverageOperation.STATE_DICT)
-        state = self._model.state_dict()
-        with self._average.job.uses.begin():
-            return state | {
-                name: self._whole(handle)
-                for name, handle in self._handles().items()
-                if name in state
-            }
+        state, job = self._model.state_dict(), self._average.job
+        named = {name: each for name, each in self._handles().items() if name in state}
+        with torch.inference_mode(False), job.uses.begin():  # its tensors can be changed
+            wholes = {handle: self._whole(handle) for handle in dict.fromkeys(named.values())}
+            for handle, whole in wholes.items():
+                job.lents.lend(self._average, handle, whole)
+        return state | {name: wholes[handle] for name, handle in named.items()}
 
     def _handles(self) -> dict[str, ParamHandle]:
         named = whole_of(self._model).named_parameters(remove_duplicate=False)
@@ -189,15 +190,5 @@ class Average:
             handle: part_of(handle.param, state_dict[name], f"the average of {name}").detach()
             for name, handle in handles.items()
         }
-        job = self._average.job
-        with job.uses.begin(), job.store.guarding():
-            job.journal.carry_out(partial(self._take, parts, updates))
-
-    def _take(self, parts: Mapping[ParamHandle, torch.Tensor], updates: int) -> None:
-        """Sets the average to ``parts``. Restarts from the beginning if it was interrupted."""
-        for handle, part in parts.items():
-            flat_param, index = handle.flat_param, handle.index
-            begin, end = flat_param.layout.part_of_param("weight", index)
-            flat = flat_param.flattened(part, index)[begin:end]
-            self._average.kept.write_own(handle, flat)
-        self._average.count = updates
+        with self._average.job.uses.begin():
+            self._average.replace(parts, updates)

@@ -13,13 +13,15 @@ repeated.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from ...core.params.lent import Source, Written
 from ...core.run.job import Job, wait_idle
+from ...core.run.journal import Meet, call
 from ...core.run.operations import (
     IDLE,
     ONE_VERSION,
@@ -34,8 +36,11 @@ from ...core.run.operations import (
 )
 from ...core.seams import Extension
 from ...core.units.encoding import encode
+from ...core.units.forms import is_common
+from ...core.units.handle import ParamHandle
 from ...core.units.pieces import Piece, Progress, change_pieces, read_value
 from ...errors import UsageError
+from ...ranks.collectives import in_turn
 
 Blend = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
 
@@ -62,14 +67,15 @@ class AverageOperation(OperationKind):
     REMOVE = Call("removing the average", ONE_VERSION | OWN_WEIGHTS)
 
 
-class WeightAverage(Extension):
+class WeightAverage(Extension, Source):
     """The averages of one engine's trained parameters: fp32 where they have masters, else in the
-    parameters' dtype. ``kept``: their arrays."""
+    parameters' dtype. ``kept``: their arrays, of which users hold tensors."""
 
     def __init__(self, job: Job, blend: Blend):
         # Users hold the average, which must not keep the homes alive.
         self._job, self._blend = weakref.ref(job), blend
         self.count = 0  # updates
+        self._changes = 0  # of the averages
         self.is_exchanged = False
         self.is_wanted = False  # as the weights: else the next use brings the weights back
         self.kept = job.arrays.keep(
@@ -111,7 +117,7 @@ class WeightAverage(Extension):
         for flat_param in self.kept.flat_params:
             flat_param.homes.wait_idle()  # a save may still read the averages
         job.journal.carry_out(
-            partial(self._carry_out, self._updated, Progress(), self._end_update, self.count + 1)
+            partial(self._carry_out, self._updated, Progress(), self._changed, self.count + 1)
         )
 
     def _updated(self, piece: Piece) -> dict[str, torch.Tensor]:
@@ -122,8 +128,9 @@ class WeightAverage(Extension):
             value = average
         return {"average": value}
 
-    def _end_update(self, count: int) -> None:
+    def _changed(self, count: int) -> None:
         self.count = count
+        self._changes += 1
 
     def exchange(self) -> None:
         """Swaps the model's weights, masters included, with their averages; a second call swaps
@@ -180,4 +187,66 @@ class WeightAverage(Extension):
 
     def resume(self, told: int | None) -> None:
         """Sets the number of updates. Weights and averages are read to their own places."""
-        self.count, self.is_exchanged = told or 0, False
+        self.is_exchanged = False
+        self._changed(told or 0)
+
+    # --- tensors that users hold ---
+
+    def name_of(self, handle: ParamHandle) -> str:
+        """Names the average of a parameter."""
+        return f"the average of {handle.name}"
+
+    def stamp(self, handle: ParamHandle) -> int:
+        """Returns the number of changes of the averages."""
+        return self._changes
+
+    def check(self, handle: ParamHandle, value: torch.Tensor) -> None:
+        """Raises UsageError while the averages are the model's weights."""
+        if self.is_exchanged:
+            raise UsageError(
+                f"{self.name_of(handle)} was written to inside `with average.applied()`. Nothing"
+                " was changed: write to it after that block."
+            )
+
+    def write(self, written: Sequence[Written]) -> None:
+        """Sends home what was written to tensors of a state dict. Every rank calls this."""
+
+        def then() -> None:
+            for _, _, end in written:
+                end()
+
+        comparisons = [
+            partial(
+                handle.flat_param.collectives.same,
+                f"writing {self.name_of(handle)}",
+                value,
+                over_tensors=is_common(handle.param),
+            )
+            for handle, value, _ in written
+        ]
+        parts = {handle: value.clone() for handle, value, _ in written}
+        self.replace(parts, self.count, partial(in_turn, comparisons), then)
+
+    def replace(
+        self,
+        parts: Mapping[ParamHandle, torch.Tensor],
+        count: int,
+        meet: Meet = call,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Sets the averages of parameters to local ``parts``, as those of ``count`` updates. Blocks
+        on a save that reads them. An interrupt leaves them to the next use, which restarts."""
+
+        def change() -> None:
+            for handle, part in parts.items():
+                flat_param, index = handle.flat_param, handle.index
+                begin, end = flat_param.layout.part_of_param("weight", index)
+                flat = flat_param.flattened(part, index)[begin:end]
+                self.kept.write_own(handle, flat)
+            self._changed(count)
+            then()
+
+        for handle in parts:
+            handle.flat_param.homes.wait_idle()
+        with self.job.store.guarding():
+            self.job.journal.carry_out(change, meet)

@@ -303,7 +303,7 @@ def of_average(side: Side) -> torch.Tensor:
 
 
 def take_average(side: Side) -> torch.Tensor:
-    return side.average if side.is_plain else side.average.state_dict()["weight"]
+    return side.average.detach() if side.is_plain else side.average.state_dict()["weight"]
 
 
 def take_full(side: Side) -> torch.Tensor:
@@ -342,6 +342,7 @@ SOURCES = {
     "full_params": Source(take_full, value_of, lives_over_steps=False),
     "row at rest": Source(lambda s: s.param[0], value_of),
     "data at rest": Source(lambda s: s.param.data, value_of),
+    "average": Source(take_average, of_average),
     "detached at rest": Source(lambda s: s.param.detach(), value_of),
 }
 
@@ -475,7 +476,7 @@ def test_no_write_is_lost(source, tmp_path):
     assert lost(source, QUICK, "host", tmp_path, late=False) == []
 
 
-@pytest.mark.parametrize("source", ["value", "moment", "state[p]", "grad"])
+@pytest.mark.parametrize("source", ["value", "moment", "state[p]", "average", "grad"])
 def test_no_write_after_a_step_is_lost(source, tmp_path):
     """As above, to a tensor that was taken before a step: it follows, or the write is told."""
     assert lost(source, QUICK, "nvme", tmp_path, late=True) == []

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 import infinity
+from infinity.core.units.kept import Kept
 from infinity.ext.averages import weight_average
 
 SEED = 180
@@ -152,7 +153,6 @@ def test_a_state_dict_goes_round(tmp_path):
 def test_a_load_that_is_cut_short_is_carried_to_its_end(when, tmp_path, monkeypatch):
     """Method: Ctrl-C comes before or after the third parameter's write; the next use has all of
     what was loaded, and its count."""
-    from infinity.core.units.kept import Kept
 
     model, optimizer = pair("nvme", tmp_path)
     average = infinity.ema(model, 0.9)
@@ -445,3 +445,102 @@ def test_the_weights_come_back_whatever_ends_the_block(tmp_path, monkeypatch):
         model(torch.ones(2, 8)).sum().backward()
         optimizer.step()
         infinity.unwrap_model(model, optimizer)
+
+
+def small(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+    """A wrapped model of one tied weight and a bias, after an update of its average."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
+    model[1].weight = model[0].weight
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1.0)
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), {"params": "host", "optimizer": "host"}
+    )
+    model.optimizer = [optimizer]  # which keeps it alive
+    average = infinity.ema(model, 0.5)
+    average.update()
+    return model, average
+
+
+def test_a_write_to_a_tensor_of_an_averages_state_dict_is_a_write_to_the_average():
+    """By torch, past its counter, and to a tied weight, which is one tensor: the average is that,
+    in a state dict, in `applied()` and in the next blend. Twins: what is not written, the weights,
+    and another dtype, which is rounded once."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model, average = small(dtype)
+        state = average.state_dict()
+        assert state["0.weight"] is state["1.weight"]
+        state["0.weight"].mul_(3)
+        state["0.bias"].data[1] = 5
+        read = average.state_dict()
+        assert bool((read["0.weight"] == 3).all()) and read["0.bias"].tolist() == [1, 5, 1, 1]
+        assert bool((read["1.bias"] == 1).all())
+        assert bool((model.state_dict()["0.weight"] == 1).all())
+        with average.applied():
+            assert bool((model.state_dict()["0.weight"] == 3).all())
+        average.update()
+        assert bool((average.state_dict()["0.weight"] == 2).all())
+
+
+def test_a_write_to_an_average_that_was_updated_since_is_told_and_changes_nothing():
+    """As does a load. Twins: read, it is as it was; a state dict from after it is written to."""
+    for change in ("update", "load"):
+        _, average = small()
+        state = average.state_dict()
+        if change == "update":
+            average.update()
+        else:
+            average.load_state_dict(dict(average.state_dict()))
+        assert bool((state["0.bias"] == 1).all())
+        state["0.bias"].fill_(7)
+        with pytest.raises(infinity.UsageError, match="the average of 0.bias: .* a snapshot"):
+            average.state_dict()
+        assert bool((average.state_dict()["0.bias"] == 1).all())
+        average.state_dict()["0.bias"].fill_(7)
+        assert bool((average.state_dict()["0.bias"] == 7).all())
+
+
+def test_a_write_to_an_average_inside_applied_is_told():
+    """Nothing is changed, neither the weights nor the average. Twin: after the block it counts."""
+    model, average = small()
+    state = average.state_dict()
+    with average.applied():
+        state["0.bias"].fill_(7)
+        with pytest.raises(infinity.UsageError, match="the average of 0.bias was written to insi"):
+            model.state_dict()
+        assert bool((model.state_dict()["0.bias"] == 1).all())
+    assert bool((average.state_dict()["0.bias"] == 1).all())
+    average.state_dict()["0.bias"].fill_(7)
+    assert bool((average.state_dict()["0.bias"] == 7).all())
+
+
+def test_tensors_of_an_average_that_is_removed_are_their_users_own():
+    """Twin: those of the model's state dict are not."""
+    model, average = small()
+    state, other = average.state_dict(), model.state_dict()
+    average.remove()
+    state["0.bias"].fill_(7)
+    other["0.bias"].fill_(3)
+    assert bool((model.state_dict()["0.bias"] == 3).all()) and bool((state["0.bias"] == 7).all())
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, RuntimeError])
+def test_a_write_that_is_cut_short_is_carried_to_its_end(interrupt, monkeypatch):
+    """Strikes the second of three averages that were written. Twin: without it none is missing."""
+    _, average = small()
+    real, calls = Kept.write_own, []
+
+    def strike(*given: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise interrupt
+        real(*given)
+
+    for value in average.state_dict().values():
+        value.fill_(0.5)
+    with monkeypatch.context() as patched:
+        patched.setattr(Kept, "write_own", strike)
+        with pytest.raises(interrupt):
+            average.state_dict()
+    assert [float(value.mean()) for value in average.state_dict().values()] == [0.5] * 4
