@@ -120,7 +120,7 @@ class BorrowedState:
 
     def part(self, handle: ParamHandle, name: str) -> None:
         """Makes the tensor of array ``name``, if there is one, the user's own."""
-        self._lents.part(handle, StateSource(self, name))
+        self._lents.part(source=StateSource(self, name), handle=handle)
 
     def write(
         self,
@@ -165,7 +165,7 @@ class BorrowedState:
                 handle, {name: zeros for name in names} | {STEP: torch.tensor(0.0, device="cpu")}
             )
             handle.keeps_moments = False
-        self._lents.part(handle)
+        self._lents.part(handle=handle)
 
     def forget_edits(self) -> None:
         """Starts a new digest of writes, after a step has applied them."""
@@ -173,7 +173,7 @@ class BorrowedState:
 
     def forget(self) -> None:
         """Releases all tensors to their users, before all state is loaded."""
-        self._lents.part_all()
+        self._lents.part()
         self._edits = {}
         self._forgotten += 1
 

@@ -378,11 +378,23 @@ class Lents:
             if lent is not None and lent.source.is_weight:
                 self._note(lent)
 
-    def forget(self, source: Source) -> None:
-        """Makes all tensors of ``source``, which ends, their users' own."""
-        for lent in self._all(follow=False):
-            if lent.source is source:
+    def part(
+        self,
+        *,
+        source: Source | None = None,
+        handle: ParamHandle | None = None,
+        follow: bool = True,
+    ) -> None:
+        """Makes followers, or the other tensors, their users' own: those of one parameter, or of
+        one source, or all."""
+        for lent in self._all(follow=follow):
+            if source in (None, lent.source) and handle in (None, lent.handle):
                 self._drop(lent)
+
+    def tensors(self, source: Source, handle: ParamHandle) -> list[torch.Tensor]:
+        """Lists the tensors of one value that users hold, in all state dicts."""
+        lents = [lent.tensor() for lent in self._of(handle) if lent.source == source]
+        return [tensor for tensor in lents if tensor is not None]
 
     # --- settling ---
 
@@ -551,17 +563,6 @@ class Lents:
         there are other ranks, which do not read now."""
         lent = self._lent.get(handle, {}).get(source)
         return lent.given() if lent is not None and self._refresh(lent) else None
-
-    def part(self, handle: ParamHandle, source: Source | None = None) -> None:
-        """Makes the followers of a parameter, or that of ``source``, their users' own."""
-        for lent in self._of(handle):
-            if lent.follows and source in (None, lent.source):
-                self._drop(lent)
-
-    def part_all(self) -> None:
-        """Makes all followers their users' own, before all state is loaded."""
-        for lent in self._followers():
-            self._drop(lent)
 
     def refresh(self) -> None:
         """Reads the followers that are still held again, after a step."""

@@ -66,9 +66,10 @@ class OptimizerState:
     ):
         self._context, self._known, self._groups, self.moments = context, known, groups, moments
 
-    def read(self, books: OptimizerBooks, *, masters: bool) -> dict[str, Any]:
+    def read(self, books: OptimizerBooks, *, lends: bool) -> dict[str, Any]:
         """Returns a state dict in torch's form, with the user's own values from ``books``.
-        ``masters``: with the fp32 masters of 16-bit parameters."""
+        ``lends``: with the fp32 masters of 16-bit parameters; users' writes to its tensors are sent
+        home."""
         store = self._context.store
         groups, indices = [], {}
         for group in self._groups:
@@ -82,13 +83,10 @@ class OptimizerState:
             if (handle := handle_of(param)) is not None and handle.has_state:
                 of_flat_params.setdefault(handle.flat_param, []).append(param)
         for flat_param, params in of_flat_params.items():
-            with_masters = masters and flat_param.hides_bits
             arrays = self._moments_at(flat_param).values()
-            with flat_param.assembling_state(store, arrays, masters=with_masters):
-                state |= {
-                    indices[param]: self._read_one(param, with_master=with_masters)
-                    for param in params
-                }
+            masters = lends and flat_param.hides_bits
+            with flat_param.assembling_state(store, arrays, masters=masters):
+                state |= {indices[param]: self._read_one(param, lends=lends) for param in params}
         found = {index: state[index] for index in sorted(state) if state[index]}
         for key, own in books.own_values().items():
             if key not in indices:
@@ -119,29 +117,19 @@ class OptimizerState:
                 " into a group, delete their state, or use infinity.save_checkpoint()."
             )
 
-    def _read_one(self, param: torch.Tensor, *, with_master: bool) -> dict[str, torch.Tensor]:
+    def _read_one(self, param: torch.Tensor, *, lends: bool) -> dict[str, torch.Tensor]:
         handle, store = handle_of(param), self._context.store
         found = {}
         if self.moments and self._known.counts_steps:
-            found["step"] = torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")
+            found[STEP] = torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")
         for name, array in self._moments_at(handle.flat_param).items():
             found[name] = like(param, handle.flat_param.read_moment(store, array, handle.index))
-        if with_master:
-            found["master"] = like(param, handle.flat_param.read_master(store, handle.index))
+        if lends and handle.flat_param.hides_bits:
+            found[MASTER] = like(param, handle.flat_param.read_master(store, handle.index))
+        for name, value in found.items() if lends else ():
+            state = StateSource(self._context.borrowed, self.moments.get(name, name))
+            self._context.lents.lend(MASTERS if name == MASTER else state, handle, value)
         return found
-
-    def hand_out(self, books: OptimizerBooks) -> dict[str, Any]:
-        """Returns the state dict with masters. Users' writes to its tensors are sent home."""
-        state_dict = self.read(books, masters=True)
-        kept = self.moments | ({STEP: STEP} if self._known.counts_steps else {})
-        borrowed = self._context.borrowed
-        sources = {name: StateSource(borrowed, array) for name, array in kept.items()}
-        for index, param in self._params_of(state_dict).items():
-            for name, value in state_dict["state"].get(index, {}).items():
-                source = MASTERS if name == MASTER else sources.get(name)
-                if source is not None and isinstance(value, torch.Tensor):
-                    self._context.lents.lend(source, handle_of(param), value)
-        return state_dict
 
     def check(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the groups after loading ``state_dict``. Raises UsageError if it does not fit.

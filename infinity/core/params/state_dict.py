@@ -120,11 +120,9 @@ def _full_value(engine: Engine, handle: ParamHandle, state: dict) -> torch.Tenso
     """Returns the value of a parameter. A tied one is one tensor under all its names in a state
     dict, as in torch."""
     job = engine.job
-    known = engine.tied_copies.get(handle, lambda: None)()
-    if known is not None and any(value is known for value in state.values()):
-        return known
+    for known in job.lents.tensors(job.edits, handle) if len(handle.names) > 1 else ():
+        if any(value is known for value in state.values()):
+            return known
     value = like(handle.param, handle.flat_param.read_value(job.store, handle.index))
     job.lents.lend(job.edits, handle, value)
-    if len(handle.names) > 1:
-        engine.tied_copies[handle] = weakref.ref(value)
     return value

@@ -49,8 +49,6 @@ class Engine:
         # What parameters and gradients use by their engine.
         self.uses, self.steps = job.uses, job.steps
         self.gradients, self.device = job.gradients, job.device
-        # The newest state-dict tensor of a tied parameter.
-        self.tied_copies: dict[ParamHandle, weakref.ref] = {}
         me = weakref.ref(self)
         self.backward = Backward(job, recover=lambda: me().recover())
         self.passes = Passes(job, self.backward)

@@ -323,7 +323,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             self.read_groups()
             self._state.refuse_outside()
             self._books.homes.settle()
-            found = self._state.hand_out(self._books)
+            found = self._state.read(self._books, lends=True)
             for hook in self._optimizer_state_dict_post_hooks.values():
                 found = returned if (returned := hook(self, found)) is not None else found
             return found
@@ -332,7 +332,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         """Returns the state dict without masters, for a plain optimizer."""
         self.read_groups()
         self._books.homes.settle()
-        return self._state.read(self._books, masters=False)
+        return self._state.read(self._books, lends=False)
 
     def state_outside_groups(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Returns the state of parameters removed from the groups: no state dict has it."""

@@ -134,7 +134,7 @@ class Average:
         """Frees the average's memory."""
         job = self._average.job
         with job.uses.operation(AverageOperation.REMOVE):  # also resumes a parked model
-            job.lents.forget(self._average)
+            job.lents.part(source=self._average, follow=False)
             job.remove(self._average)
 
     # --- state dicts ---

@@ -63,7 +63,6 @@ def test_parameters_find_the_parts_of_the_job():
     job = engine.job
     for name in ("uses", "steps", "device", "gradients"):
         assert getattr(engine, name) is getattr(job, name) is not None
-    assert engine.tied_copies == {}
     job.steps.index = 7
     assert engine.step_index == 7
 
