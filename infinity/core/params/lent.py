@@ -92,19 +92,18 @@ _MEMORIES: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictiona
 class _View:
     """Our own view of a tensor's memory, which keeps that alive after its last user."""
 
-    def __init__(self, tensor: torch.Tensor, *, is_ours: bool = False, follows: bool = True):
-        # A tensor of ours may be a view of another one, which both views keep alive.
-        bases = (storage_guard.references(local_of(tensor)) or 1) - 1 if is_ours else 0
+    def __init__(self, tensor: torch.Tensor, *, follows: bool = True):
+        # It may be a view of another one, which it keeps alive.
+        self.bases = (storage_guard.references(local_of(tensor)) or 1) - 1
         self.bytes = local_of(tensor).detach()
         # torch counts changes of the whole or of the local part, by the call.
         self.counted = [self.bytes, *(() if is_plain(tensor) else [tensor.detach()])]
         self.memory = _MEMORIES.setdefault(storage_guard.identity(self.bytes), _Memory())
         self.begin = self.bytes.storage_offset() if follows else None
-        self._references = bases + len(self.counted)
         self._add(1)
 
     def _add(self, sign: int) -> None:
-        self.memory.references += sign * self._references
+        self.memory.references += sign * len(self.counted)
         self.memory.begins[self.begin] += sign
 
     def __del__(self) -> None:
@@ -132,7 +131,7 @@ class Lent:
         self.index = self._compared_at = -1  # steps of the last note, and of the last comparison
         self._died_elsewhere = False
         self._view, self.tensor = (
-            _View(tensor, is_ours=is_ours, follows=follows),
+            _View(tensor, follows=follows),
             weakref.ref(tensor, on_death),
         )
         self._seen = self._count(), fingerprint(self.bytes)
@@ -255,11 +254,12 @@ class Lent:
             own = [local_of(each) for each in self._view.counted]
             references = int(storage_guard.is_held_beside(own))
         if dying:
-            self._died_elsewhere = references == 0
-            return references is None or references > 1
+            bases = self._view.bases
+            self._died_elsewhere = references == bases
+            return references is None or references > bases + 1
         return (
             self.tensor() is not None
-            or bool(references)
+            or (references or 0) > 0
             or self.follows
             and memory.begins[self._view.begin] > 1
             # Memory not allocated by torch. An array of our own memory refers to the tensor.

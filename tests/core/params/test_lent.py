@@ -564,3 +564,19 @@ def test_what_is_in_a_state_dict_is_not_compared_while_it_is_filled_further(hand
     assert is_sent(other) and is_sent(state) and not is_sent(state)
     plain: dict = {}
     assert is_sent(plain) and is_sent(plain)
+
+
+def test_an_array_that_outlives_a_view_is_watched(handed):
+    """What was lent is a view of another tensor, which ends with it, and NumPy has it since. Twin:
+    once the array has gone, nothing is watched."""
+    value = torch.ones(8).as_strided((4,), (1,))
+    handed.lend(handed.values, handed.a, value)
+    array = value.numpy()
+    del value
+    handed.settle()
+    array[2] = 5
+    handed.settle()
+    assert handed.parts.sent() == values(a=[1.0, 1.0, 5.0, 1.0])
+    del array
+    handed.settle()
+    assert handed.watched == 0
