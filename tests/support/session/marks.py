@@ -14,6 +14,7 @@ import json
 import os
 import re
 import time
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,10 +29,11 @@ PROCESSES = re.compile(
 )
 STARTED = time.monotonic()
 
-# Files whose cases are dear: so many cases of one test run in `make test`, two where a case takes
-# 0.6 s or more of a worker, three from 0.3 s, four from 0.12 s.
+# Files whose cases are dear: so many cases of one test run in `make test`, one where a case took
+# 0.6 s or more of a worker, two from 0.12 s.
 MOST_CASES: dict[str, int] = json.loads(Path(__file__).with_name("most_cases.json").read_text())
 
+HOMES = {"device", "host", "nvme"}
 NO_CASE = SimpleNamespace(params={}, _idlist=())
 
 
@@ -78,7 +80,7 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
     for name, cases in tests.items():
         kept = of_each_value(cases)
         if (most := MOST_CASES.get(name_of(name), len(kept))) < len(kept):
-            kept = spread(kept, most)
+            kept = spread(kept, most) if most > 1 else [one_of(kept, name)]
         for item in set(cases) - set(kept):
             item.add_marker(pytest.mark.slow)
 
@@ -109,6 +111,13 @@ def spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
     """The first of ``cases``, the last one and those at equal distances between: ``count``, two or
     more."""
     return [cases[round(place * (len(cases) - 1) / (count - 1))] for place in range(count)]
+
+
+def one_of(cases: list[pytest.Item], name: str) -> pytest.Item:
+    """The first of ``cases`` of the test ``name``; of cases that are homes one by its name, so that
+    some tests of a file run at each home."""
+    is_home = all(set(item.callspec._idlist) <= HOMES for item in cases)
+    return cases[zlib.crc32(name.encode()) % len(cases) if is_home else 0]
 
 
 def skip_after_time() -> None:
