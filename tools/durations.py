@@ -4,7 +4,7 @@
     python tools/durations.py build/junit.xml
 
 A file's seconds are those of the last report that has it. Files that no report has keep theirs, and
-files that are gone are dropped, without any report too.
+files that are gone are dropped, without any report too; also those of most_cases.json.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 STORED = TESTS / "support" / "session" / "seconds.json"
+MOST_CASES = STORED.with_name("most_cases.json")
 
 
 def seconds_of(report: Path) -> dict[str, float]:
@@ -47,6 +48,9 @@ def main(arguments: list[str]) -> int:
     stored = json.loads(STORED.read_text()) if STORED.exists() else {}
     found = merged(stored, [Path(each) for each in arguments], TESTS)
     STORED.write_text(json.dumps(found, indent=0) + "\n")
+    most = json.loads(MOST_CASES.read_text())
+    most = {name: count for name, count in most.items() if (TESTS / name).is_file()}
+    MOST_CASES.write_text(json.dumps(most, indent=0) + "\n")
     return 0
 
 
