@@ -9,7 +9,7 @@ from ... import native
 from ...core.machine.tiers import Tier
 from ...core.run.job import Job
 from ...core.seams import Events, Extension, Term
-from ..shared_homes.arena import KEPT_DATA, kept_data_nbytes
+from .arena import KEPT_DATA, kept_data_nbytes
 
 
 class KeptData(Extension):

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from ...core.machine.sizes import format_nbytes, parse_nbytes
 from ...errors import CapacityError, ConfigError, InfinityError
-from ..shared_homes.arena import Arena
+from .arena import Arena
 
 logger = logging.getLogger(__name__)
 

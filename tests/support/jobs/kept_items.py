@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from infinity.data import NeverEvict
-from infinity.ext.shared_homes.arena import kept_data_nbytes
+from infinity.ext.data.arena import kept_data_nbytes
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import infinity
 from infinity.errors import CapacityError
-from infinity.ext.shared_homes.arena import KEPT_DATA, Arena, kept_data_nbytes
+from infinity.ext.data.arena import KEPT_DATA, Arena, kept_data_nbytes
 
 
 def test_items_are_kept_while_there_is_room():
