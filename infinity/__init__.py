@@ -147,6 +147,8 @@ seams.EXTENSIONS[:] = (
     "ext.class_step.entries.ClassSteps",
     "ext.tiles.layout.TiledLayers",  # before those that run what is there in their own way
     "ext.blocks.blocks.Blocks",
+    "ext.pipeline.shared.Shared",
+    "ext.rows.experts.RowReaders",
     "ext.dtensor.in_common.InCommon",
     "ext.sequence.sequences.Sequences",
     "ext.data.kept_data.KeptData",

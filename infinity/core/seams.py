@@ -125,6 +125,11 @@ class Extension:
         return ()
 
     @classmethod
+    def describe(cls, model: Any) -> None:
+        """Adds what it knows to a :class:`~infinity.core.wrap.described_model.DescribedModel`, each
+        time that one is made: before a wrap changes anything, and for a plan. May not fail."""
+
+    @classmethod
     def describe_ranks(cls, config: Any, ranks: Any) -> Any:
         """Returns ``ranks``, completed by what it knows of them. Every rank calls this."""
         return ranks

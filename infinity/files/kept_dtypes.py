@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..core.wrap.parts import parts_of
-from ..ext.packed.packed import is_code, is_packed, named_tensors
+from ..ext.packed.packed import is_code, is_packed
 
 
 def keeps_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
@@ -48,14 +49,16 @@ def keeps_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], b
 
 
 def computing_dtypes(
-    model: nn.Module, param_dtype: torch.dtype | None
+    model: Any, param_dtype: torch.dtype | None
 ) -> Callable[[torch.Tensor], torch.dtype]:
-    """Returns a function from parameters of ``model`` to their compute dtypes: ``param_dtype``, or
-    the parameter's own. The own one applies without a ``param_dtype``, to a parameter that is not
-    floating point, to one that is kept in fp32, and to codes and scales of packed weights."""
-    keeps = keeps_fp32(model, param_dtype)
-    kept = {param for name, param in named_tensors(model) if keeps(name) or is_packed(param)}
-    for module in model.modules():
+    """Returns a function from parameters of ``model``, a
+    :class:`~infinity.core.wrap.described_model.DescribedModel`, to their compute dtypes:
+    ``param_dtype``, or the parameter's own. The own one applies without a ``param_dtype``, to a
+    parameter that is not floating point, to one that is kept in fp32, and to codes and scales of
+    packed weights."""
+    keeps = keeps_fp32(model.module, param_dtype)
+    kept = {param for name, param in model.named if keeps(name) or is_packed(param)}
+    for module in model.modules:
         own = {name: p for name, p in module._parameters.items() if p is not None}
         if any(is_code(param) and not param.requires_grad for param in own.values()):
             # Codes in one Parameter, and their scales in others

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from infinity.core.wrap.described_model import read_model
 from infinity.core.wrap.parts import Parts
 from infinity.files.kept_dtypes import computing_dtypes, keeps_fp32
 
@@ -106,10 +107,10 @@ def test_a_parameter_computes_in_the_dtype_of_the_job_unless_it_is_kept():
     """Twins: integers, and a job without a dtype, leave each its own."""
     model = Planned().to(F16)
     model.table = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
-    dtype_of = computing_dtypes(model, BF16)
+    dtype_of = computing_dtypes(read_model(model), BF16)
     params = model.router.weight, model.feed.weight, model.table
     assert [dtype_of(param) for param in params] == [F16, BF16, torch.int64]
-    dtype_of = computing_dtypes(model, None)
+    dtype_of = computing_dtypes(read_model(model), None)
     assert [dtype_of(param) for param in params] == [F16, F16, torch.int64]
 
 
@@ -119,8 +120,8 @@ def test_a_tied_parameter_is_kept_under_any_of_its_names():
     model.head = nn.Linear(2, 2, bias=False)
     model.feed.weight = model.router.weight
     nn.init.ones_(model.router.weight), nn.init.ones_(model.head.weight)
-    dtype_of = computing_dtypes(of_tied := nn.Sequential(model), BF16)
+    dtype_of = computing_dtypes(read_model(of_tied := nn.Sequential(model)), BF16)
     assert dtype_of(model.feed.weight) is F32 and dtype_of(of_tied[0].head.weight) is BF16
     around = nn.ModuleDict({"first": nn.Linear(2, 2, bias=False), "model": Planned()})
     around["first"].weight = around["model"].router.weight
-    assert computing_dtypes(around, BF16)(around["first"].weight) is F32
+    assert computing_dtypes(read_model(around), BF16)(around["first"].weight) is F32

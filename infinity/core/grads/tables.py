@@ -36,20 +36,19 @@ from .meeting import Meeting, lookup_gradient
 WORTH_NBYTES = 1024 * 1024
 
 
-def tables_of(model: nn.Module) -> dict[nn.Parameter, list[nn.Module]]:
-    """Finds the tables of ``model`` whose gradients land use by use, and the modules of each. None
-    in a torch that does not tell what leads to a weight."""
+def tables_of(
+    users: Mapping[nn.Parameter, list[tuple[nn.Module, str]]],
+) -> dict[nn.Parameter, list[nn.Module]]:
+    """Finds the tables whose gradients land use by use, and the modules of each. ``users``: the
+    modules that have a parameter, and their names for it. None in a torch that does not tell
+    what leads to a weight."""
     if GRAPH_NODES.found is None:
         return {}
-    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if type(param) is nn.Parameter:
-                users.setdefault(param, []).append((module, name))
     return {
         param: [module for module, _ in using]
         for param, using in users.items()
-        if param.dim() == 2 and param.nbytes >= WORTH_NBYTES and param.is_contiguous()
+        if type(param) is nn.Parameter and param.dim() == 2
+        if param.nbytes >= WORTH_NBYTES and param.is_contiguous()
         if any(isinstance(module, nn.Embedding) for module, _ in using) and not is_shared(param)
         if all(name == "weight" and _is_user(module) for module, name in using)
     }

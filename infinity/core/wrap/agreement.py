@@ -14,14 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from ...choices import AUTO
 from ...config import Config
 from ...errors import ConfigError
 from ...ext.packed.packed import has_inner, is_packed, small_parts
-from ...ext.pipeline.shared import is_shared
-from ...ext.rows.experts import divided_parameters
 from ...ranks.collectives import Collectives
 from ...ranks.parallel_dims import ParallelDims
 from ..machine import numa, processors
@@ -32,9 +29,8 @@ from ..plan.budgets import measured_free
 from ..plan.plan import check_folders
 from ..units.forms import division_of, is_common, is_plain, local_of
 from ..units.handle import raw_grad
-from .described_model import DescribedModel
+from .described_model import DescribedModel, is_managed
 from .module_settings import describe_modules, describe_orders
-from .partition import is_managed
 
 logger = logging.getLogger(__name__)
 
@@ -58,10 +54,9 @@ def describe(
     for a trained parameter that the optimizers lack."""
     inputs = describe_config(config)
     inputs["the model"] = type(model.module).__name__
-    names_of = {param: name for name, param in model.params.items()}
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     given = {param for group in groups for param in group["params"]}
-    for name, param in model.names:
+    for name, param in model.named:
         inputs[f"parameter {name}"] = (
             f"{tuple(param.shape)}{division_of(param).told} {param.dtype}"
             f" {'trained' if param.requires_grad else 'frozen'}"
@@ -79,7 +74,7 @@ def describe(
             )
     inputs["the optimizer"] = ", ".join(type(each).__name__ for each in optimizers) or "None"
     for i, group in enumerate(groups):
-        names = [names_of.get(param, "another") for param in group["params"]]
+        names = [model.names.get(param, ["another"])[0] for param in group["params"]]
         inputs[f"the optimizer's group {i}"] = (
             f"{len(names)} parameters, {', '.join(names[:3])}, ..."
         )
@@ -107,7 +102,7 @@ def prefix_of_stage(model: DescribedModel, collectives: Collectives) -> str:
     stages = collectives.ranks.pp_group
     if stages is None:
         return ""
-    names = {name for name, param in model.names if not is_shared(param)}
+    names = {name for name, param in model.named if param not in model.alone}
     everyones = collectives.collect(names, "names of the stages' parameters", [stages])
     return f"stage{stages.rank}." if len(set().union(*everyones)) < sum(map(len, everyones)) else ""
 
@@ -117,10 +112,10 @@ def compare_builds(model: DescribedModel, collectives: Collectives) -> None:
     Every rank calls this."""
     if collectives.ranks.data_size == 1:
         return
-    experts = [module for module in model.module.modules() if divided_parameters(module)]
-    around = [m for m in model.module.modules() if not {*experts}.isdisjoint(m.children())]
+    unlike = [*model.divided]
+    unlike += [m for m, its in model.children.items() if any(c in model.divided for _, c in its)]
     built = describe_orders(model.managed.items())
-    built |= describe_modules(model.module, unlike=[*experts, *around])
+    built |= describe_modules(model.modules, unlike=unlike)
     collectives.compare(
         built,
         "wrap_model",
@@ -147,9 +142,8 @@ def warn_of_other_values(model: DescribedModel, collectives: Collectives) -> Non
     if collectives.ranks.data_size == 1:
         return
     with collectives.together("comparing the values"):
-        managed = model.managed.items()
-        common = {name: local_of(param) for name, param in managed if param not in model.divided}
-        mine = _samples(common)
+        common = {n: p for n, p in model.managed.items() if p not in model.divided_params}
+        mine = _samples({name: local_of(param) for name, param in common.items()})
     everyones = collectives.collect(mine, "samples of the values", collectives.ranks.data_channels)
     others = sorted(
         {
@@ -240,16 +234,15 @@ def compare_common_values(model: DescribedModel, collectives: Collectives) -> No
             )
 
 
-def broadcast_rest(model: nn.Module, collectives: Collectives) -> None:
+def broadcast_rest(model: DescribedModel, collectives: Collectives) -> None:
     """Overwrites buffers and unmanaged parameters with the first rank's. Every rank calls this."""
-    small = small_parts(model)  # those of subclasses, and what no module lists
-    for name, tensor in [*model.named_parameters(), *model.named_buffers(), *small.items()]:
+    small = small_parts(model.module)  # those of subclasses, and what no module lists
+    for name, tensor in [*model.unmanaged.items(), *model.buffers.items(), *small.items()]:
         if (
             collectives.ranks.data_size > 1
             and tensor.layout is torch.strided
             and not has_inner(tensor)
             and not is_packed(tensor)
-            and not (isinstance(tensor, nn.Parameter) and is_managed(tensor))
         ):
             overwrite(
                 tensor,
@@ -277,7 +270,7 @@ def share_of_machine(nbytes: int, collectives: Collectives, local_size: int) -> 
     )
 
 
-def share_processors(model: nn.Module, config: Config, collectives: Collectives) -> None:
+def share_processors(model: DescribedModel, config: Config, collectives: Collectives) -> None:
     """Exchanges the processors that each rank may use, so that a rank starts no more threads than
     its part of the machine. A rank that computes on a GPU moves to the GPU's node first. Every rank
     calls this."""
@@ -295,12 +288,10 @@ def share_processors(model: nn.Module, config: Config, collectives: Collectives)
     )
 
 
-def _gpu_of(model: nn.Module, config: Config) -> int | None:
+def _gpu_of(model: DescribedModel, config: Config) -> int | None:
     """Returns the number of the GPU that will compute; None if the processor does."""
     named = [torch.device(config.device)] if config.device is not None else []
-    places = (
-        param.device for param in model.parameters() if is_managed(param) and not param.is_meta
-    )
+    places = (param.device for param in model.users if is_managed(param) and not param.is_meta)
     where = next(iter(named), None) or next(places, None)
     if where is None or where.type != "cuda":
         return None

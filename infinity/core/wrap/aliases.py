@@ -32,7 +32,7 @@ from ...torch_private import is_of_transform
 from ..machine import storage_guard
 from ..units.forms import local_of
 from ..units.handle import handle_of, raw_grad
-from .partition import is_managed, parameter_names
+from .described_model import DescribedModel, is_managed
 
 logger = logging.getLogger(__name__)
 
@@ -41,15 +41,11 @@ MARK = "infinity"  # in the metadata of a graph's node
 
 
 def warn_of_aliases(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], views: OwnViews
+    model: DescribedModel, optimizers: Sequence[torch.optim.Optimizer], views: OwnViews
 ) -> None:
     """Warns, once, if an object outside the model and its optimizers shares the memory of managed
     parameters. ``views``: those of the model, which follow them."""
-    names = {
-        param: its[0]
-        for param, its in parameter_names(model).items()
-        if is_managed(param) and _has_bytes(local_of(param))
-    }
+    names = {param: name for name, param in model.managed.items() if _has_bytes(local_of(param))}
     own = _own_tensors(model, optimizers) | _with_bases(views.tensors)
     counts = Counter(map(storage_guard.identity, own.values()))
     held: dict[int, list[nn.Parameter]] = {}
@@ -95,14 +91,14 @@ class OwnViews:
     """What a model holds that are views of its weights: from the wrap to the unwrap they are views
     at rest, which show the values at home."""
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: DescribedModel):
         """Finds them. Raises ConfigError for a view that cannot follow its weight: a buffer, one of
         several weights, an array, or one inside a tuple."""
         by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
-        for param, names in parameter_names(model).items():
-            if is_managed(param) and _has_bytes(param):
-                by_storage.setdefault(storage_guard.identity(param), []).append((names[0], param))
-        own = Counter(map(storage_guard.identity, _with_bases(model.parameters()).values()))
+        for name, param in model.managed.items():
+            if _has_bytes(param):
+                by_storage.setdefault(storage_guard.identity(param), []).append((name, param))
+        own = Counter(map(storage_guard.identity, _with_bases(model.users).values()))
         by_storage = {
             key: its
             for key, its in by_storage.items()
@@ -198,11 +194,11 @@ MOST = 100_000  # objects that are looked through
 _PASSED = (type, types.ModuleType, torch.optim.Optimizer, str, bytes, int, float, logging.Logger)
 
 
-def _held(model: nn.Module) -> Iterator[Held]:
+def _held(model: DescribedModel) -> Iterator[Held]:
     """Yields the path of each tensor and array that ``model`` holds outside of its parameters,
     where it is and its key there, and whether another tensor may take its place."""
     rest: list[tuple[str, Any]] = []
-    for prefix, module in model.named_modules():
+    for module, prefix in model.modules.items():
         path = f"{prefix}." if prefix else ""
         for name, value in module._buffers.items():
             if value is not None:
@@ -310,13 +306,13 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _own_tensors(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
+    model: DescribedModel, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[int, torch.Tensor]:
     """Returns the tensors of the model and its optimizers, and their view bases, by id."""
     given: list[torch.Tensor | None] = [
-        *model.parameters(),
-        *model.buffers(),
-        *map(raw_grad, model.parameters()),
+        *model.users,
+        *model.buffers.values(),
+        *map(raw_grad, model.users),
     ]
     for state in (state for optimizer in optimizers for state in optimizer.state.values()):
         values = state.values() if isinstance(state, Mapping) else [state]  # some keep a count

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from ...ext.checkpoint.meta_init import Materialized
-from ...ext.packed.packed import has_inner, is_packed, named_places, small_places
+from ...ext.packed.packed import has_inner, named_places, small_places
 from ...torch_private import clear_python_key
 from ..units.forms import form_of, local_of
-from .partition import is_managed, parameter_names
+from .described_model import DescribedModel
 
 
 class Before:
@@ -30,7 +30,7 @@ class Before:
         "_load_state_dict_pre_hooks",
     )
 
-    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]):
+    def __init__(self, model: DescribedModel, optimizers: Sequence[torch.optim.Optimizer]):
         self.materialized: Materialized | None = None  # undone by restore(), too
         self._modules = [
             (
@@ -42,11 +42,11 @@ class Before:
                     if (hooks := getattr(module, name, None))
                 },
             )
-            for module in model.modules()
+            for module in model.modules
         ]
-        self._params = [_ParamBefore(param) for param in parameter_names(model)]
-        self._buffers = [(buffer, buffer.data) for buffer in _buffers_of(model)]
-        self._small = [(place, place.tensor) for _, place in small_places(model)]
+        self._params = [_ParamBefore(param) for param in model.names]
+        self._buffers = [(buffer, buffer.data) for buffer in model.buffers.values()]
+        self._small = [(place, place.tensor) for _, place in small_places(model.module)]
         self._optimizers = [
             (optimizer, dict(optimizer.__dict__), dict(optimizer.state)) for optimizer in optimizers
         ]
@@ -125,15 +125,16 @@ class MovedRest:
     """Moves buffers, unmanaged parameters and small parts of packed weights to the device that
     computes; :meth:`remove` moves them back."""
 
-    def __init__(self, model: nn.Module, where: torch.device):
-        self._model = weakref.ref(model)  # which keeps what removes this
+    def __init__(self, model: DescribedModel, where: torch.device):
+        self._model = weakref.ref(model.module)  # which keeps what removes this
         self._from: dict[torch.Tensor, torch.device] = {}
         self._small: dict[str, torch.device] = {}
-        for tensor in _rest_of(model):
+        rest = [p for p in model.unmanaged.values() if not _is_frozen_subclass(p)]
+        for tensor in (*model.buffers.values(), *rest):
             if not tensor.is_meta and tensor.device != where:
                 self._from[tensor] = tensor.device
                 tensor.data = tensor.data.to(where)
-        for name, place in small_places(model):
+        for name, place in small_places(model.module):
             if not place.tensor.is_meta and place.tensor.device != where:
                 self._small[name] = place.tensor.device
                 place.put(place.tensor.to(where))
@@ -146,22 +147,6 @@ class MovedRest:
             for name, place in list(named_places(model)):
                 if name in self._small:
                     place.put(place.tensor.to(self._small[name]))
-
-
-def _rest_of(model: nn.Module) -> list[torch.Tensor]:
-    """Returns buffers, and parameters that the engine does not move."""
-    return [
-        *_buffers_of(model),
-        *(
-            param
-            for param in model.parameters()
-            if not (is_managed(param) or _is_frozen_subclass(param))
-        ),
-    ]
-
-
-def _buffers_of(model: nn.Module) -> list[torch.Tensor]:
-    return [buffer for buffer in model.buffers() if not is_packed(buffer)]
 
 
 def _is_frozen_subclass(param: torch.Tensor) -> bool:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
 
 from ...config import Config
 from ...ext.coded.coded_weights import CodedWeights
 from ...ext.dtensor.retie import Ties
 from ...ext.packed.packed import Packed
 from ...ext.packed.quantize import Quantized
+from .described_model import DescribedModel, read_model
 from .lasting import Lasting
 
 
@@ -25,13 +25,17 @@ class Changes:
         self._coded = CodedWeights()
 
     def make(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config
-    ) -> None:
-        """Changes the model as ``config`` says. Raises ConfigError."""
+        self, described: DescribedModel, optimizers: Sequence[torch.optim.Optimizer], config: Config
+    ) -> DescribedModel:
+        """Changes the model as ``config`` says. Returns it as it is then. Raises ConfigError."""
+        model = described.module
         self._ties.tie(model, optimizers, config.tied)
         self._quantized.install(model, config.quantize, config.weights)
         self._coded.install(model, config.weights, config.quantize)
         self.packed.install(model, read=config.weights is not None)
+        made = (self._ties, self._quantized, self._coded, self.packed)
+        is_changed = any(kept for each in made for kept in vars(each).values())
+        return read_model(model) if is_changed else described
 
     def settle(self) -> None:
         """Lets go of what was before, once the values are at home."""

@@ -27,8 +27,7 @@ from ..step.recognised import check_together
 from ..step.rules import refuse_wrapper
 from ..units.forms import division_of, form_of, is_plain, local_of
 from ..units.handle import handle_of
-from .described_model import DescribedModel
-from .partition import is_managed, parameter_names
+from .described_model import DescribedModel, is_managed
 from .unmoved import refuse_elsewhere
 
 logger = logging.getLogger(__name__)
@@ -67,21 +66,18 @@ OWNERS = {
 }
 
 
-def check(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Config) -> None:
+def check(
+    model: DescribedModel, optimizers: Sequence[torch.optim.Optimizer], config: Config
+) -> None:
     """Raises ConfigError or UsageError for inputs that cannot be wrapped as they are."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"model is a {type(model).__name__}, not a torch.nn.Module:"
-            f" {mistakes.instead_of_model(model)}"
-        )
     for optimizer in optimizers:
         check_kind(optimizer)
     native.simd_unit()  # raises for an unknown INFINITY_SIMD
     torch_private.check()
     close_doors()
     _check_owners(model)
-    names = parameter_names(model)
-    _check_lasting(model, names)
+    names = model.names
+    _check_lasting(model)
     for param, param_names in names.items():
         if handle_of(param) is not None:
             raise UsageError(
@@ -125,7 +121,7 @@ def check_tensor_parallel(model: DescribedModel, config: Config, ranks: Parallel
     members = ranks.tp_group.ranks if ranks.tp_group is not None else [ranks.world_rank]
     for name, param in distributed.items():
         over = division_of(param).ranks
-        if param in model.divided:
+        if param in model.divided_params:
             _check_divided(name, over, ranks)
             continue
         if len(over) == parts > 1 and sorted(over) != sorted(members):
@@ -143,7 +139,7 @@ def check_tensor_parallel(model: DescribedModel, config: Config, ranks: Parallel
         _refuse_options(config, f"parts of sequences (cp={ranks.cp_group.size})", "recompute")
     if parts == 1 and not distributed and ranks.pp_group is None:
         return
-    _check_adapters(model.module)
+    _check_adapters(model)
     is_cut = parts > 1 or bool(distributed)
     stages = ranks.pp_group.size if ranks.pp_group is not None else 1
     of = f"tensor parallelism (tp={parts})" if is_cut else f"pipeline parallelism (pp={stages})"
@@ -173,14 +169,14 @@ def _check_divided(name: str, over: Sequence[int], ranks: ParallelDims) -> None:
         )
 
 
-def _check_adapters(model: nn.Module) -> None:
+def _check_adapters(model: DescribedModel) -> None:
     """Raises ConfigError for whole peft adapters around a sharded layer: they get partial
     gradients, and would diverge between ranks.
 
     Sets the global feature counts of adapters that peft has sharded, as transformers' forward of a
     sharded layer reads them: peft 0.21 sets the local ones.
     """
-    for name, module in model.named_modules():
+    for module, name in model.modules.items():
         base = getattr(module, "base_layer", None)
         if base is None or not hasattr(module, "lora_A") or all(map(is_plain, base.parameters())):
             continue
@@ -203,9 +199,9 @@ def _check_adapters(model: nn.Module) -> None:
             )
 
 
-def _check_owners(model: nn.Module) -> None:
+def _check_owners(model: DescribedModel) -> None:
     """Raises ConfigError for a module whose weights another library moves."""
-    for name, module in model.named_modules():
+    for module, name in model.modules.items():
         where = f"module {name}" if name else "the model"
         for kind in type(module).__mro__:
             for owner, (does, instead) in OWNERS.items():
@@ -223,15 +219,15 @@ def _check_owners(model: nn.Module) -> None:
             )
 
 
-def _check_lasting(model: nn.Module, names: dict[torch.Tensor, list[str]]) -> None:
+def _check_lasting(model: DescribedModel) -> None:
     """Raises ConfigError for parameters that are new objects at each access."""
-    again = parameter_names(model)
-    made = [its[0] for param, its in names.items() if param not in again]
+    again = {param for _, param in model.module.named_parameters()}
+    made = [its[0] for param, its in model.names.items() if param not in again]
     if not made:
         return
     around = [
         module
-        for name, module in model.named_modules()
+        for module, name in model.modules.items()
         if f"{made[0]}.".startswith(f"{name}." if name else "")
     ]
     walks = (
@@ -249,7 +245,7 @@ def _check_lasting(model: nn.Module, names: dict[torch.Tensor, list[str]]) -> No
     ]
     kind = type((own or around)[-1])
     raise ConfigError(
-        f"{len(made)} of the model's {len(names)} parameters"
+        f"{len(made)} of the model's {len(model.names)} parameters"
         f" ({', '.join(made[:3])}{', ...' if len(made) > 3 else ''}) are other Parameters each"
         f" time the model is asked for them: {kind.__module__}.{kind.__name__} makes them anew,"
         " and what is at home would not be theirs. Leave such modules out, or keep this model"

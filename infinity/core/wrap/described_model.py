@@ -1,31 +1,82 @@
-"""DescribedModel: a model's parameters and buffers, read once.
+"""DescribedModel: a model's modules, parameters and buffers, read once.
 
-Checks and comparisons over the ranks work on it, so each sees the same names in the same order.
+Checks, comparisons over the ranks, the layout and what a wrap restores work on it, so each sees the
+same names in the same order. Extensions add what they know of a model
+(:meth:`infinity.core.seams.Extension.describe`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
 
-from ...ext.packed.packed import is_packed, named_tensors
-from ...ext.rows.experts import divided_parameters
-from ..units.forms import is_plain, local_of
-from .partition import is_managed, parameter_names
+from ...errors import ConfigError
+from ...ext.packed.packed import is_packed, named_tensors, own_tensors
+from ..params import mistakes
+from ..seams import kinds
+from ..units.forms import form_of, is_plain, local_of
+from .parts import called_for, parts_of
+
+STAYS = "_infinity_stays"  # attribute of a parameter
+
+
+class Staying:
+    """Parameters that stay in place though their class could be moved."""
+
+    def __init__(self, params: Iterable[torch.Tensor]):
+        self._params = list(params)
+        for param in self._params:
+            setattr(param, STAYS, True)
+
+    def remove(self) -> None:
+        """Lets the engine move them again. Idempotent."""
+        for param in self._params:
+            vars(param).pop(STAYS, None)
+
+
+def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
+    """Tells whether the engine moves ``param``: every Parameter and carrier, but for unknown
+    subclasses and what :class:`Staying` names."""
+    own_class = form_of(param).moves(param) or is_packed(param)
+    return own_class and not hasattr(param, STAYS)
 
 
 @dataclass(frozen=True, eq=False)
 class DescribedModel:
-    """The parameters and buffers of one model. Valid until a module or a tie of it is replaced."""
+    """The modules, parameters and buffers of one model. A carrier counts as a parameter. Valid
+    until a module, a buffer or a tie of it is replaced."""
 
     module: nn.Module
-    params: dict[str, nn.Parameter]  # each once, by its first name
-    names: list[tuple[str, nn.Parameter]]  # all names, of tied parameters too
-    buffers: dict[str, torch.Tensor]
-    divided: frozenset[nn.Parameter]  # of experts that are divided over ranks
+    parts: list[nn.Module]  # called from outside: the model, or its stages here
+    modules: dict[nn.Module, str]  # each once, by its first name, in torch's order
+    children: dict[nn.Module, list[tuple[str, nn.Module]]]
+    own: dict[nn.Module, list[nn.Parameter]]  # of each module itself
+    named: list[tuple[str, nn.Parameter]]  # all names, of tied parameters too
+    names: dict[torch.Tensor, list[str]]  # of each parameter, all
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    # What extensions add.
+    alone: set[torch.Tensor] = field(default_factory=set)  # a unit each
+    # Modules with other parameters on other data ranks, and these
+    divided: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)
+    # Modules whose forward reads some rows only of all their own parameters, and these
+    read_by_rows: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)
+
+    def read_buffers(self) -> None:
+        """Reads the buffers anew: of a model on meta, they are others once they are real."""
+        buffers = self.module.named_buffers()
+        self.buffers.update((name, each) for name, each in buffers if not is_packed(each))
+
+    @cached_property
+    def params(self) -> dict[str, nn.Parameter]:
+        """The parameters, each once, by its first name."""
+        return {names[0]: param for param, names in self.names.items()}  # type: ignore[misc]
 
     @property
     def managed(self) -> dict[str, nn.Parameter]:
@@ -33,22 +84,97 @@ class DescribedModel:
         return {name: param for name, param in self.params.items() if is_managed(param)}
 
     @property
+    def unmanaged(self) -> dict[str, nn.Parameter]:
+        """The other ones."""
+        return {name: param for name, param in self.params.items() if not is_managed(param)}
+
+    @property
     def distributed(self) -> dict[str, nn.Parameter]:
         """The parameters of which ranks have parts, managed or not."""
         return {name: param for name, param in self.params.items() if not is_plain(param)}
+
+    @cached_property
+    def divided_params(self) -> set[nn.Parameter]:
+        """The parameters of which other data ranks have others."""
+        return {param for params in self.divided.values() for param in params}
 
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's parts of the managed parameters."""
         return sum(local_of(param).nbytes for param in self.managed.values())
 
+    @cached_property
+    def users(self) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+        """The modules that have each parameter, and their names for it."""
+        found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        for module in self.modules:
+            for name, param in module._parameters.items():
+                if param is not None:
+                    found.setdefault(param, []).append((module, name))
+        return found
 
-def read_model(module: nn.Module) -> DescribedModel:
-    """Reads the parameters and buffers of ``module``, whose bytes it does not touch."""
-    return DescribedModel(
+    @cached_property
+    def containers(self) -> set[nn.Module]:
+        """The modules that are never called, because they have no forward."""
+        return {
+            module
+            for module in self.modules
+            if module is not self.module
+            and all(
+                inspect.getattr_static(each, "forward", None) is nn.Module.forward
+                for each in self.meant(module)
+            )
+        }
+
+    def meant(self, module: nn.Module) -> list[nn.Module]:
+        """Lists the modules that a call of ``module`` means: itself, or those merged into it."""
+        return called_for(self.module, module)
+
+    def inside(self, module: nn.Module) -> list[nn.Module]:
+        """Lists ``module`` and all modules inside, each once, in torch's order."""
+        found: dict[nn.Module, None] = {}
+        pending = [module]
+        while pending:
+            if (each := pending.pop()) not in found:
+                found[each] = None
+                pending += [child for _, child in reversed(self.children.get(each, []))]
+        return list(found)
+
+    def tensors_in(self, module: nn.Module) -> list[nn.Parameter]:
+        """Lists the parameters of ``module`` and the modules inside, each once."""
+        return list(dict.fromkeys(p for each in self.inside(module) for p in self.own[each]))
+
+    def called_in(self, module: nn.Module) -> list[nn.Module]:
+        """Lists ``module``, or the outermost modules inside a container that are called."""
+        if module not in self.containers:
+            return [module]
+        inside = (part for _, child in self.children[module] for part in self.called_in(child))
+        return list(dict.fromkeys(inside))
+
+
+def read_model(module: Any) -> DescribedModel:
+    """Reads the modules, parameters and buffers of ``module``, whose bytes it does not touch.
+    Raises ConfigError for what is no module."""
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"model is a {type(module).__name__}, not a torch.nn.Module:"
+            f" {mistakes.instead_of_model(module)}"
+        )
+    modules = {each: name for name, each in module.named_modules()}
+    named = list(named_tensors(module))
+    names: dict[torch.Tensor, list[str]] = {}
+    for name, param in named:
+        names.setdefault(param, []).append(name)
+    model = DescribedModel(
         module,
-        {names[0]: cast(nn.Parameter, p) for p, names in parameter_names(module).items()},
-        list(named_tensors(module)),
-        {name: each for name, each in module.named_buffers() if not is_packed(each)},
-        frozenset(param for each in module.modules() for param in divided_parameters(each)),
+        parts_of(module),
+        modules,
+        {each: list(each.named_children()) for each in modules},
+        {each: own_tensors(each) for each in modules},
+        named,
+        names,
     )
+    model.read_buffers()
+    for kind in kinds():
+        kind.describe(model)
+    return model

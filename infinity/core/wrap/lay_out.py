@@ -37,10 +37,10 @@ from ..seams import kinds
 from ..step.recognised import Optimizers, as_given
 from ..units.flat_param import FlatParam
 from ..units.flat_param_spec import ARRAYS, FlatParamSpec
-from ..units.forms import is_plain
 from .agreement import free_everywhere
 from .checks import check
-from .partition import Group, held_nbytes, is_managed, parameter_names, partition
+from .described_model import DescribedModel, is_managed, read_model
+from .partition import Group, held_nbytes, partition
 from .remedies import with_remedies
 from .unmoved import unmoved_nbytes
 from .uses_by_hand import used_by_hand
@@ -51,12 +51,10 @@ logger = logging.getLogger(__name__)
 MakeFlatParams = Callable[[Group], list[FlatParam]]
 
 
-def choose_device(model: nn.Module, config: Config, collectives: Collectives) -> Device:
+def choose_device(model: DescribedModel, config: Config, collectives: Collectives) -> Device:
     """Chooses the device that computes: the configured one, else that of the parameters. Raises
     ConfigError if these are on several devices."""
-    places = {
-        param.device for param in model.parameters() if is_managed(param) and not param.is_meta
-    }
+    places = {param.device for param in model.users if is_managed(param) and not param.is_meta}
     if config.device is None and len(places) > 1:
         raise ConfigError(
             f"the model's parameters are on {', '.join(sorted(map(str, places)))}: move it to one"
@@ -99,13 +97,14 @@ def lay_out(
     allocating or changing anything. ``ranks`` and ``device``: the planned ones, which need not
     exist; None: one rank, and the device that would compute here. ``reuses``: see
     :func:`make_plan`. ``explains``: see :func:`lay_out_here`."""
-    check(model, given := as_given(optimizer), config)
-    optimizers = Optimizers(given, names=parameter_names(model))
+    described, given = read_model(model), as_given(optimizer)
+    check(described, given, config)
+    optimizers = Optimizers(given, names=described.names)
     alone = Collectives(ranks)
-    device = device or choose_device(model, config, alone)
+    device = device or choose_device(described, config, alone)
     try:
         _, laid = lay_out_here(
-            model, config, optimizers, device, alone, reuses=reuses, explains=explains
+            described, config, optimizers, device, alone, reuses=reuses, explains=explains
         )
     finally:
         device.close()
@@ -118,7 +117,7 @@ class Ways:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: DescribedModel,
         dtype_of: Callable[[torch.Tensor], torch.dtype],
         make_flat_params: MakeFlatParams,
         device: Device,
@@ -133,7 +132,7 @@ class Ways:
             device,
             reuses,
         )
-        self._tables, self.dtype_of = tables_of(model), dtype_of
+        self._tables, self.dtype_of = tables_of(model.users), dtype_of
         self._buffers_nbytes = unmoved_nbytes(model)
         self._made: dict[tuple, _Way | None] = {}
 
@@ -176,9 +175,7 @@ class Ways:
             except CapacityError as error:
                 if split is None or split.is_sure:
                     refused = error
-                if any(size.is_averaged for size in way.sizes) or not all(
-                    map(is_plain, self.model.parameters())
-                ):
+                if any(size.is_averaged for size in way.sizes) or self.model.distributed:
                     break  # each part would need a gather and a reduction of its own
                 continue
             return Laid(way.groups, way.flat_params, plan, partial(_refuses_window, whole), split)
@@ -223,7 +220,7 @@ class Ways:
     @cached_property
     def by_hand(self) -> set[nn.Parameter]:
         """The weights that code uses outside of their layers."""
-        return used_by_hand(self.model)
+        return used_by_hand(self.model.modules)
 
     def _make_way(self, config: Config, split: Any) -> _Way | None:
         at_once = {} if split is None else split.rows(self)
@@ -417,7 +414,7 @@ def _spec_of(
 
 
 def _within_device(
-    model: nn.Module, config: Config, device: Device, collectives: Collectives
+    model: DescribedModel, config: Config, device: Device, collectives: Collectives
 ) -> tuple[Config, int | None]:
     """Returns ``config`` with no more ``device_memory`` than the device can give, and how much that
     is (None: unknown). Every rank calls this. Raises CapacityError if it can give nothing."""
@@ -427,7 +424,7 @@ def _within_device(
     if left is None:
         return config, None
     # Parameters that are there move into the plan's homes.
-    own = sum(param.nbytes for param in model.parameters() if param.device == device.where)
+    own = sum(param.nbytes for param in model.users if param.device == device.where)
     (most,) = collectives.least([left + own], "device memory")
     given = int(config.device_memory)
     if given <= most:
@@ -450,7 +447,7 @@ def _within_device(
 
 
 def lay_out_here(
-    model: nn.Module,
+    model: DescribedModel,
     config: Config,
     optimizers: Optimizers,
     device: Device,
@@ -560,7 +557,7 @@ def _room(config: Config, device: Device, most: int | None) -> dict[Tier, int]:
     return room if most is None else room | {Tier.DEVICE: most}
 
 
-def _state_nbytes(model: nn.Module, config: Config, make_flat_params: MakeFlatParams) -> int:
+def _state_nbytes(model: DescribedModel, config: Config, make_flat_params: MakeFlatParams) -> int:
     """Counts the bytes of all arrays that this rank has at home: the upper bound for the disk."""
     sizes = [
         unit_size(group, make_flat_params(group))

@@ -13,7 +13,7 @@ import functools
 import hashlib
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -51,11 +51,13 @@ def describe_orders(params: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str
     }
 
 
-def describe_modules(model: nn.Module, *, unlike: Iterable[nn.Module] = ()) -> dict[str, str]:
+def describe_modules(
+    modules: Mapping[nn.Module, str], *, unlike: Iterable[nn.Module] = ()
+) -> dict[str, str]:
     """Describes the class and the settings of each module. Left out are ``unlike``, private
     attributes, ``training``, and names of what ranks have of their own (``OWN``)."""
     found, left_out = {}, set(unlike)
-    for name, module in model.named_modules():
+    for module, name in modules.items():
         if module in left_out:
             continue
         settings = (

@@ -13,22 +13,22 @@ from ...errors import ConfigError
 from ...ext.packed.packed import has_inner, inner_tensors, is_packed, nbytes_of, small_parts
 from ..machine.sizes import format_nbytes
 from ..units.forms import is_plain, local_of
-from .partition import STAYS, is_managed
+from .described_model import STAYS, DescribedModel, is_managed
 
 logger = logging.getLogger(__name__)
 
 
-def unmoved_nbytes(model: nn.Module) -> int:
+def unmoved_nbytes(model: DescribedModel) -> int:
     """Counts the bytes that stay with the modules of ``model``, each storage once; on meta, the
     future ones. Views of parameters that move are not counted here."""
     moved = {
         local_of(param).untyped_storage()._cdata
-        for param in model.parameters()
+        for param in model.users
         if is_managed(param) and _has_storage(param)
     }
     found: dict[tuple[str, int], int] = {}
-    rest = [p for p in model.parameters() if not is_managed(p) and not has_inner(p)]
-    for tensor in (*model.buffers(), *rest, *small_parts(model).values()):
+    rest = [p for p in model.unmanaged.values() if not has_inner(p)]
+    for tensor in (*model.buffers.values(), *rest, *small_parts(model.module).values()):
         if is_packed(tensor):
             continue
         if _has_storage(tensor):
@@ -43,13 +43,12 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_meta and not has_inner(tensor)
 
 
-def report_unmoved(model: nn.Module) -> None:
+def report_unmoved(model: DescribedModel) -> None:
     """Warns of the weights that the engine does not move, with their bytes."""
     rest = [
         param
-        for param in model.parameters()
-        if not is_managed(param)
-        and not (has_inner(param) and any(is_packed(inner) for _, inner in inner_tensors(param)))
+        for param in model.unmanaged.values()
+        if not (has_inner(param) and any(is_packed(inner) for _, inner in inner_tensors(param)))
     ]
     if rest:
         kinds = ", ".join(
@@ -73,10 +72,10 @@ ELSEWHERE = {
 }
 
 
-def refuse_elsewhere(model: nn.Module) -> None:
+def refuse_elsewhere(model: DescribedModel) -> None:
     """Raises ConfigError for a weight whose bytes lie elsewhere than in its own memory: nothing
     that is done to it would reach them."""
-    for path, module in model.named_modules():
+    for module, path in model.modules.items():
         own = {**vars(module), **module._parameters, **module._buffers}
         for key, value in own.items():
             kind, name = type(value), f"{path}.{key}" if path else key

@@ -13,7 +13,7 @@ import ast
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
 
@@ -30,10 +30,10 @@ TESTS = ("isinstance", "hasattr", "type", "id")
 DEEPEST = 4  # calls inside calls that are read
 
 
-def used_by_hand(model: nn.Module) -> set[nn.Parameter]:
-    """Returns the parameters of submodules that the code of ``model``'s own modules uses."""
+def used_by_hand(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Returns the parameters of submodules that the code of a model's own ``modules`` uses."""
     found: set[nn.Parameter] = set()
-    for module in model.modules():
+    for module in modules:
         if next(module.children(), None) is not None and not _is_torchs(type(module)):
             forward = getattr(module.forward, "__func__", None)
             if forward is not None:

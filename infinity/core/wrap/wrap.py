@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -62,10 +62,10 @@ from .aliases import OwnViews, warn_of_aliases
 from .before import Before, MovedRest
 from .changes import Changes
 from .checks import check, check_tensor_parallel
-from .described_model import DescribedModel, read_model
+from .described_model import DescribedModel, Staying, is_managed, read_model
 from .lay_out import choose_device, lay_out_here, unit_size
-from .partition import Group, Staying, is_managed, parameter_names
-from .parts import Parts, called_for, parts_of
+from .partition import Group
+from .parts import Parts
 from .remedies import with_larger_budgets
 from .send_home import Homes, send_flat_param_home
 from .unmoved import report_unmoved
@@ -123,17 +123,16 @@ def wrap_model(
             config = Config.make(config if config is not None else NOTHING_CHOSEN)
             if isinstance(model, nn.Module):
                 changes.lasting.install(model)
-            model = cast(nn.Module, model)  # else it is refused
-            check(model, given, config)
+            described = read_model(model)
+            check(described, given, config)
             if config.speculate and ranks.is_first:
                 logger.warning(
                     "speculate=True does nothing any more, and the option goes with the next"
                     " release: leave it out. Updates run under the next forward, or, without"
                     " max_grad_norm, in the backward by optimizer.step_in_backward()."
                 )
-            warn_of_aliases(model, given, OwnViews(model))
-            changes.make(model, given, config)
-            described = read_model(model)
+            warn_of_aliases(described, given, OwnViews(described))
+            described = changes.make(described, given, config)
             check_tensor_parallel(described, config, ranks)
             inputs = {} if ranks.alone else describe(described, given, config)
         # Other stages do not see a difference here.
@@ -143,19 +142,19 @@ def wrap_model(
         check_stages(inputs, collectives)
         compare_values(described, collectives)
         ranks = _describe_ranks(described, config, collectives, mesh)
-        share_processors(described.module, config, collectives)
+        share_processors(described, config, collectives)
         collectives = Collectives(ranks, traffic)
         collectives.allow_flags(2 * len(described.params) + 1)
         with collectives.together("finding what stays where it is"):
-            stays = Staying(staying(model, given, config, alone=ranks.alone))
+            stays = Staying(staying(described, given, config, alone=ranks.alone))
             undo.callback(stays.remove)
         stepping = _wrap(described, given, config, collectives, mesh, stays, undo)
         changes.settle()
-        record = model.__dict__[RECORD]
+        record = described.module.__dict__[RECORD]
         record.packed = changes.packed
         record.removers.insert(0, changes.lasting)  # removed last: removers list the modules
         undo.pop_all()
-        return model, like_given(stepping, optimizer)
+        return described.module, like_given(stepping, optimizer)
 
 
 def _describe_ranks(
@@ -191,14 +190,14 @@ def _wrap(
     """Moves the model home and hooks it. Returns what stands for the optimizers. Every rank calls
     this. ``undo`` gets what restores the state before."""
     model, ranks = described.module, collectives.ranks
-    moved = set(filter(is_managed, model.parameters()))
-    optimizers = Optimizers(given, moved.__contains__, parameter_names(model))
+    moved = set(filter(is_managed, described.users))
+    optimizers = Optimizers(given, moved.__contains__, described.names)
     config = own_budgets(config, ranks)
     with collectives.together("planning"):
-        device = choose_device(model, config, collectives)
+        device = choose_device(described, config, collectives)
         undo.callback(device.close)
         config, laid = lay_out_here(
-            model,
+            described,
             config,
             optimizers,
             device,
@@ -211,11 +210,11 @@ def _wrap(
         works = partial(refuses_window, *nbytes)
         return with_larger_budgets(error, config, works, ranks.machine_share)
 
-    before, views = Before(model, given), OwnViews(model)
+    before, views = Before(described, given), OwnViews(described)
     if ranks.data_size > 1 and (device.backend is not None or device.where.type != "cpu"):
         join_device(ranks, mesh, device.backend)
     with collectives.together("allocating"):
-        blocks = _blocks(model, groups)
+        blocks = _blocks(described, groups)
         for kind in kinds():
             kind.check_blocks(config, model, blocks)
         units = _make_units(groups, flat_params, device)
@@ -243,10 +242,11 @@ def _wrap(
         device.warm(plan.device_window_nbytes)
         for unit in units:
             unit.allocate()
-        broadcast_rest(model, collectives)
-        rest = MovedRest(model, device.where)
-        report_unmoved(model)
-    stepping = _commit(model, optimizers, engine, groups, blocks, [stays, rest])
+        described.read_buffers()
+        broadcast_rest(described, collectives)
+        rest = MovedRest(described, device.where)
+        report_unmoved(described)
+    stepping = _commit(described, optimizers, engine, groups, blocks, [stays, rest])
     views.take()
     model.__dict__[RECORD].take_views = views.take
     return stepping
@@ -280,14 +280,13 @@ def _send_home(engine: Engine, materialized: Materialized, optimizers: Optimizer
                 advance(size.shard_nbytes)
 
 
-def _blocks(model: nn.Module, groups: list[Group]) -> list[tuple[str, nn.Module]]:
+def _blocks(model: DescribedModel, groups: list[Group]) -> list[tuple[str, nn.Module]]:
     """Lists the called modules of the blocks of ``groups``, with their names."""
-    names = {module: name for name, module in model.named_modules()}
-    return [(names[block], block) for group in groups for block in group.called]
+    return [(model.modules[block], block) for group in groups for block in group.called]
 
 
 def _commit(
-    model: nn.Module,
+    model: DescribedModel,
     optimizers: Optimizers,
     engine: Engine,
     groups: list[Group],
@@ -299,14 +298,15 @@ def _commit(
     flat_params = [flat for unit in job.units for flat in unit.flat_params]
     came_from = {param: param.device for flat in flat_params for param in flat.params}
     prefix = job.ranks.stage_prefix
-    named = parameter_names(model).items()
-    engine.attach({param: [prefix + name for name in names] for param, names in named})
+    engine.attach(
+        {param: [prefix + name for name in names] for param, names in model.names.items()}
+    )
     owners = _find_owners(model, engine, groups)
     removers = [
         *first,
-        *install_hooks(engine, parts_of(model), owners),
-        *install_state_dict(engine, model),
-        *install_packed_forwards(parts_of(model)),
+        *install_hooks(engine, model.parts, owners),
+        *install_state_dict(engine, model.module),
+        *install_packed_forwards(model.parts),
         *install_chosen_forwards(
             job, ((g.chosen, unit) for g, unit in zip(groups, job.units) if g.chosen is not None)
         ),
@@ -315,26 +315,26 @@ def _commit(
     stepping = [make_optimizer(engine, each, place) for place, each in enumerate(optimizers)]
     try:
         for extension in job.extensions:
-            extension.install(job, model)
+            extension.install(job, model.module)
     except BaseException:
         for remover in reversed(removers[len(first) :]):
             remover.remove()
         raise
-    record = Wrapped(engine, model, removers, stepping, came_from, optimizers.plain)
-    for module in (*parts_of(model), model):
+    record = Wrapped(engine, model.module, removers, stepping, came_from, optimizers.plain)
+    for module in (*model.parts, model.module):
         module.__dict__[RECORD] = record
     return optimizers.results(stepping)
 
 
 def _find_owners(
-    model: nn.Module, engine: Engine, groups: list[Group]
+    model: DescribedModel, engine: Engine, groups: list[Group]
 ) -> dict[nn.Module, list[ParamUnit]]:
     """Maps each module whose call needs weights to its units, and marks units that several modules
     use."""
     job = engine.job
     owners: dict[nn.Module, list[ParamUnit]] = {}
     for group, unit in zip(groups, job.units):
-        for called in (module for owner in group.owners for module in called_for(model, owner)):
+        for called in (module for owner in group.owners for module in model.meant(owner)):
             owners.setdefault(called, []).append(unit)
     # Experts are left out: they run once in a layer, and no gradient of it comes before theirs.
     inside = owners.keys() - {
@@ -345,7 +345,7 @@ def _find_owners(
         around = any(
             module in inside
             for owner in group.owners
-            for module in owner.modules()
+            for module in model.inside(owner)
             if module is not owner
         )
         if group.at_once is not None or group.is_used_apart or around:
@@ -354,7 +354,7 @@ def _find_owners(
 
 
 def _replace_forwards(
-    engine: Engine, model: nn.Module, groups: list[Group], blocks: list[tuple[str, nn.Module]]
+    engine: Engine, model: DescribedModel, groups: list[Group], blocks: list[tuple[str, nn.Module]]
 ) -> list:
     """Installs the forwards of tables, and those that extensions have. Returns their removers."""
     job = engine.job
@@ -366,5 +366,5 @@ def _replace_forwards(
         removers += install_tables(find, {p: tables[p] for p in tables.keys() & stepped})
     of_blocks = [(name, block, engine.units_of(block)) for name, block in blocks]
     for extension in job.extensions:
-        removers += extension.replace_forwards(job, model, find, of_blocks)
+        removers += extension.replace_forwards(job, model.module, find, of_blocks)
     return removers

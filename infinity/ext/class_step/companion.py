@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from ... import native
 from ...config import Config
@@ -20,7 +19,7 @@ from ...core.params.books import OptimizerBooks
 from ...core.step.given import Given
 from ...core.step.known import Known
 from ...core.units.handle import handle_of
-from ...core.wrap.partition import is_managed, parameter_names
+from ...core.wrap.described_model import DescribedModel, is_managed
 from ...errors import ConfigError, UsageError
 from .class_code import plain_step
 
@@ -39,7 +38,7 @@ def is_moved(param: torch.Tensor, config: Config) -> bool:
 
 
 def staying(
-    model: nn.Module,
+    model: DescribedModel,
     optimizers: Sequence[torch.optim.Optimizer],
     config: Config,
     *,
@@ -50,11 +49,11 @@ def staying(
     outside the model, unless this rank is ``alone``: nobody would average their gradients."""
     sparse = {
         param
-        for module in model.modules()
+        for module in model.modules
         if getattr(module, "sparse", False) is True
         for param in module.parameters(recurse=False)
     }
-    names = parameter_names(model)
+    names = model.names
     trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
     found = [p for p in trained if p not in names or p in sparse or not is_moved(p, config)]
     if found and not alone:

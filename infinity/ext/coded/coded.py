@@ -40,6 +40,7 @@ class Coded(torch.Tensor):
         What the dense weight is converted to, one after the other.
     """
 
+    tells_rows = True  # that a forward reads of it
     codes: torch.Tensor
     scales: torch.Tensor | None  # None: among the codes
     scheme: Scheme

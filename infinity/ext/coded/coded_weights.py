@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...core.run.registry import is_wrapped
-from ...core.wrap.partition import is_managed
+from ...core.wrap.described_model import is_managed
 from ...core.wrap.parts import parts_of
 from ...errors import UsageError
 from ...files.module_names import Incoming, base_name, base_of

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...core.wrap.partition import is_managed
+from ...core.wrap.described_model import is_managed
 from ...core.wrap.parts import parts_of
 from ...errors import ConfigError, InternalError
 from ...files.module_names import Incoming, base_of

@@ -105,7 +105,9 @@ def describe_model(model: nn.Module) -> dict[str, str]:
     found["parameters that are one"] = (
         "; ".join(" = ".join(each) for each in names.values() if len(each) > 1) or "none"
     )
-    found |= describe_modules(model) | describe_orders(model.named_parameters())
+    found |= describe_modules(
+        {each: name for name, each in model.named_modules()}
+    ) | describe_orders(model.named_parameters())
     settings = getattr(getattr(model, "config", None), "to_dict", dict)()
     own = "_name_or_path", "transformers_version"  # depend on this rank's source of the model
     return found | {

@@ -124,7 +124,7 @@ class InCommon(Extension):
         self._forwards += 1
         self._gradients.takes_samples = self._is_due
         if not self._is_compared:
-            buffers = {name: self.describe(buffer) for name, buffer in self._buffers.read().items()}
+            buffers = {name: self.summary(buffer) for name, buffer in self._buffers.read().items()}
             self.compare(
                 "a forward",
                 {
@@ -180,7 +180,7 @@ class InCommon(Extension):
         """Raises UsageError, on all of these ranks, if they reach ``what`` with different
         batches."""
         named = tensors_in([*enumerate(args), *kwargs.items()], "")
-        self.compare(what, {name: self.describe(tensor) for name, tensor in named})
+        self.compare(what, {name: self.summary(tensor) for name, tensor in named})
 
     def _described(
         self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]
@@ -193,11 +193,11 @@ class InCommon(Extension):
             if _is_plain(value)
         }
         return {
-            name or "the input": self.describe(tensor, with_values=not are_parts)
+            name or "the input": self.summary(tensor, with_values=not are_parts)
             for name, tensor in named
         } | plain
 
-    def describe(self, tensor: torch.Tensor, *, with_values: bool = True) -> str:
+    def summary(self, tensor: torch.Tensor, *, with_values: bool = True) -> str:
         """Describes a tensor as a string that compares equal. Includes a digest of its values if
         they are the same on all ranks and can be read."""
         told, local = shape_of(tensor), local_of(tensor)

@@ -19,7 +19,7 @@ import torch
 
 from ...config import Config
 from ...core.run.registry import is_wrapped, wrapped
-from ...core.wrap.partition import parameter_names
+from ...core.wrap.described_model import read_model
 from ...core.wrap.unwrap import unwrap_model
 from ...core.wrap.wrap import wrap_model
 from ...errors import ConfigError
@@ -286,7 +286,7 @@ class InfinityStrategy(ParallelStrategy):
         else:
             save_pretrained(module, folder, overwrite=True)  # Lightning chose the folder
         if self.is_global_zero:
-            names = parameter_names(module).values()
+            names = read_model(module).names.values()
             checkpoint = checkpoint | {TIED: {name: its[0] for its in names for name in its[1:]}}
             self.checkpoint_io.save_checkpoint(
                 checkpoint, folder / OWN, storage_options=storage_options

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.wrap.partition import is_managed
+from ...core.wrap.described_model import is_managed
 from ...core.wrap.parts import parts_of
 from ...errors import ConfigError
 from ...files.module_names import Incoming, base_of

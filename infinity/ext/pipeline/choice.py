@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from ...config import Config
 from ...core.machine.sizes import format_nbytes
 from ...core.units.forms import local_of
+from ...core.wrap.described_model import read_model
 from ...errors import ConfigError
 from ...files.kept_dtypes import computing_dtypes
 from .cuts import cut_evenly
@@ -130,7 +131,7 @@ def choose(
 
 def _layer_nbytes(chain: Chain, config: Config) -> list[int]:
     """Counts the bytes of each layer's weights on this rank."""
-    dtype_of = computing_dtypes(chain.model, config.param_dtype)
+    dtype_of = computing_dtypes(read_model(chain.model), config.param_dtype)
     return [
         sum(local_of(p).numel() * dtype_of(p).itemsize for p in layer.parameters())
         for layer in chain.layers

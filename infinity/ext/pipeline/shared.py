@@ -3,7 +3,11 @@ they are wrapped."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+from ...core.seams import Extension
 
 MARK = "_infinity_shared"
 
@@ -27,3 +31,12 @@ def is_shared(param: torch.Tensor) -> bool:
 def is_counted(param: torch.Tensor) -> bool:
     """Tells whether norms and checkpoints include this stage's copy."""
     return getattr(param, MARK, True)
+
+
+class Shared(Extension):
+    """Makes each shared parameter a unit of its own, so that both of its stages have the same
+    layout."""
+
+    @classmethod
+    def describe(cls, model: Any) -> None:
+        model.alone.update(filter(is_shared, model.names))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ...core.run.job import Job
-from ...core.wrap.partition import called_parts
+from ...core.wrap.described_model import read_model
 
 
 class Pace:
@@ -73,11 +73,12 @@ class Pace:
 def _innermost(model: nn.Module, names: set[str]) -> Iterator[nn.Module]:
     """Yields the modules that are units of their own, or are called inside such a container, and
     contain no other; ``model`` itself if there are none."""
+    described = read_model(model)
     owners = {
         part
-        for name, module in model.named_modules()
+        for module, name in described.modules.items()
         if name in names
-        for part in called_parts(model, module)
+        for part in described.called_in(module)
     }
     found = [
         module

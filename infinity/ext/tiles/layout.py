@@ -37,7 +37,7 @@ class Tiling:
     def rows(self, ways: Ways) -> dict[nn.Parameter, RowsAtOnce]:
         """Finds the weights that run in tiles, and the rows of a tile."""
         without = ways.by_hand if self.is_sure else set()
-        return candidates(ways.model, self.key[0], ways.dtype_of, without)
+        return candidates(ways.model.users, self.key[0], ways.dtype_of, without)
 
     def tell(self, groups: Sequence[Group], config: Config) -> None:
         """Says which layers run in tiles, and why."""

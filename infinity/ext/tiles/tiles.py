@@ -5,7 +5,7 @@ rows    of a Linear: outputs; of an Embedding: the vocabulary; of transformers' 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -46,19 +46,14 @@ def is_tileable(module: nn.Module) -> bool:
 
 
 def candidates(
-    model: nn.Module,
+    users: Mapping[nn.Parameter, list[tuple[nn.Module, str]]],
     limit_nbytes: int,
     dtype_of: Callable[[torch.Tensor], torch.dtype],
     without: Container[nn.Parameter] = (),
 ) -> dict[nn.Parameter, RowsAtOnce]:
     """Finds the weights larger than ``limit_nbytes``, in their compute dtype, whose every user can
     be tiled, but for those in ``without``. Returns for each the number of rows whose tile is within
-    the limit, at least 1."""
-    users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None:
-                users.setdefault(param, []).append((module, name))
+    the limit, at least 1. ``users``: the modules that have a parameter, and their names for it."""
     found = {}
     for param, using in users.items():
         size = dtype_of(param).itemsize

@@ -29,7 +29,7 @@ from ...core.machine.traffic import DATA, Traffic, shares_of
 from ...core.run.job import Job
 from ...core.run.registry import is_wrapped, wrapped
 from ...core.units.unit import ParamUnit
-from ...core.wrap.partition import called_parts
+from ...core.wrap.described_model import read_model
 from ...errors import ConfigError, UsageError
 from ...files.outputs import folder_of
 from . import run_files
@@ -292,12 +292,12 @@ def _free_name() -> str:
 def _owners(model: nn.Module, job: Job) -> list[tuple[str, nn.Module]]:
     """Returns the modules that are units of their own, or are called inside such a container, with
     the units' names."""
-    names = {unit.name for unit in job.units}
+    names, described = {unit.name for unit in job.units}, read_model(model)
     return [
         (name, part)
-        for name, module in model.named_modules()
+        for module, name in described.modules.items()
         if name in names
-        for part in called_parts(model, module)
+        for part in described.called_in(module)
     ]
 
 

@@ -59,6 +59,10 @@ def two(standing_ranks, launch_folder) -> Mapping[str, Any]:
     return Jobs(standing_ranks(2), "built_jobs", jobs)
 
 
+def settings_of(model: nn.Module, **given) -> dict[str, str]:
+    return describe_modules({each: name for name, each in model.named_modules()}, **given)
+
+
 @pytest.mark.parametrize("apart", ORDERS)
 def test_a_parameter_in_another_memory_order_is_refused_by_name_and_ranks(two, apart):
     """Arrays are flat in the parameter's own order, so bytes of two orders must not be
@@ -116,13 +120,13 @@ def test_an_order_is_that_of_the_elements_alone():
 def test_settings_leave_out_what_is_not_plain():
     """Private names, tensors, and modules that are ``unlike``. Twin: a plain attribute is told."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-    before = describe_modules(model)
+    before = settings_of(model)
     model[0]._seen, model[0].table, model[0].local_rank = 3, torch.ones(2), 1
     model.eval()
-    assert describe_modules(model) == before
+    assert settings_of(model) == before
     model[0].heads = 4
-    assert describe_modules(model) != before
-    assert describe_modules(model, unlike=[model[0]]).keys() == {"the outermost module", "module 1"}
+    assert settings_of(model) != before
+    assert settings_of(model, unlike=[model[0]]).keys() == {"the outermost module", "module 1"}
 
 
 class Count(int):
@@ -164,7 +168,7 @@ def test_settings_are_told_by_text_that_every_process_has(value, told):
     """Without code of the user's classes. Twin: what is left out and what is told, above."""
     model = nn.Identity()
     model.value = value
-    text = describe_modules(model)["the outermost module"]
+    text = settings_of(model)["the outermost module"]
     assert text == f"torch.nn.modules.linear.Identity({told})"
 
 
@@ -172,5 +176,5 @@ def test_long_settings_become_a_digest_that_tells_them_apart():
     model, told = nn.Identity(), []
     for last in (1, 2, 1):
         model.table = [*range(5000), last]
-        told.append(describe_modules(model)["the outermost module"])
+        told.append(settings_of(model)["the outermost module"])
     assert told[0] == told[2] != told[1] and max(map(len, told)) < 1200

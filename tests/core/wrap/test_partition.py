@@ -6,14 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.core.wrap.partition import (
-    SMALL_NBYTES,
-    Group,
-    RowsAtOnce,
-    held_nbytes,
-    is_managed,
-    partition,
-)
+from infinity.core.wrap import partition as room
+from infinity.core.wrap.described_model import is_managed, read_model
+from infinity.core.wrap.partition import SMALL_NBYTES, Group, RowsAtOnce
 from infinity.errors import ConfigError
 from infinity.ext.pipeline.shared import mark_shared
 
@@ -41,6 +36,10 @@ def model(**children: nn.Module) -> nn.Module:
     for name, child in children.items():
         made.add_module(name, child)
     return made
+
+
+def partition(whole: nn.Module, *given) -> list[Group]:
+    return room.partition(read_model(whole), *given)
 
 
 def names(groups) -> list[str]:
@@ -216,15 +215,15 @@ def test_nested_forwards_hold_all_their_units_and_siblings_do_not():
     whole.weight = nn.Parameter(torch.empty(1))
     groups = [Group(str(n), [], [owner]) for n, owner in enumerate((whole, whole.a, whole.b))]
     nbytes = dict(zip(map(id, groups), (1, 10, 100)))
-    assert held_nbytes(whole, groups, nbytes) == 101
+    assert room.held_nbytes(read_model(whole), groups, nbytes) == 101
     groups[1].owners.append(whole.c)  # a backward holds it from its first use to its last
-    assert held_nbytes(whole, groups, nbytes) == 111
+    assert room.held_nbytes(read_model(whole), groups, nbytes) == 111
     groups[1].block = nn.ModuleList([whole.a, whole.c])  # which are used one after the other
-    assert held_nbytes(whole, groups, nbytes) == 101
+    assert room.held_nbytes(read_model(whole), groups, nbytes) == 101
     groups[1].owners.clear()  # an operation holds it, in the forward of the first one
-    assert held_nbytes(whole, groups, nbytes) == 101
+    assert room.held_nbytes(read_model(whole), groups, nbytes) == 101
     nbytes[id(groups[1])] = 1000
-    assert held_nbytes(whole, groups, nbytes) == 1000
+    assert room.held_nbytes(read_model(whole), groups, nbytes) == 1000
 
 
 def test_a_named_class_may_stand_inside_another_named_one():

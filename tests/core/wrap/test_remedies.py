@@ -273,6 +273,6 @@ def test_what_code_shows_to_be_used_by_hand_is_not_tiled(place, caplog, monkeypa
 
     run(least())
     assert "table.weight" in caplog.text and "head.weight" not in caplog.text
-    monkeypatch.setattr(lay_out, "used_by_hand", lambda model: set())
+    monkeypatch.setattr(lay_out, "used_by_hand", lambda modules: set())
     with pytest.raises(CapacityError, match=r"head.weight .* does not fit the device window"):
         run(least())

@@ -100,7 +100,7 @@ def test_code_shows_what_is_used_by_hand(kind):
     """Reads the code of a forward, with what it calls. Twin: one that asks for dtype, device and
     shape alone, and uses values only outside of its forward."""
     model = kind()
-    found = used_by_hand(model)
+    found = used_by_hand(model.modules())
     assert {name for name, param in model.named_parameters() if param in found} == CASES[kind]
 
 
@@ -109,5 +109,5 @@ def test_code_without_a_source_shows_nothing():
     not read."""
     there = {"nn": nn, "F": F, "Base": Base}
     exec("class Made(Base):\n    def forward(self, x): return F.linear(x, self.head.weight)", there)
-    assert used_by_hand(there["Made"]()) == set()
-    assert used_by_hand(nn.TransformerEncoderLayer(4, 1, 4)) == set()
+    assert used_by_hand(there["Made"]().modules()) == set()
+    assert used_by_hand(nn.TransformerEncoderLayer(4, 1, 4).modules()) == set()

@@ -240,19 +240,19 @@ def test_forwards_of_a_batch_that_was_compared_are_not(common):
 
 def test_what_cannot_be_read_is_compared_by_its_form(common):
     """On meta, at home, sparse. Twins: a plain tensor has a digest; an empty one needs none."""
-    assert common.describe(RAMP).startswith("float32 of (4,) with digest ")
-    assert common.describe(nn.Parameter(RAMP)) == common.describe(RAMP)
-    assert common.describe(RAMP, with_values=False) == "float32 of (4,)"
+    assert common.summary(RAMP).startswith("float32 of (4,) with digest ")
+    assert common.summary(nn.Parameter(RAMP)) == common.summary(RAMP)
+    assert common.summary(RAMP, with_values=False) == "float32 of (4,)"
     param = common.job.handles[0].param
     for tensor in (RAMP.to("meta"), RAMP.to_sparse(), param, torch.empty(0), RAMP[None].as_subclass(
         type("Other", (torch.Tensor,), {})
     )):  # fmt: skip
-        assert "digest" not in common.describe(tensor)
+        assert "digest" not in common.summary(tensor)
     conj = torch.view_as_complex(ODD.view(-1, 2)).conj()
-    assert common.describe(conj) == common.describe(conj.resolve_conj())
-    assert common.describe(ODD.t()) == common.describe(ODD.t().contiguous())
+    assert common.summary(conj) == common.summary(conj.resolve_conj())
+    assert common.summary(ODD.t()) == common.summary(ODD.t().contiguous())
     found = []
-    torch.vmap(lambda row: (found.append(common.describe(row)), row)[1])(ODD)
+    torch.vmap(lambda row: (found.append(common.summary(row)), row)[1])(ODD)
     assert "digest" not in found[0]
 
 
