@@ -125,7 +125,7 @@ class Extension:
         return ()
 
     @classmethod
-    def describe(cls, model: Any) -> None:
+    def describe_model(cls, model: Any) -> None:
         """Adds what it knows to a :class:`~infinity.core.wrap.described_model.DescribedModel`, each
         time that one is made: before a wrap changes anything, and for a plan. May not fail."""
 

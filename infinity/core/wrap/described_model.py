@@ -2,7 +2,7 @@
 
 Checks, comparisons over the ranks, the layout and what a wrap restores work on it, so each sees the
 same names in the same order. Extensions add what they know of a model
-(:meth:`infinity.core.seams.Extension.describe`).
+(:meth:`infinity.core.seams.Extension.describe_model`).
 """
 
 from __future__ import annotations
@@ -176,5 +176,5 @@ def read_model(module: Any) -> DescribedModel:
     )
     model.read_buffers()
     for kind in kinds():
-        kind.describe(model)
+        kind.describe_model(model)
     return model

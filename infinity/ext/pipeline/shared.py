@@ -38,5 +38,5 @@ class Shared(Extension):
     layout."""
 
     @classmethod
-    def describe(cls, model: Any) -> None:
+    def describe_model(cls, model: Any) -> None:
         model.alone.update(filter(is_shared, model.names))

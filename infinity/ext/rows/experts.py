@@ -186,7 +186,7 @@ class RowReaders(Extension):
     """Finds modules with divided experts, and those whose forward reads some rows only."""
 
     @classmethod
-    def describe(cls, model: DescribedModel) -> None:
+    def describe_model(cls, model: DescribedModel) -> None:
         for module in model.modules:
             if divided := divided_parameters(module):
                 model.divided[module] = divided

@@ -13,6 +13,7 @@ import infinity
 from infinity.core.machine import numa
 from infinity.core.wrap import agreement
 from infinity.core.wrap.agreement import pci_address
+from infinity.core.wrap.described_model import read_model
 
 
 def system(tmp_path, *lists: str):
@@ -101,4 +102,4 @@ def test_the_gpu_that_computes_is_the_one_that_the_configuration_names(
     monkeypatch.setenv("LOCAL_RANK", "7")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     model = torch.nn.Linear(2, 2, device=on)
-    assert agreement._gpu_of(model, infinity.Config(device=device)) == expected
+    assert agreement._gpu_of(read_model(model), infinity.Config(device=device)) == expected

@@ -17,6 +17,7 @@ import infinity
 from infinity.core.machine import limits, scratch
 from infinity.core.machine.limits import GIB
 from infinity.core.wrap import lay_out
+from infinity.core.wrap.described_model import read_model
 from infinity.ranks.collectives import Collectives
 from infinity.ranks.parallel_dims import ParallelDims
 
@@ -73,7 +74,8 @@ def test_a_gpu_that_is_not_used_is_told(device, monkeypatch):
     monkeypatch.setattr(lay_out, "logger", logger)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    lay_out.choose_device(make()[0], infinity.Config(device=device), Collectives(ParallelDims()))
+    described = read_model(make()[0])
+    lay_out.choose_device(described, infinity.Config(device=device), Collectives(ParallelDims()))
     assert ["Config(device='cuda')" in line for line in told] == [True] * (device is None)
 
 
