@@ -308,16 +308,16 @@ def _watch_updates(monkeypatch, detector_of) -> None:
         told.update(given)
         return real_update(**given)
 
-    def processor_update(self, flat_param, runs, after, **how):
-        planned_update, detector = plan_update(self, flat_param, runs, after, **how), detector_of()
+    def processor_update(self, step, runs, after):
+        planned_update, detector = plan_update(self, step, runs, after), detector_of()
         detector.tick("updater")
         detector.join("updater", detector.clocks["host"])
         if told["after"] is not None:
             detector.join("updater", detector.tickets[told["after"]])
         first, last = bounds[runs[0]][0], bounds[runs[-1]][1]
-        written = dict(flat_param.arrays)
-        if (newer := how.get("newer")) is not None:
-            written = {"weight": newer, "grad": written["grad"]}
+        written = dict(step.flat_param.arrays)
+        if step.draft.fresh is not None:
+            written = {"weight": step.draft.fresh, "grad": written["grad"]}
         for name, array in written.items():
             if not array.extent.is_file:
                 each = native.MOMENT_BLOCK if name.endswith("_scale") else 1
