@@ -28,6 +28,7 @@ def two(standing_ranks, launch_folder) -> Mapping[str, list[Any]]:
         for mode in MODES
         for home in HOMES
     }
+    jobs |= {f"averaged:{mode}": {"shard": mode} for mode in MODES}
     jobs |= {f"cut:{home}": {"home": home, "folder": where} for home in HOMES}
     return Jobs(standing_ranks(2), "state_dict_jobs", jobs)
 
@@ -46,6 +47,20 @@ def test_what_all_ranks_write_has_the_bits_of_one_process(two, mode, home):
     for rank in two[f"written:{mode}-{home}"]:
         assert "UsageError" in rank["refused"] and "snapshot" in rank["refused"]
         assert not models.differing(rank["weights"], dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_all_ranks_write_to_an_average_has_the_bits_of_one_process(two, mode):
+    """Method: as above, and the average is updated once more. Twin: unwritten, it would be the
+    weights."""
+    model = rank_jobs.build()
+    model, optimizer = infinity.wrap_model(
+        model, rank_jobs.adamw(model), {"params": "device", "optimizer": "device"}
+    )
+    expected = state_dict_jobs.average(model)
+    assert models.differing(expected, dict(model.state_dict()))
+    for rank in two[f"averaged:{mode}"]:
+        assert not models.differing(rank["average"], expected)
 
 
 @pytest.mark.parametrize("home", HOMES)
@@ -79,6 +94,7 @@ def test_what_is_written_to_layers_that_are_cut_is_theirs(two, home):
     [
         ("values", "taking over state_dict() values with 1 edited"),
         ("moments", "optimizer.state) with learning rates"),
+        ("averages", "writing the average of positions"),
     ],
 )
 def test_ranks_that_write_otherwise_are_told(tmp_path, how, told):

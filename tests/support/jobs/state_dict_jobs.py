@@ -44,6 +44,26 @@ def written(shard: str, home: str, folder: str) -> dict[str, Any]:
     return found
 
 
+def average(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Writes to an average and blends it with the weights once more; returns it."""
+    kept = infinity.ema(model, 0.5)
+    kept.update()
+    for value in kept.state_dict().values():
+        value.mul_(0.5)
+    kept.update()
+    return rank_jobs.cloned(kept.state_dict())
+
+
+def averaged(shard: str) -> dict[str, Any]:
+    """All ranks write to the tensors of an average's state dict."""
+    model = rank_jobs.build()
+    config = {"params": "host", "optimizer": "host", "shard": shard}
+    model, optimizer = infinity.wrap_model(model, rank_jobs.adamw(model), config)
+    found = {"average": average(model)}
+    infinity.unwrap_model(model, optimizer)
+    return found
+
+
 def cut(home: str, folder: str) -> dict[str, Any]:
     """The same of a layer that tensor parallelism has cut."""
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -81,8 +101,12 @@ def apart(how: str) -> dict[str, str]:
     )
     rank_jobs.train(model, optimizer, steps=1)
     values, state = model.state_dict(), optimizer.state_dict()["state"]
+    average = infinity.ema(model, 0.5)
+    average.update()
+    averages = average.state_dict()
     if dist.get_rank() == 0:
-        (values["positions"] if how == "values" else state[0]["exp_avg"]).zero_()
+        of = {"values": values, "averages": averages, "moments": {"positions": state[0]["exp_avg"]}}
+        of[how]["positions"].zero_()
     return {"said": told(lambda: rank_jobs.train(model, optimizer, steps=1))}
 
 
