@@ -190,6 +190,8 @@ class Stored:
             if func is torch.Tensor.storage_offset and isinstance(args[0], StoredParameter):
                 return 0  # what else is in the device's buffer is not seen
             if func is torch.Tensor.untyped_storage:
+                if not storage_guard.is_available():  # each read of it would be of address zero
+                    raise handle_of(args[0]).engine.refusal(handle_of(args[0]), "untyped_storage")
                 handle_of(args[0]).engine.put_to_rest(handle_of(args[0]))
             with DisableTorchFunction():
                 return func(*args, **kwargs)
