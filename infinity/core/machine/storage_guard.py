@@ -63,6 +63,8 @@ def is_held_beside(own: Sequence[torch.Tensor]) -> bool:
     """Tells whether anything but the plain tensors ``own``, all of one storage, refers to it."""
     if (held := references(own[0])) is not None:
         return held > len(own)
+    if own[0].is_inference():  # torch does not move it
+        return True
     # They move to a copy, and back if the storage lives on.
     storage = own[0].untyped_storage()
     copy, alive = storage.clone(), StorageWeakRef(storage)
