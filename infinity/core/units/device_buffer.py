@@ -116,21 +116,28 @@ class DeviceBuffer:
         self._device.resize(self.flat.untyped_storage(), 0, behind=behind)
 
     def _was_freed(self, behind: Sequence[Event]) -> bool:
-        """Moves to another storage, and back if something keeps this one. Only in a torch that
-        does not count its users."""
-        storage = self.flat.untyped_storage()
-        nbytes = storage.nbytes()
+        """Frees memory that nothing holds, in a torch that does not count its users."""
+        nbytes = self.flat.untyped_storage().nbytes()
         if storage_guard.references(self.flat) is not None or not nbytes:
             return not nbytes
         for event in behind:
             event.wait()
-        kept = StorageWeakRef(storage)
-        del storage
-        self._move_to(torch.UntypedStorage(nbytes, device=self.flat.device))
-        if kept.expired():
-            return True
-        self._move_to(torch.UntypedStorage._new_with_weak_ptr(kept.cdata))
-        return False
+        return not self._is_kept(torch.UntypedStorage(nbytes, device=self.flat.device))
+
+    def finds_holder(self) -> bool:
+        """Tells whether anything holds its memory, which is accessible. May move it to another."""
+        if not self.is_held or storage_guard.references(self.flat) is not None:
+            return self.is_held
+        return self._is_kept(self.flat.untyped_storage().clone())
+
+    def _is_kept(self, other: torch.UntypedStorage) -> bool:
+        """Moves to ``other``, and back if something keeps the storage alive."""
+        storage = StorageWeakRef(self.flat.untyped_storage())
+        self._move_to(other)
+        if storage.expired():
+            return False
+        self._move_to(torch.UntypedStorage._new_with_weak_ptr(storage.cdata))
+        return True
 
     def _leave(self, behind: Sequence[Event]) -> None:
         """Leaves the memory to its holders, as if it were their copy. The next fill reuses it in

@@ -152,7 +152,7 @@ def _refuse_held(job: Job) -> None:
     would read other bytes."""
 
     def held() -> list[str]:
-        return [unit.name for unit in job.units if unit.stays and unit.buffers.is_held]
+        return [unit.name for unit in job.units if unit.stays and unit.buffers.finds_holder()]
 
     if held():
         gc.collect()
