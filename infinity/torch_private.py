@@ -39,13 +39,14 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
 import torch
 import torch.utils.dlpack
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import ConfigError, UsageError
 
@@ -297,6 +298,27 @@ STORAGE_FLAGS = Reach(
 
 
 # --- references to storages ---
+
+
+def is_kept_alive(own: Sequence[torch.Tensor]) -> bool:
+    """Tells without counts whether anything but the plain tensors ``own`` refers to their storage:
+    they move to a copy, and back if the storage lives on."""
+    if own[0].is_inference():  # torch does not move it
+        return True
+    storage = own[0].untyped_storage()
+    copy, alive = storage.clone(), StorageWeakRef(storage)
+    del storage
+    _move(own, copy)
+    if alive.expired():
+        return False
+    _move(own, torch.UntypedStorage._new_with_weak_ptr(alive.cdata))
+    return True
+
+
+def _move(tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage) -> None:
+    for each in tensors:  # not by set_(), which counts as a write
+        bare = torch.empty(0, dtype=each.dtype, device=each.device)
+        each.data = bare.set_(storage, each.storage_offset(), each.size(), each.stride())
 
 
 def _find_use_count() -> Callable[[int], int] | None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ... import torch_private
 
@@ -63,23 +62,7 @@ def is_held_beside(own: Sequence[torch.Tensor]) -> bool:
     """Tells whether anything but the plain tensors ``own``, all of one storage, refers to it."""
     if (held := references(own[0])) is not None:
         return held > len(own)
-    if own[0].is_inference():  # torch does not move it
-        return True
-    # They move to a copy, and back if the storage lives on.
-    storage = own[0].untyped_storage()
-    copy, alive = storage.clone(), StorageWeakRef(storage)
-    del storage
-    _move(own, copy)
-    if alive.expired():
-        return False
-    _move(own, torch.UntypedStorage._new_with_weak_ptr(alive.cdata))
-    return True
-
-
-def _move(tensors: Sequence[torch.Tensor], storage: torch.UntypedStorage) -> None:
-    for each in tensors:  # not by set_(), which counts as a write
-        bare = torch.empty(0, dtype=each.dtype, device=each.device)
-        each.data = bare.set_(storage, each.storage_offset(), each.size(), each.stride())
+    return torch_private.is_kept_alive(own)
 
 
 def is_fixed(storage: torch.UntypedStorage) -> bool:
