@@ -250,7 +250,7 @@ class Lent:
         memory, references = self._view.memory, storage_guard.references(self.bytes)
         if references is not None:
             references -= memory.references
-        elif not dying and self.tensor() is None:  # torch does not tell
+        elif not dying and self.tensor() is None and not self._is_fixed:  # torch does not tell
             own = [local_of(each) for each in self._view.counted]
             references = int(storage_guard.is_held_beside(own))
         if dying:
@@ -262,9 +262,14 @@ class Lent:
             or (references or 0) > 0
             or self.follows
             and memory.begins[self._view.begin] > 1
-            # Memory not allocated by torch. An array of our own memory refers to the tensor.
-            or not (self._is_ours or self.was_freed)
-            and storage_guard.is_fixed(self.bytes.untyped_storage())
+            or self._is_fixed
+        )
+
+    @property
+    def _is_fixed(self) -> bool:
+        # Memory not allocated by torch. An array of our own memory refers to the tensor.
+        return not (self._is_ours or self.was_freed) and storage_guard.is_fixed(
+            self.bytes.untyped_storage()
         )
 
 
