@@ -85,10 +85,6 @@ class UnitBuffers:
         """Whether anything beside the engine refers to the device memory."""
         return any(buffer.is_held for buffer in self._buffers)
 
-    def finds_holder(self) -> bool:
-        """Tells whether anything beside the engine refers to the memory, which is accessible."""
-        return any(buffer.finds_holder() for buffer in self._buffers)
-
     def list_in(self, storages: WeightStorages, unit: object) -> None:
         """Registers the buffers in ``storages``, as those of ``unit``."""
         for buffer in self._buffers:

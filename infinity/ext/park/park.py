@@ -152,7 +152,11 @@ def _refuse_held(job: Job) -> None:
     would read other bytes."""
 
     def held() -> list[str]:
-        return [unit.name for unit in job.units if unit.stays and unit.buffers.finds_holder()]
+        return [
+            unit.name
+            for unit in job.units
+            if unit.stays and any(buffer.finds_holder() for buffer in unit.buffers)
+        ]
 
     if held():
         gc.collect()
