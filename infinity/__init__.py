@@ -147,6 +147,7 @@ seams.EXTENSIONS[:] = (
     "ext.class_step.entries.ClassSteps",
     "ext.tiles.layout.TiledLayers",  # before those that run what is there in their own way
     "ext.blocks.blocks.Blocks",
+    "ext.packed.packed.PackedWeights",
     "ext.pipeline.shared.Shared",
     "ext.rows.experts.RowReaders",
     "ext.dtensor.in_common.InCommon",
@@ -158,6 +159,12 @@ seams.EXTENSIONS[:] = (
     "tools.watch.timeline.Timeline",
 )
 seams.STAGING_BACKENDS[:] = ("ext.gpu_direct.gpu_direct.GpuDirect",)
+seams.CHANGES[:] = (
+    "ext.dtensor.retie.Ties",
+    "ext.packed.quantize.Quantized",
+    "ext.coded.coded_weights.CodedWeights",
+    "ext.packed.packed.Packed",
+)
 seams.FORMS[:] = ("ext.dtensor.dtensors.DTensorForm",)
 _ROOMS = ("data", "integrations", "parallel")  # whose functions are called by their room's name
 

@@ -26,6 +26,8 @@ EXTENSIONS: list[str] = []
 STAGING_BACKENDS: list[str] = []
 # The classes of all forms, likewise.
 FORMS: list[str] = []
+# The classes of what a wrap changes in a model before it reads it, in their order, likewise.
+CHANGES: list[str] = []
 # The module that reads other tools' configurations.
 CONFIG_READER = "infinity.ext.migrate.reader"
 
@@ -68,6 +70,22 @@ class NoValues:
 
     def check(self, spans: list[tuple[int, int]]) -> None:
         """Raises nothing."""
+
+
+class Change:
+    """A change of one model that a wrap makes before it reads it."""
+
+    def make(self, model: Any, optimizers: Sequence[Any], config: Any) -> None:
+        """Changes ``model`` as ``config`` says. Raises ConfigError."""
+
+    def settle(self) -> None:
+        """Lets go of what was before, once the values are at home. May not fail."""
+
+    def undo(self) -> None:
+        """Restores the model, after :meth:`make` or in the middle of it. Idempotent."""
+
+    def release(self) -> None:
+        """Ends what was needed only while the model was wrapped. Idempotent."""
 
 
 @dataclass(eq=False)
@@ -117,6 +135,12 @@ class Extension:
 
     # Whether it places what blocks save for the backward, within what the device has left.
     places_saved = False
+
+    @classmethod
+    def check_model(cls, model: Any, config: Any, ranks: Any) -> None:
+        """Raises ConfigError if ``model``, a
+        :class:`~infinity.core.wrap.described_model.DescribedModel`, does not fit ``config`` or
+        ``ranks``. Nothing is changed yet but by a :class:`Change`."""
 
     @classmethod
     def terms(cls, config: Any, units: Sequence[Any], device: Any) -> Iterable[Term]:

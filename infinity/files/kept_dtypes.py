@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from ..core.wrap.parts import parts_of
-from ..ext.packed.packed import is_code, is_packed
 
 
 def keeps_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
@@ -54,15 +53,10 @@ def computing_dtypes(
     """Returns a function from parameters of ``model``, a
     :class:`~infinity.core.wrap.described_model.DescribedModel`, to their compute dtypes:
     ``param_dtype``, or the parameter's own. The own one applies without a ``param_dtype``, to a
-    parameter that is not floating point, to one that is kept in fp32, and to codes and scales of
-    packed weights."""
+    parameter that is not floating point, to one that is kept in fp32, and to those that an
+    extension keeps."""
     keeps = keeps_fp32(model.module, param_dtype)
-    kept = {param for name, param in model.named if keeps(name) or is_packed(param)}
-    for module in model.modules:
-        own = {name: p for name, p in module._parameters.items() if p is not None}
-        if any(is_code(param) and not param.requires_grad for param in own.values()):
-            # Codes in one Parameter, and their scales in others
-            kept.update(param for name, param in own.items() if name != "bias")
+    kept = model.kept | {param for name, param in model.named if keeps(name)}
 
     def dtype_of(param: torch.Tensor) -> torch.dtype:
         return (

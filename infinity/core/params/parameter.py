@@ -27,9 +27,9 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ... import torch_private
 from ...errors import UsageError
-from ...ext.packed.packed import is_packed
 from ...torch_private import DisableTorchDispatch, current_task
 from ..machine import storage_guard
+from ..units.added import always_rests
 from ..units.forms import PLAIN_CLASS, form_of, is_plain, plain_class
 from ..units.handle import (
     DisableTorchFunction,
@@ -366,7 +366,7 @@ def _dispatched(func, args: tuple, kwargs: dict) -> Any:
     touched = [
         leaf
         for leaf in tree_flatten((args, kwargs))[0]
-        if isinstance(leaf, (StoredAlias, StoredParameter)) and not is_packed(leaf)
+        if isinstance(leaf, (StoredAlias, StoredParameter)) and not always_rests(leaf)
     ]
     handle = handle_of(touched[0])
     with handle.engine.uses.begin() if handle.engine.computing else nullcontext():
@@ -428,7 +428,7 @@ def _compute(func, args: tuple, kwargs: dict, touched: list) -> Any:
         # What it returns may read the memory later.
         for tensor in touched:
             handle_of(tensor).engine.touch(handle_of(tensor), name)
-    if not is_wrapped or any(is_packed(handle_of(tensor).param) for tensor in touched):
+    if not is_wrapped or any(always_rests(handle_of(tensor).param) for tensor in touched):
         return touch(func, args, kwargs, touched, StoredAlias.like)
     args, kwargs = tree_map_only(StoredAlias, StoredAlias.gathered, (args, kwargs))
     with handle_of(touched[0]).engine.saving_tensors(), DisableTorchFunction():

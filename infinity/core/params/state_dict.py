@@ -14,12 +14,13 @@ import torch
 from torch import nn
 
 from ...errors import InfinityError, UsageError
-from ...ext.packed.packed import CARRIERS, filled, own_tensors
 from ..run.engine import Engine
 from ..run.operations import Operation
 from ..run.replaced_forward import ReplacedForward
+from ..units.added import ADDED, own_tensors
 from ..units.forms import like
 from ..units.handle import ParamHandle, handle_of
+from ..units.inner import filled
 from ..wrap.parts import parts_of
 
 
@@ -48,12 +49,12 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
                     and not isinstance(value, nn.Parameter)
                 ):
                     state[prefix + name] = _full_value(engine, handle, state)
-            if CARRIERS in module.__dict__:
+            if ADDED in module.__dict__:
                 for name, value in state.items():
                     if name.startswith(prefix) and not isinstance(value, nn.Parameter):
                         # An inner tensor at rest may have been detached past its own rules.
-                        packed = module._parameters.get(name.removeprefix(prefix))
-                        state[name] = filled(value if packed is None else packed)
+                        param = module._parameters.get(name.removeprefix(prefix))
+                        state[name] = filled(value if param is None else param)
 
     def before_load(module, state, prefix, metadata, strict, missing, unexpected, errors) -> None:
         job.uses.check(Operation.LOAD_STATE_DICT)
@@ -100,12 +101,12 @@ def _raise_as_they_are(module: nn.Module) -> ReplacedForward:
 
 
 def _with_own_state_dicts(root: nn.Module) -> list[str]:
-    """Lists the paths of packed layers inside ``root`` whose class makes its state dict itself, and
-    so calls no hook (HQQ)."""
+    """Lists the paths of modules with added tensors inside ``root`` whose class makes its state
+    dict itself, and so calls no hook (HQQ)."""
     return [
         path
         for path, module in root.named_modules()
-        if CARRIERS in module.__dict__ and type(module).state_dict is not nn.Module.state_dict
+        if ADDED in module.__dict__ and type(module).state_dict is not nn.Module.state_dict
     ]
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ...errors import UsageError
-from ...ext.packed.packed import is_packed
+from ..units.added import always_rests
 from ..units.handle import handle_of, managed, own_bytes
 from .view_nodes import with_node
 
@@ -141,7 +141,7 @@ def bytes_of(tensor: torch.Tensor, *, written: bool = False) -> torch.Tensor:
     """
     handle, chain = managed(tensor), tensor.__dict__.get("_chain")
     if chain is None:
-        return own_bytes(handle.param) if is_packed(handle.param) else handle.param
+        return own_bytes(handle.param) if always_rests(handle.param) else handle.param
     if chain.replaced != handle.replaced:
         raise UsageError(
             f"a view of parameter {handle.name} shows the values before {handle.name}.data was"

@@ -18,11 +18,11 @@ import torch
 from ... import native
 from ...errors import UsageError
 from ...ext.class_step.admission import admit
-from ...ext.packed.packed import is_packed, tensors_of
 from ..grads.backward import Backward
 from ..params import mistakes
 from ..params.touches import Touches
 from ..step.context import StepContext
+from ..units.added import always_rests, tensors_of
 from ..units.flat_param import FlatParam
 from ..units.forms import is_plain
 from ..units.handle import ParamHandle
@@ -186,10 +186,11 @@ class Engine:
             raise self.refusal(handle, operation)
         if (experts := handle.unit.arrival.experts) is not None:
             experts.want_touched(handle.param)
-        # Of packed weights no view leaves, so the hold of the unit's owner is enough. Of a rank's
-        # part of experts it has to be: other ranks lack a longer one, and would gather otherwise.
+        # No view leaves of what always rests, so the hold of the unit's owner is enough. Of a
+        # rank's part of experts it has to be: other ranks lack a longer one, and would gather
+        # otherwise.
         is_part = experts is not None and not is_plain(handle.param)
-        if not (self.passes.holds(handle.unit) and (is_part or is_packed(handle.param))):
+        if not (self.passes.holds(handle.unit) and (is_part or always_rests(handle.param))):
             self.passes.hold_for_frame(handle.unit)
         self.job.prefetcher.complete(handle.unit)
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ...errors import UsageError
-from ...ext.packed.packed import Packed
 from ..step.optimizer import InfinityOptimizer
 from ..wrap.parts import Parts
 from .engine import Engine
@@ -37,7 +36,8 @@ class Wrapped:
         # An object that holds parts has to live as long as they do.
         self._parts = model if isinstance(model, Parts) else None
         self.came_from = came_from  # the device of each parameter before the wrap
-        self.packed = Packed()  # its packed weights
+        # Ends what was changed in it only while it is wrapped.
+        self.release: Callable[[], None] = lambda: None
         # Takes its attributes that are views of weights anew.
         self.take_views: Callable[[], None] = lambda: None
         # The rest of an unwrap that has begun; may be called repeatedly.

@@ -23,9 +23,9 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from ...errors import InternalError, UsageError
-from ...ext.packed.packed import has_inner, inner_tensors
 from ...torch_private import FakeTensor, current_task, neg_view, push_hooks, top_hooks
 from ..units.handle import DisableTorchFunction
+from ..units.inner import has_inner, inner_tensors
 from ..units.unit import ParamUnit
 from ..units.weight_storages import WeightStorages
 from .saved_tensor import SavedTensor, through_forms
@@ -99,15 +99,15 @@ class SavedWeight:
 
 
 @dataclass(frozen=True)
-class SavedPacked:
-    """A saved tensor subclass, of a packed weight: its inner tensors in their saved forms."""
+class SavedSubclass:
+    """A saved tensor subclass around weights: its inner tensors in their saved forms."""
 
     kind: Any
     inner: dict[str, Any]
     rest: tuple  # context, size and stride
 
     @classmethod
-    def of(cls, tensor: Any, pack: Callable[[torch.Tensor], Any]) -> SavedPacked:
+    def of(cls, tensor: Any, pack: Callable[[torch.Tensor], Any]) -> SavedSubclass:
         """Saves the inner tensors of ``tensor`` by ``pack``."""
         names, context = tensor.__tensor_flatten__()
         tensors = {name: getattr(tensor, name) for name in names}
@@ -120,7 +120,7 @@ class SavedPacked:
     def tensor(self, unpack: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         """Makes the tensor that was saved, of inner tensors from ``unpack``."""
         inner = {
-            name: saved.tensor(unpack) if isinstance(saved, SavedPacked) else unpack(saved)
+            name: saved.tensor(unpack) if isinstance(saved, SavedSubclass) else unpack(saved)
             for name, saved in self.inner.items()
         }
         return self.kind.__tensor_unflatten__(inner, *self.rest)
@@ -211,10 +211,10 @@ def saving_hooks(
 
     def pack(tensor: torch.Tensor) -> Any:
         if has_inner(tensor) and any(
-            storages.find(inner) is not None for _, inner in inner_tensors(tensor)
+            storages.find(inner) is not None for inner in inner_tensors(tensor)
         ):
-            # Its inner tensors are parameters, too, but the Function gets the packed one.
-            return SavedPacked.of(tensor, partial(pack_one, inner=True))
+            # Its inner tensors are parameters, too, but the Function gets the subclass.
+            return SavedSubclass.of(tensor, partial(pack_one, inner=True))
         return pack_one(tensor)
 
     def unpack_one(saved: Any) -> torch.Tensor:
@@ -239,7 +239,7 @@ def saving_hooks(
         return value
 
     def unpack(saved: Any) -> torch.Tensor:
-        return saved.tensor(unpack_one) if isinstance(saved, SavedPacked) else unpack_one(saved)
+        return saved.tensor(unpack_one) if isinstance(saved, SavedSubclass) else unpack_one(saved)
 
     pack, unpack = through_forms(pack, unpack)
     pack.is_counted, pack.gives_params = counted, gives_params

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 import torch
 
 from ...errors import UsageError
-from ...ext.packed.packed import is_packed
 from ...ranks.collectives import Collectives
 from ...torch_private import clear_python_key, set_python_key
 from ..homes.store import ArrayStore
@@ -17,6 +16,7 @@ from ..machine.tiers import Tier
 from ..params.forward_edits import ForwardEdits
 from ..params.parameter import ResidentParameter, StoredParameter, class_at_rest
 from ..run.journal import Journal
+from .added import always_rests
 from .flat_param import FlatParam
 from .forms import form_of
 from .handle import own_bytes
@@ -82,9 +82,9 @@ class Exposure:
         self.end()
 
     def attach(self) -> None:
-        """Puts the parameters to rest for the first time. Packed ones stay so."""
+        """Puts the parameters to rest for the first time. Some stay so."""
         for flat_param in self._flat_params:
-            for param in filter(is_packed, flat_param.params):
+            for param in filter(always_rests, flat_param.params):
                 param.__class__ = class_at_rest(param)
         self.end()
 
@@ -92,7 +92,7 @@ class Exposure:
         plain = StoredParameter if rests else ResidentParameter
         for flat_param in self._flat_params:
             for param in flat_param.params:
-                if is_packed(param):
+                if always_rests(param):
                     continue
                 if (classes := form_of(param).classes) is not None:
                     param.__class__ = classes[rests]

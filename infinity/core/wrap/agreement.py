@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ...choices import AUTO
 from ...config import Config
 from ...errors import ConfigError
-from ...ext.packed.packed import has_inner, is_packed, small_parts
+from ...ext.packed.packed import small_parts
 from ...ranks.collectives import Collectives
 from ...ranks.parallel_dims import ParallelDims
 from ..machine import numa, processors
@@ -27,8 +27,10 @@ from ..machine.tiers import Tier
 from ..params.tensors import overwrite
 from ..plan.budgets import measured_free
 from ..plan.plan import check_folders
-from ..units.forms import division_of, is_common, is_plain, local_of
+from ..units.added import always_rests
+from ..units.forms import division_of, is_common, local_of
 from ..units.handle import raw_grad
+from ..units.inner import has_inner
 from .described_model import DescribedModel, is_managed
 from .module_settings import describe_modules, describe_orders
 
@@ -133,7 +135,6 @@ def compare_values(model: DescribedModel, collectives: Collectives) -> None:
     calls this. Raises ConfigError if values differ that must be equal."""
     warn_of_other_values(model, collectives)
     compare_common_values(model, collectives)
-    warn_of_untied(model, collectives)
 
 
 def warn_of_other_values(model: DescribedModel, collectives: Collectives) -> None:
@@ -143,7 +144,7 @@ def warn_of_other_values(model: DescribedModel, collectives: Collectives) -> Non
         return
     with collectives.together("comparing the values"):
         common = {n: p for n, p in model.managed.items() if p not in model.divided_params}
-        mine = _samples({name: local_of(param) for name, param in common.items()})
+        mine = samples_of({name: local_of(param) for name, param in common.items()})
     everyones = collectives.collect(mine, "samples of the values", collectives.ranks.data_channels)
     others = sorted(
         {
@@ -164,8 +165,8 @@ def warn_of_other_values(model: DescribedModel, collectives: Collectives) -> Non
         )
 
 
-def _samples(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
-    """Digests a few elements of each tensor that has values."""
+def samples_of(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
+    """Computes digests of a few elements of each tensor that has values."""
     found = {}
     for name, tensor in tensors.items():
         if not tensor.is_meta and tensor.numel():
@@ -178,31 +179,6 @@ def _samples(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return found
 
 
-def warn_of_untied(model: DescribedModel, collectives: Collectives) -> None:
-    """Warns if two distributed parameters look like a pair that was tied before it was sharded:
-    torch's parallelize_module makes two of it."""
-    managed = model.managed.items()
-    cut = {name: local_of(param) for name, param in managed if not is_plain(param)}
-    alike: dict[tuple, str] = {}
-    for name, digest in _samples(
-        {name: local for name, local in cut.items() if local.dim() > 1}
-    ).items():
-        other = alike.setdefault((tuple(cut[name].shape), digest), name)
-        if (
-            other != name
-            and not bool((cut[name] == cut[name].reshape(-1)[0]).all())
-            and collectives.ranks.is_first
-        ):
-            logger.warning(
-                "parameters %s and %s have the same values, but are not one: they will train apart."
-                " If they were tied before they were cut, tie them again (module.weight ="
-                " other.weight), or cut the model with infinity.parallel.tensor_parallel, which"
-                " does.",
-                other,
-                name,
-            )
-
-
 def compare_common_values(model: DescribedModel, collectives: Collectives) -> None:
     """Raises ConfigError if parameters that are whole on every tp rank have different values. Every
     rank calls this."""
@@ -210,7 +186,7 @@ def compare_common_values(model: DescribedModel, collectives: Collectives) -> No
     if channel is None:
         return
     with collectives.together("comparing what the tp ranks have in common"):
-        mine = _samples({name: local_of(p) for name, p in model.managed.items() if is_common(p)})
+        mine = samples_of({name: local_of(p) for name, p in model.managed.items() if is_common(p)})
     everyones = collectives.collect(
         mine, "samples of what the tp ranks have in common", collectives.ranks.unit_channels
     )
@@ -242,7 +218,7 @@ def broadcast_rest(model: DescribedModel, collectives: Collectives) -> None:
             collectives.ranks.data_size > 1
             and tensor.layout is torch.strided
             and not has_inner(tensor)
-            and not is_packed(tensor)
+            and not always_rests(tensor)
         ):
             overwrite(
                 tensor,

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from ...ext.checkpoint.meta_init import Materialized
-from ...ext.packed.packed import has_inner, named_places, small_places
+from ...ext.packed.packed import named_places, small_places
 from ...torch_private import clear_python_key
 from ..units.forms import form_of, local_of
+from ..units.inner import has_inner
 from .described_model import DescribedModel
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
-from ...ext.packed.packed import is_packed, named_tensors, own_tensors
 from ..params import mistakes
 from ..seams import kinds
+from ..units.added import always_rests, named_tensors, own_tensors
 from ..units.forms import form_of, is_plain, local_of
 from .parts import called_for, parts_of
 
@@ -43,7 +43,7 @@ class Staying:
 def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
     """Tells whether the engine moves ``param``: every Parameter and carrier, but for unknown
     subclasses and what :class:`Staying` names."""
-    own_class = form_of(param).moves(param) or is_packed(param)
+    own_class = form_of(param).moves(param) or always_rests(param)
     return own_class and not hasattr(param, STAYS)
 
 
@@ -67,11 +67,13 @@ class DescribedModel:
     divided: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)
     # Modules whose forward reads some rows only of all their own parameters, and these
     read_by_rows: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)
+    codes: set[torch.Tensor] = field(default_factory=set)  # whose bytes are no numbers
+    kept: set[torch.Tensor] = field(default_factory=set)  # which keep their own dtype
 
     def read_buffers(self) -> None:
         """Reads the buffers anew: of a model on meta, they are others once they are real."""
         buffers = self.module.named_buffers()
-        self.buffers.update((name, each) for name, each in buffers if not is_packed(each))
+        self.buffers.update((name, each) for name, each in buffers if not always_rests(each))
 
     @cached_property
     def params(self) -> dict[str, nn.Parameter]:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, cast
 
@@ -18,7 +18,6 @@ from ... import native
 from ...choices import AUTO, MOMENT_DTYPES
 from ...config import Config
 from ...errors import CapacityError, ConfigError, InternalError
-from ...ext.packed.packed import is_code
 from ...files.kept_dtypes import computing_dtypes
 from ...ranks.collectives import Collectives
 from ...ranks.parallel_dims import ParallelDims
@@ -374,14 +373,15 @@ def flat_params_of_group(
     config: Config,
     collectives: Collectives,
     dtype_of: Callable[[torch.Tensor], torch.dtype],
+    codes: Container[torch.Tensor],
 ) -> list[FlatParam]:
     """Makes one flat param for each kind of parameter in the group, and for each optimizer. Inside
     a flat param, parameters of one optimizer group are adjacent. ``dtype_of``: the dtype in which a
-    parameter computes."""
+    parameter computes. ``codes``: those whose bytes are no numbers."""
     by_spec: dict[FlatParamSpec, list[nn.Parameter]] = {}
     collectives = collectives.of_experts if group.is_divided else collectives
     for param in group.params:
-        spec = _spec_of(param, optimizers, config, dtype_of(param))
+        spec = _spec_of(param, optimizers, config, dtype_of(param), param in codes)
         by_spec.setdefault(spec, []).append(param)
     return [
         FlatParam(spec, sorted(params, key=optimizers.order_of), collectives)
@@ -390,7 +390,11 @@ def flat_params_of_group(
 
 
 def _spec_of(
-    param: nn.Parameter, optimizers: Optimizers, config: Config, dtype: torch.dtype
+    param: nn.Parameter,
+    optimizers: Optimizers,
+    config: Config,
+    dtype: torch.dtype,
+    is_code: bool,
 ) -> FlatParamSpec:
     # A gradient is not narrower than its parameter: a parameter kept in fp32 has an fp32 gradient.
     grad_dtype = (
@@ -404,7 +408,7 @@ def _spec_of(
         moment_dtype=MOMENT_DTYPES[config.moments],
         moments=(),
         stepped=False,
-        coded=not param.requires_grad and is_code(param),
+        coded=is_code,
     )
     place, stepped_by = optimizers.place_of(param), optimizers.of(param)
     if place is None or stepped_by is None:
@@ -473,6 +477,7 @@ def lay_out_here(
         config=config,
         collectives=collectives,
         dtype_of=dtype_of,
+        codes=model.codes,
     )
     ways = Ways(model, dtype_of, make_flat_params, device, reuses=reuses)
     placed = partial(_placed, ways, collectives, device, most)

@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
-from ...ext.packed.packed import has_inner, inner_tensors, is_packed, nbytes_of, small_parts
+from ...ext.packed.packed import small_parts
 from ..machine.sizes import format_nbytes
+from ..units.added import always_rests
 from ..units.forms import is_plain, local_of
+from ..units.inner import has_inner, inner_tensors, nbytes_of
 from .described_model import STAYS, DescribedModel, is_managed
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ def unmoved_nbytes(model: DescribedModel) -> int:
     found: dict[tuple[str, int], int] = {}
     rest = [p for p in model.unmanaged.values() if not has_inner(p)]
     for tensor in (*model.buffers.values(), *rest, *small_parts(model.module).values()):
-        if is_packed(tensor):
+        if always_rests(tensor):
             continue
         if _has_storage(tensor):
             storage = local_of(tensor).untyped_storage()
@@ -48,7 +50,7 @@ def report_unmoved(model: DescribedModel) -> None:
     rest = [
         param
         for param in model.unmanaged.values()
-        if not (has_inner(param) and any(is_packed(inner) for _, inner in inner_tensors(param)))
+        if not (has_inner(param) and any(map(always_rests, inner_tensors(param))))
     ]
     if rest:
         kinds = ", ".join(

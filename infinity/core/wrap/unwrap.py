@@ -117,7 +117,7 @@ def _plan_unwrap(record: Wrapped, managed: Sequence[InfinityOptimizer]) -> Calla
             param.__dict__.pop("_infinity", None)
             form_of(param).show(param, value)
             param.grad = grad
-        record.packed.remove()
+        record.release()
         record.take_views()
         for given, state, outside, attributes in books:
             given.take_back(state, outside, attributes)

@@ -61,7 +61,7 @@ from .agreement import (
 from .aliases import OwnViews, warn_of_aliases
 from .before import Before, MovedRest
 from .changes import Changes
-from .checks import check, check_tensor_parallel
+from .checks import check
 from .described_model import DescribedModel, Staying, is_managed, read_model
 from .lay_out import choose_device, lay_out_here, unit_size
 from .partition import Group
@@ -133,7 +133,8 @@ def wrap_model(
                 )
             warn_of_aliases(described, given, OwnViews(described))
             described = changes.make(described, given, config)
-            check_tensor_parallel(described, config, ranks)
+            for kind in kinds():
+                kind.check_model(described, config, ranks)
             inputs = {} if ranks.alone else describe(described, given, config)
         # Other stages do not see a difference here.
         with collectives.together("comparing what wrap_model was given"):
@@ -151,7 +152,7 @@ def wrap_model(
         stepping = _wrap(described, given, config, collectives, mesh, stays, undo)
         changes.settle()
         record = described.module.__dict__[RECORD]
-        record.packed = changes.packed
+        record.release = changes.release
         record.removers.insert(0, changes.lasting)  # removed last: removers list the modules
         undo.pop_all()
         return described.module, like_given(stepping, optimizer)

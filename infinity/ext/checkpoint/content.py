@@ -23,13 +23,14 @@ from ...core.units.flat_layout import is_dense
 from ...core.units.flat_param_spec import ARRAYS
 from ...core.units.forms import division_of, is_plain
 from ...core.units.handle import ParamHandle, handle_of
+from ...core.units.inner import has_inner
 from ...core.units.kept import Kept
 from ...core.units.unit import ParamUnit
 from ...errors import UsageError
 from ...files.boxes import Box, boxes_of_run, order_of
 from ...files.values import encode_value
 from ...ranks.collectives import Collectives
-from ..packed.packed import has_inner, small_parts
+from ..packed.packed import small_parts
 from .home_values import HomeValues
 from .saved_tensors import LocalPart
 

@@ -22,7 +22,9 @@ import torch
 from torch import nn
 
 from ...core.params.tensors import put, take_storage
+from ...core.units.added import always_rests, named_tensors, tensors_of
 from ...core.units.forms import is_plain, like, local_of
+from ...core.units.inner import has_inner
 from ...core.wrap.parts import parts_of
 from ...errors import ConfigError
 from ...files.module_names import Incoming, base_of, is_of_adapter, may_lack
@@ -30,7 +32,6 @@ from ...files.source import Source
 from ...files.weight_files import WeightFiles
 from ..coded.coded_weights import coded_parts, send_coded
 from ..coded.gguf_file import GgufFile, gguf_path
-from ..packed.packed import has_inner, is_packed, named_tensors, tensors_of
 from ..packed.quantize import DenseWeights
 from ..packed.unpacked import FP8, without_scales
 from .initialiser import PIECE_ELEMENTS, Home, Initialiser
@@ -114,7 +115,7 @@ class Materialized:
         if incoming:
             self._check(incoming.sources, targets)
         in_file = {targets[name] for name in incoming.sources} if incoming else set()
-        buffers = (each for each in self._model.buffers() if not is_packed(each))
+        buffers = (each for each in self._model.buffers() if not always_rests(each))
         unfilled = {each for each in (*targets.values(), *buffers) if each.is_meta} - in_file
         unfilled = self._make_real(unfilled)
         # Before the weights are loaded: initialising a module's buffers also sets its parameters.
@@ -257,7 +258,7 @@ class Materialized:
         real_of: dict[torch.Tensor, torch.Tensor] = {}
         for module in self._model.modules():
             for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta and not is_packed(buffer):
+                if buffer is not None and buffer.is_meta and not always_rests(buffer):
                     self._buffers.append((module, name, buffer))
                     if buffer not in real_of:
                         real_of[buffer] = torch.empty_like(buffer, device="cpu")

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...core.run.registry import is_wrapped
+from ...core.seams import Change
+from ...core.units.added import always_rests
+from ...core.units.inner import inner_tensors
 from ...core.wrap.described_model import is_managed
 from ...core.wrap.parts import parts_of
 from ...errors import UsageError
 from ...files.module_names import Incoming, base_name, base_of
 from ...files.source import Source
 from ...files.weight_files import WeightFiles
-from ..packed.packed import SMALL_NBYTES, inner_tensors, is_packed, send_parts
+from ..packed.packed import SMALL_NBYTES, send_parts
 from ..packed.unpacked import FP8, CodedSource, scaled_weights, without_scales
 from .coded import Coded
 from .gguf_file import GgufFile, gguf_path
@@ -33,7 +37,7 @@ logger = logging.getLogger(__name__)
 CODED = "_infinity_coded"  # attribute of a module: names of its weights -> sources of codes
 
 
-class CodedWeights:
+class CodedWeights(Change):
     """The weights of one model that a wrap keeps coded."""
 
     def __init__(self) -> None:
@@ -42,12 +46,11 @@ class CodedWeights:
         self._modules: list[nn.Module] = []
         self._noted: list[nn.Module] = []  # whose experts were to be packed
 
-    def install(
-        self, model: nn.Module, weights: str | os.PathLike | None, format: str | None = None
-    ) -> None:
-        """Makes frozen weights on meta coded, if the files ``weights`` have codes of them, and
-        experts that are to be packed in ``format``. They stay the same objects. Raises
+    def make(self, model: nn.Module, optimizers: Sequence[Any], config: Any) -> None:
+        """Makes frozen weights on meta coded, if the files ``config.weights`` have codes of them,
+        and experts that ``config.quantize`` names a format for. They stay the same objects. Raises
         CorruptionError for scales that do not fit, and ConfigError for experts without values."""
+        weights, format = config.weights, config.quantize
         self._noted = [each for each in model.modules() if LATER in each.__dict__]
         # Layers with scales of their own take the folder's tensors as they are.
         if weights is not None and not any(each.dtype in FP8 for each in model.parameters()):
@@ -78,7 +81,7 @@ class CodedWeights:
         for each in (self._modules, self._noted, self._swapped):
             each.clear()
 
-    def remove(self) -> None:
+    def undo(self) -> None:
         """Puts the weights of before back: dense ones in memory, or on meta."""
         for module in self._modules:
             module.__dict__.pop(CODED, None)
@@ -114,8 +117,8 @@ def coded_parts(model: nn.Module) -> set[torch.Tensor]:
         part
         for module in model.modules()
         for key in module.__dict__.get(CODED, ())
-        for _, part in inner_tensors(module._parameters[key])
-        if is_packed(part)
+        for part in inner_tensors(module._parameters[key])
+        if always_rests(part)
     }
 
 

@@ -32,6 +32,7 @@ from ...torch_private import is_of_transform
 from .described import mode_of, number_of, shape_of, tensors_in
 from .draws import Draws
 from .dtensors import takes_parts
+from .fit import check_fit
 from .sketches import Sketches, number_of_ordered, ordered, projected
 
 FIRST_STEPS, LATER_STEPS = 8, 32  # on an accelerator: number of first steps, interval later
@@ -97,6 +98,11 @@ class InCommon(Extension):
         self._step, self._forwards = -1, 0  # root forwards since that step
         self._is_compared = False  # inputs are compared already, as the batch they are part of
         self._root: torch.nn.Module | None = None  # whose forward runs
+
+    @classmethod
+    def check_model(cls, model: Any, config: Any, ranks: Any) -> None:
+        """Raises ConfigError for parts that do not fit the mesh, as :func:`.fit.check_fit` does."""
+        check_fit(model, config, ranks)
 
     @classmethod
     def begin(

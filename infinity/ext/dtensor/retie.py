@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
+from ...core.seams import Change
 from ...core.units.forms import local_of
 from ...core.units.handle import raw_grad
 from ...errors import ConfigError
 
 
-class Ties:
+class Ties(Change):
     """Records the tied parameters, and how to untie them."""
 
     def __init__(self) -> None:
@@ -38,6 +40,12 @@ class Ties:
         for group in groups if gone else ():
             self._groups.append((group, group["params"]))
             group["params"] = [param for param in group["params"] if param not in gone]
+
+    def make(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], config: Any
+    ) -> None:
+        """Ties the pairs of ``config.tied``, as :meth:`tie` does."""
+        self.tie(model, optimizers, config.tied)
 
     def undo(self) -> None:
         """Restores the separate parameters."""

@@ -17,7 +17,7 @@ alias       a tensor over the memory of a packed Parameter, beside it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,13 +25,14 @@ import torch
 from torch import nn
 
 from ...core.machine import storage_guard
-from ...core.units.forms import PLAIN_CLASS, is_plain
+from ...core.seams import Change, Extension
+from ...core.units.added import ADDED, RESTS, always_rests, own_tensors
+from ...core.units.forms import PLAIN_CLASS
 from ...core.units.handle import handle_of
+from ...core.units.inner import has_inner, inner_places, inner_tensors, rebuilt
 
 SMALL_NBYTES = 4096  # parts below, such as tables of 16 codes, stay with their modules
-PACKED = "_infinity_packed"  # attribute of a carrier, and of a packed Parameter of its own class
 CODES = "_infinity_codes"  # attribute of a plain Parameter whose bytes only look like floats
-CARRIERS = "_infinity_carriers"  # attribute of a module: its carriers by their names
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +56,7 @@ class Place:
         return (
             isinstance(there, torch.Tensor)
             and self.param is not None
-            and not is_packed(there)
+            and not always_rests(there)
             and storage_guard.identity(there) == storage_guard.identity(self.param)
         )
 
@@ -140,11 +141,6 @@ def plain_name(param: torch.Tensor) -> str:
     return _class_name(getattr(type(param), PLAIN_CLASS, type(param)))
 
 
-def is_packed(param: torch.Tensor) -> bool:
-    """Tells whether ``param`` is a part of a packed weight that the engine moves."""
-    return PACKED in param.__dict__
-
-
 def is_code(tensor: torch.Tensor) -> bool:
     """Tells whether ``tensor`` has codes of packed weights: by its dtype, in which nothing is
     trained, or by what a library says of the bytes, which may look like floats."""
@@ -156,31 +152,28 @@ def is_code(tensor: torch.Tensor) -> bool:
     )
 
 
-def own_tensors(module: nn.Module) -> list[nn.Parameter]:
-    """Lists the parameters and carriers of ``module`` itself."""
-    return [*module.parameters(recurse=False), *module.__dict__.get(CARRIERS, {}).values()]
-
-
 def moved_tensors(module: nn.Module) -> list[nn.Parameter]:
     """Lists the parameters of ``module`` itself that may move, and its carriers: of a packed weight
     that is a subclass, these alone."""
     return [each for each in own_tensors(module) if not has_inner(each)]
 
 
-def tensors_of(module: nn.Module) -> list[nn.Parameter]:
-    """Lists the parameters and carriers of ``module`` and its children, each once."""
-    return list(dict.fromkeys(each for inner in module.modules() for each in own_tensors(inner)))
+class PackedWeights(Extension):
+    """What is known of a model's packed weights before it is laid out."""
+
+    @classmethod
+    def describe_model(cls, model: Any) -> None:
+        """Names the codes, and the tensors that keep their dtypes."""
+        model.codes.update(p for _, p in model.named if not p.requires_grad and is_code(p))
+        model.kept.update(param for _, param in model.named if always_rests(param))
+        for module in model.modules:
+            own = {name: p for name, p in module._parameters.items() if p is not None}
+            if not model.codes.isdisjoint(own.values()):
+                # Codes in one Parameter, and their scales in others
+                model.kept.update(param for name, param in own.items() if name != "bias")
 
 
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yields the parameters and carriers of ``module`` and its children under all their names."""
-    yield from module.named_parameters(remove_duplicate=False)
-    for path, inner in module.named_modules(remove_duplicate=False):
-        for name, carrier in inner.__dict__.get(CARRIERS, {}).items():
-            yield f"{path}.{name}" if path else name, carrier
-
-
-class Packed:
+class Packed(Change):
     """The packed weights of one model, in the form in which the engine moves them."""
 
     def __init__(self) -> None:
@@ -192,9 +185,10 @@ class Packed:
         self._modules: list[nn.Module] = []
         self._attributes: list[tuple[Any, str, Any]] = []
 
-    def install(self, model: nn.Module, *, read: bool = False) -> None:
-        """Puts carriers in the places of the parts. The model computes as before. ``read``: buffers
-        on meta are parts, too, whose values come from a file."""
+    def make(self, model: nn.Module, optimizers: Sequence[Any], config: Any) -> None:
+        """Puts carriers in the places of the parts. The model computes as before. With
+        ``config.weights`` buffers on meta are parts, too, whose values come from a file."""
+        read = config.weights is not None
         made: dict[int, nn.Parameter] = {}
         for module in model.modules():
             own: dict[str, nn.Parameter] = {}
@@ -211,23 +205,23 @@ class Packed:
                     self._aliases.append(place)
                 if place.is_alias or not _moves(tensor):
                     continue
-                carrier = tensor if is_packed(tensor) else made.get(id(tensor))
+                carrier = tensor if always_rests(tensor) else made.get(id(tensor))
                 if carrier is None:
                     carrier = made[id(tensor)] = nn.Parameter(tensor.detach(), False)
-                    setattr(carrier, PACKED, True)
+                    setattr(carrier, RESTS, True)
                     self._carriers[carrier] = tensor
                 own.setdefault(place.name, carrier)
                 place.put(carrier)
             if own:
-                module.__dict__[CARRIERS] = own
+                module.__dict__[ADDED] = own
             if own or any(
                 _is_own_part(each) or has_inner(each) for each in module._parameters.values()
             ):
                 self._modules.append(module)
 
     def _take(self, module: nn.Module, param: nn.Parameter) -> None:
-        if PACKED not in param.__dict__:
-            setattr(param, PACKED, True)
+        if RESTS not in param.__dict__:
+            setattr(param, RESTS, True)
             self._own.append(param)
         if getattr(module, "support_avx512bf16_for_cpu", False):
             # bitsandbytes would pack the codes anew for its kernel, in each evaluation on a CPU.
@@ -243,23 +237,25 @@ class Packed:
         for module in self._modules:
             _follow_inner(module)
 
-    def remove(self) -> None:
+    def release(self) -> None:
         """Makes the model's tensors plain ones again: those of before, unless these are settled.
         Idempotent."""
         for module in self._modules:
-            module.__dict__.pop(CARRIERS, None)
+            module.__dict__.pop(ADDED, None)
             for place in _places(module):  # a forward may have moved them
-                if handle_of(place.tensor) is not None and not is_packed(place.tensor):
+                if handle_of(place.tensor) is not None and not always_rests(place.tensor):
                     place.put(place.param.data)
                 elif place.tensor in self._carriers:
                     original = self._carriers[place.tensor]
                     place.put(place.tensor.detach() if original is None else original)
             _follow_inner(module)
         for param in self._own:
-            param.__dict__.pop(PACKED, None)
+            param.__dict__.pop(RESTS, None)
             param.__dict__.pop(CODES, None)
         for holder, key, value in self._attributes:
             setattr(holder, key, value)
+
+    undo = release
 
 
 def _is_own_part(param: nn.Parameter | None) -> bool:
@@ -295,13 +291,13 @@ def _places(module: nn.Module, *, read: bool = True) -> Iterator[Place]:
             for place in PARAMETERS[plain_name(param)](module, name, param):
                 yield Place(*place, param)
         elif has_inner(param) and not param.requires_grad:
-            yield from (Place(*place) for place in _inner(name, param))
+            yield from (Place(*place) for place in inner_places(name, param))
     if (attributes := MODULES.get(_class_name(type(module)))) is not None:
         yield from (Place(*place) for place in attributes(module))
     buffers = [each for each in module._buffers.values() if each is not None]
     # Codes, and all that is beside them. Other buffers may be changed in a forward, and stay.
     if any(
-        is_packed(each) or (_moves(each) and is_code(each) and (read or not each.is_meta))
+        always_rests(each) or (_moves(each) and is_code(each) and (read or not each.is_meta))
         for each in buffers
     ):
         yield from (Place(name, module._buffers, name) for name in module._buffers)
@@ -316,37 +312,10 @@ def send_parts(layer: nn.Module, made: nn.Module, send: Send) -> None:
     for place, of_made in zip(_places(layer), _places(made), strict=True):
         if (there := place.tensor) is None:
             continue
-        if is_packed(there):
+        if always_rests(there):
             send(there, of_made.tensor)
         else:
             place.put(of_made.tensor)
-
-
-def has_inner(tensor: Any) -> bool:
-    """Tells whether ``tensor`` is a subclass with inner tensors, as packed weights are."""
-    return hasattr(tensor, "__tensor_flatten__") and is_plain(tensor)
-
-
-def inner_tensors(tensor: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the inner tensors of a subclass, and those of inner subclasses, by their names."""
-    for name, holder, key in _inner("", tensor):
-        yield name, getattr(holder, key)
-
-
-def _inner(name: str, tensor: Any) -> Found:
-    for key in tensor.__tensor_flatten__()[0]:
-        inner = getattr(tensor, key)
-        if has_inner(inner):
-            yield from _inner(f"{name}.{key}", inner)
-        else:
-            yield f"{name}.{key}", tensor, key
-
-
-def nbytes_of(tensor: torch.Tensor) -> int:
-    """Counts the bytes of a tensor, for a subclass those of its inner tensors."""
-    if has_inner(tensor):
-        return sum(nbytes_of(inner) for _, inner in inner_tensors(tensor))
-    return tensor.nbytes if tensor.layout is torch.strided else 0
 
 
 def dense_numel(param: torch.Tensor) -> int:
@@ -358,32 +327,14 @@ def dense_numel(param: torch.Tensor) -> int:
 def _follow_inner(module: nn.Module) -> None:
     """Makes subclasses whose inner tensors are on another device than they say anew."""
     for param in module._parameters.values():
-        if has_inner(param) and any(
-            each.device != param.device for _, each in inner_tensors(param)
-        ):
-            made = _rebuilt(param, _followed)  # not by nn.Parameter, which detaches inner tensors
+        if has_inner(param) and any(each.device != param.device for each in inner_tensors(param)):
+            made = rebuilt(param, _followed)  # not by nn.Parameter, which detaches inner tensors
             made.__dict__ = param.__dict__ | made.__dict__
             torch.utils.swap_tensors(param, made)
 
 
 def _followed(inner: Any) -> Any:
-    return _rebuilt(inner, _followed) if has_inner(inner) else inner
-
-
-def _rebuilt(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Makes a subclass again, of its inner tensors as ``change`` returns them."""
-    names, context = value.__tensor_flatten__()
-    inner = {name: change(getattr(value, name)) for name in names}
-    return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
-
-
-def filled(value: Any) -> Any:
-    """Returns a value of a state dict with the bytes of the tensors at rest in it."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    if (handle := handle_of(value)) is not None:
-        return handle.engine.read_value(handle)
-    return _rebuilt(value, filled) if has_inner(value) else value
+    return rebuilt(inner, _followed) if has_inner(inner) else inner
 
 
 def named_places(model: nn.Module) -> Iterator[tuple[str, Place]]:
@@ -401,7 +352,7 @@ def small_places(model: nn.Module) -> list[tuple[str, Place]]:
         for name, place in named_places(model)
         if isinstance(there := place.tensor, torch.Tensor)
         and handle_of(there) is None
-        and not (is_packed(there) or place.is_alias)
+        and not (always_rests(there) or place.is_alias)
     ]
 
 

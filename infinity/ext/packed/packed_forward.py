@@ -25,9 +25,11 @@ from ...core.run.replaced_forward import ReplacedForward, own_forward
 from ...core.run.saved_tensor import SavedTensor
 from ...core.run.saved_weights import is_checkpoint
 from ...core.run.scoped_call import UNCOMPILED
+from ...core.units.added import ADDED
+from ...core.units.inner import has_inner
 from ...torch_private import top_hooks
 from ..coded.coded import Coded, Unpacked, noting_unpacked
-from .packed import CARRIERS, has_inner, is_code
+from .packed import is_code
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +202,7 @@ def install_packed_forwards(parts: Sequence[nn.Module]) -> list[ReplacedForward]
 
 def _forward_of(module: nn.Module) -> Callable | None:
     params = [param for param in module._parameters.values() if param is not None]
-    if CARRIERS not in module.__dict__ and not any(map(_has_codes, params)):
+    if ADDED not in module.__dict__ and not any(map(_has_codes, params)):
         return None
     is_coded = any(isinstance(param, Coded) for param in params)
     sizes = (getattr(module, name, None) for name in ("in_features", "out_features"))

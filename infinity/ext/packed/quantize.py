@@ -9,7 +9,7 @@ described   a packed layer on meta, whose parts have shapes and no values. Its w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,6 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.seams import Change
+from ...core.units.added import always_rests, own_tensors
+from ...core.units.inner import has_inner
 from ...core.wrap.described_model import is_managed
 from ...core.wrap.parts import parts_of
 from ...errors import ConfigError
@@ -25,7 +28,7 @@ from ...files.source import Source
 from ...files.weight_files import WeightFiles
 from ..coded.gguf_file import gguf_path
 from ..coded.packed_experts import experts_of, pack_experts
-from .packed import has_inner, is_code, is_packed, own_tensors, send_parts
+from .packed import is_code, send_parts
 from .packers import PACKERS, packed_by_bitsandbytes_as, places_of, to_pack
 from .unpacked import compute_dtype_of, packed_by_bitsandbytes
 
@@ -52,16 +55,17 @@ def quantize(model: nn.Module, format: str) -> nn.Module:
     return model
 
 
-class Quantized:
+class Quantized(Change):
     """The layers of a model that a wrap packs."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
         self._layers: list[nn.Module] = []
 
-    def install(self, model: nn.Module, format: str | None, weights: Any) -> None:
-        """Puts described layers in the places of linear ones: those that ``weights``, a folder, has
-        packed, and the frozen ones that are to be packed in ``format``."""
+    def make(self, model: nn.Module, optimizers: Sequence[Any], config: Any) -> None:
+        """Puts described layers in the places of linear ones: those that ``config.weights``, a
+        folder, has packed, and the frozen ones that ``config.quantize`` names a format for."""
+        format, weights = config.quantize, config.weights
         if weights is not None and gguf_path(weights) is None:
             stored, compute = WeightFiles(weights).sources(), compute_dtype_of(weights)
             for parent, name, layer in list(_saved(model, stored, compute)):
@@ -81,7 +85,7 @@ class Quantized:
             del layer.__dict__[DESCRIBED]
         self._replaced.clear()
 
-    def remove(self) -> None:
+    def undo(self) -> None:
         """Puts the linear layers back."""
         for parent, name, linear in reversed(self._replaced):
             setattr(parent, name, linear)
@@ -126,7 +130,7 @@ class DenseWeights:
             each
             for layer in self._layers.values()
             for each in own_tensors(layer)
-            if is_packed(each)
+            if always_rests(each)
         }
 
     def take(self, sources: dict[str, Source], files: Any) -> None:

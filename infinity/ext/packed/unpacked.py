@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.units.added import always_rests
+from ...core.units.inner import filled, has_inner
 from ...errors import ConfigError, CorruptionError, UsageError
 from ...files.source import Source
 from ...untrusted import parse_json, read_text
 from ..coded.schemes import Mxfp4, Scaled, Scheme
-from .packed import filled, has_inner, is_packed, plain_name
+from .packed import plain_name
 
 STATE = ".quant_state.bitsandbytes__"  # in the names of bitsandbytes' saved tensors
 ABSMAX = ".absmax"  # ends the name of another one
@@ -299,7 +301,7 @@ def dense_source(module: nn.Module, name: str) -> Source:
 def has_packed(module: nn.Module, name: str) -> bool:
     """Returns whether the parameter ``name`` of a wrapped module is a packed weight."""
     param = module._parameters.get(name)
-    return param is not None and (is_packed(param) or has_inner(param))
+    return param is not None and (always_rests(param) or has_inner(param))
 
 
 def _dense_of_4bit(weight: Any) -> torch.Tensor:

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.units.added import always_rests
 from ...core.units.flat_layout import FlatLayout
 from ...core.units.forms import local_of
 from ...core.units.handle import handle_of
 from ...errors import InternalError
 from ...torch_private import current_task
-from ..packed.packed import is_packed
 from .experts import INDICES, clamps_choice, exchanges_of, runs_known_code
 
 MANY = 0.95  # share of the experts from which on all are brought ahead
@@ -66,7 +66,7 @@ class ChosenExperts:
     def want_touched(self, param: torch.Tensor) -> None:
         """Sets the rows for a use of ``param`` at rest: all, unless it is a part of a packed weight
         that somebody unpacks."""
-        if self._read is None or not is_packed(param):
+        if self._read is None or not always_rests(param):
             self.want_all()
 
     @contextlib.contextmanager

@@ -15,9 +15,10 @@ from torch import nn
 from ...core.params import transforms
 from ...core.seams import Extension
 from ...core.units.forms import form_of, is_plain, local_of
+from ...core.units.inner import has_inner
 from ...core.wrap.described_model import DescribedModel
 from ...torch_private import count_dispatch_modes, count_function_modes
-from ..packed.packed import has_inner, moved_tensors
+from ..packed.packed import moved_tensors
 
 MARK = "_infinity_divided"
 LEAST_NBYTES = 64 * 1024  # of an expert: smaller ones are read faster together

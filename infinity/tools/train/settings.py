@@ -198,7 +198,7 @@ def _device_here() -> str | None:
 def training_state_nbytes(model: nn.Module, config: infinity.Config) -> int:
     """Counts the bytes of weights, masters and moments, without scales and gradients. Frozen
     parameters have only their weights."""
-    from ...ext.packed.packed import nbytes_of
+    from ...core.units.inner import nbytes_of
 
     total = 0
     for parameter in model.parameters():

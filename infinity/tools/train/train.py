@@ -297,7 +297,7 @@ def _choose_dtype(args: argparse.Namespace, device: str | None, console: Console
 
 def _check_room(args: argparse.Namespace, model: Any, config: infinity.Config) -> None:
     """Raises CapacityError if what the job will save does not fit."""
-    from ...ext.packed.packed import nbytes_of
+    from ...core.units.inner import nbytes_of
 
     weights = sum(map(nbytes_of, model.parameters()))
     if args.out is not None:

@@ -28,8 +28,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.core.units.inner import has_inner
 from infinity.errors import CapacityError, InfinityError
-from infinity.ext.packed.packed import has_inner, is_code
+from infinity.ext.packed.packed import is_code
 
 CODES = 2 * WIDTH * 2 * WIDTH  # weights in the packed layers of one block
 

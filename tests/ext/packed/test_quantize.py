@@ -470,7 +470,7 @@ def test_a_wrap_that_fails_leaves_the_linear_layers(kind, meta, weights, own):
 
 def test_a_wrap_that_fails_and_undoes_nothing_is_seen(monkeypatch):
     """The twin."""
-    monkeypatch.setattr(quantize_module.Quantized, "remove", lambda self: None)
+    monkeypatch.setattr(quantize_module.Quantized, "undo", lambda self: None)
     model = adapted(llama())
     before = look(model)
     with pytest.raises(CapacityError):

@@ -1,0 +1,102 @@
+"""Changes: what extensions change in a model before a wrap reads it is made, settled, undone and
+released at its time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.core import seams
+from infinity.core.wrap.changes import Changes
+from infinity.errors import ConfigError
+
+said: list[str] = []
+
+
+class First(seams.Change):
+    """Says what it is asked for."""
+
+    fails = False
+
+    def make(self, model, optimizers, config):
+        said.append(f"make {type(self).__name__}")
+        if self.fails:
+            raise ConfigError("it does not fit")
+
+    def settle(self):
+        said.append(f"settle {type(self).__name__}")
+
+    def undo(self):
+        said.append(f"undo {type(self).__name__}")
+
+    def release(self):
+        said.append(f"release {type(self).__name__}")
+
+
+class Second(First):
+    """The same."""
+
+
+class Failing(First):
+    """Fails in the middle."""
+
+    fails = True
+
+
+@pytest.fixture(autouse=True)
+def nothing_said():
+    said.clear()
+
+
+def use(monkeypatch, *kinds: type) -> None:
+    """Lets `kinds` be the changes, after the extensions' own."""
+    found = seams.classes_of
+
+    def classes_of(paths):
+        return [*found(paths), *kinds] if paths is seams.CHANGES else found(paths)
+
+    monkeypatch.setattr(seams, "classes_of", classes_of)
+
+
+def wrapped() -> tuple:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host"})
+
+
+def test_changes_are_made_in_their_order_settled_by_a_wrap_and_released_by_an_unwrap(monkeypatch):
+    """Reads what each change was asked for. Twin: none is undone."""
+    use(monkeypatch, First, Second)
+    model, optimizer = wrapped()
+    assert said == ["make First", "make Second", "settle Second", "settle First"]
+    said.clear()
+    infinity.unwrap_model(model, optimizer)
+    assert said == ["release Second", "release First"]
+
+
+def test_a_wrap_that_fails_undoes_all_changes_in_reverse(monkeypatch):
+    """Lets the second of three fail. Twin: nothing is settled or released."""
+    use(monkeypatch, First, Failing, Second)
+    with pytest.raises(ConfigError, match="it does not fit"):
+        wrapped()
+    assert said == ["make First", "make Failing", "undo Second", "undo Failing", "undo First"]
+
+
+def test_a_change_that_defines_nothing_does_nothing(monkeypatch):
+    """Twin: a wrap without it gives the same weights."""
+    torch.manual_seed(0)
+    plain = wrapped()[0].state_dict()
+    use(monkeypatch, seams.Change)
+    torch.manual_seed(0)
+    model, optimizer = wrapped()
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in plain.items())
+    infinity.unwrap_model(model, optimizer)
+
+
+def test_the_changes_of_extensions_are_found():
+    """By hand: four, of three folders."""
+    assert [type(each).__name__ for each in Changes()._made] == [
+        *("Ties", "Quantized", "CodedWeights", "Packed"),
+    ]
