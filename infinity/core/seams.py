@@ -217,11 +217,6 @@ def kinds() -> Iterator[type[Extension]]:
     return classes_of(EXTENSIONS)
 
 
-def staging_backends() -> Iterator[Any]:
-    """Yields the classes of the staging backends beside the one through the host's memory."""
-    return classes_of(STAGING_BACKENDS)
-
-
 def terms_of(config: Any, units: Sequence[Any], device: Any) -> Iterator[Term]:
     """Yields the terms of all extensions."""
     for kind in kinds():

@@ -113,9 +113,10 @@ class Backward:
         copies are saved, so the backward does not hold the unit. A gradient is made in both
         dtypes."""
         largest = (
-            flat.largest * (flat.spec.dtype.itemsize + dtype.itemsize)
+            shape.numel() * (flat.spec.dtype.itemsize + dtype.itemsize)
             for flat in self.job.planned.sizes[unit.index].flat_params
             if flat.spec.dtype is torch.float32
+            for shape in flat.shapes
         )
         if unit not in self._pass.awaited:
             self._expect(unit, max(largest, default=0))

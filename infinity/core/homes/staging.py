@@ -16,8 +16,8 @@ import torch
 from ... import native
 from ...config import Config
 from ...errors import InfinityError
+from .. import seams
 from ..machine.device import Device, Event
-from ..seams import staging_backends
 from .arrays import StateArray
 
 
@@ -92,7 +92,7 @@ class ThroughHost:
 
 def backend_for(config: Config, device: Device) -> type[ThroughHost]:
     """Returns the first backend of the list that works for ``config`` and ``device``."""
-    kinds = (*staging_backends(), ThroughHost)
+    kinds = (*seams.classes_of(seams.STAGING_BACKENDS), ThroughHost)
     return next(kind for kind in kinds if kind.works(config, device))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+
+import torch
 
 from ... import native
 from ..machine.sizes import round_up
@@ -28,7 +29,7 @@ class FlatParamSize:
     data_size: int = 1  # ranks whose gradients are averaged; includes those with other experts
     whole_grad: bool = False  # every rank holds its whole gradient (ZeRO-1)
     node_size: int = 0  # ranks of a machine that share gathered weights (``shard_in_node``); else 0
-    shapes: tuple[Sequence[int], ...] = ()  # of the parameters; empty: unknown
+    shapes: tuple[torch.Size, ...] = ()  # of the parameters; empty: unknown
 
     @property
     def is_averaged(self) -> bool:
