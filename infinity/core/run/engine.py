@@ -25,7 +25,7 @@ from ..step.context import StepContext
 from ..units.added import always_rests, tensors_of
 from ..units.flat_param import FlatParam
 from ..units.forms import is_plain
-from ..units.handle import ParamHandle
+from ..units.handle import ParamHandle, handle_of
 from ..units.unit import ParamUnit
 from .accumulation_pass import AccumulationPass
 from .context import ForwardContext
@@ -124,15 +124,9 @@ class Engine:
 
     def units_of(self, block: torch.nn.Module) -> list[ParamUnit]:
         """Lists the units that have parameters of ``block`` and are gathered whole."""
-        params = set(tensors_of(block))
-        whole = [
-            unit for unit in self.job.units if not self.job.planned.sizes[unit.index].at_once_nbytes
-        ]
-        return [
-            unit
-            for unit in whole
-            if any(p in params for flat in unit.flat_params for p in flat.params)
-        ]
+        handles = filter(None, map(handle_of, tensors_of(block)))
+        units = sorted({handle.unit for handle in handles}, key=lambda unit: unit.index)
+        return [unit for unit in units if not self.job.planned.sizes[unit.index].at_once_nbytes]
 
     # --- uses of the engine ---
 

@@ -198,19 +198,23 @@ def _held(model: DescribedModel) -> Iterator[Held]:
     """Yields the path of each tensor and array that ``model`` holds outside of its parameters,
     where it is and its key there, and whether another tensor may take its place."""
     rest: list[tuple[str, Any]] = []
+    kinds: set[type] = set()
     for module, prefix in model.modules.items():
         path = f"{prefix}." if prefix else ""
         for name, value in module._buffers.items():
             if value is not None:
                 yield path + name, module._buffers, name, value, False
-        for name, value in vars(type(module)).items():
+        of_class = {} if type(module) in kinds else vars(type(module))
+        kinds.add(type(module))
+        for name, value in of_class.items():
             yield from _found(path + name, None, name, value, False, rest)
+        attributes = _Attributes(module)
         for name, value in list(vars(module).items()):
             if name == "_parameters":
                 for of, param in value.items():
                     rest += [(path + of, param)] if param is not None else []
             elif name not in ("_buffers", "_modules"):
-                yield from _found(path + name, _Attributes(module), name, value, True, rest)
+                yield from _found(path + name, attributes, name, value, True, rest)
     seen: set[int] = set()
     while rest and len(seen) < MOST:
         path, each = rest.pop()
