@@ -26,7 +26,7 @@ from ..step.recognised import check_together
 from ..step.rules import refuse_wrapper
 from ..units.forms import form_of, local_of
 from ..units.handle import handle_of
-from .described_model import DescribedModel, is_managed
+from .described_model import DescribedModel
 from .unmoved import refuse_elsewhere
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def check(
                 " outside zero.Init"
             )
     refuse_elsewhere(model)
-    _check_storages(names)
+    _check_storages(model)
     expected = config.expects_optimizer
     for optimizer in optimizers:
         check_expected(optimizer, expected if expected is None else dict(expected).items())
@@ -159,10 +159,10 @@ def _check_lasting(model: DescribedModel) -> None:
     )
 
 
-def _check_storages(names: dict[torch.Tensor, list[str]]) -> None:
+def _check_storages(model: DescribedModel) -> None:
     """Raises ConfigError if two Parameters share bytes: with a home each they would diverge."""
     managed = [
-        (local_of(param), its[0]) for param, its in names.items() if is_managed(param)
+        (local_of(param), name) for name, param in model.managed.items()
     ]  # unmanaged tensor subclasses may share storage
     on_meta: dict[int, str] = {}
     for local, name in managed:

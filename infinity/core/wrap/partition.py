@@ -22,7 +22,7 @@ from torch import nn
 
 from ...errors import ConfigError
 from ..units.forms import division_of
-from .described_model import DescribedModel, is_managed
+from .described_model import DescribedModel
 
 SMALL_NBYTES = 256 * 1024
 
@@ -86,13 +86,13 @@ def partition(
     groups = [
         Group(names[param][0], [param], [], at_once=rows) for param, rows in (at_once or {}).items()
     ]
-    taken = set(at_once or ())
+    taken = {*(at_once or ()), *model.unmanaged.values()}
     for param in model.tensors_in(model.module) if model.alone else ():
-        if param in model.alone and is_managed(param) and param not in taken:
+        if param in model.alone and param not in taken:
             groups.append(Group(names[param][0], [param], []))
             taken.add(param)
     for module, divided in model.divided.items():
-        if params := [p for p in divided if is_managed(p) and p not in taken]:
+        if params := [p for p in divided if p not in taken]:
             # On other ranks than the modules around them.
             chosen = module if _brings_rows(model, module, taken) else None
             name = model.modules[module]
@@ -103,7 +103,7 @@ def partition(
             groups.append(Group(model.modules[module], own, [module], chosen=module))
             taken |= set(own)
     for name, block in blocks:
-        params = [p for p in model.tensors_in(block) if is_managed(p) and p not in taken]
+        params = [p for p in model.tensors_in(block) if p not in taken]
         if params:
             taken |= set(params)
             owners = [
@@ -125,12 +125,10 @@ def partition(
 
 
 def _brings_rows(model: DescribedModel, module: nn.Module, taken: Container[torch.Tensor]) -> bool:
-    """Tells whether a forward of ``module`` reads some rows only of its own parameters, which are
-    in no group yet and no other module's."""
+    """Tells whether a forward of ``module`` reads some rows only of its own parameters, which move,
+    and are in no group yet and no other module's."""
     own = model.read_by_rows.get(module, [])
-    return bool(own) and all(
-        is_managed(param) and len(model.names[param]) == 1 and param not in taken for param in own
-    )
+    return bool(own) and all(len(model.names[param]) == 1 and param not in taken for param in own)
 
 
 def _nbytes(params: list[nn.Parameter]) -> int:
@@ -191,7 +189,7 @@ def _rest(model: DescribedModel, taken: set[nn.Parameter], *, small: int, cap: i
     groups: list[Group] = []
     shared: Group | None = None
     for module, name in model.modules.items():
-        params = [p for p in model.own[module] if is_managed(p) and p not in taken]
+        params = [p for p in model.own[module] if p not in taken]
         params = list(dict.fromkeys(params))
         if not params:
             continue
