@@ -5,18 +5,16 @@ resident. This works for any output of the module and any kind of checkpointing.
 
 [Note: the saved parameter itself] Torch makes a new tensor of what an unpack hook returns, so a
 Function of a user's would not find its class, nor the attributes that libraries set on parameters.
-The class of one that saves a parameter gets a ``saved_tensors`` that returns the parameter itself.
+So ``saved_tensors`` of Functions returns the parameter itself.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +27,6 @@ from ..units.inner import has_inner, inner_tensors
 from ..units.unit import ParamUnit
 from ..units.weight_storages import WeightStorages
 from .saved_tensor import SavedTensor, through_forms
-
-PACKAGE = str(Path(__file__).parents[2])
 
 
 @dataclass(eq=False)
@@ -47,7 +43,7 @@ class SavedWeight:
     conj: bool
     neg: bool
     there: frozenset[int] | None  # the experts that were on the device; None: all
-    # The parameter, if a user's Function has saved it.
+    # The parameter, which a user's Function gets.
     param: weakref.ref[torch.nn.Parameter] | None = None
 
     @classmethod
@@ -139,26 +135,16 @@ OPAQUE: set[type] = {FakeTensor}  # classes without bytes of their own: those, a
 _unpacked = threading.local()  # parameters that the running `saved_tensors` has found, in order
 
 
-def _note_saved_by_function(tensor: torch.Tensor, saved: SavedWeight) -> None:
-    """Notes in ``saved`` the parameter ``tensor``, if a Function of a user's saves it."""
-    if not isinstance(tensor, torch.nn.Parameter):
-        return
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE):
-        frame = frame.f_back
-    if frame is not None and frame.f_code is torch.autograd.Function.apply.__func__.__code__:
-        saved.param = weakref.ref(tensor)
-        frame.f_locals["cls"]._backward_cls.saved_tensors = property(_saved_tensors)
-
-
 def _saved_tensors(ctx: Any) -> tuple:
     """Returns ``ctx.saved_tensors``, with the parameters themselves."""
     outer, found = getattr(_unpacked, "params", None), []
     _unpacked.params = found
     try:
-        values = BackwardCFunction.saved_tensors.__get__(ctx)
+        values = _SAVED_TENSORS.__get__(ctx)
     finally:
         _unpacked.params = outer
+    if not found:
+        return values
     given, left = [], list(found)
     for value in values:  # in their order: a view of a whole weight has its place
         at = next((n for n, (place, _) in enumerate(left) if place == _place(value)), None)
@@ -168,6 +154,12 @@ def _saved_tensors(ctx: Any) -> tuple:
     if not params <= {id(each) for each in given}:  # the Function would compute with other bytes
         raise InternalError("the backward of a Function did not get back the parameters it saved")
     return tuple(given)
+
+
+# Of every class: as a weight is saved, nothing tells for which one. In torch 2.15 `apply` has no
+# frame of Python.
+_SAVED_TENSORS = BackwardCFunction.saved_tensors
+BackwardCFunction.saved_tensors = property(_saved_tensors)
 
 
 def _place(tensor: torch.Tensor | None) -> tuple | None:
@@ -204,8 +196,8 @@ def saving_hooks(
                 if counted:
                     count(tensor)
                 saved = SavedWeight.of(tensor, *entry)
-                if gives_params and not inner:
-                    _note_saved_by_function(tensor, saved)
+                if gives_params and not inner and isinstance(tensor, torch.nn.Parameter):
+                    saved.param = weakref.ref(tensor)
                 return saved
         return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
 
