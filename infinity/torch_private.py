@@ -37,6 +37,7 @@ import ctypes
 import functools
 import importlib
 import logging
+import operator
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -53,7 +54,7 @@ from .errors import ConfigError, UsageError
 logger = logging.getLogger(__name__)
 
 VARIABLE = "INFINITY_TORCH_PRIVATE"
-NEWEST = "2.13"  # that all of this was tried with
+NEWEST = "2.15"  # that all of this was tried with
 
 # Undocumented attributes, in every torch for years, that most libraries use. Nothing replaces them.
 ATTRIBUTES = frozenset(
@@ -649,3 +650,17 @@ def _closed(
         return func(*args, **kwargs)
 
     return closed
+
+
+def keeps_next_functions(kind: type[torch.autograd.Function]) -> type[torch.autograd.Function]:
+    """Has the nodes of ``kind`` keep what lies behind them in the graph. ``view.grad_fn.
+    next_functions`` lets the view go first: torch 2.10 then has it no more of a node of Python."""
+    theirs, forward = torch._C._FunctionBase.next_functions, kind.forward
+
+    def keep(ctx: Any, *args: Any) -> Any:
+        ctx.behind = theirs.__get__(ctx)
+        return forward(ctx, *args)
+
+    kind.forward = staticmethod(keep)
+    kind._backward_cls.next_functions = property(operator.attrgetter("behind"))
+    return kind

@@ -14,9 +14,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
+from ...torch_private import keeps_next_functions
+
 ASKING_FOR_PLACES = {torch.autograd.grad, torch.autograd.backward}
 
 
+@keeps_next_functions
 class View(torch.autograd.Function):
     """The node of a view at rest. ``make`` makes the tensor; ``step`` leads to it from
     ``source``."""
@@ -88,11 +91,10 @@ def ask_for_places(func: Callable, args: tuple, kwargs: dict, kind: type) -> Any
 
     bound.arguments[outputs] = replaced(bound.arguments[outputs], torch.clone)
     asked = bound.arguments.get("inputs")
-    if asked is None:
-        return func(*bound.args, **bound.kwargs)
-    bound.arguments["inputs"] = replaced(asked, place_of)
+    if asked is not None:
+        bound.arguments["inputs"] = replaced(asked, place_of)
     fills = bound.arguments.get("materialize_grads") and bound.arguments.get("allow_unused", True)
-    if not fills:
+    if asked is None or not fills:
         return func(*bound.args, **bound.kwargs)
     # torch makes no zeros for a place in the graph
     bound.arguments |= {"materialize_grads": False, "allow_unused": True}
