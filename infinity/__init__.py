@@ -23,6 +23,7 @@ from .errors import (
     StorageError,
     UsageError,
 )
+from .versions import refuse_older
 
 if TYPE_CHECKING:
     from . import data, parallel
@@ -52,7 +53,7 @@ __version__ = "0.1.0"
 # What this package's folder has. Another distribution with the same import name adds its own.
 _OWN = frozenset(
     "_C _cuda __init__ __main__ __pycache__ choices config core data errors ext files integrations"
-    " native parallel py ranks tools torch_private untrusted".split()
+    " native parallel py ranks tools torch_private untrusted versions".split()
 )
 
 
@@ -174,6 +175,7 @@ def __getattr__(name: str):
         return importlib.import_module(f".{name}", __name__)
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    refuse_older("torch")
     value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
     globals()[name] = value
     return value

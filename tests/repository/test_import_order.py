@@ -27,7 +27,9 @@ CSRC = PACKAGE.parent / "csrc"
 # From the lowest to the highest. Modules that are not named here are on their folder's floor.
 FLOORS = ("errors", "files", "core", "ranks", "ext", "tools", "__init__")
 MODULES = {
-    **dict.fromkeys(("choices", "errors", "native", "torch_private", "untrusted"), "errors"),
+    **dict.fromkeys(
+        ("choices", "errors", "native", "torch_private", "untrusted", "versions"), "errors"
+    ),
     "config": "core",
     **dict.fromkeys(("__init__", "__main__", "data", "integrations", "parallel"), "__init__"),
 }

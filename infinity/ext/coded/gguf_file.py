@@ -24,6 +24,7 @@ from torch import nn
 from ...errors import ConfigError, CorruptionError
 from ...files.module_names import base_name, is_transformers
 from ...files.source import Source
+from ...versions import refuse_older
 from ..packed.unpacked import CodedSource
 from .schemes import Gguf
 
@@ -232,7 +233,9 @@ class _WithoutAdapters:
 
 
 def library_of_gguf() -> Any:
-    """Imports gguf. Raises ConfigError without it, or without diffusers, which unpacks."""
+    """Imports gguf. Raises ConfigError without it, or without diffusers, which unpacks, and for one
+    that is too old."""
+    refuse_older("gguf"), refuse_older("diffusers")
     try:
         importlib.import_module("diffusers.quantizers.gguf.utils")
         return importlib.import_module("gguf")

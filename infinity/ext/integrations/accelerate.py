@@ -27,10 +27,10 @@ from ...core.step.optimizer import InfinityOptimizer
 from ...core.wrap.unwrap import unwrap_model
 from ...core.wrap.wrap import wrap_model
 from ...errors import ConfigError
+from ...versions import require
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.pretrained import save_pretrained
 from ..checkpoint.save import save_checkpoint
-from .versions import require
 
 accelerate = require("accelerate")
 

@@ -24,12 +24,12 @@ from ...core.wrap.unwrap import unwrap_model
 from ...core.wrap.wrap import wrap_model
 from ...errors import ConfigError
 from ...files.weight_files import WeightFiles
+from ...versions import require
 from ..checkpoint.export import read_weights
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.pretrained import save_pretrained
 from ..checkpoint.save import save_checkpoint
 from .accelerate import AT_HOME, Given
-from .versions import require
 from .weights import load_weights
 
 lightning = require("lightning")

@@ -24,6 +24,7 @@ from torch import nn
 
 from ...core.run.registry import is_wrapped, wrapped
 from ...errors import ConfigError
+from ...versions import require
 from ..checkpoint.interval import Interval, share_of
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.pretrained import adapter_tensors, is_adapted, prompts_in_memory, save_pretrained
@@ -31,7 +32,6 @@ from ..checkpoint.random_state import keep_random_state
 from ..checkpoint.save import save_checkpoint
 from ..migrate.deepspeed import SCHEDULE, SCHEDULES
 from .accelerate import AT_HOME, Given, InfinityAccelerator
-from .versions import require
 from .weights import load_weights
 
 transformers = require("transformers")

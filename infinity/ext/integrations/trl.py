@@ -12,9 +12,9 @@ from typing import Any
 
 from ...core.run.registry import is_wrapped
 from ...errors import ConfigError
+from ...versions import require
 from ..park.park import park
 from .trainer import InfinityMixin
-from .versions import require
 
 trl = require("trl")
 

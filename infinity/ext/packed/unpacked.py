@@ -23,6 +23,7 @@ from ...core.units.inner import filled, has_inner
 from ...errors import ConfigError, CorruptionError, UsageError
 from ...files.source import Source
 from ...untrusted import parse_json, read_text
+from ...versions import refuse_older
 from ..coded.schemes import Mxfp4, Scaled, Scheme
 from .packed import plain_name
 
@@ -73,12 +74,15 @@ class Saved4Bit:
 
 
 def library_of(name: str) -> Any:
-    """Imports a module of a library of packed formats. Raises ConfigError without it."""
+    """Imports a module of a library of packed formats. Raises ConfigError without it, and for one
+    that is too old."""
+    library = name.partition(".")[0]
+    refuse_older(library)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"packed weights need {name.partition('.')[0]}: pip install 'infinity-engine[packed]'"
+            f"packed weights need {library}: pip install 'infinity-engine[packed]'"
         ) from error
 
 

@@ -28,6 +28,7 @@ from typing import Any
 from ... import __version__
 from ...errors import ConfigError, InfinityError
 from ...ranks import failure_report
+from ...versions import LEAST
 from ..train import wording
 from . import presets
 
@@ -216,5 +217,5 @@ def _missing(error: ImportError) -> str:
     if name in ("transformers", "rich"):
         return f"{name} is needed for this and is not installed: pip install transformers rich"
     if name == "torch":
-        return "torch is not installed: pip install 'torch>=2.10'"
+        return f"torch is not installed: pip install 'torch>={LEAST['torch']}'"
     return f"{error}" + (f": pip install {name}" if name not in ("", "infinity") else "")

@@ -16,6 +16,7 @@ from typing import Any
 import infinity
 
 from ...errors import ConfigError
+from ...versions import refuse_older
 from ..cli.values import a_seed, real_from_zero
 from ..train.folders import check_packed, is_streamed
 from ..train.model import (
@@ -292,6 +293,7 @@ def _base_of(folder: Path) -> Path:
 
 
 def _with_adapter(model: Any, folder: Path) -> Any:
+    refuse_older("peft")
     try:
         from peft import PeftModel
     except ImportError:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import ConfigError
+from ...versions import refuse_older
 from . import columns, rendering, samples
 from .columns import choose_form
 from .corpus import HELD_OUT_SHARE
@@ -153,6 +154,7 @@ def read_examples(
 def _libraries() -> Iterator[tuple[Any, Any]]:
     """Imports what reads and renders, and keeps it from drawing bars, and from telling its users
     what we should change."""
+    refuse_older("trl"), refuse_older("datasets")
     try:
         import datasets
         import trl

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.machine.sizes import format_count
 from ...errors import ConfigError
+from ...versions import refuse_older
 from .classes import auto_class, pattern_of, untouched_parts
 from .corpus import BYTE_VOCABULARY, SEPARATOR_BYTE
 from .folders import is_streamed, misfit, rest_of
@@ -125,6 +126,7 @@ def _may_be_model(path: Path) -> bool:
 def read_model_config(path: Path | None, *, trust: bool = False) -> Any:
     """Reads the `transformers` configuration of a folder or a config.json; None: the built-in one.
     Runs Python code in the folder only with ``trust``, without a prompt. Raises ConfigError."""
+    refuse_older("transformers")
     import transformers
 
     from ...ext.checkpoint.described import check_sizes
@@ -310,7 +312,8 @@ def add_adapters(
 ) -> nn.Module:
     """Adds low-rank adapters (Hu et al. 2021) to the linear layers, and freezes all else. They name
     the folder ``base``. ``text``: parameters that a text touches (None: all of them). Raises
-    ConfigError if peft is not installed."""
+    ConfigError if peft is not installed, or too old."""
+    refuse_older("peft")
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:

@@ -24,6 +24,7 @@ import infinity
 from ...core.machine.sizes import format_count, format_seconds
 from ...errors import ConfigError
 from ...files.outputs import replacing
+from ...versions import refuse_older
 from .classes import freeze_untouched, touched
 from .compute import Compute, compute_time, multiplies_bf16
 from .corpus import Corpus
@@ -262,6 +263,7 @@ def _watchers(
 def _prepare(args: argparse.Namespace, ranks: Ranks) -> Console:
     """Imports the heavy libraries and silences transformers. Returns the console, which only prints
     on the first rank."""
+    refuse_older("transformers")
     try:
         import torch
         import transformers
