@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HOME := $(CURDIR)/build/huggingface
 export INFINITY_CACHE := $(CURDIR)/build/cache
 
-.PHONY: train test test-fast test-all check lint docs mutants sanitize kernels packages wheels index setup env bench gpu clean
+.PHONY: train test test-fast test-all check lint docs mutants sanitize kernels packages matrix ends wheels index setup env bench gpu clean
 
 # ARGS with a length of their own go without this one.
 LENGTH = $(if $(filter --steps% --epochs% --minutes%,$(ARGS)),,--minutes 1)
@@ -80,6 +80,15 @@ kernels: setup $(VENV)/.test-ready
 # The source distribution and the wheel of it, built, installed in an environment of its own and used.
 packages: setup
 	sh tools/check_packages.sh $(VENV) build/packages
+
+# Some tests on other versions of Python, torch and libraries, each in an environment of its own; the
+# table is in docs/compatibility.md. All of it takes hours: make matrix ARGS="torch=2.10 python=3.11"
+matrix: setup
+	$(BIN)/python tools/matrix.py $(ARGS)
+
+# A minute of tests on the oldest and the newest torch; one that the package index lacks is skipped.
+ends: setup
+	$(BIN)/python tools/matrix.py --short
 
 # Wheels of the last commit for each Python, with the GPU's kernels, for machines without a compiler
 # (docs/publishing.md): some 20 minutes on two cores. The index is pages and hashes beside them.
