@@ -18,7 +18,7 @@ from infinity.errors import UsageError
 class Unit:
     """A unit whose buffer holds the numbers 1 to 16."""
 
-    name, stays, stale, buffers = "a unit", False, None, ()
+    name, stays, pinned, buffers = "a unit", False, None, ()
     arrival = SimpleNamespace(experts=None)
 
     def __init__(self) -> None:
