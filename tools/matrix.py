@@ -49,7 +49,7 @@ HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
 PYTHON = PYTHONS[0]  # of cells that are about another version
 USUAL = "2.13"  # torch beside the versions of a library
 BUILD = ("setuptools>=77.0.3", "pybind11>=2.12", "ninja")
-CORE = ("pytest", "pytest-timeout", "hypothesis", "scipy", "transformers", "rich")
+CORE = ("numpy", "psutil", "safetensors", "pytest", "pytest-timeout", "hypothesis", "scipy")
 REST = ("accelerate", "peft", "trl", "datasets", "lightning", "tensorboard")
 
 # Torch's own names first, then what the engine does to parameters, graphs and optimizers
@@ -124,7 +124,7 @@ class Cell:
     def packages(self) -> list[str]:
         """Returns what is installed besides torch."""
         least = requirements()
-        named = [*CORE, *(REST if self.version else ())]
+        named = [*CORE, "transformers", *(REST if self.version else ())]
         if self.library in ("peft", "bitsandbytes", "torchao"):
             named += ["bitsandbytes", "torchao"]
         asked = [least[name] for name in dict.fromkeys(named) if name != self.library]
