@@ -100,7 +100,7 @@ class Prefetcher:
     ) -> None:
         """Makes ``unit`` resident until :meth:`unhold`. Blocks as :meth:`ensure`. ``in_pass``: it
         is a use of the schedule. ``shows``: makes the parameters ordinary ones."""
-        unit = unit.in_use
+        unit = unit.in_use or unit
         self._pass.holds[unit] += 1
         try:
             if in_pass:
@@ -125,7 +125,7 @@ class Prefetcher:
     @apart
     def unhold(self, unit: ParamUnit, *, in_pass: bool = True, shows: bool = True) -> None:
         """Takes one hold off. The last makes the unit idle, and sends its edits home."""
-        unit = unit.in_use
+        unit = unit.in_use or unit
         if shows and self._take_off(unit, self._pass.shows) and self._pass.holds[unit] > 1:
             unit.exposure.end()
         if self._take_off(unit, self._pass.holds):
@@ -151,7 +151,7 @@ class Prefetcher:
 
     def is_held(self, unit: ParamUnit) -> bool:
         """Tells whether a forward or backward holds ``unit``."""
-        return unit.in_use in self._pass.holds
+        return (unit.in_use or unit) in self._pass.holds
 
     def release_all(self, units: Iterable[ParamUnit]) -> None:
         """Releases ``units`` from device and staging, in any state: their homes change."""

@@ -60,12 +60,12 @@ class SavedWeight:
             )
         experts = unit.arrival.experts
         there = None if experts is None else experts.there
-        return cls(unit, unit.in_use.version, flat, *view, there)
+        return cls(unit, (unit.in_use or unit).version, flat, *view, there)
 
     def check(self) -> None:
         """Raises UsageError if the bytes that the forward computed with are not available in this
         backward."""
-        if self.version != self.unit.in_use.version and self._is_changed():
+        if self.version != (self.unit.in_use or self.unit).version and self._is_changed():
             raise UsageError(
                 f"this backward needs weights of unit {self.unit.name} as they were in its forward,"
                 " but they were changed since (by optimizer.step(), load_state_dict() or an edit)."

@@ -45,7 +45,7 @@ class ParamUnit:
     pinned
         Units of the same parameters, of pinned weights.
     in_use
-        The unit that a hold gathers: itself, or one of those.
+        Which of those a hold gathers. None: the unit itself, which must not refer to itself.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ParamUnit:
         self._copied: StagedReads | None = None  # the last ones that were copied
         self._charge: native.Charge | None = None
         self.pinned: list[ParamUnit] = []
-        self.in_use: ParamUnit = self
+        self.in_use: ParamUnit | None = None
         self.is_shared = False  # whether several modules use the unit
 
     @property
@@ -185,7 +185,7 @@ class ParamUnit:
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
         """Watches for changes through ``param.data``, of the version in use."""
-        unit = self.in_use
+        unit = self.in_use or self
         unit.exposure.watch(param, data, stays=unit.stays)
 
     def write_edits(self, store: ArrayStore, journal: Journal) -> None:

@@ -89,7 +89,7 @@ class UnitVersions:
 
     def compute_with(self, slot: int | None) -> None:
         """Makes later compute use the stale weights in ``slot``, or the newest."""
-        unit = self.unit if slot is None else self.unit.pinned[slot]
+        unit = None if slot is None else self.unit.pinned[slot]
         if self.unit.in_use is not unit:
             self.unit.in_use = unit
             self._show()
@@ -97,7 +97,7 @@ class UnitVersions:
     def _show(self) -> None:
         """Makes the parameters views of the version in use."""
         torch.clear_autocast_cache()  # it caches casts of the other version, by parameter
-        self.unit.in_use.buffers.show()
+        (self.unit.in_use or self.unit).buffers.show()
 
     def begin_update(self, slot: int) -> None:
         """Moves the newest weights to ``slot``, with their device buffers, before an update writes
@@ -125,7 +125,7 @@ class UnitVersions:
             for flat, flat_param in zip(self.unit.buffers.flats, self.unit.flat_params)
         ):
             self._swap()
-        self.unit.in_use = self.unit
+        self.unit.in_use = None
         self._show()
 
     def _swap(self) -> None:

@@ -22,7 +22,7 @@ class Unit:
     arrival = SimpleNamespace(experts=None)
 
     def __init__(self) -> None:
-        self.version, self.in_use = 3, self
+        self.version, self.in_use = 3, None
         self.flat = torch.arange(1.0, 17.0)
         self.storages, self.held = WeightStorages(), []
         self.storages.enter(self, self.flat)

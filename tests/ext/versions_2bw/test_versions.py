@@ -27,7 +27,7 @@ class Unit:
 
     def __init__(self, *, stays: bool = False, stepped: tuple[bool, ...] = (True,)):
         self.param = torch.nn.Parameter(torch.zeros(2, 2))
-        self.version, self.in_use, self.stays, self.pinned = 5, self, stays, []
+        self.version, self.in_use, self.stays, self.pinned = 5, None, stays, []
         self.log: list[Any] = []
         self.buffers = Buffers(self.param, 1.0)
         self.flat_params = [
@@ -83,7 +83,7 @@ def test_parameters_are_the_version_that_is_computed_with(versions):
         for slot, value in ((0, 2), (None, 1), (1, 3), (0, 2)):
             versions.compute_with(slot)
             assert (unit.shown, cast(unit)) == (value, value)
-            assert unit.in_use is (unit if slot is None else unit.pinned[slot])
+            assert unit.in_use is (None if slot is None else unit.pinned[slot])
     unit.pinned[0].buffers.flats[0] = torch.full((2, 2), 9.0)
     versions.compute_with(0)
     assert unit.shown == 2
@@ -123,5 +123,5 @@ def test_after_an_interrupt_the_newest_weights_are_computed_with(stays, is_swapp
         unit.in_use.buffers.show()
         cast(unit)
         versions.settle()
-        assert unit.in_use is unit and unit.log == ["drop"]
+        assert unit.in_use is None and unit.log == ["drop"]
         assert unit.shown == cast(unit) == (2 if is_swapped and not stays else 1)

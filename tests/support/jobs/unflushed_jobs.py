@@ -194,7 +194,7 @@ def executed(config: dict, *, flushes: bool = False, batches: int = 3) -> dict[s
             versions.append(
                 engine.step_index
                 - first
-                - any(unit.in_use is not unit for unit in parts_of(engine).units)
+                - any(unit.in_use is not None for unit in parts_of(engine).units)
             )
             counts[what] += 1
             return run(*arguments, **options)
