@@ -23,7 +23,7 @@ from .errors import (
     StorageError,
     UsageError,
 )
-from .versions import refuse_older
+from .library_versions import refuse_older
 
 if TYPE_CHECKING:
     from . import data, parallel
@@ -53,7 +53,7 @@ __version__ = "0.1.0"
 # What this package's folder has. Another distribution with the same import name adds its own.
 _OWN = frozenset(
     "_C _cuda __init__ __main__ __pycache__ choices config core data errors ext files integrations"
-    " native parallel py ranks tools torch_private untrusted versions".split()
+    " library_versions native parallel py ranks tools torch_private untrusted".split()
 )
 
 

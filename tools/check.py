@@ -41,7 +41,7 @@ MODULES = {  # modules of infinity/ that lie in no folder
     "parallel": "ext/pipeline",
     "torch_private": "core",
     "untrusted": "tools/cli",
-    "versions": "ext/integrations",
+    "library_versions": "ext/integrations",
 }
 
 

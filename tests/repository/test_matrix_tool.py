@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from infinity import torch_private, versions
+from infinity import library_versions, torch_private
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,10 +29,13 @@ def test_the_cells_reach_from_the_least_to_the_newest(tool):
     cells = tool.cells()
     assert len(set(map(str, cells))) == len(cells)
     assert {cell.torch for cell in cells} == set(tool.TORCHES)
-    assert (tool.TORCHES[0], tool.TORCHES[-1]) == (versions.LEAST["torch"], torch_private.NEWEST)
+    assert (tool.TORCHES[0], tool.TORCHES[-1]) == (
+        library_versions.LEAST["torch"],
+        torch_private.NEWEST,
+    )
     for library, (tried, _) in tool.LIBRARIES.items():
-        assert tried[0].startswith(versions.LEAST[library])
-        assert tried[-1] == versions.TESTED.get(library, tried[-1])
+        assert tried[0].startswith(library_versions.LEAST[library])
+        assert tried[-1] == library_versions.TESTED.get(library, tried[-1])
     for cell in cells:
         assert all((ROOT / test).exists() for test in cell.tests()), cell
         assert cell.packages()

@@ -24,7 +24,7 @@ from torch import nn
 from ...errors import ConfigError, CorruptionError
 from ...files.module_names import base_name, is_transformers
 from ...files.source import Source
-from ...versions import refuse_older
+from ...library_versions import refuse_older
 from ..packed.unpacked import CodedSource
 from .schemes import Gguf
 

@@ -27,7 +27,7 @@ from ...core.step.optimizer import InfinityOptimizer
 from ...core.wrap.unwrap import unwrap_model
 from ...core.wrap.wrap import wrap_model
 from ...errors import ConfigError
-from ...versions import require
+from ...library_versions import require
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.pretrained import save_pretrained
 from ..checkpoint.save import save_checkpoint

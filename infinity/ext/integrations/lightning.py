@@ -24,7 +24,7 @@ from ...core.wrap.unwrap import unwrap_model
 from ...core.wrap.wrap import wrap_model
 from ...errors import ConfigError
 from ...files.weight_files import WeightFiles
-from ...versions import require
+from ...library_versions import require
 from ..checkpoint.export import read_weights
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.pretrained import save_pretrained

@@ -28,7 +28,7 @@ from ...core.wrap.full_params import full_params
 from ...errors import ConfigError, UsageError
 from ...files.module_names import PREFIX, base_name
 from ...files.source import Source
-from ...versions import require
+from ...library_versions import require
 from ..checkpoint.hub_names import flat_param_size_of, hub_sources
 from ..checkpoint.model_files import write_sources
 from ..checkpoint.operations import CheckpointOperation

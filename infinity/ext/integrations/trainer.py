@@ -24,7 +24,7 @@ from torch import nn
 
 from ...core.run.registry import is_wrapped, wrapped
 from ...errors import ConfigError
-from ...versions import require
+from ...library_versions import require
 from ..checkpoint.interval import Interval, share_of
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.pretrained import adapter_tensors, is_adapted, prompts_in_memory, save_pretrained

@@ -12,7 +12,7 @@ from typing import Any
 
 from ...core.run.registry import is_wrapped
 from ...errors import ConfigError
-from ...versions import require
+from ...library_versions import require
 from ..park.park import park
 from .trainer import InfinityMixin
 

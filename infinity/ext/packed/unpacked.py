@@ -22,8 +22,8 @@ from ...core.units.added import always_rests
 from ...core.units.inner import filled, has_inner
 from ...errors import ConfigError, CorruptionError, UsageError
 from ...files.source import Source
+from ...library_versions import refuse_older
 from ...untrusted import parse_json, read_text
-from ...versions import refuse_older
 from ..coded.schemes import Mxfp4, Scaled, Scheme
 from .packed import plain_name
 

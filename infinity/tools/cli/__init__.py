@@ -27,8 +27,8 @@ from typing import Any
 
 from ... import __version__
 from ...errors import ConfigError, InfinityError
+from ...library_versions import LEAST
 from ...ranks import failure_report
-from ...versions import LEAST
 from ..train import wording
 from . import presets
 

@@ -16,7 +16,7 @@ from typing import Any
 import infinity
 
 from ...errors import ConfigError
-from ...versions import refuse_older
+from ...library_versions import refuse_older
 from ..cli.values import a_seed, real_from_zero
 from ..train.folders import check_packed, is_streamed
 from ..train.model import (

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import ConfigError
-from ...versions import refuse_older
+from ...library_versions import refuse_older
 from . import columns, rendering, samples
 from .columns import choose_form
 from .corpus import HELD_OUT_SHARE

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.machine.sizes import format_count
 from ...errors import ConfigError
-from ...versions import refuse_older
+from ...library_versions import refuse_older
 from .classes import auto_class, pattern_of, untouched_parts
 from .corpus import BYTE_VOCABULARY, SEPARATOR_BYTE
 from .folders import is_streamed, misfit, rest_of

@@ -24,7 +24,7 @@ import infinity
 from ...core.machine.sizes import format_count, format_seconds
 from ...errors import ConfigError
 from ...files.outputs import replacing
-from ...versions import refuse_older
+from ...library_versions import refuse_older
 from .classes import freeze_untouched, touched
 from .compute import Compute, compute_time, multiplies_bf16
 from .corpus import Corpus

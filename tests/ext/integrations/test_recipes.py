@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from infinity import versions
+from infinity import library_versions
 from infinity.integrations import __all__ as PUBLIC
 from infinity.tools.cli import main
 
 TEXT = (Path(__file__).parents[3] / "docs" / "integrations.md").read_text(encoding="utf-8")
-LIBRARIES = list(versions.TESTED)
+LIBRARIES = list(library_versions.TESTED)
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import infinity
-from infinity import torch_private, versions
+from infinity import library_versions, torch_private
 from infinity.errors import ConfigError
 from infinity.ext.coded.gguf_file import library_of_gguf
 from infinity.ext.packed.unpacked import library_of
@@ -34,7 +34,7 @@ def asked_for(project: dict) -> dict[str, set[str]]:
 
 def test_the_least_versions_are_those_of_the_packages_that_are_asked_for():
     """Twin: with another version in one extra, the two differ."""
-    own = {name: {least} for name, least in versions.LEAST.items()}
+    own = {name: {least} for name, least in library_versions.LEAST.items()}
     asked = asked_for(PROJECT)
     assert own == {name: asked[name] for name in own}
     extras = PROJECT["optional-dependencies"]
@@ -46,9 +46,11 @@ def test_the_pages_have_the_versions_of_the_code():
     """Method: the table of libraries, and the ranges that README.md and compatibility.md give."""
     rows = re.findall(r"^\| (\w+) \| ([\d.]+) \| ([\d.]+) \| \d", TEXT, flags=re.MULTILINE)
     told = {name: (least, tested) for name, least, tested in rows}
-    assert told == {name: (versions.LEAST[name], last) for name, last in versions.TESTED.items()}
+    assert told == {
+        name: (library_versions.LEAST[name], last) for name, last in library_versions.TESTED.items()
+    }
     pythons = [each.split()[-1] for each in PROJECT["classifiers"] if ":: 3." in each]
-    least, newest = versions.LEAST["torch"], torch_private.NEWEST
+    least, newest = library_versions.LEAST["torch"], torch_private.NEWEST
     for page in ("README.md", "docs/compatibility.md"):
         words = " ".join((ROOT / page).read_text().split())
         assert re.findall(r"Python (3\.\d+) to (3\.\d+)", words)[0] == (pythons[0], pythons[-1])
@@ -57,9 +59,9 @@ def test_the_pages_have_the_versions_of_the_code():
 
 
 OLDER = {
-    "trl 1.0.0": lambda: versions.require("trl"),
+    "trl 1.0.0": lambda: library_versions.require("trl"),
     "torch 2.9.1+cu128": lambda: infinity.__getattr__("wrap_model"),
-    "peft 0.14.0": lambda: versions.require("peft"),
+    "peft 0.14.0": lambda: library_versions.require("peft"),
     "bitsandbytes 0.48.2": lambda: library_of("bitsandbytes.nn"),
     "torchao 0.16.0": lambda: library_of("torchao.quantization"),
     "gguf 0.9.1": library_of_gguf,
@@ -71,33 +73,33 @@ def test_an_older_version_is_refused_at_its_use(found, monkeypatch):
     """Method: the library says that it is another version; the error has that one, the least and
     the command. Twins: the least itself, and a pre-release of it."""
     name, version = found.split()
-    least = versions.LEAST[name]
+    least = library_versions.LEAST[name]
     for told in (version, least, f"{least}a0+git1"):
         monkeypatch.setattr(importlib.metadata, "version", lambda asked: told)
-        versions.refuse_older.cache_clear()
+        library_versions.refuse_older.cache_clear()
         if told != version:
-            versions.refuse_older(name)
+            library_versions.refuse_older(name)
             continue
         with pytest.raises(ConfigError) as caught:
             OLDER[found]()
         assert f"{name} {version} is installed" in str(caught.value)
         assert f"pip install '{name}>={least}'" in str(caught.value)
-    versions.refuse_older.cache_clear()
+    library_versions.refuse_older.cache_clear()
 
 
 def test_a_library_that_is_missing_is_named_with_the_remedy(monkeypatch):
-    monkeypatch.setitem(versions.LEAST, "no_such_library", "1.0")
+    monkeypatch.setitem(library_versions.LEAST, "no_such_library", "1.0")
     with pytest.raises(ImportError, match=r"pip install 'no_such_library>=1\.0'") as caught:
-        versions.require("no_such_library")
+        library_versions.require("no_such_library")
     assert caught.value.name == "no_such_library"
 
 
 def test_another_version_is_told_once(monkeypatch, caplog):
     """Method: torch, whose version is not the one that is put into the table, required twice; with
     its own version, nothing is said."""
-    monkeypatch.setattr(versions, "_told", set())
+    monkeypatch.setattr(library_versions, "_told", set())
     for tested, lines in ((".".join(torch.__version__.split(".")[:2]), 0), ("0.4", 1)):
-        monkeypatch.setitem(versions.TESTED, "torch", tested)
+        monkeypatch.setitem(library_versions.TESTED, "torch", tested)
         with caplog.at_level(logging.WARNING):
-            versions.require("torch"), versions.require("torch")
+            library_versions.require("torch"), library_versions.require("torch")
         assert sum("tested with" in record.message for record in caplog.records) == lines
