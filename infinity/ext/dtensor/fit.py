@@ -78,9 +78,9 @@ def _check_divided(name: str, over: Sequence[int], ranks: ParallelDims) -> None:
     )
     if sorted(over) != sorted(members):
         raise ConfigError(
-            f"the experts of {name} are divided among ranks {over}, but the ep axis of the mesh"
-            f" that wrap_model was given has ranks {members} here: give it the mesh of the whole"
-            " job, with the axis ep that expert_parallel was given"
+            f"the experts of {name} are divided among ranks {list(over)}, but the ep axis of the"
+            f" mesh that wrap_model was given has ranks {members} here: give it the mesh of the"
+            " whole job, with the axis ep that expert_parallel was given"
         )
 
 
