@@ -33,6 +33,8 @@ def test_what_is_dropped_is_as_at_the_beginning():
     for name, value in content(running).items():
         if isinstance(value, bool):
             setattr(running, name, True)
+        elif isinstance(value, str):
+            setattr(running, name, "a pass of a pipeline")
         elif isinstance(value, int):
             setattr(running, name, 3)
         elif value is None:
