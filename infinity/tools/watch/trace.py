@@ -228,7 +228,8 @@ def draw(events: list[dict]) -> str:
     from .timeline import LANES
 
     begin, end = min(event["start"] for event in events), max(event["end"] for event in events)
-    lanes = [lane for lane in LANES if any(event["lane"] == lane for event in events)]
+    used = dict.fromkeys(event["lane"] for event in events)  # those of extensions as well
+    lanes = [lane for lane in dict.fromkeys((*LANES, *used)) if lane in used]
     across = WIDTH - MARGIN - 10
     scale = across / max(end - begin, 1e-9)
     marks = []

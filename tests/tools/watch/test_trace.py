@@ -717,6 +717,18 @@ def test_summary_and_picture_of_any_events(works, count):
     ET.fromstring(summarise.draw(chosen))
 
 
+def test_lanes_of_extensions_are_drawn():
+    """Method: a picture of the engine's lanes and of two others has all of them, the engine's
+    first. Twin: a lane without an event is not there."""
+    events = [
+        {"lane": lane, "name": "work", "start": 0.0, "end": 1.0}
+        for lane in ("polish", "forward", "data loading")
+    ]
+    picture = summarise.draw(events)
+    places = [picture.index(f">{lane}<") for lane in ("forward", "polish", "data loading")]
+    assert places == sorted(places) and ">backward<" not in picture
+
+
 def test_edges_have_lanes():
     """Method: every edge that traffic is counted on has a lane of its own, once."""
     assert set(EDGES) <= set(LANES) and len(set(LANES)) == len(LANES)
