@@ -265,7 +265,10 @@ def test_a_keeper_that_refuses_what_it_told_changes_nothing(swap, tmp_path):
 def documented() -> dict[str, Any]:
     """The example of docs/seams.md, run."""
     text = (Path(__file__).parents[3] / "docs/seams.md").read_text()
-    begin, end = text.index("    from functools import partial"), text.index("- `keep(name, dtype")
+    begin, end = (
+        text.index("    from functools import partial"),
+        text.index("A user gets no reference"),
+    )
     found: dict[str, Any] = {}
     exec(textwrap.dedent(text[begin:end]), found)
     return found
@@ -275,12 +278,15 @@ def test_the_mean_of_the_documentation_is_torchs_and_is_resumed(kinds, swap, tmp
     """Method: the example's code, against the mean by hand; saved, loaded elsewhere and trained
     further. Twin: before the load the other mean is another one."""
     kinds.undo()
-    polyak, means = documented()["polyak"], {}
+    example, means = documented(), {}
     model = seeded(3, lambda: nn.Linear(8, 4))
     model, optimizer = infinity.wrap_model(
         model, torch.optim.SGD(model.parameters(), lr=0.5), at_home("host", "host", swap)
     )
-    mean = polyak(model)
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    example["start"](model)  # later: the steps before are not in the mean
     for count in (1, 2, 3):
         model(torch.ones(2, 8) * count).sum().backward()
         optimizer.step()
@@ -292,10 +298,13 @@ def test_the_mean_of_the_documentation_is_torchs_and_is_resumed(kinds, swap, tmp
     other, again = infinity.wrap_model(
         other, torch.optim.SGD(other.parameters(), lr=0.5), at_home("host", "host", swap)
     )
-    resumed = polyak(other)
+    example["start"](other)
     for is_loaded in (False, True):
         if is_loaded:
             infinity.load_checkpoint(tmp_path / "saved", other, again)
         for name, param in other.named_parameters():
-            assert torch.equal(resumed.mean_of(param), means[name]) == is_loaded
-    assert resumed.count == mean.count == 3
+            mean = example["mean_of"](other, param)
+            assert torch.equal(mean, means[name]) == is_loaded
+            assert torch.equal(example["mean_of"](model, model.get_parameter(name)), means[name])
+    counts = [parts_of(each).find(example["Polyak"]).count for each in (model, other)]
+    assert counts == [3, 3]
