@@ -89,12 +89,13 @@ def test_it_saves_as_often_as_the_share_allows(tmp_path):
             train(net, optimizer, saver, 1)
         assert saver.every >= 1
         saved, least = 0, saver.every
-        for _ in range(200):
+        steps = max(200, 2 * least)  # a busy machine may have made the save dear
+        for _ in range(steps):
             net(torch.ones(2, 4)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
             saved += saver.after_step()
-        assert 0 < saved <= 200 / max(1, least / 20)
+        assert 0 < saved <= steps / max(1, least / 20)
 
 
 def run_killed(folder, seeds, workers: int, ranks: int = 1) -> None:
