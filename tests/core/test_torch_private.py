@@ -189,7 +189,7 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_what_asks_no_function_asks_the_class(way):
     """Method: a tensor whose class is changed. Twin: before it is told to, and after it is told not
-    to any more, torch asks nobody."""
+    to any more, torch asks no class."""
     tensor, go = torch.tensor([1.0, 2.0]), WAYS[way]
     expected, counts = go(tensor), []
     tensor.__class__ = Told
