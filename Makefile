@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HOME := $(CURDIR)/build/huggingface
 export INFINITY_CACHE := $(CURDIR)/build/cache
 
-.PHONY: train test test-fast test-all check lint docs mutants sanitize kernels packages matrix ends wheels index setup env bench gpu clean
+.PHONY: train test test-tools test-fast test-all check lint docs mutants sanitize kernels packages matrix ends wheels index setup env bench gpu clean
 
 # ARGS with a length of their own go without this one.
 LENGTH = $(if $(filter --steps% --epochs% --minutes%,$(ARGS)),,--minutes 1)
@@ -28,9 +28,17 @@ train: setup
 	    --out build/trained --checkpoint build/checkpoint --overwrite --dtype auto $(LENGTH) $(ARGS)
 
 # Four workers on two cores: tests also wait, for ranks, disks and each other.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 4 --dist loadfile -m "not slow" --durations=10 --basetemp=build/pytest-$@
+
+# The engine and its extensions, in six minutes on two free cores.
 test: setup $(VENV)/.test-ready
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 4 --dist loadfile -m "not slow" --durations=10 --basetemp=build/pytest-test $(ARGS)
+	$(PYTEST) --ignore=tests/tools --ignore=tests/repository $(ARGS)
+
+# The `infinity` command, and what the files of the repository promise of each other.
+test-tools: setup $(VENV)/.test-ready
+	mkdir -p build
+	$(PYTEST) tests/tools tests/repository $(ARGS)
 
 # What one process promises, in less than a minute and a half on two free cores: no file that
 # starts processes or takes long.

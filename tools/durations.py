@@ -1,6 +1,6 @@
 """Stores how long each file of tests takes, for the order in which workers take them.
 
-    make test ARGS=--junitxml=build/junit.xml
+    make test ARGS=--junitxml=build/junit.xml    # make test-tools: the other half
     python tools/durations.py build/junit.xml
 
 A file's seconds are those of the last report that has it. Files that no report has keep theirs, and
