@@ -24,8 +24,8 @@ TESTED = {
     "datasets": "5.2",
 }
 
-# The least that works; an older one is refused. pyproject.toml and the pages are compared with
-# these. TRL 1.0 takes a chat template without `{% generation %}` for one that marks answers.
+# The oldest that is supported; an older one is refused. pyproject.toml and the pages are compared
+# with these. TRL 1.0 takes a chat template without `{% generation %}` for one that marks answers.
 LEAST = {
     "torch": "2.10",
     "transformers": "4.57",
@@ -46,7 +46,7 @@ _told: set[str] = set()  # libraries whose version was warned about in this proc
 @functools.cache
 def refuse_older(name: str) -> None:
     """Raises ConfigError if the library ``name`` is installed in a version that is older than the
-    least that works. Does not import it."""
+    oldest that is supported. Does not import it."""
     try:
         found = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -55,7 +55,7 @@ def refuse_older(name: str) -> None:
     # A pre-release counts as its release: containers have torch 2.10.0a0
     if _numbers(found) < _numbers(least):
         raise ConfigError(
-            f"{name} {found} is installed, which is older than {least}, the first that works:"
+            f"{name} {found} is installed, older than {least}, the oldest supported version:"
             f" python -m pip install '{name}>={least}'"
         )
 
