@@ -67,7 +67,7 @@ class Source:
         raise NotImplementedError
 
     def read(self, handle: ParamHandle) -> torch.Tensor:
-        """Reads the local part of the newest value. Every rank calls this."""
+        """Reads the local part of the newest value, for followers. Every rank calls this."""
         raise NotImplementedError
 
     def check(self, handle: ParamHandle, value: torch.Tensor) -> None:
@@ -130,10 +130,7 @@ class Lent:
         self.stamp: Any = None  # None: a snapshot
         self.index = self._compared_at = -1  # steps of the last note, and of the last comparison
         self._died_elsewhere = False
-        self._view, self.tensor = (
-            _View(tensor, follows=follows),
-            weakref.ref(tensor, on_death),
-        )
+        self._view, self.tensor = _View(tensor, follows=follows), weakref.ref(tensor, on_death)
         self._seen = self._count(), fingerprint(self.bytes)
         if follows:
             self._kept = tensor
@@ -404,8 +401,7 @@ class Lents:
     # --- settling ---
 
     def begin_use(self, *, repairing: bool) -> None:
-        """Sends writes home at the beginning of a use. Several ranks do
-        so in :meth:`Uses.check`."""
+        """Sends writes home when a use begins. Several ranks do so in :meth:`Uses.check`."""
         if self._lent and self._ranks.alone and not repairing:
             self.settle()
 
@@ -472,9 +468,8 @@ class Lents:
         return left
 
     def _send(self, written: list[Lent]) -> None:
-        self._uses.check(
-            Operation.WRITE_STATE_DICT
-        )  # refused, the write goes home when that is over
+        # If it is refused, the write goes home when that is over.
+        self._uses.check(Operation.WRITE_STATE_DICT)
         if any(lent.source.is_state for lent in written):
             self.settle_followers()  # which makes these tensors stale
         try:
