@@ -20,6 +20,8 @@ from marks import mark_files, mark_slow, refuse_kept_errors, skip_after_time
 from order import longest_first
 from ranks import StandingRanks
 
+from infinity.ext.checkpoint.removal import wait_for_space
+
 
 @pytest.hookimpl(trylast=True)  # after pytest has set its own hook
 def pytest_configure() -> None:
@@ -65,7 +67,8 @@ def one_thread() -> Iterator[None]:
 def no_thread_left(request, short_collections) -> Iterator[None]:
     """A device or store that a module leaves open would fail another one that counts threads. It is
     looked for before the next module: until then the last test's fixtures are referred to. A test
-    that failed may keep what it made."""
+    that failed may keep what it made. Threads that free space end by themselves."""
+    wait_for_space()
     left = own_threads()
     assert not left or request.session.testsfailed, f"a module before this one leaves {left}"
     yield
