@@ -49,7 +49,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """One rank, which stands for all with as much to do. ``stage``: its coordinate of pp. ``sent``:
+    """One rank of each set of equally loaded ranks. ``stage``: its coordinate of pp. ``sent``:
     bytes by axis. ``edges``: bytes by edge. ``activations``: bytes that wait on the device."""
 
     stage: int

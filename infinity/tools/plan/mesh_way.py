@@ -32,7 +32,15 @@ from .mesh_choice import Batch, MeshPlan, RankPlan, count_gathers, seconds_of
 from .mesh_shape import MeshShape
 from .on_paper import PaperModel
 from .orders import orders_of, step_of
-from .pipeline_clock import FORWARD, ChunkSeconds, Op, PipelineRun, continued, in_flight, run_long
+from .pipeline_clock import (
+    FORWARD,
+    ChunkSeconds,
+    Op,
+    PipelineRun,
+    extrapolated,
+    in_flight,
+    run_long,
+)
 
 ARRAYS = {"weights": "weight", "moments": "exp_avg", "gradients": "grad"}
 
@@ -95,9 +103,9 @@ class Way:
     def _orders(self, micro_batches: int) -> list[list[Op]]:
         return self._job.orders(self._choice, micro_batches)
 
-    def _continued(self, at: Callable[[list[list[Op]]], Sequence[float]]) -> list[float]:
+    def _extrapolated(self, at: Callable[[list[list[Op]]], Sequence[float]]) -> list[float]:
         count, step = self._choice.micro_batches, step_of(self._choice)
-        return continued(lambda few: at(self._orders(few)), count, step)
+        return extrapolated(lambda few: at(self._orders(few)), count, step)
 
     def _chunk_seconds(self) -> list[ChunkSeconds]:
         job, choice, batch = self._job, self._choice, self._job.batch
@@ -190,7 +198,7 @@ class Way:
                 kept[number] = (len(layers) * each + ends) * self._tokens
                 largest = self._job.paper.layer.saved * self._tokens
         weights = [kept.get(number, 0.0) for number in range(choice.chunks)]
-        (most,) = self._continued(lambda orders: [in_flight(orders[rank], weights)])
+        (most,) = self._extrapolated(lambda orders: [in_flight(orders[rank], weights)])
         sides = sum((n > 0) + (n < choice.chunks - 1) for n in numbers)
         buffers = sides * choice.micro_batches * self._boundary_nbytes
         return int(most + largest), int(buffers)
@@ -289,7 +297,7 @@ class Way:
                 uses += used if op.kind == FORWARD else used[::-1]
             return count_gathers(uses, sizes, plan.device_window_nbytes)
 
-        counts = self._continued(at)
+        counts = self._extrapolated(at)
         return [round(count) if size else 0 for count, size in zip(counts, sizes)]
 
 

@@ -7,7 +7,7 @@ hop       seconds for what passes from one chunk to the next, which both ranks c
 in flight what a rank keeps of forwards whose backward has not come
 
 Of many micro-batches the first and the last ones decide: between them each adds the same time. So a
-long run is two shorter ones, continued in a straight line.
+long run is extrapolated linearly from two shorter ones.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ...errors import InternalError
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "inputs", "weights"
-ROUNDS = 4  # rounds of micro-batches that are run; more are continued in a straight line
+ROUNDS = 4  # rounds of micro-batches that are run; more are extrapolated linearly
 
 
 class Op(NamedTuple):
@@ -125,15 +125,17 @@ def run_long(
         run = run_orders(orders_of(count), seconds, hops)
         return [run.seconds, run.messages, *run.busy, *run.in_flight, *run.ends]
 
-    total, messages, *of_ranks = continued(at, micro_batches, step)
+    total, messages, *of_ranks = extrapolated(at, micro_batches, step)
     ranks = len(of_ranks) // 3
     busy, kept, ends = (tuple(of_ranks[at * ranks : (at + 1) * ranks]) for at in range(3))
     return PipelineRun(total, busy, messages, kept, ends)
 
 
-def continued(at: Callable[[int], Sequence[float]], micro_batches: int, step: int) -> list[float]:
-    """Returns what ``at`` finds for so many micro-batches: of few it is asked, of many it is
-    continued in a straight line from two smaller numbers, ``step`` apart."""
+def extrapolated(
+    at: Callable[[int], Sequence[float]], micro_batches: int, step: int
+) -> list[float]:
+    """Returns ``at(micro_batches)``; for many micro-batches it is extrapolated linearly from two
+    smaller runs, ``step`` micro-batches apart."""
     if micro_batches <= ROUNDS * step:
         return list(at(micro_batches))
     last = (ROUNDS - 1) * step + micro_batches % step
