@@ -48,8 +48,8 @@ def read_text(path: str | os.PathLike, *, most_nbytes: int = LARGEST_NBYTES) -> 
 
 
 def parse_json(text: str) -> Any:
-    """Parses JSON as data. Raises ValueError for what is no JSON, for numbers without end (NaN,
-    10,000 digits) and for depth without end."""
+    """Parses JSON as data. Raises ValueError for invalid JSON, non-finite or overlong numbers, and
+    unbounded nesting."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"the number {constant}")

@@ -47,7 +47,7 @@ def around_own(
     module's own forward.
 
     torch.compile sees only ``own``, wherever ``run`` calls it, also in a later backward: what is
-    around it chooses at each call, which is nothing to be compiled.
+    around it decides at each call, which cannot be compiled.
     """
     given, reference = module.__dict__.get("forward"), weakref.ref(module)
     run = torch.compiler.disable(run)

@@ -23,8 +23,8 @@ from .job import Job
 from .operations import State
 
 UNCOMPILED = (
-    "a wrapped model fetches and sends weights between its layers, which is nothing to be compiled:"
-    " each block is a graph of its own. Leave out fullgraph=True"
+    "a wrapped model moves weights between its layers, which cannot be compiled: each block is"
+    " compiled separately. Leave out fullgraph=True"
 )
 
 

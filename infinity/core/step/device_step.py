@@ -83,8 +83,8 @@ class DeviceStepper:
     def choose_share(
         self, flat_params: Sequence[FlatParam], waits: Sequence[float], processor_rate: float
     ) -> None:
-        """Chooses what of ``flat_params``, in the order of their next use, is stepped here.
-        ``waits``: see :class:`DeviceShare`. ``processor_rate``: elements per second; 0 if
+        """Chooses which elements of ``flat_params``, which come in order of next use, the device
+        steps. ``waits``: see :class:`DeviceShare`. ``processor_rate``: elements per second; 0 if
         unknown."""
         passing = [flat_param for flat_param in flat_params if self._may_pass(flat_param)]
         link, rates = self._traffic.rate("host->device"), None

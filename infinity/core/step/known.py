@@ -147,7 +147,7 @@ class Known:
 
     @property
     def needs(self) -> Any:
-        """What a class step takes at once, makes and keeps; None if the rule steps."""
+        """The memory of a class step; None if a kernel steps."""
         if self.rule is not None:
             return None
         return self.costs._replace(numel=EVERY if self.needs_whole else PIECE)

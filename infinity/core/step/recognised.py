@@ -73,7 +73,7 @@ class Optimizers:
         return [each for each in self._given if all(each is not other for other in known)]
 
     def results(self, stepping: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
-        """Lists what stands for each of the given ones: one of ``stepping``, or itself."""
+        """Returns the replacement of each given optimizer: one of ``stepping``, or itself."""
         of_given = {
             id(each.optimizer): result for each, result in zip(self._all, stepping, strict=True)
         }

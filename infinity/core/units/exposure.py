@@ -134,8 +134,8 @@ class Exposure:
 
     def find_edits(self, store: ArrayStore, *, stays: bool) -> bool:
         """Returns whether a forward may have changed its own parameters (clamping a weight, for
-        example). ``stays``: the device has no other bytes than its home, or lacks some, so that no
-        comparison shows a change.
+        example). ``stays``: the weights have no second copy (home on the device), or rows
+        are missing, so that comparing with home finds no change.
 
         Raises UsageError if weights were changed that may not be, or if a change cannot be carried
         home.

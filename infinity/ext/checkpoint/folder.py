@@ -1,7 +1,7 @@
 """CheckpointFolder: locks a checkpoint's folder for writers, and keeps data that others read.
 
     manifest.json          the checkpoint: names the complete data folder
-    infinity-<random>/     data; removable if no manifest names it and no process reads it
+    infinity-<random>/     data; removable if no manifest names it and no process uses it
     .lock                  exists while a process saves and holds its lock (flock); a killed
                            process leaves it, empty and unlocked
 
@@ -73,8 +73,8 @@ def _made_and_locked(path: Path) -> int:
             status = os.fstat(descriptor)
             if status.st_size:
                 raise UsageError(
-                    f"{path} is no lock of a save, which is empty: a save would remove it. Give"
-                    " another folder."
+                    f"{path} is not an (empty) lock file: a save would remove it. Give another"
+                    " folder."
                 )
             if status.st_nlink:
                 return descriptor

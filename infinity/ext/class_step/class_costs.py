@@ -17,10 +17,10 @@ Run = Callable[[torch.nn.Parameter, Mapping[str, Any]], dict[str, Any]]
 
 
 class ClassPiece(NamedTuple):
-    """What a class step takes at once, and makes and keeps beside it. ``numel``: elements of a
-    parameter, at most. ``temporaries``: tensors of as many elements. ``rows``, ``columns``,
-    ``elements``, ``of_vectors``: values that the class keeps in host memory for each row and column
-    of a matrix, for each element of one, and of a vector."""
+    """Memory of one class step. ``numel``: elements of a parameter per piece, at most.
+    ``temporaries``: tensors of as many elements. ``rows``, ``columns``, ``elements``,
+    ``of_vectors``: values that the class keeps in host memory for each row and column of a matrix,
+    for each element of one, and of a vector."""
 
     numel: int
     temporaries: int = 3

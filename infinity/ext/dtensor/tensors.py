@@ -84,7 +84,7 @@ def describe_cut(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
 def _check(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str], *, is_own: bool) -> None:
     """Raises ConfigError for a model that cannot be sharded like this."""
     if any(isinstance(param, DTensor) for param in model.parameters()):
-        raise ConfigError("this model is cut already: some of its parameters are DTensors")
+        raise ConfigError("this model is already sharded: some of its parameters are DTensors")
     if hasattr(model, "peft_config"):
         raise ConfigError(
             "this model has adapters of peft: cut the base model first, then call get_peft_model,"

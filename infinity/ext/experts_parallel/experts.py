@@ -91,8 +91,8 @@ def _check(
     plan = _own_expert_plan(model)
     if any(isinstance(param, DTensor) for param in model.parameters()):
         raise ConfigError(
-            "this model is cut already: some of its parameters are DTensors."
-            " expert_parallel(cut_rest=True) cuts both at once."
+            "this model is already sharded: some of its parameters are DTensors."
+            " expert_parallel(cut_rest=True) shards both at once."
         )
     styles = {name: plan[general(name)] for name in _names(model) if general(name) in plan}
     _check_experts(model, styles, mesh.size())

@@ -258,8 +258,8 @@ def _of_mxfp4(name: str, codes: Source, exponents: Source) -> CodedSource:
         or codes.shape[:-1] != exponents.shape
     ):
         raise CorruptionError(
-            f"{name}{EXPONENTS} has shape {tuple(exponents.shape)}, which is no exponent for each"
-            f" block of {tuple(codes.shape)}"
+            f"{name}{EXPONENTS} has shape {tuple(exponents.shape)}, which does not match one"
+            f" exponent per block of {tuple(codes.shape)}"
         )
     return CodedSource(codes, exponents, Mxfp4())
 

@@ -2,7 +2,7 @@
 any of them.
 
 newest    the weights of the last update, which are saved, read and stepped
-stale     weights that an update has replaced, which the micro-batches of that time compute with
+stale     weights from before an update, still used by micro-batches that started before it
 slot      the place of one stale version: a pin of the home with bytes of its own, and a unit
 
 Masters and moments belong to the newest weights only. The newest weights are the unit. Stale ones

@@ -103,7 +103,7 @@ def find(folders: list[Path]) -> Iterator[Leftover]:
             yield Leftover(
                 str(path),
                 _nbytes(path),
-                "data of a checkpoint that no manifest names, and nobody saves or reads",
+                "checkpoint data without a manifest that no process uses",
             )
 
 

@@ -76,7 +76,7 @@ def read_profile(path: Path) -> Profile:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}") from None
+        raise ConfigError(f"{path} is not JSON: {error}") from None
     if isinstance(found, dict):
         FORMAT.check(path, found)
     if not isinstance(found, dict) or not isinstance(found.get("gpus"), dict) or not found["gpus"]:

@@ -154,7 +154,7 @@ def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[str, dict[str,
     except csv.Error as error:
         raise ConfigError(f"{path}, line {reader.line_num}: no CSV: {error}") from None
     if not rows:
-        raise ConfigError(f"{path} has no line beside its columns")
+        raise ConfigError(f"{path} has a header and no rows")
 
 
 def _cell(value: str | None) -> str:

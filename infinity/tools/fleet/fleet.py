@@ -56,8 +56,8 @@ class FleetJob:
 class Fleet:
     """Workers by kind, and jobs by name.
 
-    Raises ConfigError, which names the kind or the job, for numbers that are none, and for a job
-    that no kind can run.
+    Raises ConfigError, naming the GPU kind or the job, for an invalid number or a job that no kind
+    can run.
     """
 
     workers: Mapping[str, Workers]

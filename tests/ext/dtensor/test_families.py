@@ -73,7 +73,7 @@ def test_what_is_no_mixture_or_does_not_divide_is_refused(two):
     for rank in two["experts_refused"]:
         assert "LlamaForCausalLM has no plan for its experts" in rank["no mixture"]
         assert "3 experts cannot be shared out equally to 2 ranks (ep=2)" in rank["experts"]
-        assert "of one dimension" in rank["mesh"] and "cut already" in rank["cut"]
+        assert "of one dimension" in rank["mesh"] and "already sharded" in rank["cut"]
         assert rank["one axis of size 1"] == "was taken" and rank["untouched"] == "True"
 
 

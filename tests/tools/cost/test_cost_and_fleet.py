@@ -189,7 +189,7 @@ def test_a_task_of_skypilot(place, capsys):
 @pytest.mark.parametrize(
     ("profile", "options", "named"),
     [
-        ("{", [], "run.json is no JSON"),
+        ("{", [], "run.json is not JSON"),
         ("[]", [], 'has no "gpus"'),
         ('{"gpus": {}}', [], 'has no "gpus"'),
         ('{"gpus": {"A100": -1}}', [], "gpus: A100 = '-1'"),
