@@ -2,7 +2,7 @@
 
 attempt   one call of wrap_model on every rank. It is over when one rank says so: all were there,
           or an exception ended it on one. A rank that comes later makes the next one
-station   a point of an attempt that every rank must reach before any continues
+barrier   a point of an attempt that every rank must reach before any continues
 
 All state is in the job's store, so an exception on a rank loses none of it.
 """
@@ -21,7 +21,7 @@ from ..errors import ConfigError, InfinityError, PeerError
 from .pending import ranks_lost
 from .transfer import group_timeout
 
-STATIONS = ("told", "read", "compared")
+BARRIERS = ("published", "read", "compared")
 
 
 class Attempt:
@@ -72,8 +72,8 @@ class Attempt:
     def _end(self) -> None:
         if self._store.add(self._key("over"), 1) == 1:
             self._store.add("over", 1)
-        for station in STATIONS:  # wake the ranks that wait at one
-            self._store.set(self._key(f"{station}/all"), "")
+        for name in BARRIERS:  # wake the ranks that wait at one
+            self._store.set(self._key(f"{name}/all"), "")
 
     def _key(self, name: str) -> str:
         return f"{self.number}/{name}"
@@ -86,31 +86,32 @@ class Attempt:
         self._store.add(self._key(name), value)
 
     def total(self, name: str) -> int:
-        """Returns the sum over all ranks. Call it after a station."""
+        """Returns the sum over all ranks. Call it after a barrier."""
         return self._read(name)
 
     def tell(self, text: str) -> None:
         """Publishes ``text`` to the other ranks."""
         self._store.set(self._key(f"text/{self._me}"), text)
 
-    def said_by(self, rank: int) -> str:
-        """Returns the text that ``rank`` published. Call it after a station."""
+    def value_of(self, rank: int) -> str:
+        """Returns the text that ``rank`` published. Call it after a barrier."""
         return self._store.get(self._key(f"text/{rank}")).decode()
 
     def refuse(self, why: str, *, of_all: bool = False) -> None:
-        """Makes every rank raise at its next station. ``of_all``: the ranks' inputs do not fit
+        """Makes every rank raise at its next barrier. ``of_all``: the ranks' inputs do not fit
         together, which is a ConfigError."""
         self._store.set(self._key("why"), f"{'all' if of_all else self._me} {why}")
         self.add("refused", 1)
 
-    def arrive(self, station: str) -> None:
-        """Blocks until every rank has reached ``station``. Raises PeerError if one does not within
-        the process group's timeout, or has failed; ConfigError if one refused its inputs."""
-        if self._store.add(self._key(f"{station}/count"), 1) == self._count:
-            self._store.set(self._key(f"{station}/all"), "")
+    def barrier(self, name: str) -> None:
+        """Blocks until every rank has reached the barrier of this ``name``. Raises PeerError if one
+        does not within the process group's timeout, or has failed; ConfigError if one refused its
+        inputs."""
+        if self._store.add(self._key(f"{name}/count"), 1) == self._count:
+            self._store.set(self._key(f"{name}/all"), "")
         try:
             self._store.wait(
-                [self._key(f"{station}/all")],
+                [self._key(f"{name}/all")],
                 *[limit for limit in (group_timeout(),) if limit is not None],
             )
         except RuntimeError as error:

@@ -215,15 +215,15 @@ class Bulk:
         return self.weighing.weights[first : first + self.ranks.size]
 
     @property
-    def can_share_flags(self) -> bool:
-        """Whether :meth:`share_flags`, in the shard group, reaches every rank."""
+    def can_reduce_flags(self) -> bool:
+        """Whether :meth:`reduce_flags`, in the shard group, reaches every rank."""
         return (
             self.ranks.size > 1
             and self.ranks.replicate_group is None
             and self.ranks.tp_group is None
         )
 
-    def share_flags(
+    def reduce_flags(
         self, flags: Sequence[bool], what: str, done: Callable[[list[bool]], None]
     ) -> Pending:
         """Sends ``flags`` to the shard group's ranks, without blocking. The wait calls ``done``

@@ -237,19 +237,19 @@ def _agree_on_rows(
     """
     with Attempt(members) as attempt:
         attempt.add("divides", int(divides_experts))
-        attempt.arrive("told")
+        attempt.barrier("published")
         divides_experts = attempt.total("divides") > 0
         rows = rank_rows(mesh, divides_experts=divides_experts)
         attempt.tell(f"{rows.tolist()} of {mesh}")
-        attempt.arrive("read")
-        first = attempt.said_by(members[0])
+        attempt.barrier("read")
+        first = attempt.value_of(members[0])
         if not first.startswith(f"{rows.tolist()} of "):
             attempt.refuse(
                 f"mesh: rank {members[0]} was given {first}, rank {dist.get_rank()}"
                 f" {rows.tolist()} of {mesh}: give every rank the same",
                 of_all=True,
             )
-        attempt.arrive("compared")
+        attempt.barrier("compared")
         return rows, attempt.name, divides_experts
 
 

@@ -69,10 +69,10 @@ class Round:
     another."""
 
     number: int  # among the merges of the tree
-    said: str  # the header has its digest
+    announcement: str  # the header has its digest
     merge: Transfer
     missing: Transfer | None = None  # describes collectives that some rank has not started
-    words: Transfer | None = None  # if announcements differ
+    texts: Transfer | None = None  # if announcements differ
 
 
 class SyncPoint:
@@ -105,12 +105,14 @@ class SyncPoint:
         number = tree.begun
         if diverged := collective_trace.has_diverged or self._failed:
             self._channel.raise_alarm(number)
-        said = (
+        announcement = (
             f"{self._what}, having begun {collective_trace.reach} collectives of the pass"
             if self._is_between
             else self._what
         )
-        digest = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=7).digest(), "big")
+        digest = int.from_bytes(
+            hashlib.blake2b(announcement.encode(), digest_size=7).digest(), "big"
+        )
         total = collective_trace.total
         header = [
             self._failed,
@@ -124,7 +126,7 @@ class SyncPoint:
         ]
         header += [*self._values, *(-value for value in self._values)]
         merge = tree.merge(_message(header, self._flags, self._channel.flags_nbytes), _merged)
-        self._rounds.append(Round(number, said, merge))
+        self._rounds.append(Round(number, announcement, merge))
         merge.begin()
 
     @property
@@ -156,9 +158,11 @@ class SyncPoint:
         is_torn = header[Word.DIVERGED] and header[Word.WHOLE] and least < most
         differs = header[Word.DIGEST] != -header[Word.MINUS_DIGEST]
         if header[Word.FAILED] or (not header[Word.SETTLING] and (differs or is_torn)):
-            if last.words is None:
-                last.words = self._channel.exchange_texts(last.said)
-            error = self._channel.refusal(last.said, self._channel.complete(last.words, self._what))
+            if last.texts is None:
+                last.texts = self._channel.exchange_texts(last.announcement)
+            error = self._channel.refusal(
+                last.announcement, self._channel.complete(last.texts, self._what)
+            )
             self._transfer = None
             self._end(message)
             raise error

@@ -252,7 +252,7 @@ class Reducer:
         self._got |= {handle for handle in handles if handle.index in got}
         flags = [*(handle.index in got for handle in handles), unit not in self._ready]
         early = self._decides_early()
-        if early and not self._collectives.bulk.can_share_flags:
+        if early and not self._collectives.bulk.can_reduce_flags:
             *anywhere, incomplete = self._collectives.agree(flags, what)
             wanted = [handle for handle, is_wanted in zip(handles, anywhere) if is_wanted]
             self._reduce(unit, flat_param, got, wanted, what, decided=True)
@@ -295,7 +295,9 @@ class Reducer:
 
         pending = flat_param.collectives.bulk.reduce(whole, what, done)
         telling = (
-            self._collectives.bulk.share_flags(flags, f"{what}: who has them", reduction.note_flags)
+            self._collectives.bulk.reduce_flags(
+                flags, f"{what}: who has them", reduction.note_flags
+            )
             if flags
             else None
         )

@@ -54,7 +54,7 @@ class SlowAxis:
             store = dist.distributed_c10d._get_default_store()
             failure_report.join(store, dist.get_rank(), dist.get_world_size())
             with Attempt(self.ranks, "slow axes") as attempt:
-                attempt.arrive("told")
+                attempt.barrier("published")
             self._groups = [gloo_group(self.ranks, f"slow axis {attempt.name}")]
             # As the model goes without a word; at the end of the process torch ends all.
             weakref.finalize(self, end_groups, self._groups).atexit = False

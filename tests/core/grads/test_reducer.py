@@ -42,7 +42,7 @@ class Collectives:
         }
         self.ranks = SimpleNamespace(rank=rank, size=2, data_size=2, **keeps)
 
-    can_share_flags = True
+    can_reduce_flags = True
 
     @property
     def passes(self) -> Collectives:
@@ -75,7 +75,7 @@ class Collectives:
         own = total.view(2, -1)[self._rank] / 2
         return Pending([], what, lambda: done(own))
 
-    def share_flags(self, flags: list, what: str, done: Callable[[list[bool]], None]) -> Pending:
+    def reduce_flags(self, flags: list, what: str, done: Callable[[list[bool]], None]) -> Pending:
         anywhere = self.agree(flags, what)
         return Pending([], what, lambda: done(anywhere))
 

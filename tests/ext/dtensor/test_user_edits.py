@@ -13,7 +13,7 @@ import pytest
 from ranks import Jobs
 from user_edit_jobs import GRADIENTS
 
-from infinity.ranks.attempt import STATIONS
+from infinity.ranks.attempt import BARRIERS
 
 CASES = {
     **{f"gradients:{how}": {"how": how} for how in GRADIENTS},
@@ -70,8 +70,8 @@ def two(standing_ranks) -> Mapping[str, Any]:
     }
     jobs |= {f"unfreezing:{schedule}": {"schedule": schedule} for schedule in ("1F1B", "LoopedBFS")}
     jobs |= {
-        f"wraps:{at}{'-apart' if apart else ''}": {"station": at, "apart": apart}
-        for at in STATIONS
+        f"wraps:{at}{'-apart' if apart else ''}": {"barrier": at, "apart": apart}
+        for at in BARRIERS
         for apart in (True, False)
     }
     jobs |= {f"summed:{how}": {"how": how} for how in ("summed", "averaged", "asynchronous")}
@@ -105,16 +105,16 @@ def test_ranks_that_change_the_same_are_told_nothing(two, case):
             ), told
 
 
-@pytest.mark.parametrize("station", STATIONS)
-def test_an_exception_on_one_rank_ends_the_attempt_to_wrap_on_all(two, station):
+@pytest.mark.parametrize("barrier", BARRIERS)
+def test_an_exception_on_one_rank_ends_the_attempt_to_wrap_on_all(two, barrier):
     """At once, and the next wrap works. Twin: nothing strikes."""
-    first, second = two[f"wraps:{station}-apart"]
+    first, second = two[f"wraps:{barrier}-apart"]
     assert first["said"].startswith(
         "PeerError: rank 1 failed: ValueError: struck, in wrap_model"
     ), first
     assert second["said"] == "struck" and first["goes on"] == second["goes on"] == "was taken"
     assert all(
-        told == {"said": "was taken", "goes on": "was taken"} for told in two[f"wraps:{station}"]
+        told == {"said": "was taken", "goes on": "was taken"} for told in two[f"wraps:{barrier}"]
     )
 
 

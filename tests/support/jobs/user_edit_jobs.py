@@ -46,27 +46,27 @@ def inputs(seed: int, width: int = 16) -> torch.Tensor:
 # --- a wrap ---
 
 
-def wraps(station: str, apart: bool) -> dict[str, Any]:
-    """A wrap in which an exception strikes rank 1 before it comes to ``station``, and the next
+def wraps(barrier: str, apart: bool) -> dict[str, Any]:
+    """A wrap in which an exception strikes rank 1 before it comes to ``barrier``, and the next
     one."""
-    arrive = Attempt.arrive
+    own = Attempt.barrier
 
     def struck(self: Attempt, at: str) -> None:
-        if at == station and dist.get_rank() == 1:
+        if at == barrier and dist.get_rank() == 1:
             # A rank that comes after this attempt's end makes the next one, alone.
             self._store.wait([self._key("came/0")])
             raise ValueError("struck")
-        arrive(self, at)
+        own(self, at)
 
     if apart:
-        Attempt.arrive = struck
+        Attempt.barrier = struck
     model = stack()
     try:
         said = told(lambda: infinity.unwrap_model(*infinity.wrap_model(model, sgd(model), HOST)))
     except ValueError as error:
         said = str(error)
     finally:
-        Attempt.arrive = arrive
+        Attempt.barrier = own
     goes_on = told(lambda: infinity.unwrap_model(*infinity.wrap_model(model, sgd(model), HOST)))
     return {"said": said, "goes on": goes_on}
 
