@@ -79,7 +79,9 @@ def _report(args: argparse.Namespace) -> int:
         ]
     read = [("--results", path) for path in args.results.glob("*.json")]
     check_outputs(outputs, read, overwrite=args.overwrite)
-    print(report.write(args.results, args.out))
+    for each in report.write(args.results, args.out):
+        print(f"left out: {each}", file=sys.stderr)
+    print(args.out)
     if args.svg:
         print(*report.write_plots(args.results, args.svg), sep="\n")
     return 0

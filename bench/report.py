@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.tools.bench.results import FORMAT
@@ -24,79 +24,87 @@ svg { display: block; margin: .5rem 0 1.5rem; } .note { color: #666; }
 """
 
 
-def write(folder: Path, out: Path) -> Path:
-    """Reads the result files in ``folder`` and writes the page to ``out``. Raises ConfigError when
-    there are none, or one is not a result."""
-    paths = sorted(folder.glob("*.json"))
-    if not paths:
-        raise ConfigError(
-            f"no result files in {folder}: make some with `python -m bench all --save {folder}`"
-        )
-    sections = [_section_of(path) for path in paths]
+ODD = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+
+
+def write(folder: Path, out: Path) -> list[str]:
+    """Reads the result files in ``folder`` and writes the page to ``out``. Returns the files that
+    are no results, each with the reason; the page names them too. Raises ConfigError when no file
+    is one, UsageError for a result of a later format."""
+    sections, left_out = _of_each(folder, _section)
+    notes = "".join(f"<p class='note'>{html.escape(each)}</p>" for each in left_out)
+    if notes:
+        notes = f"<h2>Left out</h2>{notes}"
     page = f"{HEAD}<style>{STYLE}</style>"
-    out.write_text(page + "<h1>Infinity: what was measured</h1>" + "".join(sections))
-    return out
+    out.write_text(page + "<h1>Infinity: what was measured</h1>" + "".join(sections) + notes)
+    return left_out
 
 
 def write_plots(folder: Path, out: Path) -> list[Path]:
     """Draws every plot that the result files in ``folder`` have points for, the newest of each, as
-    a file in ``out``. Raises ConfigError as :func:`write` does."""
-    if not (paths := sorted(folder.glob("*.json"))):
-        raise ConfigError(
-            f"no result files in {folder}: make some with `python -m bench all --save {folder}`"
-        )
-    if not out.is_dir():
-        raise ConfigError(f"there is no folder {out} for the plots")
+    a file in ``out``, which is made. Raises ConfigError as :func:`write` does."""
     newest: dict[str, tuple[str, str]] = {}
-    for path in paths:
-        with _naming(path):
-            found = _read(path)
-            for name, draw in PLOTS.items():
-                if points := found.get("series", {}).get(name):
-                    newest[name] = max(newest.get(name, ("", "")), (found["date"], draw(points)))
-    for name, (_, drawn) in newest.items():
-        (out / f"{name}.svg").write_text(drawn + "\n")
+    for date, drawn in _of_each(folder, _plots)[0]:
+        for name, picture in drawn.items():
+            newest[name] = max(newest.get(name, ("", "")), (date, picture))
+    out.mkdir(parents=True, exist_ok=True)
+    for name, (_, picture) in newest.items():
+        (out / f"{name}.svg").write_text(picture + "\n")
     return [out / f"{name}.svg" for name in newest]
 
 
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        RecursionError,
-    ) as error:
+def read_results(folder: Path) -> tuple[list[tuple[Path, dict]], list[str]]:
+    """Reads the result files in ``folder``. Returns each with its path, and the files that are no
+    results, each with the reason."""
+    return _of_each(folder, lambda found: found, with_paths=True)
+
+
+def _of_each(folder: Path, make: Callable[[dict], Any], *, with_paths: bool = False) -> Any:
+    made, left_out = [], []
+    for path in sorted(folder.glob("*.json")):
+        try:
+            found = make(_read(path))
+            made.append((path, found) if with_paths else found)
+        except ODD as error:
+            left_out.append(f"{path}: no result of a benchmark ({error!r:.200})")
+    if not made:
         raise ConfigError(
-            f"{path} is not a result of `python -m bench <theme> --save`: {error!r}"
-        ) from error
-
-
-def _section_of(path: Path) -> str:
-    with _naming(path):
-        return _section(_read(path))
+            f"no result files in {folder}: make some with `python -m bench all --save {folder}`"
+            + "".join(f"\n{each}" for each in left_out)
+        )
+    return made, left_out
 
 
 def _read(path: Path) -> dict:
     found = parse_json(read_text(path))
+    if not isinstance(found["theme"], str):
+        raise TypeError("its theme is no text")
     FORMAT.check(path, found)
     return found
+
+
+def _plots(found: dict) -> tuple[str, dict[str, str]]:
+    series = found.get("series", {})
+    drawn = {name: draw(series[name]) for name, draw in PLOTS.items() if series.get(name)}
+    return str(found["date"]), drawn
 
 
 def _section(found: dict) -> str:
     title = " · ".join(html.escape(found[name]) for name in ("theme", "hardware", "date"))
     notes = "".join(f"<p class='note'>{html.escape(note)}</p>" for note in found.get("notes", []))
-    series = found.get("series", {})
-    plots = [draw(series[name]) for name, draw in PLOTS.items() if series.get(name)]
+    _, plots = _plots(found)
     commit = html.escape(found["commit"])
     return (
-        f"<h2>{title}</h2><p class='note'>commit"
-        f" {commit}</p>{_table(found['rows'])}{notes}{''.join(plots)}"
+        f"<h2 class='result'>{title}</h2><p class='note'>commit"
+        f" {commit}</p>{_table(found['rows'])}{notes}{''.join(plots.values())}"
     )
 
 

@@ -1,7 +1,7 @@
 """Runs a sample of mutants of the engine's rooms, each against the tests beside it, and says which
 survive.
 
-    python tools/mutants.py [--count 12] [--seed 1] [--json bench/results/mutants_<date>.json] [room
+    python tools/mutants.py [--count 12] [--seed 1] [--json bench/results/mutants/<date>.json] [room
     ...]
 
 cosmic-ray makes the mutants, in a copy of the tree below build/; ``--count`` of each file's are
@@ -187,7 +187,7 @@ def main() -> int:
     parser.add_argument(
         "--json",
         type=Path,
-        default=ROOT / "bench" / "results" / f"mutants_{date.today()}.json",
+        default=ROOT / "bench" / "results" / "mutants" / f"{date.today()}.json",
         metavar="FILE",
     )
     args = parser.parse_args()

@@ -124,7 +124,9 @@ def test_adapters_are_read_by_peft(version):
 
 
 def _of_bench(path: Path) -> Any:
-    return bench_report.write(path.parent, path.parent / "report.html").read_text()
+    page = path.parent / "report.html"
+    bench_report.write(path.parent, page)
+    return page.read_text()
 
 
 def _more(path: Path, text: str, number: int) -> str:

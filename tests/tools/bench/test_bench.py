@@ -387,7 +387,8 @@ def test_the_report_has_every_figure_and_plot(tmp_path):
     """Method: one made-up result; the page names its figures, draws its three plots, and escapes
     what it shows."""
     results.save(a_result(), tmp_path)
-    page = report.write(tmp_path, tmp_path / "page.html").read_text()
+    assert report.write(tmp_path, tmp_path / "page.html") == []
+    page = (tmp_path / "page.html").read_text()
     for text in (
         "io.read",
         "2.000",
@@ -417,13 +418,30 @@ def test_plots_are_files_of_their_own_too(tmp_path):
         and ">1<" in drawn
     )
     (tmp_path / "odd.json").write_text("[]")
-    with pytest.raises(ConfigError, match="odd.json"):
-        report.write_plots(tmp_path, tmp_path)
+    assert report.write_plots(tmp_path, tmp_path / "made" / "here")[0].read_text() == drawn
 
 
 def test_a_folder_without_results_is_an_error_that_says_how_to_make_some(tmp_path):
     with pytest.raises(ConfigError, match="python -m bench all --save"):
         report.write(tmp_path, tmp_path / "page.html")
+
+
+def test_the_committed_results_are_drawn(tmp_path, capsys):
+    """Method: the command as docs/measurements.md has it; each file is a section, or is named with
+    the reason. Twin: a file that is no result, one that is cut off, a list."""
+    page = tmp_path / "page.html"
+    assert checkout.main(["report", "--out", str(page)]) == 0
+    files = list((ROOT / "bench" / "results").glob("*.json"))
+    told = capsys.readouterr().err
+    assert len(files) > 30 and page.read_text().count("class='result'") + told.count(
+        "left out"
+    ) == len(files)
+    assert told.count("left out") == sum("theme" not in json.loads(f.read_text()) for f in files)
+    results.save(a_result(), tmp_path)
+    others = {"other.json": "{}", "cut.json": '{"theme": "io", ', "list.json": "[]"}
+    for name, text in others.items():
+        (tmp_path / name).write_text(text)
+    assert len(report.write(tmp_path, page)) == 3 and all(n in page.read_text() for n in others)
 
 
 ODD = st.one_of(
