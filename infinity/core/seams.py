@@ -98,8 +98,6 @@ class Events:
     use_begun: list[Callable[[], None]] = field(default_factory=list)
     # The use may run: nothing is left to recover from.
     use_ready: list[Callable[[], None]] = field(default_factory=list)
-    # Recovery has dropped the pass and finished the journal.
-    recovered: list[Callable[[], None]] = field(default_factory=list)
     # All that runs beside the training has to end: every rank waits for it here.
     finishing: list[Callable[[], None]] = field(default_factory=list)
     # Frozen parameters are about to be stepped: what was asked for. May raise UsageError.
@@ -193,6 +191,10 @@ class Extension:
         """Joins a job whose ``model`` is hooked: the last step of a wrap, or a later call of the
         user's (``model`` is None then). May allocate (``job.arrays.keep``): an error undoes the
         wrap."""
+
+    def drop(self, job: Any) -> None:
+        """Forgets what it knows of a pass that an exception has ended. Nothing runs any more, and
+        the homes are as before the pass. May be called again; may not fail, nor meet ranks."""
 
     # --- with arrays that it keeps (:mod:`infinity.core.units.kept`) ---
 

@@ -49,6 +49,9 @@ class Noting(Extension):
     def install(self, job: Any, model: Any) -> None:
         self.told.append(("installed", model))
 
+    def drop(self, job: Any) -> None:
+        self.told.append(("dropped", job.running.is_cut_short))
+
 
 class Lane(Extension):
     """Tells a timeline of work that the engine knows nothing of."""
@@ -143,6 +146,35 @@ def test_an_extension_is_told_of_each_event(listed):
     model, _ = wrap()
     model(torch.ones(1, 4)).sum().backward()
     assert Noting.told == []
+
+
+def raise_stop(*_: Any) -> None:
+    raise KeyboardInterrupt("stop")
+
+
+@pytest.mark.parametrize("where", ["a forward", "a backward", "a step"])
+def test_an_extension_drops_what_only_a_pass_had(where, listed, monkeypatch):
+    """Method: an exception ends a forward, a backward or a step; the next use drops the pass, when
+    nothing of it runs any more. Twin: a use after that one."""
+    model, optimizer = wrap(max_grad_norm=1.0)
+    job = parts_of(model).job
+    hooks = {
+        "a forward": raise_stop,
+        "a backward": lambda module, args, output: args[0].register_hook(raise_stop) and None,
+    }
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="stop"):
+        handle = model[1].register_forward_hook(hooks.get(where, lambda *_: None))
+        if where == "a step":
+            patch.setattr(job.journal, "begin", raise_stop)
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    handle.remove()
+    assert "dropped" not in [told[0] for told in Noting.told]
+    optimizer.zero_grad()
+    assert [told for told in Noting.told if told[0] == "dropped"] == [("dropped", False)]
+    model(torch.ones(1, 4)).sum().backward()
+    assert [told[0] for told in Noting.told].count("dropped") == 1
+    infinity.unwrap_model(model, optimizer)
 
 
 def test_an_extension_draws_a_lane_of_its_own(listed, tmp_path):

@@ -129,8 +129,6 @@ class ActivationStore:
     def rebuild(self) -> None:
         """Frees every buffer whose saved storage is gone, after an exception. Only while nothing is
         in flight."""
-        if self._planner is not None:
-            self._planner.block = None
         self._known = {}
         self._home.rebuild()
 

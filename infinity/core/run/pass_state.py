@@ -9,8 +9,8 @@ accumulation pass
 a process is at the homes and in the journal. The rest is here, whichever part of the engine writes
 it. So after an exception the next use drops this object's content, and finishes the journal
 (:mod:`.recovery`). Beside it, parts that own memory or transfers let go of what runs: units, their
-gradients, reductions, the store, saved tensors. A part that keeps other state of a pass in itself
-breaks that.
+gradients, reductions, the store, saved tensors, and extensions by their ``drop``. A part that keeps
+other state of a pass in itself breaks that.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def recover(job: Job, *, finishing: bool) -> None:
         set_raw_grad(handle.param, None)
     if job.store.failure is None:  # else the disk gets no more transfers
         _rebuild_homes(job, finishing=finishing)
-    for listener in job.events.recovered:  # the journal may have swapped two versions of weights
-        listener()
+    for extension in job.extensions:  # the journal may have swapped two versions of weights
+        extension.drop(job)
     if not finishing:
         return  # still marked as interrupted: the next use does the rest
     if job.steps.streaming:

@@ -33,6 +33,7 @@ class Blocks(Extension):
 
     def __init__(self, *, places_saved: bool):
         self.places_saved = places_saved
+        self._planner: ActivationPlanner | None = None
 
     @classmethod
     def check_blocks(
@@ -70,10 +71,15 @@ class Blocks(Extension):
         """Lets blocks run in micro-batches, or as a planner chooses from now on."""
         if (samples := job.config.micro_batch) is not None:
             return [install_chunks(find, *block, samples) for block in blocks]
-        planner = plan_activations(job, find)
+        planner = self._planner = plan_activations(job, find)
         if planner is None:
             return []
         return [ReplacedForward(block, planner.add(block, units)) for _, block, units in blocks]
+
+    def drop(self, job: Job) -> None:
+        """Forgets what the planner has measured of the pass."""
+        if self._planner is not None:
+            self._planner.drop()
 
 
 def plan_activations(job: Job, find: Callable[[], ForwardContext]) -> ActivationPlanner | None:

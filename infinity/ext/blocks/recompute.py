@@ -136,11 +136,21 @@ class ActivationPlanner:
     def begin(self) -> None:
         """Begins a training pass: ends the blocks' last pass, and chooses if more are measured."""
         for block in self.blocks:
-            block.end_pass()
+            block.end_pass(counts=True)
         measured = [block for block in self.blocks if block.is_measured]
         is_shown = self._room is None or self._room.is_shown()
         if is_shown and (len(measured) > self._chosen or self._chooses_again):
             self._choose(measured)
+        self._forget_pass()
+
+    def drop(self) -> None:
+        """Forgets a pass that an exception has ended."""
+        for block in self.blocks:
+            block.end_pass(counts=False)
+        self.reserved_nbytes = 0
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
         self.outside_nbytes, self.block = 0, None
         self._inputs.clear()
 
@@ -252,9 +262,9 @@ class PlannedBlock:
     def is_measured(self) -> bool:
         return self._passes >= MEASURED_PASSES and self._seconds < float("inf")
 
-    def end_pass(self) -> None:
-        """Counts the last pass if the block ran in it, and resets the counts of one pass."""
-        self._passes += bool(self._calls)
+    def end_pass(self, *, counts: bool) -> None:
+        """Resets the counts of one pass. ``counts``: it was measured if the block ran in it."""
+        self._passes += counts and bool(self._calls)
         self._calls = self._saved = 0
         self._storages.clear()
 

@@ -42,6 +42,11 @@ class Draws:
         """Forgets what was drawn: ranks have compared it."""
         self.drawn = {}
 
+    def drop(self) -> None:
+        """Forgets the running forward, too, which does not end."""
+        self._before = {}
+        self.forget()
+
     def _states(self) -> dict[str, int]:
         """Computes digests of all generators."""
         found = {

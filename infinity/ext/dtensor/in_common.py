@@ -120,6 +120,12 @@ class InCommon(Extension):
         job.events.pass_ended.append(self.end_forward)
         job.events.step_compared = self
 
+    def drop(self, job: Job) -> None:
+        """Forgets what was drawn and sketched: ranks may have ended the pass at other places."""
+        self._root = None
+        self._draws.drop()
+        self._sketches.take()
+
     # --- a root forward ---
 
     def begin_forward(self, root: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> None:

@@ -179,8 +179,7 @@ class StaleWeights(Extension):
                 versions.extrapolate(job.store, slot, ahead)
 
     def install(self, job: Job, model: object) -> None:
-        """Adds listeners for recoveries and for parameters that come later."""
-        job.events.recovered.append(self.settle)
+        """Adds a listener for parameters that come later."""
         job.events.admitting.append(self.refuse_more)
 
     def refuse_more(self, asked: str) -> None:
@@ -190,9 +189,8 @@ class StaleWeights(Extension):
             f" {INSTEAD}"
         )
 
-    def settle(self) -> None:
-        """Returns to the newest weights alone, after an exception. Only while nothing is
-        running."""
+    def drop(self, job: Job) -> None:
+        """Returns to the newest weights alone, after an exception."""
         self._end()
         for versions in self._versions:
             versions.settle()

@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -192,7 +193,7 @@ def test_an_interrupted_job_is_recovered_while_its_homes_exist():
     to repair, nor has one without homes."""
     job, log = small_at_home(), []
     engine, scopes = job.engine, job.engine.job.scopes
-    job.engine.job.events.recovered.append(lambda: log.append(("recovered",)))
+    job.engine.job.extensions.append(SimpleNamespace(drop=lambda job: log.append(("recovered",))))
     engine.recover()
     assert log == []
     scopes.interrupted = True

@@ -329,6 +329,28 @@ def test_a_part_is_kept_and_the_budget_holds_in_every_pass(recomputations):
     assert blocks == {"kept": 1, "sent": 0, "recomputed": BLOCKS - 1} and recomputations
 
 
+@pytest.mark.parametrize("cut_short", [1, 3])
+def test_a_pass_that_an_exception_ended_is_not_measured(cut_short, recomputations):
+    """Method: an exception in the last block ends the first passes. Twin: passes that end."""
+    model, optimizer = wrap(seeded(SEED, Model), "kept")
+    planner, last = parts_of(model).activations.planner, model.blocks[-1].down
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt("stop")
+
+    for _ in range(cut_short):
+        handle = last.register_forward_pre_hook(stop)
+        with pytest.raises(KeyboardInterrupt, match="stop"):
+            model(rows(0))
+        assert planner._inputs and planner.blocks[0].has_run
+        handle.remove()
+        optimizer.zero_grad()
+        assert not (planner._inputs or any(block.has_run for block in planner.blocks))
+    for passes in range(3):
+        stepped(optimizer, model(rows(0)))
+        assert all(block._passes == passes for block in planner.blocks)
+
+
 def test_the_inputs_of_recomputed_blocks_leave_less_to_those_that_are_kept():
     """Room for two blocks of ten bytes beside the one that runs. Twin: inputs that cost nothing."""
     found = {}

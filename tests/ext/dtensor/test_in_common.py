@@ -272,6 +272,34 @@ def test_parts_of_a_sequence_are_compared_by_form_and_draw_what_they_like(common
         assert (common.values()[0] != 0) == is_whole
 
 
+def test_a_pass_that_an_exception_ended_is_not_compared(common):
+    """Method: a forward draws, its output gets a gradient, and another forward draws and does not
+    end. Twin: the same again is compared as ever."""
+    common.forward(RAMP)
+    nothing = common.values()
+
+    def play(*, cut_short: bool) -> None:
+        common.begin_forward(common.root, (RAMP,), {})
+        torch.rand(1)
+        output = ODD.clone().requires_grad_() * 1
+        common.end_forward(common.root, [output])
+        output.sum().backward()
+        if cut_short:
+            common.begin_forward(common.root, (RAMP,), {})
+            torch.rand(1)
+            common.drop(common.job)
+            common.drop(common.job)
+
+    play(cut_short=True)
+    common.end_forward(common.root, [])  # torch calls it late, if at all
+    assert common.values() == nothing
+    common.forward(RAMP)
+    assert common.last[1] == 0
+    play(cut_short=False)
+    drawn, *others = common.values()
+    assert drawn != nothing[0] and any(others)
+
+
 # --- buffers ---
 
 
