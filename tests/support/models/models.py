@@ -201,7 +201,13 @@ def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def at_home(params: str, optimizer: str, folder: Path, **more: Any) -> dict[str, Any]:
-    """A config with these homes. Folders are named only where something may go to disk."""
+    """A config with these homes. Folders are named only where something may go to disk. Both
+    "hostile": the home of `hostile_home`, for what relies on no home."""
+    if "hostile" in (params, optimizer):
+        from hostile_home import hostile_folder
+
+        assert params == optimizer, "the hostile home has all of the state"
+        params, optimizer, folder = "nvme", "nvme", hostile_folder(folder)
     config: dict[str, Any] = {"params": params, "optimizer": optimizer, **more}
     if "nvme" in (params, optimizer):
         config["nvme_paths"] = [str(folder)]

@@ -1,0 +1,245 @@
+"""The hostile home: one home of tests that is harder than host memory and disk.
+
+Words used here:
+
+**turn**: the begin of an outermost use. Every array that no running pass needs is then brought from
+disk to memory, or from memory to disk. Half of a flat param's arrays are on disk at any time, and
+each turn makes new memory. **poison**: bytes of 0xFF, which are NaN in every floating dtype. A turn
+poisons what it leaves. Poisoned are also device buffers, as they are freed and as they are made,
+staged bytes once they were copied, and memory as it is leased.
+
+A feature that keeps a place, memory or a view over two uses computes with NaN, or raises. A wrap is
+at this home if one of its folders for NVMe is made by :func:`hostile_folder`; all of its state is
+planned for NVMe then.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+
+from infinity import native
+from infinity.config import Config
+from infinity.core import seams
+from infinity.core.homes.arrays import StateArray, bytes_of
+from infinity.core.homes.staging import ThroughHost
+from infinity.core.homes.store import ArrayStore
+from infinity.core.machine.device import Device
+from infinity.core.machine.tiers import Tier
+from infinity.core.plan import plan
+from infinity.core.run.job import Job
+from infinity.core.units.flat_param_spec import SCALES
+from infinity.core.units.unit import ParamUnit
+
+NAME = "hostile"
+_grad_homes = plan._grad_homes
+POISON = 0xFF
+MOST_TURNS = 3  # between two passes or steps: a loop over parameters is one use for each
+MOST_NBYTES = 64 * 2**20  # of poisoned memory that a model keeps, so that it is not given again
+
+
+def hostile_folder(folder: Path) -> Path:
+    """Makes the folder below ``folder`` that makes a wrap hostile. Wraps of this process look for
+    it from now on."""
+    sys.modules[f"infinity.{__name__}"] = sys.modules[__name__]  # where the seams look
+    for paths, kind in ((seams.EXTENSIONS, Turns), (seams.STAGING_BACKENDS, PoisonedReads)):
+        if (path := f"{__name__}.{kind.__name__}") not in paths:
+            paths.insert(0, path)
+    plan._grad_homes = grad_homes
+    (folder / NAME).mkdir(parents=True, exist_ok=True)
+    return folder / NAME
+
+
+def is_hostile(config: Config) -> bool:
+    return any(Path(path).name == NAME for path in config.nvme_paths)
+
+
+def grad_homes(params, optimizer, units, config, device):
+    """Gradients on disk, which a plan without budgets does not choose."""
+    homes = _grad_homes(params, optimizer, units, config, device)
+    return homes[-1:] if is_hostile(config) else homes
+
+
+class Turns(seams.Extension):
+    """The turns of one wrapped model. ``moved``: how many arrays they have brought elsewhere."""
+
+    def __init__(self) -> None:
+        self.count = self.moved = 0
+        self._more = MOST_TURNS
+        # Disk space of arrays that are in memory
+        self._spaces: WeakKeyDictionary[StateArray, StateArray] = WeakKeyDictionary()
+        self._left: deque[torch.Tensor] = deque()
+
+    @classmethod
+    def begin(cls, config, device, collectives, events):
+        if not is_hostile(config):
+            return None
+        device.__class__, device.freed, device.fillers = PoisonedDevice, set(), []
+        return cls()
+
+    def install(self, job: Job, model) -> None:
+        self._job, job.store.__class__ = job, PoisonedStore
+        job.events.use_ready.append(self.take)
+        job.events.pass_ended.append(self.go_on)
+        job.events.step_ended.append(self.go_on)
+
+    def go_on(self, *_) -> None:
+        """Lets more turns come: a pass or a step has ended."""
+        self._more = MOST_TURNS
+
+    def take(self) -> None:
+        """Takes a turn."""
+        job = self._job
+        if not self._more or job.store.io is None or job.store.failure is not None:
+            return  # or unwrapped, or the use is about to raise
+        self.count, self._more = self.count + 1, self._more - 1
+        job.gradients.homes.close_all(flat for unit in job.units for flat in unit.flat_params)
+        job.gradients.homes.settle()
+        for unit in job.units:
+            if not any(each in job.running.holds for each in (unit, *unit.pinned)):
+                job.prefetcher.release_all([unit])
+                self._move(unit)
+
+    def _move(self, unit: ParamUnit) -> None:
+        for flat_param in unit.flat_params:
+            homes = flat_param.homes
+            homes.wait_running(), homes.wait_readers()
+            of_pins = [pin.array for pin in homes.pins.values() if pin.array is not None]
+            of_pins += [pin.fresh for pin in homes.pins.values() if pin.fresh is not None]
+            scales = [homes.arrays[name] for name in SCALES.values() if name in homes.arrays]
+            others = [each for each in homes.arrays.values() if each not in (homes.weight, *scales)]
+            # The weights of a unit are staged together, those of each version.
+            for array in {homes.weight: None, **dict.fromkeys(of_pins)}:
+                self._bring(array, self._tier(unit.index))
+            for place, array in enumerate([*others, *homes.kept.values()], 1):
+                self._bring(array, self._tier(unit.index + place))
+            for array in scales:  # for which updates have no slots
+                self._bring(array, Tier.HOST, renewing=True)
+        for each in (unit, *unit.pinned):
+            each.lies_on_disk = self._tier(unit.index) is Tier.NVME
+
+    def _tier(self, place: int) -> Tier:
+        return Tier.HOST if (self.count + place) % 2 else Tier.NVME
+
+    def _bring(self, array: StateArray, tier: Tier, *, renewing: bool = False) -> None:
+        """Brings ``array`` to ``tier``, and poisons the place that it leaves. ``renewing``: also to
+        other memory of the tier."""
+        if (array.tier is tier and not renewing) or not array.numel:
+            return
+        store, version = self._job.store, array.extent.version
+        if tier is Tier.HOST:
+            other = new_memory(array)
+        elif (other := self._spaces.pop(array, None)) is None:  # it was made in memory
+            other = store.space.allocate(array.nbytes, NAME, None)
+        values = store.read(as_bytes(array), 0, array.nbytes)
+        store.write(as_bytes(other), 0, values, version=version)
+        store.write(as_bytes(array), 0, torch.full_like(values, POISON), version=version)
+        change_places(array, other, store)
+        other.extent.version = version
+        if other.flat is None:
+            self._spaces[array] = other
+        else:
+            self._leave(other.flat)
+        self.moved += 1
+
+    def _leave(self, memory: torch.Tensor) -> None:
+        """Keeps poisoned memory, so that it is not given again soon."""
+        self._left.append(memory)
+        while sum(each.nbytes for each in self._left) > MOST_NBYTES:
+            self._left.popleft()
+
+
+class NoCharge:
+    def release(self) -> None:
+        pass
+
+
+def new_memory(array: StateArray) -> StateArray:
+    """Makes memory for ``array``, which nothing has had."""
+    region = native.Region(array.nbytes, huge_pages=False, touch_threads=0)
+    flat = native.tensor_at(region, region.address, array.numel, array.dtype)
+    extent = native.Extent.in_memory(region.address, array.nbytes, region)
+    return StateArray(Tier.HOST, array.dtype, array.numel, extent, flat, None, region)
+
+
+def as_bytes(array: StateArray) -> StateArray:
+    flat = None if array.flat is None else array.flat.view(torch.uint8)
+    return StateArray(array.tier, torch.uint8, array.nbytes, array.extent, flat)
+
+
+def change_places(array: StateArray, other: StateArray, store: ArrayStore) -> None:
+    for name in ("tier", "extent", "flat", "region"):
+        mine, its = getattr(array, name), getattr(other, name)
+        setattr(array, name, its), setattr(other, name, mine)
+    array.charge = array.charge or NoCharge()
+    places = store.space._places
+    mine, its = places.pop(array, None), places.pop(other, None)
+    places.update({each: place for each, place in ((array, its), (other, mine)) if place})
+
+
+class PoisonedReads(ThroughHost):
+    """Reads through host memory, which is poisoned once its bytes were asked for. What is given are
+    other bytes, poisoned when the next are asked for."""
+
+    given: torch.Tensor | None = None
+
+    @classmethod
+    def works(cls, config, device):
+        return is_hostile(config)
+
+    def arrived(self, transfer, address, nbytes):
+        staged = super().arrived(transfer, address, nbytes)
+        if self.given is not None:
+            self.given.fill_(POISON)
+        self.given = staged.clone()
+        staged.fill_(POISON)
+        return self.given
+
+
+class PoisonedStore(ArrayStore):
+    """Poisons memory as it is leased."""
+
+    def take_lease(self, pool, nbytes, give_up=lambda: False):
+        lease = super().take_lease(pool, nbytes, give_up)
+        bytes_of(pool, lease, nbytes).fill_(POISON)
+        return lease
+
+
+class PoisonedDevice(Device):
+    """The processor, whose buffers are poisoned as they are freed and as they are made: never where
+    one was before.
+
+    freed
+        The addresses where buffers were.
+    fillers
+        Memory that keeps the allocator from giving those again.
+    """
+
+    freed: set[int]
+    fillers: list[torch.Tensor]
+
+    def resize(self, storage, nbytes, *, behind=()):
+        before = storage.nbytes()
+        if before and not nbytes:
+            poison(storage)
+            self.freed.add(storage.data_ptr())
+        super().resize(storage, nbytes, behind=behind)
+        if nbytes and not before:
+            for _ in range(16):
+                if storage.data_ptr() not in self.freed:
+                    break
+                storage.resize_(0)
+                self.fillers.append(torch.empty(nbytes, dtype=torch.uint8))
+                storage.resize_(nbytes)
+            poison(storage)
+        if sum(map(len, self.fillers)) > MOST_NBYTES:
+            self.fillers.clear(), self.freed.clear()
+
+
+def poison(storage: torch.UntypedStorage) -> None:
+    storage_bytes = torch.empty(0, dtype=torch.uint8).set_(storage)
+    storage_bytes.fill_(POISON)
