@@ -161,6 +161,7 @@ seams.EXTENSIONS[:] = (
 )
 seams.STAGING_BACKENDS[:] = ("ext.gpu_direct.gpu_direct.GpuDirect",)
 seams.CHANGES[:] = (
+    "ext.integrations.lasting.Lasting",  # undone last: the others list the modules
     "ext.dtensor.retie.Ties",
     "ext.packed.quantize.Quantized",
     "ext.coded.coded_weights.CodedWeights",

@@ -75,6 +75,9 @@ class NoValues:
 class Change:
     """A change of one model that a wrap makes before it reads it."""
 
+    def prepare(self, model: Any) -> None:
+        """Changes what reading ``model`` would find otherwise. May not fail."""
+
     def make(self, model: Any, optimizers: Sequence[Any], config: Any) -> None:
         """Changes ``model`` as ``config`` says. Raises ConfigError."""
 
@@ -82,7 +85,7 @@ class Change:
         """Lets go of what was before, once the values are at home. May not fail."""
 
     def undo(self) -> None:
-        """Restores the model, after :meth:`make` or in the middle of it. Idempotent."""
+        """Restores the model, after :meth:`make`, in the middle of it or before. Idempotent."""
 
     def release(self) -> None:
         """Ends what was needed only while the model was wrapped. Idempotent."""

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from ...config import Config
 from .. import seams
 from .described_model import DescribedModel, read_model
-from .lasting import Lasting
 
 
 class Changes:
     """The changes that extensions make for one model."""
 
     def __init__(self) -> None:
-        self.lasting = Lasting()
         self._made: list[seams.Change] = [kind() for kind in seams.classes_of(seams.CHANGES)]
+
+    def prepare(self, model: nn.Module) -> None:
+        """Prepares the model for being read."""
+        for each in self._made:
+            each.prepare(model)
 
     def make(
         self, described: DescribedModel, optimizers: Sequence[torch.optim.Optimizer], config: Config
@@ -35,7 +39,6 @@ class Changes:
 
     def undo(self) -> None:
         """Restores the model."""
-        self.lasting.remove()
         for each in reversed(self._made):
             each.undo()
 

@@ -122,7 +122,7 @@ def wrap_model(
         with collectives.together("checking what wrap_model was given"):
             config = Config.make(config if config is not None else NOTHING_CHOSEN)
             if isinstance(model, nn.Module):
-                changes.lasting.install(model)
+                changes.prepare(model)
             described = read_model(model)
             check(described, given, config)
             if config.speculate and ranks.is_first:
@@ -153,7 +153,6 @@ def wrap_model(
         changes.settle()
         record = described.module.__dict__[RECORD]
         record.release = changes.release
-        record.removers.insert(0, changes.lasting)  # removed last: removers list the modules
         undo.pop_all()
         return described.module, like_given(stepping, optimizer)
 

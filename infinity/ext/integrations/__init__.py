@@ -1,1 +1,1 @@
-"""Other libraries' training loops, one file per library."""
+"""Other libraries' training loops, one file per library, and PEFT's modules."""

@@ -13,12 +13,16 @@ from infinity.core.wrap.changes import Changes
 from infinity.errors import ConfigError
 
 said: list[str] = []
+MADE = "make First", "make Second"
 
 
 class First(seams.Change):
     """Says what it is asked for."""
 
     fails = False
+
+    def prepare(self, model):
+        said.append(f"prepare {type(self).__name__}")
 
     def make(self, model, optimizers, config):
         said.append(f"make {type(self).__name__}")
@@ -70,7 +74,7 @@ def test_changes_are_made_in_their_order_settled_by_a_wrap_and_released_by_an_un
     """Reads what each change was asked for. Twin: none is undone."""
     use(monkeypatch, First, Second)
     model, optimizer = wrapped()
-    assert said == ["make First", "make Second", "settle Second", "settle First"]
+    assert said == ["prepare First", "prepare Second", *MADE, "settle Second", "settle First"]
     said.clear()
     infinity.unwrap_model(model, optimizer)
     assert said == ["release Second", "release First"]
@@ -81,7 +85,8 @@ def test_a_wrap_that_fails_undoes_all_changes_in_reverse(monkeypatch):
     use(monkeypatch, First, Failing, Second)
     with pytest.raises(ConfigError, match="it does not fit"):
         wrapped()
-    assert said == ["make First", "make Failing", "undo Second", "undo Failing", "undo First"]
+    assert said[:3] == ["prepare First", "prepare Failing", "prepare Second"]
+    assert said[3:] == ["make First", "make Failing", "undo Second", "undo Failing", "undo First"]
 
 
 def test_a_change_that_defines_nothing_does_nothing(monkeypatch):
@@ -96,7 +101,7 @@ def test_a_change_that_defines_nothing_does_nothing(monkeypatch):
 
 
 def test_the_changes_of_extensions_are_found():
-    """By hand: four, of three folders."""
+    """By hand: five, of four folders."""
     assert [type(each).__name__ for each in Changes()._made] == [
-        *("Ties", "Quantized", "CodedWeights", "Packed"),
+        *("Lasting", "Ties", "Quantized", "CodedWeights", "Packed"),
     ]

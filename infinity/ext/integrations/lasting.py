@@ -15,18 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.seams import Change
+
 KIND = "peft.tuners.lora.layer.MultiheadAttention"
 CALLS = ("forward", "merge", "unmerge")  # the calls that make the weights anew
 LISTINGS = "_restore_weights"  # makes them anew for each listing of modules
 
 
-class Lasting:
+class Lasting(Change):
     """The modules of one model whose Parameters last while it is wrapped."""
 
     def __init__(self) -> None:
         self._layers: list[nn.Module] = []
 
-    def install(self, model: nn.Module) -> None:
+    def prepare(self, model: nn.Module) -> None:
         """Has the modules keep their Parameters."""
         for layer in [each for each in model.modules() if _is_known(each)]:
             self._layers.append(layer)
@@ -35,12 +37,14 @@ class Lasting:
                 layer.__dict__[name] = _keeping(weakref.ref(layer), name, depth)
             layer.__dict__[LISTINGS] = _nothing
 
-    def remove(self) -> None:
+    def undo(self) -> None:
         """Gives the modules their own calls back. Idempotent."""
         for layer in self._layers:
             for name in (*CALLS, LISTINGS):
                 layer.__dict__.pop(name, None)
         self._layers.clear()
+
+    release = undo
 
 
 def _is_known(module: nn.Module) -> bool:
