@@ -25,8 +25,6 @@ from ...errors import CapacityError
 from ...ext.checkpoint.meta_init import Materialized
 from ...ext.class_step.companion import staying
 from ...ext.class_step.join import join, make_optimizer
-from ...ext.packed.packed_forward import install_packed_forwards
-from ...ext.rows.chosen_forward import install_chosen_forwards
 from ...ext.rows.experts import divides_experts
 from ...ranks.collectives import Collectives
 from ...ranks.mesh import join_device, join_node, parallel_dims
@@ -306,10 +304,6 @@ def _commit(
         *first,
         *install_hooks(engine, model.parts, owners),
         *install_state_dict(engine, model.module),
-        *install_packed_forwards(model.parts),
-        *install_chosen_forwards(
-            job, ((g.chosen, unit) for g, unit in zip(groups, job.units) if g.chosen is not None)
-        ),
         *_replace_forwards(engine, model, groups, blocks),
     ]
     stepping = [make_optimizer(engine, each, place) for place, each in enumerate(optimizers)]

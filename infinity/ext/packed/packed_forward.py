@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,10 @@ from ...core.run.replaced_forward import ReplacedForward, own_forward
 from ...core.run.saved_tensor import SavedTensor
 from ...core.run.saved_weights import is_checkpoint
 from ...core.run.scoped_call import UNCOMPILED
+from ...core.seams import Events, Extension
 from ...core.units.added import ADDED
 from ...core.units.inner import has_inner
+from ...core.wrap.parts import parts_of
 from ...torch_private import top_hooks
 from ..coded.coded import Coded, Unpacked, noting_unpacked
 from .packed import is_code
@@ -193,11 +195,19 @@ def _unpack(outer: tuple | None, held: Any) -> torch.Tensor:
     return outer[1](held) if outer else held.tensor()
 
 
-def install_packed_forwards(parts: Sequence[nn.Module]) -> list[ReplacedForward]:
-    """Replaces the forwards of modules with packed weights. Returns their removers."""
-    modules = dict.fromkeys(module for part in parts for module in part.modules())
-    forwards = ((module, _forward_of(module)) for module in modules)
-    return [ReplacedForward(module, made) for module, made in forwards if made is not None]
+class PackedForwards(Extension):
+    """The forwards of one model's modules with packed weights."""
+
+    @classmethod
+    def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> PackedForwards:
+        return cls()
+
+    def replace_forwards(
+        self, job: Any, model: nn.Module, find: Any, blocks: Any
+    ) -> list[ReplacedForward]:
+        modules = dict.fromkeys(each for part in parts_of(model) for each in part.modules())
+        forwards = ((module, _forward_of(module)) for module in modules)
+        return [ReplacedForward(module, made) for module, made in forwards if made is not None]
 
 
 def _forward_of(module: nn.Module) -> Callable | None:

@@ -18,8 +18,9 @@ ranks. Which rows it reads is known once its own tokens are there.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -43,7 +44,7 @@ class ChosenExperts:
     """The rows of one unit on the device, and those that its next use needs."""
 
     def __init__(self, module: nn.Module, layouts: Sequence[FlatLayout]):
-        self._kind = type(module)
+        self._kind, self._module = type(module), weakref.ref(module)
         self.count = len(local_of(next(module.parameters(recurse=False))))
         self._exchanges_first = bool(exchanges_of(module))
         self._layouts = layouts
@@ -52,6 +53,11 @@ class ChosenExperts:
         self._may_be_viewed = False  # by others, whose views show all rows
         self._read: tuple[Rows] | None = None  # of packed weights, by who unpacks them now
         self.there: Rows = None  # on the device, or on their way there
+
+    @property
+    def module(self) -> nn.Module:
+        """The module whose rows are brought."""
+        return cast(nn.Module, self._module())
 
     def want(self, rows: Rows) -> None:
         """Sets the rows that the next use needs."""

@@ -7,7 +7,7 @@ also while the unit is held, so that hooks and forwards around it find all rows.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -17,20 +17,28 @@ from torch import nn
 from ...core.run.job import Job
 from ...core.run.replaced_forward import ReplacedForward
 from ...core.run.scoped_call import UNCOMPILED
+from ...core.seams import Events, Extension
 from ...core.units.unit import ParamUnit
 from .experts import OWN_FORWARD, exchanges_of
 
 
-def install_chosen_forwards(
-    job: Job, modules: Iterable[tuple[nn.Module, ParamUnit]]
-) -> list[ReplacedForward]:
-    """Replaces the forwards of ``modules`` whose units bring rows. Returns their removers."""
-    return [
-        replaced
-        for module, unit in modules
-        if unit.arrival.experts is not None
-        for replaced in _replaced(job, module, unit)
-    ]
+class ChosenForwards(Extension):
+    """The forwards of one model's modules whose units bring rows."""
+
+    @classmethod
+    def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> ChosenForwards:
+        return cls()
+
+    def replace_forwards(
+        self, job: Job, model: nn.Module, find: Any, blocks: Any
+    ) -> list[ReplacedForward]:
+        found = ((unit, unit.arrival.experts) for unit in job.units)
+        return [
+            replaced
+            for unit, experts in found
+            if experts is not None
+            for replaced in _replaced(job, experts.module, unit)
+        ]
 
 
 def _replaced(job: Job, module: nn.Module, unit: ParamUnit) -> list[ReplacedForward]:

@@ -23,10 +23,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 import infinity
+from infinity.core.seams import Extension
 from infinity.errors import ConfigError, UsageError
 from infinity.ext.checkpoint.export import export
 from infinity.ext.coded.coded import Coded
 from infinity.ext.integrations.peft import merge_adapters
+from infinity.ext.packed.packed_forward import PackedForwards
 
 transformers = pytest.importorskip("transformers")
 peft = Lazily("peft")
@@ -202,7 +204,7 @@ def test_experts_keep_no_dense_weight_for_the_backward(
 
     def run(*, again: bool) -> tuple[int, dict]:
         if not again:
-            monkeypatch.setattr("infinity.core.wrap.wrap.install_packed_forwards", lambda parts: [])
+            monkeypatch.setattr(PackedForwards, "replace_forwards", Extension.replace_forwards)
         model, _ = streamed(kind, folder, "host", tmp_path)
         model.config._experts_implementation = implementation
         experts = model.get_submodule("base_model.model.model.layers.1.mlp.experts")

@@ -13,8 +13,9 @@ from packed_models import FORMATS, batch, gradients, make, trained
 from torch import nn
 
 import infinity
+from infinity.core.seams import Extension
 from infinity.ext.packed import packed_forward
-from infinity.ext.packed.packed_forward import PackedForward
+from infinity.ext.packed.packed_forward import PackedForward, PackedForwards
 
 
 class Unpacking(nn.Module):
@@ -94,7 +95,7 @@ def test_wrapped_models_keep_no_dense_weights(kind, tmp_path, monkeypatch):
 
     def dense(*, again: bool) -> int:
         if not again:
-            monkeypatch.setattr("infinity.core.wrap.wrap.install_packed_forwards", lambda parts: [])
+            monkeypatch.setattr(PackedForwards, "replace_forwards", Extension.replace_forwards)
         model = make(kind)
         model, _ = infinity.wrap_model(
             model, torch.optim.AdamW(trained(model)), {"params": "host", "optimizer": "host"}
