@@ -146,6 +146,8 @@ _HOMES = {
 }
 seams.EXTENSIONS[:] = (
     "ext.class_step.entries.ClassSteps",
+    "ext.class_step.companion.Outside",
+    "ext.class_step.join.LaterOptimizers",
     "ext.packed.packed_forward.PackedForwards",
     "ext.rows.chosen_forward.ChosenForwards",
     "ext.tiles.layout.TiledLayers",  # before those that run what is there in their own way

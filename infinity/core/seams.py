@@ -105,6 +105,9 @@ class Events:
     finishing: list[Callable[[], None]] = field(default_factory=list)
     # Frozen parameters are about to be stepped: what was asked for. May raise UsageError.
     admitting: list[Callable[[str], None]] = field(default_factory=list)
+    # A wrapped model is given optimizers: model, what was given, configuration. Returns what
+    # stands for them. May wait for other ranks. Raises ConfigError, UsageError or CapacityError.
+    joining: list[Callable[[Any, Any, Any], Any]] = field(default_factory=list)
     # A root forward begins: module, args, kwargs. May wait for other ranks.
     pass_begun: list[Callable[[Any, tuple, dict], None]] = field(default_factory=list)
     # A root forward has ended: module, and the tensors of its output.
@@ -153,6 +156,14 @@ class Extension:
     def describe_model(cls, model: Any) -> None:
         """Adds what it knows to a :class:`~infinity.core.wrap.described_model.DescribedModel`, each
         time that one is made: before a wrap changes anything, and for a plan. May not fail."""
+
+    @classmethod
+    def staying(
+        cls, model: Any, optimizers: Sequence[Any], config: Any, ranks: Any
+    ) -> Iterable[Any]:
+        """Returns the parameters of ``model`` that ``optimizers`` train where they are, though
+        their class could be moved. Raises ConfigError; nothing is changed yet."""
+        return ()
 
     @classmethod
     def describe_ranks(cls, config: Any, ranks: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -73,7 +73,14 @@ class Wrapped:
         """How many optimizers step at home, or have."""
         return len(self._optimizers)
 
-    def join(
+    def join(self, optimizer: Any, config: Any) -> Any:
+        """Gives the model more optimizers. Returns what stands for ``optimizer``, in its form.
+        Raises ConfigError, UsageError or CapacityError."""
+        for listener in self.engine.job.events.joining:
+            return listener(self.model, optimizer, config)
+        raise UsageError("a model is wrapped already, and gets no other optimizer: unwrap it first")
+
+    def add(
         self,
         optimizers: Sequence[InfinityOptimizer],
         plain: Sequence[torch.optim.Optimizer],

@@ -17,7 +17,6 @@ from torch import nn
 from ... import native, torch_private
 from ...config import Config
 from ...errors import ConfigError, UsageError
-from ...ext.class_step.companion import is_moved
 from ..params import mistakes
 from ..params.parameter import close_doors
 from ..step.expected import check_expected
@@ -26,7 +25,7 @@ from ..step.recognised import check_together
 from ..step.rules import refuse_wrapper
 from ..units.forms import form_of, local_of
 from ..units.handle import handle_of
-from .described_model import DescribedModel
+from .described_model import DescribedModel, can_step
 from .unmoved import refuse_elsewhere
 
 logger = logging.getLogger(__name__)
@@ -238,7 +237,7 @@ def _check_optimizer(
                 f"the optimizer's state of {names.get(param, ['a parameter'])[0]} is on meta: build"
                 " it anew, without steps"
             )
-        if param not in names or not is_moved(param, config):
+        if param not in names or not can_step(param, config):
             continue
         grad, dtype = config.grad_dtype, config.param_dtype or param.dtype
         if grad is not None and grad not in (torch.float32, dtype):

@@ -16,6 +16,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from ... import native
+from ...config import Config
 from ...errors import ConfigError
 from ..params import mistakes
 from ..seams import kinds
@@ -45,6 +47,12 @@ def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
     subclasses and what :class:`Staying` names."""
     own_class = form_of(param).moves(param) or always_rests(param)
     return own_class and not hasattr(param, STAYS)
+
+
+def can_step(param: torch.Tensor, config: Config) -> bool:
+    """Tells whether there are kernels to step ``param`` with, at a home."""
+    dtype = config.param_dtype or param.dtype
+    return is_managed(param) and param.dtype in native.DTYPES and dtype in native.DTYPES
 
 
 @dataclass(frozen=True, eq=False)

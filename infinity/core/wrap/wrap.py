@@ -23,8 +23,6 @@ from ...choices import AUTO
 from ...config import Config
 from ...errors import CapacityError
 from ...ext.checkpoint.meta_init import Materialized
-from ...ext.class_step.companion import staying
-from ...ext.class_step.join import join, make_optimizer
 from ...ext.rows.experts import divides_experts
 from ...ranks.collectives import Collectives
 from ...ranks.mesh import join_device, join_node, parallel_dims
@@ -39,7 +37,7 @@ from ..run.build import build_engine
 from ..run.context import found_weakly
 from ..run.engine import Engine
 from ..run.hooks import install_hooks
-from ..run.registry import RECORD, Wrapped, is_wrapped
+from ..run.registry import RECORD, Wrapped, is_wrapped, wrapped
 from ..seams import kinds
 from ..step.recognised import Optimizers, as_given, like_given
 from ..units.flat_param import FlatParam
@@ -62,6 +60,7 @@ from .changes import Changes
 from .checks import check
 from .described_model import DescribedModel, Staying, is_managed, read_model
 from .lay_out import choose_device, lay_out_here, unit_size
+from .make_optimizer import make_optimizer
 from .partition import Group
 from .parts import Parts
 from .remedies import with_larger_budgets
@@ -107,7 +106,7 @@ def wrap_model(
         _, stepping = wrap_model(Parts(model), optimizer, config, mesh=mesh)
         return list(model), stepping
     if isinstance(model, nn.Module) and is_wrapped(model) and optimizer is not None:
-        return model, join(model, optimizer, config)
+        return model, wrapped(model).join(optimizer, config)
     if mesh is None and isinstance(model, nn.Module):
         meshes = (division_of(each).mesh for each in model.parameters())
         mesh = next((each for each in meshes if each is not None), None)
@@ -145,7 +144,9 @@ def wrap_model(
         collectives = Collectives(ranks, traffic)
         collectives.allow_flags(2 * len(described.params) + 1)
         with collectives.together("finding what stays where it is"):
-            stays = Staying(staying(described, given, config, alone=ranks.alone))
+            stays = Staying(
+                param for kind in kinds() for param in kind.staying(described, given, config, ranks)
+            )
             undo.callback(stays.remove)
         stepping = _wrap(described, given, config, collectives, mesh, stays, undo)
         changes.settle()

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from ... import native
-from ...config import Config
 from ...core.params.books import OptimizerBooks
+from ...core.seams import Extension
 from ...core.step.given import Given
 from ...core.step.known import Known
 from ...core.units.handle import handle_of
-from ...core.wrap.described_model import DescribedModel, is_managed
+from ...core.wrap.described_model import can_step
 from ...errors import ConfigError, UsageError
 from .class_code import plain_step
 
@@ -31,40 +30,34 @@ def outside_of(group: dict[str, Any]) -> list[torch.Tensor]:
     return [param for param in group["params"] if handle_of(param) is None]
 
 
-def is_moved(param: torch.Tensor, config: Config) -> bool:
-    """Tells whether there are kernels to step ``param`` with, at a home."""
-    dtype = config.param_dtype or param.dtype
-    return is_managed(param) and param.dtype in native.DTYPES and dtype in native.DTYPES
+class Outside(Extension):
+    """The parameters of one model that are trained where they are, by torch's own class."""
 
-
-def staying(
-    model: DescribedModel,
-    optimizers: Sequence[torch.optim.Optimizer],
-    config: Config,
-    *,
-    alone: bool,
-) -> list[torch.Tensor]:
-    """Lists the parameters of ``model`` that are trained where they are, by torch's own class: of a
-    dtype without kernels, or of a sparse embedding. Raises ConfigError for any, and for parameters
-    outside the model, unless this rank is ``alone``: nobody would average their gradients."""
-    sparse = {
-        param
-        for module in model.modules
-        if getattr(module, "sparse", False) is True
-        for param in module.parameters(recurse=False)
-    }
-    names = model.names
-    trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-    found = [p for p in trained if p not in names or p in sparse or not is_moved(p, config)]
-    if found and not alone:
-        first = found[0]
-        raise ConfigError(
-            f"parameter {names.get(first, ['outside the model'])[0]} ({type(first).__name__},"
-            f" {first.dtype}, of shape {tuple(first.shape)}) cannot be trained over several ranks:"
-            " fp32, bf16 and fp16 Parameters of the model with dense gradients can. Train it in"
-            " one process, or convert it."
-        )
-    return [param for param in found if param in names]
+    @classmethod
+    def staying(
+        cls, model: Any, optimizers: Sequence[Any], config: Any, ranks: Any
+    ) -> list[torch.Tensor]:
+        """Lists those of a dtype without kernels, or of a sparse embedding. Raises ConfigError for
+        any, and for parameters outside the model, unless this rank is alone: nobody would average
+        their gradients."""
+        sparse = {
+            param
+            for module in model.modules
+            if getattr(module, "sparse", False) is True
+            for param in module.parameters(recurse=False)
+        }
+        names = model.names
+        trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+        found = [p for p in trained if p not in names or p in sparse or not can_step(p, config)]
+        if found and not ranks.alone:
+            first = found[0]
+            raise ConfigError(
+                f"parameter {names.get(first, ['outside the model'])[0]} ({type(first).__name__},"
+                f" {first.dtype}, of shape {tuple(first.shape)}) cannot be trained over several"
+                " ranks: fp32, bf16 and fp16 Parameters of the model with dense gradients can."
+                " Train it in one process, or convert it."
+            )
+        return [param for param in found if param in names]
 
 
 class Companion:

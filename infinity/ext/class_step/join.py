@@ -1,4 +1,4 @@
-"""Join: makes the optimizers of a job, at the wrap and for a model that is wrapped already."""
+"""Join: gives a model that is wrapped already more optimizers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from ...config import Config
-from ...core.grads.record import GradState
 from ...core.run.engine import Engine
 from ...core.run.job import Job
 from ...core.run.operations import Operation
 from ...core.run.registry import Wrapped, engine_of, wrapped
+from ...core.seams import Events, Extension
 from ...core.step.optimizer import InfinityOptimizer
 from ...core.step.recognised import (
     Optimizers,
@@ -25,31 +25,21 @@ from ...core.step.recognised import (
     check_together,
     like_given,
 )
-from ...core.step.rules import saved_step
 from ...core.units.flat_param import FlatParam
-from ...core.units.forms import local_of
-from ...core.units.handle import ParamHandle, handle_of, managed, raw_grad, set_raw_grad
+from ...core.units.handle import ParamHandle, handle_of, managed
 from ...core.wrap.checks import check_kind
+from ...core.wrap.make_optimizer import make_optimizer, moved_by
 from ...errors import ConfigError
 
 ASKED = "wrap_model with another optimizer"
 
 
-def make_optimizer(engine: Engine, given: Recognised, place: int) -> InfinityOptimizer:
-    """Makes the optimizer that steps the parameters of the one ``given`` at ``place``, and takes
-    over their gradients."""
-    optimizer, moments = given.optimizer, given.moments
-    stepping = InfinityOptimizer(engine.make_step_context(place), optimizer, given.known)
-    for param in _moved(given):
-        handle, state = managed(param), optimizer.state.get(param, {})
-        handle.step = saved_step(state, moments)
-        handle.keeps_moments = not handle.step and any(name in state for name in moments)
-        if (grad := raw_grad(param)) is not None:
-            set_raw_grad(param, None)
-            handle.grad.move(GradState.LANDED)
-            engine.gradients.assigned.watch(handle, grad, local_of(grad))
-    stepping.given.share_state(stepping.state, stepping)
-    return stepping
+class LaterOptimizers(Extension):
+    """Optimizers that a model gets once it is wrapped."""
+
+    @classmethod
+    def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> None:
+        events.joining.append(join)
 
 
 def join(
@@ -71,7 +61,7 @@ def join(
     for each in given:
         check_kind(each)
     optimizers = Optimizers(given, lambda param: handle_of(param) is not None)
-    handles = [managed(param) for each in optimizers for param in _moved(each)]
+    handles = [managed(param) for each in optimizers for param in moved_by(each)]
     for handle in handles:
         if handle.engine.uses is not job.uses:
             raise ConfigError(f"{ASKED}: {handle.name} is of another wrapped model")
@@ -81,7 +71,7 @@ def join(
     check_count(len(optimizers) + len(_places(job, handles)), job.config)
     places = enumerate(optimizers, start=record.count)
     stepping = [_admit(engine, job, record, each, place) for place, each in places]
-    record.join(stepping, optimizers.plain, before - _places(job, ()))
+    record.add(stepping, optimizers.plain, before - _places(job, ()))
     return like_given(optimizers.results(stepping), optimizer)
 
 
@@ -91,16 +81,11 @@ def _places(job: Job, without: Sequence[ParamHandle]) -> set[int]:
     return {h.flat_param.spec.optimizer for h in job.trained if h not in left_out}
 
 
-def _moved(given: Recognised) -> list[nn.Parameter]:
-    params = [param for group in given.optimizer.param_groups for param in group["params"]]
-    return [param for param in params if handle_of(param) is not None]
-
-
 def _admit(
     engine: Engine, job: Job, record: Wrapped, given: Recognised, place: int
 ) -> InfinityOptimizer:
     """Takes over one optimizer: its parameters get memory for gradients and state."""
-    params, known = _moved(given), given.known
+    params, known = moved_by(given), given.known
 
     def moments_of(flat_param: FlatParam) -> dict[str, torch.dtype]:
         dtypes = {known.by_param.get(each) for each in flat_param.params if each in known.by_param}

@@ -24,8 +24,7 @@ from torch import nn
 
 import infinity
 from infinity.core.run import build, hooks
-from infinity.core.wrap import wrap
-from infinity.ext.class_step import join
+from infinity.core.wrap import make_optimizer, wrap
 
 SEED, WIDTH, ROUNDS = 2, 64, 50
 Gone = list[weakref.ref]
@@ -239,7 +238,7 @@ def a_wrap_that_fails_as_values_go_home(home, folder):
 
 @way
 def a_wrap_that_fails_as_it_ends(home, folder):
-    return failed_wrap(home, folder, join, "InfinityOptimizer", KeyboardInterrupt)
+    return failed_wrap(home, folder, make_optimizer, "InfinityOptimizer", KeyboardInterrupt)
 
 
 @way

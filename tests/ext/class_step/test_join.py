@@ -17,6 +17,7 @@ from small_net import furthest, model, steps
 from torch import nn, optim
 
 import infinity
+from infinity.core import seams
 from infinity.errors import ConfigError, UsageError
 
 HOMES = ["device", "host", "nvme"]
@@ -181,3 +182,19 @@ def test_the_only_one_left_steps_in_the_backward():
     with later.step_in_backward():
         net(torch.ones(2, 64)).sum().backward()
     later.step()
+
+
+def test_only_by_its_extension_a_wrapped_model_gets_another_optimizer(monkeypatch, tmp_path):
+    """Method: wraps without the extension, and trains. Twin: with it the optimizer joins."""
+    kept = [each for each in seams.EXTENSIONS if not each.startswith("ext.class_step.join.")]
+    for extensions in (kept, [*seams.EXTENSIONS]):
+        monkeypatch.setattr(seams, "EXTENSIONS", extensions)
+        net = model()
+        net, former = wrap(net, optim.AdamW(net.parameters()), "host", tmp_path)
+        later = optim.AdamW(net.parameters())
+        if extensions is kept:
+            with pytest.raises(UsageError, match="wrapped already"):
+                infinity.wrap_model(net, later)
+            steps(net, former, 1)
+        else:
+            steps(*infinity.wrap_model(net, later), 1)
