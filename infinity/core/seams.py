@@ -11,6 +11,7 @@ every rank, so a listener may meet other ranks there. An empty list costs one tr
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +33,7 @@ CHANGES: list[str] = []
 CONFIG_READER = "infinity.ext.migrate.reader"
 
 
+@functools.cache
 def is_there(module: str) -> bool:
     """Tells whether ``module`` exists: a folder of an extension or a tool may be deleted."""
     try:
@@ -46,7 +48,12 @@ def classes_of(paths: Iterable[str]) -> Iterator[Any]:
     for path in paths:
         module, _, name = f"infinity.{path}".rpartition(".")
         if is_there(module):
-            yield getattr(importlib.import_module(module), name)
+            yield _load(module, name)
+
+
+@functools.cache
+def _load(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 class Term(NamedTuple):
