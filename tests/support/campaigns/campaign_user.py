@@ -59,21 +59,19 @@ class User:
     def __init__(self, home: str, folder: Path, striker: Striker | None):
         self.folder, self.striker = folder, striker
         self.config = HOMES[home] | {"nvme_paths": [str(folder / "swap")]}
-        kind = self.config.pop("class", "AdamW")  # of the optimizer
+        self.kind = self.config.pop("class", "AdamW")  # of the optimizer
         self.dtype = torch.bfloat16 if self.config.get("param_dtype") == "bf16" else torch.float32
         self.x = torch.randn(4, 48, generator=torch.Generator().manual_seed(1)).to(self.dtype)
         self.x = self.x.to(self.config.get("device", "cpu"))
         (folder / "swap").mkdir(exist_ok=True)
-        self.model, self.optimizer = self.build()
-        if kind != "AdamW":
-            self.optimizer = getattr(torch.optim, kind)(self.model.parameters(), lr=1e-2)
+        self.model, self.optimizer = self.build(self.kind)
         self.steps = 0
 
     @staticmethod
-    def build() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    def build(kind: str = "AdamW") -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(Block() for _ in range(3)))
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, getattr(torch.optim, kind)(model.parameters(), lr=1e-2)
 
     def wrap(self) -> User:
         self.model, self.optimizer = infinity.wrap_model(self.model, self.optimizer, self.config)
@@ -395,7 +393,7 @@ def wrap(user, known):
     """On a model of its own, which a failed wrap leaves as it was."""
     other = User.__new__(User)
     other.__dict__.update(user.__dict__)
-    other.model, other.optimizer = User.build()
+    other.model, other.optimizer = User.build(user.kind)
     before = picture(other)
     if (yield lambda: infinity.wrap_model(other.model, other.optimizer, other.config)):
         assert picture(other) == before, "a failed wrap changed the model"
