@@ -1,90 +1,86 @@
 """`python -m bench <theme>`, in the root of a checkout: the engine beside ceilings and rivals.
 
-`python -m bench report` turns result files into a page with plots.
+`python -m bench compare` compares two runs, `report` draws result files.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from infinity.files.outputs import PICTURE, Output, check_outputs
+from .huge_pages import HUGE_PAGES
+
+if __name__ == "__main__":
+    for variable, value in HUGE_PAGES.items():
+        os.environ.setdefault(variable, value)  # before torch is imported
+
+from infinity.errors import UsageError
 from infinity.tools.bench import bench as command
 from infinity.tools.cli import BAD_INPUT_STATUS, Parser, answer
 
-from .themes import APART, THEMES
+from .themes import ALL, THEMES, listing, of_file
+
+# Each has a module with ``add_options(parser)`` and ``run(args)``.
+COMMANDS = {
+    "compare": ("infinity.tools.bench.compare", "compare result files, or one and this machine"),
+    "report": ("bench.report", "draw result files as a page"),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Makes the parser: the options of `infinity bench`, and those of the report."""
+    """Makes the parser: the options of `infinity bench`, and those of a checkout."""
+    commands = "\n".join(f"  {name:<16} {what}" for name, (_, what) in COMMANDS.items())
     parser = Parser(
-        prog="python -m bench", description="measure the engine beside its ceilings and its rivals"
+        prog="python -m bench",
+        description="measure the engine beside its ceilings and its rivals",
+        epilog=f"themes, each a quarter of an hour or more if not in all:\n{listing()}\n"
+        f"commands, each with its own --help:\n{commands}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "theme",
-        choices=(*THEMES, *APART, "all", "report"),
-        help="what to measure, or a page of results",
+        "theme", metavar="THEME", help="what to measure: a name, all, or a Python file of your own"
     )
+    parser.add_argument("more", metavar="THEME", nargs="*", help="further themes")
     command.add_options(parser)
     parser.add_argument(
         "--no-rivals", action="store_true", help="measure ours and the ceilings only"
-    )
-    parser.add_argument(
-        "--results",
-        type=Path,
-        default=Path("bench/results"),
-        metavar="DIR",
-        help="for report: the files",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("bench-report.html"),
-        metavar="FILE",
-        help="for report: the page",
-    )
-    parser.add_argument(
-        "--svg", type=Path, metavar="DIR", help="for report: every plot as a file of its own, too"
     )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one theme, or writes the report, and returns the exit status."""
+    """Runs themes or a command, and returns the exit status."""
+    given = sys.argv[1:] if argv is None else list(argv)
     try:
-        args = build_parser().parse_args(argv)
+        if given and given[0] in COMMANDS:
+            where, what = COMMANDS[given[0]]
+            module = importlib.import_module(where)
+            parser: argparse.ArgumentParser = Parser(
+                prog=f"python -m bench {given[0]}", description=what
+            )
+            module.add_options(parser)
+            return answer(parser.prog, module.run, parser.parse_args(given[1:]))
+        args = build_parser().parse_args(given)
     except SystemExit as stop:  # argparse has printed help (0) or its message
         return stop.code if isinstance(stop.code, int) else BAD_INPUT_STATUS
     return answer("python -m bench", run, args)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures a theme and prints its table, or writes the report and prints its path."""
-    if args.theme == "report":
-        return _report(args)
-    return command.measure(
-        args, THEMES | APART, tuple(THEMES) if args.theme == "all" else (args.theme,)
-    )
-
-
-def _report(args: argparse.Namespace) -> int:
-    from . import report
-
-    outputs = [Output("--out", args.out, made=report.HEAD.encode())]
-    if args.svg is not None:
-        outputs += [
-            Output("--svg", args.svg / f"{name}.svg", made=PICTURE) for name in report.PLOTS
-        ]
-    read = [("--results", path) for path in args.results.glob("*.json")]
-    check_outputs(outputs, read, overwrite=args.overwrite)
-    for each in report.write(args.results, args.out):
-        print(f"left out: {each}", file=sys.stderr)
-    print(args.out)
-    if args.svg:
-        print(*report.write_plots(args.results, args.svg), sep="\n")
-    return 0
+    """Measures themes and prints their tables."""
+    known = {name: theme.where for name, theme in ALL.items()}
+    chosen: list[str] = []
+    for name in (args.theme, *args.more):
+        if name.endswith(".py"):
+            name, known[name] = of_file(Path(name))
+        chosen += THEMES if name == "all" else [name]
+    if unknown := [name for name in chosen if name not in known]:
+        raise UsageError(command.no_theme(unknown[0], [*known, "all", *COMMANDS]))
+    return command.measure(args, known, tuple(dict.fromkeys(chosen)))
 
 
 if __name__ == "__main__":

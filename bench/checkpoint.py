@@ -147,7 +147,7 @@ def _times(folder: Path, home: str, width: int, rounds: int) -> tuple[dict[str, 
             "read": lambda: raw.run("read"),
             "mixed": lambda: raw.run("mixed"),
         }
-        return alternate(jobs, rounds), nbytes
+        return alternate(jobs, rounds, in_order=True), nbytes
 
 
 def _config(folder: Path, home: str) -> infinity.Config:

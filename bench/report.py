@@ -1,14 +1,21 @@
-"""The report: result files as one page, with tables and plots, that needs nothing but a browser."""
+"""The report: result files as one page, with tables and plots, that needs nothing but a browser.
+
+Their rows are comma-separated values or LaTeX tables, too.
+"""
 
 from __future__ import annotations
 
+import argparse
+import csv
 import html
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from infinity.errors import ConfigError
-from infinity.tools.bench.results import FORMAT
+from infinity.files.outputs import PICTURE, Output, check_outputs
+from infinity.tools.bench.results import FORMAT, is_quick, row_of
 from infinity.tools.watch.svg import COLOURS, Chart, bar, text
 from infinity.untrusted import parse_json, read_text
 
@@ -22,6 +29,46 @@ td.number { text-align: right; font-variant-numeric: tabular-nums; }
 th { border-bottom: 1px solid #999; }
 svg { display: block; margin: .5rem 0 1.5rem; } .note { color: #666; }
 """
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the report."""
+    parser.add_argument(
+        "--results", type=Path, default=Path("bench/results"), metavar="DIR", help="the files"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("bench-report.html"), metavar="FILE", help="the page"
+    )
+    parser.add_argument("--svg", type=Path, metavar="DIR", help="every plot as a file of its own")
+    parser.add_argument("--csv", type=Path, metavar="FILE", help="all rows, one a line")
+    parser.add_argument("--tex", type=Path, metavar="FILE", help="all rows as LaTeX tables")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the report and prints its paths."""
+    outputs = [Output("--out", args.out, made=HEAD.encode())]
+    if args.svg is not None:
+        outputs += [Output("--svg", args.svg / f"{name}.svg", made=PICTURE) for name in PLOTS]
+    if args.csv is not None:
+        outputs.append(Output("--csv", args.csv, made=",".join(COLUMNS).encode()))
+    if args.tex is not None:
+        outputs.append(Output("--tex", args.tex, made=TEX_HEAD.encode()))
+    read = [("--results", path) for path in args.results.glob("*.json")]
+    check_outputs(outputs, read, overwrite=args.overwrite)
+    for each in write(args.results, args.out):
+        print(f"left out: {each}", file=sys.stderr)
+    print(args.out)
+    if args.svg:
+        print(*write_plots(args.results, args.svg), sep="\n")
+    results = read_results(args.results)[0] if args.csv or args.tex else []
+    if args.csv:
+        _write_csv(results, args.csv)
+        print(args.csv)
+    if args.tex:
+        args.tex.write_text(TEX_HEAD + "".join(_tex(found) for _, found in results))
+        print(args.tex)
+    return 0
 
 
 ODD = (
@@ -97,42 +144,103 @@ def _plots(found: dict) -> tuple[str, dict[str, str]]:
     return str(found["date"]), drawn
 
 
+def _title(found: dict) -> str:
+    return " · ".join(str(found[name]) for name in ("theme", "hardware", "date", "commit"))
+
+
 def _section(found: dict) -> str:
-    title = " · ".join(html.escape(found[name]) for name in ("theme", "hardware", "date"))
+    title = html.escape(_title(found))
     notes = "".join(f"<p class='note'>{html.escape(note)}</p>" for note in found.get("notes", []))
     _, plots = _plots(found)
-    commit = html.escape(found["commit"])
-    return (
-        f"<h2 class='result'>{title}</h2><p class='note'>commit"
-        f" {commit}</p>{_table(found['rows'])}{notes}{''.join(plots.values())}"
+    drawn = "".join(
+        f"<figure>{plot}"
+        f"<figcaption class='note'>{html.escape(name)} · {title}</figcaption></figure>"
+        for name, plot in plots.items()
     )
+    kept = found.get("settings")
+    told = (
+        [] if kept is not None else ["its settings, its rounds and its machine's facts: not kept"]
+    )
+    if kept is not None and is_quick(kept):
+        told.append("a quick look: no figure to keep")
+    if not found.get("complete", True):
+        told.append("interrupted")
+    if kept:
+        told.append(", ".join(f"{name} {value}" for name, value in kept.items()))
+        told.append("load " + " to ".join(str(each) for each in found["load"].values()))
+    marks = "".join(f"<p class='note'>{html.escape(each)}</p>" for each in told)
+    return f"<h2 class='result'>{title}</h2>{marks}{_table(found['rows'])}{notes}{drawn}"
+
+
+COLUMNS = ("theme", "hardware", "date", "commit", "name", "unit", "better", "median", "low", "high")
+COLUMNS += ("rounds", "interval_low", "interval_high", "ceiling", "ceiling_value", "share")
+
+
+def _write_csv(results: Sequence[tuple[Path, dict]], path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(COLUMNS)
+        for _, found in results:
+            of_run = [found[name] for name in COLUMNS[:4]]
+            for row in map(row_of, found["rows"]):
+                ceiling = row.ceiling or {"name": "", "value": ""}
+                writer.writerow(
+                    [
+                        *of_run,
+                        *(row.name, row.unit, row.better, row.median, row.low, row.high),
+                        *(len(row.rounds) or "", *(row.interval or ("", ""))),
+                        *(ceiling["name"], ceiling["value"], row.share_of_ceiling or ""),
+                    ]
+                )
+
+
+TEX_HEAD = "% Infinity: what was measured\n"
+
+
+def _tex(found: dict) -> str:
+    def plain(text: object) -> str:
+        escaped = str(text)
+        for char in "_%&#":
+            escaped = escaped.replace(char, f"\\{char}")
+        return escaped
+
+    lines = [
+        r"\begin{table}\centering\begin{tabular}{lrrrl}",
+        r"row & median & from & to & unit \\ \hline",
+    ]
+    for row in map(row_of, found["rows"]):
+        low, high = row.interval or (row.low, row.high)
+        lines.append(
+            f"{plain(row.name)} & {row.median:.3f} & {low:.3f} & {high:.3f} &"
+            rf" {plain(row.unit)} \\"
+        )
+    what = "95\\,\\% of the median" if found.get("settings") else "lowest and highest round"
+    caption = f"{plain(_title(found)).replace('·', ',')}; from and to: {what}."
+    return "\n".join([*lines, rf"\end{{tabular}}\caption{{{caption}}}\end{{table}}", "", ""])
 
 
 def _table(rows: Sequence[dict]) -> str:
     rivals = list(dict.fromkeys(rival for row in rows for rival in row["ratios"]))
-    head = [
-        "",
-        "median",
-        "low",
-        "high",
-        "unit",
-        "of the ceiling",
-        *(f"x {rival}" for rival in rivals),
-    ]
+    head = ["", "median", "low", "high", "95 %", "rounds", "unit", "better", "of the ceiling"]
+    head += [f"x {rival}" for rival in rivals]
     lines = []
-    for row in rows:
-        share = row.get("share_of_ceiling")
-        of_ceiling = (
-            f"{100 * share:.0f} % of {html.escape(row['ceiling']['name'])}" if share else ""
-        )
-        ratios = [
-            f"{row['ratios'][rival]:.2f}" if rival in row["ratios"] else "" for rival in rivals
+    for kept in rows:
+        row = row_of(kept)
+        of_ceiling = ""
+        if row.share_of_ceiling:
+            of_ceiling = f"{100 * row.share_of_ceiling:.0f} % of {html.escape(row.ceiling['name'])}"
+            of_ceiling += f" ({row.ceiling['value']:.3f})"
+        if row.passes_its_ceiling():
+            of_ceiling += ": passed, so it is none"
+        numbers = [
+            f"<td class='number'>{each:.3f}</td>" for each in (row.median, row.low, row.high)
         ]
-        numbers = [f"<td class='number'>{row[name]:.3f}</td>" for name in ("median", "low", "high")]
-        rest = "".join(
-            f"<td>{cell}</td>" for cell in [html.escape(row["unit"]), of_ceiling, *ratios]
-        )
-        lines.append(f"<tr><td>{html.escape(row['name'])}</td>{''.join(numbers)}{rest}</tr>")
+        spread = "{:.3f} - {:.3f}".format(*row.interval) if row.interval else ""
+        count = str(len(row.rounds)) if row.rounds else "not kept"
+        ratios = [f"{row.ratios[each]:.2f}" if each in row.ratios else "" for each in rivals]
+        cells = [spread, count, html.escape(row.unit), row.better, of_ceiling, *ratios]
+        rest = "".join(f"<td>{cell}</td>" for cell in cells)
+        lines.append(f"<tr><td>{html.escape(row.name)}</td>{''.join(numbers)}{rest}</tr>")
     titles = "".join(f"<th>{html.escape(cell)}</th>" for cell in head)
     return f"<table><tr>{titles}</tr>{''.join(lines)}</table>"
 

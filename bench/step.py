@@ -121,7 +121,7 @@ def measure(settings: Settings) -> Measured:
             systems[name].finish()
 
         jobs = {name: lambda name=name: turn(name) for name in systems}
-        times = alternate(jobs, settings.rounds)
+        times = alternate(jobs, settings.rounds, seconds=settings.seconds)
         systems.clear()
     if len({tuple(losses[home]) for home in HOMES}) != 1:
         raise AssertionError(f"the homes' losses differ: {losses}")

@@ -175,14 +175,15 @@ def _time_parts(job: Step, settings: Settings) -> tuple[dict[str, list[float]], 
         "write": lambda: job.transfer(job.write),
         "both": job.both,
     }
-    times = {name: of_one.wall for name, of_one in alternate(jobs, settings.rounds).items()}
-    return times, job.timeline()
+    times = alternate(jobs, settings.rounds, seconds=settings.seconds)
+    return {name: of_one.wall for name, of_one in times.items()}, job.timeline()
 
 
 def _time_whole(job: Step, settings: Settings) -> dict[str, list[float]]:
     """Seconds of the step, and of both directions of the disk alone, in turns."""
     jobs = {"step": lambda: job.step(job.disk), "both": job.both}
-    return {name: of_one.wall for name, of_one in alternate(jobs, settings.rounds).items()}
+    times = alternate(jobs, settings.rounds, seconds=settings.seconds)
+    return {name: of_one.wall for name, of_one in times.items()}
 
 
 def _of_size(nbytes: int, settings: Settings) -> Row:
@@ -194,4 +195,5 @@ def _of_size(nbytes: int, settings: Settings) -> Row:
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
         times = _time_whole(Step(folder, count, settings.threads, in_memory=False), settings)
     ratios = [step / both for step, both in zip(times["step"], times["both"])]
-    return row(f"update.step_over_both.{nbytes // MIB}MiB", "ratio", ratios)
+    moved = max(1, count * sum(SIZES.values()) // MIB)
+    return row(f"update.step_over_both.{moved}MiB", "ratio", ratios)

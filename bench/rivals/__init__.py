@@ -1,9 +1,9 @@
 """Rivals: other systems' loops, each behind ``find``, which gives a runner or the reason why there
 is none.
 
-Disk rivals        ``find(path, nbytes)`` -> an object with ``run("read" | "write" | "mixed")`` and
-                   ``close()``
-Optimizer rivals   ``find(count, whole_job=, factor=)`` -> a callable, one step
+Disk rivals        ``find(path, nbytes)`` -> an object with ``run("read" | "write" | "mixed")``,
+                   ``told()`` (what the result file keeps: version, options, trials) and ``close()``
+Optimizer rivals   ``find(count, whole_job=, factor=)`` -> a callable, one step; with ``told()``
 
 DeepSpeed compiles its operations when they are first used, which takes minutes.
 """

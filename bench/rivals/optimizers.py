@@ -4,12 +4,17 @@ the scaling."""
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+
+from ..huge_pages import HUGE_PAGES
 
 
 class AdamWJob:
@@ -28,6 +33,19 @@ class AdamWJob:
             self.weight = self.master.detach().to(torch.bfloat16)
             self.grad = self.master.grad.to(torch.bfloat16)
         self.optimizer = make_optimizer([self.master])
+
+    def told(self) -> dict[str, Any]:
+        """Returns the optimizer's class and options, and the versions that they are of."""
+        options = {name: str(value) for name, value in self.optimizer.defaults.items()}
+        kind = type(self.optimizer)
+        version = importlib.metadata.version(kind.__module__.partition(".")[0])
+        huge = {name: os.environ.get(name, "") for name in HUGE_PAGES}
+        return {
+            "class": kind.__qualname__,
+            "version": version,
+            "options": options,
+            "environment": huge,
+        }
 
     @torch.no_grad()
     def __call__(self) -> None:

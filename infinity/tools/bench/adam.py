@@ -159,23 +159,25 @@ def _measure(
     name = f"adam.{variant.name}" + ("" if threads == settings.threads else f".{threads}thread")
     tell(name)
     ours = Ours(variant, count, threads)
-    times = alternate({"ours": ours.step, "moving": ours.move}, settings.rounds)
+    jobs: dict[Any, Callable[[], object]] = {"ours": ours.step, "moving": ours.move}
+    times = alternate(jobs, settings.rounds, seconds=settings.seconds)
     rates = {
         who: [count / seconds / 1e9 for seconds in of_one.wall] for who, of_one in times.items()
     }
     ceiling = ("moving the same bytes", rates["moving"])
     measured = Measured([row(name, "G parameters/s", rates["ours"], ceiling=ceiling)])
     settings.show(measured.rows)
-    jobs: dict[Any, Callable[[], object]] = {"ours": ours.step}
+    jobs = {"ours": ours.step}
     for rival in rivals:
         found = rival.find(count, whole_job=variant.name != "fp32", factor=GRAD_FACTOR)
         if isinstance(found, str):
             measured.notes.append(f"{rival.NAME}: {found}")
         else:
             jobs[rival.NAME] = found
+            measured.rivals[rival.NAME] = found.told()
     if len(jobs) > 1:
         with limit_threads(threads):
-            times = alternate(jobs, settings.rounds)
+            times = alternate(jobs, settings.rounds, seconds=settings.seconds)
         wall = times.pop("ours").wall
         measured.rows[0].ratios = {who: paired(wall, each.wall) for who, each in times.items()}
     return measured

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import json
 import os
@@ -19,48 +20,10 @@ from typing import Any
 
 from ...errors import ConfigError, UsageError
 from ...files.outputs import Output, check_outputs
-from ..cli.values import a_count
+from ..cli.values import a_count, positive_real, real_from_zero
+from .themes import IN_CHECKOUT, THEMES
 
-THEMES = {
-    "io": "infinity.tools.bench.io",
-    "adam": "infinity.tools.bench.adam",
-    "copy": "infinity.tools.bench.copies",
-}
 MOST_THREADS = 1024
-IN_CHECKOUT = (
-    "attention",
-    "checkpoint",
-    "cluster",
-    "disks",
-    "experts",
-    "rules",
-    "optimizers",
-    "gpu",
-    "gpu_train",
-    "idle",
-    "integrations",
-    "late_device",
-    "late_updates",
-    "meetings",
-    "meshes",
-    "shares",
-    "packed",
-    "past_host",
-    "pipeline",
-    "pool",
-    "ranks",
-    "report",
-    "slow_links",
-    "startup",
-    "step",
-    "tensor_parallel",
-    "tiling",
-    "touches",
-    "train",
-    "train_1b",
-    "train_ways",
-    "update",
-)
 
 
 class _Choices(tuple):
@@ -75,11 +38,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser = subparsers.add_parser(
         "bench", help="measure this machine's disk, Adam and copies beside their ceilings"
     )
-    themes = _Choices((*THEMES, "all"))
+    themes = _Choices((*THEMES, "all", "compare"))
     parser.add_argument(
-        "theme", metavar="THEME", choices=themes, help=f"what to measure: {', '.join(themes)}"
+        "theme",
+        metavar="THEME",
+        choices=themes,
+        help=f"what to measure: {', '.join(themes[:-1])};"
+        " or `compare`: two result files, or one and this machine",
     )
+    parser.add_argument("more", metavar="THEME|FILE", nargs="*", help="further themes, or files")
     add_options(parser)
+    parser.add_argument(
+        "--bound", type=real_from_zero, metavar="X", help="of compare: how much slower fails (0)"
+    )
     parser.add_argument(
         "--no-rivals",
         action="store_true",
@@ -93,7 +64,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of every theme, here and in a checkout."""
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--save", metavar="PATH", help="the same in a file, or one of a folder")
+    parser.add_argument(
+        "--save",
+        metavar="PATH",
+        help="a file that ends in .json, or a folder, where the run gets a file of its own",
+    )
+    parser.add_argument(
+        "--resume", metavar="FILE", help="measure what an interrupted run left, into its file"
+    )
     parser.add_argument(
         "--folder", default=".", metavar="DIR", help="on the disk to measure (default: here)"
     )
@@ -105,75 +83,156 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of which the median is given (default 5)",
     )
     parser.add_argument(
+        "--seconds",
+        type=real_from_zero,
+        default=0.0,
+        metavar="S",
+        help="further rounds of each loop for so long, or until its interval is within 3 %%",
+    )
+    parser.add_argument(
         "--scale", type=float, default=1.0, metavar="X", help="times the usual sizes (default 1)"
     )
     parser.add_argument(
         "--threads",
         type=a_count,
         metavar="N",
-        help="for the optimizer's kernels (default: all processors)",
+        help="of every loop (default: all processors)",
     )
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace output files that are none of ours"
+        "--parameters",
+        type=positive_real,
+        default=7e9,
+        metavar="N",
+        help="of the model in the last line (default 7e9)",
     )
+    parser.add_argument("--overwrite", action="store_true", help="replace output files that exist")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the benchmarks, prints tables, and writes the file of `--save`. Raises UsageError for a
-    theme that needs a checkout."""
-    if args.theme in IN_CHECKOUT:
-        raise UsageError(
-            f"{args.theme} is one of the engine's own benchmarks, which are not installed. Run"
-            f" `python -m bench {args.theme}` from the root of a checkout."
-        )
+    """Runs the benchmarks, prints tables, and writes the file of `--save`; or compares files.
+    Raises UsageError for a theme that needs a checkout."""
+    for name in (args.theme, *args.more):
+        if name in IN_CHECKOUT:
+            raise UsageError(
+                f"{name} is one of the engine's own benchmarks, which are not installed. Run"
+                f" `python -m bench {name}` from the root of a checkout."
+            )
     for name in ("results", "out", "svg"):
         if getattr(args, name) is not None:
             raise UsageError(f"--{name} is of `python -m bench report`: leave it out")
-    return measure(args, THEMES, tuple(THEMES) if args.theme == "all" else (args.theme,))
+    if args.theme == "compare":
+        from . import compare
+
+        args.files, args.bound = args.more, args.bound or 0.0
+        return compare.run(args)
+    if args.bound is not None:
+        raise UsageError("--bound is of `infinity bench compare`: leave it out")
+    names = [args.theme, *args.more]
+    if unknown := [name for name in names if name not in THEMES and name != "all"]:
+        raise UsageError(no_theme(unknown[0], [*THEMES, "all"]))
+    chosen = [theme for name in names for theme in (THEMES if name == "all" else (name,))]
+    return measure(args, THEMES, tuple(dict.fromkeys(chosen)))
+
+
+def no_theme(name: str, known: Sequence[str]) -> str:
+    """Returns the message for a name that is no theme."""
+    near = difflib.get_close_matches(name, known, n=1)
+    meant = f": did you mean {near[0]}?" if near else f": choose from {', '.join(known)}"
+    return f"{name} is no benchmark{meant}"
 
 
 def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequence[str]) -> int:
-    """Measures the ``chosen`` themes, prints a table for each and writes `--save`.
+    """Measures the ``chosen`` themes, prints a table for each and writes the file of `--save`, row
+    by row: what was measured before an interruption stays.
 
     ``themes``: name -> module, or module:function.
     """
     from infinity.tools.bench import results
     from infinity.tools.bench.rounds import PROGRESS
 
-    _check_output(args)
-    shown = _Shown()
-    measured = results.Measured([])
+    measured, shown = results.Measured([]), _Shown()
+    settings, path = _settings(args), _output(args)
+    run = results.Run("all" if args.theme == "all" else "+".join(chosen), settings)
+    if args.resume is not None:
+        path = Path(args.resume)
+        chosen = _resume(path, run, measured, chosen)
+    elif path is not None and path.is_dir():
+        path = results.new_path(run.content(measured), path)
 
-    def keep(found: results.Measured) -> Path | None:
-        if args.save is None:
-            return None
-        content, path = results.result(args.theme, found), Path(args.save)
-        if path.is_dir():
-            return results.save(content, path)
-        path.write_text(json.dumps(content, indent=1) + "\n")
-        return path
+    def keep(found: results.Measured, *, complete: bool = False) -> None:
+        measured.add(found)
+        if path is not None and measured.rows:
+            results.write(run.content(measured, complete=complete), path)
 
-    settings = replace(_settings(args), show=shown.show, keep=keep)
+    def show(rows: Sequence[Any]) -> None:
+        shown.show(rows)
+        keep(results.Measured(list(rows)))
+
+    settings = replace(settings, show=show, keep=keep)
     with _stdout_for(args.json):
         busy = results.busy()  # before anything is measured
-        for number, theme in enumerate(chosen, start=1):
-            name, _, function = themes[theme].partition(":")
-            module = importlib.import_module(name)
-            if number == 1 and busy:
-                print(busy, file=sys.stderr, flush=True)
-            PROGRESS.begin(number, len(chosen), theme)
-            found = getattr(module, function or "measure")(settings)
-            shown.end(found.rows)
-            measured.add(found)
-        for note in [*measured.notes, *results.spread(measured.rows)]:
+        try:
+            for number, theme in enumerate(chosen, start=1):
+                name, _, function = themes[theme].partition(":")
+                module = importlib.import_module(name)
+                if number == 1 and busy:
+                    print(busy, file=sys.stderr, flush=True)
+                PROGRESS.begin(number, len(chosen), theme)
+                with _threads(args.threads):
+                    found = getattr(module, function or "measure")(settings)
+                shown.end(found.rows)
+                run.done.append(theme)
+                keep(found)
+        except BaseException:
+            PROGRESS.clear()
+            if path is not None and measured.rows:
+                print(
+                    f"kept what was measured: {path} (go on with --resume {path})", file=sys.stderr
+                )
+            raise
+        for note in [*measured.notes, *results.remarks(measured.rows, settings)]:
             print(f"({note})")
-        if told := results.bound_of(measured.rows):
+        if told := results.bound_of(measured.rows, args.parameters):
             print(told)
     if args.json:
-        print(json.dumps(results.result(args.theme, measured)))
-    if (saved := keep(measured)) is not None and Path(args.save).is_dir():
-        print(saved, file=sys.stderr)
+        print(json.dumps(run.content(measured)))
+    keep(results.Measured([]), complete=True)
+    if path is not None and measured.rows:
+        print(path, file=sys.stderr)
     return 0
+
+
+def _resume(path: Path, run: Any, measured: Any, chosen: Sequence[str]) -> tuple[str, ...]:
+    """Takes over what an interrupted run has measured. Returns the themes that it left. Raises
+    ConfigError for another run's file."""
+    from infinity.tools.bench import results
+
+    kept, now = results.read(path), run.content(measured)
+    for name in ("theme", "hardware", "commit", "settings"):
+        if kept.get(name) != now[name]:
+            raise ConfigError(
+                f"--resume {path} has {name} {kept.get(name)!r}, and this run {now[name]!r}: give"
+                " the options of that run, on its machine and at its commit"
+            )
+    measured.rows += [results.row_of(each) for each in kept["rows"]]
+    measured.notes += kept["notes"]
+    measured.series |= kept["series"]
+    measured.rivals |= kept["rivals"]
+    run.done += kept["done"]
+    return tuple(theme for theme in chosen if theme not in run.done)
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Gives torch's own loops as many threads as ours."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class _Shown:
@@ -202,11 +261,26 @@ class _Shown:
         self._ratios = {}
 
 
-def _check_output(args: argparse.Namespace) -> None:
-    if args.save is not None and not Path(args.save).is_dir():
-        from infinity.tools.bench.results import BEGIN
+def _output(args: argparse.Namespace) -> Path | None:
+    """Returns the file or the folder of `--save`, which is made. Raises ConfigError for a file that
+    is there, unless it may be replaced."""
+    if args.save is None:
+        return None
+    from infinity.tools.bench.results import BEGIN
 
-        check_outputs([Output("--save", Path(args.save), made=BEGIN)], [], overwrite=args.overwrite)
+    path = Path(args.save)
+    if not path.is_dir() and (path.suffix or path.exists()):
+        check_outputs([Output("--save", path, made=BEGIN)], [], overwrite=args.overwrite)
+        if path.suffix != ".json":
+            raise ConfigError(f"--save {path}: give a file that ends in .json, or a folder")
+        if path.exists() and path.stat().st_size and not args.overwrite:
+            raise ConfigError(
+                f"--save {path} holds a result. Give another name, a folder, or --overwrite to"
+                " replace it."
+            )
+        return path
+    path.mkdir(exist_ok=True)
+    return path
 
 
 @contextlib.contextmanager
@@ -243,6 +317,7 @@ def _settings(args: argparse.Namespace):
         folder=args.folder,
         rounds=args.rounds,
         scale=args.scale,
+        seconds=args.seconds,
         rivals=not args.no_rivals,
         **chosen,
     )

@@ -22,7 +22,7 @@ from infinity import native
 
 from ...core.machine.disk_profile import disk_profile
 from .results import Measured, Row, row
-from .rounds import Times, alternate, paired
+from .rounds import Times, alternate, paired, tell
 from .settings import Settings
 
 MIB = 1024 * 1024
@@ -107,12 +107,16 @@ class Raw:
         list(self.threads.map(lambda thread: self._share(thread, direction), range(RAW_THREADS)))
 
     def _share(self, thread: int, direction: str) -> None:
+        """Moves a thread's blocks; "mixed": of one half, which is read, or of the other, which is
+        written, as every job does."""
         block = memoryview(self.memory)[thread * RAW_BLOCK : (thread + 1) * RAW_BLOCK]
-        writes = direction == "write" or (direction == "mixed" and thread % 2)
+        begin, end, lane, lanes = 0, self.file.nbytes, thread, RAW_THREADS
+        writes = direction == "write"
+        if direction == "mixed":
+            writes, lane, lanes = bool(thread % 2), thread // 2, RAW_THREADS // 2
+            begin, end = (end // 2, end) if writes else (0, end // 2)
         move = os.pwritev if writes else os.preadv
-        for offset in range(
-            thread * RAW_BLOCK, self.file.nbytes - RAW_BLOCK + 1, RAW_THREADS * RAW_BLOCK
-        ):
+        for offset in range(begin + lane * RAW_BLOCK, end - RAW_BLOCK + 1, lanes * RAW_BLOCK):
             move(self.descriptor, [block], offset)
 
 
@@ -136,21 +140,26 @@ def measure(settings: Settings, *, rivals: Sequence[Any] = ()) -> Measured:
             _jobs({"ours": ours.run, "raw disk": raw.run})
             | {("threads", "read"): lambda: threads.run("read")},
             settings.rounds,
+            seconds=settings.seconds,
         )
         rows = _rows(times, file.nbytes)
         settings.show(rows)
-        others, notes = {}, []
+        others: dict[str, Any] = {}
+        notes = []
         for rival in rivals:
             found = rival.find(file.path, file.nbytes)
             if isinstance(found, str):
                 notes.append(f"{rival.NAME}: {found}")
             else:
                 stack.callback(found.close)
-                others[rival.NAME] = found.run
+                others[rival.NAME] = found
         if others:
-            times = alternate(_jobs({"ours": ours.run} | others), settings.rounds)
+            runs = {"ours": ours.run} | {name: rival.run for name, rival in others.items()}
+            times = alternate(_jobs(runs), settings.rounds, seconds=settings.seconds)
             _compare(rows, times, file.nbytes, list(others))
-        return Measured(rows, notes, {"io.sweep": _sweep(file)})
+        told = {name: rival.told() for name, rival in others.items()}
+        tell("reads of every block size and depth, once each")
+        return Measured(rows, notes, {"io.sweep": _sweep(file)}, told)
 
 
 def _jobs(systems: dict[str, Callable[[str], object]]) -> dict[Any, Callable[[], object]]:
@@ -225,9 +234,7 @@ def _compare(rows: list[Row], times: dict[Any, Times], nbytes: int, rivals: list
             continue
         limits = _rates(times, "fio", way, nbytes)
         if statistics.median(limits) > entry.ceiling["value"]:
-            entry.ceiling = {"name": "fio", "value": statistics.median(limits)}
-            pairs = zip(_rates(times, "ours", way, nbytes), limits)
-            entry.share_of_ceiling = statistics.median(our / limit for our, limit in pairs)
+            entry.limited_by("fio", limits, _rates(times, "ours", way, nbytes))
     cpu = times["ours", "read"].cpu
     (entry,) = (each for each in rows if each.name == "io.read.cpu")
     entry.ratios = {who: paired(cpu, times[who, "read"].cpu) for who in rivals}

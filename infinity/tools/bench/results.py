@@ -1,7 +1,9 @@
-"""Results: rows, their table, and result files, one per theme, machine and day.
+"""Results: rows, their table, and result files, one per run.
 
-row       one figure: median of several rounds, lowest, highest, ceiling, and ratios to rivals
+row       one figure: its value in every round, the median with an interval, a ceiling, and ratios
+          to rivals
 ceiling   the hardware's limit, measured in the same run
+quick     a run at a smaller scale, or of few rounds: a look, not a figure to keep
 """
 
 from __future__ import annotations
@@ -9,31 +11,37 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import platform
-import re
 import statistics
-import subprocess
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from ...core.machine.sizes import format_seconds
-from ...untrusted import Format
+from ...errors import ConfigError
+from ...untrusted import Format, parse_json, read_text
+from . import facts, intervals
+from .settings import Settings
 
 BUSY = 0.5  # load for each processor
 # Units of which less is better
-TIMES = ("s", "ms", "us", "CPU s/GiB", "ms/step")
+LESS = ("s", "ms", "us", "CPU s/GiB", "ms/step", "ratio", "times", "GiB", "MiB", "KiB", "nats", "%")
+LESS += ("of the step", "lines changed", "options set", "of what is hit", "meetings")
 WIDE = 0.3  # of the median, between the lowest and the highest round
+PASSED = 1.03  # share of a ceiling above which it is none
 # Of a parameter and step with split masters and fp32 moments, all on disk: weights for forward and
 # backward, and all state for the update; then state and weights
 READ_NBYTES, WRITTEN_NBYTES = 16, 12
-FORMAT = Format("result of a benchmark", number=1, unnumbered=1)
+FORMAT = Format("result of a benchmark", number=2, unnumbered=1)
 BEGIN = b'{\n "theme":'  # of every result file
 
 
 @dataclass
 class Row:
-    """One figure. ``ceiling`` is {"name", "value"}; a ratio above 1 means ours is better."""
+    """One figure. ``ceiling`` is {"name", "value", "low", "high"}; a ratio above 1 means ours is
+    better. ``rounds``: the value in each; ``ratio_rounds``: of the ratios that were taken in
+    pairs. ``interval``: of the median, 95 %; None for too few rounds."""
 
     name: str
     unit: str
@@ -43,6 +51,29 @@ class Row:
     ceiling: dict | None = None
     share_of_ceiling: float | None = None
     ratios: dict[str, float] = field(default_factory=dict)
+    rounds: list[float] = field(default_factory=list)
+    interval: list[float] | None = None
+    better: str = "more"
+    ratio_rounds: dict[str, list[float]] = field(default_factory=dict)
+
+    def limited_by(
+        self, name: str, limits: Sequence[float], ours: Sequence[float] | None = None
+    ) -> None:
+        """Sets the ceiling, of which there is a value for every round. The share is the median over
+        rounds; ``ours``: the values beside it, if it was measured in rounds of its own."""
+        self.ceiling = {
+            "name": name,
+            "value": statistics.median(limits),
+            "low": min(limits),
+            "high": max(limits),
+        }
+        self.share_of_ceiling = statistics.median(
+            value / limit for value, limit in zip(ours or self.rounds, limits)
+        )
+
+    def passes_its_ceiling(self) -> bool:
+        """Tells whether the figure is above what was taken for its limit."""
+        return self.better == "more" and (self.share_of_ceiling or 0) > PASSED
 
 
 def row(
@@ -53,94 +84,154 @@ def row(
     ceiling: tuple[str, Sequence[float]] | None = None,
     ratios: dict[str, float] | None = None,
 ) -> Row:
-    """Makes a row from the rounds' values. ``ceiling``: its name, and a value for every round. The
-    share of the ceiling is the median over rounds."""
+    """Makes a row from the rounds' values. ``ceiling``: its name, and a value for every round."""
     made = Row(name, unit, statistics.median(values), min(values), max(values), ratios=ratios or {})
+    made.rounds = [float(value) for value in values]
+    made.interval = list(found) if (found := intervals.of_median(made.rounds)) else None
+    made.better = "less" if unit in LESS else "more"
     if ceiling is not None:
-        what, limits = ceiling
-        made.ceiling = {"name": what, "value": statistics.median(limits)}
-        made.share_of_ceiling = statistics.median(
-            value / limit for value, limit in zip(values, limits)
-        )
+        made.limited_by(*ceiling)
+    return made
+
+
+def row_of(kept: dict[str, Any]) -> Row:
+    """Makes a row of what a result file holds of it, in any format."""
+    known = {each.name for each in fields(Row)}
+    made = Row(**{name: value for name, value in kept.items() if name in known})
+    made.better = kept.get("better", "less" if made.unit in LESS else "more")
     return made
 
 
 @dataclass
 class Measured:
     """The results of a theme. ``notes``: absent rivals, with the reason. ``series``: points for the
-    report's plots."""
+    report's plots. ``rivals``: of each its version, its options and its trials."""
 
     rows: list[Row]
     notes: list[str] = field(default_factory=list)
     series: dict[str, list[dict]] = field(default_factory=dict)
+    rivals: dict[str, Any] = field(default_factory=dict)
 
     def add(self, other: Measured) -> None:
-        """Adds the results of another theme."""
-        self.rows += other.rows
+        """Adds the results of another theme; a row that is there already is replaced."""
+        new = {row.name for row in other.rows}
+        self.rows = [row for row in self.rows if row.name not in new] + other.rows
         self.notes += [note for note in other.notes if note not in self.notes]
         self.series |= other.series
+        self.rivals |= other.rivals
 
 
-def hardware() -> str:
-    """Returns a name of this machine for file names: its CPU model and number of logical CPUs."""
-    model = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists() and (match := re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text())):
-        model = match.group(1)
-    import psutil
+class Run:
+    """One run: what was set, where and when; it makes the content of its result file."""
 
-    return re.sub(r"[^a-z0-9]+", "-", f"{model} {psutil.cpu_count()} cores".lower()).strip("-")
+    def __init__(self, theme: str, settings: Settings | None = None):
+        self.settings = settings or Settings()
+        self.theme, self.done = theme, []
+        self._begun = datetime.datetime.now()
+        self._load = facts.load()
+        self._machine = facts.machine(self.settings.folder)
+        self._commit = facts.commit()
+
+    def content(self, measured: Measured, *, complete: bool = True) -> dict:
+        """Returns the content of the result file: results, and all that they depend on."""
+        for entry in measured.rows:
+            for name, ratio in entry.ratios.items():
+                if (rounds := getattr(ratio, "rounds", None)) is not None:
+                    entry.ratio_rounds[name] = rounds
+        return {
+            "theme": self.theme,
+            "hardware": facts.name_of(self._machine),
+            "date": self._begun.date().isoformat(),
+            "commit": self._commit,
+            **asdict(measured),
+            "complete": complete,
+            "done": self.done,
+            "settings": self.settings.kept(),
+            "begun": self._begun.isoformat(timespec="seconds"),
+            "seconds": round((datetime.datetime.now() - self._begun).total_seconds(), 1),
+            "load": {"before": self._load, "after": facts.load()},
+            "machine": self._machine,
+            "versions": facts.versions(),
+            "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+            "format": FORMAT.number,
+        }
 
 
-def result(theme: str, measured: Measured) -> dict:
-    """Returns the content of a result file: results, hardware, date and commit."""
-    query = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=7",
-    ]
-    try:
-        commit = subprocess.run(query, capture_output=True, text=True).stdout.strip()
-    except OSError:
-        commit = ""
-    return {
-        "theme": theme,
-        "hardware": hardware(),
-        "date": datetime.date.today().isoformat(),
-        "commit": commit or "unknown",
-        **asdict(measured),
-        "format": FORMAT.number,
-    }
+def result(theme: str, measured: Measured, settings: Settings | None = None) -> dict:
+    """Returns the content of a result file that begins and ends now."""
+    return Run(theme, settings).content(measured)
 
 
 def save(found: dict, folder: Path) -> Path:
-    """Writes ``<theme>_<hardware>_<date>.json`` into ``folder``, and replaces an existing one.
-    Returns its path."""
-    path = folder / f"{found['theme']}_{found['hardware']}_{found['date']}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    """Writes ``<theme>_<hardware>_<date>-<time>.json`` into ``folder``. A file that is there keeps
+    its name. Returns the path."""
+    path = new_path(found, folder)
+    write(found, path)
     return path
 
 
-HEADER = f"{'':<24}{'median':>10}  {'low - high':^19}  unit"
+def new_path(found: dict, folder: Path) -> Path:
+    """Returns a name in ``folder`` that no file has, for the run that ``found`` is the content
+    of."""
+    time = str(found.get("begun", "")).partition("T")[2].replace(":", "")
+    stem = "-".join(filter(None, (f"{found['theme']}_{found['hardware']}_{found['date']}", time)))
+    number, path = 1, folder / f"{stem}.json"
+    while path.exists():
+        number += 1
+        path = folder / f"{stem}-{number}.json"
+    return path
+
+
+def write(found: dict, path: Path) -> None:
+    """Writes a result file; one that is there is whole until the new one is."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    partial.write_text(json.dumps(found, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Reads a result file. Raises ConfigError for what is none, UsageError for a later format."""
+    try:
+        found = parse_json(read_text(path))
+        FORMAT.check(path, found)
+        for each in found["rows"]:
+            row_of(each)
+        if not all(isinstance(found[name], str) for name in ("theme", "hardware", "date")):
+            raise TypeError("no text")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} is no result of a benchmark: {error!r:.200}") from error
+    return found
+
+
+def is_quick(settings: dict[str, Any]) -> bool:
+    """Tells whether the settings of a result file are of a quick look."""
+    return settings.get("scale", 1) != 1 or settings.get("rounds", 5) < 5
+
+
+HEADER = f"{'':<24}{'median':>10}  {'95 % of medians':^19}  n  unit"
 
 
 def table(rows: Sequence[Row], *, header: bool = True) -> str:
-    """Formats the rows as text: median, spread, share of the ceiling, ratio to each rival."""
+    """Formats the rows as text: median with its interval, rounds, share of the ceiling with its
+    value, ratio to each rival. Of too few rounds there is the lowest and the highest instead."""
     lines = [HEADER] if header else []
     for entry in rows:
-        share = (
-            f"   {100 * entry.share_of_ceiling:.0f} % of {entry.ceiling['name']}"
-            if entry.ceiling
-            else ""
-        )
+        share = ""
+        if entry.ceiling:
+            value = f"{entry.ceiling['value']:.3f}"
+            if "low" in entry.ceiling:
+                value += f", {entry.ceiling['low']:.3f} to {entry.ceiling['high']:.3f}"
+            share = f"   {100 * entry.share_of_ceiling:.0f} % of {entry.ceiling['name']} ({value})"
+        if entry.passes_its_ceiling():
+            share += ": passed, so it is no ceiling here"
         ratios = "".join(f"   {value:.2f} x {name}" for name, value in entry.ratios.items())
-        spread = f"{entry.low:.3f} - {entry.high:.3f}"
-        unit = entry.unit + (" (less is better)" if entry.unit in TIMES else "")
-        lines.append(f"{entry.name:<24}{entry.median:>10.3f}  {spread:^19}  {unit}{share}{ratios}")
+        low, high = entry.interval or (entry.low, entry.high)
+        spread = f"{low:.3f} - {high:.3f}" + ("" if entry.interval else " *")
+        unit = entry.unit + (" (less is better)" if entry.better == "less" else "")
+        lines.append(
+            f"{entry.name:<24}{entry.median:>10.3f}  {spread:^19} {len(entry.rounds):>2}"
+            f"  {unit}{share}{ratios}"
+        )
     return "\n".join(lines)
 
 
@@ -155,23 +246,52 @@ def busy() -> str:
     )
 
 
-def spread(rows: Sequence[Row]) -> list[str]:
-    """Returns a note for the rows whose rounds differ much."""
-    wide = [row.name for row in rows if row.high - row.low > WIDE * row.median > 0]
-    return [f"rounds differ by more than {WIDE:.0%}: {', '.join(wide)}"] if wide else []
+def remarks(rows: Sequence[Row], settings: Settings) -> list[str]:
+    """Returns notes for rows whose rounds differ much or are few, for ceilings that are passed, and
+    for a quick look."""
+    notes = []
+    if wide := [row.name for row in rows if _is_wide(row)]:
+        notes.append(f"rounds differ by more than {WIDE:.0%}: {', '.join(wide)}")
+    if any(row.interval is None for row in rows):
+        notes.append(f"*: the lowest and the highest; an interval needs {intervals.FEWEST} rounds")
+    if passed := [row.name for row in rows if row.passes_its_ceiling()]:
+        notes.append(f"above their ceilings, which are none here: {', '.join(passed)}")
+    if is_quick(settings.kept()):
+        notes.append(
+            f"a quick look (scale {settings.scale:g}, rounds {settings.rounds}): no figure to keep"
+        )
+    return notes
+
+
+def _is_wide(row: Row) -> bool:
+    return row.high - row.low > WIDE * row.median > 0
 
 
 def bound_of(rows: Sequence[Row], parameters: float = 7e9) -> str:
-    """Returns what a full fine-tuning step of a model of so many ``parameters`` needs at least on
-    this machine, as far as it was measured."""
-    found = {row.name: row.median for row in rows}
-    told = []
-    if {"io.read", "io.write"} <= found.keys():
-        seconds = parameters * (READ_NBYTES / found["io.read"] + WRITTEN_NBYTES / found["io.write"])
-        told.append(f"{format_seconds(seconds / 1e9)} of this disk, with all state on it")
-    if "adam.split" in found:
-        seconds = parameters / found["adam.split"] / 1e9
-        told.append(f"{format_seconds(seconds)} of these processors for its update")
+    """Returns about what a full fine-tuning step of a model of so many ``parameters`` needs on this
+    machine, as far as it was measured: from the best rounds to the medians. Of rows whose rounds
+    differ much nothing is said."""
+    found = {row.name: row for row in rows}
+    told, disk = [], ("io.read", "io.write", "io.mixed")
+    if all(name in found and not _is_wide(found[name]) for name in disk):
+        times = []
+        for which in ("high", "median"):
+            read, write, mixed = (getattr(found[name], which) for name in disk)
+            both = (READ_NBYTES + WRITTEN_NBYTES) / mixed
+            times.append(max(READ_NBYTES / read, WRITTEN_NBYTES / write, both))
+        told.append(f"{_range(times, parameters)} of this disk, with all state on it")
+    step = found.get("adam.split")
+    if step is not None and not _is_wide(step):
+        times = [1 / step.high, 1 / step.median]
+        told.append(f"{_range(times, parameters)} of these processors for its update")
     if not told:
         return ""
-    return f"A step of a {parameters / 1e9:.0f} B model needs at least {', and '.join(told)}."
+    return (
+        f"A step of a {parameters / 1e9:g} B model (AdamW, bf16 with split masters, fp32 moments,"
+        f" nothing kept in host memory) needs about {', and '.join(told)}."
+    )
+
+
+def _range(seconds: Sequence[float], parameters: float) -> str:
+    ends = [format_seconds(each * parameters / 1e9) for each in seconds]
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from . import intervals
+
 BAR, WIDTH = 20, 100  # characters: of the bar, and of its whole line
+SEED = 0  # of the order within a round: the same on all ranks
+NARROW = 0.03  # of a median: an interval that needs no further round
+MOST_ROUNDS = 1000
 
 
 @dataclass
@@ -20,26 +26,49 @@ class Times:
 
 
 def alternate(
-    jobs: Mapping[Hashable, Callable[[], object]], rounds: int, *, warm_up: int = 1
+    jobs: Mapping[Hashable, Callable[[], object]],
+    rounds: int,
+    *,
+    warm_up: int = 1,
+    seconds: float = 0.0,
+    in_order: bool = False,
 ) -> dict[Hashable, Times]:
-    """Runs every job once per round, in turn, after ``warm_up`` rounds that are not recorded. A job
-    may return a Times of one round, which is used instead of the measured one."""
+    """Runs every job once per round, after ``warm_up`` rounds that are not recorded. A job may
+    return a Times of one round, which is used instead of the measured one.
+
+    seconds
+        Further rounds follow for so long, until the interval of each job's median is within 3 %.
+    in_order
+        Keep the order of ``jobs``, of which one prepares the next. Else each round has an order of
+        its own: a job that leaves work to the system does not always burden the same one.
+    """
     times = {name: Times() for name in jobs}
-    for turn in range(warm_up + rounds):
+    order, chance = list(jobs), random.Random(SEED)
+    deadline, turn = time.perf_counter() + seconds, 0
+    while turn < warm_up + rounds or (
+        turn < MOST_ROUNDS and time.perf_counter() < deadline and not _are_narrow(times)
+    ):
         kind = "warm-up" if turn < warm_up else f"round {turn + 1 - warm_up} of {rounds}"
-        for number, (name, job) in enumerate(jobs.items()):
+        if turn >= warm_up and not in_order:
+            chance.shuffle(order)
+        for number, name in enumerate(order):
             done = (turn * len(jobs) + number) / ((warm_up + rounds) * len(jobs))
-            PROGRESS.tell(kind, detail=_label(name), share=done)
+            PROGRESS.tell(kind, detail=_label(name), share=min(done, 1.0))
             # CPU time includes the job's threads and the kernel's work for them.
             cpu, start = time.process_time(), time.perf_counter()
-            known = job()
+            known = jobs[name]()
             wall, cpu = time.perf_counter() - start, time.process_time() - cpu
             if isinstance(known, Times):
                 wall, cpu = known.wall[0], known.cpu[0]
             if turn >= warm_up:
                 times[name].wall.append(wall)
                 times[name].cpu.append(cpu)
+        turn += 1
     return times
+
+
+def _are_narrow(times: Mapping[Hashable, Times]) -> bool:
+    return all(intervals.width(intervals.of_median(each.wall)) < NARROW for each in times.values())
 
 
 def _label(name: Hashable) -> str:
@@ -83,6 +112,15 @@ def tell(what: str) -> None:
     PROGRESS.tell(what)
 
 
-def paired(ours: Sequence[float], theirs: Sequence[float]) -> float:
+class Ratio(float):
+    """A ratio to a rival: the median over the rounds, whose values it keeps."""
+
+    rounds: list[float]
+
+
+def paired(ours: Sequence[float], theirs: Sequence[float]) -> Ratio:
     """Returns how many times smaller ours is than theirs: the median ratio over the rounds."""
-    return statistics.median(their / our for our, their in zip(ours, theirs))
+    rounds = [their / our for our, their in zip(ours, theirs)]
+    ratio = Ratio(statistics.median(rounds))
+    ratio.rounds = rounds
+    return ratio

@@ -5,8 +5,12 @@ Sizes are tiny: no test looks at how fast anything is.
 
 from __future__ import annotations
 
+import csv
 import importlib
+import itertools
 import json
+import os
+import shutil
 import subprocess
 import sys
 import time
@@ -14,19 +18,22 @@ import tomllib
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import prepared
 import pytest
 import setuptools
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bench.__main__ as checkout
 from bench import first_steps, meetings, report, shares, touches
-from bench.rivals import limited
-from bench.themes import APART, THEMES
+from bench.rivals import deepspeed_aio, fio, limited
+from bench.rivals.tuning import Tuned
+from bench.themes import ALL, APART, THEMES
 from infinity.errors import ConfigError
 from infinity.tools.bench import bench as installed
-from infinity.tools.bench import results, rounds
+from infinity.tools.bench import compare, facts, intervals, results, rounds
 from infinity.tools.bench.rounds import Times, alternate, paired
 from infinity.tools.bench.settings import Settings
 from infinity.tools.cli import main
@@ -37,7 +44,7 @@ ROWS = {
     "adam": {"adam.split", "adam.fp32", "adam.int8"},
     "update": {"update.nvme"},
     "pool": {"pool.lease"},
-    "copy": {"copy.host_to_device", "copy.device_to_host"},
+    "copy": {"copy.memory.from_home", "copy.memory.to_home"},
 }
 
 
@@ -80,25 +87,158 @@ def test_a_theme_prints_one_object_with_its_rows(theme, tmp_path):
     assert f"{theme}." in done.stderr, "the table is told apart from the object"
 
 
-def test_what_was_measured_is_saved_before_a_theme_ends(tmp_path, monkeypatch):
-    """Method: a theme keeps two rows, one after the other, and is cut off. Twin: of one that keeps
-    nothing there is no file."""
-    theme = ModuleType("cut_off_theme")
+def a_theme(monkeypatch, name: str, *actions) -> str:
+    """A module whose ``measure`` takes the next of ``actions`` in each call."""
+    module, left = ModuleType(f"theme_{name}"), list(actions)
+    module.measure = lambda settings: left.pop(0)(settings)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module.__name__
+
+
+def a_row(name: str, *values: float, unit: str = "tokens/s") -> results.Row:
+    return results.row(name, unit, values or [1.0])
+
+
+def cut_off(*rows: results.Row, keep: bool = True):
+    """A theme that keeps or shows ``rows``, one after the other, and is interrupted."""
 
     def measure(settings) -> None:
-        for count in range(len(kept)):
-            settings.keep(results.Measured(kept[: count + 1]))
+        for each in rows:
+            settings.keep(results.Measured([each])) if keep else settings.show([each])
         raise KeyboardInterrupt
 
-    theme.measure = measure
-    monkeypatch.setitem(sys.modules, theme.__name__, theme)
+    return measure
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_was_measured_is_saved_before_a_theme_ends(tmp_path, monkeypatch, capsys, keep):
+    """Method: a theme keeps or shows two rows, one after the other, and is interrupted; the file
+    says that it is not complete, and its path is told. Twin: of one that keeps nothing there is no
+    file."""
     args = checkout.build_parser().parse_args(["gpu_train", "--save", str(tmp_path)])
-    for kept in ([], [results.row(name, "tokens/s", [1.0]) for name in ("one", "two")]):
+    for kept in ([], [a_row(name) for name in ("one", "two")]):
+        name = a_theme(monkeypatch, "cut_off", cut_off(*kept, keep=keep))
         with pytest.raises(KeyboardInterrupt):
-            installed.measure(args, {"gpu_train": theme.__name__}, ("gpu_train",))
+            installed.measure(args, {"gpu_train": name}, ("gpu_train",))
         found = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
         assert [row["name"] for each in found for row in each["rows"]] == [row.name for row in kept]
-    assert len(found) == 1 and found[0]["theme"] == "gpu_train"
+        assert bool(kept) == ("--resume" in capsys.readouterr().err)
+    assert len(found) == 1 and found[0]["theme"] == "gpu_train" and not found[0]["complete"]
+
+
+def test_a_run_is_resumed_where_it_was_interrupted(tmp_path, monkeypatch, capsys):
+    """Method: the second of three themes is interrupted after a row, then fails, then ends; what is
+    done is not measured again. Twins: another scale, another file."""
+    whole = lambda name: lambda settings: results.Measured([a_row(name)], [f"note {name}"])
+    again = [cut_off(a_row("b.1"), keep=False), lambda settings: 1 / 0, whole("b.2")]
+    themes = {
+        "a": a_theme(monkeypatch, "a", whole("a.1")),
+        "b": a_theme(monkeypatch, "b", *again),
+        "c": a_theme(monkeypatch, "c", whole("c.1")),
+    }
+    file = tmp_path / "run.json"
+    parse = checkout.build_parser().parse_args
+    with pytest.raises(KeyboardInterrupt):
+        installed.measure(parse(["a", "--save", str(file)]), themes, tuple("abc"))
+    assert json.loads(file.read_text())["done"] == ["a"]
+    for wrong, told in ((["--scale", "0.5"], "settings"), (["--threads", "7"], "settings")):
+        with pytest.raises(ConfigError, match=told):
+            installed.measure(parse(["a", "--resume", str(file), *wrong]), themes, tuple("abc"))
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ConfigError, match="no result"):
+        args = parse(["a", "--resume", str(tmp_path / "other.json")])
+        installed.measure(args, themes, tuple("abc"))
+    with pytest.raises(ZeroDivisionError):
+        installed.measure(parse(["a", "--resume", str(file)]), themes, tuple("abc"))
+    assert installed.measure(parse(["a", "--resume", str(file)]), themes, tuple("abc")) == 0
+    found = json.loads(file.read_text())
+    assert [row["name"] for row in found["rows"]] == ["a.1", "b.1", "b.2", "c.1"]
+    assert found["complete"] and found["done"] == list("abc") and "note a.1" in found["notes"]
+
+
+def test_a_quick_look_never_replaces_a_careful_run(tmp_path, monkeypatch, capsys):
+    """Method: three runs into one folder within a second are three files; a named file with a
+    result is refused, as a foreign one is. Twin: --overwrite replaces it."""
+    theme = a_theme(monkeypatch, "quick", *[lambda settings: results.Measured([a_row("x")])] * 9)
+
+    def run(*options: str) -> int:
+        args = checkout.build_parser().parse_args(["x", *options])
+        return installed.measure(args, {"x": theme}, ("x",))
+
+    folder = tmp_path / "made"
+    for options in (["--scale", "1"], ["--scale", "0.001", "--rounds", "1"], ["--scale", "1"]):
+        assert run("--save", str(folder), *options) == 0
+    found = [json.loads(path.read_text()) for path in folder.iterdir()]
+    assert sorted(each["settings"]["scale"] for each in found) == [0.001, 1, 1]
+    assert "a quick look (scale 0.001, rounds 1)" in capsys.readouterr().out
+    file = tmp_path / "run.json"
+    assert run("--save", str(file)) == 0
+    before = file.read_text()
+    with pytest.raises(ConfigError, match="holds a result"):
+        run("--save", str(file), "--scale", "0.001")
+    assert file.read_text() == before
+    assert run("--save", str(file), "--overwrite", "--scale", "0.001") == 0
+    assert json.loads(file.read_text())["settings"]["scale"] == 0.001
+    (tmp_path / "own.json").write_text("mine")
+    with pytest.raises(ConfigError, match="not made by Infinity"):
+        run("--save", str(tmp_path / "own.json"))
+    with pytest.raises(ConfigError, match="ends in .json"):
+        run("--save", str(tmp_path / "table.csv"))
+
+
+def test_a_result_file_keeps_its_run():
+    """Method: rounds, settings, versions, machine, load, rivals and pairs of a made-up run are in
+    its file; what an older file lacks is made up for as it is read."""
+    wall = [1.0, 2.0, 4.0]
+    made = results.row("a", "s", wall, ratios={"torch": paired(wall, [2.0, 4.0, 8.0]), "x": 1.0})
+    measured = results.Measured([made], rivals={"torch": {"version": "9"}})
+    found = json.loads(json.dumps(results.result("io", measured, Settings(rounds=3, scale=0.5))))
+    (kept,) = found["rows"]
+    assert kept["rounds"] == wall and kept["ratio_rounds"] == {"torch": [2.0, 2.0, 2.0]}
+    assert kept["better"] == "less" and found["rivals"] == {"torch": {"version": "9"}}
+    assert found["settings"]["rounds"] == 3 and found["settings"]["scale"] == 0.5
+    assert {"torch", "python"} <= found["versions"].keys() and found["format"] == 2
+    assert {"simd", "memory", "disk", "kernel"} <= found["machine"].keys()
+    assert found["machine"]["simd"] in found["hardware"] and found["load"].keys() == {
+        "before",
+        "after",
+    }
+    old = {name: kept[name] for name in ("name", "unit", "median", "low", "high", "ratios")}
+    assert results.row_of(old).better == "less" and results.row_of(old).rounds == []
+
+
+def test_a_commit_is_the_packages_own(tmp_path, monkeypatch):
+    """Method: a copy of the package's file inside another repository does not record that one's
+    commit; a checkout records its own."""
+    assert (
+        facts.commit()
+        == subprocess.run(
+            ["git", "-C", ROOT, "describe", "--always", "--dirty", "--abbrev=7"],
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+    )
+    place = tmp_path / "lib" / "infinity" / "tools" / "bench"
+    place.mkdir(parents=True)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    monkeypatch.setattr(facts, "__file__", str(place / "facts.py"))
+    told = facts.commit()
+    assert told.startswith("version") or len(told) == 7
+
+
+@pytest.mark.parametrize(
+    "share, unit, passed",
+    [(1.5, "GB/s", True), (1.02, "GB/s", False), (0.9, "GB/s", False), (1.5, "s", False)],
+)
+def test_a_ceiling_that_is_passed_is_said(share, unit, passed):
+    """Method: a row above its ceiling, in the table and in the notes; twins within noise, below,
+    and of seconds, where more is worse."""
+    rows = [results.row("x", unit, [share] * 5, ceiling=("raw disk", [1.0, 1.0, 0.9, 1.1, 1.0]))]
+    assert ("it is no ceiling" in results.table(rows)) == passed
+    assert (
+        any("above their ceilings" in note for note in results.remarks(rows, Settings())) == passed
+    )
+    assert "(1.000, 0.900 to 1.100)" in results.table(rows)
 
 
 POINTS = {
@@ -293,7 +433,8 @@ def test_no_package_has_the_benchmarks_of_a_checkout():
 
 
 def test_jobs_take_turns_and_the_first_round_does_not_count():
-    """Method: jobs that write down when they ran; a job that knows its own time is believed."""
+    """Method: jobs that write down when they ran; a job that knows its own time is believed. In
+    each round all run once, in an order of its own. Twin: in order, where one prepares the next."""
     ran = []
     jobs = {
         "a": lambda: ran.append("a"),
@@ -301,10 +442,35 @@ def test_jobs_take_turns_and_the_first_round_does_not_count():
         "c": lambda: Times([7.0], [3.0]),
     }
     times = alternate(jobs, 2)
-    assert ran == ["a", "b"] * 3
+    assert [sorted(ran[at : at + 2]) for at in (0, 2, 4)] == [["a", "b"]] * 3
     assert (
         len(times["a"].wall) == 2 and times["c"].wall == [7.0, 7.0] and times["c"].cpu == [3.0, 3.0]
     )
+
+
+def test_the_order_in_a_round_changes_and_is_the_same_on_all_ranks():
+    """Method: two calls have one order, in which each of three jobs leads in some round."""
+    orders = []
+    for in_order in (False, False, True):
+        ran: list[str] = []
+        jobs = {name: lambda name=name, ran=ran: ran.append(name) for name in "abc"}
+        alternate(jobs, 20, in_order=in_order)
+        orders.append(ran)
+    assert orders[0] == orders[1] and set(orders[0][3::3]) == set("abc")
+    assert orders[2] == list("abc") * 21
+
+
+def test_rounds_go_on_until_the_interval_is_narrow():
+    """Method: times that a job tells itself: of one value five rounds are enough, of wild ones the
+    seconds are used. Twin: without seconds the rounds are those that were asked for."""
+    wild = itertools.cycle([1.0, 2.0, 3.0, 4.0])
+    for job, seconds, most in (
+        (lambda: Times([1.0], [1.0]), 60.0, 5),
+        (lambda: Times([next(wild)], [1.0]), 0.2, 1000),
+        (lambda: Times([next(wild)], [1.0]), 0.0, 5),
+    ):
+        count = len(alternate({"x": job}, 5, seconds=seconds)["x"].wall)
+        assert count == 5 if most == 5 else 5 < count <= most
 
 
 def test_a_terminal_gets_a_bar_and_a_log_gets_lines(monkeypatch, capsys):
@@ -339,6 +505,107 @@ def test_a_rival_that_takes_too_long_is_left_out():
     slow = SimpleNamespace(NAME="slow", find=lambda: time.sleep(10))
     assert limited(slow, seconds=1).find() == "not built within 1 s"
     assert limited(SimpleNamespace(NAME="quick", find=lambda: 7)).find() == 7
+
+
+FIO = """#!/bin/sh
+echo "$@" >> $FIO_ASKED
+echo "$GLIBC_TUNABLES" >> $FIO_ASKED
+case "$*" in *version*) echo fio-0.0; exit;; esac
+case "$*" in *bs=1m*iodepth=64*) ms=10;; *) ms=20;; esac
+half='"runtime": '$ms', "io_bytes": 500'
+none='"runtime": 0, "io_bytes": 0'
+echo '{"jobs": [{"read": {'$half'}, "write": {'$none'}, "usr_cpu": 10, "sys_cpu": 20},'
+echo '{"read": {'$none'}, "write": {'$half'}, "usr_cpu": 0, "sys_cpu": 0}]}'
+"""
+
+
+def test_fio_runs_at_its_best_and_says_how(tmp_path, monkeypatch):
+    """Method: a double of fio, twice as fast with one setting; it is chosen by three trials of
+    each, with huge pages, and told with its command line. "mixed" reads one half and writes the
+    other, as ours does. Twin: without fio the reason is told."""
+    assert fio.find("file", 1000) == "not installed (apt install fio)" or shutil.which("fio")
+    asked = tmp_path / "asked"
+    (tmp_path / "fio").write_text(FIO)
+    (tmp_path / "fio").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("FIO_ASKED", str(asked))
+    rival = fio.find("file", 1000)
+    asked.write_text("")
+    assert rival.run("mixed").wall == [0.01]
+    lines = asked.read_text().splitlines()
+    told = rival.told()
+    assert "--bs=1m --iodepth=64" in told["commands"]["mixed"] and told["version"] == "fio-0.0"
+    assert {len(times) for times in told["trials"]["mixed"].values()} == {3}
+    assert "--rw=read --offset=0 --size=500" in lines[0]
+    assert "--rw=write --offset=500 --size=500" in lines[0]
+    assert set(lines[1::2]) == {"glibc.malloc.hugetlb=1"} and "=file" not in str(told["commands"])
+
+
+def test_deepspeed_is_tuned_by_its_own_sweep():
+    """Method: a double of its module that counts what each handle moves; all 32 settings have three
+    trials of one buffer, then a run moves the whole file with one of them."""
+    moved: dict[tuple, list[int]] = {}
+
+    class Handle:
+        def __init__(self, *setting):
+            self.moved = moved.setdefault(setting, [])
+            self.started = 0
+
+        def new_cpu_locked_tensor(self, size, template):
+            return torch.empty(size, dtype=torch.uint8)
+
+        def async_pread(self, part, path, offset):
+            self.moved.append(part.numel())
+            self.started += 1
+
+        def wait(self):
+            started, self.started = self.started, 0
+            return started
+
+    rival = deepspeed_aio.DeepSpeedAio(SimpleNamespace(aio_handle=Handle), "file", 1000)
+    rival.run("read")
+    assert len(moved) == 32 and sorted(map(sum, moved.values()))[:31] == [1500] * 31
+    assert max(map(sum, moved.values())) == 2500
+    assert len(rival.tuned.told()["trials"]["read"]) == 32
+
+
+def test_the_best_of_several_trials_is_chosen():
+    """Method: a setting that was fast once, by chance, and one that is fast in two of three."""
+    trials = {"lucky": iter([0.1, 9.0, 9.0]), "fast": iter([1.0, 9.0, 1.0])}
+    assert Tuned("x", list(trials)).of("read", lambda each: next(trials[each])) == "fast"
+
+
+def test_a_file_of_ones_own_is_a_theme(tmp_path, capsys):
+    """Method: a file beside nothing of ours, measured together with a theme by its name; and a sum
+    of themes is saved. Twins: a file without `measure`, one that is not there, a wrong name."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "from infinity.tools.bench.results import Measured, row\n"
+        "def measure(settings):\n"
+        "    return Measured([row('mine.x', 's', [1.0] * settings.rounds)])\n"
+    )
+    quick = ["--scale", "0.02", "--rounds", "1", "--folder", str(tmp_path), "--json"]
+    assert checkout.main([str(mine), "pool", *quick]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["theme"] == "mine+pool" and found["done"] == ["mine", "pool"]
+    assert {"mine.x", "pool.lease"} <= {row["name"] for row in found["rows"]}
+    mine.write_text("")
+    for wrong, told in (
+        ([str(mine)], "has no `measure(settings)`"),
+        ([str(tmp_path / "other.py")], "is not there"),
+        (["pol"], "did you mean pool?"),
+        (["zzz"], "choose from io, adam"),
+    ):
+        assert checkout.main([*wrong, *quick]) == 2 and told in capsys.readouterr().err
+
+
+def test_the_help_says_what_each_theme_measures(capsys):
+    """Method: the help has a line for each theme and command, and each path of a theme is there."""
+    assert checkout.main(["--help"]) == 0
+    told = capsys.readouterr().out
+    for name, theme in ALL.items():
+        assert name in told and theme.help in told and theme.needs in told
+        assert theme.paths and all((ROOT / path).exists() for path in theme.paths), name
 
 
 def test_a_ratio_is_of_pairs():
@@ -380,7 +647,7 @@ def a_result() -> dict:
             ],
         },
     )
-    return results.result("io", measured)
+    return results.result("io", measured, Settings(rounds=3))
 
 
 def test_the_report_has_every_figure_and_plot(tmp_path):
@@ -393,12 +660,134 @@ def test_the_report_has_every_figure_and_plot(tmp_path):
         "io.read",
         "2.000",
         "50 % of raw &lt;disk&gt;",
+        "a quick look",
         "x fio",
         "1.50",
         "a rival was absent",
     ):
         assert text in page, text
     assert page.count("<svg") == 3 and "<disk>" not in page
+    assert page.count("<figcaption") == 3 and page.count(a_result()["hardware"]) == 4
+
+
+def test_rows_are_a_csv_and_a_latex_table_too(tmp_path):
+    """Method: the committed results and a new one; each row of a file is a line of the CSV with its
+    direction and rounds, and a table has a caption. Twin: somebody's own file stays."""
+    folder = tmp_path / "results"
+    folder.mkdir()
+    results.save(a_result(), folder)
+    kept, tex = tmp_path / "rows.csv", tmp_path / "rows.tex"
+    options = ["--results", str(folder), "--out", str(tmp_path / "page.html")]
+    options += ["--csv", str(kept), "--tex", str(tex)]
+    assert checkout.main(["report", *options]) == 0
+    (line,) = csv.DictReader(kept.read_text().splitlines())
+    assert line["name"] == "io.read" and line["better"] == "more" and line["rounds"] == "3"
+    assert r"io.read & 2.000 & 1.000 & 3.000 & GB/s" in tex.read_text()
+    assert r"\caption{io" in tex.read_text()
+    kept.write_text("mine")
+    assert checkout.main(["report", *options]) == 2 and kept.read_text() == "mine"
+
+
+# --- comparing ---
+
+
+def a_run(values, *, name: str = "x", unit: str = "s", **other) -> dict:
+    row = results.row(name, unit, list(values))
+    made = results.result("io", results.Measured([row]), Settings())
+    return json.loads(json.dumps(made)) | {"load": {"before": 0.0, "after": 0.0}} | other
+
+
+def noisy(rng, median: float, *, noise: float = 0.03, count: int = 9):
+    return median * np.exp(noise * rng.standard_normal(count))
+
+
+def test_two_runs_of_one_commit_get_no_verdict():
+    """Method: 200 pairs of runs with 3 % of noise; at most 5 % of them get a verdict. Twins: a run
+    that takes 20 % longer is slower in all, one of fewer rounds than an interval needs in none."""
+    rng = np.random.default_rng(7)
+    for factor, count, least, most, which in (
+        (1.0, 9, 0, 10, ("slower", "faster")),
+        (1.2, 9, 198, 200, ("slower",)),
+        (0.8, 9, 198, 200, ("faster",)),
+        (1.5, 4, 200, 200, ("too few rounds",)),
+    ):
+        pairs = [
+            (noisy(rng, factor, count=count), noisy(rng, 1.0, count=count)) for _ in range(200)
+        ]
+        verdicts = [intervals.verdict(intervals.of_ratio(*pair)) for pair in pairs]
+        assert least <= sum(each in which for each in verdicts) <= most, (factor, count)
+
+
+@pytest.mark.parametrize("unit, factor", [("s", 1.5), ("GB/s", 1 / 1.5), ("nats", 1.5)])
+def test_slower_is_slower_whichever_way_a_row_counts(unit, factor):
+    """Method: seconds go up, rates go down; both are 1.5 times as slow. Twin: the other way round
+    it is faster."""
+    steady = [1.0, 1.01, 0.99, 1.0, 1.02]
+    runs = [a_run(steady, unit=unit), a_run([factor * each for each in steady], unit=unit)]
+    (there,), (back,) = compare.compare(*runs), compare.compare(*runs[::-1])
+    assert there.verdict == "slower" and there.ratio == pytest.approx(1.5)
+    assert back.verdict == "faster" and back.ratio == pytest.approx(1 / 1.5)
+    assert compare.compare(*runs, bound=0.6)[0].verdict == "no difference can be seen"
+
+
+def test_files_are_compared_and_what_differs_comes_first(tmp_path, capsys):
+    """Method: two files of machines that differ; the status is 1, and the machines are named above
+    the figures, in four forms. Twins: one machine and one speed, figures of different work."""
+    steady = [1.0, 1.01, 0.99, 1.0, 1.02]
+    first, second = a_run(steady), a_run([2 * each for each in steady])
+    second["machine"] = second["machine"] | {"simd": "abacus"}
+    second["versions"] = second["versions"] | {"torch": "1.0"}
+    paths = [str(tmp_path / f"{name}.json") for name in "ab"]
+    for path, found in zip(paths, (first, second)):
+        Path(path).write_text(json.dumps(found))
+    for command in (main, lambda given: checkout.main(given[1:])):
+        assert command(["bench", "compare", *paths]) == 1
+        told = capsys.readouterr().out.splitlines()
+        assert "simd" in told[0] and "torch" in told[1] and "slower" in told[-1]
+        assert command(["bench", "compare", paths[0], paths[0]]) == 0
+        assert "no difference can be seen" in capsys.readouterr().out
+    assert checkout.main(["compare", *paths, "--csv"]) == 1
+    assert next(csv.DictReader(capsys.readouterr().out.splitlines()))["verdict"] == "slower"
+    assert checkout.main(["compare", *paths, "--tex"]) == 1
+    assert r"x & 1.000 & 2.000 & 2.000" in capsys.readouterr().out
+    assert main(["bench", "compare", *paths, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["slower"] == ["x"]
+    second["settings"]["scale"] = 0.1
+    Path(paths[1]).write_text(json.dumps(second))
+    assert main(["bench", "compare", *paths]) == 2 and "--scale" in capsys.readouterr().err
+
+
+def test_a_file_is_compared_with_this_machine(tmp_path, monkeypatch, capsys):
+    """Method: a double of the theme, measured now with the settings of the file. Twins: a theme of
+    a checkout, and an old file, which does not keep its settings."""
+    asked: list[Settings] = []
+
+    def measure(settings: Settings) -> results.Measured:
+        asked.append(settings)
+        return results.Measured([results.row("x", "s", [1.0] * settings.rounds)])
+
+    monkeypatch.setitem(installed.THEMES, "io", a_theme(monkeypatch, "now", measure))
+    kept = a_run([1.0] * 5)
+    kept["settings"] = kept["settings"] | {"rounds": 6, "threads": 1}
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps(kept))
+    assert main(["bench", "compare", str(path)]) == 0
+    assert "no difference" in capsys.readouterr().out
+    assert [(each.rounds, each.threads, each.rivals) for each in asked] == [(6, 1, False)]
+    path.write_text(json.dumps(kept | {"theme": "train"}))
+    assert main(["bench", "compare", str(path)]) == 2
+    assert "python -m bench train --save" in capsys.readouterr().err
+    del kept["settings"]
+    path.write_text(json.dumps(kept))
+    assert main(["bench", "compare", str(path)]) == 2 and "settings" in capsys.readouterr().err
+
+
+def test_the_committed_results_can_be_compared(capsys):
+    """Method: a file of the format before, with itself: there are too few rounds, which is said."""
+    old = str(ROOT / "bench/results/io_amd-epyc-2-cores_2026-11-21.json")
+    assert main(["bench", "compare", old, old]) == 0
+    told = capsys.readouterr().out
+    assert "not recorded by both" in told and told.count("too few rounds") == 5
 
 
 def test_plots_are_files_of_their_own_too(tmp_path):
@@ -528,15 +917,22 @@ def test_touches_are_measured_beside_torch_and_full_params(monkeypatch, tmp_path
 
 
 def test_the_last_line_says_what_this_machine_can_do(monkeypatch):
-    """By hand: 7 G parameters, of which 16 bytes are read and 12 written at 2 and 4 GB/s, and 0.5 G
-    stepped in a second. Twins: without a disk's rows, and without any."""
-    disk = [results.row("io.read", "GB/s", [2.0]), results.row("io.write", "GB/s", [4.0])]
-    adam = [results.row("adam.split", "G parameters/s", [0.5])]
-    assert "77 s of this disk" in results.bound_of([*disk, *adam])
-    assert "14 s of these processors" in results.bound_of(adam)
-    assert "disk" not in results.bound_of(adam) and results.bound_of([]) == ""
-    assert results.spread([results.row("io.read", "GB/s", [1.0, 2.0, 3.0])])[0].endswith("io.read")
-    assert results.spread(disk) == []
+    """By hand: 7 G parameters, of which 16 bytes are read and 12 written at 2 and 4 GB/s, at 8 or 2
+    GB/s in both directions at once, and 0.5 G stepped in a second. Twins: without a disk's rows,
+    without any, and with rows whose rounds differ much."""
+    rates = {"io.read": 2.0, "io.write": 4.0, "io.mixed": 8.0}
+    disk = [results.row(name, "GB/s", [rate] * 5) for name, rate in rates.items()]
+    adam = [results.row("adam.split", "G parameters/s", [0.5] * 4 + [0.6])]
+    assert "about 56 s of this disk" in results.bound_of([*disk, *adam])
+    slow = [*disk[:2], results.row("io.mixed", "GB/s", [2.0])]
+    assert "about 98 s of this disk" in results.bound_of(slow)
+    assert "11.7 s to 14 s of these processors" in results.bound_of(adam)
+    assert "28 s" in results.bound_of(adam, 14e9) and "14 B model" in results.bound_of(adam, 14e9)
+    assert "of this disk" not in results.bound_of(adam) and results.bound_of([]) == ""
+    wide = results.row("io.read", "GB/s", [1.0, 2.0, 3.0, 1.0, 2.0])
+    assert results.remarks([wide], Settings())[0].endswith("io.read")
+    assert "disk" not in results.bound_of([wide, *disk[1:]])
+    assert results.remarks(disk, Settings()) == []
     for load, is_told in ((9.0, True), (0.1, False)):
         monkeypatch.setattr(results.os, "getloadavg", lambda load=load: (load, load, load))
         monkeypatch.setattr(results.os, "cpu_count", lambda: 2)

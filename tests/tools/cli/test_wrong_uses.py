@@ -71,7 +71,9 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     # --- bench ---
     "bench": ("required: (?i:theme)", HELP),
     "bench disk": ("invalid choice: 'disk'", "choose from 'io', 'adam', 'copy', 'all'"),
-    "bench io adam": ("unrecognized arguments: adam", HELP),
+    "bench io adm": ("adm is no benchmark", "did you mean adam?"),
+    "bench io --bound 0.1": ("--bound is of `infinity bench compare`", "leave it out"),
+    "bench compare": ("takes two result files", "one and this machine"),
     "bench io --nvme-path nvme": ("unrecognized arguments: --nvme-path nvme", HELP),
     "bench all --rounds 0": ("--rounds: 0", "1 or more needed"),
     "bench adam --threads -1": ("--threads: -1", "1 or more needed"),

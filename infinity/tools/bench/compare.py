@@ -1,0 +1,187 @@
+"""`infinity bench compare A B`: two runs, row by row, with what their rounds allow to be said.
+
+ratio     how much longer B took than A: above 1 it is slower, whichever way the row counts
+verdict   faster or slower when the 95 % interval of the ratio excludes 1, and the bound
+
+Two runs can differ by more than their rounds say: the machine's speed changes between them. A
+change of the code is measured in turns, by `python -m bench against`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import io
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import ConfigError, UsageError
+from ..cli.values import real_from_zero
+from . import facts, intervals
+from .results import Measured, Row, Run, is_quick, read, row_of
+from .settings import Settings
+from .themes import THEMES
+
+# What must be the same, or two figures are of different work
+SAME = ("scale", "threads")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One row of both runs. ``ratio``: of seconds, B over A; with its interval."""
+
+    name: str
+    unit: str
+    first: float
+    second: float
+    ratio: float
+    interval: intervals.Interval | None
+    verdict: str
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of `python -m bench compare`."""
+    parser.add_argument(
+        "files", nargs="+", metavar="FILE", help="two result files; or one, and this machine now"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--csv", action="store_true", help="comma-separated values on stdout")
+    parser.add_argument("--tex", action="store_true", help="a LaTeX table on stdout")
+    parser.add_argument("--folder", default=".", metavar="DIR", help="on the disk to measure")
+    parser.add_argument(
+        "--bound",
+        type=real_from_zero,
+        default=0.0,
+        metavar="X",
+        help="how much slower fails, with confidence: 0.05 is 5 %% (default 0)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the comparison. Returns 1 if a row is slower than the bound, with confidence."""
+    if not 1 <= len(args.files) <= 2:
+        raise UsageError("compare takes two result files, or one and this machine")
+    first = read(Path(args.files[0]))
+    second = read(Path(args.files[1])) if len(args.files) > 1 else _measured_now(first, args.folder)
+    warnings = check(first, second)
+    found = compare(first, second, bound=args.bound)
+    slower = [each.name for each in found if each.verdict == "slower"]
+    if getattr(args, "csv", False):
+        print(as_csv(found), end="")
+    elif getattr(args, "tex", False):
+        print(as_tex(found))
+    elif args.json:
+        told = {"differences": warnings, "rows": [asdict(each) for each in found], "slower": slower}
+        print(json.dumps(told))
+    else:
+        print("\n".join([*warnings, table(found)]))
+    return 1 if slower else 0
+
+
+def check(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Returns what makes the two runs differ besides the code. Raises ConfigError if they did
+    different work."""
+    for name in SAME:
+        pair = [each.get("settings", {}).get(name) for each in (first, second)]
+        if None not in pair and pair[0] != pair[1]:
+            raise ConfigError(
+                f"the runs have {name} {pair[0]} and {pair[1]}: figures of different work are not"
+                f" compared. Run one again with --{name} of the other."
+            )
+    told = [f"differs: {each}" for each in facts.differences(first, second)]
+    for which, each in zip("AB", (first, second)):
+        if not each.get("complete", True):
+            told.append(f"{which} is of a run that was interrupted")
+        if is_quick(each.get("settings", {})):
+            told.append(f"{which} is of a quick look")
+        load = max(each.get("load", {"": 0.0}).values())
+        if load > 0.5 * (each.get("machine", {}).get("cores") or 1):
+            told.append(f"{which} was measured beside other work (load {load:g})")
+    return told
+
+
+def compare(
+    first: Mapping[str, Any], second: Mapping[str, Any], *, bound: float = 0.0
+) -> list[Compared]:
+    """Compares the rows that both runs have. Raises ConfigError if there are none."""
+    rows = [{each["name"]: row_of(each) for each in run["rows"]} for run in (first, second)]
+    found = [_compared(rows[0][name], rows[1][name], bound) for name in rows[0] if name in rows[1]]
+    if not found:
+        raise ConfigError("the runs have no row in common: compare runs of one theme")
+    return found
+
+
+def _compared(first: Row, second: Row, bound: float) -> Compared:
+    over, under = (second, first) if first.better == "less" else (first, second)
+    interval = intervals.of_ratio(over.rounds, under.rounds)
+    ratio = over.median / under.median if under.median else float("inf")
+    verdict = intervals.verdict(interval, bound=bound)
+    return Compared(first.name, first.unit, first.median, second.median, ratio, interval, verdict)
+
+
+def table(found: Sequence[Compared]) -> str:
+    """Formats a comparison as text."""
+    width = max(len(each.name) for each in found)
+    lines = [f"{'':<{width}} {'A':>10} {'B':>10}  {'time B/A':>8}  {'95 %':^15}"]
+    for each in found:
+        lines.append(
+            f"{each.name:<{width}} {each.first:>10.3f} {each.second:>10.3f}  {each.ratio:>8.3f}"
+            f"  {_spread(each):^15}  {each.verdict} ({each.unit})"
+        )
+    return "\n".join(lines)
+
+
+def _spread(each: Compared) -> str:
+    return f"{each.interval[0]:.3f} - {each.interval[1]:.3f}" if each.interval else ""
+
+
+def as_csv(found: Sequence[Compared]) -> str:
+    """Formats a comparison as comma-separated values, with a header."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["name", "unit", "a", "b", "time_b_over_a", "low", "high", "verdict"])
+    for each in found:
+        ends = each.interval or ("", "")
+        writer.writerow(
+            [each.name, each.unit, each.first, each.second, each.ratio, *ends, each.verdict]
+        )
+    return text.getvalue()
+
+
+def as_tex(found: Sequence[Compared]) -> str:
+    """Formats a comparison as a LaTeX table."""
+    lines = [r"\begin{tabular}{lrrrll}", r"row & A & B & time B/A & 95\,\% & verdict \\ \hline"]
+    for each in found:
+        name = each.name.replace("_", r"\_")
+        lines.append(
+            f"{name} & {each.first:.3f} & {each.second:.3f} & {each.ratio:.3f} &"
+            rf" {_spread(each)} & {each.verdict} \\"
+        )
+    return "\n".join([*lines, r"\end{tabular}"])
+
+
+def _measured_now(first: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Measures the themes of a file on this machine, with its settings."""
+    themes = list(THEMES) if first["theme"] == "all" else first["theme"].split("+")
+    if missing := [theme for theme in themes if theme not in THEMES]:
+        raise UsageError(
+            f"{missing[0]} is measured in a checkout: `python -m bench {missing[0]} --save FILE`,"
+            " then compare the two files"
+        )
+    kept = first.get("settings")
+    if kept is None:
+        raise ConfigError("the file does not say its settings: measure, and compare two files")
+    names = ("rounds", "scale", "seconds", "threads")
+    settings = Settings(
+        folder=folder, rivals=False, **{name: kept[name] for name in names if name in kept}
+    )
+    run, measured = Run(first["theme"], settings), Measured([])
+    for theme in themes:
+        print(f"measuring {theme}", file=sys.stderr)
+        measured.add(importlib.import_module(THEMES[theme]).measure(settings))
+    return run.content(measured)
