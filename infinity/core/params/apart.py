@@ -75,9 +75,10 @@ def uncompiled(function: F) -> F:
 
     torch.compiler.disable would cost two frames at each call; this costs none.
     """
+    if skip_code is None:
+        return torch.compiler.disable(function)
     function._torchdynamo_disable = True
-    if skip_code is not None:
-        skip_code(function.__code__)
+    skip_code(function.__code__)
     return function
 
 
