@@ -617,39 +617,112 @@ skip_code, compiler, set_compiler, graph_in_making = COMPILER.found or _by_the_c
 
 # --- doors ---
 
-# What reads a tensor's memory without asking its class. Without keys they would meet no bytes.
-DOORS = [
+# What reads a tensor's memory without asking its class.
+DOORS: list[tuple[Any, str]] = [
     (torch, "tensor"),
+    (torch, "as_tensor"),
     (torch, "asarray"),
+    (torch, "sparse_coo_tensor"),
+    (torch, "_to_functional_tensor"),
+    (torch.nested, "nested_tensor"),
+    (torch.nested, "as_nested_tensor"),
+    (torch.autograd.Variable, "__new__"),
     (torch.Tensor, "__new__"),
     (torch.Tensor, "new"),
     (torch.Tensor, "new_tensor"),
+    (torch.Tensor, "set_"),
     (torch.Tensor, "as_subclass"),
     (torch.Tensor, "_make_subclass"),
     (torch.jit.ScriptFunction, "__call__"),
 ]
-EXPORTS = [(torch.utils.dlpack, "to_dlpack"), (torch, "to_dlpack")]
+EXPORTS: list[tuple[Any, str]] = [
+    (torch.utils.dlpack, "to_dlpack"),
+    (torch, "to_dlpack"),
+    (torch._C, "_to_dlpack"),
+    (torch._C, "_to_dlpack_versioned"),
+]
+
+# The tensors at rest, and what makes the error for one of them.
+_at_rest: tuple[type, Callable[[torch.Tensor, str], Exception]] | None = None
 
 
 def close_doors(kind: type, refusal: Callable[[torch.Tensor, str], Exception]) -> None:
     """Has the functions that would read a tensor of ``kind`` past its class raise ``refusal(tensor,
     name)``, if this torch has no other guard against them."""
-    if STORAGE_FLAGS.found is None:
-        for owner, name in EXPORTS + (DOORS if DISPATCH_KEYS.found is None else []):
-            setattr(owner, name, _closed(getattr(owner, name), name, kind, refusal))
+    global _at_rest
+    _at_rest = kind, refusal
 
 
-def _closed(
-    func: Callable, name: str, kind: type, refusal: Callable[[torch.Tensor, str], Exception]
-) -> Callable:
+def _check(name: str, given: Sequence[Any]) -> None:
+    if _at_rest is not None:
+        kind, refusal = _at_rest
+        for each in given:
+            for one in each if isinstance(each, (list, tuple)) else (each,):
+                # One of a list of numbers is asked for its number.
+                if isinstance(one, kind) and (one is each or one.dim()):
+                    raise refusal(one, name)
+
+
+def _closed(func: Callable, name: str) -> Callable:
     @functools.wraps(func)
     def closed(*args: Any, **kwargs: Any) -> Any:
-        for each in (*args, *kwargs.values()):
-            if isinstance(each, kind):
-                raise refusal(each, name)
+        _check(name, (*args, *kwargs.values()))
         return func(*args, **kwargs)
 
     return closed
+
+
+class _Legacy(type):
+    """The class of what stands for ``torch.FloatTensor`` and its like, which are immutable."""
+
+    legacy: Any
+    __name__ = property(lambda cls: cls.legacy.__name__)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        _check(cls.__name__, (*args, *kwargs.values()))
+        return cls.legacy(*args, **kwargs)
+
+    def __instancecheck__(cls, given: Any) -> bool:
+        return isinstance(given, cls.legacy)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.legacy, name)
+
+
+def _close_constructors() -> None:
+    kind = type(torch.FloatTensor)
+    for module in (torch, torch.sparse, torch.cuda, torch.cuda.sparse):
+        where = module.__name__
+        for name, legacy in list(vars(module).items()):
+            if isinstance(legacy, kind):
+                members = {"legacy": legacy, "__module__": where}
+                # torch reads the dtype from that name.
+                setattr(module, name, _Legacy(f"{where}.{name}", (), members))
+
+
+def _close_data() -> None:
+    """Closes ``tensor.data = weight``, which gives the weight's memory to a tensor of no class."""
+    data = torch._C.TensorBase.data
+
+    def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+        if _at_rest is not None and not isinstance(tensor, _at_rest[0]):  # which is asked
+            _check("data", [value])
+        data.__set__(tensor, value)
+
+    torch.Tensor.data = property(data.__get__, put, data.__delete__)
+
+
+# Before anything that is closed is taken from torch.
+_doors: list[tuple[Any, str]] = []
+if STORAGE_FLAGS.found is None:
+    _doors += EXPORTS
+    _close_data()
+if DISPATCH_KEYS.found is None:
+    _doors += DOORS
+    _close_constructors()
+for _owner, _name in _doors:
+    if hasattr(_owner, _name):
+        setattr(_owner, _name, _closed(getattr(_owner, _name), _name))
 
 
 def keeps_next_functions(kind: type[torch.autograd.Function]) -> type[torch.autograd.Function]:

@@ -130,17 +130,18 @@ def plain() -> list[torch.Tensor]:
 @pytest.mark.parametrize("reach", IN_PROCESS, ids=lambda reach: reach.name)
 def test_no_bit_changes_without_one_of_them(reach, plain, monkeypatch):
     """Trains with each turned off alone. Twin: plain torch."""
-    monkeypatch.setattr(torch_private, "EXPORTS", [])  # of this process
     monkeypatch.setitem(reach.__dict__, "found", None)
     assert all(map(torch.equal, private_jobs.trained(private_jobs.HOMES["host"]), plain))
 
 
-REFUSED = {"tensor", "Tensor", "new_tensor", "as_subclass", "to_dlpack", "scripted"}
+ASKED = {"clone", "rows", "numbers", "vmap"}  # which ask the class of a weight
+REFUSED = {"numpy", "set_", "data", "nested", "to_dlpack", "_to_dlpack"}  # in every torch
 
 
 def test_no_bit_changes_without_all_of_them(tmp_path):
     """A process without any trains at each home, on two ranks, compiled, and over a checkpoint.
-    What would read memory past a weight's class is refused. Twin: here it is read."""
+    What would read memory past a weight's class is refused, before it does. Twin: here most of it
+    is right."""
     ran = subprocess.run(
         [sys.executable, private_jobs.__file__, str(tmp_path)],
         env=os.environ | {torch_private.VARIABLE: "off"},
@@ -152,9 +153,29 @@ def test_no_bit_changes_without_all_of_them(tmp_path):
     told = json.loads(ran.stdout.splitlines()[-1])
     reads = told.pop("reads")
     assert told.pop("on") == [] and all(told.values()), told
-    assert {name for name, end in reads.items() if end == "refused"} == REFUSED
-    assert {end for name, end in reads.items() if name not in REFUSED} == {"right"}
-    assert set(private_jobs.reads().values()) == {"right"}
+    assert {name for name, end in reads.items() if end == "right"} == ASKED
+    assert {end for name, end in reads.items() if name not in ASKED} == {"UsageError"}
+    here = private_jobs.reads()
+    assert {name for name, end in here.items() if end != "right"} == REFUSED
+    assert "wrong" not in here.values()
+
+
+def test_what_stands_for_a_legacy_constructor_does_as_it(monkeypatch):
+    """Closes torch's constructors, and uses one in the ways that there are. Twin: with a tensor of
+    the class that is at rest it is refused."""
+    for module in (torch, torch.sparse, torch.cuda, torch.cuda.sparse):
+        for name, value in list(vars(module).items()):
+            if isinstance(value, type(torch.FloatTensor)):
+                monkeypatch.setattr(module, name, value)  # restored at the end
+    torch_private._close_constructors()
+    closed, tensor = torch.DoubleTensor, torch.tensor([1.0, 2.0])
+    assert closed([1.0]).dtype == closed.dtype == tensor.type(closed).dtype == torch.float64
+    assert isinstance(closed([1.0]), closed) and not isinstance(tensor, closed)
+    assert closed.__name__ == "DoubleTensor" and closed.is_sparse is False
+    monkeypatch.setattr(torch_private, "_at_rest", (Told, lambda rest, name: UsageError(name)))
+    with pytest.raises(UsageError, match="FloatTensor"):
+        torch.FloatTensor(tensor.as_subclass(Told))
+    assert torch.equal(torch.FloatTensor(tensor), tensor)
 
 
 # --- each of them ---

@@ -172,6 +172,8 @@ class ResidentParameter(torch.nn.Parameter):
 class Stored:
     """The rules of tensors whose bytes are at home."""
 
+    __dlpack_c_exchange_api__ = None  # which would give an address; __dlpack__ is refused
+
     def detached_at_rest(self) -> torch.Tensor:
         """Returns the detached counterpart, under the same rules."""
         return StoredAlias.of(self)
