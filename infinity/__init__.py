@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from .ext.packed.quantize import quantize
     from .ext.park.park import park, resume
     from .ext.shares.shares import Shares
+    from .tools.run.auto import auto
     from .tools.watch.stats import Stats, stats
     from .tools.watch.watch import Watch
 
@@ -98,6 +99,7 @@ __all__ = [
     "UsageError",
     "Watch",
     "accumulate",
+    "auto",
     "clip_grad_norm_",
     "data",
     "dequantize",
@@ -127,6 +129,7 @@ _HOMES = {
     "Stats": "tools.watch.stats",
     "Watch": "tools.watch.watch",
     "accumulate": "core.run.accumulate",
+    "auto": "tools.run.auto",
     "clip_grad_norm_": "core.step.clipping",
     "ema": "ext.averages.average",
     "full_params": "core.wrap.full_params",

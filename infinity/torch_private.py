@@ -70,6 +70,7 @@ ATTRIBUTES = frozenset(
     " _optimizer_step_pre_hooks _optimizer_step_post_hooks _optimizer_state_dict_pre_hooks"
     " _optimizer_state_dict_post_hooks _optimizer_load_state_dict_pre_hooks"
     " _optimizer_load_state_dict_post_hooks _opt_called _wrapped_by_lr_sched"
+    " _step_supports_amp_scaling"
     # of autograd and operators
     " _execution_engine _sequence_nr _backward_cls _schema _torchdynamo_disable"
     # operators with such a name

@@ -45,6 +45,7 @@ SUBCOMMANDS = {
     "generate": "generate.generate",
     "plan": "plan.plan",
     "report": "watch.report",
+    "run": "run.run",
     "top": "watch.top",
     "trace": "watch.trace",
     "train": "train.train",

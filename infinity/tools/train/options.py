@@ -46,7 +46,7 @@ LORA_RANK = 16
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     _add_model_and_data_options(parser.add_argument_group("model and data"))
-    _add_memory_options(parser.add_argument_group("where the state lives"))
+    add_memory_options(parser.add_argument_group("where the state lives"))
     _add_training_options(parser.add_argument_group("training"))
     _add_result_options(parser.add_argument_group("results"))
 
@@ -88,11 +88,11 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
     add("--gradient-checkpointing", **FLAG, help="recompute activations in the backward")
 
 
-def _add_memory_options(group: argparse._ArgumentGroup) -> None:
+def add_memory_options(group: argparse._ArgumentGroup) -> None:
+    """Adds the options of the engine, which `infinity run` has, too."""
     add = group.add_argument
     add("--params", **HOME, help="home of the parameters (default auto)")
     add("--optimizer", **HOME, help="home of master weights and moments (default auto)")
-    add("--optim", **OPTIM, help=OPTIM_HELP)
     add(
         "--shard",
         choices=("optimizer", "gradients", "parameters"),
@@ -128,6 +128,7 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
         ),
     )
     add("--deepspeed", **FILE, help="homes and clipping of a DeepSpeed JSON; options go over it")
+    add("--trace", **FILE, help="write a timeline here, for `infinity trace` or Perfetto")
 
 
 def _add_training_options(group: argparse._ArgumentGroup) -> None:
@@ -173,6 +174,7 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         metavar="DEVICE",
         help='what computes: "cuda", "cuda:1" or "cpu" (default: cuda where there is one)',
     )
+    add("--optim", **OPTIM, help=OPTIM_HELP)
     add(
         "--timeout",
         type=positive_real,
@@ -225,7 +227,6 @@ def _add_result_options(group: argparse._ArgumentGroup) -> None:
         default=200,
         help="bytes or tokens to sample, for at most a minute (default 200)",
     )
-    add("--trace", **FILE, help="write a timeline here, for `infinity trace` or Perfetto")
     add(
         "--tensorboard",
         **FOLDER,

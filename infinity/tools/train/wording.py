@@ -121,4 +121,6 @@ def meant(word: str, names: Collection[str], without: Collection[str]) -> str:
         near = difflib.get_close_matches(option, names, n=1, cutoff=LEAST_LIKENESS)
     if not near and (name := option[2:].upper()) in (*without, "MODEL", "SHELL") and without:
         return f" ({name} comes without an option)"
+    if not near and "SCRIPT" in without:
+        return " (options of the script come after its name)"
     return f" (did you mean {near[0]}?)" if near else ""

@@ -105,6 +105,16 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "env --path nvme": ("unrecognized arguments: --path", "did you mean --nvme-path"),
     "INFINITY_SIMD=sse env": ("INFINITY_SIMD=sse is not one", "units: .*scalar"),
     "INFINITY_IO=aio env": ("INFINITY_IO=aio is not one", "auto, uring, threads"),
+    # --- run ---
+    "run": ("required: SCRIPT", HELP),
+    "run nowhere.py": ("there is no script nowhere.py", "infinity run --params host train.py"),
+    "run --params host --lr 0.1 train.py": ("unrecognized arguments: --lr", "come after its name"),
+    "run --parms host train.py": ("unrecognized arguments: --parms", "did you mean --params"),
+    "run --params tape text.txt": ("invalid choice: 'tape'", HOMES),
+    "run base": ("base is a folder", "name the script in it"),
+    "run -m nowhere.train": ("no module nowhere.train", "Name one that"),
+    "run --host-memory lots text.txt": ("host_memory='lots'|--host-memory lots", SIZE),
+    "run --nvme-path none text.txt": ("No such folder for swap files", "mkdir -p none"),
     # --- export ---
     "export": ("required: (?i:checkpoint, out)", HELP),
     "export base": ("required: (?i:out)", HELP),

@@ -1,0 +1,1 @@
+"""Scripts that know nothing of Infinity, run with their models at home."""

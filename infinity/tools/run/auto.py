@@ -1,0 +1,170 @@
+"""infinity.auto: wraps the models that a script trains, which stays as it is.
+
+    infinity.auto("host")  # at the top of a notebook or a script
+
+waiting  an optimizer whose model was not trained yet
+meeting  the first forward with gradients of a module that has a waiting optimizer's parameters, or
+         the optimizer's first step: there model and optimizer are wrapped
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...choices import AUTO
+from ...config import Config
+from ...core.run.registry import is_wrapped
+from ...core.step.optimizer import InfinityOptimizer
+from ...core.wrap.wrap import wrap_model
+from ...ext.class_step.class_code import plain_step
+from .meeting import STEPPING, Together, find_root, hand_over, params_of
+
+HOMES = ("device", "host", "nvme")
+MakeConfig = Callable[[nn.Module], Config | None]
+logger = logging.getLogger(__name__)
+
+
+class Auto:
+    """Wraps each model that is trained from now on. As a context manager, until its block ends;
+    what is wrapped stays so.
+
+    wrapped
+        What was wrapped, in words.
+    """
+
+    def __init__(self, make_config: MakeConfig, tell: Callable[[str], None]):
+        self.wrapped: list[str] = []
+        self._make_config, self._tell, self._undo = make_config, tell, contextlib.ExitStack()
+        self._waiting: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._at_work = False  # the engine makes optimizers and calls modules, too
+        self._step = self._make_step()
+        self._replace(torch.optim.Optimizer, "__init__", self._made)
+        self._replace(nn.Module, "__call__", self._called)
+
+    def __enter__(self) -> Auto:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Wraps no more models."""
+        self._undo.close()
+        self._waiting.clear()
+
+    def _replace(self, owner: type, name: str, make: Callable[..., Any]) -> None:
+        """Replaces a method of ``owner`` until :meth:`stop`."""
+        own = getattr(owner, name)
+        setattr(owner, name, functools.wraps(own)(make(own)))
+        self._undo.callback(setattr, owner, name, own)
+
+    def _made(self, own: Callable[..., None]) -> Callable[..., None]:
+        def __init__(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+            own(optimizer, *args, **kwargs)
+            if not (self._at_work or isinstance(optimizer, InfinityOptimizer)):
+                self._waiting.add(optimizer)
+                optimizer.step = MethodType(self._step, optimizer)  # type: ignore[method-assign]
+
+        return __init__
+
+    def _called(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._waiting and not self._at_work and torch.is_grad_enabled():
+                self._meet(module)
+            return own(module, *args, **kwargs)
+
+        # The compiler begins at the forward, past the hooks of the engine
+        return torch.compiler.disable(__call__, recursive=False)
+
+    def _make_step(self) -> Callable[..., Any]:
+        """Makes the step of optimizers that may wait: a function, as schedulers need it."""
+
+        def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if optimizer in self._waiting and not self._at_work:
+                self._wrap([optimizer])
+            return vars(optimizer).get(STEPPING, partial(type(optimizer).step, optimizer))(
+                *args, **kwargs
+            )
+
+        return step
+
+    def _meet(self, module: nn.Module) -> None:
+        """Wraps ``module`` if it has parameters of waiting optimizers."""
+        own = set(module.parameters())
+        if any(not own.isdisjoint(params_of([each])) for each in self._waiting):
+            gc.collect()  # those that the script has dropped wait no more
+            met = [each for each in self._waiting if not own.isdisjoint(params_of([each]))]
+            if met:
+                self._wrap(met, module)
+
+    def _wrap(
+        self, optimizers: list[torch.optim.Optimizer], called: nn.Module | None = None
+    ) -> None:
+        self._at_work = True
+        try:
+            root = find_root(params_of(optimizers), called)
+            if root is not None:
+                for each in optimizers:
+                    if plain_step(vars(each).get("step", self._step)) is self._step:
+                        vars(each).pop("step", None)  # else it is a step of the script's own
+                config = None if is_wrapped(root) else self._make_config(root)
+                _, stepping = wrap_model(root, optimizers, config)
+                for given, ours in zip(optimizers, stepping, strict=True):
+                    hand_over(root, given, ours)
+                self.wrapped.append(told(root, optimizers))
+                self._tell(f"at home now: {self.wrapped[-1]}")
+            self._waiting.difference_update(optimizers)
+        finally:
+            self._at_work = False
+
+
+def auto(config: Config | Mapping[str, Any] | str | os.PathLike | None = None) -> Auto:
+    """Wraps each model that is trained from now on, with the optimizer that steps it, at its first
+    forward with gradients. The script stays as it is, and so does the optimizer that it holds.
+
+    config
+        A home for parameters and optimizer ("device", "host" or "nvme"), or what
+        :func:`infinity.wrap_model` takes.
+
+    Returns a context manager, which ends this; a second call ends the first. Raises ConfigError.
+    """
+    if isinstance(config, str) and config in HOMES:
+        config = {"params": config, "optimizer": config}
+        if "nvme" in config.values():
+            config["nvme_paths"] = AUTO
+    made = None if config is None else Config.make(config)
+    return start(lambda root: made, logger.info)
+
+
+def told(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Returns what was wrapped in words."""
+    models = list(root) if isinstance(root, Together) else [root]
+    count = sum(param.numel() for param in root.parameters())
+    return (
+        f"{' and '.join(type(each).__name__ for each in models)} ({count:,} parameters) and"
+        f" {' and '.join(type(each).__name__ for each in optimizers)}"
+    )
+
+
+def start(make_config: MakeConfig, tell: Callable[[str], None]) -> Auto:
+    """Starts to wrap models, in the place of what was started before."""
+    global _running
+    if _running is not None:
+        _running.stop()
+    _running = Auto(make_config, tell)
+    return _running
+
+
+_running: Auto | None = None

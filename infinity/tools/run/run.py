@@ -1,0 +1,124 @@
+"""`infinity run`: runs a script that knows nothing of Infinity, with its models at home.
+
+The script runs in this process, as `python SCRIPT` would. :mod:`.auto` wraps what it trains.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ...errors import ConfigError, InfinityError
+from ..train.options import FLAG, add_memory_options
+from ..train.settings import engine_config, engine_settings
+
+if TYPE_CHECKING:
+    from torch import nn
+
+DESCRIPTION = """\
+Runs a training script that knows nothing of Infinity, with the state of its model at home on the
+device, the host or NVMe. Options before SCRIPT are this command's, those behind it the script's.
+"""
+RUNPY = "<frozen runpy>", runpy.__file__  # the file of its frames
+NOT_ASKED = ("max_grad_norm",)  # options of `infinity train` that its settings read
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Registers the command."""
+    parser = subparsers.add_parser(
+        "run",
+        help="runs a training script as it is, its model's state at home",
+        usage="infinity run [options] [-m] SCRIPT ...",
+        description=DESCRIPTION,
+    )
+    add_memory_options(parser.add_argument_group("where the state lives"))
+    add = parser.add_argument_group("the script").add_argument
+    add("-m", dest="is_module", **FLAG, help="SCRIPT is a module, as for python -m")
+    add("--json", **FLAG, help="what was wrapped as one JSON object on stdout, all else on stderr")
+    add("script", metavar="SCRIPT", help="a Python file")
+    add("words", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
+    parser.set_defaults(**dict.fromkeys(NOT_ASKED))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the script and returns its exit status."""
+    sys.argv = [args.script, *args.words]
+    sys.path[0] = os.getcwd() if args.is_module else str(Path(args.script).resolve().parent)
+    if not args.is_module:
+        _check_script(args.script)
+    elif not _is_module(args.script):
+        raise ConfigError(f"there is no module {args.script}. Name one that `python -m` runs")
+    settings = engine_settings(args)
+    from .auto import start
+
+    def make_config(model: nn.Module) -> Any:
+        where = {"device": None} | settings  # it computes where the script has put it
+        return engine_config(where, model)
+
+    engine_config({"device": "cpu"} | settings)  # raises for wrong values before the script begins
+    with contextlib.ExitStack() as until_end:
+        if args.json:
+            until_end.enter_context(contextlib.redirect_stdout(sys.stderr))
+        auto = until_end.enter_context(start(make_config, _tell))
+        try:
+            return _run(args)
+        finally:
+            if not auto.wrapped:
+                _tell("no model was trained by a torch.optim.Optimizer, so none is at home")
+            if args.json:
+                print(json.dumps({"wrapped": auto.wrapped}), file=sys.__stdout__)
+
+
+def _tell(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(f"infinity run: {text}", file=sys.stderr)
+
+
+def _check_script(path: str) -> None:
+    """Raises ConfigError if ``path`` is no file to run."""
+    if not os.path.exists(path):
+        raise ConfigError(
+            f"there is no script {path}. The script comes after the options of `infinity run`, and"
+            " its own options come after it: infinity run --params host train.py --lr 0.1"
+        )
+    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "__main__.py")):
+        raise ConfigError(f"{path} is a folder without __main__.py: name the script in it")
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Runs the script as Python would, and returns 1 after an error of its own, which is printed
+    with the script's lines only."""
+    try:
+        if args.is_module:
+            runpy.run_module(args.script, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(args.script, run_name="__main__")
+    except (InfinityError, KeyboardInterrupt):
+        raise
+    except Exception as error:  # noqa: BLE001 - the script's own
+        error.__traceback__ = _of_script(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+    return 0
+
+
+def _of_script(trace: TracebackType | None) -> TracebackType | None:
+    """Returns the part of a traceback that begins in the script."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, *RUNPY):
+        trace = trace.tb_next
+    return trace

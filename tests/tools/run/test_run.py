@@ -1,0 +1,175 @@
+"""`infinity run`: scripts that know nothing of Infinity print what they print without it.
+
+Words used here:
+
+**script**: a file of tests/support/scripts, which runs in this process, as `runpy` runs it.
+**told**: what the command says of wrapped models, with ``--json``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from infinity.tools.cli import main
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = ROOT / "tests" / "support" / "scripts"
+HOMES = ("device", "host", "nvme")
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """A folder to work in, and the state of the process that a script may change."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with torch.random.fork_rng():
+        yield tmp_path
+
+
+def plain(script: str, *words: str) -> str:
+    """What the script prints by itself."""
+    path = str(SCRIPTS / script)
+    sys.argv = [path, *words]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(path, run_name="__main__")
+    return printed.getvalue()
+
+
+def at_home(home: str, script: str, *words: str, options: Sequence[str] = ()) -> str:
+    """What the script prints under the command."""
+    line = ["run", "--params", home, "--optimizer", home, *options, str(SCRIPTS / script), *words]
+    if home == "nvme":
+        line[1:1] = ["--nvme-path", "."]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(line) == 0
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_classifier_prints_the_same(home, capfd):
+    """Method: options of its own, an optimizer without a fused kernel, dropout, a batch norm, a
+    schedule from before, an evaluation."""
+    words = ["--epochs", "2", "--lr", "0.5"]
+    assert at_home(home, "classify.py", *words) == plain("classify.py", *words)
+    assert "at home now: Net (418 parameters) and Adadelta" in capfd.readouterr().err
+
+
+def test_the_saved_weights_have_the_same_bits():
+    words = ["--optimizer", "SGD", "--lr", "0.1", "--epochs", "1", "--save-model", "net.pt"]
+    assert at_home("nvme", "classify.py", *words) == plain("classify.py", *words)
+
+
+@pytest.mark.parametrize(
+    ("home", "words"),
+    [
+        ("device", ["--tied=False"]),
+        ("host", []),
+        ("nvme", ["--micro_steps=1", "--grad_clip=0.0"]),
+        pytest.param("host", ["--compile_model=True"], marks=pytest.mark.slow),
+        ("nvme", ["--fused=False", "--digits=4"]),
+    ],
+)
+def test_a_gpt_prints_the_same(home, words):
+    """Method: the loss with all its digits; tied weights, micro-steps, a scaler, clipping, and a
+    model that was compiled before."""
+    assert at_home(home, "gpt.py", *words) == plain("gpt.py", *words)
+
+
+def test_a_checkpoint_of_either_run_is_resumed_by_the_other():
+    """Method: four iterations at once, plain; and from a checkpoint after the second, which the
+    other kind of run saved."""
+    for save, resume in ((plain, at_home), (at_home, plain)):
+        first, second = (["host"] if each is at_home else [] for each in (save, resume))
+        whole = save(*first, "gpt.py")
+        rest = resume(*second, "gpt.py", "--init_from=resume")
+        assert rest.count("iter ") == 2 and "iter 3" in whole
+        again = save(*first, "gpt.py", "--init_from=resume")
+        assert rest == again
+
+
+def test_an_agent_that_is_never_called_is_wrapped_as_a_whole(capfd):
+    assert at_home("nvme", "ppo.py") == plain("ppo.py")
+    assert "at home now: Agent (211 parameters) and Adam" in capfd.readouterr().err
+
+
+def script_of(place: Path, text: str) -> str:
+    (place / "script.py").write_text(text)
+    return str(place / "script.py")
+
+
+MODEL = """
+import torch
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+LOOP = """
+for step in range(2):
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+    print("step", step)
+"""
+REFUSED = {
+    "torch.optim.LBFGS(model.parameters())": "LBFGS",
+    "torch.optim.SGD(model.parameters(), lr=0.1, differentiable=True)": "differentiable",
+    "[setattr(optimizer, 'step', lambda: None), optimizer][1]": "step",
+}
+
+
+@pytest.mark.parametrize("made", REFUSED)
+def test_an_optimizer_that_cannot_be_taken_is_told_before_the_first_step(made, place, capsys):
+    """Twin: the optimizer that was replaced steps."""
+    script = script_of(place, f"{MODEL}\noptimizer = {made}\n{LOOP}")
+    assert main(["run", "--params", "host", "--optimizer", "host", script]) == 2
+    out, err = capsys.readouterr()
+    assert not out and REFUSED[made] in err and "Traceback" not in err
+    assert main(["run", "--params", "host", script_of(place, MODEL + LOOP)]) == 0
+    assert capsys.readouterr().out == "step 0\nstep 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        ("raise SystemExit(3)", 3, ""),
+        ("import sys; sys.exit('no data')", "no data", ""),
+        ("def f():\n    return {}['lr']\nf()", 1, "KeyError: 'lr'"),
+        ("open('nothing')", 1, "FileNotFoundError"),
+        ("import no_such_library", 1, "ModuleNotFoundError"),
+    ],
+)
+def test_a_script_ends_as_it_ends_without_the_command(text, status, said, place, capsys):
+    """Method: its exit status, and a traceback that begins with its own lines."""
+    script = script_of(place, text)
+    try:
+        ended = main(["run", script])
+    except SystemExit as stop:
+        ended = stop.code
+    err = capsys.readouterr().err
+    assert ended == status and said in err and "infinity/tools" not in err
+    assert "no model was trained" in err
+    assert not said or f'File "{script}", line' in err
+
+
+def test_a_script_that_trains_nothing_is_told_with_json(place, capfd):
+    """Twin: one that trains has its model in the list. What it prints goes to stderr."""
+    for text, wrapped in (("print('hi')", []), (MODEL + LOOP, ["Linear (20 parameters) and SGD"])):
+        assert main(["run", "--json", "--params", "host", script_of(place, text)]) == 0
+        assert json.loads(capfd.readouterr().out) == {"wrapped": wrapped}
+
+
+def test_a_module_runs_as_with_python_m(place, capsys):
+    (place / "package").mkdir()
+    (place / "package" / "train.py").write_text(
+        "import sys\n" + MODEL + LOOP + "print(__name__, __package__, sys.argv[1:])"
+    )
+    assert main(["run", "--params", "host", "-m", "package.train", "-x", "--json"]) == 0
+    assert capsys.readouterr().out == "step 0\nstep 1\n__main__ package ['-x', '--json']\n"
