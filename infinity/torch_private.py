@@ -43,13 +43,16 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.dlpack
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import ConfigError, UsageError
+
+F = TypeVar("F", bound=FunctionType)
 
 logger = logging.getLogger(__name__)
 
@@ -614,6 +617,18 @@ top_hooks, push_hooks, pop_hooks = SAVING_HOOKS.found or (_top, _push, _pop)
 # Keeps the compiler from a code object (None: off). The thread's compiler; sets it, returns the one
 # before. What is being traced, or None.
 skip_code, compiler, set_compiler, graph_in_making = COMPILER.found or _by_the_compiler()
+
+
+def uncompiled(function: F) -> F:
+    """Leaves a call of ``function``, and all that it calls, out of the graphs of torch.compile.
+
+    torch.compiler.disable costs two frames at each call; the reach costs none.
+    """
+    if skip_code is None:
+        return torch.compiler.disable(function)
+    function._torchdynamo_disable = True
+    skip_code(function.__code__)
+    return function
 
 
 # --- doors ---

@@ -12,9 +12,9 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ...errors import UsageError
+from ...torch_private import uncompiled
 from ..machine.tiers import Tier
 from ..params import mistakes
-from ..params.apart import uncompiled
 from ..params.torch_functions import mutated_arguments
 from ..units.forms import local_of
 from ..units.handle import ParamHandle

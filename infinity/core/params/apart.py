@@ -70,18 +70,6 @@ def _is_plain() -> bool:
     return not count_dispatch_modes() and innermost_transform() is None
 
 
-def uncompiled(function: F) -> F:
-    """Leaves a call of ``function``, and all that it calls, out of the graphs of torch.compile.
-
-    torch.compiler.disable would cost two frames at each call; this costs none.
-    """
-    if skip_code is None:
-        return torch.compiler.disable(function)
-    function._torchdynamo_disable = True
-    skip_code(function.__code__)
-    return function
-
-
 def makes_hooks(function: F) -> F:
     """Keeps torch.compile from tracing the functions that ``function`` defines, and all that they
     call: autograd calls them in the middle of compiled code."""

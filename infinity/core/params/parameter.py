@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ... import torch_private
 from ...errors import UsageError
-from ...torch_private import DisableTorchDispatch, current_task
+from ...torch_private import DisableTorchDispatch, current_task, uncompiled
 from ..machine import storage_guard
 from ..units.added import always_rests
 from ..units.forms import PLAIN_CLASS, form_of, is_plain, plain_class
@@ -42,7 +42,6 @@ from ..units.handle import (
     set_raw_hooks,
 )
 from . import mistakes, transforms
-from .apart import uncompiled
 from .borrowed import call_on_borrowed, lent_to
 from .torch_functions import (
     AS_ITSELF,
