@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 
 import pytest
 import rank_campaign
@@ -30,6 +32,17 @@ def check(setup: str, chosen: list[tuple[str, str, int]]) -> None:
     bad = [each for each in found if each["outcome"] not in rank_campaign.FINE]
     assert not bad, bad
     assert len(found) == len(chosen) and any(each["places"] for each in found)
+
+
+def test_the_longer_form_starts_as_a_command():
+    """It finds the other files of the tests by itself."""
+    started = subprocess.run(
+        [sys.executable, rank_campaign.__file__, "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "--strikes" in started.stdout
 
 
 def test_two_ranks_go_on_after_strikes():

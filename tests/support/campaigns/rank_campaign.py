@@ -40,7 +40,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from inside import parts_of
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -48,6 +47,7 @@ if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
 import prepared
+from inside import parts_of
 from parting_jobs import wrap as wrap_blocks
 from ranks import join, rank_variables
 from striker import MARK, PACKAGE, Striker
