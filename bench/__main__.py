@@ -1,6 +1,7 @@
 """`python -m bench <theme>`, in the root of a checkout: the engine beside ceilings and rivals.
 
-`python -m bench compare` compares two runs, `report` draws result files.
+`python -m bench compare` compares two runs, `against` this tree and another commit; `report` draws
+result files.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from .themes import ALL, THEMES, listing, of_file
 # Each has a module with ``add_options(parser)`` and ``run(args)``.
 COMMANDS = {
     "compare": ("infinity.tools.bench.compare", "compare result files, or one and this machine"),
+    "against": ("bench.against", "measure the headline loops beside those of another commit"),
     "report": ("bench.report", "draw result files as a page"),
 }
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 CONFIDENCE = 0.95
-DRAWS = 2000
+DRAWS = 1000
 FEWEST = 5  # rounds; the interval of fewer is narrower than their noise
 Interval = tuple[float, float]
 
