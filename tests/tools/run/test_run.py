@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 import runpy
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -173,3 +175,59 @@ def test_a_module_runs_as_with_python_m(place, capsys):
     )
     assert main(["run", "--params", "host", "-m", "package.train", "-x", "--json"]) == 0
     assert capsys.readouterr().out == "step 0\nstep 1\n__main__ package ['-x', '--json']\n"
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_two_models_with_an_optimizer_each_print_the_same(home, capfd):
+    """Method: a generator and a discriminator, and losses that reach both."""
+    assert at_home(home, "gan.py") == plain("gan.py")
+    err = capfd.readouterr().err
+    assert "home now: Discriminator (" in err and "home now: Generator (" in err
+
+
+def test_one_optimizer_of_two_models_prints_the_same(capfd):
+    """Method: critics that no module contains, an actor, target copies, and an optimizer of a plain
+    tensor, which steps as it is."""
+    assert at_home("nvme", "two_critics.py") == plain("two_critics.py")
+    err = capfd.readouterr().err
+    assert "home now: Critic and Critic (258 parameters)" in err and err.count("home now") == 2
+
+
+def test_a_loop_of_accelerate_prints_the_same():
+    pytest.importorskip("accelerate")
+    assert at_home("nvme", "accelerate_loop.py") == plain("accelerate_loop.py")
+
+
+@pytest.mark.slow  # its import
+def test_a_fit_of_lightning_prints_the_same(capfd):
+    """Method: the first forward runs inside of `optimizer.step(closure)`."""
+    pytest.importorskip("lightning")
+    assert at_home("host", "lightning_fit.py") == plain("lightning_fit.py")
+    assert "home now: Classifier (216 parameters)" in capfd.readouterr().err
+
+
+HF = "--output_dir out --max_steps 3 --per_device_train_batch_size 2 --logging_steps 1 --use_cpu"
+HF += " --report_to none --disable_tqdm true"
+TRAINERS = [
+    ("run_lm.py", "--do_train --do_eval --save_steps 2 --gradient_accumulation_steps 2"),
+    ("preference.py", "sft --bf16 false --max_length 16"),
+    ("preference.py", "dpo --bf16 false --max_length 16"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "words"), TRAINERS)
+def test_a_trainer_prints_the_same(script, words, place):
+    """Method: all that it prints but the times; a run_lm is started twice, and resumes the second
+    time."""
+    need = pytest.importorskip("trl" if script == "preference.py" else "transformers")
+    assert need
+    words = [*words.split(), *HF.split()]
+    found = []
+    for run in (plain, lambda *line: at_home("nvme", *line)):
+        texts = [run(script, *words)]
+        if script == "run_lm.py":
+            texts.append(run(script, *words, "--max_steps", "5"))
+        found.append([re.sub(r"'\w*(runtime|per_second)': '?[\d.e-]+'?", "", t) for t in texts])
+        shutil.rmtree(place / "out")
+    assert found[0] == found[1] and "loss" in found[0][-1]
