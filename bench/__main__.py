@@ -1,7 +1,7 @@
 """`python -m bench <theme>`, in the root of a checkout: the engine beside ceilings and rivals.
 
-`python -m bench compare` compares two runs, `against` this tree and another commit; `report` draws
-result files.
+`python -m bench compare` compares two runs, `against` this tree and another commit; `age` lists how
+old the committed results are, and `report` draws them.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .themes import ALL, THEMES, listing, of_file
 COMMANDS = {
     "compare": ("infinity.tools.bench.compare", "compare result files, or one and this machine"),
     "against": ("bench.against", "measure the headline loops beside those of another commit"),
+    "age": ("bench.age", "list how old the committed results are"),
     "report": ("bench.report", "draw result files as a page"),
 }
 
@@ -82,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
         chosen += THEMES if name == "all" else [name]
     if unknown := [name for name in chosen if name not in known]:
         raise UsageError(command.no_theme(unknown[0], [*known, "all", *COMMANDS]))
+    args.paths = sorted({path for name in chosen if name in ALL for path in ALL[name].paths})
     return command.measure(args, known, tuple(dict.fromkeys(chosen)))
 
 

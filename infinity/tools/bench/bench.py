@@ -152,7 +152,9 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
 
     measured, shown = results.Measured([]), _Shown()
     settings, path = _settings(args), _output(args)
-    run = results.Run("all" if args.theme == "all" else "+".join(chosen), settings)
+    run = results.Run(
+        "all" if args.theme == "all" else "+".join(chosen), settings, getattr(args, "paths", None)
+    )
     if args.resume is not None:
         path = Path(args.resume)
         chosen = _resume(path, run, measured, chosen)

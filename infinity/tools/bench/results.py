@@ -122,9 +122,13 @@ class Measured:
 
 
 class Run:
-    """One run: what was set, where and when; it makes the content of its result file."""
+    """One run: what was set, where and when; it makes the content of its result file. ``paths``:
+    those of a checkout that decide the figures."""
 
-    def __init__(self, theme: str, settings: Settings | None = None):
+    def __init__(
+        self, theme: str, settings: Settings | None = None, paths: Sequence[str] | None = None
+    ):
+        self._paths = paths
         self.settings = settings or Settings()
         self.theme, self.done = theme, []
         self._begun = datetime.datetime.now()
@@ -146,6 +150,7 @@ class Run:
             **asdict(measured),
             "complete": complete,
             "done": self.done,
+            "paths": self._paths,
             "settings": self.settings.kept(),
             "begun": self._begun.isoformat(timespec="seconds"),
             "seconds": round((datetime.datetime.now() - self._begun).total_seconds(), 1),

@@ -1,0 +1,172 @@
+"""age: how old the results in bench/results are, by the commits that touched what they measure.
+
+since      commits after the result's own; of a commit that this repository does not have, those
+           after its day
+touching   of these, the commits that changed a path of the theme (`themes.py`)
+
+`--write` puts the table into bench/results/README.md, as of the commit that it is written at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from infinity.errors import ConfigError
+
+from .report import read_results
+from .themes import ALL, OLD
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+PAGE = RESULTS / "README.md"
+BEGIN, END = "<!-- written by `python -m bench age --write` -->", "<!-- end of what is written -->"
+HEAD = ("theme", "machine", "date", "commit", "commits since", "of them touching it", "")
+OTHERS = {  # no themes: files of theirs are made by tests
+    "recovery": ("infinity/core/run", "infinity/ext/checkpoint"),
+}
+
+
+@dataclass(frozen=True)
+class Age:
+    """One result file. ``since`` and ``touching``: None where there is no history to ask."""
+
+    theme: str
+    machine: str
+    date: str
+    commit: str
+    since: int | None
+    touching: int | None
+
+    @property
+    def state(self) -> str:
+        """What is to be done about it."""
+        if self.touching is None or self.touching <= OLD:
+            return ""
+        return f"**old**: {command(self.theme)}" if self.theme in ALL else "**old**"
+
+
+def command(theme: str) -> str:
+    """Returns what measures a theme anew."""
+    return f"`python -m bench {theme} --save bench/results`"
+
+
+@dataclass(frozen=True)
+class Commit:
+    """One commit of the history. ``changes``: status of git, then the path, after its older one if
+    it was renamed."""
+
+    name: str
+    date: str
+    changes: tuple[tuple[str, ...], ...]
+
+
+def history(root: Path) -> list[Commit]:
+    """Returns the commits of HEAD with what they changed, the newest first. Empty without a
+    repository."""
+    command = ["log", "--name-status", "-M", "--format=%x00%H %cs", "HEAD"]
+    done = subprocess.run(["git", "-C", root, *command], capture_output=True, text=True)
+    found = []
+    for part in done.stdout.split("\0")[1:]:
+        head, *lines = part.splitlines()
+        name, date = head.split()
+        found.append(Commit(name, date, tuple(tuple(each.split("\t")) for each in lines if each)))
+    return found
+
+
+def touching(commits: Sequence[Commit], paths: Sequence[str]) -> int:
+    """Counts the ``commits``, the newest first, that changed a file below ``paths``, also by the
+    names that it had before. A file that only moved has not changed."""
+    older: set[str] = set()
+    below = tuple(f"{path}/" for path in paths)
+    count = 0
+    for commit in commits:
+        changed = False
+        for status, *names in commit.changes:
+            if names[-1] in paths or names[-1] in older or names[-1].startswith(below):
+                older.add(names[0])
+                changed = changed or status != "R100"
+        count += changed
+    return count
+
+
+def ages(folder: Path = RESULTS, root: Path = ROOT) -> list[Age]:
+    """Returns the age of every result file in ``folder``, the newest of each theme first."""
+    found, commits = [], history(root)
+    for _, run in read_results(folder)[0]:
+        theme, commit = run["theme"], run["commit"].removesuffix("-dirty")
+        paths = run.get("paths") or [
+            path
+            for part in theme.split("+")
+            for path in (ALL[part].paths if part in ALL else OTHERS.get(part, ()))
+        ]
+        places = [
+            place for place, each in enumerate(commits) if commit and each.name.startswith(commit)
+        ]
+        if places:
+            after = commits[: places[0]]
+        else:
+            after = [each for each in commits if each.date > run["date"]]
+        counts = (len(after), touching(after, paths)) if commits else (None, None)
+        found.append(Age(theme, run["hardware"], run["date"], run["commit"], *counts))
+    order = {name: place for place, name in enumerate(ALL)}
+    newest_first = sorted(found, key=lambda each: each.date, reverse=True)
+    return sorted(newest_first, key=lambda each: order.get(each.theme, len(order)))
+
+
+def awaiting(found: Sequence[Age]) -> list[str]:
+    """Returns the themes that have no result at all."""
+    have = {part for each in found for part in each.theme.split("+")}
+    return [name for name in ALL if name not in have]
+
+
+def table(found: Sequence[Age]) -> str:
+    """Formats the ages as a table of Markdown, with a row for each theme without a result."""
+    rows: list[tuple] = [
+        (each.theme, each.machine, each.date, each.commit, each.since, each.touching, each.state)
+        for each in found
+    ]
+    rows += [
+        (name, "", "", "", "", "", f"**awaits {ALL[name].needs or 'a run'}**: {command(name)}")
+        for name in awaiting(found)
+    ]
+    lines = [HEAD, ("---",) * len(HEAD), *rows]
+    cells = (
+        [" ".join(str("?" if cell is None else cell).split()) for cell in row] for row in lines
+    )
+    return "\n".join(f"| {' | '.join(row)} |" for row in cells)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the command."""
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--write", action="store_true", help="put the table into bench/results/README.md"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the table, or writes it."""
+    found = ages()
+    if args.json:
+        print(json.dumps({"ages": [asdict(each) for each in found], "await": awaiting(found)}))
+    elif args.write:
+        write(PAGE, table(found))
+        print(PAGE)
+    else:
+        print(table(found))
+    return 0
+
+
+def write(page: Path, made: str) -> None:
+    """Replaces the table in ``page``. Raises ConfigError if its place is not marked there."""
+    text = page.read_text()
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ConfigError(f"{page} has no place for the table, from {BEGIN!r} to {END!r}")
+    page.write_text(f"{before}{begin}\n\n{made}\n\n{end}{after}")
