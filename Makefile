@@ -106,6 +106,7 @@ wheels:
 index:
 	$(PYTHON) tools/index.py build/wheels
 
+# Loops under pytest-benchmark: make bench ARGS="--quick --benchmark-autosave", then --benchmark-compare.
 bench: setup $(VENV)/.test-ready
 	mkdir -p build
 	$(BIN)/python -m pytest bench -q --basetemp=build/pytest-bench $(ARGS)

@@ -132,8 +132,8 @@ def measure(settings: Settings, *, rivals: Sequence[Any] = ()) -> Measured:
         tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder,
         ExitStack() as stack,
     ):
-        file = _make_file(folder, settings.scaled(FILE_NBYTES, RAW_THREADS * RAW_BLOCK))
-        ours, threads = (_as_used(file, kind, folder) for kind in ("auto", "threads"))
+        file = make_file(folder, settings.scaled(FILE_NBYTES, RAW_THREADS * RAW_BLOCK))
+        ours, threads = (as_used(file, kind, folder) for kind in ("auto", "threads"))
         raw = Raw(file)
         stack.callback(raw.close)
         times = alternate(
@@ -170,7 +170,7 @@ def _jobs(systems: dict[str, Callable[[str], object]]) -> dict[Any, Callable[[],
     }
 
 
-def _as_used(file: TestFile, kind: str, folder: str) -> Ours:
+def as_used(file: TestFile, kind: str, folder: str) -> Ours:
     """Makes our engine with the block size and depth of this disk's profile."""
     profile = disk_profile(folder, kind)
     return Ours(file, kind, block_nbytes=profile.block_nbytes, depth=profile.depth)
@@ -189,8 +189,9 @@ def _sweep(file: TestFile) -> list[dict]:
     return points
 
 
-def _make_file(folder: str, nbytes: int) -> TestFile:
-    """Creates the file and fills it with random bytes, so that its blocks are allocated."""
+def make_file(folder: str, nbytes: int) -> TestFile:
+    """Creates the file in ``folder`` and fills it with random bytes, so that its blocks are
+    allocated."""
     engine = native.make_io_engine()
     path = os.path.join(folder, "file")
     extent = native.Extent.in_file(engine.create_file(path, nbytes), 0, nbytes)

@@ -27,7 +27,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bench.__main__ as checkout
-from bench import first_steps, meetings, report, shares, touches
+from bench import bench_loops, first_steps, meetings, report, shares, touches
 from bench.rivals import deepspeed_aio, fio, limited
 from bench.rivals.tuning import Tuned
 from bench.themes import ALL, APART, THEMES
@@ -686,6 +686,70 @@ def test_rows_are_a_csv_and_a_latex_table_too(tmp_path):
     assert r"\caption{io" in tex.read_text()
     kept.write_text("mine")
     assert checkout.main(["report", *options]) == 2 and kept.read_text() == "mine"
+
+
+# --- under pytest-benchmark ---
+
+
+def run_loops(chosen: str, folder: Path, *options: str) -> subprocess.CompletedProcess:
+    """Runs some of `pytest bench`, whose files go to ``folder``."""
+    storage = [f"--benchmark-storage={folder}", f"--basetemp={folder / 'pytest'}"]
+    command = ["-m", "pytest", "bench", "--quick", "-q", "-k", chosen, *storage, *options]
+    return prepared.run(*command, folder=ROOT, seconds=200)
+
+
+def test_a_benchmark_keeps_its_rate_and_the_share_of_its_ceiling():
+    """Method: a double of the fixture whose median is half a second; and jobs that are called.
+    Twin: without a ceiling there is no share."""
+    called: list[str] = []
+
+    class Benchmark:
+        stats = SimpleNamespace(stats=SimpleNamespace(median=0.5))
+
+        def __init__(self):
+            self.extra_info = {}
+
+        def __call__(self, job):
+            job()
+
+    ceiling = ("moving", lambda: called.append("moving"))
+    for limit in (None, ceiling):
+        fixture = Benchmark()
+        job = lambda: called.append("job")
+        bench_loops.record(fixture, "disk", job, amount=1e9, unit="GB/s", ceiling=limit)
+        assert fixture.group == "disk" and fixture.extra_info["rate"] == 2.0
+        assert ("share" in fixture.extra_info) == (limit is not None)
+    assert called.count("moving") == 6 and fixture.extra_info["ceiling"] == "moving"
+
+
+@pytest.mark.slow
+def test_a_loop_is_a_benchmark_with_its_ceiling(tmp_path):
+    """Method: one kernel under pytest-benchmark; its file has calibrated rounds, a group, the
+    share of the ceiling, and the facts that our own files have."""
+    pytest.importorskip("pytest_benchmark")
+    file = tmp_path / "b.json"
+    done = run_loops("adam and fp32 and 1", tmp_path, f"--benchmark-json={file}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(file.read_text())
+    (one,) = found["benchmarks"]
+    assert one["group"] == "adam, 1 threads" and one["stats"]["rounds"] >= 5
+    assert one["extra_info"].keys() == {"unit", "rate", "ceiling", "ceiling_rate", "share"}
+    assert one["extra_info"]["share"] > 0 and one["extra_info"]["unit"] == "G parameters/s"
+    assert found["machine_info"]["infinity"]["simd"] and found["commit_info"]["infinity"]
+
+
+@pytest.mark.slow
+def test_runs_of_loops_are_compared_and_drawn(tmp_path):
+    """Method: two runs as pytest-benchmark's manual has them: one saved, one compared with it and
+    drawn. Twin: a bound that any run breaks fails."""
+    pytest.importorskip("pygal")
+    assert run_loops("lease", tmp_path, "--benchmark-autosave").returncode == 0
+    options = ["--benchmark-compare", f"--benchmark-histogram={tmp_path / 'drawn'}"]
+    done = run_loops("lease", tmp_path, *options)
+    assert done.returncode == 0 and "test_lease" in done.stdout, done.stdout + done.stderr
+    assert list(tmp_path.glob("drawn*.svg"))
+    bound = "--benchmark-compare-fail=min:0.000000001"
+    assert run_loops("lease", tmp_path, "--benchmark-compare", bound).returncode in (0, 1)
 
 
 # --- comparing ---
