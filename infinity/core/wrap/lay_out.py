@@ -8,7 +8,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,7 +42,6 @@ from .described_model import DescribedModel, is_managed, read_model
 from .partition import Group, held_nbytes, partition
 from .remedies import with_remedies
 from .unmoved import unmoved_nbytes
-from .uses_by_hand import used_by_hand
 
 logger = logging.getLogger(__name__)
 
@@ -215,11 +214,6 @@ class Ways:
         if key not in self._made:
             self._made[key] = self._make_way(config, split)
         return self._made[key]
-
-    @cached_property
-    def by_hand(self) -> set[nn.Parameter]:
-        """The weights that code uses outside of their layers."""
-        return used_by_hand(self.model.modules)
 
     def _make_way(self, config: Config, split: Any) -> _Way | None:
         at_once = {} if split is None else split.rows(self)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
@@ -23,8 +24,11 @@ from ...core.wrap.lay_out import Ways
 from ...core.wrap.partition import Group, RowsAtOnce
 from .tiled_layers import install_tiles
 from .tiles import SMALLEST_TILE_NBYTES, candidates
+from .uses_by_hand import used_by_hand
 
 logger = logging.getLogger(__name__)
+
+_found: WeakKeyDictionary[Ways, set[nn.Parameter]] = WeakKeyDictionary()
 
 
 class Tiling:
@@ -36,7 +40,7 @@ class Tiling:
 
     def rows(self, ways: Ways) -> dict[nn.Parameter, RowsAtOnce]:
         """Finds the weights that run in tiles, and the rows of a tile."""
-        without = ways.by_hand if self.is_sure else set()
+        without = _by_hand(ways) if self.is_sure else set()
         return candidates(ways.model.users, self.key[0], ways.dtype_of, without)
 
     def tell(self, groups: Sequence[Group], config: Config) -> None:
@@ -72,7 +76,7 @@ class TiledLayers(Extension):
         tiles, too, if nothing else fits: a branch with such a use may never run."""
         limits = list(_limits(config, free, ways.device))
         for is_sure in (True, False):
-            if not is_sure and not ways.by_hand:
+            if not is_sure and not _by_hand(ways):
                 return
             yield from (Tiling(limit, is_sure=is_sure) for limit in limits)
 
@@ -102,6 +106,13 @@ class TiledLayers(Extension):
                 row_nbytes = param.size(1) * flat_param.spec.dtype.itemsize
                 rows[param] = size.at_once_nbytes // row_nbytes
         return install_tiles(find, model, rows) if rows else []
+
+
+def _by_hand(ways: Ways) -> set[nn.Parameter]:
+    """Returns the weights that code uses outside of their layers. The code is read once."""
+    if ways not in _found:
+        _found[ways] = used_by_hand(ways.model.modules)
+    return _found[ways]
 
 
 def _limits(config: Config, free: Mapping[Tier, int] | None, device: Device) -> Iterator[int]:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from infinity.core.wrap.uses_by_hand import used_by_hand
+from infinity.ext.tiles.uses_by_hand import used_by_hand
 
 
 class Base(nn.Module):
