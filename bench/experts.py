@@ -65,7 +65,7 @@ def run(way: str, use: str, home: str, tokens: int, experts: int, swap: str) -> 
     from infinity.core.units.arrival import Arrival
 
     if way == "whole":
-        Arrival.bring_chosen = lambda self, module: None
+        Arrival.bring_rows = lambda self, choose: None
     torch.manual_seed(0)
     model = Layers(experts).to(torch.bfloat16)
     if use != "trained":

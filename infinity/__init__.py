@@ -157,7 +157,7 @@ seams.EXTENSIONS[:] = (
     "ext.blocks.blocks.Blocks",
     "ext.packed.packed.PackedWeights",
     "ext.pipeline.shared.Shared",
-    "ext.rows.experts.RowReaders",
+    "ext.rows.chosen_experts.RowReaders",
     "ext.dtensor.in_common.InCommon",
     "ext.sequence.sequences.Sequences",
     "ext.data.kept_data.KeptData",

@@ -30,6 +30,7 @@ THROUGH_OTHERS = {
     *("core/step/device_slots.py", "core/step/slots.py"),
 }
 HUB = re.compile(r"(?<![\w.])(?:self\.)?_?engine\.(?!py\b)\w+")
+SEAMS = ("core/seams.py", "core/units/forms.py", "core/units/rows.py")
 BY_HAND = re.compile(
     r"\b(?:refuse_between|refuse_unflushed|refuse_averaged|refuse_another_step|check_alive|check_open)\b"
 )
@@ -62,10 +63,11 @@ def test_few_files_read_through_the_hub():
 
 
 def test_parts_are_concrete():
-    """Counts protocols: what has one implementation is known by its class."""
+    """Counts protocols: what has one implementation is known by its class. Of a seam, extensions
+    have the implementations."""
     found = [
         node
-        for node in classes(sources())
+        for node in classes({p: text for p, text in sources().items() if p not in SEAMS})
         if any(ast.unparse(base) == "Protocol" for base in node.bases)
     ]
     assert len(found) <= PROTOCOLS, [node.name for node in found]

@@ -109,7 +109,7 @@ class GradHomes:
         ]
 
     def rows_view(self, handle: ParamHandle, *, wait: bool = True) -> torch.Tensor:
-        """Returns the gradient of experts at home, ``[rows, elements]``, of which single rows are
+        """Returns the gradient of rows at home, ``[rows, elements]``, of which single rows are
         about to be set: the others are as they are."""
         flat = self._bytes(handle.flat_param, write=True, wait=wait)
         place = handle.flat_param.layout.placements[handle.index]

@@ -68,7 +68,7 @@ class Lander:
     def _land_rows(
         self, handle: ParamHandle, grad: torch.Tensor, take_norm: TakeNorm, *, adds: bool
     ) -> None:
-        """Lands a gradient of experts: the rows that are not zero. The others' bytes at home stay
+        """Lands a gradient of rows: those that are not zero. The others' bytes at home stay
         undefined until somebody wants them. The norm of a sum is taken if it is asked for."""
         record, flat_param = handle.grad, handle.flat_param
         rows, before = _rows_of(handle, grad), record.rows if adds else frozenset()
@@ -108,7 +108,7 @@ class Lander:
         *,
         adds: bool,
     ) -> None:
-        """Sets the expert's gradient at ``home`` to ``value``, or adds it as to a whole gradient.
+        """Sets the row's gradient at ``home`` to ``value``, or adds it as to a whole gradient.
         ``factors``: of what is there; None: nothing is."""
         if not adds:
             home.copy_(value, non_blocking=True)
@@ -242,7 +242,7 @@ def _lands_by_rows(handle: ParamHandle, *, adds: bool) -> bool:
 
 
 def _rows_of(handle: ParamHandle, grad: torch.Tensor) -> frozenset[int]:
-    """Returns the experts whose gradient has another bit than those of zeros."""
+    """Returns the rows whose gradient has another bit than those of zeros."""
     rows = grad.detach().reshape(handle.flat_param.homes.rows.count, -1).contiguous()
     if rows.storage_offset() * rows.itemsize % torch.int64.itemsize:
         rows = rows.clone()  # a part of another gradient, which cannot be read as words

@@ -34,7 +34,7 @@ class OpenedFlatParam:
 
 def spans_at_home(flat_param: FlatParam) -> list[tuple[int, int]] | None:
     """Returns the elements of a flat param's gradient that a disk has; None: all. None of a flat
-    param without a gradient, and of experts the tiles of those that got one."""
+    param without a gradient, and of rows the tiles of those that got one."""
     handles = [handle for handle in map(handle_of, flat_param.params) if handle is not None]
     there = [h for h in handles if h.grad is None or h.grad.state is not GradState.ABSENT]
     rows, numel = flat_param.homes.rows, flat_param.layout.numel

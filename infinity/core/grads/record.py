@@ -70,7 +70,7 @@ class GradRecord:
     own_edits: int = 0  # digest of values of which other ranks have other local parts
     assigned: Assigned | None = None  # None: no assigned tensor, or it was released
     with_graph: torch.Tensor | None = None  # what p.grad is after a backward with create_graph
-    # Of experts updated by rows: those whose gradient may not be zero; None: all
+    # Of weights updated by rows: those whose gradient may not be zero; None: all
     rows: frozenset[int] | None = None
     are_others_zero: bool = True  # the other rows' bytes at home; else they are undefined
 

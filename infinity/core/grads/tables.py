@@ -22,14 +22,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ...ext.pipeline.shared import is_shared
 from ...torch_private import GRAPH_NODES, current_task, node_references
 from ..params.apart import apart
 from ..params.parameter import users_hooks
 from ..params.transforms import are_running
 from ..run.context import ForwardContext
 from ..run.replaced_forward import ReplacedForward, own_forward
-from ..units.handle import DisableTorchFunction, handle_of, raw_hooks
+from ..units.handle import COUNTS, DisableTorchFunction, handle_of, raw_hooks
 from .meeting import Meeting, lookup_gradient
 
 # A smaller table's gradients are not worth the Python that each use costs.
@@ -47,9 +46,9 @@ def tables_of(
     return {
         param: [module for module, _ in using]
         for param, using in users.items()
-        if type(param) is nn.Parameter and param.dim() == 2
+        if type(param) is nn.Parameter and param.dim() == 2 and not hasattr(param, COUNTS)
         if param.nbytes >= WORTH_NBYTES and param.is_contiguous()
-        if any(isinstance(module, nn.Embedding) for module, _ in using) and not is_shared(param)
+        if any(isinstance(module, nn.Embedding) for module, _ in using)
         if all(name == "weight" and _is_user(module) for module, name in using)
     }
 

@@ -38,8 +38,8 @@ class GradValues:
 
     def prepare_factor(self, handle: ParamHandle, factor: float) -> None:
         """Prepares the gradient for one more pending ``factor``: applies the others if there is no
-        room for it. Of experts, rows of zeros become rows as others if the product of zero and the
-        factor is another value."""
+        room for it. In an update by rows, rows of zeros become rows as others if the product of
+        zero and the factor is another value."""
         if len(handle.grad.factors) == native.MAX_GRAD_FACTORS:
             self._arrived_shard(handle, write=True)  # applies them
         if not 0 < factor < math.inf and handle.grad.rows is not None:

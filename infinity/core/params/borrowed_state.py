@@ -184,7 +184,7 @@ class BorrowedState:
             for name, value in values.items():
                 self._changes[handle, name] += 1
                 if name == STEP:
-                    handle.flat_param.homes.wait()  # experts have the steps until now
+                    handle.flat_param.homes.wait()  # all rows have the steps until now
                     handle.step = int(value.item())
                 else:
                     handle.flat_param.write_moment(

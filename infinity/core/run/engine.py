@@ -178,12 +178,12 @@ class Engine:
         self.job.store.check_process()
         if not self.computing:
             raise self.refusal(handle, operation)
-        if (experts := handle.unit.arrival.experts) is not None:
-            experts.want_touched(handle.param)
+        if (chosen := handle.unit.arrival.rows) is not None:
+            chosen.want_touched(handle.param)
         # No view leaves of what always rests, so the hold of the unit's owner is enough. Of a
-        # rank's part of experts it has to be: other ranks lack a longer one, and would gather
+        # rank's part of divided rows it has to be: other ranks lack a longer one, and would gather
         # otherwise.
-        is_part = experts is not None and not is_plain(handle.param)
+        is_part = chosen is not None and not is_plain(handle.param)
         if not (self.passes.holds(handle.unit) and (is_part or always_rests(handle.param))):
             self.passes.hold_for_frame(handle.unit)
         self.job.prefetcher.complete(handle.unit)

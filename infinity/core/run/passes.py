@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from ...ext.rows.chosen_experts import ChosenExperts
 from ...torch_private import current_task, top_hooks
 from ..grads.backward import Backward
 from ..machine.sizes import format_nbytes
 from ..params.apart import makes_hooks
 from ..units.forms import local_of
 from ..units.handle import ParamHandle, handle_of, own_bytes, set_raw_grad
+from ..units.rows import ChosenRows
 from ..units.unit import ParamUnit
 from .context import too_late
 from .job import Job
@@ -105,8 +105,8 @@ class Passes:
         held: list[ParamUnit] = []
         for unit in (self.job.units if is_root else units) if begins else ():
             unit.arrival.begin_pass()
-        for experts in _experts_of(units):  # they come now, if no hook of a user changes the choice
-            experts.want_chosen(module, args, kwargs)
+        for rows in _rows_of(units):  # they come now, if no hook of a user changes the choice
+            rows.want_for(module, args, kwargs)
         try:
             with self.job.store.guarding():
                 for unit in units:
@@ -249,8 +249,8 @@ class Passes:
         try:
             with self.job.store.guarding():
                 for handle in handles:
-                    if (experts := handle.unit.arrival.experts) is not None:
-                        experts.want_touched(handle.param)
+                    if (rows := handle.unit.arrival.rows) is not None:
+                        rows.want_touched(handle.param)
                 units = list(dict.fromkeys(handle.unit for handle in handles))
                 moved = [unit for unit in units if not unit.stays]
                 if len(moved) > 1:  # all at once: the error of one would not name them
@@ -300,15 +300,15 @@ class Passes:
         releases the frozen ones when it leaves them."""
         me = weakref.ref(self.backward)
         units = frame.units
-        chosen = [(experts, experts.there) for experts in _experts_of(units)]
+        chosen = [(rows, rows.there) for rows in _rows_of(units)]
         if units and next(frame.module.children(), None) is not None:
             # Only modules with children: a checkpoint inside this forward hides the saved weights
             # from our hooks. The weights that autograd saves of a leaf module have their own unpack
             # hook, and an embedding's are never needed.
             def arrive(_grad: torch.Tensor) -> None:
                 if backward := me():
-                    for experts, rows in chosen:
-                        experts.want(rows)
+                    for rows, there in chosen:
+                        rows.want(there)
                     for unit in units:
                         backward.hold(unit)
 
@@ -361,8 +361,8 @@ class Passes:
         return saving_hooks(self.job.storages, hold)
 
 
-def _experts_of(units: Iterable[ParamUnit]) -> list[ChosenExperts]:
-    return [unit.arrival.experts for unit in units if unit.arrival.experts is not None]
+def _rows_of(units: Iterable[ParamUnit]) -> list[ChosenRows]:
+    return [unit.arrival.rows for unit in units if unit.arrival.rows is not None]
 
 
 def _computed(value: Any) -> Iterator[torch.Tensor]:

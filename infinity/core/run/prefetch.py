@@ -115,8 +115,8 @@ class Prefetcher:
             raise
         if shows:
             self._pass.shows[unit] += 1
-            # In a pass those of experts stay at rest: see ext/rows/chosen_experts.py.
-            shows = not in_pass or unit.arrival.experts is None
+            # In a pass chosen rows stay at rest: see ext/rows/chosen_experts.py.
+            shows = not in_pass or unit.arrival.rows is None
         if self._pass.holds[unit] == 1:
             unit.exposure.begin(shows=shows)
         elif shows and self._pass.shows[unit] == 1:
@@ -226,7 +226,7 @@ class Prefetcher:
         self.complete(unit)
 
     def complete(self, unit: ParamUnit) -> None:
-        """Brings the experts of resident ``unit`` that the use which begins needs. Blocks on the
+        """Brings the rows of resident ``unit`` that the use which begins needs. Blocks on the
         disk."""
         unit.complete(self._store, self._slots.take)
 

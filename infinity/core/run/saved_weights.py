@@ -42,7 +42,7 @@ class SavedWeight:
     dtype: torch.dtype
     conj: bool
     neg: bool
-    there: frozenset[int] | None  # the experts that were on the device; None: all
+    there: frozenset[int] | None  # the rows that were on the device; None: all
     # The parameter, which a user's Function gets.
     param: weakref.ref[torch.nn.Parameter] | None = None
 
@@ -58,8 +58,8 @@ class SavedWeight:
                 tensor.is_conj(),
                 tensor.is_neg(),
             )
-        experts = unit.arrival.experts
-        there = None if experts is None else experts.there
+        rows = unit.arrival.rows
+        there = None if rows is None else rows.there
         return cls(unit, (unit.in_use or unit).version, flat, *view, there)
 
     def check(self) -> None:
@@ -220,8 +220,8 @@ def saving_hooks(
             value = torch.empty((), dtype=saved.dtype, device=saved.flat.device).expand(saved.size)
             params.append((_place(value), param))
             return value
-        if saved.unit.arrival.experts is not None:
-            saved.unit.arrival.experts.want(saved.there)
+        if saved.unit.arrival.rows is not None:
+            saved.unit.arrival.rows.want(saved.there)
         hold(saved.unit, True)
         if torch.is_grad_enabled() and current_task() != -1:
             _save_in_graph_of_backward(storages, hold)

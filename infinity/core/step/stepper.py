@@ -35,7 +35,7 @@ class FlatParamStep:
     device_update: DeviceUpdate | None = None
     has_begun: bool = False  # on the device, whose progress is unknown after an interrupt
     counted: dict[ParamHandle, Numbers] = field(default_factory=dict)  # the new counters
-    # Of experts: parameter -> hyperparameters for rows without a gradient, step count, other rows
+    # By rows: parameter -> hyperparameters for rows without a gradient, step count, other rows
     zeros: dict[int, tuple[native.Hyperparameters, int, Iterable[int]]] = field(
         default_factory=dict
     )
@@ -128,7 +128,7 @@ class Stepper:
             group["step"] = number
 
     def _plan_rows(self, step: FlatParamStep, after: list[native.Ticket], clip: float) -> None:
-        """Plans the step of experts: an update of those that have a gradient, with what they have
+        """Plans a step by rows: an update of those that have a gradient, with what they have
         missed, and a record of what the others miss."""
         homes, last = step.flat_param.homes, () if clip == 1.0 else (clip,)
         runs: list[native.Run] = []

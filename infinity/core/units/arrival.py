@@ -3,14 +3,11 @@ there."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-
-from torch import nn
 
 from ... import native
 from ...errors import InfinityError, UsageError
-from ...ext.rows.chosen_experts import MANY, ChosenExperts, Rows, Spans
 from ...ranks.collectives import Collectives
 from ...ranks.kinds import bytes_of
 from ...ranks.pending import Pending
@@ -18,8 +15,10 @@ from ..homes.arrays import StateArray, whole_blocks
 from ..homes.store import ArrayStore
 from ..machine.device import PAST, Copy, Device, Event
 from ..machine.tiers import Tier
+from .flat_layout import FlatLayout
 from .flat_param import FlatParam
 from .home_arrays import COPY, Update
+from .rows import MANY, ChosenRows, Rows, Spans
 from .staged_reads import StagedReads
 from .unit_buffers import Second, UnitBuffers
 
@@ -29,7 +28,7 @@ class Arrival:
 
     event
         The end of the copy, and then that of the gather: another stream comes after it, too.
-    experts
+    rows
         Those that are brought; None: all weights are.
     """
 
@@ -45,7 +44,7 @@ class Arrival:
         self._name, self._flat_params, self._device = name, flat_params, device
         self._buffers, self.second, self._collectives = buffers, second, collectives
         self.event: Event = PAST
-        self.experts: ChosenExperts | None = None
+        self.rows: ChosenRows | None = None
         self._pending: list[Pending] = []  # running gathers
 
     def start(
@@ -76,55 +75,55 @@ class Arrival:
             for flat_param in self._flat_params:
                 flat_param.homes.pin(COPY, self.event)
 
-    def bring_chosen(self, module: nn.Module) -> None:
-        """Brings only the rows of ``module`` that a forward reads, if no other rank has the same
-        ones, and no other stage is at another update."""
+    def bring_rows(self, choose: Callable[[Sequence[FlatLayout]], ChosenRows]) -> None:
+        """Brings only the rows that ``choose``, called with the flat params' layouts, chooses, if
+        no other rank has the same ones, and no other stage is at another update."""
         ranks = self._collectives.ranks
         if ranks.data_channels or ranks.pp_group is not None:
             return
-        self.experts = ChosenExperts(module, [flat.layout for flat in self._flat_params])
+        self.rows = choose([flat.layout for flat in self._flat_params])
         for flat_param in self._flat_params:
-            flat_param.homes.update_by_rows(self.experts.count)
+            flat_param.homes.update_by_rows(self.rows)
 
     def stop_choosing(self) -> None:
-        """Brings all experts from now on if the device is a home of them, or of their state."""
+        """Brings all rows from now on if the device is a home of them, or of their state."""
         if any(a.tier is Tier.DEVICE for flat in self._flat_params for a in flat.arrays.values()):
-            self.experts = None
+            self.rows = None
             for flat_param in self._flat_params:
                 flat_param.homes.rows = None
 
     @property
     def comes_ahead(self) -> bool:
         """Whether it is known, ahead of the next use, what to bring."""
-        return self.experts is None or self.experts.come_ahead
+        return self.rows is None or self.rows.come_ahead
 
     @property
     def spans(self) -> Spans | None:
         """The elements to bring; None: all."""
-        return None if self.experts is None else self.experts.places(self.experts.there)
+        return None if self.rows is None else self.rows.places(self.rows.there)
 
     def is_current(self, updates: Sequence[Update | None]) -> bool:
         """Tells whether the weights that the next use is expected to need are at home. ``updates``:
         the running ones."""
-        if self.experts is None:
+        if self.rows is None:
             return all(update is None or update.done for update in updates)
-        rows = self.experts.expected
+        rows = self.rows.expected
         return all(flat.homes.has(rows) for flat in self._flat_params)
 
     def begin_pass(self) -> None:
         """Begins a pass, in which chosen rows come unless others hold the device memory."""
-        if self.experts is not None:
-            self.experts.begin_pass(are_held=self._buffers.is_held)
+        if self.rows is not None:
+            self.rows.begin_pass(are_held=self._buffers.is_held)
 
     def choose(self, updates: Sequence[Update | None] = ()) -> list[Update | None]:
         """Begins to bring the rows that are expected. Returns those of the ``updates`` that a read
         of the home has to wait for. Rows are brought up to date here, so it waits for none."""
-        if self.experts is None:
+        if self.rows is None:
             return list(updates)
-        self.experts.choose()
+        self.rows.choose()
         if self._reads_nearly_all():
-            self.experts.there = None
-        self._catch_up(self.experts.there)
+            self.rows.there = None
+        self._catch_up(self.rows.there)
         return [None] * len(updates)
 
     def _reads_nearly_all(self) -> bool:
@@ -143,9 +142,9 @@ class Arrival:
             flat_param.homes.wait(rows)
 
     def take_missing(self) -> Rows:
-        """Takes the experts that the use which begins needs, and that are not there: for
+        """Takes the rows that the use which begins needs, and that are not there: for
         :meth:`add`."""
-        return frozenset() if self.experts is None else self.experts.take_missing()
+        return frozenset() if self.rows is None else self.rows.take_missing()
 
     def add(
         self,
@@ -157,7 +156,7 @@ class Arrival:
         """Brings ``rows`` to those that are there. Blocks on the disk, from where they come through
         ``slots``."""
         self._catch_up(rows)
-        spans = self.experts.places(rows)
+        spans = self.rows.places(rows)
         reads = StagedReads(slots) if slots else None
         try:
             if reads is not None:
@@ -178,7 +177,7 @@ class Arrival:
     @property
     def lacks_rows(self) -> bool:
         """Whether only some rows are on the device. Others than the class have seen none then."""
-        return self.experts is not None and self.experts.there is not None
+        return self.rows is not None and self.rows.there is not None
 
     def refuse_edits(self) -> None:
         """Raises UsageError if a forward that changed the weights had only some rows of them."""
@@ -272,8 +271,8 @@ class Arrival:
 
     def forget_gathers(self) -> None:
         """Forgets running gathers. Their collectives still write to the device memory."""
-        if self.experts is not None:
-            self.experts.forget()
+        if self.rows is not None:
+            self.rows.forget()
         for pending in self._pending:
             pending.drop()
         self._pending = []

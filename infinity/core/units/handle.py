@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 
 from ...errors import InternalError, UsageError
-from ...ext.pipeline.shared import is_counted, is_shared
 from ...torch_private import DisableTorchDispatch, DisableTorchFunction
 from ..machine.device import Device
 from ..params.tensors import checksum_of
@@ -23,6 +22,9 @@ from .flat_param import FlatParam
 from .forms import local_of
 
 DisableTorchFunction = DisableTorchFunction
+# Attribute of a parameter with a copy on another rank that makes the same steps: whether norms and
+# checkpoints include this copy.
+COUNTS = "_infinity_counts"
 
 
 class Owner(Protocol):
@@ -108,9 +110,8 @@ class ParamHandle:
         # The borrowed view that replaces the parameter inside a block of full_params, with the
         # version of its value.
         self.borrowed: weakref.ref[Any] | None = None
-        # In norms and checkpoints; false if another stage's copy is counted.
-        self.is_counted = is_counted(self.param)
-        self.is_tied = is_shared(self.param)  # with another stage's copy
+        self.is_tied = hasattr(self.param, COUNTS)  # to another rank's copy
+        self.is_counted = getattr(self.param, COUNTS, True)  # in norms and checkpoints
         # Of a tied one: digest of the values that users set since the wrap or a load.
         self.edits = 0
         # Users' hooks run before its gradient lands: ``p.grad`` is what autograd accumulated.

@@ -20,13 +20,13 @@ from typing import Protocol
 
 from ... import native
 from ...errors import InternalError
-from ...ext.rows.expert_rows import ExpertRows, Replay
 from ..homes.arrays import StateArray
 from ..homes.store import ArrayStore
 from ..machine.device import PAST, Event
 from ..machine.tiers import Tier
 from .flat_layout import FlatLayout
 from .flat_param_spec import EVERY_MOMENT, SCALES, FlatParamSpec
+from .rows import ChosenRows, Replay, RowSteps
 
 OF_UPDATE = ("master", *EVERY_MOMENT, *SCALES.values())  # that a rule may have
 
@@ -78,15 +78,14 @@ class HomeArrays:
         self.pins: dict[Hashable, Pin] = {}  # by who reads
         self._reserved: list[StateArray] = []  # disk space of arrays that are cached on the host
         self.update: Update | None = None  # the last one that was committed
-        self.rows: ExpertRows | None = None  # that updates may leave behind
+        self.rows: RowSteps | None = None  # that updates may leave behind
 
-    def update_by_rows(self, count: int) -> None:
-        """Lets updates leave experts behind that have no gradient: ``count`` rows of each
-        parameter."""
-        places = [(place.offset, place.numel // count) for place in self.layout.placements]
+    def update_by_rows(self, chosen: ChosenRows) -> None:
+        """Lets updates leave rows behind that have no gradient."""
+        places = [(place.offset, place.numel // chosen.count) for place in self.layout.placements]
         is_by_kernel = self.spec.stepped and self.spec.needs is None
         if is_by_kernel and all(each % native.MOMENT_BLOCK == 0 for _, each in places):
-            self.rows = ExpertRows(count, places)
+            self.rows = chosen.make_steps(places)
 
     @property
     def weight(self) -> StateArray:
@@ -189,7 +188,7 @@ class HomeArrays:
 
     def commit(self, draft: Draft, update: Update | None, behind: Replay | None = None) -> None:
         """Records the running ``update``, which writes to ``draft``. Fresh bytes become the
-        weights, and the pin keeps the old ones. ``behind`` brings the experts up to date that the
+        weights, and the pin keeps the old ones. ``behind`` brings the rows up to date that the
         update left out, when they are needed. Idempotent. Raises InternalError if another update
         runs."""
         if behind is not None:
@@ -205,7 +204,7 @@ class HomeArrays:
             self.arrays, pin.array, pin.fresh, self.update = after, before, None, update
 
     def replay(self, updater: native.Updater, rule: native.Rule, version: int) -> Replay:
-        """Returns what brings experts up to date that an update to ``version`` leaves behind."""
+        """Returns what brings rows up to date that an update to ``version`` leaves behind."""
 
         def make(runs: list[native.Run]) -> native.UnitUpdate:
             self.wait_readers()
@@ -219,7 +218,7 @@ class HomeArrays:
 
     def wait(self, rows: Collection[int] | None = None) -> None:
         """Waits until the last step's bytes are at home. Raises its error.
-        ``rows``: waits for those of these experts; others may stay behind."""
+        ``rows``: waits for those of these rows; others may stay behind."""
         if self.update is not None and rows is not None and self.rows is not None:
             self.rows.catch_up(rows)
         elif self.update is not None:
@@ -233,7 +232,7 @@ class HomeArrays:
         return self.update.done if self.rows is None else self.rows.are_current(rows)
 
     def wait_running(self) -> None:
-        """Waits until no update runs. Experts that are behind stay so. Raises its error."""
+        """Waits until no update runs. Rows that are behind stay so. Raises its error."""
         self.wait(rows=())
 
     def wait_readers(self) -> None:

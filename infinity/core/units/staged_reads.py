@@ -10,12 +10,12 @@ import torch
 
 from ... import native
 from ...errors import CorruptionError, InfinityError, StorageError
-from ...ext.rows.chosen_experts import Spans
 from ..homes.arrays import StateArray, whole_blocks
 from ..homes.staging import Fetch
 from ..homes.store import ArrayStore
 from .flat_param import FlatParam
 from .home_arrays import Update
+from .rows import Spans
 
 # Reads in pieces of this size overlap with copies to a device. Whole checksum blocks.
 PIECE_NBYTES = 8 * 1024 * 1024

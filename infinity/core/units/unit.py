@@ -150,7 +150,7 @@ class ParamUnit:
         return [None if self.pin is not None else flat.homes.update for flat in self.flat_params]
 
     def complete(self, store: ArrayStore, take: TakeSlots) -> None:
-        """Brings the experts that the use which begins needs, and that are not there yet."""
+        """Brings the rows that the use which begins needs, and that are not there yet."""
         if missing := self.arrival.take_missing():
             slots = take(self) if self.lies_on_disk else []
             with self.exposure.adding_rows():
@@ -159,7 +159,7 @@ class ParamUnit:
     def wait_for_update(self) -> None:
         """Waits until the weights of the last step are at home. Raises its error."""
         for flat_param, update in zip(self.flat_params, self._updates):
-            if update is not None and self.arrival.experts is None:
+            if update is not None and self.arrival.rows is None:
                 stalls = nullcontext() if update.done else self._device.stalled(UPDATES, self.name)
                 with stalls:
                     flat_param.homes.wait()

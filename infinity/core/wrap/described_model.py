@@ -23,6 +23,7 @@ from ..params import mistakes
 from ..seams import kinds
 from ..units.added import always_rests, named_tensors, own_tensors
 from ..units.forms import form_of, is_plain, local_of
+from ..units.rows import RowReader
 from .parts import called_for, parts_of
 
 STAYS = "_infinity_stays"  # attribute of a parameter
@@ -73,8 +74,8 @@ class DescribedModel:
     alone: set[torch.Tensor] = field(default_factory=set)  # a unit each
     # Modules with other parameters on other data ranks, and these
     divided: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)
-    # Modules whose forward reads some rows only of all their own parameters, and these
-    read_by_rows: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)
+    # Modules whose forward reads some rows only
+    read_by_rows: dict[nn.Module, RowReader] = field(default_factory=dict)
     codes: set[torch.Tensor] = field(default_factory=set)  # whose bytes are no numbers
     kept: set[torch.Tensor] = field(default_factory=set)  # which keep their own dtype
 

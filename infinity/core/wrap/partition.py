@@ -22,6 +22,7 @@ from torch import nn
 
 from ...errors import ConfigError
 from ..units.forms import division_of
+from ..units.rows import RowReader
 from .described_model import DescribedModel
 
 SMALL_NBYTES = 256 * 1024
@@ -44,7 +45,7 @@ class Group:
     owners: list[nn.Module]
     block: nn.Module | None = None  # the module that is this unit, if it is one
     at_once: RowsAtOnce | None = None  # of its one weight; None: it is gathered whole
-    chosen: nn.Module | None = None  # the module, if a forward reads some of its rows only
+    reader: RowReader | None = None  # if a forward of its owner reads some of its rows only
     is_divided: bool = False  # experts, of which other data ranks have others
     place: int = 0  # of its first parameter in the model: about the order of use
     tied: set[nn.Parameter] = field(default_factory=set)  # those that have several names
@@ -94,14 +95,14 @@ def partition(
     for module, divided in model.divided.items():
         if params := [p for p in divided if p not in taken]:
             # On other ranks than the modules around them.
-            chosen = module if _brings_rows(model, module, taken) else None
+            reader = _reader_of(model, module, taken)
             name = model.modules[module]
-            groups.append(Group(name, params, [module], chosen=chosen, is_divided=True))
+            groups.append(Group(name, params, [module], reader=reader, is_divided=True))
             taken |= set(params)
-    for module, own in model.read_by_rows.items():
-        if _brings_rows(model, module, taken):
-            groups.append(Group(model.modules[module], own, [module], chosen=module))
-            taken |= set(own)
+    for module in model.read_by_rows:
+        if reader := _reader_of(model, module, taken):
+            groups.append(Group(model.modules[module], reader.params, [module], reader=reader))
+            taken |= set(reader.params)
     for name, block in blocks:
         params = [p for p in model.tensors_in(block) if p not in taken]
         if params:
@@ -124,11 +125,15 @@ def partition(
     return groups
 
 
-def _brings_rows(model: DescribedModel, module: nn.Module, taken: Container[torch.Tensor]) -> bool:
-    """Tells whether a forward of ``module`` reads some rows only of its own parameters, which move,
-    and are in no group yet and no other module's."""
-    own = model.read_by_rows.get(module, [])
-    return bool(own) and all(len(model.names[param]) == 1 and param not in taken for param in own)
+def _reader_of(
+    model: DescribedModel, module: nn.Module, taken: Container[torch.Tensor]
+) -> RowReader | None:
+    """Returns how a forward of ``module`` reads some rows only of its own parameters, if these
+    move, and are in no group yet and no other module's."""
+    reader = model.read_by_rows.get(module)
+    own = [] if reader is None else reader.params
+    alone = own and all(len(model.names[param]) == 1 and param not in taken for param in own)
+    return reader if alone else None
 
 
 def _nbytes(params: list[nn.Parameter]) -> int:

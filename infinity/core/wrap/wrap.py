@@ -259,8 +259,8 @@ def _make_units(
         for i, (group, of_group) in enumerate(zip(groups, flat_params))
     ]
     for unit, group in zip(units, groups):
-        if group.chosen is not None:
-            unit.arrival.bring_chosen(group.chosen)
+        if group.reader is not None:
+            unit.arrival.bring_rows(group.reader.choose)
     return units
 
 

@@ -19,9 +19,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
 from ...core.units.handle import handle_of
+from ...core.units.rows import Rows
 from ...errors import UsageError
 from ...torch_private import DisableTorchFunction
-from ..rows.chosen_experts import Rows, reading
+from ..rows.chosen_experts import reading
 from .schemes import Gguf, Mxfp4, Nf4, Scaled, Scheme, Transposed
 
 aten = torch.ops.aten

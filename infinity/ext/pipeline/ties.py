@@ -18,10 +18,9 @@ from torch import nn
 from ...core.grads.record import GradRecord, GradState
 from ...core.run.engine import Engine
 from ...core.run.job import Job
-from ...core.units.handle import ParamHandle, handle_of
+from ...core.units.handle import COUNTS, ParamHandle, handle_of
 from ...errors import ConfigError
 from .between import Between
-from .shared import mark_shared, unmark
 from .stages import Chain
 
 
@@ -40,12 +39,12 @@ class Ties:
     def marked(self) -> Iterator[None]:
         """Marks the parameters as shared for a wrap inside the block."""
         for param in self._params:
-            mark_shared(param, counts=self._counts)
+            setattr(param, COUNTS, self._counts)
         try:
             yield
         finally:
             for param in self._params:
-                unmark(param)
+                vars(param).pop(COUNTS, None)
 
     def start(self, engine: Engine, between: Between) -> None:
         """Copies the first stage's values to the last: they may have been drawn separately. Both

@@ -20,24 +20,33 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from ...core.seams import Extension
 from ...core.units.added import always_rests
 from ...core.units.flat_layout import FlatLayout
 from ...core.units.forms import local_of
 from ...core.units.handle import handle_of
+from ...core.units.inner import has_inner
+from ...core.units.rows import MANY, RowReader, Rows, Spans
+from ...core.wrap.described_model import DescribedModel
 from ...errors import InternalError
 from ...torch_private import current_task
-from .experts import INDICES, clamps_choice, exchanges_of, runs_known_code
-
-MANY = 0.95  # share of the experts from which on all are brought ahead
-
-Rows = frozenset[int] | None
-# Elements, begin and end, of each flat param
-Spans = Sequence[Sequence[tuple[int, int]]]
+from ..packed.packed import moved_tensors
+from .expert_rows import ExpertRows
+from .experts import (
+    INDICES,
+    clamps_choice,
+    divided_parameters,
+    exchanges_of,
+    has_experts,
+    is_frozen_table,
+    runs_known_code,
+)
 
 
 class ChosenExperts:
@@ -92,7 +101,7 @@ class ChosenExperts:
         """Begins a pass. ``are_held``: others still hold the device memory."""
         self._may_be_viewed = are_held
 
-    def want_chosen(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None) -> None:
+    def want_for(self, module: nn.Module, args: tuple, kwargs: dict[str, Any] | None) -> None:
         """Sets the rows for a forward of ``module``: those that the router chose, if its code still
         is the one that is known. None yet if it begins with an exchange of tokens."""
         if not self._exchanges_first:
@@ -161,6 +170,10 @@ class ChosenExperts:
         """Forgets the demand, after an exception."""
         self._demand = None
 
+    def make_steps(self, places: Sequence[tuple[int, int]]) -> ExpertRows:
+        """Makes what keeps the steps that experts of one flat param miss."""
+        return ExpertRows(self.count, places)
+
     def places(self, rows: Rows) -> Spans | None:
         """Returns the elements of ``rows`` in each flat param, neighbours in one span."""
         if rows is None:
@@ -182,12 +195,28 @@ class ChosenExperts:
         ]
 
 
+class RowReaders(Extension):
+    """Finds modules with divided experts, and those whose forward reads some rows only."""
+
+    @classmethod
+    def describe_model(cls, model: DescribedModel) -> None:
+        for module in model.modules:
+            if divided := divided_parameters(module):
+                model.divided[module] = divided
+            if has_experts(module) or is_frozen_table(module):
+                packed = filter(has_inner, module.parameters(recurse=False))
+                if all(getattr(param, "tells_rows", False) for param in packed):
+                    model.read_by_rows[module] = RowReader(
+                        moved_tensors(module), partial(ChosenExperts, module)
+                    )
+
+
 @contextlib.contextmanager
 def reading(part: torch.Tensor, rows: Rows) -> Iterator[Rows]:
     """Begins a block that reads ``rows`` of ``part`` of a packed weight, which may be at rest.
     Yields the rows that have values in it."""
     handle = handle_of(part)
-    experts = None if handle is None else handle.unit.arrival.experts
+    experts = None if handle is None else handle.unit.arrival.rows
     if experts is None:
         yield rows
         return

@@ -32,7 +32,7 @@ class ChosenForwards(Extension):
     def replace_forwards(
         self, job: Job, model: nn.Module, find: Any, blocks: Any
     ) -> list[ReplacedForward]:
-        found = ((unit, unit.arrival.experts) for unit in job.units)
+        found = ((unit, unit.arrival.rows) for unit in job.units)
         return [
             replaced
             for unit, experts in found
@@ -54,12 +54,12 @@ def _forward_of(job: Job, module: nn.Module, unit: ParamUnit) -> Callable[..., A
     around = module.__dict__.get("forward")  # the class's, with an exchange of tokens
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        module, experts = me(), unit.arrival.experts
+        module, experts = me(), unit.arrival.rows
         own = partial(type(module).forward, module) if around is None else around
         if experts is None or not job.prefetcher.is_held(unit):
             # A call past the hooks: each use of a parameter brings all rows.
             return own(*args, **kwargs)
-        experts.want_chosen(module, args, kwargs)
+        experts.want_for(module, args, kwargs)
         job.prefetcher.complete(unit)
         unit.exposure.show()
         try:
@@ -77,7 +77,7 @@ def _of_class(job: Job, module: nn.Module, unit: ParamUnit) -> Callable[..., Any
     me = weakref.ref(module)  # which refers to what brings its tokens
 
     def experts_forward(*args: Any, **kwargs: Any) -> Any:
-        module, experts = me(), unit.arrival.experts
+        module, experts = me(), unit.arrival.rows
         if experts is not None and job.prefetcher.is_held(unit):
             experts.want_arrived(module, args, kwargs)
             job.prefetcher.complete(unit)

@@ -9,15 +9,14 @@ replay   those updates, one after the other in the memory of one pass over the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ... import native
+from ...core.units.rows import Hyper, Replay
 from ...errors import InternalError
 
 MOST_BEHIND = 256  # steps; then a row is brought up to date without being used
-
-Hyper = native.Hyperparameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,20 +40,6 @@ class _Steps:
         return self.after(
             self.log, [last if row in rows else done for row, done in enumerate(self.done)]
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Replay:
-    """What brings rows up to date.
-
-    make
-        Makes the update of runs without a gradient.
-    submit
-        Submits an update, if it was not yet. Returns its ticket.
-    """
-
-    make: Callable[[list[native.Run]], native.UnitUpdate]
-    submit: Callable[[native.UnitUpdate], native.Ticket]
 
 
 class ExpertRows:

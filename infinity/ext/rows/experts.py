@@ -13,10 +13,7 @@ import torch
 from torch import nn
 
 from ...core.params import transforms
-from ...core.seams import Extension
 from ...core.units.forms import form_of, is_plain, local_of
-from ...core.units.inner import has_inner
-from ...core.wrap.described_model import DescribedModel
 from ...torch_private import count_dispatch_modes, count_function_modes
 from ..packed.packed import moved_tensors
 
@@ -181,17 +178,3 @@ def is_frozen_table(module: nn.Module) -> bool:
 
 def _is_scaled(kind: type) -> bool:
     return kind.__name__.endswith(SCALED) and kind.__module__.startswith("transformers.")
-
-
-class RowReaders(Extension):
-    """Finds modules with divided experts, and those whose forward reads some rows only."""
-
-    @classmethod
-    def describe_model(cls, model: DescribedModel) -> None:
-        for module in model.modules:
-            if divided := divided_parameters(module):
-                model.divided[module] = divided
-            if has_experts(module) or is_frozen_table(module):
-                packed = filter(has_inner, module.parameters(recurse=False))
-                if all(getattr(param, "tells_rows", False) for param in packed):
-                    model.read_by_rows[module] = moved_tensors(module)

@@ -15,6 +15,7 @@ from infinity.core.params.tensors import checksum_of
 from infinity.core.units.flat_param import FlatParam
 from infinity.core.units.flat_param_spec import FlatParamSpec
 from infinity.core.units.handle import (
+    COUNTS,
     ParamHandle,
     handle_of,
     managed,
@@ -23,7 +24,6 @@ from infinity.core.units.handle import (
     set_raw_grad,
 )
 from infinity.errors import InternalError, UsageError
-from infinity.ext.pipeline.shared import mark_shared
 
 F32 = torch.float32
 SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, (), stepped=True)
@@ -45,7 +45,7 @@ class Case:
     def __init__(self, *, shared: bool = False, counts: bool = True):
         params = [torch.nn.Parameter(torch.arange(4.0)) for _ in range(2)]
         if shared:
-            mark_shared(params[1], counts=counts)
+            setattr(params[1], COUNTS, counts)
         self.param, self.unit, self.engine = params[1], Unit(), Engine()
         self.flat_param = FlatParam(SPEC, params)
         self.handle = ParamHandle(["b", "tied.b"], self.unit, self.flat_param, 1, self.engine)

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from infinity.core.units.handle import COUNTS
 from infinity.core.wrap import partition as room
 from infinity.core.wrap.described_model import is_managed, read_model
 from infinity.core.wrap.partition import SMALL_NBYTES, Group, RowsAtOnce
 from infinity.errors import ConfigError
-from infinity.ext.pipeline.shared import mark_shared
 
 
 class Called(nn.Module):
@@ -193,7 +193,7 @@ def test_a_tied_weight_is_in_one_unit_that_every_holder_owns():
 def test_tiled_and_shared_weights_are_units_of_their_own():
     """Only the shared one is owned: tiles are brought by themselves."""
     whole = model(tiled=weights(4), shared=weights(4), plain=weights(4))
-    mark_shared(whole.shared.weight, counts=True)
+    setattr(whole.shared.weight, COUNTS, True)
     tiled, shared, plain = partition(whole, "auto", {whole.tiled.weight: RowsAtOnce(2)})
     assert (tiled.name, tiled.at_once.rows, tiled.owners) == ("tiled.weight", 2, [])
     assert (shared.name, shared.at_once, shared.owners) == ("shared.weight", None, [whole.shared])

@@ -65,7 +65,7 @@ def folders(tmp_path_factory):
 
 
 def whole(monkeypatch) -> None:
-    monkeypatch.setattr(Arrival, "bring_chosen", lambda self, module: None)
+    monkeypatch.setattr(Arrival, "bring_rows", lambda self, choose: None)
 
 
 class Run:
@@ -129,7 +129,7 @@ def test_chosen_codes_move_and_compute_as_all_do(
         for weight in (first.gate_up_proj, first.down_proj)
     )
     of_one += sum(p[0].nbytes for n, p in first.named_parameters() if n.endswith("_bias"))
-    assert len(coded(apart.model)) >= 4 and all(unit.arrival.experts for unit in apart.units)
+    assert len(coded(apart.model)) >= 4 and all(unit.arrival.rows for unit in apart.units)
     assert 0.4 < apart.nbytes / (2 * sum(apart.hit) * of_one) <= 1.05
     whole(monkeypatch)
     twin = Run(given, implementation, home, tmp_path, recompute=False)

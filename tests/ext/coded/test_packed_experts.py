@@ -132,7 +132,7 @@ def test_every_way_to_pack_computes_the_same(format, home, folder, tmp_path, mon
         assert losses(given, optimizer) == expected, way
     apart = sum(moved)
     moved.clear()
-    monkeypatch.setattr(Arrival, "bring_chosen", lambda self, module: None)
+    monkeypatch.setattr(Arrival, "bring_rows", lambda self, choose: None)
     assert losses(*wrapped(infinity.quantize(build(), format), home, tmp_path)) == expected
     assert len(ways) * sum(moved) > 1.3 * apart
 

@@ -1,28 +1,26 @@
-"""Shared: a parameter with a copy on another stage is marked as such while it is wrapped."""
+"""Shared: a parameter with a copy on another stage is marked while its stage is wrapped, and is a
+unit of its own."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from infinity.ext.pipeline.shared import is_counted, is_shared, mark_shared, unmark
+from infinity.core.units.handle import COUNTS
+from infinity.core.wrap.described_model import read_model
+from infinity.ext.pipeline.ties import Ties
 
 
 @pytest.mark.parametrize("counts", [True, False])
-def test_a_marked_parameter_is_shared_and_counted_as_the_mark_says(counts):
-    """Twin: another one is not shared, and is counted; so is this one without its mark."""
-    param, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-    mark_shared(param, counts=counts)
-    assert is_shared(param) and is_counted(param) is counts
-    assert not is_shared(other) and is_counted(other) is True
-    for _ in range(2):
-        unmark(param)
-        assert not is_shared(param) and is_counted(param) is True
-    assert param.__dict__ == {}
-
-
-def test_a_parameter_may_be_marked_anew():
-    param = torch.nn.Parameter(torch.ones(2))
-    for counts in (False, True, False):
-        mark_shared(param, counts=counts)
-        assert is_shared(param) and is_counted(param) is counts
+def test_a_shared_parameter_is_alone_while_it_is_marked(counts):
+    """Twin: another one is not, nor this one behind the block, which an error ends too."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    param = model[0].weight
+    ties = Ties([param], counts=counts)
+    with pytest.raises(KeyError), ties.marked():
+        assert read_model(model).alone == {param} and getattr(param, COUNTS) is counts
+        raise KeyError
+    assert read_model(model).alone == set() and vars(param) == {}
+    with ties.marked(), ties.marked():
+        pass
+    assert vars(param) == {}

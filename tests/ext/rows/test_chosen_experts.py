@@ -52,7 +52,7 @@ def test_the_routers_choice_is_wanted(implementation):
     module = experts(implementation)
     chosen, index = chosen_of(module), torch.tensor([[0, 2], [2, 4], [2, -1]])
     for args, kwargs in (((None, index, None), {}), ((None,), {"top_k_index": index})):
-        chosen.want_chosen(module, args, kwargs)
+        chosen.want_for(module, args, kwargs)
         assert chosen.expected == {0, 2}, "numbers outside are other ranks'"
 
 
@@ -60,14 +60,14 @@ def test_what_is_not_known_is_brought_whole():
     """Claim: another kernel, another class since the wrap, and no index bring all."""
     module, index = experts(), torch.tensor([[1]])
     chosen = chosen_of(module)
-    chosen.want_chosen(module, (None, None), None)
+    chosen.want_for(module, (None, None), None)
     assert chosen.expected is None
     module.config._experts_implementation = "deepgemm"
-    chosen.want_chosen(module, (None, index), None)
+    chosen.want_for(module, (None, index), None)
     assert chosen.expected is None
     module.config._experts_implementation = "eager"
     nn.utils.parametrize.register_parametrization(module, "down_proj", nn.Identity())
-    chosen.want_chosen(module, (None, index), None)
+    chosen.want_for(module, (None, index), None)
     assert chosen.expected is None
 
 
@@ -78,7 +78,7 @@ def test_of_a_part_of_experts_nothing_comes_before_their_tokens(monkeypatch):
     module = experts()
     monkeypatch.setattr(chosen_experts, "exchanges_of", lambda module: [object()])
     chosen, index = chosen_of(module), torch.tensor([[0, 2], [2, 4]])
-    chosen.want_chosen(module, (None, index, None), None)
+    chosen.want_for(module, (None, index, None), None)
     assert chosen.expected == frozenset() and not chosen.come_ahead
     chosen.want_arrived(module, (None, index, None), None)
     assert chosen.expected == {0, 2}
@@ -86,7 +86,7 @@ def test_of_a_part_of_experts_nothing_comes_before_their_tokens(monkeypatch):
     chosen.want_arrived(module, (None, index, None), None)
     assert chosen.expected == {0, 2, 3}
     monkeypatch.setattr(type(module), "forward", lambda self, *args: None)
-    chosen.want_chosen(module, (None, index, None), None)
+    chosen.want_for(module, (None, index, None), None)
     assert chosen.expected is None and not chosen.come_ahead
 
 
@@ -132,7 +132,7 @@ def test_large_frozen_embeddings_send_their_tokens_rows():
     assert not is_frozen_table(Own(8192, 64).requires_grad_(False))
     module = table()
     chosen = chosen_of(module)
-    chosen.want_chosen(module, (torch.tensor([[7, 7, 8191]]),), None)
+    chosen.want_for(module, (torch.tensor([[7, 7, 8191]]),), None)
     assert chosen.expected == {7, 8191}
 
 

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import pytest
 
 from infinity import native
+from infinity.core.units.rows import Replay
 from infinity.errors import InternalError
 from infinity.ext.rows import expert_rows
-from infinity.ext.rows.expert_rows import MOST_BEHIND, ExpertRows, Replay
+from infinity.ext.rows.expert_rows import MOST_BEHIND, ExpertRows
 
 
 class Run(NamedTuple):

@@ -116,7 +116,7 @@ def differing(one: tuple, other: tuple) -> list:
 
 
 def whole(monkeypatch) -> None:
-    monkeypatch.setattr(Arrival, "bring_chosen", lambda self, module: None)
+    monkeypatch.setattr(Arrival, "bring_rows", lambda self, choose: None)
 
 
 def both(run: Callable[[], tuple], monkeypatch) -> list:

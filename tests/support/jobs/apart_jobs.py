@@ -237,7 +237,7 @@ def routed(loop: Loop, choose: Callable[[torch.Tensor], torch.Tensor]):
 @contextmanager
 def whole():
     """A block in which all experts move."""
-    with mock.patch.object(Arrival, "bring_chosen", lambda self, module: None):
+    with mock.patch.object(Arrival, "bring_rows", lambda self, choose: None):
         yield
 
 
@@ -250,7 +250,7 @@ def apart(
     def run() -> tuple[dict[str, torch.Tensor], bool]:
         loop = Loop(config, **more)
         units = parts_of(loop.model).units
-        is_apart = any(unit.arrival.experts is not None for unit in units)
+        is_apart = any(unit.arrival.rows is not None for unit in units)
         for number in range(steps):
             globals()[way](loop) if number % 3 == 2 else loop.step()
         found = loop.end()
