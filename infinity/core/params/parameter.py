@@ -304,6 +304,8 @@ class StoredParameter(StoredManaged, torch.nn.Parameter):
 def _detached(subject: torch.Tensor) -> torch.Tensor:
     """Returns the detached counterpart of a parameter at rest, under the same rules."""
     caller = sys._getframe(1).f_back
+    while caller is not None and caller.f_globals.get("__name__", "").startswith("torch._dynamo"):
+        caller = caller.f_back  # of torch.compiler.disable
     if (
         caller is not None and caller.f_code is torch.nn.Parameter.__new__.__code__
     ):  # which would be another Parameter over the weight's memory

@@ -155,6 +155,16 @@ def reads() -> dict[str, str]:
     return found
 
 
+def refuses_a_parameter() -> bool:
+    """Tells whether a Parameter of its own over a weight at rest is refused."""
+    model, _ = tiny(HOMES["host"])
+    try:
+        nn.Parameter(model[0].weight)
+    except infinity.UsageError:
+        return True
+    return False
+
+
 def compiled() -> bool:
     """Compiles the model, whose weights an array holds. Tells whether it trains as plain."""
     model, optimizer = tiny(HOMES["host"])
@@ -201,4 +211,5 @@ if __name__ == "__main__":
         more = {"nvme_paths": [str(path)]} if home == "nvme" else {}
         told[home] = all(map(torch.equal, trained(config | more), plain))
     told |= {"checkpoint": checkpointed(path), "reads": reads(), "compiled": compiled()}
+    told["parameter"] = refuses_a_parameter()
     print(json.dumps(told))
