@@ -39,9 +39,12 @@ def flat_param_size_of(model: nn.Module) -> int | str:
     return SHARD_SIZE
 
 
-def _function(module: str, name: str) -> Callable | None:
+def of_transformers(name: str, module: str = "modeling_utils") -> Callable | None:
     """Returns a function of transformers; None if its version has none of this name."""
-    return getattr(importlib.import_module(f"transformers.{module}"), name, None)
+    try:
+        return getattr(importlib.import_module(f"transformers.{module}"), name, None)
+    except ModuleNotFoundError:  # core_model_loading is of version 5
+        return None
 
 
 # --- which of the model's tensors are written ---
@@ -56,9 +59,7 @@ def names_to_write(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> lis
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names = [name for name in tensors if name not in ignored]
     without_ties = (
-        _function("modeling_utils", "remove_tied_weights_from_state_dict")
-        if is_transformers(model)
-        else None
+        of_transformers("remove_tied_weights_from_state_dict") if is_transformers(model) else None
     )
     if without_ties is None:
         return _one_of_each(names, tensors, getattr(model, "_tied_weights_keys", None) or ())
@@ -97,7 +98,7 @@ def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, So
     A group is in memory from the first read of its tensors until the last.
     """
     convert = (
-        _function("core_model_loading", "revert_weight_conversion")
+        of_transformers("revert_weight_conversion", "core_model_loading")
         if is_transformers(model)
         else None
     )

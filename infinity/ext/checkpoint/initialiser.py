@@ -17,6 +17,8 @@ from torch import nn
 
 from ...core.params.tensors import give_storage, take_storage
 from ...errors import ConfigError
+from ...files.module_names import is_transformers
+from .hub_names import of_transformers
 
 PIECE_ELEMENTS = 4 * 1024 * 1024  # elements of one send
 ADAPTER_RESET = "reset_lora_parameters"  # the method of PEFT's layers that sets adapters
@@ -63,13 +65,17 @@ class Initialiser:
     @torch.no_grad()
     def run(self) -> None:
         self._module(self._model, None)
-        _refuse(
-            [
-                (self._names[id(tensor)], module)
-                for tensor, version, module in self._left
-                if _is_spoiled(tensor, version)
-            ]
-        )
+        if left := self._unset():
+            _construct(self._model, {tensor for tensor, _ in left})
+            _refuse([(self._names[id(tensor)], module) for tensor, module in self._unset()])
+
+    def _unset(self) -> list[tuple[torch.Tensor, nn.Module]]:
+        """Lists buffers that no initialisation has set, with their modules."""
+        return [
+            (tensor, module)
+            for tensor, version, module in self._left
+            if _is_spoiled(tensor, version)
+        ]
 
     def _module(self, module: nn.Module, init: Callable[[nn.Module], Any] | None) -> bool:
         """Initialises ``module`` and all below it. Returns whether there was anything to
@@ -153,6 +159,21 @@ def _refuse(left: list[tuple[str, nn.Module]]) -> None:
             " does not set it (in reset_parameters(), or the model's _init_weights): give"
             " Config(weights='model.safetensors')"
         )
+
+
+def _construct(model: nn.Module, wanted: set[torch.Tensor]) -> None:
+    """Sets buffers that transformers 4 computes in constructors alone: to those of a second model,
+    whose parameters are on meta, as its ``from_pretrained`` makes it."""
+    if (params_on_meta := of_transformers("init_empty_weights")) is None:
+        return
+    for part in filter(is_transformers, model.modules()):
+        own = {name: buffer for name, buffer in part.named_buffers() if buffer in wanted}
+        if own:
+            with torch.random.fork_rng(devices=[]), params_on_meta():
+                second = dict(type(part)(part.config).named_buffers())
+            for name in own.keys() & second.keys():
+                own[name].copy_(second[name])
+                wanted = wanted - {own[name]}
 
 
 def _init_weights_of(module: nn.Module) -> Callable[[nn.Module], Any] | None:

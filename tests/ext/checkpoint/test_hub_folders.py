@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import importlib
 import json
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -228,6 +229,24 @@ def test_a_meta_model_fills_from_their_folder(name, tmp_path):
 
 
 # --- the twins ---
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "t5", "qwen3_moe"])
+def test_without_conversions_a_folder_has_the_names_of_the_modules(name, tmp_path, monkeypatch):
+    """Method: the module of conversions is not there, as in transformers 4: what is saved are the
+    state dict's tensors, each once. Twin: a mixture's experts have other names with it."""
+    model = build(name)
+    own = {each: value.clone() for each, value in model.state_dict().items()}
+    once = set(names_to_write(model, model.state_dict(keep_vars=True)))
+    wrapped, _ = infinity.wrap_model(model, None, {"params": "host"})
+    infinity.save_pretrained(wrapped, tmp_path / "converted")
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+    infinity.save_pretrained(wrapped, tmp_path / "named")
+    named = load_file(tmp_path / "named" / "model.safetensors")
+    assert named.keys() == once
+    assert differing(named, {each: own[each] for each in named}) == []
+    converted = load_file(tmp_path / "converted" / "model.safetensors")
+    assert (converted.keys() == named.keys()) == (name != "qwen3_moe")
 
 
 def test_the_families_that_are_quick_are_of_every_kind():

@@ -145,3 +145,54 @@ def test_transformers_models_from_their_folder(name, tmp_path):
     model, _ = infinity.wrap_model(model, adamw(model, LR), config)
     assert differing(model.state_dict(), saved.state_dict()) == []
     assert differing(dict(model.named_buffers()), dict(saved.named_buffers())) == []
+
+
+def constructing() -> Callable[[], nn.Module]:
+    """A transformers model whose buffers only its constructor computes, as those of version 4."""
+    transformers = pytest.importorskip("transformers")
+
+    class Constructing(transformers.PreTrainedModel):
+        config_class = transformers.LlamaConfig
+
+        def __init__(self, config) -> None:
+            super().__init__(config)
+            self.proj = nn.Linear(config.hidden_size, 3)
+            rates = torch.arange(config.hidden_size).float().mul(-0.3).exp()
+            self.register_buffer("rates", rates, persistent=False)
+            self.register_buffer("place", torch.arange(5)[None], persistent=False)
+            self.register_buffer("mask", torch.ones(4, 4).tril().bool(), persistent=True)
+
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, nn.Linear):
+                nn.init.ones_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    return lambda: Constructing(transformers.LlamaConfig(hidden_size=16, num_attention_heads=2))
+
+
+@pytest.mark.parametrize("inside", ["alone", "in a list", "below another model"])
+def test_buffers_of_constructors_are_those_of_from_pretrained(inside, monkeypatch):
+    """Method: buffers of floats, integers and booleans that no initialisation sets, on meta, equal
+    those of the model in memory. Twin: transformers 5 does not make them either, and they are
+    refused by name."""
+    made, accelerate = constructing(), pytest.importorskip("accelerate")
+
+    def build() -> nn.Module:
+        if inside == "alone":
+            return made()
+        if inside == "in a list":
+            return nn.Sequential(nn.ModuleDict({"one": made()}), nn.Linear(2, 2))
+        outer = made()
+        outer.inner = made()
+        return outer
+
+    from transformers import modeling_utils
+
+    monkeypatch.delattr(modeling_utils, "init_empty_weights", raising=False)
+    with pytest.raises(infinity.ConfigError, match="mask, .*place, .*rates is on meta"):
+        infinity.wrap_model(on_meta(build), None, {"params": "host"})
+    monkeypatch.setattr(
+        modeling_utils, "init_empty_weights", accelerate.init_empty_weights, raising=False
+    )
+    model, _ = infinity.wrap_model(on_meta(build), None, {"params": "host"})
+    assert differing(dict(model.named_buffers()), dict(build().named_buffers())) == []
