@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainer_cases import SEED, arguments, assert_same, llama, on_disk, rows, va
 import infinity
 from infinity import integrations
 from infinity.ext.integrations.peft import adapted_twin
+from infinity.library_versions import TESTED
 from infinity.tools.cli import main
 
 peft = Lazily("peft")
@@ -341,7 +343,13 @@ FORMS: dict[str, Callable[[], Any]] = {  # what PEFT saves of them beside what i
 
 def of_form(name: str) -> nn.Module:
     def build() -> nn.Module:
-        model = peft.get_peft_model(llama(attention_dropout=0.0), FORMS[name]())
+        try:
+            config = FORMS[name]()
+        except AttributeError as missing:
+            if metadata.version("peft").startswith(TESTED["peft"]):
+                raise
+            pytest.skip(str(missing))  # the form is younger than this PEFT
+        model = peft.get_peft_model(llama(attention_dropout=0.0), config)
         for param in model.parameters():
             if param.requires_grad:
                 param.data += 0.02 * torch.randn(param.shape)
