@@ -61,15 +61,13 @@ CALLBACKS = {
 plain_load = saving.pl_load
 
 
-def load_folder(
-    path: Any, map_location: Any = None, weights_only: bool | None = None
-) -> dict[str, Any]:
+def load_folder(path: Any, map_location: Any = None, **given: Any) -> dict[str, Any]:
     """Reads a checkpoint as Lightning's ``load_from_checkpoint`` does. Of a folder that
-    InfinityStrategy wrote, reads the weights in it too."""
+    InfinityStrategy wrote, reads the weights in it too. ``given``: what this Lightning's has."""
     folder = Path(path) if isinstance(path, (str, os.PathLike)) else None
     if folder is None or not (folder / OWN).is_file():
-        return plain_load(path, map_location=map_location, weights_only=weights_only)
-    checkpoint = plain_load(folder / OWN, map_location=map_location, weights_only=weights_only)
+        return plain_load(path, map_location=map_location, **given)
+    checkpoint = plain_load(folder / OWN, map_location=map_location, **given)
     if (folder / AT_HOME).is_dir():
         state = read_weights(folder / AT_HOME)
     else:
@@ -292,14 +290,13 @@ class InfinityStrategy(ParallelStrategy):
                 checkpoint, folder / OWN, storage_options=storage_options
             )
 
-    def load_checkpoint(
-        self, checkpoint_path: str | Path, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Reads Lightning's part of a checkpoint folder, or a plain checkpoint file."""
+    def load_checkpoint(self, checkpoint_path: str | Path, *given: Any, **named: Any) -> dict:
+        """Reads Lightning's part of a checkpoint folder, or a plain checkpoint file. ``given`` and
+        ``named``: what this Lightning's has, ``weights_only`` from 2.6 on."""
         folder = Path(checkpoint_path)
         if not folder.is_dir():
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        return super().load_checkpoint(folder / OWN, weights_only) | {HOME_OF: str(folder)}
+            return super().load_checkpoint(checkpoint_path, *given, **named)
+        return super().load_checkpoint(folder / OWN, *given, **named) | {HOME_OF: str(folder)}
 
     def load_model_state_dict(self, checkpoint: dict[str, Any], strict: bool = True) -> None:
         """Loads a checkpoint's weights home; if the folder has all state, the optimizer's too."""

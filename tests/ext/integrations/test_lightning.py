@@ -6,6 +6,8 @@ validation; losses and weights compared.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import logging
 from pathlib import Path
 from typing import Any
@@ -108,6 +110,34 @@ def test_a_checkpoint_of_weights_is_validated(tmp_path):
     assert differing(other.state_dict(), module.state_dict()) == []
 
 
+@pytest.mark.parametrize("given", [{}, {"weights_only": True}, {"another": 3}], ids=str)
+def test_arguments_of_another_lightning_are_handed_on(given, tmp_path, monkeypatch):
+    """Method: Lightning's own functions note what they get for a file and for a folder. Twin: one
+    that takes no more than a path raises, if there is more."""
+    ours = importlib.import_module("infinity.ext.integrations.lightning")
+    strategy, got = integrations.InfinityStrategy({}), []
+
+    def note(*args, **more):
+        got.append(more)
+        return {"state_dict": {}}
+
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / ours.OWN).touch()
+    parent = ours.InfinityStrategy.__mro__[1]
+    monkeypatch.setattr(parent, "load_checkpoint", note)
+    monkeypatch.setattr(ours, "plain_load", note)
+    for path in (tmp_path / "saved", tmp_path / "file.ckpt"):
+        strategy.load_checkpoint(path, **given)
+    ours.load_folder(tmp_path / "file.ckpt", **given)
+    assert got == [given] * 2 + [{**given, "map_location": None}]
+    monkeypatch.setattr(parent, "load_checkpoint", lambda self, path: {})
+    if given:
+        with pytest.raises(TypeError, match="unexpected keyword"):
+            strategy.load_checkpoint(tmp_path / "saved", **given)
+    else:
+        assert strategy.load_checkpoint(tmp_path / "saved")
+
+
 def test_a_plain_checkpoint_is_resumed(tmp_path):
     """Method: a plain Trainer saves a file; ours goes on from it, and ends as the plain one
     does."""
@@ -119,7 +149,9 @@ def test_a_plain_checkpoint_is_resumed(tmp_path):
         plain.save_checkpoint(tmp_path / "plain.ckpt")
         again = seeded(SEED + 1, lightning_cases.Module)
         job = trainer(tmp_path / str(ours), ours=ours, limit_val_batches=0)
-        job.fit(again, loader(shuffle=False), ckpt_path=tmp_path / "plain.ckpt", weights_only=False)
+        named = inspect.signature(job.fit).parameters.keys() & {"weights_only"}  # from 2.6 on
+        more = dict.fromkeys(named, False)
+        job.fit(again, loader(shuffle=False), ckpt_path=tmp_path / "plain.ckpt", **more)
         ends.append({name: value.clone() for name, value in again.state_dict().items()})
     assert differing(*ends) == []
 
