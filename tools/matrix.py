@@ -43,6 +43,7 @@ PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- by tools/matrix.py -->\n", "<!-- end -->\n"
 ENDS = ("failure", "error", "skipped")  # of a test that has not passed
 SECONDS = 1800  # of one cell's tests, at most
+WRITTEN: dict[str, Any] = {"indent": 1, "sort_keys": True}  # results
 
 TORCHES = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -125,9 +126,13 @@ class Cell:
         """Returns what is installed besides torch."""
         least = requirements()
         named = [*CORE, "transformers", *(REST if self.version else ())]
+        if self.library == "accelerate":
+            named.remove("trl")  # it asks for a newer one
         if self.library in ("peft", "bitsandbytes", "torchao"):
             named += ["bitsandbytes", "torchao"]
         asked = [least[name] for name in dict.fromkeys(named) if name != self.library]
+        if self.library == "trl":
+            asked.append("requests")  # some versions import it and do not ask for it
         return [*asked, *([f"{self.library}=={self.version}.*"] if self.version else [])]
 
     def tests(self) -> tuple[str, ...]:
@@ -135,11 +140,11 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """Returns every torch on one Python, every Python on the oldest and the newest torch, and
-    every library's versions on the oldest torch and on the usual one."""
-    ends = (TORCHES[0], TORCHES[-1])
+    """Returns every torch on one Python, every Python on three of them, and every library's
+    versions on the oldest torch and on the usual one."""
     found = [Cell(torch, PYTHON) for torch in TORCHES]
-    found += [Cell(torch, python) for torch in ends for python in PYTHONS[1:]]
+    three = (TORCHES[0], USUAL, TORCHES[-1])
+    found += [Cell(torch, python) for torch in three for python in PYTHONS[1:]]
     for library, (versions, _) in LIBRARIES.items():
         found += [Cell(t, PYTHON, library, v) for t in (TORCHES[0], USUAL) for v in versions]
     return found
@@ -185,18 +190,25 @@ def fill(asked: list[str], *, only_table: bool) -> int:
     chosen = [] if only_table else [cell for cell in cells() if cell.has(wanted)]
     if not chosen and not only_table:
         raise SystemExit(f"no cell has all of {' '.join(asked)}")
-    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    ended = []
     for torch in TORCHES:  # one after the other: the cache of one has 6 GB
         for cell in [cell for cell in chosen if cell.torch == torch]:
-            results[str(cell)] = run(cell)
-            print(f"{cell}: {told(results[str(cell)])}", flush=True)
-            RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+            if interpreter(cell.python) is None:  # what was kept of it stays
+                print(f"{cell}: not run, this Python is not here", flush=True)
+                continue
+            result = run(cell)
+            print(f"{cell}: {told(result)} in {result['seconds']} s", flush=True)
+            ended.append(result["outcome"])
+            RESULTS.write_text(json.dumps(kept() | {str(cell): result}, **WRITTEN) + "\n")
         shutil.rmtree(WORK / "cache", ignore_errors=True)
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(
-        before + BEGIN + "\n".join(table(results)) + "\n" + END + rest.partition(END)[2]
-    )
-    return int(any(results[str(cell)]["outcome"] == "failed" for cell in chosen))
+    PAGE.write_text(before + BEGIN + "\n".join(table(kept())) + "\n" + END + rest.partition(END)[2])
+    return int("failed" in ended)
+
+
+def kept() -> dict[str, Any]:
+    """Returns the results so far, by cell."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
 
 
 def run(cell: Cell, tests: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -313,6 +325,12 @@ def table(results: Mapping[str, Any]) -> Iterator[str]:
         for version in versions:
             row = [told(results.get(str(Cell(t, PYTHON, library, version)))) for t in torches]
             yield f"| {library} {version} | " + " | ".join(row) + " |"
+    failures = [(name, each) for name, each in results.items() if each["outcome"] != "passed"]
+    if failures:
+        yield "\nWhat failed:\n"
+    for name, each in failures:
+        tests = ", ".join(f"`{test.partition('::')[2]}`" for test in each.get("failed", ()))
+        yield f"* {name}: {tests or each['reason']}"
 
 
 if __name__ == "__main__":
