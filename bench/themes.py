@@ -30,6 +30,9 @@ class Theme:
 
 
 IN_ALL = {
+    "machine": Theme(
+        "infinity.tools.bench.machine", "what limits training here", ("csrc/io", "csrc/memory")
+    ),
     "io": Theme("bench.io", "one file, read, written and both, beside fio", ("csrc/io",)),
     "adam": Theme("bench.adam", "optimizer kernels in memory, beside torch", ("csrc/optim",)),
     "update": Theme(

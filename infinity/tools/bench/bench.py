@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import difflib
 import importlib
 import json
@@ -36,7 +37,7 @@ class _Choices(tuple):
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
     """Registers the command."""
     parser = subparsers.add_parser(
-        "bench", help="measure this machine's disk, Adam and copies beside their ceilings"
+        "bench", help="measure this machine: what limits training, its disk, Adam and copies"
     )
     themes = _Choices((*THEMES, "all", "compare"))
     parser.add_argument(
@@ -105,6 +106,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="of the model in the last line (default 7e9)",
     )
+    parser.add_argument(
+        "--tokens",
+        type=positive_real,
+        default=4096.0,
+        metavar="N",
+        help="of its step in the last line (default 4096)",
+    )
+    parser.add_argument(
+        "--machine-file",
+        metavar="FILE",
+        help="of machine: its rates, for `infinity plan --machine FILE`",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace output files that exist")
 
 
@@ -147,9 +160,14 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
 
     ``themes``: name -> module, or module:function.
     """
-    from infinity.tools.bench import results
+    from infinity.tools.bench import machine, results
     from infinity.tools.bench.rounds import PROGRESS
 
+    if args.machine_file is not None:
+        if "machine" not in chosen:
+            raise UsageError("--machine-file is of `bench machine`: leave it out")
+        output = Output("--machine-file", Path(args.machine_file), made=machine.BEGIN.encode())
+        check_outputs([output], [], overwrite=args.overwrite)
     measured, shown = results.Measured([]), _Shown()
     settings, path = _settings(args), _output(args)
     run = results.Run(
@@ -194,8 +212,17 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
             raise
         for note in [*measured.notes, *results.remarks(measured.rows, settings)]:
             print(f"({note})")
-        if told := results.bound_of(measured.rows, args.parameters):
-            print(told)
+        for told in (
+            machine.limit_of(measured.rows, args.parameters, args.tokens),
+            results.bound_of(measured.rows, args.parameters),
+        ):
+            if told:
+                print(told)
+    if args.machine_file is not None:
+        date = datetime.date.today().isoformat()
+        file = Path(args.machine_file)
+        machine.write_machine_file(measured.rows, settings.folder, date, file)
+        print(file, file=sys.stderr)
     if args.json:
         print(json.dumps(run.content(measured)))
     keep(results.Measured([]), complete=True)

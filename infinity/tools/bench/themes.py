@@ -1,6 +1,7 @@
 """Themes: the names of the benchmarks that are installed, and of those that a checkout has."""
 
 THEMES = {
+    "machine": "infinity.tools.bench.machine",
     "io": "infinity.tools.bench.io",
     "adam": "infinity.tools.bench.adam",
     "copy": "infinity.tools.bench.copies",

@@ -70,9 +70,10 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "attention 2097152 --window 8 --q-tile 8 --kv-tile 8": ("SHAPE 2097152", "at most 1048576"),
     # --- bench ---
     "bench": ("required: (?i:theme)", HELP),
-    "bench disk": ("invalid choice: 'disk'", "choose from 'io', 'adam', 'copy', 'all'"),
+    "bench disk": ("invalid choice: 'disk'", "choose from 'machine', 'io', 'adam', 'copy', 'all'"),
     "bench io adm": ("adm is no benchmark", "did you mean adam?"),
     "bench io --bound 0.1": ("--bound is of `infinity bench compare`", "leave it out"),
+    "bench io --machine-file m.toml": ("--machine-file is of `bench machine`", "leave it out"),
     "bench compare": ("takes two result files", "one and this machine"),
     "bench io --nvme-path nvme": ("unrecognized arguments: --nvme-path nvme", HELP),
     "bench all --rounds 0": ("--rounds: 0", "1 or more needed"),
