@@ -118,6 +118,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="of machine: its rates, for `infinity plan --machine FILE`",
     )
+    parser.add_argument(
+        "--keep-profile",
+        action="store_true",
+        help="of io: its rates replace the disk's stored profile, which the engine plans by",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace output files that exist")
 
 
@@ -163,13 +168,19 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
     from infinity.tools.bench import machine, results
     from infinity.tools.bench.rounds import PROGRESS
 
+    settings = _settings(args)
+    if args.keep_profile and ("io" not in chosen or results.is_quick(settings.kept())):
+        raise UsageError(
+            "--keep-profile is of `bench io` at scale 1 with five rounds or more: a quick look"
+            " replaces no profile"
+        )
     if args.machine_file is not None:
         if "machine" not in chosen:
             raise UsageError("--machine-file is of `bench machine`: leave it out")
         output = Output("--machine-file", Path(args.machine_file), made=machine.BEGIN.encode())
         check_outputs([output], [], overwrite=args.overwrite)
     measured, shown = results.Measured([]), _Shown()
-    settings, path = _settings(args), _output(args)
+    path = _output(args)
     run = results.Run(
         "all" if args.theme == "all" else "+".join(chosen), settings, getattr(args, "paths", None)
     )
@@ -348,5 +359,6 @@ def _settings(args: argparse.Namespace):
         scale=args.scale,
         seconds=args.seconds,
         rivals=not args.no_rivals,
+        keep_profile=args.keep_profile,
         **chosen,
     )

@@ -6,6 +6,9 @@ rival and is faster. Every job moves the same file, so that all use the same par
 
 from __future__ import annotations
 
+import dataclasses
+import datetime
+import json
 import os
 import statistics
 import tempfile
@@ -20,8 +23,8 @@ import torch
 
 from infinity import native
 
-from ...core.machine.disk_profile import disk_profile
-from .results import Measured, Row, row
+from ...core.machine import disk_profile
+from .results import Measured, Row, row, write_whole
 from .rounds import Times, alternate, paired, tell
 from .settings import Settings
 
@@ -32,6 +35,8 @@ REQUESTS_AHEAD = 16
 SWEPT_BLOCKS = (64 * 1024, 256 * 1024, MIB, 4 * MIB)
 SWEPT_DEPTHS = (4, 16, 64)
 RAW_BLOCK, RAW_THREADS = 4 * MIB, 8
+PROFILES = "disks.json"  # in the cache, of core/machine/disk_profile.py
+OFF = 1.5  # times, between a stored profile and what is measured
 DIRECTIONS = ("read", "write", "mixed")
 
 
@@ -157,9 +162,37 @@ def measure(settings: Settings, *, rivals: Sequence[Any] = ()) -> Measured:
             runs = {"ours": ours.run} | {name: rival.run for name, rival in others.items()}
             times = alternate(_jobs(runs), settings.rounds, seconds=settings.seconds)
             _compare(rows, times, file.nbytes, list(others))
+        notes += _compare_profile(rows, settings)
         told = {name: rival.told() for name, rival in others.items()}
         tell("reads of every block size and depth, once each")
         return Measured(rows, notes, {"io.sweep": _sweep(file)}, told)
+
+
+def _compare_profile(rows: Sequence[Row], settings: Settings) -> list[str]:
+    """Notes a stored profile of the disk that is far from what was measured now: the engine takes
+    its block size, and plans their seconds, from it. ``settings.keep_profile`` replaces its
+    rates."""
+    stored = disk_profile.disk_profile(settings.folder)
+    found = {each.name: each.median * 1e9 for each in rows}
+    now = [found[f"io.{way}"] for way in DIRECTIONS]
+    file = disk_profile.cache_folder() / PROFILES
+    if settings.keep_profile:
+        rates = dict(zip(("read_rate", "write_rate", "mixed_rate"), now))
+        key = f"{disk_profile.identity(settings.folder)} {native.io_kind()}"
+        kept = json.loads(file.read_text()) | {key: dataclasses.asdict(stored) | rates}
+        write_whole(file, json.dumps(kept, indent=1) + "\n")
+        disk_profile.disk_profile.cache_clear()
+        return ["io: these rates replace the stored profile of this disk"]
+    before = (stored.read_rate, stored.write_rate, stored.mixed_rate)
+    off = max(max(new / old, old / new) for new, old in zip(now, before))
+    if off <= OFF or not file.exists():
+        return []
+    told = ", ".join(f"{way} {rate / 1e9:.2f}" for way, rate in zip(DIRECTIONS, before))
+    day = datetime.date.fromtimestamp(file.stat().st_mtime).isoformat()
+    return [
+        f"io: the stored profile of this disk ({told} GB/s, {day} or before) is off by {off:.1f}"
+        " times. The engine and `infinity plan` use it; --keep-profile replaces it by these rates"
+    ]
 
 
 def _jobs(systems: dict[str, Callable[[str], object]]) -> dict[Any, Callable[[], object]]:
@@ -172,7 +205,7 @@ def _jobs(systems: dict[str, Callable[[str], object]]) -> dict[Any, Callable[[],
 
 def as_used(file: TestFile, kind: str, folder: str) -> Ours:
     """Makes our engine with the block size and depth of this disk's profile."""
-    profile = disk_profile(folder, kind)
+    profile = disk_profile.disk_profile(folder, kind)
     return Ours(file, kind, block_nbytes=profile.block_nbytes, depth=profile.depth)
 
 

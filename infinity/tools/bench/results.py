@@ -188,9 +188,14 @@ def new_path(found: dict, folder: Path) -> Path:
 
 
 def write(found: dict, path: Path) -> None:
-    """Writes a result file; one that is there is whole until the new one is."""
+    """Writes a result file."""
+    write_whole(path, json.dumps(found, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file; one that is there is whole until the new one is."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
-    partial.write_text(json.dumps(found, indent=1) + "\n")
+    partial.write_text(text)
     os.replace(partial, path)
 
 
@@ -229,7 +234,7 @@ def table(rows: Sequence[Row], *, header: bool = True) -> str:
             share = f"   {100 * entry.share_of_ceiling:.0f} % of {entry.ceiling['name']} ({value})"
         if entry.passes_its_ceiling():
             share += ": passed, so it is no ceiling here"
-        ratios = "".join(f"   {value:.2f} x {name}" for name, value in entry.ratios.items())
+        ratios = "".join(f"   {_times(entry, name)}" for name in entry.ratios)
         low, high = entry.interval or (entry.low, entry.high)
         spread = f"{low:.3f} - {high:.3f}" + ("" if entry.interval else " *")
         unit = entry.unit + (" (less is better)" if entry.better == "less" else "")
@@ -238,6 +243,14 @@ def table(rows: Sequence[Row], *, header: bool = True) -> str:
             f"  {unit}{share}{ratios}"
         )
     return "\n".join(lines)
+
+
+def _times(entry: Row, name: str) -> str:
+    """A ratio to a rival, with its interval where its pairs are known and enough."""
+    ratio = entry.ratios[name]
+    interval = intervals.of_median(getattr(ratio, "rounds", entry.ratio_rounds.get(name, [])))
+    spread = f" ({interval[0]:.2f} - {interval[1]:.2f})" if interval else ""
+    return f"{ratio:.2f} x {name}{spread}"
 
 
 def busy() -> str:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ...core.machine.sizes import format_seconds
 from . import intervals
 
 BAR, WIDTH = 20, 100  # characters: of the bar, and of its whole line
@@ -81,6 +82,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._theme = self._last = ""
+        self._begun = 0.0
 
     def begin(self, number: int, count: int, theme: str) -> None:
         """Begins a theme."""
@@ -89,10 +91,15 @@ class Progress:
 
     def tell(self, what: str, *, detail: str = "", share: float | None = None) -> None:
         """Tells what is measured. ``detail`` and ``share``, of what is done, are for the bar."""
-        told = ", ".join(filter(None, (self._theme, what)))
+        told, left = ", ".join(filter(None, (self._theme, what))), ""
+        if not share:
+            self._begun = time.monotonic()
+        else:  # of this loop: how many follow it is the theme's own
+            seconds = (time.monotonic() - self._begun) * (1 - share) / share
+            left = f"{format_seconds(seconds)} of this loop left"
         if sys.stderr.isatty():
             filled = round(BAR * (share or 0.0))
-            line = f"[{'#' * filled:.<{BAR}}] {', '.join(filter(None, (told, detail)))}"
+            line = f"[{'#' * filled:.<{BAR}}] {', '.join(filter(None, (told, detail, left)))}"
             print(f"\r{line[:WIDTH]:<{WIDTH}}", end="", file=sys.stderr, flush=True)
         elif told != self._last:
             print(told, file=sys.stderr, flush=True)

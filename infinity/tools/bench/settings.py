@@ -18,6 +18,7 @@ class Settings:
     scale: float = 1.0
     seconds: float = 0.0
     rivals: bool = True
+    keep_profile: bool = False  # io: its rates replace the disk's stored profile
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     show: Callable[[Sequence[Any]], None] = lambda rows: None  # prints rows as they are measured
     keep: Callable[[Any], None] = lambda measured: None  # saves what has been measured so far

@@ -31,9 +31,11 @@ from bench import bench_loops, first_steps, meetings, report, shares, touches
 from bench.rivals import deepspeed_aio, fio, limited
 from bench.rivals.tuning import Tuned
 from bench.themes import ALL, APART, THEMES
+from infinity.core.machine import disk_profile
 from infinity.errors import ConfigError
 from infinity.tools.bench import bench as installed
 from infinity.tools.bench import compare, facts, intervals, results, rounds
+from infinity.tools.bench import io as bench_io
 from infinity.tools.bench.rounds import Times, alternate, paired
 from infinity.tools.bench.settings import Settings
 from infinity.tools.cli import main
@@ -483,6 +485,7 @@ def test_a_terminal_gets_a_bar_and_a_log_gets_lines(monkeypatch, capsys):
         told = capsys.readouterr().err
         assert told.count("\n") == count and "2 of 3: io, round 1 of 1" in told
         assert ("] 2 of 3: io, round 1 of 1, ours read" in told) == is_terminal
+        assert ("of this loop left" in told) == is_terminal
 
 
 def test_rows_are_shown_as_they_are_measured_and_rivals_after_them(capsys):
@@ -569,6 +572,30 @@ def test_deepspeed_is_tuned_by_its_own_sweep():
     assert len(rival.tuned.told()["trials"]["read"]) == 32
 
 
+@pytest.mark.parametrize("factor, is_told", [(2.0, True), (0.5, True), (1.2, False)])
+def test_a_stored_profile_that_is_off_is_told_and_replaced(
+    factor, is_told, tmp_path, monkeypatch, capsys
+):
+    """Method: a stored profile, and rates that are so many times of it. Twins: rates near it, and a
+    quick look, which replaces none."""
+    monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "cache"))
+    disk_profile.disk_profile.cache_clear()
+    stored = disk_profile.DiskProfile(2e9, 2e9, 2e9, depth=32)
+    monkeypatch.setattr(disk_profile, "_measure", lambda folder, kind: stored)
+    assert disk_profile.disk_profile(str(tmp_path)) == stored
+    rows = [a_row(f"io.{way}", 2 * factor, unit="GB/s") for way in ("read", "write", "mixed")]
+    told = bench_io._compare_profile(rows, Settings(folder=str(tmp_path)))
+    assert bool(told) == is_told and ("read 2.00, write 2.00" in str(told)) == is_told
+    assert disk_profile.disk_profile(str(tmp_path)) == stored
+    bench_io._compare_profile(rows, Settings(folder=str(tmp_path), keep_profile=True))
+    now = disk_profile.disk_profile(str(tmp_path))
+    assert (now.read_rate, now.depth) == (2e9 * factor, 32)
+    disk_profile.disk_profile.cache_clear()
+    quick = ["bench", "io", "--keep-profile", "--folder", str(tmp_path)]
+    for options in (["--scale", "0.1"], ["--rounds", "2"]):
+        assert main([*quick, *options]) == 2 and "a quick look" in capsys.readouterr().err
+
+
 def test_the_best_of_several_trials_is_chosen():
     """Method: a setting that was fast once, by chance, and one that is fast in two of three."""
     trials = {"lucky": iter([0.1, 9.0, 9.0]), "fast": iter([1.0, 9.0, 1.0])}
@@ -594,7 +621,7 @@ def test_a_file_of_ones_own_is_a_theme(tmp_path, capsys):
         ([str(mine)], "has no `measure(settings)`"),
         ([str(tmp_path / "other.py")], "is not there"),
         (["pol"], "did you mean pool?"),
-        (["zzz"], "choose from io, adam"),
+        (["zzz"], "choose from machine, io"),
     ):
         assert checkout.main([*wrong, *quick]) == 2 and told in capsys.readouterr().err
 
@@ -606,6 +633,18 @@ def test_the_help_says_what_each_theme_measures(capsys):
     for name, theme in ALL.items():
         assert name in told and theme.help in told and theme.needs in told
         assert theme.paths and all((ROOT / path).exists() for path in theme.paths), name
+
+
+def test_a_ratio_has_an_interval_where_its_pairs_are_kept():
+    """Method: five pairs of times; and the same row read from its file. Twins: four pairs, and a
+    number without pairs."""
+    for count, told in ((5, "2.00 x torch (1.90 - 2.10)"), (4, "2.00 x torch")):
+        theirs = [2.0, 1.9, 2.1, 2.0, 2.0][:count]
+        made = results.row("a", "s", [1.0] * count, ratios={"torch": paired([1.0] * count, theirs)})
+        assert results.table([made]).endswith(told)
+        kept = json.loads(json.dumps(results.result("io", results.Measured([made]))))
+        assert results.table([results.row_of(kept["rows"][0])]).endswith(told)
+    assert results.table([results.row("a", "s", [1.0], ratios={"x": 2.0})]).endswith("2.00 x x")
 
 
 def test_a_ratio_is_of_pairs():
