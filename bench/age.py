@@ -4,7 +4,8 @@ since      commits after the result's own; of a commit that this repository does
            after its day
 touching   of these, the commits that changed a path of the theme (`themes.py`)
 
-`--write` puts the table into bench/results/README.md, as of the commit that it is written at.
+`--write` puts the table into bench/results/README.md, and the headline figures of the newest
+careful run of each theme into docs/measurements.md, as of the commit that they are written at.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from infinity.errors import ConfigError
+from infinity.tools.bench.results import is_quick, row_of
 
 from .report import read_results
 from .themes import ALL, OLD
@@ -24,8 +26,22 @@ from .themes import ALL, OLD
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 PAGE = RESULTS / "README.md"
+MEASUREMENTS = ROOT / "docs" / "measurements.md"
 BEGIN, END = "<!-- written by `python -m bench age --write` -->", "<!-- end of what is written -->"
 HEAD = ("theme", "machine", "date", "commit", "commits since", "of them touching it", "")
+FIGURES = {  # of docs/measurements.md: row -> what it is
+    "io.read": "reading a file",
+    "io.write": "writing it",
+    "io.mixed": "both at once",
+    "io.read.cpu": "processor time of reading",
+    "adam.split": "AdamW, bf16 with split master",
+    "adam.fp32": "AdamW, fp32",
+    "pool.lease": "leasing a buffer",
+    "step.device": "GPT-2 of 50 M, all state on the device",
+    "step.host": "on the host",
+    "step.nvme": "on NVMe, a quarter of it in host memory",
+}
+FIGURES_HEAD = ("", "ours", "from, to", "of the ceiling", "against", "measured", "commits since")
 OTHERS = {  # no themes: files of theirs are made by tests
     "recovery": ("infinity/core/run", "infinity/ext/checkpoint"),
 }
@@ -141,11 +157,48 @@ def table(found: Sequence[Age]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in cells)
 
 
+def figures(folder: Path = RESULTS, found: Sequence[Age] = ()) -> str:
+    """Formats the headline figures as a table of Markdown: each of the newest careful run that has
+    it, with its interval, or the lowest and highest round where the file keeps no rounds."""
+    runs = sorted(read_results(folder)[0], key=lambda each: str(each[1]["date"]), reverse=True)
+    careful = [run for _, run in runs if not is_quick(run.get("settings", {}))]
+    lines = [FIGURES_HEAD, ("---",) * len(FIGURES_HEAD)]
+    for name, what in FIGURES.items():
+        theme = name.partition(".")[0]
+        for run in careful:
+            kept = next((each for each in run["rows"] if each["name"] == name), None)
+            if kept is None or theme not in run["theme"].split("+") + ["all"]:
+                continue
+            row = row_of(kept)
+            low, high = row.interval or (row.low, row.high)
+            share = f"{100 * row.share_of_ceiling:.0f} %" if row.share_of_ceiling else ""
+            against = ", ".join(f"{each:.2f} x {rival}" for rival, each in row.ratios.items())
+            since = [
+                each.touching
+                for each in found
+                if (each.theme, each.date) == (run["theme"], run["date"])
+            ]
+            less = " (less is better)" if row.better == "less" else ""
+            lines.append(
+                (
+                    what,
+                    f"{row.median:.3g} {row.unit}{less}",
+                    f"{low:.3g}, {high:.3g}",
+                    share,
+                    against,
+                    str(run["date"]),
+                    str(since[0] if since and since[0] is not None else "?"),
+                )
+            )
+            break
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument(
-        "--write", action="store_true", help="put the table into bench/results/README.md"
+        "--write", action="store_true", help="put them into bench/results/README.md and docs"
     )
 
 
@@ -156,7 +209,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"ages": [asdict(each) for each in found], "await": awaiting(found)}))
     elif args.write:
         write(PAGE, table(found))
-        print(PAGE)
+        write(MEASUREMENTS, figures(found=found))
+        print(PAGE, MEASUREMENTS, sep="\n")
     else:
         print(table(found))
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from dataclasses import asdict
 
 import pytest
 
@@ -12,6 +13,7 @@ import bench.__main__ as checkout
 from bench import age
 from bench.themes import ALL, OLD
 from infinity.errors import ConfigError
+from infinity.tools.bench import results
 
 
 def a_repository(folder):
@@ -101,6 +103,32 @@ def test_the_table_of_the_page_has_every_result(monkeypatch):
     assert facts(written) == facts(age.table(age.ages())), "run `python -m bench age --write`"
 
 
+def test_the_quoted_figures_are_those_of_the_files():
+    """Compares the headline table with what the files have now, but for the counts of commits.
+    Twin: of a figure that was changed by hand."""
+    text = age.MEASUREMENTS.read_text()
+    written = text.partition(age.BEGIN)[2].partition(age.END)[0].strip()
+
+    def facts(table: str) -> list[list[str]]:
+        return [line.split("|")[1:7] for line in table.splitlines()]
+
+    assert facts(written) == facts(age.figures()), "run `python -m bench age --write`"
+    assert written.count("\n") == len(age.FIGURES) + 1
+    assert facts(written.replace("2.91", "3.91")) != facts(age.figures())
+
+
+def test_a_quick_look_is_not_quoted(tmp_path):
+    """Method: a careful run, a later quick one, and one of another theme with a row of that name;
+    the careful one is quoted, with its interval. Twin: a later careful run."""
+    row = json.loads(json.dumps(asdict(results.row("io.read", "GB/s", [2.0] * 4 + [2.5]))))
+    a_file(tmp_path, rows=[row], settings={"scale": 1, "rounds": 5})
+    a_file(tmp_path, rows=[row | {"median": 3.0}], date="2021-01-01", settings={"scale": 0.1})
+    a_file(tmp_path, rows=[row | {"median": 4.0}], date="2022-01-01", theme="step")
+    assert "| 2 GB/s | 2, 2.5 |" in age.figures(tmp_path)
+    a_file(tmp_path, rows=[row | {"median": 5.0}], date="2023-01-01", settings={"scale": 1})
+    assert "| 5 GB/s |" in (told := age.figures(tmp_path)) and "2023-01-01" in told
+
+
 def test_what_awaits_a_machine_says_its_command():
     """Reads every row of the page's tables that awaits something. Twin: a row without a command."""
     rows = [line for line in age.PAGE.read_text().splitlines() if re.match(r"\|.*awaits", line)]
@@ -114,6 +142,8 @@ def test_the_table_is_written_where_it_is_marked(tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text(f"before\n{age.BEGIN}\nold\n{age.END}\nafter\n")
     monkeypatch.setattr(age, "PAGE", page)
+    monkeypatch.setattr(age, "MEASUREMENTS", page)
+    monkeypatch.setattr(age, "figures", lambda found: age.table(found))
     monkeypatch.setattr(age, "ages", lambda: [age.Age("io", "a", "2026-01-01", "0", 1, 1)])
     for _ in range(2):
         assert checkout.main(["age", "--write"]) == 0
