@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from recipe_cases import Recipes, Run, assert_same_at_home, descend, draw, every_home, fit, mlp
+from recipe_cases import Recipes, Run, assert_same_at_home, descend, draw, fit, mlp
 from torch import nn
 from torch.nn import functional as F
 
@@ -206,15 +206,13 @@ def a_weight_compared_with_itself(run: Run) -> None:
 
 
 @RECIPES.each()
-@every_home
-def test_a_recipe_has_the_bits_of_plain_torch(recipe, home, tmp_path):
+def test_a_recipe_has_the_bits_of_plain_torch(recipe, tmp_path):
     """Method: the recipe runs plain and at home; all that it logs and the final states agree."""
-    assert_same_at_home(recipe, home, tmp_path)
+    assert_same_at_home(recipe, tmp_path)
 
 
 @pytest.mark.parametrize("is_resident", [False, True], ids=["at rest", "resident"])
-@every_home
-def test_the_storage_of_a_parameter_gives_no_bytes(is_resident, home, tmp_path):
+def test_the_storage_of_a_parameter_gives_no_bytes(is_resident, tmp_path):
     """Method: its address is asked for before and after an operation that brings the parameter.
     Twin: the operation's result is plain torch's."""
 
@@ -227,4 +225,4 @@ def test_the_storage_of_a_parameter_gives_no_bytes(is_resident, home, tmp_path):
                 weight.untyped_storage().data_ptr()
         run.log(weight.norm(), weight)
 
-    assert_same_at_home(recipe, home, tmp_path)
+    assert_same_at_home(recipe, tmp_path)

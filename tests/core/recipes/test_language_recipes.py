@@ -12,7 +12,6 @@ from recipe_cases import (
     assert_same_at_home,
     descend,
     draw,
-    every_home,
     mlp,
     pick,
     sgd,
@@ -652,7 +651,6 @@ def variational_weight_noise_of_a_recogniser(run: Run) -> None:
 
 
 @RECIPES.each()
-@every_home
-def test_a_recipe_has_the_bits_of_plain_torch(recipe, home, tmp_path):
+def test_a_recipe_has_the_bits_of_plain_torch(recipe, tmp_path):
     """Method: the recipe runs plain and at home; all that it logs and the final states agree."""
-    assert_same_at_home(recipe, home, tmp_path)
+    assert_same_at_home(recipe, tmp_path)

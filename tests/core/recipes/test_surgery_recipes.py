@@ -14,7 +14,6 @@ from recipe_cases import (
     descend,
     differences,
     draw,
-    every_home,
     fit,
     mlp,
     pick,
@@ -738,10 +737,9 @@ def a_weight_that_gets_a_view_of_itself(run: Run) -> None:
 
 
 @RECIPES.each()
-@every_home
-def test_a_recipe_has_the_bits_of_plain_torch(recipe, home, tmp_path):
+def test_a_recipe_has_the_bits_of_plain_torch(recipe, tmp_path):
     """Method: the recipe runs plain and at home; all that it logs and the final states agree."""
-    assert_same_at_home(recipe, home, tmp_path)
+    assert_same_at_home(recipe, tmp_path)
 
 
 def test_a_weight_set_as_a_gradient_is_used_or_refused():

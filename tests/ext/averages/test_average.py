@@ -22,7 +22,7 @@ from infinity.core.units.kept import Kept
 from infinity.ext.averages import weight_average
 
 SEED = 180
-HOMES = ["device", "host", "nvme"]
+HOMES = ["device", "hostile"]
 KINDS = {
     "ema": (
         lambda model: infinity.ema(model, 0.9),

@@ -642,7 +642,7 @@ def languages() -> list[Any]:
 
 @pytest.mark.parametrize("which", [0, 1, 3], ids=["gpt2 tied", "llama", "bert"])
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("home", ["nvme", "device"])
+@pytest.mark.parametrize("home", ["hostile", "device"])
 def test_saved_models_load_in_plain_transformers(home, sharded, which, tmp_path, swap):
     """Method: train a step wrapped, save_pretrained in one file or in many, load by
     from_pretrained; every tensor has the bits of the wrapped model's state dict, ties hold, no key

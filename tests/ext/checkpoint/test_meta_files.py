@@ -496,7 +496,7 @@ def buffered(seed: int) -> Buffered:
     return model
 
 
-@pytest.mark.parametrize("home", ["nvme", "device"])
+@pytest.mark.parametrize("home", ["hostile", "device"])
 def test_buffers_come_from_the_file_or_are_set(home, small_blocks, tmp_path):
     """Method: persistent buffers of five dtypes and three kinds of strides are in an awkward file,
     the non-persistent ones in none; all have a plain model's bits and strides, and so has the

@@ -353,7 +353,7 @@ def test_strides_other_than_row_major(home, source, small_blocks, tmp_path):
     )
 
 
-@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+@pytest.mark.parametrize("home", ["device", "hostile"])
 def test_drawn_values_do_not_depend_on_the_home_or_the_optimizer(home, tmp_path):
     """Method: one seed at every home, with and without an optimizer; the same bits, which another
     seed does not give."""

@@ -25,8 +25,7 @@ def meta_transformer() -> nn.Module:
 
 
 @pytest.mark.parametrize("tied_name", ["tokens.weight", "head.weight", "both"])
-@pytest.mark.parametrize("home", ["host", "nvme"])
-def test_model_on_meta_takes_its_weights_from_safetensors(home, tied_name, tmp_path):
+def test_model_on_meta_takes_its_weights_from_safetensors(tied_name, tmp_path):
     """Method: save a model's tensors (a tied one under either name, or both), build it on meta
     and wrap it with weights=; its state dict has the saved bits, and it trains as the saved
     model does."""
@@ -40,12 +39,14 @@ def test_model_on_meta_takes_its_weights_from_safetensors(home, tied_name, tmp_p
     (tmp_path / "swap").mkdir()
     model = meta_transformer()
     identities = [id(p) for p in model.parameters()]
-    config = at_home(home, home, tmp_path / "swap", weights=tmp_path / "model.safetensors")
+    config = at_home(
+        "hostile", "hostile", tmp_path / "swap", weights=tmp_path / "model.safetensors"
+    )
     model, optimizer = infinity.wrap_model(model, adamw(model, LR), config)
     assert [id(p) for p in model.parameters()] == identities
     assert differing(model.state_dict(), plain.state_dict()) == []
     other, other_optimizer = infinity.wrap_model(
-        plain, adamw(plain, LR), at_home(home, home, tmp_path / "swap")
+        plain, adamw(plain, LR), at_home("hostile", "hostile", tmp_path / "swap")
     )
     for one, its in ((model, optimizer), (other, other_optimizer)):
         step(one, its)

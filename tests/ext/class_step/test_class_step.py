@@ -15,6 +15,7 @@ from functools import partial
 import pytest
 import torch
 from marks import few
+from models import at_home
 from small_net import furthest, model, same, stepped_by_class, steps, wrapped
 from torch import nn, optim
 
@@ -24,7 +25,7 @@ from infinity.ext.class_step.class_step import ClassStepper
 from infinity.ext.class_step.known_elsewhere import ANY_PART, WHOLE
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-HOMES = ["device", "host", "nvme"]
+HOMES = ["device", "hostile"]
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 
 
@@ -259,7 +260,7 @@ def test_muon_and_another_optimizer_step_one_model(tmp_path):
         net = model()
         optimizers = both(net)
         if home:
-            given = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)]}
+            given = at_home(home, home, tmp_path)
             net, optimizers = infinity.wrap_model(net, optimizers, given)
         generator = torch.Generator().manual_seed(1)
         for _ in range(20):

@@ -12,12 +12,11 @@ import copy
 
 import pytest
 import torch
+from models import at_home
 from torch import nn
 
 import infinity
 from infinity.errors import ConfigError, UsageError
-
-HOMES = ["host", "nvme"]
 
 
 class Net(nn.Module):
@@ -77,9 +76,7 @@ FORMS = {"one": one, "with momentum": lambda: one(momentum=0.9), "several": seve
 
 
 def config(home: str, folder) -> dict:
-    return {"params": home, "optimizer": home} | (
-        {"nvme_paths": [str(folder)]} if home == "nvme" else {}
-    )
+    return at_home(home, home, folder)
 
 
 def train(net, loss, optimizer, *, steps: int = 4, seed: int = 1) -> list[float]:
@@ -113,14 +110,13 @@ def same(one, other) -> bool:
     return one == other
 
 
-@pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("form", FORMS)
-def test_they_are_trained_with_torchs_bits(form, home, tmp_path):
+def test_they_are_trained_with_torchs_bits(form, tmp_path):
     """Losses, weights and state dicts; and what is unwrapped goes on alike."""
     plain = FORMS[form]()
     expected = train(*plain)
     net, loss, optimizer = FORMS[form]()
-    net, optimizer = infinity.wrap_model(net, optimizer, config(home, tmp_path))
+    net, optimizer = infinity.wrap_model(net, optimizer, config("hostile", tmp_path))
     assert train(net, loss, optimizer) == expected
     assert same(dict(net.state_dict()), dict(plain[0].state_dict()))
     assert same(states(optimizer), states(plain[2]))

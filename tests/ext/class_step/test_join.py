@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import at_home
 from own_optimizers import Trusting
 from small_net import furthest, model, steps
 from torch import nn, optim
@@ -20,7 +21,7 @@ import infinity
 from infinity.core import seams
 from infinity.errors import ConfigError, UsageError
 
-HOMES = ["device", "host", "nvme"]
+HOMES = ["device", "hostile"]
 MADE: dict[str, Callable] = {
     "AdamW": lambda p: optim.AdamW(p, lr=1e-2),
     "SGD": lambda p: optim.SGD(p, lr=0.1, momentum=0.9),
@@ -33,7 +34,7 @@ MADE: dict[str, Callable] = {
 def wrap(net: nn.Module, optimizer: optim.Optimizer, home: str | None, folder):
     if home is None:
         return net, optimizer
-    given = {"params": home, "optimizer": home, "nvme_paths": [str(folder)]}
+    given = at_home(home, home, folder)
     return infinity.wrap_model(net, optimizer, given)
 
 

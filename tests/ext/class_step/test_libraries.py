@@ -274,7 +274,7 @@ class Rescaled(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+@pytest.mark.parametrize("home", ["device", "hostile"])
 def test_weights_changed_in_place_from_outside_their_block(home, tmp_path):
     """Method: a model that rescales its blocks inside its own forward; outputs and the state dict
     are plain torch's."""

@@ -10,18 +10,19 @@ from __future__ import annotations
 import pytest
 import torch
 from matrices_net import SPLITS, OfMatrices, matrices_net, muon_of, trained
+from models import at_home
 from torch import nn, optim
 
 import infinity
 from infinity.errors import ConfigError, UsageError
 from infinity.ext.class_step.matrices import multiplications, shapes_of
 
-HOMES = ["device", "host", "nvme"]
+HOMES = ["device", "hostile"]
 
 
 def wrapped(home: str, folder, **config) -> tuple[nn.Module, optim.Optimizer]:
     net = matrices_net()
-    given = {"params": home, "optimizer": home, "nvme_paths": [str(folder)]}
+    given = at_home(home, home, folder)
     return infinity.wrap_model(net, muon_of(net), given | config)
 
 

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 import pytest
 import torch
+from models import at_home
 from own_optimizers import Momentum, MuonWithAdam, Trusting
 from small_net import furthest, model, same, steps
 from torch import nn
@@ -20,7 +21,7 @@ from torch import nn
 import infinity
 from infinity.errors import ConfigError
 
-HOMES = ["device", "host", "nvme"]
+HOMES = ["device", "hostile"]
 
 
 OWN = [Momentum, Trusting, MuonWithAdam]
@@ -30,7 +31,7 @@ def trained(kind: type, home: str | None, folder, count: int = 6):
     net = model()
     optimizer = kind(net.parameters())
     if home is not None:
-        given = {"params": home, "optimizer": home, "nvme_paths": [str(folder)]}
+        given = at_home(home, home, folder)
         net, optimizer = infinity.wrap_model(net, optimizer, given)
     steps(net, optimizer, count)
     weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
@@ -393,7 +394,7 @@ def test_the_lines_of_the_message_use_such_a_class(kind, home, tmp_path):
     with pytest.raises(ConfigError) as error:
         infinity.wrap_model(net, kind(net.parameters()))
     lines = [line for line in str(error.value).splitlines() if line.startswith("    ")]
-    given = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)]}
+    given = at_home(home, home, tmp_path)
     names = {"model": net, "torch": torch, "infinity": infinity, "config": given}
     code = textwrap.dedent("\n".join(lines)).replace("(...)", "(model.parameters())")
     exec(code, names | {kind.__name__: kind}, names)

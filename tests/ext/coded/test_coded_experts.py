@@ -15,6 +15,7 @@ import torch
 from gguf_models import write
 from inside import parts_of
 from lazily import need
+from models import at_home
 from test_coded_folders import adapted, coded, losses
 
 import infinity
@@ -81,8 +82,7 @@ class Run:
         self.model, optimizer = infinity.wrap_model(
             model,
             torch.optim.AdamW(trained, lr=1e-2),
-            {"params": home, "optimizer": home, "nvme_paths": [str(folder)], "weights": weights}
-            | {"recompute": recompute},
+            at_home(home, home, folder, weights=weights) | {"recompute": recompute},
         )
         self.units = [
             unit
@@ -113,16 +113,15 @@ class Run:
         return count
 
 
-@pytest.mark.parametrize("home", [pytest.param("host", marks=pytest.mark.slow), "nvme"])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_chosen_codes_move_and_compute_as_all_do(
-    format, implementation, home, folders, tmp_path, monkeypatch
+    format, implementation, folders, tmp_path, monkeypatch
 ):
     """Claim: the losses of whole experts. The bytes are at most those of the experts that were hit,
     twice a step: some stay from a forward to its backward."""
     given = folders(format)
-    apart = Run(given, implementation, home, tmp_path, recompute=False)
+    apart = Run(given, implementation, "hostile", tmp_path, recompute=False)
     first = apart.experts()[0]
     of_one = sum(
         sum(part[0].nbytes for part in (weight.codes, weight.scales) if part is not None)
@@ -132,7 +131,7 @@ def test_chosen_codes_move_and_compute_as_all_do(
     assert len(coded(apart.model)) >= 4 and all(unit.arrival.rows for unit in apart.units)
     assert 0.4 < apart.nbytes / (2 * sum(apart.hit) * of_one) <= 1.05
     whole(monkeypatch)
-    twin = Run(given, implementation, home, tmp_path, recompute=False)
+    twin = Run(given, implementation, "hostile", tmp_path, recompute=False)
     assert apart.losses == twin.losses and twin.nbytes > 1.4 * apart.nbytes
 
 

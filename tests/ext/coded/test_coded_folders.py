@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from lazily import Lazily
+from models import at_home
 from safetensors.torch import load_file, save_file
 from scaled import FILE
 from test_scaled_folders import CONFIGS, FOLDERS, bits, build, loaded
@@ -55,7 +56,7 @@ def streamed(kind: str, folder: Path, home: str, tmp_path: Path, **more):
     """The model on meta, with the values of its folder."""
     model = adapted(build(kind, meta=True))
     trained = [param for param in model.parameters() if param.requires_grad]
-    given = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)], "weights": folder}
+    given = at_home(home, home, tmp_path, weights=folder)
     return infinity.wrap_model(model, torch.optim.AdamW(trained, lr=1e-2), given | more)
 
 
@@ -97,7 +98,7 @@ def folders(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+@pytest.mark.parametrize("home", ["device", "hostile"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_frozen_base_keeps_its_codes_and_trains_as_the_dense_one(kind, home, folders, tmp_path):
     folder, expected = folders(kind)

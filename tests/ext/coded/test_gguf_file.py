@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from gguf_models import write
+from models import at_home
 from test_coded_folders import adapted, coded, losses
 from torch import nn
 
@@ -61,13 +62,12 @@ def bits(model: nn.Module) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("frozen", [True, False])
-@pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("arch, kind", CASES)
-def test_weights_have_the_bits_of_transformers(arch, kind, home, frozen, files, tmp_path):
+def test_weights_have_the_bits_of_transformers(arch, kind, frozen, files, tmp_path):
     """Claim: in codes, if frozen, and dense."""
     path, plain = files(arch, kind)
     model = on_meta(plain).requires_grad_(not frozen)
-    config = {"params": home, "weights": path, "nvme_paths": [str(tmp_path)]}
+    config = at_home("hostile", "hostile", tmp_path, weights=path)
     model, _ = infinity.wrap_model(model, None, config)
     assert bits(model) == bits(plain)
     matrices = 2 * (7 if arch == "llama" else 6) + 1
@@ -88,7 +88,7 @@ def test_an_adapter_trains_on_the_codes_of_a_file(arch, kind, files, tmp_path):
             model = on_meta(plain)
         model = adapted(model)
         trained = [param for param in model.parameters() if param.requires_grad]
-        config = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)], "weights": path}
+        config = at_home(home, home, tmp_path, weights=path)
         return losses(*infinity.wrap_model(model, torch.optim.AdamW(trained, lr=1e-2), config))
 
     expected = run(None, "device")
@@ -133,8 +133,7 @@ def test_what_is_no_whole_file_is_refused(files, tmp_path):
         infinity.wrap_model(other, None, {"weights": path})
 
 
-@pytest.mark.parametrize("home", ["host", "nvme"])
-def test_a_table_that_is_the_output_layer_too_is_one_weight(home, tmp_path):
+def test_a_table_that_is_the_output_layer_too_is_one_weight(tmp_path):
     """Claim: it is in codes once, and the losses are those of the dense model. Twin: a table alone
     is dense, for a forward brings only its rows."""
     path = write(tmp_path / "model.gguf", "llama", "Q8_0", tied=True)
@@ -143,7 +142,7 @@ def test_a_table_that_is_the_output_layer_too_is_one_weight(home, tmp_path):
     )
     model = adapted(on_meta(plain))
     trained = [param for param in model.parameters() if param.requires_grad]
-    config = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)], "weights": path}
+    config = at_home("hostile", "hostile", tmp_path, weights=path)
     model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(trained, lr=1e-2), config)
     base = model.base_model.model
     assert base.lm_head.weight is base.model.embed_tokens.weight

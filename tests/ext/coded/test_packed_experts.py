@@ -13,6 +13,7 @@ import pytest
 import torch
 from inside import parts_of
 from lazily import need
+from models import at_home
 from torch import nn
 
 import infinity
@@ -71,7 +72,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def wrapped(model: nn.Module, home: str, folder: Path, **more):
-    config = {"params": home, "optimizer": home, "nvme_paths": [str(folder)], **more}
+    config = at_home(home, home, folder, **more)
     return infinity.wrap_model(model, adamw(model), config)
 
 
@@ -107,9 +108,8 @@ def test_each_expert_has_the_bits_of_its_library(format):
         assert torch.equal(weight[3], expected[3])
 
 
-@pytest.mark.parametrize("home", [pytest.param("host", marks=pytest.mark.slow), "nvme"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_every_way_to_pack_computes_the_same(format, home, folder, tmp_path, monkeypatch):
+def test_every_way_to_pack_computes_the_same(format, folder, tmp_path, monkeypatch):
     """Claim: packed in memory, on the way home, or while a folder is read, at every home: the
     losses of the packed model, the first one those of plain torch. Codes of experts without tokens
     do not move."""
@@ -127,13 +127,13 @@ def test_every_way_to_pack_computes_the_same(format, home, folder, tmp_path, mon
         "noted": (infinity.quantize(build(meta=True), format), {"weights": folder}),
     }
     for way, (model, more) in ways.items():
-        given, optimizer = wrapped(model, home, tmp_path, **more)
+        given, optimizer = wrapped(model, "hostile", tmp_path, **more)
         assert all(isinstance(given.get_parameter(name), Coded) for name in NAMES), way
         assert losses(given, optimizer) == expected, way
     apart = sum(moved)
     moved.clear()
     monkeypatch.setattr(Arrival, "bring_rows", lambda self, choose: None)
-    assert losses(*wrapped(infinity.quantize(build(), format), home, tmp_path)) == expected
+    assert losses(*wrapped(infinity.quantize(build(), format), "hostile", tmp_path)) == expected
     assert len(ways) * sum(moved) > 1.3 * apart
 
 

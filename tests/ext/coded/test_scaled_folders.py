@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from inside import parts_of
+from models import at_home
 from safetensors.torch import load_file, save_file
 from scaled import FILE, FP8, describe, in_fp8, scale_fp8
 from torch import nn
@@ -91,14 +92,14 @@ def bits(model: nn.Module) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+@pytest.mark.parametrize("home", ["device", "hostile"])
 @pytest.mark.parametrize("kind", FOLDERS)
 def test_a_scaled_folder_has_the_bits_of_transformers(kind, home, tmp_path):
     """Claim: on every home, experts that are saved one by one included. Twin: a plain model of the
     same seed has others."""
     folder = FOLDERS[kind](tmp_path / "model")
     model = build(kind, meta=True)
-    config = {"params": home, "nvme_paths": [str(tmp_path)], "weights": folder}
+    config = at_home(home, home, tmp_path, weights=folder)
     model, _ = infinity.wrap_model(model, None, config)
     assert bits(model) == bits(loaded(folder))
     assert bits(model) != bits(build(kind))

@@ -47,7 +47,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+@pytest.mark.parametrize("home", ["device", "hostile"])
 def test_two_become_one_and_train_as_one(home, swap):
     """The twin: two that start alike and are not named part."""
     plain, apart = build(tied=True), build()

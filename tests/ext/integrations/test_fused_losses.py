@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import at_home
 from trainer_cases import SEED, VOCABULARY, llama
 
 import infinity
@@ -71,10 +72,10 @@ def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> t
     return torch.nn.functional.cross_entropy(hidden @ weight.T, labels)
 
 
-@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+@pytest.mark.parametrize("home", ["device", "hostile"])
 def test_a_fused_loss_has_the_bits_of_the_plain_model(home, tmp_path):
     """Twin: it is not the same arithmetic as the plain loss, whose losses are near."""
-    config = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)]}
+    config = at_home(home, home, tmp_path)
     ours, theirs = (run(FusedLoss.apply, config), run(FusedLoss.apply, None))
     assert ours[0] == theirs[0]
     assert all(torch.equal(ours[1][name], value) for name, value in theirs[1].items())

@@ -100,7 +100,7 @@ def held(made: Made) -> list[str]:
     return [name for flat_param in made.unit.flat_params for name in flat_param.homes.kept]
 
 
-@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+@pytest.mark.parametrize("home", ["device", "hostile"])
 def test_the_outer_step_is_torchs_nesterov(home, swap):
     """Method: what has moved is the gradient of torch's SGD. Twin: without momentum it ends
     elsewhere."""

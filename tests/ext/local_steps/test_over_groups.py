@@ -56,7 +56,7 @@ class Made:
         }
 
 
-@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+@pytest.mark.parametrize("home", ["device", "hostile"])
 def test_the_step_is_that_of_the_mean_gradient(home, swap):
     """Twin: the step after the hook is gone is the own gradient's."""
     made = Made(home, swap, Line(3.0))

@@ -11,6 +11,7 @@ import logging
 
 import pytest
 import torch
+from models import at_home
 from packed_models import (
     BLOCKS,
     FORMATS,
@@ -36,8 +37,7 @@ CODES = 2 * WIDTH * 2 * WIDTH  # weights in the packed layers of one block
 
 
 def config(home: str, tmp_path, **more) -> infinity.Config:
-    folders = [str(tmp_path)] if home == "nvme" else []
-    return infinity.Config(params=home, optimizer=home, nvme_paths=folders, **more)
+    return infinity.Config(**at_home(home, home, tmp_path, **more))
 
 
 def wrap(model: nn.Module, home: str, tmp_path, **more):
@@ -58,7 +58,7 @@ def at_device(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+@pytest.mark.parametrize("home", ["device", "hostile"])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_gradients_are_those_of_the_library_at_every_home(kind, home, tmp_path, caplog):
     """Claim: whatever the format and the home, each gradient has the bits of the model in memory,
@@ -74,10 +74,9 @@ def test_gradients_are_those_of_the_library_at_every_home(kind, home, tmp_path, 
     assert device.peak_nbytes <= device.planned_nbytes
 
 
-@pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_training_is_the_same_at_every_home(kind, home, tmp_path, at_device):
-    model, optimizer = wrap(make(kind), home, tmp_path)
+def test_training_is_the_same_at_every_home(kind, tmp_path, at_device):
+    model, optimizer = wrap(make(kind), "hostile", tmp_path)
     before = state(model)
     assert losses(model, optimizer, range(3)) == at_device(kind)
     assert state(model) == before
@@ -260,10 +259,9 @@ class Counting(nn.Module):
         return self.out(x)
 
 
-@pytest.mark.parametrize("home", ["host", "nvme"])
-def test_a_buffer_that_a_forward_changes_keeps_the_change(home, tmp_path):
+def test_a_buffer_that_a_forward_changes_keeps_the_change(tmp_path):
     model = nn.Sequential(Counting(), Counting())
-    model, optimizer = wrap(model, home, tmp_path)
+    model, optimizer = wrap(model, "hostile", tmp_path)
     for _ in range(2):
         model(torch.ones(3, 4)).sum().backward()
         optimizer.step()

@@ -219,7 +219,7 @@ def test_hooks_of_a_layer_are_called_when_it_is_packed():
 # --- at home ---
 
 
-@pytest.mark.parametrize("home", ["device", *HOMES])
+@pytest.mark.parametrize("home", ["device", "hostile"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_adapters_are_those_over_the_librarys_layers(kind, home, tmp_path, own):
     """Claim: packed by the wrap, the model gives each adapter the gradient, bit for bit, that it
@@ -233,12 +233,11 @@ def test_gradients_of_adapters_are_those_over_the_librarys_layers(kind, home, tm
     assert tier.peak_nbytes <= tier.planned_nbytes
 
 
-@pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_on_meta_has_the_bits_of_one_in_memory(kind, home, tmp_path, own, weights):
+def test_a_model_on_meta_has_the_bits_of_one_in_memory(kind, tmp_path, own, weights):
     """Claim: of the folder's weights, read one by one, the same parts are made, and the same
     gradients."""
-    model, _ = wrap(on_meta(), home, tmp_path, quantize=kind, weights=str(weights))
+    model, _ = wrap(on_meta(), "hostile", tmp_path, quantize=kind, weights=str(weights))
     give_adapters(model, kind)
     assert differing(state(model), state(own_adapted(kind))) == []
     assert differing(gradients(model), own(kind)) == []

@@ -12,10 +12,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from marks import few
 from test_experts_apart import Loop, adamw, make
 from test_experts_apart_uses import (
-    HOMES,
     both,
     mixture,
     read_by_a_hook_before_them,
@@ -276,10 +274,9 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("home", few(HOMES, 1))
 @pytest.mark.parametrize("way", WAYS)
-def test_others_find_all_rows(way, home, tmp_path, monkeypatch):
-    assert both(running(way, tmp_path, home), monkeypatch) == []
+def test_others_find_all_rows(way, tmp_path, monkeypatch):
+    assert both(running(way, tmp_path, "hostile"), monkeypatch) == []
 
 
 # --- a frozen embedding ---
@@ -368,10 +365,9 @@ TABLE_WAYS = [
 ]
 
 
-@pytest.mark.parametrize("home", few(HOMES, 1))
 @pytest.mark.parametrize("way", TABLE_WAYS)
-def test_others_find_the_whole_table(way, home, tmp_path, monkeypatch):
-    assert both(with_table(way, tmp_path, home), monkeypatch) == []
+def test_others_find_the_whole_table(way, tmp_path, monkeypatch):
+    assert both(with_table(way, tmp_path, "hostile"), monkeypatch) == []
 
 
 # --- installing ---

@@ -222,10 +222,9 @@ READS = [
 ]
 
 
-@pytest.mark.parametrize("home", few(HOMES, 1))
 @pytest.mark.parametrize("way", READS)
-def test_whoever_reads_the_experts_finds_all(way, home, tmp_path, monkeypatch):
-    assert both(running(way, tmp_path, home), monkeypatch) == []
+def test_whoever_reads_the_experts_finds_all(way, tmp_path, monkeypatch):
+    assert both(running(way, tmp_path, "hostile"), monkeypatch) == []
 
 
 # --- changes of gradients ---
@@ -303,10 +302,9 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize("home", few(HOMES, 1))
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_gradient_is_the_next_steps(change, home, tmp_path, monkeypatch):
-    assert both(running(after_a_backward(change), tmp_path, home), monkeypatch) == []
+def test_a_changed_gradient_is_the_next_steps(change, tmp_path, monkeypatch):
+    assert both(running(after_a_backward(change), tmp_path, "hostile"), monkeypatch) == []
 
 
 # --- sums of several backwards ---
@@ -363,9 +361,8 @@ BETWEEN_BACKWARDS = [
 
 
 @pytest.mark.parametrize("clip", few([0.1, None], 1))
-@pytest.mark.parametrize("home", few(HOMES, 1))
 @pytest.mark.parametrize("between", BETWEEN_BACKWARDS)
-def test_a_sum_is_that_of_whole_gradients(between, home, clip, tmp_path, monkeypatch):
+def test_a_sum_is_that_of_whole_gradients(between, clip, tmp_path, monkeypatch):
     def way(loop: Loop) -> None:
         between(loop)
         loop.loss().backward()
@@ -375,7 +372,7 @@ def test_a_sum_is_that_of_whole_gradients(between, home, clip, tmp_path, monkeyp
         loop.losses += [param.grad.abs().sum().item() for param in of_experts(loop)]
         loop.update(loss)
 
-    assert both(running(way, tmp_path, home), monkeypatch) == []
+    assert both(running(way, tmp_path, "hostile"), monkeypatch) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -483,17 +480,15 @@ BETWEEN = [
 ]
 
 
-@pytest.mark.parametrize("home", few(HOMES, 1))
 @pytest.mark.parametrize("way", BETWEEN)
-def test_whatever_is_done_between_two_steps(way, home, tmp_path, monkeypatch):
-    assert both(running(way, tmp_path, home), monkeypatch) == []
+def test_whatever_is_done_between_two_steps(way, tmp_path, monkeypatch):
+    assert both(running(way, tmp_path, "hostile"), monkeypatch) == []
 
 
-@pytest.mark.parametrize("home", HOMES)
-def test_a_model_that_is_unwrapped_has_all_steps(home, tmp_path, monkeypatch):
+def test_a_model_that_is_unwrapped_has_all_steps(tmp_path, monkeypatch):
     def run() -> tuple:
         model = make()
-        loop = Loop(model, adamw(model.parameters()), tmp_path, home)
+        loop = Loop(model, adamw(model.parameters()), tmp_path, "hostile")
         for _ in range(STEPS):
             loop.step()
         loop.model, loop.optimizer = infinity.unwrap_model(loop.model, loop.optimizer)

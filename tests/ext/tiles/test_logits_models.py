@@ -183,9 +183,8 @@ def language_model(name: str) -> nn.Module:
     return seeded(SEED, lambda: getattr(transformers, name + kind)(config))
 
 
-@pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("name", ["Llama", "Llama, recomputed", "GPT2", "Bert", "T5", "Cohere"])
-def test_language_models(swap, counts, name, home):
+def test_language_models(swap, counts, name):
     """HF models: 2 steps, num_items_in_batch and ignored labels, a loss outside, generation. Most
     heads are tied, BERT's has a bias, Cohere's logits are scaled, so whole; the others' are fused.
     Twin: logits that are asked for.
@@ -193,11 +192,11 @@ def test_language_models(swap, counts, name, home):
     name, recomputed = name.split(",")[0], "," in name
     models, ids = [language_model(name) for _ in range(2)], labels((2, 12), 3000)
     [
-        m.gradient_checkpointing_enable({"use_reentrant": home == "host"})
+        m.gradient_checkpointing_enable({"use_reentrant": "hostile" == "host"})
         for m in models
         if recomputed
     ]
-    kept = wrap(models[0], swap, home, device_memory=704 * 1024)[1]
+    kept = wrap(models[0], swap, "hostile", device_memory=704 * 1024)[1]
     more = {"num_items_in_batch": torch.tensor(19)} if name in ("Llama", "GPT2") else {}
     for step in range(2):
         y = ids.index_fill(1, torch.tensor([step, 5]), -100)
@@ -270,12 +269,13 @@ def test_autocast(loss):
     same(pair(), use, tolerance=1e-5 if loss == "alone inside" else 0.02)
 
 
-@pytest.mark.parametrize("home", ["host", "nvme"])
-def test_bf16_with_split_master(swap, counts, home):
+def test_bf16_with_split_master(swap, counts):
     """3 steps against the same engine with room for the head: loss and weights within bf16's
     rounding. Twin: with room, none fused."""
     models = [seeded(SEED, Model).bfloat16() for _ in range(2)]
-    wraps = [wrap(m, swap, home, device_memory=size) for m, size in zip(models, (DEVICE, "64MiB"))]
+    wraps = [
+        wrap(m, swap, "hostile", device_memory=size) for m, size in zip(models, (DEVICE, "64MiB"))
+    ]
     losses = {}
     for model, optimizer in wraps[::-1]:
         assert counts["fused"] == 0

@@ -36,14 +36,13 @@ from infinity.errors import CapacityError, UsageError
 transformers = pytest.importorskip("transformers")
 
 
-@pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("name", BUILDERS)
-def test_a_tiled_layer_computes_and_learns_as_the_whole_one(swap, name, home):
+def test_a_tiled_layer_computes_and_learns_as_the_whole_one(swap, name):
     """A pair: output, input gradient, parameter gradients close; after 4 SGD steps the weights too
     (SGD passes on what the gradient was; Adam would turn rounding of a zero into a whole step)."""
     model, plain = build(name), build(name)
     sgd = lambda m, lr: torch.optim.SGD(m.parameters(), lr=lr, momentum=0.9)
-    model, optimizer = wrap(model, swap, home, optimizer=sgd)
+    model, optimizer = wrap(model, swap, "hostile", optimizer=sgd)
     other = sgd(plain, 1e-2)
     assert tiled_units(model)
     for step in range(4):
@@ -148,14 +147,16 @@ def test_strided_and_expanded_inputs():
         check_grads(model, plain)
 
 
-@pytest.mark.parametrize("home", ["host", "nvme"])
-def test_bf16_with_split_master_follows_the_untiled_model(swap, home):
+def test_bf16_with_split_master_follows_the_untiled_model(swap):
     """bf16 weights, fp32 master in two halves, 3 AdamW steps against the same engine with room for
     the whole layer. In bf16 dx of 2100 outputs is summed in another order: outputs within 2 %,
     weights within the steps' own size.
     """
     models = [build("linear down").bfloat16() for _ in range(2)]
-    wraps = [wrap(models[0], swap, home), wrap(models[1], swap, home, device_memory="64MiB")]
+    wraps = [
+        wrap(models[0], swap, "hostile"),
+        wrap(models[1], swap, "hostile", device_memory="64MiB"),
+    ]
     assert tiled_units(models[0]) and not tiled_units(models[1])
     for model, optimizer in wraps:
         for step in range(3):
@@ -266,11 +267,10 @@ def gpt2(**more):
     )
 
 
-@pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize(
     "recompute", [None, True, False], ids=["kept", "reentrant", "non-reentrant"]
 )
-def test_gpt2_with_tied_head(swap, home, recompute):
+def test_gpt2_with_tied_head(swap, recompute):
     """The embedding is the head: both run in tiles of one weight, and its gradient is the sum.
     Gradients of one step against the plain model, checkpointed either way; then generation agrees
     too."""
@@ -279,7 +279,7 @@ def test_gpt2_with_tied_head(swap, home, recompute):
         if recompute is not None:
             each.gradient_checkpointing_enable({"use_reentrant": recompute})
             each.enable_input_require_grads() if recompute else None
-    model, optimizer = wrap(model, swap, home, device_memory=640 * KIB)
+    model, optimizer = wrap(model, swap, "hostile", device_memory=640 * KIB)
     assert tiled_units(model) == ["transformer.wte.weight"]
     ids = torch.randint(1500, (2, 16), generator=torch.Generator().manual_seed(SEED))
     losses = [each.train()(input_ids=ids, labels=ids).loss for each in (model, plain)]
@@ -300,14 +300,13 @@ def test_gpt2_with_tied_head(swap, home, recompute):
     infinity.unwrap_model(model, optimizer)
 
 
-@pytest.mark.parametrize("home", ["host", "nvme"])
 @pytest.mark.parametrize("name", ["linear", "embedding", "conv1d"])
-def test_accumulation_clipping_and_kept_zeros(swap, name, home):
+def test_accumulation_clipping_and_kept_zeros(swap, name):
     """3 micro-batches, clip by norm, step, zero_grad(set_to_none=False), twice. Gradients close
     after each, norms too."""
     model, plain = build(name), build(name)
     model, optimizer = wrap(
-        model, swap, home, optimizer=lambda m, lr: torch.optim.SGD(m.parameters(), lr=lr)
+        model, swap, "hostile", optimizer=lambda m, lr: torch.optim.SGD(m.parameters(), lr=lr)
     )
     other = torch.optim.SGD(plain.parameters(), lr=1e-2)
     for step in range(2):

@@ -23,7 +23,7 @@ from infinity.core.units.unit_buffers import UnitBuffers
 from infinity.ext.versions_2bw.stale_weights import StaleWeights
 from infinity.ext.versions_2bw.versions import UnitVersions
 
-HOMES = ("device", "host", "nvme")
+HOMES = ("device", "hostile")
 SLOW_TWO, SLOW_AHEAD = (
     pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 0.0), (1, 1.0))
 )

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from inside import parts_of
-from models import seeded
+from models import at_home, seeded
 from torch import nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -66,10 +66,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer | None:
 
 
 def wrap(model: nn.Module, folder=None, home: str = "host", **more):
-    settings = {"params": home, "optimizer": home, "device_memory": DEVICE, **more}
-    return infinity.wrap_model(
-        model, sgd(model), settings | ({"nvme_paths": [str(folder)]} if folder else {})
-    )
+    paths = {"nvme_paths": [str(folder)]} if folder else {}
+    settings = paths | at_home(home, home, folder, device_memory=DEVICE) | more
+    return infinity.wrap_model(model, sgd(model), settings)
 
 
 def pair(build=Model, *config, **more) -> tuple[nn.Module, nn.Module]:

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_flatten
 import infinity
 
 SEED = 7
-every_home = pytest.mark.parametrize("home", ["host", "nvme"])
 
 
 class Run:
@@ -142,11 +141,11 @@ def _is_same(mine: Any, other: Any) -> bool:
     return torch.equal(mine, other)
 
 
-def assert_same_at_home(recipe: Recipe, home: str, folder: Path) -> None:
-    """Runs ``recipe`` plain and at home, and compares all that both logged."""
+def assert_same_at_home(recipe: Recipe, folder: Path) -> None:
+    """Runs ``recipe`` plain and at the hostile home, and compares all that both logged."""
     expected = run_recipe(recipe, None)
     assert expected, "the recipe logs nothing"
-    found = run_recipe(recipe, at_home(home, home, folder))
+    found = run_recipe(recipe, at_home("hostile", "hostile", folder))
     differing = differences(found, expected)
     assert not differing, "\n".join(differing[:5])
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 from inside import parts_of
-from models import seeded
+from models import at_home, seeded
 from runs import adamw
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -85,8 +85,7 @@ def batch_for(model: nn.Module, seed: int, shape: tuple[int, ...] = (3, 5)) -> t
 
 
 def config(folder=None, home: str = "host", **more) -> dict:
-    found = {"params": home, "optimizer": home, "device_memory": DEVICE, **more}
-    return found | ({"nvme_paths": [str(folder)]} if home == "nvme" else {})
+    return at_home(home, home, folder, **{"device_memory": DEVICE, **more})
 
 
 def wrap(model: nn.Module, folder=None, home: str = "host", *, optimizer=adamw, **more):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -38,7 +39,7 @@ from infinity.core.units.unit import ParamUnit
 NAME = "hostile"
 _grad_homes = plan._grad_homes
 POISON = 0xFF
-MOST_TURNS = 3  # between two passes or steps: a loop over parameters is one use for each
+MOST_TURNS = 2  # between two passes or steps: a loop over parameters is one use for each
 MOST_NBYTES = 64 * 2**20  # of poisoned memory that a model keeps, so that it is not given again
 
 
@@ -73,6 +74,8 @@ class Turns(seams.Extension):
         # Disk space of arrays that are in memory
         self._spaces: WeakKeyDictionary[StateArray, StateArray] = WeakKeyDictionary()
         self._left: deque[torch.Tensor] = deque()
+        self._left_nbytes = 0
+        self._poisons: list[native.Region] = []  # the last one is the largest
 
     @classmethod
     def begin(cls, config, device, collectives, events):
@@ -99,58 +102,92 @@ class Turns(seams.Extension):
         self.count, self._more = self.count + 1, self._more - 1
         job.gradients.homes.close_all(flat for unit in job.units for flat in unit.flat_params)
         job.gradients.homes.settle()
-        for unit in job.units:
-            if not any(each in job.running.holds for each in (unit, *unit.pinned)):
-                job.prefetcher.release_all([unit])
-                self._move(unit)
+        units = [
+            unit
+            for unit in job.units
+            if not any(each in job.running.holds for each in (unit, *unit.pinned))
+        ]
+        job.prefetcher.release_all(units)
+        places = {array: tier for unit in units for array, tier in self._places(unit)}
+        with job.store.guarding():
+            self._bring(places)
+        for unit in units:
+            for each in (unit, *unit.pinned):
+                each.lies_on_disk = self._tier(unit.index) is Tier.NVME
 
-    def _move(self, unit: ParamUnit) -> None:
+    def _places(self, unit: ParamUnit) -> Iterator[tuple[StateArray, Tier]]:
+        """Yields the arrays of ``unit`` that move, once nothing uses them, and their next tiers."""
         for flat_param in unit.flat_params:
             homes = flat_param.homes
             homes.wait_running(), homes.wait_readers()
-            of_pins = [pin.array for pin in homes.pins.values() if pin.array is not None]
-            of_pins += [pin.fresh for pin in homes.pins.values() if pin.fresh is not None]
-            scales = [homes.arrays[name] for name in SCALES.values() if name in homes.arrays]
-            others = [each for each in homes.arrays.values() if each not in (homes.weight, *scales)]
+            arrays = dict(homes.arrays)
+            scales = [arrays.pop(name) for name in SCALES.values() if name in arrays]
+            weights = [arrays.pop("weight")]
+            for pin in homes.pins.values():
+                weights += [array for array in (pin.array, pin.fresh) if array is not None]
             # The weights of a unit are staged together, those of each version.
-            for array in {homes.weight: None, **dict.fromkeys(of_pins)}:
-                self._bring(array, self._tier(unit.index))
-            for place, array in enumerate([*others, *homes.kept.values()], 1):
-                self._bring(array, self._tier(unit.index + place))
-            for array in scales:  # for which updates have no slots
-                self._bring(array, Tier.HOST, renewing=True)
-        for each in (unit, *unit.pinned):
-            each.lies_on_disk = self._tier(unit.index) is Tier.NVME
+            yield from ((array, self._tier(unit.index)) for array in weights)
+            for place, array in enumerate([*arrays.values(), *homes.kept.values()], 1):
+                yield array, self._tier(unit.index + place)
+            yield from ((array, Tier.HOST) for array in scales)  # updates have no slots for them
 
     def _tier(self, place: int) -> Tier:
         return Tier.HOST if (self.count + place) % 2 else Tier.NVME
 
-    def _bring(self, array: StateArray, tier: Tier, *, renewing: bool = False) -> None:
-        """Brings ``array`` to ``tier``, and poisons the place that it leaves. ``renewing``: also to
-        other memory of the tier."""
-        if (array.tier is tier and not renewing) or not array.numel:
-            return
-        store, version = self._job.store, array.extent.version
-        if tier is Tier.HOST:
-            other = new_memory(array)
-        elif (other := self._spaces.pop(array, None)) is None:  # it was made in memory
-            other = store.space.allocate(array.nbytes, NAME, None)
-        values = store.read(as_bytes(array), 0, array.nbytes)
-        store.write(as_bytes(other), 0, values, version=version)
-        store.write(as_bytes(array), 0, torch.full_like(values, POISON), version=version)
-        change_places(array, other, store)
-        other.extent.version = version
+    def _bring(self, places: dict[StateArray, Tier]) -> None:
+        """Brings arrays to these tiers, and poisons what they leave. Those that are there stay, or
+        are given other memory."""
+        store, moves = self._job.store, []
+        for array, tier in places.items():
+            if not array.numel or array.tier is tier is Tier.NVME:
+                continue
+            if tier is Tier.HOST:
+                other = new_memory(array)
+            elif (other := self._spaces.pop(array, None)) is None:  # it was made in memory
+                other = store.space.allocate(array.nbytes, NAME, None)
+            moves.append((array, other, self._copy(array, other)))
+        for array, other, ticket in moves:
+            if ticket is not None:
+                ticket.wait()
+            other.extent.version = array.extent.version
+            change_places(array, other, store)
+            if other.flat is None:
+                self._spaces[array] = other
+                self._write(other.extent, self._poison(other.extent.nbytes))
+            else:
+                other.flat.view(torch.uint8).fill_(POISON)
+                self._leave(other.flat)
+        self.moved += len(moves)
+
+    def _copy(self, array: StateArray, other: StateArray) -> native.Ticket | None:
+        """Starts copying ``array`` to the place of ``other``. None: it is copied."""
+        if array.flat is None:
+            io, checksums = self._job.store.io, self._job.store.checksums
+            extent = array.extent
+            return io.read(extent, 0, other.extent.address, extent.nbytes, checksum=checksums)
         if other.flat is None:
-            self._spaces[array] = other
-        else:
-            self._leave(other.flat)
-        self.moved += 1
+            return self._write(other.extent, array.extent.address)
+        other.flat.copy_(array.flat)
+        return None
+
+    def _write(self, extent: native.Extent, address: int) -> native.Ticket:
+        store = self._job.store
+        return store.io.write(extent, 0, address, extent.nbytes, checksum=store.checksums)
+
+    def _poison(self, nbytes: int) -> int:
+        """Returns the address of so much poison."""
+        if not self._poisons or self._poisons[-1].nbytes < nbytes:
+            region = native.Region(nbytes, huge_pages=False, touch_threads=0)
+            native.tensor_at(region, region.address, nbytes, torch.uint8).fill_(POISON)
+            self._poisons.append(region)  # the others may be being written
+        return self._poisons[-1].address
 
     def _leave(self, memory: torch.Tensor) -> None:
         """Keeps poisoned memory, so that it is not given again soon."""
         self._left.append(memory)
-        while sum(each.nbytes for each in self._left) > MOST_NBYTES:
-            self._left.popleft()
+        self._left_nbytes += memory.nbytes
+        while self._left_nbytes > MOST_NBYTES:
+            self._left_nbytes -= self._left.popleft().nbytes
 
 
 class NoCharge:
@@ -159,16 +196,11 @@ class NoCharge:
 
 
 def new_memory(array: StateArray) -> StateArray:
-    """Makes memory for ``array``, which nothing has had."""
-    region = native.Region(array.nbytes, huge_pages=False, touch_threads=0)
+    """Makes memory for ``array``, which nothing has had, in whole blocks of a disk."""
+    region = native.Region(array.extent.nbytes, huge_pages=False, touch_threads=0)
     flat = native.tensor_at(region, region.address, array.numel, array.dtype)
     extent = native.Extent.in_memory(region.address, array.nbytes, region)
     return StateArray(Tier.HOST, array.dtype, array.numel, extent, flat, None, region)
-
-
-def as_bytes(array: StateArray) -> StateArray:
-    flat = None if array.flat is None else array.flat.view(torch.uint8)
-    return StateArray(array.tier, torch.uint8, array.nbytes, array.extent, flat)
 
 
 def change_places(array: StateArray, other: StateArray, store: ArrayStore) -> None:

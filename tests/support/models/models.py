@@ -206,7 +206,7 @@ def at_home(params: str, optimizer: str, folder: Path, **more: Any) -> dict[str,
     if "hostile" in (params, optimizer):
         from hostile_home import hostile_folder
 
-        assert params == optimizer, "the hostile home has all of the state"
+        assert {params, optimizer} <= {"hostile", "auto"}, "all of the state is there"
         params, optimizer, folder = "nvme", "nvme", hostile_folder(folder)
     config: dict[str, Any] = {"params": params, "optimizer": optimizer, **more}
     if "nvme" in (params, optimizer):
@@ -272,7 +272,10 @@ def leftovers(folder: Path) -> list[str]:
     """What a job has left in a folder of nvme_paths: names, and files without one that are still
     open."""
     gc.collect()
-    return sorted(os.listdir(folder)) + [str(path) for path in swap_files(folder)]
+    inner = folder / "hostile"
+    names = set(os.listdir(folder)) - {inner.name}
+    names |= set(os.listdir(inner)) if inner.is_dir() else set()
+    return sorted(names) + [str(path) for path in swap_files(folder)]
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

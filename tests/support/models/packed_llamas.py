@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from lazily import Lazily
+from models import at_home
 from packed_models import packed_bytes, trained
 from torch import nn
 
@@ -91,8 +92,8 @@ def wrap(model: nn.Module, home: str, folder: Path | None = None, **more: Any) -
     ``folder``: for swap files."""
     params = trained(model)
     optimizer = torch.optim.AdamW(params, lr=1e-2) if params else None
-    folders = [tempfile.mkdtemp(dir=folder)] if home == "nvme" else []
-    config = infinity.Config(params=home, optimizer=home, nvme_paths=folders, **more)
+    swap = Path(tempfile.mkdtemp(dir=folder)) if folder is not None else Path()
+    config = infinity.Config(**at_home(home, home, swap, **more))
     return infinity.wrap_model(model, optimizer, config)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from models import at_home
 from torch import nn, optim
 
 import infinity
@@ -39,8 +40,7 @@ def wrapped(make: Callable, home: str | None, folder, **config):
     optimizer = make(list(net.parameters()))
     if home is None:
         return net, optimizer
-    given = {"params": home, "optimizer": home, "nvme_paths": [str(folder)]}
-    return infinity.wrap_model(net, optimizer, given | config)
+    return infinity.wrap_model(net, optimizer, at_home(home, home, folder, **config))
 
 
 def furthest(one: dict, other: dict) -> float:
