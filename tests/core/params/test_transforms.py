@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import at_home
-from recipe_cases import Recipes, Run, assert_same_at_home, descend, draw, every_home, fit, mlp
+from recipe_cases import Recipes, Run, assert_same_at_home, descend, draw, fit, mlp
 from torch import func, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
@@ -59,10 +59,7 @@ OF_A_WEIGHT: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("is_detached", [False, True], ids=["whole", "detached"])
 @pytest.mark.parametrize("transform", OF_A_WEIGHT)
-@every_home
-def test_a_transform_of_a_weight_has_the_bits_of_plain_torch(
-    transform, is_detached, home, tmp_path
-):
+def test_a_transform_of_a_weight_has_the_bits_of_plain_torch(transform, is_detached, tmp_path):
     """Method: between two steps, so that the weight is not that of the wrap."""
 
     def recipe(run: Run) -> None:
@@ -72,7 +69,7 @@ def test_a_transform_of_a_weight_has_the_bits_of_plain_torch(
             weight = model[0].weight.detach() if is_detached else model[0].weight
             run.log(OF_A_WEIGHT[transform](weight))
 
-    assert_same_at_home(recipe, home, tmp_path)
+    assert_same_at_home(recipe, tmp_path)
 
 
 @recipe
@@ -112,10 +109,9 @@ def rows_written_by_vmap(run: Run) -> None:
 
 
 @RECIPES.each()
-@every_home
-def test_a_recipe_has_the_bits_of_plain_torch(recipe, home, tmp_path):
+def test_a_recipe_has_the_bits_of_plain_torch(recipe, tmp_path):
     """Method: the recipe runs plain and at home; all that it logs and the final states agree."""
-    assert_same_at_home(recipe, home, tmp_path)
+    assert_same_at_home(recipe, tmp_path)
 
 
 def test_an_edit_between_a_transform_and_its_backward_is_an_error(tmp_path):

@@ -18,6 +18,7 @@ from marks import few
 from models import at_home
 from small_net import furthest, model, same, stepped_by_class, steps, wrapped
 from torch import nn, optim
+from twins import twin
 
 import infinity
 from infinity.errors import ConfigError, UsageError
@@ -101,9 +102,13 @@ def run(make: Make, home: str | None, folder, count: int = 20, **config) -> tupl
     return values_of(net, optimizer)
 
 
+def plain(case: str, count: int = 20) -> tuple[dict, dict]:
+    return twin(lambda: run(MADE[case], None, None, count), case, count)
+
+
 @pytest.mark.parametrize("case", few(MADE, 14))
 def test_twenty_steps_have_the_librarys_bits_from_every_home(case, tmp_path):
-    theirs = run(MADE[case], None, tmp_path)
+    theirs = plain(case)
     for home in HOMES:
         found = run(MADE[case], home, tmp_path)
         assert same(theirs, found)
@@ -122,7 +127,7 @@ def test_another_rate_shows(case, tmp_path):
             group["lr"] *= 1.01
         return optimizer
 
-    theirs, found = run(MADE[case], None, tmp_path), run(faster, "host", tmp_path)
+    theirs, found = plain(case), run(faster, "host", tmp_path)
     assert furthest(found[0], theirs[0]) > 0 and not same(found, theirs)
 
 

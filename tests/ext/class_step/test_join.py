@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from models import at_home
 from own_optimizers import Trusting
 from small_net import furthest, model, steps
 from torch import nn, optim
+from twins import of_this_test, twin
 
 import infinity
 from infinity.core import seams
@@ -79,7 +81,8 @@ def two_stages(first: str, second: str, home: str | None, folder, *, head: bool)
 )
 def test_a_later_optimizer_takes_over_as_in_torch(first, second, head, home, tmp_path):
     """Claim: with moments of its own, and the gradients that are there."""
-    expected = two_stages(first, second, None, tmp_path, head=head)
+    plain = partial(two_stages, first, second, None, tmp_path, head=head)
+    expected = twin(plain, first, second, head)
     found = two_stages(first, second, home, tmp_path, head=head)
     assert furthest(found, expected) < 2e-6
 
@@ -125,7 +128,7 @@ def test_the_former_goes_on_with_what_it_keeps(home, tmp_path):
         steps(net, later, 1)
         return {name: value.detach().clone() for name, value in net.state_dict().items()}
 
-    assert furthest(trained(home), trained(None)) < 2e-6
+    assert furthest(trained(home), twin(lambda: trained(None), of_this_test())) < 2e-6
 
 
 def test_dtypes_of_moments_are_the_later_classs(tmp_path):

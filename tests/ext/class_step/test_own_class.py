@@ -17,6 +17,7 @@ from models import at_home
 from own_optimizers import Momentum, MuonWithAdam, Trusting
 from small_net import furthest, model, same, steps
 from torch import nn
+from twins import twin
 
 import infinity
 from infinity.errors import ConfigError
@@ -39,10 +40,14 @@ def trained(kind: type, home: str | None, folder, count: int = 6):
     return weights, {i: {k: torch.as_tensor(v) for k, v in of.items()} for i, of in state.items()}
 
 
+def plain_run(kind: type, count: int = 6):
+    return twin(lambda: trained(kind, None, None, count), kind, count)
+
+
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("kind", OWN)
 def test_an_own_class_has_its_own_bits(kind, home, tmp_path):
-    expected, found = (trained(kind, each, tmp_path) for each in (None, home))
+    expected, found = plain_run(kind), trained(kind, home, tmp_path)
     assert same(expected, found)
     assert {i: set(of) for i, of in expected[1].items()} == {
         i: set(of) for i, of in found[1].items()
@@ -52,7 +57,7 @@ def test_an_own_class_has_its_own_bits(kind, home, tmp_path):
 
 @pytest.mark.parametrize("kind", OWN)
 def test_an_own_class_resumes_and_is_given_back(kind, tmp_path):
-    expected, _ = trained(kind, None, tmp_path, 4)
+    expected, _ = plain_run(kind, 4)
     net = model()
     net, optimizer = infinity.wrap_model(net, kind(net.parameters()), {"params": "host"})
     steps(net, optimizer, 4)
@@ -399,7 +404,7 @@ def test_the_lines_of_the_message_use_such_a_class(kind, home, tmp_path):
     code = textwrap.dedent("\n".join(lines)).replace("(...)", "(model.parameters())")
     exec(code, names | {kind.__name__: kind}, names)
     steps(names["model"], names["optimizer"], 5)
-    expected, _ = trained(kind, None, tmp_path, 5)
+    expected, _ = plain_run(kind, 5)
     assert furthest(dict(names["model"].state_dict()), expected) == 0
 
 

@@ -29,6 +29,7 @@ from models import (
 )
 from runs import adamw, ulp
 from torch import nn
+from twins import of_this_test, twin
 
 import infinity
 
@@ -160,11 +161,16 @@ def assert_trains_alike(
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Runs ``loop`` on a plain copy and on the wrapped model; what it returns, weights, buffers and
     optimizer state agree. Returns the wrapped pair."""
-    plain = copy.deepcopy(model)
-    plain_optimizer = make(plain)
+
+    def plain() -> tuple[Any, dict[str, Any], dict[str, Any]]:
+        its_model = copy.deepcopy(model)
+        its_optimizer = make(its_model)
+        torch.manual_seed(SEED)
+        seen = loop(its_model, its_optimizer)
+        return seen, its_model.state_dict(), its_optimizer.state_dict()
+
+    expected, weights, its = twin(plain, of_this_test())
     optimizer = make(model)
-    torch.manual_seed(SEED)
-    expected = loop(plain, plain_optimizer)
     model, optimizer = infinity.wrap_model(
         model, optimizer, hardest(home, model, optimizer, folder, **more)
     )
@@ -177,8 +183,8 @@ def assert_trains_alike(
         )
 
     close(found, expected, "what the loop saw")
-    close(model.state_dict(), plain.state_dict(), "state_dict")
-    ours, theirs = optimizer.state_dict(), plain_optimizer.state_dict()
+    close(model.state_dict(), weights, "state_dict")
+    ours, theirs = optimizer.state_dict(), its
     assert ours["state"].keys() == theirs["state"].keys(), "not the same parameters have state"
     for index, state in theirs["state"].items():
         mine = ours["state"][index]
