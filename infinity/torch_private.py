@@ -39,6 +39,7 @@ import importlib
 import logging
 import operator
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -342,6 +343,24 @@ STORAGE_COUNTS = Reach(
     "each question whether a user holds memory costs a copy of it, or a comparison",
     _find_use_count,
 )
+
+
+def storage_references(tensor: torch.Tensor) -> int | None:
+    """Counts the tensors, exports and storage objects of users that refer to the storage of
+    ``tensor``; None if this torch does not tell."""
+    return None if STORAGE_COUNTS.found is None else _count(tensor) - _counting()
+
+
+def _count(tensor: torch.Tensor) -> int:
+    # Python has one object for a storage, and torch counts it as long as the storage lives.
+    storage = torch.Tensor.untyped_storage(tensor)
+    return STORAGE_COUNTS.found(storage._cdata) + sys.getrefcount(storage)
+
+
+@cache
+def _counting() -> int:
+    """Counts the references to a storage that exist only to count them."""
+    return _count(torch.empty(1, device="cpu")) - 1
 
 
 # --- keys of tensors ---
@@ -658,34 +677,35 @@ EXPORTS: list[tuple[Any, str]] = [
     (torch._C, "_to_dlpack_versioned"),
 ]
 
-# The tensors at rest, and what makes the error for one of them.
-_at_rest: tuple[type, Callable[[torch.Tensor, str], Exception]] | None = None
+# What may not be read past its class, whether its operations ask that, and what makes the error.
+_closed: list[tuple[type, bool, Callable[[Any, str], Exception]]] = []
 
 
-def close_doors(kind: type, refusal: Callable[[torch.Tensor, str], Exception]) -> None:
+def close_doors(
+    kind: type, refusal: Callable[[Any, str], Exception], *, is_asked: bool = False
+) -> None:
     """Has the functions that would read a tensor of ``kind`` past its class raise ``refusal(tensor,
-    name)``, if this torch has no other guard against them."""
-    global _at_rest
-    _at_rest = kind, refusal
+    name)``, if this torch has no other guard against them. ``is_asked``: operations ask its class
+    in every torch, so that only an export would read it."""
+    _closed.append((kind, is_asked, refusal))
 
 
-def _check(name: str, given: Sequence[Any]) -> None:
-    if _at_rest is not None:
-        kind, refusal = _at_rest
-        for each in given:
+def _check(name: str, given: Sequence[Any], *, exports: bool = False) -> None:
+    for kind, is_asked, refusal in _closed:
+        for each in given if exports or not is_asked else ():
             for one in each if isinstance(each, (list, tuple)) else (each,):
                 # One of a list of numbers is asked for its number.
                 if isinstance(one, kind) and (one is each or one.dim()):
                     raise refusal(one, name)
 
 
-def _closed(func: Callable, name: str) -> Callable:
+def _door(func: Callable, name: str, *, exports: bool) -> Callable:
     @functools.wraps(func)
-    def closed(*args: Any, **kwargs: Any) -> Any:
-        _check(name, (*args, *kwargs.values()))
+    def door(*args: Any, **kwargs: Any) -> Any:
+        _check(name, (*args, *kwargs.values()), exports=exports)
         return func(*args, **kwargs)
 
-    return closed
+    return door
 
 
 class _Legacy(type):
@@ -721,24 +741,26 @@ def _close_data() -> None:
     data = torch._C.TensorBase.data
 
     def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
-        if _at_rest is not None and not isinstance(tensor, _at_rest[0]):  # which is asked
-            _check("data", [value])
+        if not isinstance(tensor, tuple(kind for kind, _, _ in _closed)):  # which are asked
+            _check("data", [value], exports=True)
         data.__set__(tensor, value)
 
     torch.Tensor.data = property(data.__get__, put, data.__delete__)
 
 
+def _close(doors: Sequence[tuple[Any, str]], *, exports: bool) -> None:
+    for owner, name in doors:
+        if hasattr(owner, name):
+            setattr(owner, name, _door(getattr(owner, name), name, exports=exports))
+
+
 # Before anything that is closed is taken from torch.
-_doors: list[tuple[Any, str]] = []
 if STORAGE_FLAGS.found is None:
-    _doors += EXPORTS
+    _close(EXPORTS, exports=True)
     _close_data()
 if DISPATCH_KEYS.found is None:
-    _doors += DOORS
+    _close(DOORS, exports=False)
     _close_constructors()
-for _owner, _name in _doors:
-    if hasattr(_owner, _name):
-        setattr(_owner, _name, _closed(getattr(_owner, _name), _name))
 
 
 def keeps_next_functions(kind: type[torch.autograd.Function]) -> type[torch.autograd.Function]:

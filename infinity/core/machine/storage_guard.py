@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 
 from ... import torch_private
 
+references = torch_private.storage_references
 _torch_is_shared = torch.UntypedStorage.is_shared
 
 
@@ -41,28 +41,6 @@ def identity(tensor: torch.Tensor) -> int:
     """Returns an id of the storage of ``tensor``, unique among live storages."""
     # torch's own: a subclass may refuse to give its memory away, which this does not.
     return torch.Tensor.untyped_storage(tensor)._cdata
-
-
-def references(tensor: torch.Tensor) -> int | None:
-    """Counts the tensors and exports that refer to the storage of ``tensor``; None if this torch
-    does not tell."""
-    if (count := torch_private.STORAGE_COUNTS.found) is None:
-        return None
-    return count(identity(tensor)) - _counting()
-
-
-@cache
-def _counting() -> int:
-    """Counts the references that torch has to a storage only to count them."""
-    probe = torch.empty(1, device="cpu")
-    return torch_private.STORAGE_COUNTS.found(identity(probe)) - 1
-
-
-def is_held_beside(own: Sequence[torch.Tensor]) -> bool:
-    """Tells whether anything but the plain tensors ``own``, all of one storage, refers to it."""
-    if (held := references(own[0])) is not None:
-        return held > len(own)
-    return torch_private.is_kept_alive(own)
 
 
 def is_fixed(storage: torch.UntypedStorage) -> bool:

@@ -37,7 +37,7 @@ import torch
 
 from ...errors import UsageError
 from ...ranks.parallel_dims import ParallelDims
-from ...torch_private import arm, is_armed
+from ...torch_private import arm, is_armed, is_kept_alive
 from ..machine import storage_guard
 from ..run.operations import Operation, State
 from ..run.step_counter import StepCounter
@@ -79,9 +79,10 @@ class Source:
 
 
 class _Memory:
-    """A storage: our own references to it, and the followers that begin at each offset."""
+    """A storage: our own views and references, and the followers that begin at each offset."""
 
     def __init__(self) -> None:
+        self.views = weakref.WeakSet[_View]()
         self.references, self.begins = 0, Counter[int | None]()
 
 
@@ -100,6 +101,7 @@ class _View:
         self.counted = [self.bytes, *(() if is_plain(tensor) else [tensor.detach()])]
         self.memory = _MEMORIES.setdefault(storage_guard.identity(self.bytes), _Memory())
         self.begin = self.bytes.storage_offset() if follows else None
+        self.memory.views.add(self)
         self._add(1)
 
     def _add(self, sign: int) -> None:
@@ -132,6 +134,8 @@ class Lent:
         self._died_elsewhere = False
         self._view, self.tensor = _View(tensor, follows=follows), weakref.ref(tensor, on_death)
         self._seen = self._count(), fingerprint(self.bytes)
+        # Among the tensors of its parameter: a follower is the only one of its source.
+        self.key: Any = source if follows else storage_guard.identity(self.bytes)
         if follows:
             self._kept = tensor
         if is_ours:
@@ -141,11 +145,6 @@ class Lent:
     def bytes(self) -> torch.Tensor:
         """Our own view of the tensor's local part, with the same version counter."""
         return self._view.bytes
-
-    @property
-    def key(self) -> Any:
-        """Its key among the tensors of its parameter: a follower is the only one of its source."""
-        return self.source if self.follows else storage_guard.identity(self.bytes)
 
     # --- writes ---
 
@@ -248,8 +247,10 @@ class Lent:
         if references is not None:
             references -= memory.references
         elif not dying and self.tensor() is None and not self._is_fixed:  # torch does not tell
-            own = [local_of(each) for each in self._view.counted]
-            references = int(storage_guard.is_held_beside(own))
+            own = [local_of(each) for view in memory.views for each in view.counted]
+            del _MEMORIES[storage_guard.identity(self.bytes)]
+            references = int(is_kept_alive(own))  # may move them to a copy
+            _MEMORIES[storage_guard.identity(self.bytes)] = memory
         if dying:
             bases = self._view.bases
             self._died_elsewhere = references == bases

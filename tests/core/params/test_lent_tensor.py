@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +17,7 @@ import infinity
 from infinity.core.params.borrowed_state import StateSource
 from infinity.core.params.lent import Lent
 from infinity.core.units.handle import handle_of
+from infinity.torch_private import STORAGE_COUNTS
 
 HOST = {"params": "host", "optimizer": "host"}
 VALUE = "value"
@@ -191,3 +193,33 @@ def test_memory_is_held_as_long_as_a_view_is():
     del view
     assert not given.entry.is_held()
     assert not Given().entry.is_held(dying=True)
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "a view": lambda tensor: tensor[3:],
+    "an array of a view": lambda tensor: tensor[3:].numpy(),
+    "an export": lambda tensor: torch.utils.dlpack.to_dlpack(tensor.detach()),
+    "the storage": lambda tensor: tensor.detach().untyped_storage(),
+}
+
+
+@pytest.mark.parametrize("counts", [True, False])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_what_alone_is_kept_of_a_tensor_holds_its_memory(holder, counts, monkeypatch):
+    """Watches two tensors of one memory, and keeps one thing of it, in a torch that counts
+    references and in one that does not. Twin: without that thing neither holds the other."""
+    if not counts:
+        monkeypatch.setitem(STORAGE_COUNTS.__dict__, "found", None)
+    given = Given()
+    other = given.tensor[2:]
+    second = Lent(given.entry.source, given.entry.handle, other)
+    kept = HOLDERS[holder](given.tensor)
+    del given.tensor, other
+    gc.collect()
+    assert given.entry.is_held() and second.is_held() and not second.was_freed
+    keys = given.entry.key, second.key
+    del kept
+    gc.collect()
+    assert not second.is_held() and not given.entry.is_held()
+    assert (given.entry.key, second.key) == keys  # by which they are dropped
+    assert given.entry.bytes.tolist() == [1.0] * 16 and second.bytes.numel() == 14

@@ -168,7 +168,7 @@ def later_by_data(t: torch.Tensor) -> Way:
 
 def later_by_storage(t: torch.Tensor) -> Way:
     storage = t.detach().untyped_storage()
-    return lambda: storage.__setitem__(3, 64)
+    return lambda: storage.__setitem__(4 * t.storage_offset() + 3, 64)
 
 
 WAYS: dict[str, Way] = {
@@ -344,6 +344,18 @@ SOURCES = {
     "data at rest": Source(lambda s: s.param.data, value_of),
     "average": Source(take_average, of_average),
     "detached at rest": Source(lambda s: s.param.detach(), value_of),
+    # Of these the view alone is kept.
+    "rows of a value": Source(lambda s: s.model.state_dict()["weight"][2:], value_of),
+    "rows of a moment": Source(
+        lambda s: s.optimizer.state_dict()["state"][0]["exp_avg"][2:], state_of("exp_avg")
+    ),
+    "rows of state[p]": Source(
+        lambda s: s.optimizer.state[s.param]["exp_avg"][2:], state_of("exp_avg")
+    ),
+    "rows of full_params": Source(
+        lambda s: take_full(s).detach()[2:], value_of, lives_over_steps=False
+    ),
+    "rows of an average": Source(lambda s: take_average(s)[2:], of_average),
 }
 
 
