@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from ... import torch_private
 from ...errors import UsageError
 from ..machine import storage_guard
 from ..params.apart import leave_graph
@@ -159,3 +160,6 @@ class AtHome(torch.Tensor):
     def pin_memory(self, device: Any = None):
         """Returns a copy of the values in pinned memory, as torch does."""
         return self.clone().pin_memory(*(() if device is None else (device,)))
+
+
+torch_private.close_doors(AtHome, AtHome._refuse, is_asked=True)

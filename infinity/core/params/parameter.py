@@ -398,13 +398,12 @@ def _for_transform(tensor: torch.Tensor) -> torch.Tensor:
 transforms.let_be_wrapped(Stored, _for_transform)
 
 
-@cache
-def close_doors() -> None:
-    """Has what would read the memory of tensors at rest past their class raise UsageError, in a
-    torch in which nothing else stops it."""
-    torch_private.close_doors(
-        Stored, lambda rest, name: handle_of(rest).engine.refusal(handle_of(rest), name)
-    )
+def _refused(rest: torch.Tensor, name: str) -> UsageError:
+    return handle_of(rest).engine.refusal(handle_of(rest), name)
+
+
+torch_private.close_doors(StoredParameter, _refused)
+torch_private.close_doors(Stored, _refused, is_asked=True)
 
 
 @cache

@@ -18,7 +18,6 @@ from ... import native, torch_private
 from ...config import Config
 from ...errors import ConfigError, UsageError
 from ..params import mistakes
-from ..params.parameter import close_doors
 from ..step.expected import check_expected
 from ..step.optimizer import InfinityOptimizer
 from ..step.recognised import check_together
@@ -67,7 +66,6 @@ def check(
         check_kind(optimizer)
     native.simd_unit()  # raises for an unknown INFINITY_SIMD
     torch_private.check()
-    close_doors()
     _check_owners(model)
     names = model.names
     _check_lasting(model)

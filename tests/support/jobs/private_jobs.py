@@ -152,6 +152,11 @@ def reads() -> dict[str, str]:
             found[name] = "right" if torch.equal(read(model[0].weight), right) else "wrong"
         except RuntimeError as error:
             found[name] = type(error).__name__
+    model(torch.ones(2, 6)).sum().backward()
+    try:
+        torch.utils.dlpack.to_dlpack(model[0].weight.grad)
+    except RuntimeError as error:
+        found["a gradient"] = type(error).__name__
     return found
 
 
