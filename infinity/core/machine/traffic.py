@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 
 EDGES = ("nvme->host", "host->nvme", "host->device", "device->host")
 PAST_HOST = "nvme->device"  # if available
-SLOW_AXIS = "slow axis"  # between groups that train apart
-COLLECTIVES = ("all-gather", "all-gather in node", "reduce-scatter", SLOW_AXIS)
+COLLECTIVES = ("all-gather", "all-gather in node", "reduce-scatter")
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.machine.traffic import SLOW_AXIS, Traffic
+from ...core.machine.traffic import EdgeTraffic, Traffic
 from ...errors import ConfigError, UsageError
 from ...ranks import failure_report
 from ...ranks.attempt import Attempt
@@ -28,6 +28,7 @@ from ...ranks.pending import ranks_lost
 from ...ranks.transfer import Transfer, all_gather, broadcast, end_groups, exchange_objects
 from ..shared_homes.quantize import CODED_BLOCK, decode_blocks, encode_blocks
 
+SLOW_AXIS = "slow axis"  # its name beside the collectives of a group
 TAG_NUMEL = 2  # int64: with what an exchange begins, so that ranks notice if they are apart
 TAG_NBYTES = TAG_NUMEL * torch.int64.itemsize
 
@@ -49,6 +50,7 @@ class SlowAxis:
         self.ranks = sorted(mesh.mesh.tolist())
         self.size, self.group_index = len(self.ranks), self.ranks.index(dist.get_rank())
         self.compresses, self._traffic = compresses, traffic
+        traffic.collectives.setdefault(SLOW_AXIS, EdgeTraffic())
         self._groups: list[dist.ProcessGroup] = []
         if self.size > 1:
             store = dist.distributed_c10d._get_default_store()

@@ -17,7 +17,7 @@ from ...core.machine import disk_profile
 from ...core.machine.rates import memory_rate
 from ...core.machine.sizes import format_seconds
 from ...core.machine.tiers import Tier
-from ...core.machine.traffic import DATA, PAST_HOST, SLOW_AXIS, EdgeTraffic, shares_of
+from ...core.machine.traffic import DATA, PAST_HOST, EdgeTraffic, shares_of
 from ...core.run.job import Job
 from ...core.run.registry import wrapped
 
@@ -126,7 +126,7 @@ def _collectives(job: Job) -> dict[str, EdgeTraffic]:
     return {
         name: dataclasses.replace(traffic)
         for name, traffic in job.traffic.collectives.items()
-        if traffic.nbytes or not (job.ranks.alone or name == SLOW_AXIS)
+        if traffic.nbytes or not job.ranks.alone
     }
 
 
