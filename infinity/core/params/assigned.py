@@ -1,7 +1,7 @@
 """Assigned: a tensor that ``p.grad = tensor`` gave, which is the gradient in torch from then on.
 
-stale    with several ranks: the gradient has changed since, and the tensor has not
-early    a step in mid-backward has applied it, and the rest of that step has not run yet
+outdated  with several ranks: the gradient has changed since, and the tensor has not
+early     a step in mid-backward has applied it, and the rest of that step has not run yet
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Assigned(Lent):
     ):
         super().__init__(GRADS, handle, tensor, follows=True, is_ours=False)
         self._is_ours, self.is_copied = is_ours, is_copied
-        self.is_stale = self.is_early = False
+        self.is_outdated = self.is_early = False
         self.let_go()
 
     @property
@@ -47,9 +47,9 @@ class Assigned(Lent):
         return tensor is not None and place_of(local_of(tensor)) != place_of(self.bytes)
 
     def leave_behind(self) -> None:
-        """Marks the tensor as stale: the gradient is about to change without it. From then on any
+        """Marks the tensor as outdated: the gradient is about to change without it. From then on any
         change counted by torch counts: the user took it for the gradient."""
-        self.is_stale, self._seen = True, (self._count(), self._seen[1])
+        self.is_outdated, self._seen = True, (self._count(), self._seen[1])
 
     def change(self, change: Callable[[torch.Tensor], object]) -> None:
         """Runs ``change`` in place on the tensor."""

@@ -5,7 +5,7 @@ settle     copies home what was written to an assigned tensor since the last tim
 In torch ``p.grad = tensor`` makes that tensor the gradient: later writes to it count, and autograd
 adds to it. So ``p.grad`` is that tensor here, too, while it is held. It is settled before a step,
 and landing gradients are added to it. Parameters without an assignment are not checked. With
-several ranks ``p.grad`` is a proxy, and a stale tensor must not be changed any more.
+several ranks ``p.grad`` is a proxy, and an outdated tensor must not be changed any more.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class AssignedGrads:
             handle.grad.assigned = None
             return
         assigned.change(torch.Tensor.zero_)
-        assigned.is_stale = assigned.is_early = False
+        assigned.is_outdated = assigned.is_early = False
         assigned.note()
 
     def scale_as_user(self, handle: ParamHandle, factor: float) -> None:
@@ -255,7 +255,7 @@ class AssignedGrads:
             return
         assigned = self._followed(handle)
         if not self.ranks.alone and (
-            assigned.is_stale or assigned.is_copied or record.state is GradState.CONSUMED
+            assigned.is_outdated or assigned.is_copied or record.state is GradState.CONSUMED
         ):
             raise UsageError(
                 f"the tensor that was assigned to {handle.name}.grad was changed after the gradient"
@@ -272,7 +272,7 @@ class AssignedGrads:
     def _is_changed(self, handle: ParamHandle, assigned: Assigned) -> bool:
         if assigned.is_elsewhere:
             return True
-        counts = self.ranks.alone or assigned.is_stale
+        counts = self.ranks.alone or assigned.is_outdated
         return (counts and assigned.is_counted) or assigned.has_other_bits
 
     def _followed(self, handle: ParamHandle) -> Assigned | None:

@@ -419,7 +419,7 @@ class Lents:
         written: list[Lent] = []
         for lent in self._all(follow=False):
             # A snapshot once in a step.
-            if lent.is_written(self._steps.index if self._is_stale(lent) else -1):
+            if lent.is_written(self._steps.index if self._is_snapshot(lent) else -1):
                 written.append(lent)
             elif not lent.is_held():
                 self._drop(lent)
@@ -434,7 +434,7 @@ class Lents:
         for lent in (
             [each for handle in unit.handles for each in self._of(handle)] if self._lent else ()
         ):
-            if lent.source.is_weight and not self._is_stale(lent) and lent.is_written():
+            if lent.source.is_weight and not self._is_snapshot(lent) and lent.is_written():
                 raise UsageError(
                     f"this backward needs {lent.handle.name} as it was in its forward, but the"
                     " state_dict() value was written to since. Run backward before that."
@@ -443,7 +443,7 @@ class Lents:
     def _note(self, lent: Lent, looked: tuple[list[int], int] | None = None) -> None:
         lent.note(lent.source.stamp(lent.handle), self._steps.index, looked)
 
-    def _is_stale(self, lent: Lent) -> bool:
+    def _is_snapshot(self, lent: Lent) -> bool:
         if lent.stamp is not None and lent.stamp != lent.source.stamp(lent.handle):
             lent.stamp = None  # once a snapshot, always one
         return lent.stamp is None
@@ -472,7 +472,7 @@ class Lents:
         # If it is refused, the write goes home when that is over.
         self._uses.check(Operation.WRITE_STATE_DICT)
         if any(lent.source.is_state for lent in written):
-            self.settle_followers()  # which makes these tensors stale
+            self.settle_followers()  # which makes these tensors snapshots
         try:
             self._check(written)
         except UsageError:
@@ -493,7 +493,7 @@ class Lents:
         seen: dict[tuple[Source, ParamHandle], Lent] = {}
         for lent in written:
             what = lent.source.name_of(lent.handle)
-            if self._is_stale(lent):
+            if self._is_snapshot(lent):
                 steps = self._steps.index - lent.index
                 since = (
                     f"{steps} further steps"
@@ -546,7 +546,7 @@ class Lents:
             for each in self._of(lent.handle)
             if each.source == lent.source
             and each is not lent
-            and (each.follows or not (lent.follows or self._is_stale(each)))
+            and (each.follows or not (lent.follows or self._is_snapshot(each)))
         ]
 
     def _wrote(self, lent: Lent, alike: list[Lent], looked: tuple[list[int], int]) -> None:
@@ -583,7 +583,7 @@ class Lents:
 
     def settle_followers(self) -> None:
         """Sends home the writes to followers. Raises UsageError for a tensor of two parameters,
-        which torch would update twice in a step, for a changed shape, or a change of stale
+        which torch would update twice in a step, for a changed shape, or a change of older
         values."""
         followers = self._followers() if self._lent else []
         self._refuse_shared(followers)

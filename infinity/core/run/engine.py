@@ -100,7 +100,7 @@ class Engine:
             store=job.store,
             gradients=job.gradients,
             is_recomputed=lambda: passes.is_recomputed,
-            saving_tensors=passes.saving,
+            saving_tensors=passes.saving_tensors,
             running_again=passes.running_again,
             track_backward=self.backward.track_task,
             expect_sum=self.backward.expect_sum,
@@ -216,7 +216,7 @@ class Engine:
 
     def saving_tensors(self) -> AbstractContextManager:
         """Returns a block in which autograd saves weights as references."""
-        return self.passes.saving()
+        return self.passes.saving_tensors()
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Writes the value of ``p.copy_(value)`` home, master included, outside a forward."""

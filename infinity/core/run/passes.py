@@ -345,7 +345,7 @@ class Passes:
 
     # --- saved tensors ---
 
-    def saving(self) -> AbstractContextManager:
+    def saving_tensors(self) -> AbstractContextManager:
         """Returns a block that saves weights as references to their units."""
         return self.scopes.scope(*self._saving_hooks())
 

@@ -240,7 +240,7 @@ class Arrival:
                 pending = self._collectives.bulk.gather_in_node(flat, what)
             else:
                 pending = self._collectives.bulk.gather(
-                    bytes_of(flat) if flat_param.spec.coded else flat,
+                    bytes_of(flat) if flat_param.spec.exact else flat,
                     what,
                     homes=flat_param.homes.weight_regions,
                 )

@@ -126,8 +126,8 @@ class FlatParam:
         """Returns a block in which :meth:`read_moment` of ``moments`` reads from whole arrays. With
         ``masters``, :meth:`read_master` does so too."""
         self.homes.wait()
-        coded = self.spec.moment_dtype == torch.uint8
-        scales = [SCALES[name] for name in moments if coded and name in MOMENTS]
+        has_scales = self.spec.moment_dtype == torch.uint8
+        scales = [SCALES[name] for name in moments if has_scales and name in MOMENTS]
         return self.parts.assembling(
             store, (*moments, *scales, *(["weight", "master"] if masters else []))
         )

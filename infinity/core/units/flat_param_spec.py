@@ -33,7 +33,7 @@ class FlatParamSpec:
     stepped: bool
     optimizer: int = 0  # the place, among those of the job, of the one that steps them
     needs: Any = None  # beside the arrays, of a step by other code; None: a kernel steps
-    coded: bool = False  # codes of packed weights: never rounded, whatever their dtype
+    exact: bool = False  # codes of packed weights: never rounded, whatever their dtype
 
     def trained(
         self,

@@ -402,7 +402,7 @@ def _spec_of(
         moment_dtype=MOMENT_DTYPES[config.moments],
         moments=(),
         stepped=False,
-        coded=is_code,
+        exact=is_code,
     )
     place, stepped_by = optimizers.place_of(param), optimizers.of(param)
     if place is None or stepped_by is None:

@@ -174,4 +174,4 @@ def test_an_assigned_tensor_is_left_behind_by_a_change_that_is_allowed():
             writable(handle)
         except UsageError:
             assert not is_left
-        assert assigned.is_stale == is_left
+        assert assigned.is_outdated == is_left

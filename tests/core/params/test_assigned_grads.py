@@ -393,10 +393,10 @@ def test_zeros_reach_the_home_and_the_tensor(job):
     """Which is then the gradient as before. Twin: one that torch cannot write in place is let
     go."""
     first, value = job.handles[0], assign(job, ODD.clone())
-    first.grad.assigned.is_stale = first.grad.assigned.is_early = True
+    first.grad.assigned.is_outdated = first.grad.assigned.is_early = True
     of(job).zero(first)
     assert value.count_nonzero() == 0 == at_home(job).count_nonzero()
-    assert not first.grad.assigned.is_stale and not first.grad.assigned.is_early
+    assert not first.grad.assigned.is_outdated and not first.grad.assigned.is_early
     assert not first.grad.assigned.is_counted
     once = assign(job, torch.ones(1, 4).expand(2, 4))
     of(job).zero(first)
@@ -457,13 +457,13 @@ def test_a_consumed_gradient_takes_more_once_its_tensor_changed(job, how):
 
 
 @torch.no_grad()
-def test_with_several_ranks_a_gradient_lands_at_home_and_the_tensor_is_stale(job):
+def test_with_several_ranks_a_gradient_lands_at_home_and_the_tensor_is_outdated(job):
     """What was written to it before counts."""
     of(job).ranks = OTHERS
     first, value = job.handles[0], assign(job, ODD.clone())
     value.mul_(2)
     assert of(job).lands_on(first) is None
-    assert torch.equal(at_home(job), ODD * 2) and first.grad.assigned.is_stale
+    assert torch.equal(at_home(job), ODD * 2) and first.grad.assigned.is_outdated
 
 
 @torch.no_grad()

@@ -305,7 +305,7 @@ def test_the_passes_say_how_tensors_are_saved():
     job, log = small_at_home(), []
     engine = job.engine
     engine.passes = Noted(log, "passes", returns="a block", is_recomputed="perhaps")
-    assert engine.saving_tensors() == "a block" and log == [("passes.saving",)]
+    assert engine.saving_tensors() == "a block" and log == [("passes.saving_tensors",)]
     context = engine.make_forward_context()
     assert context.saving_tensors() == "a block" and context.is_recomputed() == "perhaps"
 
