@@ -63,13 +63,16 @@ class SwapSpace:
         if self.planned_nbytes:
             self._folders.lay_out(self.first, self.planned_nbytes, self._io)
 
-    def allocate(self, nbytes: int, what: str, folder: str | None) -> StateArray:
+    def allocate(
+        self, nbytes: int, what: str, folder: str | None, *, following: int | None = None
+    ) -> StateArray:
         """Allocates an array of ``nbytes`` bytes in an added volume, in ``folder`` or over all
         folders. The space's old contents stay, so whole blocks must be written before they are
-        read."""
+        read. ``following``: bytes of the arrays that come next, and are all; None: it is not
+        known."""
         taken = _on_disk(nbytes)
         if (space := self._take(taken, folder)) is None:
-            self._grow(taken, what, folder)
+            self._grow(taken, what, folder, following)
             space = self._take(taken, folder)
         volume, offset, _ = space
         extent = native.Extent.in_volume(self.added[volume].volume, offset, taken)
@@ -135,16 +138,20 @@ class SwapSpace:
             self.free_spaces.append((volume, offset + nbytes, size - nbytes))
         return volume, offset, nbytes
 
-    def _grow(self, nbytes: int, what: str, folder: str | None) -> None:
-        """Adds a volume with room for ``nbytes``, and for more if budget and disks allow."""
+    def _grow(self, nbytes: int, what: str, folder: str | None, following: int | None) -> None:
+        """Adds a volume with room for ``nbytes``, and for ``following`` or more if budget and disks
+        allow."""
+        growth = GROWTH_NBYTES
+        if following is not None:
+            growth = round_up(nbytes + following, native.CHECKSUM_NBYTES)
         folders = self._folders if folder is None else SwapFolders([folder])
         account = self._ledger.accounts[Tier.NVME]
         room = (
-            GROWTH_NBYTES
+            growth
             if account.budget_nbytes is None
             else account.budget_nbytes - account.charged_nbytes
         )
-        room = min(GROWTH_NBYTES, room, folders.free_nbytes() // 2)
+        room = min(growth, room, folders.free_nbytes() // 2)
         size = max(nbytes, room // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES)
         charge = self._ledger.reserve(Tier.NVME, size, what)
         volume = native.Volume()

@@ -47,8 +47,8 @@ class Assigned(Lent):
         return tensor is not None and place_of(local_of(tensor)) != place_of(self.bytes)
 
     def leave_behind(self) -> None:
-        """Marks the tensor as outdated: the gradient is about to change without it. From then on any
-        change counted by torch counts: the user took it for the gradient."""
+        """Marks the tensor as outdated: the gradient is about to change without it. From then on
+        any change counted by torch counts: the user took it for the gradient."""
         self.is_outdated, self._seen = True, (self._count(), self._seen[1])
 
     def change(self, change: Callable[[torch.Tensor], object]) -> None:

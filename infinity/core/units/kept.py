@@ -88,7 +88,8 @@ class Kept:
 class KeptArrays:
     """All kept arrays of one job. Used from the thread that runs the model.
 
-    ``note``: adds bytes of a tier to the plan, under a name.
+    ``note``: adds bytes of a tier to the plan, under a name. ``promised``: the bytes that the terms
+    of extensions have there for a name.
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class KeptArrays:
         units: Sequence[ParamUnit],
         version: Callable[[], int],
         note: Callable[[Tier, str, int], None],
+        promised: Callable[[str], Mapping[Tier, int]] = lambda name: {},
     ):
         self.store, self._units, self._version, self._note = store, units, version, note
+        self._promised = promised
         self._kept: list[Kept] = []
 
     def keep(
@@ -116,7 +119,8 @@ class KeptArrays:
         is, or its weight.
 
         name
-            Of the arrays in the plan, in a checkpoint, and in :meth:`write`.
+            Of the arrays in the plan, in a checkpoint, and in :meth:`write`. A
+            :class:`~infinity.core.seams.Term` of that name was these arrays.
         dtype
             None: fp32 beside masters, else the parameters' own.
         flat_params
@@ -140,9 +144,14 @@ class KeptArrays:
         wanted = {each: kept.dtype_of(each) for each in found}
         self.check_room(wanted.items(), what or name, otherwise=otherwise)
         self._kept.append(kept)
+        for tier, nbytes in self._promised(name).items():
+            self._note(tier, name, -nbytes)
+            self.store.ledger.accounts[tier].planned_nbytes -= nbytes
+        following = sum(_nbytes_of(*each) for each in wanted.items())
         try:
             for flat_param, each in wanted.items():
-                self._allocate(kept, flat_param, each, what or name, otherwise)
+                following -= _nbytes_of(flat_param, each)
+                self._allocate(kept, flat_param, each, what or name, otherwise, following)
         except BaseException:
             self.free(kept)
             raise
@@ -187,12 +196,13 @@ class KeptArrays:
         dtype: torch.dtype,
         what: str,
         otherwise: Tier | None,
+        following: int,
     ) -> None:
         tier, numel = _tier_of(flat_param), flat_param.layout.shard_numel
         room = self.store.ledger.room(tier)
         if room is not None and _nbytes_of(flat_param, dtype) > room:
             tier = otherwise or tier
-        array = self.store.arrays.allocate_later(tier, dtype, numel, what)
+        array = self.store.arrays.allocate_later(tier, dtype, numel, what, following=following)
         flat_param.homes.kept[kept.name] = array
         kept.flat_params[flat_param] = None
         self._note(tier, kept.name, _nbytes_of(flat_param, dtype))

@@ -22,6 +22,7 @@ from torch import nn
 import infinity
 from infinity import native
 from infinity.core import seams
+from infinity.core.homes.swap_space import GROWTH_NBYTES
 from infinity.core.machine.tiers import Tier
 from infinity.core.seams import Extension
 from infinity.core.units.pieces import Progress, change_pieces, pieces_of, read_value
@@ -152,6 +153,45 @@ def test_kept_arrays_are_planned_charged_and_freed(home, swap):
     for kept in made.sketch.kept:
         kept.free()
     infinity.unwrap_model(made.model, made.optimizer)
+
+
+@pytest.mark.parametrize("home", HOMES)
+def test_a_term_of_their_name_was_the_plan_of_kept_arrays(home, kinds, swap):
+    """Method: plans and accounts with a term for each name, as large, smaller and larger. Twin: a
+    term of another name stays."""
+    made, tier = Made(home, swap), TIERS[home]
+    promised = zip(NAMES, made.held().values(), (1.0, 0.5, 2.0))
+    terms = [seams.Term(tier, name, int(share * nbytes)) for name, nbytes, share in promised]
+
+    class Promising(Sketch):
+        @classmethod
+        def terms(cls, config: Any, units: Any, device: Any) -> list[seams.Term]:
+            return [*terms, seams.Term(tier, "more", 4096)]
+
+    planned, account = made.job.planned.plan.terms, made.job.ledger.accounts[tier]
+    kinds.setattr(Promising, "kind", Promising)
+    kinds.setitem(globals(), "Sketch", Promising)
+    again = Made(home, swap)
+    assert again.job.planned.plan.terms[tier] == planned[tier] | {"more": 4096}
+    assert again.job.ledger.accounts[tier].planned_nbytes == account.planned_nbytes + 4096
+    again.job.remove(again.sketch)
+    again.job.add(Promising())  # the second time no term is left
+    assert again.job.planned.plan.terms[tier] == planned[tier] | {"more": 4096}
+
+
+def test_on_a_disk_kept_arrays_take_what_they_need(swap):
+    """Those that come in their place take no more. Twin: an array that others may follow, of which
+    nothing is known."""
+    made = Made("nvme", swap)
+    space, held = made.job.store.arrays.space, sum(made.held().values())
+    sizes = [added.nbytes for added in space.added]
+    assert len(sizes) == len(NAMES)
+    assert held <= sum(sizes) < held + len(NAMES) * native.CHECKSUM_NBYTES
+    made.job.remove(made.sketch)
+    made.job.add(Sketch())
+    assert [added.nbytes for added in space.added] == sizes
+    made.job.store.arrays.allocate_more(Tier.NVME, max(sizes) + 1, "more")
+    assert space.added[-1].nbytes == GROWTH_NBYTES
 
 
 def test_arrays_for_which_there_is_no_room_undo_the_wrap(kinds, swap):
