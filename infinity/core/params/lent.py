@@ -28,7 +28,7 @@ import gc
 import sys
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -370,16 +370,17 @@ class Lents:
             self._drop(lent)
 
     @contextmanager
-    def loading(self, handle: ParamHandle, value: torch.Tensor) -> Iterator[None]:
-        """Surrounds code that sets the parameter to ``value``: if ``value`` was lent, it is current
-        afterwards."""
+    def loading(self, source: Source, given: Mapping[ParamHandle, torch.Tensor]) -> Iterator[None]:
+        """Surrounds code that sets values of ``source`` to those ``given``. What was lent of these
+        is current afterwards."""
         self.settle()
         yield
-        local = local_of(value)
-        if handle in self._lent and not local.is_meta and local.layout is torch.strided:
-            lent = self._lent[handle].get(storage_guard.identity(local))
-            if lent is not None and lent.source.is_weight:
-                self._note(lent)
+        for handle, value in given.items():
+            local = local_of(value)
+            if handle in self._lent and not local.is_meta and local.layout is torch.strided:
+                lent = self._lent[handle].get(storage_guard.identity(local))
+                if lent is not None and lent.source == source:
+                    self._note(lent)
 
     def part(
         self,

@@ -220,8 +220,9 @@ class Engine:
 
     def write_value(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Writes the value of ``p.copy_(value)`` home, master included, outside a forward."""
-        with self.uses.operation(Operation.WRITE_VALUE), self.job.lents.loading(handle, value):
-            self.job.edits.write_value(handle, value)
+        job, given = self.job, {handle: value}
+        with self.uses.operation(Operation.WRITE_VALUE), job.lents.loading(job.edits, given):
+            job.edits.write_value(handle, value)
 
     def read_value(self, handle: ParamHandle) -> torch.Tensor:
         """Reads the value at home, outside a forward. Every rank calls this if ranks have

@@ -174,8 +174,10 @@ class Average:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *, updates: int = 1) -> None:
-        """Sets the average from ``state_dict``, as that of ``updates`` updates. Raises UsageError,
-        before any change, if a parameter is missing or has another shape, and in :meth:`applied`.
+        """Sets the average from ``state_dict``, as that of ``updates`` updates. Tensors of the
+        average's own state dict stay so: a write to them is a write to the average. Raises
+        UsageError, before any change, if a parameter is missing or has another shape, and in
+        :meth:`applied`.
         """
         self._check(AverageOperation.LOAD, updated=False)
         handles = self._handles()
@@ -190,5 +192,7 @@ class Average:
             handle: part_of(handle.param, state_dict[name], f"the average of {name}").detach()
             for name, handle in handles.items()
         }
-        with self._average.job.uses.begin():
+        given = {handle: state_dict[name] for name, handle in handles.items()}
+        job = self._average.job
+        with job.uses.begin(), job.lents.loading(self._average, given):
             self._average.replace(parts, updates)

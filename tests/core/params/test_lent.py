@@ -503,7 +503,7 @@ def test_a_tensor_that_is_loaded_is_current_afterwards(handed):
     snapshot of its own, and so is a moment."""
     tensor, moment = handed.of(handed.a), handed.of(handed.a, "exp_avg")
     tensor.fill_(2)
-    with handed.loading(handed.a, tensor):
+    with handed.loading(handed.values, {handed.a: tensor}):
         assert handed.parts.sent() == values(a=[2.0] * 4)
         handed.a.version += 1
     tensor.fill_(3)
@@ -511,7 +511,7 @@ def test_a_tensor_that_is_loaded_is_current_afterwards(handed):
     assert handed.parts.sent() == values(a=[3.0] * 4)
     handed.parts.changes[handed.a, "exp_avg"] += 1
     for handle, given in ((handed.b, tensor), (handed.a, moment)):
-        with handed.loading(handle, given):
+        with handed.loading(handed.values, {handle: given}):
             handed.a.version += 1
         given.fill_(4)
         with pytest.raises(UsageError, match=OLD):
@@ -524,7 +524,7 @@ def test_a_tensor_that_is_loaded_is_current_afterwards(handed):
 def test_any_value_may_be_loaded(handed, value):
     """Twin: the tensor that is watched is a snapshot then."""
     tensor = handed.of(handed.a)
-    with handed.loading(handed.a, value):
+    with handed.loading(handed.values, {handed.a: value}):
         handed.a.version += 1
     tensor.fill_(2)
     with pytest.raises(UsageError, match=OLD):

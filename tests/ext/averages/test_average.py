@@ -501,6 +501,28 @@ def test_a_write_to_an_average_that_was_updated_since_is_told_and_changes_nothin
         assert bool((average.state_dict()["0.bias"] == 7).all())
 
 
+@pytest.mark.parametrize("of", ["the average", "the average, in part written", "the model"])
+def test_tensors_of_an_average_that_are_loaded_into_it_stay_its_own(of):
+    """As in torch. Method: written to after the load. Twins: another state dict of the average is a
+    snapshot from the load on, and what the model gave stays the model's."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model, average = small(dtype)
+        state, other = average.state_dict(), average.state_dict()
+        if of == "the average, in part written":
+            state["0.bias"][0] = 5
+        given = model.state_dict() if of == "the model" else state
+        average.load_state_dict(given, updates=3)
+        assert average.updates == 3
+        given["0.bias"].fill_(7)
+        given["0.weight"].data.mul_(3)
+        found = model if of == "the model" else average
+        assert bool((found.state_dict()["0.bias"] == 7).all())
+        assert bool((found.state_dict()["1.weight"] == 3).all())
+        other["1.bias"].fill_(7)
+        with pytest.raises(infinity.UsageError, match="the average of 1.bias: .* a snapshot"):
+            average.state_dict()
+
+
 def test_a_write_to_an_average_inside_applied_is_told():
     """Nothing is changed, neither the weights nor the average. Twin: after the block it counts."""
     model, average = small()
