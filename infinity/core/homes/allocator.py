@@ -94,34 +94,20 @@ class ArrayAllocator:
             self._pages = None
 
     def allocate_more(
-        self,
-        tier: Tier,
-        nbytes: int,
-        what: str,
-        *,
-        folder: str | None = None,
-        following: int | None = None,
+        self, tier: Tier, nbytes: int, what: str, *, folder: str | None = None
     ) -> StateArray:
         """Allocates ``nbytes`` bytes as :meth:`allocate` does, also after :meth:`open`; the plan
         grows by as much. On disk as :meth:`SwapSpace.allocate`."""
         if tier is Tier.NVME:
-            return self.space.allocate(nbytes, what, folder, following=following)
+            return self.space.allocate(nbytes, what, folder)
         array = self.allocate(tier, torch.uint8, nbytes, what)
         self._ledger.accounts[tier].planned_nbytes += round_up(nbytes, native.BLOCK_NBYTES)
         return array
 
-    def allocate_later(
-        self,
-        tier: Tier,
-        dtype: torch.dtype,
-        numel: int,
-        what: str,
-        *,
-        following: int | None = None,
-    ) -> StateArray:
+    def allocate_later(self, tier: Tier, dtype: torch.dtype, numel: int, what: str) -> StateArray:
         """Allocates an array as :meth:`allocate` does, after :meth:`open`. :meth:`free_more` frees
         it."""
-        array = self.allocate_more(tier, numel * dtype.itemsize, what, following=following)
+        array = self.allocate_more(tier, numel * dtype.itemsize, what)
         array.dtype, array.numel = dtype, numel
         if array.flat is not None:
             array.flat = array.flat.view(dtype)

@@ -63,16 +63,13 @@ class SwapSpace:
         if self.planned_nbytes:
             self._folders.lay_out(self.first, self.planned_nbytes, self._io)
 
-    def allocate(
-        self, nbytes: int, what: str, folder: str | None, *, following: int | None = None
-    ) -> StateArray:
+    def allocate(self, nbytes: int, what: str, folder: str | None) -> StateArray:
         """Allocates an array of ``nbytes`` bytes in an added volume, in ``folder`` or over all
         folders. The space's old contents stay, so whole blocks must be written before they are
-        read. ``following``: bytes of the arrays that come next, and are all; None: it is not
-        known."""
+        read."""
         taken = _on_disk(nbytes)
         if (space := self._take(taken, folder)) is None:
-            self._grow(taken, what, folder, following)
+            self._grow(taken, what, folder)
             space = self._take(taken, folder)
         volume, offset, _ = space
         extent = native.Extent.in_volume(self.added[volume].volume, offset, taken)
@@ -138,20 +135,13 @@ class SwapSpace:
             self.free_spaces.append((volume, offset + nbytes, size - nbytes))
         return volume, offset, nbytes
 
-    def _grow(self, nbytes: int, what: str, folder: str | None, following: int | None) -> None:
-        """Adds a volume with room for ``nbytes``, and for ``following`` or more if budget and disks
-        allow."""
-        growth = GROWTH_NBYTES
-        if following is not None:
-            growth = round_up(nbytes + following, native.CHECKSUM_NBYTES)
+    def _grow(self, nbytes: int, what: str, folder: str | None) -> None:
+        """Adds a volume with room for ``nbytes``, and for more if budget and disks allow: as much
+        again as all before it, so that few arrays take little, and many few volumes."""
+        growth = min(GROWTH_NBYTES, sum(added.nbytes for added in self.added))
         folders = self._folders if folder is None else SwapFolders([folder])
-        account = self._ledger.accounts[Tier.NVME]
-        room = (
-            growth
-            if account.budget_nbytes is None
-            else account.budget_nbytes - account.charged_nbytes
-        )
-        room = min(growth, room, folders.free_nbytes() // 2)
+        account, room = self._ledger.accounts[Tier.NVME], self._ledger.room(Tier.NVME)
+        room = min(growth, growth if room is None else room, folders.free_nbytes() // 2)
         size = max(nbytes, room // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES)
         charge = self._ledger.reserve(Tier.NVME, size, what)
         volume = native.Volume()

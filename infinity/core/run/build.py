@@ -26,7 +26,7 @@ from ..params.lent import Lents
 from ..params.value_edits import ValueEdits
 from ..plan.memory_plan import MemoryPlan
 from ..plan.unit_sizes import UnitSize
-from ..seams import Events, Extension, begin_extensions, terms_of
+from ..seams import Events, Extension, begin_extensions
 from ..step.updates import Updates
 from ..units.handle import ParamHandle
 from ..units.kept import KeptArrays
@@ -189,13 +189,7 @@ def _make_job(
         schedule=base.schedule,
         steps=steps,
         storages=WeightStorages(),
-        arrays=KeptArrays(
-            store,
-            base.units,
-            lambda: steps.index,
-            planned.add,
-            lambda name: planned.promised(terms_of(base.config, planned.sizes, base.device), name),
-        ),
+        arrays=KeptArrays(store, base.units, lambda: steps.index, planned),
         gradients=gradients,
         reducer=_make_reducer(base, gradients, later) if averages else None,
         updates=base.updates,

@@ -7,7 +7,6 @@ and its optimizer are gone, even if something else still holds a part.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -27,7 +26,7 @@ from ..params.lent import Lents
 from ..params.value_edits import ValueEdits
 from ..plan.memory_plan import MemoryPlan
 from ..plan.unit_sizes import UnitSize
-from ..seams import Events, Extension, Term
+from ..seams import Events, Extension
 from ..step.updates import Updates
 from ..units.handle import ParamHandle
 from ..units.kept import KeptArrays
@@ -54,11 +53,6 @@ class Planned:
     def add(self, tier: Tier, what: str, nbytes: int) -> None:
         """Adds bytes of ``tier`` to the plan."""
         self.plan = self.plan.with_term(tier, what, nbytes)
-
-    def promised(self, terms: Iterable[Term], name: str) -> dict[Tier, int]:
-        """Returns the bytes that are still in the plan for those of ``terms`` with this name."""
-        tiers = [term.tier for term in terms if term.what == name]
-        return {tier: nbytes for tier in tiers if (nbytes := self.plan.terms[tier].get(name, 0))}
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -88,8 +89,7 @@ class Kept:
 class KeptArrays:
     """All kept arrays of one job. Used from the thread that runs the model.
 
-    ``note``: adds bytes of a tier to the plan, under a name. ``promised``: the bytes that the terms
-    of extensions have there for a name.
+    ``planned``: has the ``plan``, and ``add`` for bytes of a tier under a name.
     """
 
     def __init__(
@@ -97,11 +97,9 @@ class KeptArrays:
         store: ArrayStore,
         units: Sequence[ParamUnit],
         version: Callable[[], int],
-        note: Callable[[Tier, str, int], None],
-        promised: Callable[[str], Mapping[Tier, int]] = lambda name: {},
+        planned: Any,
     ):
-        self.store, self._units, self._version, self._note = store, units, version, note
-        self._promised = promised
+        self.store, self._units, self._version, self._planned = store, units, version, planned
         self._kept: list[Kept] = []
 
     def keep(
@@ -144,14 +142,13 @@ class KeptArrays:
         wanted = {each: kept.dtype_of(each) for each in found}
         self.check_room(wanted.items(), what or name, otherwise=otherwise)
         self._kept.append(kept)
-        for tier, nbytes in self._promised(name).items():
-            self._note(tier, name, -nbytes)
-            self.store.ledger.accounts[tier].planned_nbytes -= nbytes
-        following = sum(_nbytes_of(*each) for each in wanted.items())
+        for tier, terms in self._planned.plan.terms.items():
+            if term := terms.get(name):  # a keeper's, of these arrays
+                self._planned.add(tier, name, -term)
+                self.store.ledger.accounts[tier].planned_nbytes -= term
         try:
             for flat_param, each in wanted.items():
-                following -= _nbytes_of(flat_param, each)
-                self._allocate(kept, flat_param, each, what or name, otherwise, following)
+                self._allocate(kept, flat_param, each, what or name, otherwise)
         except BaseException:
             self.free(kept)
             raise
@@ -159,8 +156,9 @@ class KeptArrays:
 
     def _check_names(self, name: str, saved_as: str, keeper: Extension | None) -> None:
         keepers = {kept.saved_as: kept.keeper for kept in self._kept}
-        is_taken = name in {*ARRAYS, *(kept.name for kept in self._kept)} or saved_as == UNIT
-        if is_taken or keepers.get(saved_as, keeper) is not keeper:
+        # Those of arrays and terms of the engine's own
+        names = {*ARRAYS, "weights", "gradients", "buffers", *(each.name for each in self._kept)}
+        if name in names or saved_as == UNIT or keepers.get(saved_as, keeper) is not keeper:
             raise InternalError(f"other arrays are called {name!r}, saved as {saved_as!r}")
         if not (NAME.fullmatch(name) and NAME.fullmatch(saved_as)):
             raise InternalError(f"arrays {name!r}, saved as {saved_as!r}: use a-z, 0-9 and _")
@@ -196,16 +194,15 @@ class KeptArrays:
         dtype: torch.dtype,
         what: str,
         otherwise: Tier | None,
-        following: int,
     ) -> None:
         tier, numel = _tier_of(flat_param), flat_param.layout.shard_numel
         room = self.store.ledger.room(tier)
         if room is not None and _nbytes_of(flat_param, dtype) > room:
             tier = otherwise or tier
-        array = self.store.arrays.allocate_later(tier, dtype, numel, what, following=following)
+        array = self.store.arrays.allocate_later(tier, dtype, numel, what)
         flat_param.homes.kept[kept.name] = array
         kept.flat_params[flat_param] = None
-        self._note(tier, kept.name, _nbytes_of(flat_param, dtype))
+        self._planned.add(tier, kept.name, _nbytes_of(flat_param, dtype))
         if tier is Tier.NVME:  # disk space may hold old bytes
             self._clear(array)
 
@@ -215,7 +212,7 @@ class KeptArrays:
             flat_param, _ = kept.flat_params.popitem()
             array = flat_param.homes.kept.pop(kept.name, None)
             if array is not None:  # else the homes are gone
-                self._note(array.tier, kept.name, -_nbytes_of(flat_param, array.dtype))
+                self._planned.add(array.tier, kept.name, -_nbytes_of(flat_param, array.dtype))
                 self.store.arrays.free_more(array)
         kept.passing = {}
         self._kept = [each for each in self._kept if each is not kept]

@@ -275,11 +275,12 @@ def test_a_swap_file_ends_where_the_file_system_would_not_have_it_longer(make_di
 
 
 def test_what_is_added_later_lies_on_all_disks_too(make_disks):
-    """Method: arrays taken after the store was opened, given back and taken anew; each is striped,
-    none overlaps another."""
+    """Method: arrays taken after the store was opened, given back and taken anew, in one volume;
+    each is striped, none overlaps another. Then another volume comes, as large as the first."""
     disks = make_disks([1e9, 1e9])
     store = disks.store()
     store.open([])
+    store.arrays.free_more(store.arrays.allocate_more(Tier.NVME, 4 * MIB, "activations"))
     arrays = [store.arrays.allocate_more(Tier.NVME, MIB, "activations") for _ in range(4)]
     for number, array in enumerate(arrays):
         store.write(array, 0, torch.full((array.numel,), number, dtype=torch.uint8), version=1)
@@ -292,9 +293,11 @@ def test_what_is_added_later_lies_on_all_disks_too(make_disks):
             min(held(store, array.extent.offset, array.nbytes, added=True).values()) >= 3 * STRIPE
         )
     store.rebuild()
-    assert (
-        sum(size for _, _, size in store.space.free_spaces) == store.space.added[0].nbytes - 4 * MIB
-    )
+    assert [added.nbytes for added in store.space.added] == [4 * MIB]
+    assert not store.space.free_spaces
+    arrays.append(store.arrays.allocate_more(Tier.NVME, MIB, "activations"))
+    assert [added.nbytes for added in store.space.added] == [4 * MIB] * 2
+    assert sum(size for _, _, size in store.space.free_spaces) == 3 * MIB
 
 
 SIZES = [1, 63, 64, 4095, 4096, 4097, 65535, 65537, 2 * MIB + 1]
@@ -343,7 +346,7 @@ def test_a_space_that_is_no_whole_blocks_is_refused(make_disks, monkeypatch):
     monkeypatch.setattr(swap_space, "_on_disk", lambda nbytes: nbytes)
     store = make_disks([1e9]).store()
     store.open([])
-    with pytest.raises(Exception, match="must be multiples of 4096"):
+    with pytest.raises(Exception, match="not a positive multiple of 4096"):
         store.arrays.allocate_more(Tier.NVME, 64, "state")
 
 
