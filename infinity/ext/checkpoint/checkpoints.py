@@ -17,7 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.run.job import Job
 from ...core.run.registry import wrapped
+from ...core.seams import Extension
 from ...errors import ConfigError, InfinityError, UsageError
 from ...files.outputs import folder_of
 from .behind import Saving
@@ -62,6 +64,26 @@ class Steps(int):
         """Returns the number after the steps so far; None if its Checkpoints is gone."""
         owner = self._owner()
         return None if owner is None else owner.steps * self._factor
+
+
+class EndedSteps(Extension):
+    """Whether a step has ended since this was asked last: the weights of the job are newer."""
+
+    def __init__(self) -> None:
+        self.has_ended = False
+
+    def install(self, job: Job, model: object) -> None:
+        """Listens to steps."""
+        job.events.step_ended.append(self.note)
+
+    def note(self, steps: int) -> None:
+        """Notes a step."""
+        self.has_ended = True
+
+    def take(self) -> bool:
+        """Returns whether one has ended, and forgets it."""
+        has_ended, self.has_ended = self.has_ended, False
+        return has_ended
 
 
 @dataclass(frozen=True)
@@ -116,7 +138,8 @@ class Checkpoints:
         loader: Any = None,
     ):
         self._folder = folder_of(folder, "Checkpoints' folder")
-        self._collectives = wrapped(model).engine.job.collectives
+        job = wrapped(model).engine.job
+        self._collectives = job.collectives
         self._model, self._optimizer, self._extra = model, optimizer, extra
         self._loader = _checked_loader(loader)
         if between_failures is not None and not _is_seconds(between_failures):
@@ -126,6 +149,11 @@ class Checkpoints:
         self._saved_orders: list[dict[str, Any]] = []
         self._steps, self._may_replace = 0, False
         self._unsaved = False
+        self._ended = job.add(EndedSteps())
+        # Whether after_step() counts steps, and the last one was counted before its call.
+        self._counts = self._is_ahead = False
+        # Of the job, which must not keep this, nor the model that this has
+        self._leave = weakref.finalize(self, job.remove, self._ended)
         self._saving: tuple[Saving, int, float] | None = None  # with its step, seconds of its call
         self._signals = Listener()
         self._last = time.monotonic()
@@ -156,7 +184,8 @@ class Checkpoints:
             own, extra = saved["checkpoints"], saved["extra"]
             self._load_loader(own["loaders"])
             self._steps, self._saved_orders = own["steps"], own["orders"]
-        self._may_replace = True
+        self._may_replace, self._is_ahead = True, False
+        self._ended.take()
         self._last = time.monotonic()
         return Resumed(Steps(self._steps, self), extra)
 
@@ -169,7 +198,9 @@ class Checkpoints:
         the next try is as far away as after a save.
         """
         self._refuse_replacing()
-        self._steps, self._unsaved = self._steps + 1, True
+        if self._ended.take() or not self._is_ahead:  # a scaler may have skipped it
+            self._steps, self._unsaved = self._steps + 1, True
+        self._counts, self._is_ahead = True, False
         self._interval.note_step(time.monotonic() - self._last)
         is_over, is_due, is_ending = self._agree()
         if is_over:
@@ -182,10 +213,17 @@ class Checkpoints:
         return is_due
 
     def save(self) -> None:
-        """Saves now, and waits until it is saved. Every rank calls this, between two steps."""
+        """Saves now, and waits until it is saved. Every rank calls this, between two steps. A step
+        that ended before counts, and :meth:`after_step` does not count it again."""
         self._refuse_replacing()
+        self._count_last()
         self._save(wait=True)
         self._last = time.monotonic()
+
+    def _count_last(self) -> None:
+        """Counts a step that has ended since the last :meth:`after_step`."""
+        if self._counts and self._ended.take():
+            self._steps, self._unsaved, self._is_ahead = self._steps + 1, True, True
 
     def _save(self, *, wait: bool) -> None:
         self._finish(raises=False)  # the new save replaces it
@@ -240,16 +278,19 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Saves the last steps, if they are not saved yet, and gives the signals back. Ends the
+        """Saves the last steps, if they are not saved yet, and gives the signals back. The step
+        after which the loop was left counts, though :meth:`after_step` was not called. Ends the
         process if SIGTERM came after the last step. Every rank calls this after the loop.
         Idempotent."""
         try:
             self._finish(raises=False)  # then it is saved once more
+            self._count_last()
             if self._unsaved:
                 self.save()
         finally:
             is_ending = self._signals.ends
             self._signals.close()
+            self._leave()
         if is_ending:
             self._end()
 
@@ -261,6 +302,7 @@ class Checkpoints:
             self.close()
         else:  # the last checkpoint stands
             self._signals.close()
+            self._leave()
 
     # --- ranks ---
 

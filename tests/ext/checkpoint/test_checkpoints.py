@@ -14,6 +14,7 @@ from pathlib import Path
 import prepared
 import pytest
 import torch
+from inside import parts_of
 from ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader
@@ -76,6 +77,60 @@ def test_a_loop_goes_on_where_it_was_saved(tmp_path):
     with again[2]:
         train(*again, 2)
     assert not torch.equal(again[0].weight, net.weight)
+
+
+@pytest.mark.parametrize("left", ["by close", "by save", "by save and on"])
+def test_a_step_counts_though_the_loop_was_left_behind_it(left, tmp_path):
+    """Method: the last step ends, and its after_step() is not called, or is after a save; the run
+    that goes on is compared with a whole one. Twins: a step that a scaler skips counts as ever;
+    without any after_step() nothing counts."""
+    whole = job(tmp_path / "whole")
+    with whole[2]:
+        whole[2].resume()
+        train(*whole, 5)
+    net, optimizer, saver = job(tmp_path / "saved")
+    saver.resume()
+    train(net, optimizer, saver, 2)
+    net(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert saver.steps == 2
+    if left != "by close":
+        saver.save()
+        assert saver.steps == 3
+    if left == "by save and on":
+        saver.after_step()
+        assert saver.steps == 3
+        train(net, optimizer, saver, 1)
+        assert saver.steps == 4
+        saver.after_step()  # of a step that was skipped
+        assert saver.steps == 5
+    saver.close()
+    net, optimizer, saver = job(tmp_path / "saved")
+    steps = saver.resume().steps
+    assert steps == (5 if left == "by save and on" else 3)
+    train(net, optimizer, saver, 5 - steps or 1)
+    saver.close()
+    assert all(torch.equal(v, weights(net)[k]) for k, v in weights(whole[0]).items())
+
+
+def test_without_an_after_step_a_saved_loop_has_no_steps(tmp_path):
+    """Twin: what listens ends with the object, closed or not."""
+    net, optimizer, saver = job(tmp_path / "saved")
+    events = parts_of(net).job.events
+    net(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    saver.save()
+    assert saver.steps == 0 and len(events.step_ended) == 1
+    saver.close()
+    saver.close()
+    assert not events.step_ended
+    saver = infinity.Checkpoints(tmp_path / "other", net, optimizer)
+    assert len(events.step_ended) == 1
+    saver._signals.close()
+    del saver
+    gc.collect()
+    assert not events.step_ended
 
 
 def test_it_saves_as_often_as_the_share_allows(tmp_path):
