@@ -117,6 +117,11 @@ class Events:
     joining: list[Callable[[Any, Any, Any], Any]] = field(default_factory=list)
     # A root forward begins: module, args, kwargs. May wait for other ranks.
     pass_begun: list[Callable[[Any, tuple, dict], None]] = field(default_factory=list)
+    # A forward of an owner of units, or of a root, computes from here on: module, and its units,
+    # which are there. In the backward those that it repeats as well.
+    forward_begun: list[Callable[[Any, Any], None]] = field(default_factory=list)
+    # That forward has ended, perhaps by an exception: module.
+    forward_ended: list[Callable[[Any], None]] = field(default_factory=list)
     # A root forward has ended: module, and the tensors of its output.
     pass_ended: list[Callable[[Any, Any], None]] = field(default_factory=list)
     # All gradients that the backward awaited of a unit have landed: the unit.
@@ -240,13 +245,7 @@ def kinds() -> Iterator[type[Extension]]:
     return classes_of(EXTENSIONS)
 
 
-def terms_of(config: Any, units: Sequence[Any], device: Any) -> Iterator[Term]:
-    """Yields the terms of all extensions."""
-    for kind in kinds():
-        yield from kind.terms(config, units, device)
-
-
 def begin_extensions(config: Any, device: Any, collectives: Any, events: Events) -> list[Extension]:
     """Begins the extensions that a wrap needs. Skips those whose folder is not there."""
     begun = (kind.begin(config, device, collectives, events) for kind in kinds())
-    return [extension for extension in begun if extension is not None]
+    return [*filter(None, begun)]

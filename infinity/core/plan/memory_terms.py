@@ -10,7 +10,7 @@ from ..homes.staging import ThroughHost
 from ..machine.device import Device
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
-from ..seams import terms_of
+from ..seams import kinds
 from ..step.device_slots import DEVICE_SLOTS
 from ..step.slots import needed_device_slot_nbytes, optimizer_slot_nbytes
 from ..units.flat_param_spec import ARRAYS, home_of
@@ -79,8 +79,9 @@ class MemoryTerms:
         self._add(Tier.DEVICE, "staged weights", backend.device_nbytes(staging))
         slot, service = self._slot(), self._service()
         self._add(self._tier_of_buffers, BUFFERS, self._buffers_nbytes)
-        for term in terms_of(self._config, self._units, self._device):
-            self._add(*term)
+        for kind in kinds():
+            for term in kind.terms(self._config, self._units, self._device):
+                self._add(*term)
         self._add_ranks()
         landing, device_slot = self._device_step()
         window, autograd = self._window()  # take the rest of a budget

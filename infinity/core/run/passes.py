@@ -130,6 +130,8 @@ class Passes:
         # A Function may save a weight that no operation has brought: that of another module.
         if (units or keeping is not None) and torch.is_grad_enabled():
             self.scopes.push_hooks(*self._saving_hooks())
+        for listener in self.job.events.forward_begun:
+            listener(module, units)
 
     def _begin(self, *, training: bool) -> None:
         """Begins the pass of a root forward, unless an accumulation pass has begun already. Every
@@ -175,6 +177,8 @@ class Passes:
         """
         if all(frame.module is not module for frame in self.frames):
             return output  # its pre-hook failed before it entered
+        for listener in self.job.events.forward_ended:
+            listener(module)
         if self.frames[0].module is module and any(
             handle_of(tensor) is not None for tensor in _tensors(output)
         ):

@@ -1,88 +1,72 @@
 """Pace: the seconds in which the device computes a model's forwards, without what it waits for.
 
-Each innermost owner of units is timed from its pre-hook to the end of its forward. Its weights are
-gathered before that, so waits for disks, copies and other ranks are left out. Forwards that a
-backward repeats are counted, too.
+Each innermost forward of an owner of units is timed from when its weights are there until it ends,
+so waits for disks, copies and other ranks are left out. Forwards that a backward repeats are
+counted, too.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from torch import nn
 
+from ...core.machine.device import Device
 from ...core.run.job import Job
-from ...core.wrap.described_model import read_model
+from ...core.seams import Extension
 
 
-class Pace:
-    """Times the forwards of a wrapped ``model`` until :meth:`close`. Used from the threads that run
+class _Forward:
+    """A running forward. ``is_innermost``: no other one has begun inside it."""
+
+    timing: AbstractContextManager[None]
+
+    def __init__(self, module: nn.Module):
+        self.module, self.is_innermost = module, True
+
+
+class Pace(Extension):
+    """Times the forwards of one wrapped model on ``device``. Used from the threads that run
     forwards, one at a time."""
 
-    def __init__(self, model: nn.Module, job: Job):
-        self._device, self._seconds = job.device, 0.0
-        self._running: list[AbstractContextManager[None]] = []
-        itself = weakref.ref(self)  # hooks must not keep it
+    def __init__(self, device: Device):
+        self._device, self._seconds = device, 0.0
+        self._running: list[_Forward] = []
 
-        def begin(module: nn.Module, args: Any) -> None:
-            if (pace := itself()) is not None:
-                pace._begin()
+    def install(self, job: Job, model: object) -> None:
+        """Listens to forwards."""
+        job.events.forward_begun.append(self.begin)
+        job.events.forward_ended.append(self.end)
 
-        def end(module: nn.Module, args: Any, output: Any) -> None:
-            if (pace := itself()) is not None:
-                pace._end()
+    def begin(self, module: nn.Module, units: Any) -> None:
+        """Begins to time a forward of ``module``."""
+        if self._running:
+            self._running[-1].is_innermost = False
+        forward = _Forward(module)
 
-        begin, end = torch.compiler.disable(begin), torch.compiler.disable(end)
-        self._hooks = [
-            hook
-            for module in _innermost(model, {unit.name for unit in job.units})
-            for hook in (
-                module.register_forward_pre_hook(begin),  # behind the engine's, which may wait
-                module.register_forward_hook(end, prepend=True, always_call=True),
-            )
-        ]
+        def count(start: float, end: float) -> None:
+            self._seconds += end - start if forward.is_innermost else 0.0
 
-    def _begin(self) -> None:
-        timing = self._device.timing(self._count)
-        timing.__enter__()
-        self._running.append(timing)
+        forward.timing = self._device.timing(count)
+        forward.timing.__enter__()
+        self._running.append(forward)
 
-    def _end(self) -> None:
-        if self._running:  # not after an exception in another pre-hook
-            self._running.pop().__exit__(None, None, None)
+    def end(self, module: nn.Module) -> None:
+        """Ends the forward of ``module``, and those inside it that an exception has ended."""
+        while self._running:
+            forward = self._running.pop()
+            forward.timing.__exit__(None, None, None)
+            if forward.module is module:
+                return
 
-    def _count(self, start: float, end: float) -> None:
-        self._seconds += end - start
+    def drop(self, job: Job) -> None:
+        """Forgets the forwards that an exception has ended."""
+        while self._running:
+            self._running.pop().is_innermost = False
 
     def take(self) -> float:
         """Returns the seconds since the last call. A device's arrive when they are over, perhaps in
         a later step."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
-
-    def close(self) -> None:
-        """Removes the hooks. Idempotent."""
-        for hook in self._hooks:
-            hook.remove()
-
-
-def _innermost(model: nn.Module, names: set[str]) -> Iterator[nn.Module]:
-    """Yields the modules that are units of their own, or are called inside such a container, and
-    contain no other; ``model`` itself if there are none."""
-    described = read_model(model)
-    owners = {
-        part
-        for module, name in described.modules.items()
-        if name in names
-        for part in described.called_in(module)
-    }
-    found = [
-        module
-        for module in owners
-        if not any(inner in owners for inner in module.modules() if inner is not module)
-    ]
-    yield from found or [model]

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import nn
 
+from ...core.run.job import Job
 from ...core.run.operations import IDLE, Call, OperationKind, Right
 from ...core.run.registry import Wrapped, wrapped, wrapped_here
 from ...errors import ConfigError, UsageError
-from ...ranks.bulk import Bulk
 from ...ranks.parallel_dims import ParallelDims
 from ..blocks.micro_batch import refuse_batch_norm
 from .pace import Pace
@@ -76,9 +76,9 @@ class Shares:
             unit = "samples" if tokens is None else "tokens"
             collectives.compare({"the batch": f"{total} {unit}"}, "Shares", over_stages=True)
             self._split = Split(total, collectives.ranks.data_size)
-            self._pace = Pace(record.model, self._job)
+            self._pace = self._job.add(Pace(self._job.device))
             collectives.bulk.weigh_by(self._split)
-        self._finalizer = weakref.finalize(self, _end, collectives.bulk, self._split, self._pace)
+        self._finalizer = weakref.finalize(self, _end, self._job, self._split, self._pace)
 
     @property
     def slice(self) -> slice:
@@ -203,8 +203,9 @@ def _trained_here() -> Wrapped:
     return found[0]
 
 
-def _end(bulk: Bulk, split: Split, pace: Pace) -> None:
+def _end(job: Job, split: Split, pace: Pace) -> None:
     """Ends the weights of ``split``, unless another one has taken its place."""
-    pace.close()
+    job.remove(pace)
+    bulk = job.collectives.bulk
     if bulk.weighing is split:
         bulk.weigh_by(None)

@@ -29,7 +29,6 @@ from ...core.machine.traffic import DATA, Traffic, shares_of
 from ...core.run.job import Job
 from ...core.run.registry import is_wrapped, wrapped
 from ...core.units.unit import ParamUnit
-from ...core.wrap.described_model import read_model
 from ...errors import ConfigError, UsageError
 from ...files.outputs import folder_of
 from . import run_files
@@ -101,17 +100,22 @@ class Watch:
         self._lock = threading.Lock()  # autograd has threads of its own if a GPU computes
         self._process = run_files.this_process()
         self._limits = _limits(job)
-        self._removers = [
-            self._watch(module, name) for name, module in _owners(wrapped(model).model, job)
-        ]
-        itself = weakref.ref(self)
+        itself = weakref.ref(self)  # a watch that is dropped ends
+
+        def begun(module: nn.Module, units: Sequence[ParamUnit]) -> None:
+            if units and (watch := itself()) is not None:
+                watch._tell("forward", units[0].name)
 
         def landed(unit: ParamUnit) -> None:
             if (watch := itself()) is not None:
                 watch._tell("backward", unit.name)
 
-        self._landed, self._events = landed, job.events
-        job.events.unit_landed.append(landed)
+        self._listens: list[tuple[list[Any], Any]] = [
+            (job.events.forward_begun, begun),
+            (job.events.unit_landed, landed),
+        ]
+        for listeners, listener in self._listens:
+            listeners.append(listener)
         if job.ranks.is_first and folder is None:
             run_files.remove_old(self._root)
         self._write(run_files.PLAN, _plan(job) | {"model": type(model).__name__})
@@ -152,13 +156,11 @@ class Watch:
         return WatchedData(loader, self._traffic)
 
     def close(self, state: str = "ended") -> None:
-        """Writes that the loop is over, and removes the hooks. Idempotent."""
-        removers, self._removers = self._removers, []
-        for remover in removers:
-            remover.remove()
-        if self in _open:
-            _open.discard(self)
-            self._events.unit_landed.remove(self._landed)
+        """Writes that the loop is over, and listens no more. Idempotent."""
+        _open.discard(self)
+        while self._listens:
+            listeners, listener = self._listens.pop()
+            listeners.remove(listener)
         if self._doing[0] != state and not self._doing[0].startswith("ended"):
             model = self._model()
             # Not after an exception: the caller is to see that one.
@@ -166,15 +168,6 @@ class Watch:
                 self._bound = stats(model).bottleneck
             self._tell(state, "", now=True)
             self._write(run_files.HISTORY, {"points": self._history})
-
-    def _watch(self, module: nn.Module, name: str) -> Any:
-        itself = weakref.ref(self)
-
-        def forward(module: nn.Module, args: tuple) -> None:
-            if (watch := itself()) is not None:
-                watch._tell("forward", name)
-
-        return module.register_forward_pre_hook(torch.compiler.disable(forward))
 
     def _tell(self, phase: str, unit: str, *, now: bool = False) -> None:
         """Records the phase, and writes it if the last write is long enough ago."""
@@ -287,18 +280,6 @@ def _free_name() -> str:
         for number in itertools.count(1)
         if (each := name if number == 1 else f"{name}-{number}") not in taken
     )
-
-
-def _owners(model: nn.Module, job: Job) -> list[tuple[str, nn.Module]]:
-    """Returns the modules that are units of their own, or are called inside such a container, with
-    the units' names."""
-    names, described = {unit.name for unit in job.units}, read_model(model)
-    return [
-        (name, part)
-        for module, name in described.modules.items()
-        if name in names
-        for part in described.called_in(module)
-    ]
 
 
 def _edge_status(

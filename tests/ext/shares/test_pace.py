@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -50,14 +48,22 @@ def clock(monkeypatch) -> Clock:
 
 
 def timed(clock: Clock) -> tuple[nn.Module, Pace]:
-    """A model of two slow blocks, which waits 10 seconds before each of them."""
-    model = nn.Sequential(*[nn.Sequential(Slow(clock), nn.Tanh()) for _ in range(2)])
-    for block in model:
-        block.register_forward_pre_hook(lambda *_: setattr(clock, "now", clock.now + 10))
+    """A model of two slow blocks, which waits 10 seconds for the weights of each of them."""
+    return paced(clock, nn.Sequential(*[nn.Sequential(Slow(clock), nn.Tanh()) for _ in range(2)]))
+
+
+def paced(clock: Clock, model: nn.Module) -> tuple[nn.Module, Pace]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = infinity.wrap_model(model, optimizer, HOST)
-    model.optimizer = optimizer
-    return model, Pace(model, parts_of(model).job)
+    model.optimizer, job = [optimizer], parts_of(model).job  # which keeps it alive
+    hold = job.prefetcher.hold
+
+    def waiting(*args, **how):
+        clock.now += 0 if how.get("backward") else 10
+        return hold(*args, **how)
+
+    job.prefetcher.hold = waiting
+    return model, job.add(Pace(job.device))
 
 
 def test_the_seconds_of_blocks_are_counted_and_not_the_waits_before_them(clock):
@@ -71,7 +77,7 @@ def test_the_seconds_of_blocks_are_counted_and_not_the_waits_before_them(clock):
 
 def test_what_is_called_inside_of_blocks_that_are_not_is_counted(clock):
     """Method: blocks that are lists, of two layers of a second each. Twin: a list that is called
-    itself is counted once, with what it waits for inside."""
+    itself is counted once, with the 5 seconds that it computes itself."""
 
     class Lists(nn.Module):
         kind = nn.ModuleList
@@ -82,7 +88,6 @@ def test_what_is_called_inside_of_blocks_that_are_not_is_counted(clock):
 
         def forward(self, x):
             for layers in self.layers:
-                clock.now += 10
                 for layer in [layers] if callable(getattr(layers, "run", None)) else layers:
                     x = layer(x)
             return x
@@ -90,17 +95,13 @@ def test_what_is_called_inside_of_blocks_that_are_not_is_counted(clock):
     class Called(Lists):
         class kind(nn.ModuleList):
             def run(self, x):
-                clock.now += 10
+                clock.now += 5
                 return self[1](self[0](x))
 
             forward = run
 
-    for kind, seconds in ((Lists, 4.0), (Called, 24.0)):
-        model = kind()
-        model, optimizer = infinity.wrap_model(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), HOST
-        )
-        pace = Pace(model, parts_of(model).job)
+    for kind, seconds in ((Lists, 4.0), (Called, 14.0)):
+        model, pace = paced(clock, kind())
         model(torch.ones(2, 4)).sum().backward()
         assert pace.take() == seconds
 
@@ -115,25 +116,47 @@ def test_a_forward_that_fails_is_over(clock):
     assert pace.take() == 2.0
 
 
-def test_a_model_without_units_of_its_own_is_counted_whole(clock):
-    model = Slow(clock)
-    job = SimpleNamespace(device=device.Device(torch.device("cpu"), None), units=[])
-    pace = Pace(model, job)
-    model(torch.ones(2, 4))
-    assert pace.take() == 1.0
-
-
-def test_nothing_is_counted_once_it_is_closed(clock):
+def test_a_forward_that_is_cut_short_is_forgotten(clock):
+    """Method: Ctrl-C in the second block, for which torch calls no hook. Twin: without it both
+    count."""
     model, pace = timed(clock)
-    pace.close(), pace.close()
+
+    def stop(*_):
+        raise KeyboardInterrupt("stop")
+
+    handle = model[1][1].register_forward_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt, match="stop"):
+        model(torch.ones(2, 4))
+    handle.remove()
+    model.optimizer[0].zero_grad()
+    assert pace.take() == 1.0 and not pace._running
     model(torch.ones(2, 4))
-    assert pace.take() == 0.0
+    assert pace.take() == 2.0
 
 
-def test_hooks_do_not_keep_it(clock):
-    model, pace = timed(clock)
-    alive = weakref.ref(pace)
-    del pace
+def test_a_model_that_calls_no_owner_is_counted_whole(clock):
+    """Twin: one that does is counted but for what it computes beside it."""
+    pace, root, owner = Pace(device.Device(torch.device("cpu"), None)), nn.Tanh(), nn.Linear(1, 1)
+    for inside, seconds in (((), 1.0), ((owner,), 2.0), ((owner, owner), 4.0)):
+        pace.begin(root, [])
+        clock.now += 1
+        for module in inside:
+            pace.begin(module, ["its unit"])
+            clock.now += 2
+            pace.end(module)
+        pace.end(root)
+        assert pace.take() == seconds
+
+
+def test_nothing_is_counted_once_its_shares_are_gone(clock):
+    """Twin: while they are there."""
+    model, _ = timed(clock)
+    job = parts_of(model).job
+    shares = infinity.Shares(batch=4, model=model)
+    pace = shares._pace
+    model(torch.ones(2, 4))
+    assert pace.take() == 2.0 and pace in job.extensions
+    del shares
     gc.collect()
     model(torch.ones(2, 4))
-    assert alive() is None
+    assert pace.take() == 0.0 and pace not in job.extensions

@@ -99,7 +99,7 @@ def test_a_unit_that_is_a_list_is_told_of_as_the_modules_inside_run(tmp_path, mo
     with infinity.Watch(model, folder=tmp_path):
         model(batches()[0])
     forwards = [unit for phase, unit in told if phase == "forward"]
-    assert list(dict.fromkeys(forwards)) == [f"layers.{n}" for n in range(6)]
+    assert list(dict.fromkeys(forwards)) == [*(f"layers.{n}" for n in range(6)), "rest:head"]
 
 
 def test_it_writes_no_more_often_than_it_is_told(tmp_path, monkeypatch):
@@ -121,13 +121,24 @@ def test_a_folder_that_cannot_be_written_ends_nothing(tmp_path):
         watch.update(loss=float("nan"))
 
 
-def test_a_loop_that_fails_says_so_and_its_hooks_are_gone(tmp_path):
-    model, optimizer = make()
-    hooks = sum(len(module._forward_pre_hooks) for module in model.modules())
+def test_a_loop_that_fails_says_so_and_nothing_listens_any_more(tmp_path):
+    """Twin: while it is watched, two events are listened to, and no module has a hook for it."""
+    model, _ = make()
+    events = parts_of(model).job.events
+
+    def counts() -> tuple[int, int]:
+        listeners = [each for each in vars(events).values() if isinstance(each, list)]
+        return (
+            sum(map(len, listeners)),
+            sum(len(module._forward_pre_hooks) for module in model.modules()),
+        )
+
+    listeners, hooks = counts()
     with pytest.raises(KeyError), infinity.Watch(model, folder=tmp_path):
+        assert counts() == (listeners + 2, hooks)
         raise KeyError("mine")
     assert statuses(tmp_path)[0]["phase"] == "ended by KeyError"
-    assert sum(len(module._forward_pre_hooks) for module in model.modules()) == hooks
+    assert counts() == (listeners, hooks)
 
 
 def test_a_model_that_is_unwrapped_meanwhile_ends_nothing(tmp_path):
