@@ -58,8 +58,11 @@ class ActivationStore:
         be taken. None: the tier's budget alone limits it."""
         self._store, self._device = store, store.device
         in_flight = None if spare_nbytes is None else int(spare_nbytes * SHARE_IN_FLIGHT)
-        self._home = ActivationHome(store, tier, staging, most_nbytes, in_flight)
-        self._planner: Any = None
+        self.home = ActivationHome(store, tier, staging, most_nbytes, in_flight)
+        # Places the activations of each block. It has ``begin()``, called as a forward begins,
+        # ``block``, the one that runs, ``saves(storage)``, ``measures_room``, ``is_sending`` and
+        # ``reserved_nbytes``, and is told ``found_no_room``.
+        self.planner: Any = None
         # May stay on the device; None: nothing may, and home must have room.
         self.spare_nbytes = spare_nbytes
         self._kept = native.Account()  # the bytes that do
@@ -69,33 +72,18 @@ class ActivationStore:
 
     # --- the hooks ---
 
-    @property
-    def planner(self) -> Any:
-        """What places the activations of each block, or None."""
-        return self._planner
-
-    def plan_with(self, planner: Any) -> None:
-        """Lets ``planner`` place the activations of each block. It has ``begin()``, called as a
-        forward begins, ``block``, the one that runs, ``saves(storage)``, ``measures_room``,
-        ``is_sending`` and ``reserved_nbytes``, and is told ``found_no_room``."""
-        self._planner = planner
-
-    def limit_in_flight(self, nbytes: int) -> None:
-        """Sets how many bytes may be on their way home, or back."""
-        self._home.limit_in_flight(nbytes)
-
     def begin(self, stays: set[int]) -> None:
         """Begins a forward. ``stays``: storages (by address) that are no activations: buffers,
         foreign parameters."""
         self._stays = stays
-        if self._planner is not None:
-            self._planner.begin()
-        self._home.forget_freed()
+        if self.planner is not None:
+            self.planner.begin()
+        self.home.forget_freed()
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
 
     def hooks(self, outer: tuple[Callable, Callable] | None) -> tuple[Callable, Callable]:
         """Makes pack and unpack for autograd; tensors that they do not take go to ``outer``."""
-        outer_pack, outer_unpack = outer if outer is not None else (None, None)
+        outer_pack, outer_unpack = outer or (None, None)
 
         def pack(tensor: torch.Tensor) -> Any:
             if self._is_taken(tensor):
@@ -111,7 +99,7 @@ class ActivationStore:
         def unpack(packed: Any) -> torch.Tensor:
             packed = packed.packed if isinstance(packed, WithinBudget) else packed
             if isinstance(packed, View):
-                return packed.over(self._home.bring(packed.saved))
+                return packed.over(self.home.bring(packed.saved))
             return packed.tensor() if isinstance(packed, SavedTensor) else outer_unpack(packed)
 
         pack, unpack = through_forms(pack, unpack)
@@ -122,15 +110,11 @@ class ActivationStore:
         """Bytes that stay on the device because its budget has room."""
         return self._kept.charged_nbytes
 
-    def home_nbytes(self) -> float:
-        """Returns the bytes that activations may have at home."""
-        return self._home.room_nbytes()
-
     def rebuild(self) -> None:
         """Frees every buffer whose saved storage is gone, after an exception. Only while nothing is
         in flight."""
         self._known = {}
-        self._home.rebuild()
+        self.home.rebuild()
 
     def _is_taken(self, tensor: torch.Tensor) -> bool:
         if (
@@ -149,7 +133,7 @@ class ActivationStore:
             and storage.nbytes() >= SMALLEST_NBYTES
         )
         # Small ones are charged to no budget, but take of measured room.
-        if (planner := self._planner) is not None and (is_taken or planner.measures_room):
+        if (planner := self.planner) is not None and (is_taken or planner.measures_room):
             planner.saves(storage)
         return is_taken
 
@@ -160,21 +144,21 @@ class ActivationStore:
         begin, nbytes = storage_span(tensor, storage.nbytes())
         saved = self._known_bytes(tensor)
         if saved is None:
-            planner = self._planner
+            planner = self.planner
             is_sent = planner is not None and planner.is_sending
             room = (self.spare_nbytes or 0) - (planner.reserved_nbytes if planner else 0)
             if not is_sent and self.kept_nbytes + storage.nbytes() <= room:
                 return None
             with self._store.guarding():
                 try:
-                    saved = self._home.save(begin, nbytes)
+                    saved = self.home.save(begin, nbytes)
                 except CapacityError:
                     if self.spare_nbytes is None:
                         raise
                     if planner is not None:
                         planner.found_no_room = True
                     return None
-                self._home.send(saved, storage, tensor)
+                self.home.send(saved, storage, tensor)
             if nbytes == storage.nbytes():
                 self._known[storage._cdata] = (
                     StorageWeakRef(storage),

@@ -160,11 +160,6 @@ class Engine:
         if self.is_open and is_interrupted(self.job):
             recover(self.job, finishing=finishing)
 
-    @property
-    def step_index(self) -> int:
-        """Optimizer steps that were made."""
-        return self.steps.index
-
     # --- called by parameters ---
 
     @property

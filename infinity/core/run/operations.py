@@ -16,7 +16,6 @@ everything, and a job whose state was lost everything but a load.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -191,15 +190,3 @@ def refusal(operation: OperationKind, state: StateKind, what: str | None = None)
     """Makes the error for ``operation`` in ``state``. ``what``: its name in the message."""
     remedy = SPECIAL.get((operation, state), state.activity.remedy)
     return UsageError(remedy.format(what or operation.call.name))
-
-
-def all_states() -> Iterator[StateKind]:
-    """Yields the states of the engine, and of the extensions that were imported."""
-    for kind in StateKind.__subclasses__():
-        yield from kind
-
-
-def all_operations() -> Iterator[OperationKind]:
-    """Yields the operations of the engine, and of the extensions that were imported."""
-    for kind in OperationKind.__subclasses__():
-        yield from kind

@@ -179,7 +179,7 @@ def saving_hooks(
     of the graph ends.
     """
     outer = top_hooks(True)
-    outer_pack, outer_unpack = outer if outer is not None else (None, None)
+    outer_pack, outer_unpack = outer or (None, None)
     # A checkpoint counts the saved tensors, and must get the same count in its forward and in its
     # recomputation. There the same weight may be saved with or without these hooks.
     counted = is_checkpoint(outer) or getattr(outer_pack, "is_counted", False)

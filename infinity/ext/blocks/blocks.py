@@ -92,11 +92,11 @@ def plan_activations(job: Job, find: Callable[[], ForwardContext]) -> Activation
     if memory is not None:
         # The planner alone says what stays
         job.activations.spare_nbytes = sys.maxsize
-        job.activations.limit_in_flight(0)
+        job.activations.home.limit_in_flight(0)
         room = MeasuredRoom(
             memory,
             is_shown=lambda steps=job.steps, stepped=job.trained: steps.index > 0 or not stepped,
-            limit_in_flight=job.activations.limit_in_flight,
+            limit_in_flight=job.activations.home.limit_in_flight,
         )
     planner = ActivationPlanner(
         find,
@@ -104,10 +104,10 @@ def plan_activations(job: Job, find: Callable[[], ForwardContext]) -> Activation
         spare_nbytes=spare_nbytes,
         send_rate=partial(_send_rate, job),
         recomputes=job.config.recompute,
-        home_nbytes=job.activations.home_nbytes,
+        home_nbytes=job.activations.home.room_nbytes,
         room=room,
     )
-    job.activations.plan_with(planner)
+    job.activations.planner = planner
     return planner
 
 

@@ -137,7 +137,7 @@ def _draft(
         "random": collectives.collect(read_random_state(), "random state"),
         "data_ranks": job.ranks.data_size,
         "parts": job.ranks.tp_size,
-        "step_index": engine.step_index,
+        "step_index": engine.steps.index,
         "average": 0,  # in every manifest of this format, also if no average is kept
         "extra": encode_value(extra, tensors, "extra"),
         "persistent_buffers": list(

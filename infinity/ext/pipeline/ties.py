@@ -66,7 +66,7 @@ class Ties:
                                 handle.index,
                                 theirs,
                                 begin=begin,
-                                version=engine.step_index,
+                                version=engine.steps.index,
                             )
 
     @contextmanager

@@ -302,7 +302,7 @@ def planned(made: Any) -> ActivationPlanner:
         send_rate=lambda: 1.0,
         recomputes=True,
     )
-    made.activations.plan_with(planner)
+    made.activations.planner = planner
     return planner
 
 
@@ -360,6 +360,6 @@ def test_the_planner_begins_with_each_forward(make):
     made, planner = make(), Planner()
     made.activations.begin(set())
     assert made.activations.planner is None
-    made.activations.plan_with(planner)
+    made.activations.planner = planner
     made.activations.begin(set())
     assert made.activations.planner is planner and planner.begun == 1

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import pytest
+from operation_table import members
 
 from infinity.core.run import operations
 from infinity.core.run.operations import (
@@ -20,8 +21,6 @@ from infinity.core.run.operations import (
     Right,
     State,
     StateKind,
-    all_operations,
-    all_states,
     refuses,
 )
 from infinity.errors import UsageError
@@ -63,7 +62,7 @@ def test_a_state_refuses_what_needs_a_right_that_it_takes():
 
 def test_an_extension_adds_operations_and_states_of_its_own():
     """Twin: the engine's own states refuse them by the same rights."""
-    assert Waking.WAKE in all_operations() and Resting.ASLEEP in all_states()
+    assert Waking.WAKE in members(OperationKind) and Resting.ASLEEP in members(StateKind)
     assert [state for state in State if refuses(state, Waking.WAKE)] == [State.FORWARD]
     assert str(operations.refusal(Operation.STEP, Resting.ASLEEP)) == (
         "optimizer.step() while it sleeps: wake it"

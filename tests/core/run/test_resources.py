@@ -297,8 +297,8 @@ def test_the_store_of_activations_is_where_the_config_has_them(make):
     for home in ("host", "nvme"):
         activations = make(activations=home).resources.make_activations(placed=True)
         assert activations.spare_nbytes is None
-        assert activations._home._tier is Tier(home)
-        assert activations._home._disk is not None
+        assert activations.home._tier is Tier(home)
+        assert activations.home._disk is not None
     kept = {"activations": "device", "device_memory": 1 << 20}
     assert make(**kept).resources.make_activations(placed=True) is None
     assert make(activations="auto").resources.make_activations(placed=True) is None
@@ -321,6 +321,6 @@ def test_activations_have_what_the_plan_leaves_of_a_host_without_a_budget(make, 
     left = 2 << 30
     for ranks in (1, 2):
         activations = resources.make_activations(placed=True, local_size=ranks)
-        assert activations.home_nbytes() == left // ranks - 100 - (1 << 20)
+        assert activations.home.room_nbytes() == left // ranks - 100 - (1 << 20)
     budget = make(plan_of(terms=terms), **config, host_memory=1 << 30).resources
-    assert budget.make_activations(placed=True)._home._most_nbytes is None
+    assert budget.make_activations(placed=True).home._most_nbytes is None

@@ -41,7 +41,7 @@ def test_a_context_is_fixed_and_equals_only_itself():
     with pytest.raises(dataclasses.FrozenInstanceError):
         made.steps = SimpleNamespace(index=3)
     made.steps.index = 3
-    assert again.steps.index == 3 == job.step_index
+    assert again.steps.index == 3 == job.steps.index
 
 
 def test_no_part_of_a_context_may_be_left_out():

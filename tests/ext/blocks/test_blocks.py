@@ -21,14 +21,14 @@ MIB = 1 << 20
 
 def job_of(*, spare: int | None = MIB, alone: bool = True, **config: Any) -> SimpleNamespace:
     """A job on the processor, whose activations may have ``spare`` bytes."""
-    found: list[object] = []
-    activations = SimpleNamespace(spare_nbytes=spare, home_nbytes=None, plan_with=found.append)
+    activations = SimpleNamespace(
+        spare_nbytes=spare, home=SimpleNamespace(room_nbytes=None), planner=None
+    )
     return SimpleNamespace(
         config=Config(activations="auto", **config),
         activations=activations,
         ranks=SimpleNamespace(alone=alone),
         device=SimpleNamespace(memory=None, is_host=True),
-        planned=found,
     )
 
 
@@ -37,7 +37,7 @@ def test_a_device_budget_is_spent_on_activations(recompute):
     """Twins: without one, and with several ranks, which measure different times."""
     job = job_of(recompute=recompute)
     planner = plan_activations(job, lambda: "context")
-    assert job.planned == [planner] and planner.find_context() == "context"
+    assert job.activations.planner is planner and planner.find_context() == "context"
     assert planner.recomputes == recompute and planner.spare_nbytes == MIB
     assert planner._send_rate() == memory_rate() / 4
     without = job_of()
@@ -58,7 +58,8 @@ def test_only_one_of_parts_of_a_batch_and_choices_runs_a_block():
     ):
         removers = Blocks(places_saved=False).replace_forwards(job, block, lambda: None, of)
         assert type(block.__dict__.get("forward")).__name__ == kind or not removers
-        assert bool(job.planned) == (kind == "function") and len(removers) == (kind != "none")
+        assert bool(job.activations.planner) == (kind == "function")
+        assert len(removers) == (kind != "none")
         for remover in removers:
             remover.remove()
     assert "forward" not in block.__dict__

@@ -313,7 +313,7 @@ def test_a_forward_that_looks_at_its_weights_goes_on_with_older_ones(tmp_path):
     with stale_of(engine).running():
         for number in range(3):
             run_batch(model, optimizer, engine, number)
-    assert engine.step_index == 3
+    assert engine.steps.index == 3
     infinity.unwrap_model(model, optimizer)
 
 

@@ -140,7 +140,7 @@ class User:
         """Optimizer steps that were made, once what an exception left is put right."""
         engine = parts_of(self.parts).engine
         with engine.uses.begin():
-            return engine.step_index
+            return engine.steps.index
 
     def data(self, number: int) -> torch.Tensor:
         return torch.randn(

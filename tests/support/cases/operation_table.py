@@ -9,8 +9,6 @@ from typing import Any
 from infinity.core.run.operations import (
     OperationKind,
     StateKind,
-    all_operations,
-    all_states,
     refuses,
 )
 
@@ -26,6 +24,11 @@ for name in (
     importlib.import_module(f"infinity.ext.{name}")
 
 
+def members(kind: type[Any]) -> list[Any]:
+    """The states or the operations of the engine, and of the extensions that were imported."""
+    return [member for each in kind.__subclasses__() for member in each]
+
+
 def of_package(members: Iterable[Any]) -> list[Any]:
     """Those that no test has added, in an order that does not depend on what was imported first."""
     found = [each for each in members if type(each).__module__.startswith("infinity.")]
@@ -33,9 +36,9 @@ def of_package(members: Iterable[Any]) -> list[Any]:
 
 
 STATES = sorted(
-    of_package(all_states()), key=lambda state: "ufbaspewo".index(state.activity.letter)
+    of_package(members(StateKind)), key=lambda state: "ufbaspewo".index(state.activity.letter)
 )
-OPERATIONS = of_package(all_operations())
+OPERATIONS = of_package(members(OperationKind))
 REFUSED: dict[OperationKind, tuple[StateKind, ...]] = {
     operation: tuple(state for state in STATES if refuses(state, operation))
     for operation in OPERATIONS

@@ -306,7 +306,7 @@ def on_side_streams(model, optimizer):
     hooks += [block.register_forward_hook(leave) for block in model.blocks]
     # Little is brought ahead, so that it is used soon after it was fetched
     activations = parts_of(model).activations
-    copies = activations._home._copies if activations is not None else SimpleNamespace()
+    copies = activations.home._copies if activations is not None else SimpleNamespace()
     with mock.patch.object(copies, "_most_nbytes", 0, create=activations is None):
         told = plain(model, optimizer) + clipped_micro_batches(model, optimizer)
     for hook in hooks:

@@ -112,7 +112,7 @@ def trained(
         "weights": weights_of(chunks),
         "state": state,
         "losses": losses,
-        "steps": parts_of(chunks).step_index,
+        "steps": parts_of(chunks).steps.index,
     }
     at_rest = [unit for unit in parts_of(chunks).prefetcher.units if not unit.stays]
     found["empty"] = not any(
@@ -184,7 +184,7 @@ def executed(config: dict, *, flushes: bool = False, batches: int = 3) -> dict[s
     engine, schedule = parts_of(chunks).engine, unflushed._schedule
     stage, done, versions = schedule._stage, [], []
     unflushed.run(pairs([0]))  # torch has made its buffers
-    first, counts = engine.step_index, {"forward": 0, "backward": 0}
+    first, counts = engine.steps.index, {"forward": 0, "backward": 0}
 
     def noting(name: str, what: str) -> None:
         run = getattr(stage, name)
@@ -192,7 +192,7 @@ def executed(config: dict, *, flushes: bool = False, batches: int = 3) -> dict[s
         def noted(*arguments: Any, **options: Any) -> Any:
             done.append((what, stage.stage_index, counts[what]))
             versions.append(
-                engine.step_index
+                engine.steps.index
                 - first
                 - any(unit.in_use is not None for unit in parts_of(engine).units)
             )
@@ -507,7 +507,7 @@ def forward_inside() -> dict[str, Any]:
         found["forward"] = told(lambda: chunks[0](inputs))
 
     found["run"] = told(lambda: unflushed.run(pairs(range(3)), after_update=forward))
-    found["steps"] = parts_of(chunks).step_index
+    found["steps"] = parts_of(chunks).steps.index
     optimizer.zero_grad()
     loss = pipeline_jobs.step(unflushed._schedule, [dist.get_rank()], 2, 1)
     optimizer.step()
@@ -564,7 +564,7 @@ def cut_short(config: dict, at: int) -> dict[str, Any]:
             optimizer.zero_grad()
         else:
             unflushed.run(pairs(range(at)))
-        found[f"steps {falls}"] = parts_of(chunks).step_index
+        found[f"steps {falls}"] = parts_of(chunks).steps.index
         unflushed._schedule.step(batch(9), target=batch(9))
         optimizer.step()
         optimizer.zero_grad()

@@ -226,7 +226,7 @@ def executed(versions: str, micro: int, batches: int) -> dict[str, Any]:
     engine, stage, done = parts_of(chunks).engine, schedule._stage, []
     unflushed.run(pairs([0]))  # torch has made its buffers
     seen: dict[bytes, int] = {}
-    first, counts = engine.step_index, {"forward": 0, "backward": 0}
+    first, counts = engine.steps.index, {"forward": 0, "backward": 0}
     param = next(chunks[0].parameters())
 
     def version() -> int:
@@ -237,7 +237,7 @@ def executed(versions: str, micro: int, batches: int) -> dict[str, Any]:
         run = getattr(stage, name)
 
         def noted(*arguments: Any, **options: Any) -> Any:
-            made, number = engine.step_index - first, counts[what]
+            made, number = engine.steps.index - first, counts[what]
             counts[what] += 1
             found = run(*arguments, **options)
             done.append((what, number, made))
@@ -329,7 +329,7 @@ def cut_short(path: str, config: dict, versions: str) -> dict[str, Any]:
         found["raised"] = f"{error!r} {error.__cause__!r}"
     hook.remove()
     optimizer.zero_grad()
-    found["steps"] = parts_of(chunks).step_index
+    found["steps"] = parts_of(chunks).steps.index
     infinity.save_checkpoint(path, chunks, optimizer)
     for name in ("went on", "was loaded"):
         if name == "was loaded":
