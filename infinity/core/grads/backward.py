@@ -166,7 +166,7 @@ class Backward:
         try:
             return self.job.ledger.reserve(Tier.DEVICE, nbytes, what, passing=True)
         except CapacityError:
-            self.job.prefetcher.refuse_gradients(unit, nbytes)
+            self.job.prefetcher.refuse([unit], nbytes)
             raise
 
     def unhold(self, unit: ParamUnit) -> None:
@@ -351,8 +351,7 @@ class Backward:
         job = self.job
         job.collectives.bulk.wait_for_ordered()
         if self._pass.is_accumulating:
-            self._pass.backward_count += 1
-            job.gradients.end_one_of_several()
+            self._pass.backward_count += 1  # its gradients stay incomplete until the last one
             return
         if job.reducer is not None:
             with job.store.guarding():

@@ -195,10 +195,6 @@ class GradientBank:
         """
         self._waiting = waiting
 
-    def end_one_of_several(self) -> None:
-        """Ends a backward that others of the same pass follow. Its gradients stay incomplete until
-        the last."""
-
     def land_together(self, units: Iterable[ParamUnit]) -> None:
         """Lands the sums of the pass's backwards."""
         waiting, self._waiting = self._waiting, None

@@ -93,8 +93,10 @@ class Reducer:
         if self._ranks.keeps_gradients or self.waits_for_more:
             return
         self._ready.add(unit)
-        while self._position < len(self._order) and self._is_next():
-            if self._order[self._position] not in self._ready:
+        while self._position < len(self._order):  # next of the order, and of a verified pass
+            following = self._order[self._position]
+            what = f"reducing {following.name} (0)"
+            if not self._collectives.passes.is_next(what) or following not in self._ready:
                 break
             self._start_before(self._position + 1)
 
@@ -107,11 +109,6 @@ class Reducer:
             end = next((end for start, end in uses if start < self._reached), math.inf)
             self._reached = min(self._reached, end)
             self._start_before(sum(start >= self._reached for start in self._starts))
-
-    def _is_next(self) -> bool:
-        """Whether the next reduction of the order is next in a verified pass."""
-        unit = self._order[self._position]
-        return self._collectives.passes.is_next(f"reducing {unit.name} (0)")
 
     def _start_before(self, place: int) -> None:
         while self._position < place:

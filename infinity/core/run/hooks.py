@@ -155,5 +155,5 @@ def install_hooks(
         for handle in unit.handles:
             if handle.grad is not None:
                 landing.add(handle.param)
-    engine.passes.hook_later(landing.add)
+    engine.passes.hook = landing.add
     return [*removers, landing, *fix_forms(roots)]

@@ -43,8 +43,8 @@ class Passes:
 
     def __init__(self, job: Job, backward: Backward):
         self.job, self.scopes, self._pass, self.backward = job, job.scopes, job.running, backward
-        # For parameters that are stepped later.
-        self._hook: Callable[[torch.Tensor], None] | None = None
+        # Called with each parameter that is stepped from a later time on.
+        self.hook: Callable[[torch.Tensor], None] = lambda param: None
         # Run last, after hooks that a forward may have registered.
         self.reorder_hooks: list[Callable[[], None]] = []
         self._has_told = False  # of autocast's copies
@@ -66,15 +66,6 @@ class Passes:
         if current_task() != -1 or (self.frames and self.frames[-1].is_recomputed):
             return True
         return is_checkpoint(top_hooks(True))
-
-    def hook_later(self, hook: Callable[[torch.Tensor], None]) -> None:
-        """Sets ``hook`` to be called with each parameter that is stepped from a later time on."""
-        self._hook = hook
-
-    def hook(self, param: torch.Tensor) -> None:
-        """Hooks a parameter that is stepped from now on."""
-        if self._hook is not None:
-            self._hook(param)
 
     # --- forward ---
 

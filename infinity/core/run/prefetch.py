@@ -378,14 +378,11 @@ class Prefetcher:
         makes = self._device.is_host and self._collectives.ranks.data_size == 1
         trained = [each for each in units if any(handle.grad for handle in each.handles)]
         grads = makes * max((each.weight_nbytes for each in trained), default=0)
-        self._refuse(units, grads)
+        self.refuse(units, grads)
 
-    def refuse_gradients(self, unit: ParamUnit, nbytes: int) -> None:
-        """Raises the CapacityError of :meth:`refuse_over` for ``nbytes`` of gradients of ``unit``,
-        for which there is no room beside the window."""
-        self._refuse([unit], nbytes)
-
-    def _refuse(self, units: Sequence[ParamUnit], grads: int) -> None:
+    def refuse(self, units: Sequence[ParamUnit], grads: int) -> None:
+        """Raises the CapacityError of :meth:`refuse_over` for ``units`` and ``grads`` bytes of
+        gradients, for which there is no room."""
         budget = self._ledger.accounts[Tier.DEVICE].budget_nbytes
         held = [each for each in self._pass.resident if each in self._pass.holds]
         held = [each for each in held if each not in units]

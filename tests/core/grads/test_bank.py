@@ -119,7 +119,7 @@ def test_gradients_are_refused_while_they_are_incomplete(job, state):
     """Between the backwards of a pass both ways; between half a step and the rest the set alone."""
     job.backward(RAMP)
     first, is_in = job.handles[0], True
-    parts_of(job).uses.define(state, lambda: is_in)
+    parts_of(job).uses.define({state: lambda: is_in})
     with pytest.raises(UsageError, match=r"layers\.0\.weight\.grad"):
         bank_of(job).set(first, None)
     if state is State.ACCUMULATING:
@@ -393,7 +393,6 @@ def test_a_gradient_whose_change_was_cut_short_is_torn_and_takes_no_more(anywher
     bank.land(first, ODD)
     bank.end_backward()
     bank.land(second, ODD)
-    bank.end_one_of_several()
     parts_of(anywhere).device.drain()  # as recovery does before
     bank.rebuild()
     assert first.grad.state is GradState.LANDED and second.grad.state is GradState.TORN
@@ -526,7 +525,6 @@ def test_gradients_of_one_pass_land_together_where_that_saves_a_transfer(anywher
     with accumulation(anywhere) as charged:
         for factor in (3, 5):
             bank.land(first, ODD * factor)
-            bank.end_one_of_several()
         assert (charged() > 0) == waits(anywhere)
         waiting = ODD if waits(anywhere) else ODD + ODD * 3 + ODD * 5
         assert torch.equal(at_home(anywhere), waiting)
