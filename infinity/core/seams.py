@@ -218,6 +218,11 @@ class Extension:
         user's (``model`` is None then). May allocate (``job.arrays.keep``): an error undoes the
         wrap."""
 
+    def rights(self, job: Any) -> dict[Any, Callable[[], bool]]:
+        """Returns its states (:mod:`.run.operations`), and what tells whether the job is in
+        each."""
+        return {}
+
     def drop(self, job: Any) -> None:
         """Forgets what it knows of a pass that an exception has ended. Nothing runs any more, and
         the homes are as before the pass. May be called again; may not fail, nor meet ranks."""

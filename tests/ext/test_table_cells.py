@@ -175,7 +175,7 @@ def train_in(state: StateKind, job: Job, attempt: Callable[[], None]) -> None:
             with job.average.applied():
                 attempt()
         elif state in (VersionState.STALE, VersionState.BETWEEN):
-            with StaleWeights(parts_of(job).job).running():
+            with parts_of(job).job.add(StaleWeights(parts_of(job).job)).running():
                 attempt()
         if step_at_end:
             job.loss().backward()

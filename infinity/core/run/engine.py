@@ -56,8 +56,10 @@ class Engine:
         self._touches = Touches(job, lambda handle, what: me().refusal(handle, what))
         # insist: a finalizer runs once, so Ctrl-C must not end it early.
         finalizer = self._finalizer = weakref.finalize(self, native.insist, free)
-        job.uses.define(State.UNWRAPPED, lambda: not finalizer.alive)
+        job.uses.define({State.UNWRAPPED: lambda: not finalizer.alive})
         define_states(job.uses, job.running, job.steps)
+        for extension in job.extensions:
+            job.uses.define(extension.rights(job))
 
     def make_step_context(self, place: int = 0) -> StepContext:
         """Makes the context of the optimizer at ``place``. Its callbacks may keep this object

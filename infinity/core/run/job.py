@@ -104,9 +104,14 @@ class Job:
         return next((each for each in self.extensions if isinstance(each, kind)), None)
 
     def add(self, extension: E) -> E:
-        """Installs an extension that a call after the wrap has made."""
+        """Installs an extension that a call after the wrap has made. An error leaves none."""
         self.extensions.append(extension)
-        extension.install(self, None)
+        self.uses.define(extension.rights(self))
+        try:
+            extension.install(self, None)
+        except BaseException:
+            self.remove(extension)
+            raise
         return extension
 
     def remove(self, extension: Extension) -> None:
@@ -114,6 +119,7 @@ class Job:
         self.arrays.free_of(extension)
         self.extensions.remove(extension)
         self.events.forget(extension)
+        self.uses.forget(extension.rights(self))
 
 
 def wait_idle(job: Job) -> None:

@@ -112,10 +112,13 @@ def define_states(uses: Uses, running: Pass, steps: StepCounter) -> None:
         return current_task() != -1
 
     uses.define(
-        State.FORWARD,
-        lambda: bool(running.frames) and scopes.running_here > 0 and not is_in_backward(),
+        {
+            State.FORWARD: lambda: (
+                bool(running.frames) and scopes.running_here > 0 and not is_in_backward()
+            ),
+            State.BACKWARD: lambda: bool(running.tokens) and is_in_backward(),
+            State.ACCUMULATING: lambda: running.is_accumulating and is_whole(),
+            State.STEPPING: lambda: steps.streaming and is_whole(),
+            State.STEPPED: lambda: steps.begun and not steps.streaming and is_whole(),
+        }
     )
-    uses.define(State.BACKWARD, lambda: bool(running.tokens) and is_in_backward())
-    uses.define(State.ACCUMULATING, lambda: running.is_accumulating and is_whole())
-    uses.define(State.STEPPING, lambda: steps.streaming and is_whole())
-    uses.define(State.STEPPED, lambda: steps.begun and not steps.streaming and is_whole())

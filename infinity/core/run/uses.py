@@ -10,7 +10,7 @@ defines it here when it is built. So this file depends on none of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from ... import native
@@ -49,9 +49,16 @@ class Uses:
         self._refusing: dict[OperationKind, list[StateKind]] = {}
         self._halted: Callable[[], InfinityError] | None = None
 
-    def define(self, state: StateKind, is_in: Callable[[], bool]) -> None:
-        """Defines ``state`` by ``is_in``, which must not refer to the job strongly."""
-        self._is_in[state] = is_in
+    def define(self, states: Mapping[StateKind, Callable[[], bool]]) -> None:
+        """Defines each of ``states`` by what tells whether the job is in it, and must not refer to
+        the job strongly."""
+        self._is_in |= states
+        self._refusing.clear()
+
+    def forget(self, states: Iterable[StateKind]) -> None:
+        """Takes the definitions of ``states`` back."""
+        for state in states:
+            del self._is_in[state]
         self._refusing.clear()
 
     def takes(self, right: Right) -> bool:

@@ -84,11 +84,10 @@ class WeightAverage(Extension, Source):
             what="the average",
             otherwise=job.planned.plan.tiers["master"],
         )
-        me = weakref.ref(self)
-        job.uses.define(
-            AverageState.AVERAGED,
-            lambda: (average := me()) is not None and average.is_exchanged and average.is_wanted,
-        )
+
+    def rights(self, job: Job) -> dict[StateKind, Callable[[], bool]]:
+        """Takes the weights while they are the averages."""
+        return {AverageState.AVERAGED: lambda: self.is_exchanged and self.is_wanted}
 
     def install(self, job: Job, model: object) -> None:
         """Adds listeners for the end of an interrupted block and for parameters that come later."""

@@ -50,12 +50,18 @@ class StaleWeights(Extension):
         self._versions = [UnitVersions(unit) for unit in job.units if UnitVersions.has(unit)]
         self._allocated = 0
         self._runs = self._is_updating = False  # by itself, between two batches
+
+    def rights(self, job: Job) -> dict[StateKind, Callable[[], bool]]:
+        """Takes rights while a pipeline runs without flush, and some more between its updates."""
         scopes = job.scopes
-        job.uses.define(VersionState.STALE, lambda: self._runs and not scopes.interrupted)
-        job.uses.define(
-            VersionState.BETWEEN,
-            lambda: self._runs and not self._is_updating and not scopes.interrupted,
-        )
+
+        def runs() -> bool:
+            return self._runs and not scopes.interrupted
+
+        return {
+            VersionState.STALE: runs,
+            VersionState.BETWEEN: lambda: runs() and not self._is_updating,
+        }
 
     def keep(self, kept: int) -> None:
         """Allocates room for ``kept`` versions, as far as there is none yet; every rank calls this.

@@ -167,7 +167,7 @@ def test_a_consumed_gradient_is_changed_once_its_step_is_over(job, is_over):
     """It stays consumed. Twin: between the two halves of a step each change is refused."""
     (first, _), expected = grads(job), ROWS.clone()
     consume(job)
-    parts_of(job).uses.define(State.STEPPED, lambda: not is_over)
+    parts_of(job).uses.define({State.STEPPED: lambda: not is_over})
     writes = (
         lambda grad: grad.mul_(3),
         lambda grad: grad.div_(2),

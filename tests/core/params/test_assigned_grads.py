@@ -418,7 +418,7 @@ def test_a_users_factor_changes_the_tensor_or_waits_at_home(job):
     second.grad.move(GradState.CONSUMED)
     of(job).scale_as_user(second, 0.25)
     assert second.grad.factors == [0.5, 0.25]
-    parts_of(job).uses.define(State.STEPPED, lambda: True)
+    parts_of(job).uses.define({State.STEPPED: lambda: True})
     with pytest.raises(UsageError, match=r"layers\.1\.weight\.grad between step_in_backward"):
         of(job).scale_as_user(second, 0.5)
 

@@ -288,7 +288,7 @@ def test_a_value_is_written_and_read_at_home():
         assert engine.read_value(handle).tolist() == [[5.0] * 4] * 2
     engine.write_value(handle, torch.full((2, 4), 4.0))
     assert engine.read_value(handle).tolist() == [[4.0] * 4] * 2
-    engine.uses.define(State.STEPPED, lambda: True)
+    engine.uses.define({State.STEPPED: lambda: True})
     with pytest.raises(UsageError, match="^writing to a parameter between step_in_backward"):
         engine.write_value(handle, torch.ones(2, 4))
     assert engine.read_value(handle).tolist() == [[4.0] * 4] * 2
@@ -389,7 +389,7 @@ def test_a_frozen_parameter_is_stepped_once_it_is_admitted():
     model, optimizer = infinity.wrap_model(model, optimizer, at_home("host", "host", None))
     engine, late = wrapped(model).engine, handle_of(model.layers[2].weight)
     ended, hooked = [], []
-    engine.passes.hook_later(hooked.append)
+    engine.passes.hook = hooked.append
     admit = lambda: engine.admit(
         [late.param],
         moments_of=lambda _: {"exp_avg": torch.float32},

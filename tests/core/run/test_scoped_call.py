@@ -94,7 +94,7 @@ def test_a_call_of_an_unwrapped_job_is_no_use_of_it():
     job, begun = job_of()
     module = Calls()
     ScopedCall(job, module)
-    job.uses.define(State.UNWRAPPED, lambda: True)
+    job.uses.define({State.UNWRAPPED: lambda: True})
     assert module(lambda: job.uses.scopes.running_here) == 0 and begun == []
 
 

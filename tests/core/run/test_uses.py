@@ -36,7 +36,7 @@ def test_an_operation_is_refused_in_the_states_of_its_row_alone(state):
     """Method: each operation in the state, and again when that is over. Twin: the operations whose
     cell is empty."""
     door, lasts = Door(), [True]
-    door.uses.define(state, lambda: lasts[0])
+    door.uses.define({state: lambda: lasts[0]})
     for operation in Operation:
         lasts[0] = True
         if refuses(state, operation):
@@ -89,7 +89,7 @@ def test_an_error_that_leaves_the_outermost_use_interrupts_it():
 def test_a_refusal_interrupts_nothing():
     """What goes on goes on: the operation was asked for before anything changed."""
     door = Door()
-    door.uses.define(State.ACCUMULATING, lambda: True)
+    door.uses.define({State.ACCUMULATING: lambda: True})
     with pytest.raises(infinity.UsageError, match=r"optimizer\.step\(\) is not available here"):
         door.uses.operation(Operation.STEP)
     assert not door.scopes.interrupted and door.scopes.running == 0
@@ -109,7 +109,7 @@ def test_a_halted_job_says_why_until_it_goes_on():
 
 def test_the_message_has_the_name_that_the_caller_gives():
     door = Door()
-    door.uses.define(State.ACCUMULATING, lambda: True)
+    door.uses.define({State.ACCUMULATING: lambda: True})
     with pytest.raises(
         infinity.UsageError, match=r"^blocks\.0\.weight\.grad is not available here"
     ):
@@ -120,7 +120,7 @@ def test_what_begins_while_a_use_waits_refuses_it():
     """Method: the job is another thread's until this one may begin, and in a state that refuses
     then. Twin: asked before, it was allowed."""
     door, begun = Door(), []
-    door.uses.define(State.STEPPED, lambda: bool(begun))
+    door.uses.define({State.STEPPED: lambda: bool(begun)})
     door.uses.check(Operation.ZERO_GRAD)
     door.uses._prepare = lambda repairing: begun.append(repairing)
     with (

@@ -56,7 +56,7 @@ def weight(job: AtHome, index: int = 0) -> torch.Tensor:
 
 
 def in_state(job: AtHome, state: State) -> None:
-    parts_of(job).uses.define(state, lambda: True)
+    parts_of(job).uses.define({state: lambda: True})
 
 
 # --- what it shares with the optimizer that was wrapped ---
