@@ -35,6 +35,11 @@ class Sketch(Extension):
     """See above. It is in no file of the package."""
 
     kind: type[Sketch] | None = None
+    promised: list[seams.Term] = []
+
+    @classmethod
+    def terms(cls, config: Any, units: Any, device: Any) -> list[seams.Term]:
+        return cls.promised
 
     @classmethod
     def begin(cls, config: Any, device: Any, collectives: Any, events: Any) -> Sketch:
@@ -160,22 +165,15 @@ def test_a_term_of_their_name_was_the_plan_of_kept_arrays(home, kinds, swap):
     """Method: plans and accounts with a term for each name, as large, smaller and larger. Twin: a
     term of another name stays."""
     made, tier = Made(home, swap), TIERS[home]
-    promised = zip(NAMES, made.held().values(), (1.0, 0.5, 2.0))
-    terms = [seams.Term(tier, name, int(share * nbytes)) for name, nbytes, share in promised]
-
-    class Promising(Sketch):
-        @classmethod
-        def terms(cls, config: Any, units: Any, device: Any) -> list[seams.Term]:
-            return [*terms, seams.Term(tier, "more", 4096)]
-
+    shares = zip(NAMES, made.held().values(), (1.0, 0.5, 2.0))
+    terms = [seams.Term(tier, name, int(share * nbytes)) for name, nbytes, share in shares]
     planned, account = made.job.planned.plan.terms, made.job.ledger.accounts[tier]
-    kinds.setattr(Promising, "kind", Promising)
-    kinds.setitem(globals(), "Sketch", Promising)
+    kinds.setattr(Sketch, "promised", [*terms, seams.Term(tier, "more", 4096)])
     again = Made(home, swap)
     assert again.job.planned.plan.terms[tier] == planned[tier] | {"more": 4096}
     assert again.job.ledger.accounts[tier].planned_nbytes == account.planned_nbytes + 4096
     again.job.remove(again.sketch)
-    again.job.add(Promising())  # the second time no term is left
+    again.job.add(Sketch())  # the second time no term is left
     assert again.job.planned.plan.terms[tier] == planned[tier] | {"more": 4096}
 
 
