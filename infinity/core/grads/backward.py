@@ -149,7 +149,7 @@ class Backward:
             planned.sizes[unit.index] = replace(sizes[unit.index], autograd_nbytes=nbytes)
             planned.plan = planned.plan.with_gradients(more)
             job.ledger.accounts[Tier.DEVICE].planned_nbytes += more
-            job.prefetcher.plan_gradients(more)
+            job.prefetcher.autograd_nbytes += more
         self._pass.gradients = None
         with job.store.guarding():
             self._pass.gradients = self._make_gradient_room(unit)

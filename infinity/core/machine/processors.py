@@ -46,14 +46,10 @@ def own_part() -> int:
         return available()
     mine, *others = _ranks
     part = sum(1 / (1 + sum(processor in other for other in others)) for processor in mine)
-    return max(
-        1, min(int(part + 1e-9), available() // len(_ranks) if _is_limited(mine) else available())
-    )
-
-
-def _is_limited(mine: set[int]) -> bool:
-    """Returns whether a quota is below this process's affinity: the ranks share that, too."""
-    return available() < len(mine)
+    most = available()
+    if most < len(mine):  # a quota is below this process's affinity: the ranks share that, too
+        most //= len(_ranks)
+    return max(1, min(int(part + 1e-9), most))
 
 
 def for_updates(torch_threads: int) -> int:

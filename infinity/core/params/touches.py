@@ -67,7 +67,7 @@ class Touches:
             job.uses.check(Operation.WRITE_VALUE if writes else Operation.TOUCH, operation)
             is_misuse = mistakes.is_misuse()
             for handle in handles:
-                if is_misuse or self._needs_others(handle):
+                if is_misuse or handle.unit.is_sharded or not is_plain(handle.param):
                     raise self._refuse(handle, operation)
             start, cost = time.perf_counter(), self._cost_of(operation)
             held: list[ParamUnit] = []
@@ -121,10 +121,6 @@ class Touches:
         cost.count += 1
         cost.operations.setdefault(operation)
         return cost
-
-    @staticmethod
-    def _needs_others(handle: ParamHandle) -> bool:
-        return handle.unit.is_sharded or not is_plain(handle.param)
 
     def _watch(self, handle: ParamHandle, *, is_counted: bool) -> None:
         """Watches for a write that torch does not count. Keeps the value before, if home would not

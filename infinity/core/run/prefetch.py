@@ -76,7 +76,7 @@ class Prefetcher:
         self.units, self.schedule = units, schedule
         self._store, self._ledger, self._journal = store, ledger, journal
         self._window, self._slots = Window(window_nbytes), StagingSlots(units, store)
-        self._autograd_nbytes = autograd_nbytes  # for gradients, beside the window
+        self.autograd_nbytes = autograd_nbytes  # for gradients, beside the window
         self._explain = explain
         # The host cannot time the compute of a device that runs asynchronously.
         self.look_ahead = LookAhead(units_ahead, is_fixed=device.overlaps)
@@ -308,15 +308,11 @@ class Prefetcher:
     def make_gradient_room(self, nbytes: int) -> None:
         """Evicts idle units, then ones the backward can spare, until autograd can make ``nbytes``
         of gradients."""
-        while self._resident_nbytes() + nbytes > self._window.nbytes + self._autograd_nbytes:
+        while self._resident_nbytes() + nbytes > self._window.nbytes + self.autograd_nbytes:
             if idle := self._idle():
                 self._evict(idle[0])
             elif not self._give_way():
                 return
-
-    def plan_gradients(self, nbytes: int) -> None:
-        """Leaves ``nbytes`` more for gradients beside the window."""
-        self._autograd_nbytes += nbytes
 
     def narrow(self, nbytes: int) -> None:
         """Takes ``nbytes`` of the planned window away until the next call; between passes, and the
@@ -327,7 +323,7 @@ class Prefetcher:
             + max(
                 0,
                 unit.weight_nbytes * any(handle.grad is not None for handle in unit.handles)
-                - self._autograd_nbytes,
+                - self.autograd_nbytes,
             )
             for unit in self.units
         ]

@@ -86,7 +86,7 @@ class Gathered(Unit):
         self.index, self.flat_params, self.asked = index, (), asked
         self.is_staged_from_disk = self.lies_on_disk = on_disk
         self.copies_while_fetching = False
-        self.arrival = SimpleNamespace(event=PAST, comes_ahead=True, experts=None)
+        self.arrival = SimpleNamespace(event=PAST, comes_ahead=True, rows=None)
         self.exposure = SimpleNamespace(begin=lambda **_: None, end=lambda: None)
         self.buffers = SimpleNamespace(note_use=lambda event: None)
 

@@ -19,7 +19,7 @@ class Unit:
     """A unit whose buffer holds the numbers 1 to 16."""
 
     name, stays, pinned, buffers = "a unit", False, None, ()
-    arrival = SimpleNamespace(experts=None)
+    arrival = SimpleNamespace(rows=None)
 
     def __init__(self) -> None:
         self.version, self.in_use = 3, None
