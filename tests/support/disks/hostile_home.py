@@ -2,11 +2,12 @@
 
 Words used here:
 
-**turn**: the begin of an outermost use. Every array that no running pass needs is then brought from
-disk to memory, or from memory to disk. Half of a flat param's arrays are on disk at any time, and
-each turn makes new memory. **poison**: bytes of 0xFF, which are NaN in every floating dtype. A turn
-poisons what it leaves. Poisoned are also device buffers, as they are freed and as they are made,
-staged bytes once they were copied, and memory as it is leased.
+**turn**: the begin of an outermost use, of two at most after each pass and each step. Every array
+that no running pass needs is then brought from disk to memory, or from memory to disk. Half of a
+flat param's arrays are on disk at any time, and each turn makes new memory. **poison**: bytes of
+0xFF, which are NaN in every floating dtype. A turn poisons what it leaves. Poisoned are also device
+buffers, as they are freed and as they are made, staged bytes once they were copied, and memory as
+it is leased.
 
 A feature that keeps a place, memory or a view over two uses computes with NaN, or raises. A wrap is
 at this home if one of its folders for NVMe is made by :func:`hostile_folder`; all of its state is
@@ -109,7 +110,8 @@ class Turns(seams.Extension):
         ]
         job.prefetcher.release_all(units)
         places = {array: tier for unit in units for array, tier in self._places(unit)}
-        with job.store.guarding():
+        # Memory that is made in a user's inference mode could not be written to outside of it.
+        with job.store.guarding(), torch.inference_mode(False), torch.no_grad():
             self._bring(places)
         for unit in units:
             for each in (unit, *unit.pinned):
@@ -224,11 +226,12 @@ class PoisonedReads(ThroughHost):
         return is_hostile(config)
 
     def arrived(self, transfer, address, nbytes):
-        staged = super().arrived(transfer, address, nbytes)
-        if self.given is not None:
-            self.given.fill_(POISON)
-        self.given = staged.clone()
-        staged.fill_(POISON)
+        with torch.inference_mode(False):  # whatever the user's
+            staged = super().arrived(transfer, address, nbytes)
+            if self.given is not None:
+                self.given.fill_(POISON)
+            self.given = staged.clone()
+            staged.fill_(POISON)
         return self.given
 
 
