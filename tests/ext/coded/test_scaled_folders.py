@@ -184,7 +184,7 @@ DAMAGE: dict[str, tuple[Callable, str]] = {
             "b_blocks": torch.zeros(2, 4, 2, 16, dtype=torch.uint8),
             "b_scales": torch.zeros(2, 4, 1, dtype=torch.uint8),
         },
-        r"b_scales has shape \(2, 4, 1\).*each block of \(2, 4, 2, 16\)",
+        r"b_scales has shape \(2, 4, 1\).*exponent per block of \(2, 4, 2, 16\)",
     ),
     "exponents of another dtype": (
         lambda made: {
