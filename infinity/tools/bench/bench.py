@@ -22,16 +22,16 @@ from typing import Any
 from ...errors import ConfigError, UsageError
 from ...files.outputs import Output, check_outputs
 from ..cli.values import a_count, positive_real, real_from_zero
-from .themes import IN_CHECKOUT, THEMES
+from .themes import THEMES
 
 MOST_THREADS = 1024
 
 
 class _Choices(tuple):
-    """The installed themes. Accepts those of a checkout too, which `run` refuses by name."""
+    """The installed themes. Accepts every name, since `run` says more of one that is not there."""
 
     def __contains__(self, theme: object) -> bool:
-        return super().__contains__(theme) or theme in IN_CHECKOUT
+        return True
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -128,16 +128,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the benchmarks, prints tables, and writes the file of `--save`; or compares files.
-    Raises UsageError for a theme that needs a checkout."""
-    for name in (args.theme, *args.more):
-        if name in IN_CHECKOUT:
-            raise UsageError(
-                f"{name} is one of the engine's own benchmarks, which are not installed. Run"
-                f" `python -m bench {name}` from the root of a checkout."
-            )
-    for name in ("results", "out", "svg"):
-        if getattr(args, name) is not None:
-            raise UsageError(f"--{name} is of `python -m bench report`: leave it out")
+    Raises UsageError for a theme that is not installed."""
     if args.theme == "compare":
         from . import compare
 
@@ -147,7 +138,13 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("--bound is of `infinity bench compare`: leave it out")
     names = [args.theme, *args.more]
     if unknown := [name for name in names if name not in THEMES and name != "all"]:
-        raise UsageError(no_theme(unknown[0], [*THEMES, "all"]))
+        raise UsageError(
+            f"{no_theme(unknown[0], [*THEMES, 'all', 'compare'])}. The engine's own benchmarks are"
+            f" not installed. Run `python -m bench {unknown[0]}` from the root of a checkout."
+        )
+    for name in ("results", "out", "svg"):
+        if getattr(args, name) is not None:
+            raise UsageError(f"--{name} is of `python -m bench report`: leave it out")
     chosen = [theme for name in names for theme in (THEMES if name == "all" else (name,))]
     return measure(args, THEMES, tuple(dict.fromkeys(chosen)))
 

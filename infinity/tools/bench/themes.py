@@ -1,4 +1,4 @@
-"""Themes: the names of the benchmarks that are installed, and of those that a checkout has."""
+"""Themes: the benchmarks that are installed. Those of the engine itself are in a checkout."""
 
 THEMES = {
     "machine": "infinity.tools.bench.machine",
@@ -6,37 +6,3 @@ THEMES = {
     "adam": "infinity.tools.bench.adam",
     "copy": "infinity.tools.bench.copies",
 }
-IN_CHECKOUT = (
-    "attention",
-    "checkpoint",
-    "cluster",
-    "disks",
-    "experts",
-    "rules",
-    "optimizers",
-    "gpu",
-    "gpu_train",
-    "idle",
-    "integrations",
-    "late_device",
-    "late_updates",
-    "meetings",
-    "meshes",
-    "shares",
-    "packed",
-    "past_host",
-    "pipeline",
-    "pool",
-    "ranks",
-    "report",
-    "slow_links",
-    "startup",
-    "step",
-    "tensor_parallel",
-    "tiling",
-    "touches",
-    "train",
-    "train_1b",
-    "train_ways",
-    "update",
-)

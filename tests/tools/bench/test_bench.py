@@ -391,7 +391,9 @@ def test_bad_options_are_refused(arguments, tells, capsys):
     assert checkout.main(["pool", *arguments]) == 2 and tells in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("theme", installed.IN_CHECKOUT)
+@pytest.mark.parametrize(
+    "theme", [*({*ALL} - {*installed.THEMES}), *({*checkout.COMMANDS} - {"compare"})]
+)
 def test_a_theme_of_a_checkout_is_refused_by_the_installed_command(theme, tmp_path, capsys):
     """Method: each with options of the report too; the message has the command to run."""
     assert main(["bench", theme, "--out", str(tmp_path / "page.html"), "--svg", str(tmp_path)]) == 2
@@ -400,9 +402,8 @@ def test_a_theme_of_a_checkout_is_refused_by_the_installed_command(theme, tmp_pa
 
 
 def test_a_checkout_has_every_theme():
-    """Compares the lists of both commands, and imports the module of every theme."""
-    assert {*THEMES, *APART, "report"} == {*installed.THEMES, *installed.IN_CHECKOUT}
-    assert len(installed.IN_CHECKOUT) == len(set(installed.IN_CHECKOUT))
+    """Method: imports the module of every theme; the installed ones are among them."""
+    assert installed.THEMES.keys() <= ALL.keys() == {*THEMES, *APART}
     for where in (THEMES | APART | installed.THEMES).values():
         name, _, function = where.partition(":")
         assert callable(getattr(importlib.import_module(name), function or "measure"))

@@ -70,7 +70,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "attention 2097152 --window 8 --q-tile 8 --kv-tile 8": ("SHAPE 2097152", "at most 1048576"),
     # --- bench ---
     "bench": ("required: (?i:theme)", HELP),
-    "bench disk": ("invalid choice: 'disk'", "choose from 'machine', 'io', 'adam', 'copy', 'all'"),
+    "bench disk": ("choose from machine, io, adam, copy, all", "`python -m bench disk` from"),
     "bench io adm": ("adm is no benchmark", "did you mean adam?"),
     "bench io --bound 0.1": ("--bound is of `infinity bench compare`", "leave it out"),
     "bench io --machine-file m.toml": ("--machine-file is of `bench machine`", "leave it out"),
@@ -82,7 +82,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "bench adam --scale 0": ("--scale 0", "above 0, and at most 100"),
     "bench adam --scale 1e9": ("--scale 1000000000", "above 0, and at most 100"),
     "bench adam --save text.txt": ("text.txt is a file that was not made by Infinity", ANOTHER),
-    "bench train": ("one of the engine's own benchmarks", "`python -m bench train` from"),
+    "bench train": ("The engine's own benchmarks", "`python -m bench train` from"),
     # --- clean, completion, env ---
     "clean --all": ("unrecognized arguments: --all", HELP),
     "clean nvme --force": ("unrecognized arguments: --force", HELP),
