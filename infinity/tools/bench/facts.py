@@ -26,19 +26,16 @@ DISTRIBUTION = "infinity-engine"
 
 def machine(folder: str = ".") -> dict[str, Any]:
     """Returns the facts of this machine, and of the disk under ``folder``."""
-    import torch
-
     from ... import native
     from ...core.machine import disk_profile
 
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "processor": _processor(),
         "cores": psutil.cpu_count(),
         "cores_allowed": len(os.sched_getaffinity(0)),
         "simd": native.simd_unit(),
         "memory": f"{psutil.virtual_memory().total / 2**30:.0f} GiB",
-        "gpu": gpu,
+        "gpu": _gpu(),
         "disk": _disk(folder),
         "file_system": disk_profile.file_system(folder),
         "io": native.io_kind(),
@@ -110,6 +107,17 @@ def _git(root: Path, *arguments: str) -> str:
     except OSError:
         return ""
     return done.stdout.strip()
+
+
+def _gpu() -> str | None:
+    """The names of the GPUs, by their driver's tool: torch would take memory of them."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    names = told.stdout.split("\n")[:-1] if told.returncode == 0 else []
+    return f"{len(names)} x {names[0].strip()}" if names else None
 
 
 def _processor() -> str:

@@ -209,6 +209,28 @@ def test_a_result_file_keeps_its_run():
     assert results.row_of(old).better == "less" and results.row_of(old).rounds == []
 
 
+@pytest.mark.parametrize(
+    "script, gpu",
+    [
+        ("echo 'NVIDIA H100'; echo 'NVIDIA H100'", "2 x NVIDIA H100"),
+        ("exit 9", None),
+        ("true", None),
+    ],
+)
+def test_a_machine_is_named_with_its_gpu(script, gpu, tmp_path, monkeypatch):
+    """Method: doubles of the driver's tool; its GPUs are in the facts and the name. Twins: a driver
+    that does not answer, and none. Two machines that differ in one fact differ."""
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = facts.machine(str(tmp_path))
+    assert found["gpu"] == gpu and ("h100" in facts.name_of(found)) == bool(gpu)
+    other = found | {"simd": "abacus"}
+    assert facts.name_of(other) != facts.name_of(found)
+    told = facts.differences({"machine": found, "versions": {}}, {"machine": other, "versions": {}})
+    assert told == [f"simd: {found['simd']} | abacus"]
+
+
 def test_a_commit_is_the_packages_own(tmp_path, monkeypatch):
     """Method: a copy of the package's file inside another repository does not record that one's
     commit; a checkout records its own."""
