@@ -81,17 +81,22 @@ class Progress:
     begins."""
 
     def __init__(self) -> None:
-        self._theme = self._last = ""
+        self._theme = self._loop = self._last = ""
         self._begun = 0.0
 
     def begin(self, number: int, count: int, theme: str) -> None:
         """Begins a theme."""
         self._theme = f"{number} of {count}: {theme}"
+        self.begin_loop("")
+
+    def begin_loop(self, what: str) -> None:
+        """Begins one of a theme's loops, whose rounds follow."""
+        self._loop = what
         self.tell("")
 
     def tell(self, what: str, *, detail: str = "", share: float | None = None) -> None:
         """Tells what is measured. ``detail`` and ``share``, of what is done, are for the bar."""
-        told, left = ", ".join(filter(None, (self._theme, what))), ""
+        told, left = ", ".join(filter(None, (self._theme, self._loop, what))), ""
         if not share:
             self._begun = time.monotonic()
         else:  # of this loop: how many follow it is the theme's own
@@ -115,8 +120,8 @@ PROGRESS = Progress()
 
 
 def tell(what: str) -> None:
-    """Prints progress on stderr: a measurement may take minutes."""
-    PROGRESS.tell(what)
+    """Prints on stderr what is measured now: it may take minutes."""
+    PROGRESS.begin_loop(what)
 
 
 class Ratio(float):

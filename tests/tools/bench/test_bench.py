@@ -509,6 +509,9 @@ def test_a_terminal_gets_a_bar_and_a_log_gets_lines(monkeypatch, capsys):
         assert told.count("\n") == count and "2 of 3: io, round 1 of 1" in told
         assert ("] 2 of 3: io, round 1 of 1, ours read" in told) == is_terminal
         assert ("of this loop left" in told) == is_terminal
+        rounds.tell("io.sweep")
+        alternate({"a": lambda: None}, 1)
+        assert "2 of 3: io, io.sweep, round 1 of 1" in capsys.readouterr().err
 
 
 def test_rows_are_shown_as_they_are_measured_and_rivals_after_them(capsys):
