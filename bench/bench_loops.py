@@ -21,7 +21,7 @@ from infinity.tools.bench import adam, io
 from infinity.tools.bench.rounds import alternate
 from infinity.tools.bench.settings import Settings
 
-from . import headline, pool, update
+from . import headline, loops, update
 
 MIB = 1024 * 1024
 UPDATED = (64 * MIB, 512 * MIB)  # bytes of state on disk
@@ -108,8 +108,8 @@ def test_update(benchmark, settings, state):
 
 def test_lease(benchmark, settings):
     """Measures a lease of pinned memory and its release."""
-    leases = native.PinnedPool(native.Region(pool.POOL_NBYTES, True, settings.threads))
-    held = [leases.try_lease(nbytes) for nbytes in pool.LEASE_NBYTES]
+    leases = native.PinnedPool(native.Region(loops.POOL_NBYTES, True, settings.threads))
+    held = [leases.try_lease(nbytes) for nbytes in loops.LEASE_NBYTES]
     record(
         benchmark,
         "pool",

@@ -145,6 +145,39 @@ def measure_large(settings: Settings) -> Measured:
     )
 
 
+RANK_SYSTEMS = [
+    "infinity_device",
+    "infinity_host",
+    "infinity_host_sent",
+    "fsdp2",
+    "fsdp2_cpu",
+    "deepspeed_cpu",
+]
+
+
+def measure_ranks(settings: Settings) -> Measured:
+    """Measures rows ``ranks.<processes>.<system>`` (tokens/s) and their peaks (GiB), for 1, 2 and 4
+    processes of this machine, over gloo. Both are of all ranks together; the processes share the
+    machine's cores. ``infinity_host_sent`` is ours with weights sent between the ranks, which read
+    each other's in shared memory else."""
+    found = Measured([])
+    for ranks in (1, 2, 4):
+        options = ["--batch", "2", "--steps", "4"]
+        found.add(
+            turns(
+                settings,
+                RANK_SYSTEMS,
+                "50M",
+                ROUNDS,
+                options=options,
+                name=f".{ranks}",
+                ranks=ranks,
+                theme="ranks",
+            )
+        )
+    return found
+
+
 def _size(settings: Settings) -> str:
     return "134M" if settings.scale >= 1 else "50M" if settings.scale >= 0.1 else "tiny"
 

@@ -33,14 +33,18 @@ IN_ALL = {
     "machine": Theme(
         "infinity.tools.bench.machine", "what limits training here", ("csrc/io", "csrc/memory")
     ),
-    "io": Theme("bench.io", "one file, read, written and both, beside fio", ("csrc/io",)),
-    "adam": Theme("bench.adam", "optimizer kernels in memory, beside torch", ("csrc/optim",)),
+    "io": Theme(
+        "bench.loops:measure_io", "one file, read, written and both, beside fio", ("csrc/io",)
+    ),
+    "adam": Theme(
+        "bench.loops:measure_adam", "optimizer kernels in memory, beside torch", ("csrc/optim",)
+    ),
     "update": Theme(
         "bench.update",
         "the optimizer's step over NVMe, beside its disk",
         ("csrc/io", "csrc/optim", "csrc/update"),
     ),
-    "pool": Theme("bench.pool", "leases of pinned memory", ("csrc/memory",)),
+    "pool": Theme("bench.loops:measure_pool", "leases of pinned memory", ("csrc/memory",)),
     "copy": Theme("infinity.tools.bench.copies", "memory to memory", ("csrc/memory",)),
     "step": Theme("bench.step", "a GPT-2 at every home, beside plain torch", ENGINE),
 }
@@ -66,7 +70,7 @@ APART_FROM_ALL = {
     "disks": Theme("bench.disks", "eight modelled disks", ("csrc/io", "infinity/core/homes")),
     "cluster": Theme("bench.cluster", "steps beside their plan", RANKS),
     "checkpoint": Theme("bench.checkpoint", "saves, loads and stalls", CHECKPOINTS),
-    "ranks": Theme("bench.ranks", "1, 2 and 4 processes, beside FSDP2", RANKS),
+    "ranks": Theme("bench.endtoend:measure_ranks", "1, 2 and 4 processes, beside FSDP2", RANKS),
     "meetings": Theme("bench.meetings", "what ranks' agreement costs", ("infinity/ranks",)),
     "meshes": Theme("bench.meshes", "steps on four meshes", RANKS),
     "shares": Theme("bench.shares", "batches by speed", ("infinity/ranks", "infinity/ext/shares")),

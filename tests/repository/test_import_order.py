@@ -325,7 +325,7 @@ def test_what_modules_import_from_each_other_is_there():
     found_here = of_the_checkout()
     assert absent(found_here) == []
     found_here["bench/meetings.py"] += "\n\ndef later():\n    from .launch import launch_ranks\n"
-    found_here["bench/io.py"] += (
+    found_here["bench/loops.py"] += (
         "\n\ndef later():\n    from infinity.tools.bench.io import Rawest\n"
     )
     found = "\n".join(absent(found_here))
