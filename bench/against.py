@@ -136,9 +136,10 @@ def pair(start: Start, name: str, folder: str, turns: int, chance: random.Random
                 shutil.rmtree(own, ignore_errors=True)
                 processes[tree] = start(tree, name, own)
                 stack.callback(processes[tree].close)
+            for tree in order:  # both prepare at the same time: nothing of it is measured
                 processes[tree].wait_ready()
-                if name not in ONCE:
-                    processes[tree].turn()  # a warm-up
+            for tree in order if name not in ONCE else ():
+                processes[tree].turn()  # a warm-up
             for _ in range(1 if name in ONCE else turns):
                 order.reverse()
                 times = {}

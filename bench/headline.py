@@ -237,8 +237,8 @@ JOBS: dict[str, Job] = {
 ONCE = ("import",)  # one turn of a process
 
 
-def main(name: str, folder: str, scale: float) -> None:
-    """Runs one job's turns as they are asked for."""
+def main(name: str, folder: str, scale: float, end: Callable[[], object] = lambda: None) -> None:
+    """Runs turns of a job as they are asked for, then ``end``, before anything is taken down."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     Path(folder).mkdir(parents=True, exist_ok=True)
@@ -247,9 +247,8 @@ def main(name: str, folder: str, scale: float) -> None:
         for _ in sys.stdin:
             seconds, cpu = turn()
             print(json.dumps({"seconds": seconds, "cpu": cpu}), file=answers, flush=True)
+        end()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], float(sys.argv[3]))
-    sys.stdout.flush()
-    os._exit(0)  # what it made need not be taken down
+    main(sys.argv[1], sys.argv[2], float(sys.argv[3]), end=lambda: os._exit(0))
