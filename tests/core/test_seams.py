@@ -13,6 +13,7 @@ import pytest
 import torch
 from inside import parts_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.core import seams
@@ -27,6 +28,7 @@ from infinity.core.seams import (
     Term,
     begin_extensions,
 )
+from infinity.core.units.residency import Residency
 from infinity.errors import ConfigError
 
 
@@ -146,6 +148,35 @@ def test_an_extension_is_told_of_each_event(listed):
     model, _ = wrap()
     model(torch.ones(1, 4)).sum().backward()
     assert Noting.told == []
+
+
+@pytest.mark.parametrize("how", ["whole", "failed", "repeated"])
+def test_an_extension_is_told_where_each_forward_computes_and_ends(how):
+    """Method: of the root, and of two owners, whose weights are there then; one that fails ends,
+    and one that the backward repeats is told again. Twin: an evaluation is told as well."""
+    model, _ = wrap()
+    events, told = parts_of(model).job.events, []
+
+    def begun(module: nn.Module, units: list[Any]) -> None:
+        assert all(unit.residency is Residency.RESIDENT for unit in units)
+        told.append((module, len(units)))
+
+    events.forward_begun.append(begun)
+    events.forward_ended.append(told.append)
+    first, last = model
+    owner = [(first, 1), first]
+    if how == "failed":
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.ones(1, 3))
+        assert told == [(model, 0), *owner, model]
+    elif how == "whole":
+        with torch.no_grad():
+            model(torch.ones(1, 4))
+        assert told == [(model, 0), *owner, (last, 1), last, model]
+    else:
+        x = torch.ones(1, 4, requires_grad=True)
+        checkpoint(first, x, use_reentrant=False).sum().backward()
+        assert told == owner * 2
 
 
 def raise_stop(*_: Any) -> None:
