@@ -73,7 +73,7 @@ class EndedSteps(Extension):
         self.has_ended = False
 
     def install(self, job: Job, model: object) -> None:
-        """Listens to steps."""
+        """Adds a listener for steps."""
         job.events.step_ended.append(self.note)
 
     def note(self, steps: int) -> None:

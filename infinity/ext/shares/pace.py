@@ -35,7 +35,7 @@ class Pace(Extension):
         self._running: list[_Forward] = []
 
     def install(self, job: Job, model: object) -> None:
-        """Listens to forwards."""
+        """Adds listeners for forwards."""
         job.events.forward_begun.append(self.begin)
         job.events.forward_ended.append(self.end)
 
