@@ -10,12 +10,13 @@ meeting  the first forward with gradients of a module that has a waiting optimiz
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -30,6 +31,8 @@ from ...core.step.optimizer import InfinityOptimizer
 from ...core.wrap.wrap import wrap_model
 from ...ext.class_step.class_code import plain_step
 from .meeting import STEPPING, Together, find_root, hand_over, params_of
+from .places import Places, release
+from .replicas import pass_on, replicas_of
 
 HOMES = ("device", "host", "nvme")
 MakeConfig = Callable[[nn.Module], Config | None]
@@ -42,16 +45,22 @@ class Auto:
 
     wrapped
         What was wrapped, in words.
+    shards
+        Whether ranks have a shard each. If not, each has all state, as under
+        DistributedDataParallel: scripts evaluate and save on the first rank alone.
     """
 
-    def __init__(self, make_config: MakeConfig, tell: Callable[[str], None]):
+    def __init__(self, make_config: MakeConfig, tell: Callable[[str], None], *, shards: bool):
         self.wrapped: list[str] = []
+        self._shards = shards
         self._make_config, self._tell, self._undo = make_config, tell, contextlib.ExitStack()
-        self._waiting: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._places, self._waiting = Places(self._stays), Waiting()
         self._at_work = False  # the engine makes optimizers and calls modules, too
         self._step = self._make_step()
         self._replace(torch.optim.Optimizer, "__init__", self._made)
         self._replace(nn.Module, "__call__", self._called)
+        self._places.replace(self._replace)
+        pass_on(self._replace)
 
     def __enter__(self) -> Auto:
         return self
@@ -62,7 +71,7 @@ class Auto:
     def stop(self) -> None:
         """Wraps no more models."""
         self._undo.close()
-        self._waiting.clear()
+        self._waiting.remove(list(self._waiting))
 
     def _replace(self, owner: type, name: str, make: Callable[..., Any]) -> None:
         """Replaces a method of ``owner`` until :meth:`stop`."""
@@ -81,7 +90,7 @@ class Auto:
 
     def _called(self, own: Callable[..., Any]) -> Callable[..., Any]:
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self._waiting and not self._at_work and torch.is_grad_enabled():
+            if (self._waiting or self._places) and not self._at_work:
                 self._meet(module)
             return own(module, *args, **kwargs)
 
@@ -101,13 +110,18 @@ class Auto:
         return step
 
     def _meet(self, module: nn.Module) -> None:
-        """Wraps ``module`` if it has parameters of waiting optimizers."""
-        own = set(module.parameters())
-        if any(not own.isdisjoint(params_of([each])) for each in self._waiting):
-            gc.collect()  # those that the script has dropped wait no more
+        """Wraps ``module`` if it has parameters of waiting optimizers and is trained, or would be
+        moved to its device now."""
+        asked = self._places.device_for(module) is not None
+        if asked or torch.is_grad_enabled():
+            own = set(module.parameters())
+            if any(not own.isdisjoint(params_of([each])) for each in self._waiting):
+                gc.collect()  # those that the script has dropped wait no more
             met = [each for each in self._waiting if not own.isdisjoint(params_of([each]))]
             if met:
                 self._wrap(met, module)
+        if asked:
+            self._places.move(lambda params: not params.isdisjoint(module.parameters()))
 
     def _wrap(
         self, optimizers: list[torch.optim.Optimizer], called: nn.Module | None = None
@@ -119,15 +133,56 @@ class Auto:
                 for each in optimizers:
                     if plain_step(vars(each).get("step", self._step)) is self._step:
                         vars(each).pop("step", None)  # else it is a step of the script's own
-                config = None if is_wrapped(root) else self._make_config(root)
-                _, stepping = wrap_model(root, optimizers, config)
+                config = None if is_wrapped(root) else self._config_of(root)
+                release(root)
+                mesh = None if is_wrapped(root) or self._shards else replicas_of(root)
+                _, stepping = wrap_model(root, optimizers, config, mesh=mesh)
                 for given, ours in zip(optimizers, stepping, strict=True):
                     hand_over(root, given, ours)
                 self.wrapped.append(told(root, optimizers))
                 self._tell(f"at home now: {self.wrapped[-1]}")
-            self._waiting.difference_update(optimizers)
+            self._waiting.remove(optimizers)
+            # What no optimizer steps is used beside the model from now on: a copy for an average
+            stepped = set(params_of(self._waiting))
+            self._places.move(lambda params: params.isdisjoint(stepped))
         finally:
             self._at_work = False
+
+    def _config_of(self, root: nn.Module) -> Config:
+        """Returns the configuration, with the device that the script asked for."""
+        config = self._make_config(root) or Config.make({"nvme_paths": AUTO})
+        device = self._places.device_for(root)
+        if config.device is not None or device is None:
+            return config
+        return dataclasses.replace(config, device=device)
+
+    def _stays(self, module: nn.Module) -> bool:
+        config = self._make_config(module)
+        return config is None or config.params != "device"
+
+
+class Waiting:
+    """Optimizers in the order in which they were made, as far as the script keeps them."""
+
+    def __init__(self) -> None:
+        self._all: list[weakref.ref[torch.optim.Optimizer]] = []
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter([alive for each in self._all if (alive := each()) is not None])
+
+    def __bool__(self) -> bool:
+        return bool(self._all)
+
+    def __contains__(self, optimizer: object) -> bool:
+        return any(each() is optimizer for each in self._all)
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Adds an optimizer."""
+        self._all.append(weakref.ref(optimizer, self._all.remove))
+
+    def remove(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Removes optimizers."""
+        self._all[:] = [each for each in self._all if all(each() is not one for one in optimizers)]
 
 
 def auto(config: Config | Mapping[str, Any] | str | os.PathLike | None = None) -> Auto:
@@ -145,7 +200,9 @@ def auto(config: Config | Mapping[str, Any] | str | os.PathLike | None = None) -
         if "nvme" in config.values():
             config["nvme_paths"] = AUTO
     made = None if config is None else Config.make(config)
-    return start(lambda root: made, logger.info)
+    shards = isinstance(config, Mapping) and "shard" in config
+    shards |= config is not None and not isinstance(config, Mapping)
+    return start(lambda root: made, logger.info, shards=shards)
 
 
 def told(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:
@@ -158,12 +215,12 @@ def told(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:
     )
 
 
-def start(make_config: MakeConfig, tell: Callable[[str], None]) -> Auto:
+def start(make_config: MakeConfig, tell: Callable[[str], None], *, shards: bool) -> Auto:
     """Starts to wrap models, in the place of what was started before."""
     global _running
     if _running is not None:
         _running.stop()
-    _running = Auto(make_config, tell)
+    _running = Auto(make_config, tell, shards=shards)
     return _running
 
 

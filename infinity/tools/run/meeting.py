@@ -18,6 +18,7 @@ from ...core.units.handle import handle_of
 # Calls of the optimizer that a script holds, which the one that steps answers.
 CALLS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 STEPPING = "_infinity_step"  # attribute of that optimizer: the same step, whatever replaces it
+TOGETHER = "_infinity_together"  # attribute of each of them: all
 
 
 class Together(nn.ModuleList):
@@ -55,7 +56,12 @@ def find_root(params: Sequence[torch.Tensor], called: nn.Module | None = None) -
         return None
     if called is not None and needed.issubset((root := inner(called)).parameters()):
         return root
-    modules.sort(key=lambda each: len(each[1]))
+    order = {param: number for number, param in enumerate(params)}  # the same on every rank
+
+    def rank(each: tuple[nn.Module, set[torch.Tensor]]) -> tuple[int, int]:
+        return len(each[1]), -min((order[param] for param in needed & each[1]), default=0)
+
+    modules.sort(key=rank)
     having = [each for each, own in modules if needed <= own]
     if any(handle_of(param) is not None for param in needed):
         having = [each for each in having if is_wrapped(each)] or having
@@ -68,7 +74,7 @@ def find_root(params: Sequence[torch.Tensor], called: nn.Module | None = None) -
             needed -= own
     root = Together(together)
     for each in together:
-        vars(each)["_infinity_together"] = root  # it has to live as long as they do
+        vars(each)[TOGETHER] = root  # it has to live as long as they do
     return root
 
 

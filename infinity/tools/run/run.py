@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as until_end:
         if args.json:
             until_end.enter_context(contextlib.redirect_stdout(sys.stderr))
-        auto = until_end.enter_context(start(make_config, _tell))
+        auto = until_end.enter_context(start(make_config, _tell, shards="shard" in settings))
         try:
             return _run(args)
         finally:

@@ -14,12 +14,14 @@ import json
 import re
 import runpy
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_torchrun
 
 from infinity.tools.cli import main
 
@@ -231,3 +233,35 @@ def test_a_trainer_prints_the_same(script, words, place):
         found.append([re.sub(r"'\w*(runtime|per_second)': '?[\d.e-]+'?", "", t) for t in texts])
         shutil.rmtree(place / "out")
     assert found[0] == found[1] and "loss" in found[0][-1]
+
+
+@pytest.mark.slow  # a process with the late device
+def test_a_model_is_not_moved_whose_home_is_elsewhere(place):
+    """Method: a device whose memory the host cannot read; a frozen teacher, a copy for an average
+    and an evaluation before any optimizer use it. Twins: a home on the device, and no engine."""
+    job = ROOT / "tests" / "support" / "jobs" / "script_late.py"
+    done = subprocess.run(
+        [sys.executable, str(job), str(SCRIPTS / "on_device.py"), str(place)],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["moved"] == [0, 1 << 20, 1 << 20]
+    for alone, with_engine in found["texts"]:
+        assert alone == with_engine and "weights at late:0" in alone and "late late" in alone
+
+
+@pytest.mark.slow  # two launches of ranks
+@pytest.mark.timeout(600)
+def test_ranks_under_torchrun_print_the_same(place):
+    """Method: another seed on each rank, buffers, micro-batches under no_sync, and a state dict of
+    the model and the optimizer on the first rank alone."""
+    ours = [sys.executable, "-m", "infinity", "run", "--params", "nvme", "--optimizer", "host"]
+    found = []
+    for command in ([], ["--no-python", *ours, "--nvme-path", str(place)]):
+        done = run_torchrun(2, [*command, str(SCRIPTS / "ddp.py"), "2"], seconds=280)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(sorted(done.stdout.splitlines()))
+    assert found[0] == found[1] and len(found[0]) == 17
