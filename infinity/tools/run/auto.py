@@ -32,7 +32,7 @@ from ...core.wrap.wrap import wrap_model
 from ...ext.class_step.class_code import plain_step
 from .meeting import STEPPING, Together, find_root, hand_over, params_of
 from .places import Places, release
-from .replicas import pass_on, replicas_of
+from .replicas import pass_on, refuse_sharded, replicas_of
 
 HOMES = ("device", "host", "nvme")
 MakeConfig = Callable[[nn.Module], Config | None]
@@ -130,6 +130,7 @@ class Auto:
         try:
             root = find_root(params_of(optimizers), called)
             if root is not None:
+                refuse_sharded(root)
                 for each in optimizers:
                     if plain_step(vars(each).get("step", self._step)) is self._step:
                         vars(each).pop("step", None)  # else it is a step of the script's own

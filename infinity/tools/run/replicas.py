@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +31,20 @@ def replicas_of(root: nn.Module) -> Any:
     kind = "cpu" if dist.get_backend() == "gloo" else params[0].device.type
     names = ("dp_replicate", "dp_shard")
     return dist.init_device_mesh(kind, (dist.get_world_size(), 1), mesh_dim_names=names)
+
+
+def refuse_sharded(root: nn.Module) -> None:
+    """Raises ConfigError if FSDP has divided parameters of ``root``."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    kinds = fsdp.FullyShardedDataParallel, fsdp.FSDPModule
+    if any(isinstance(each, kinds) for each in root.modules()):
+        raise ConfigError(
+            f"FSDP has divided the parameters of {type(root).__name__}: run the script without it."
+            " With DistributedDataParallel, or none, `infinity run --shard parameters` gives each"
+            " rank its shard."
+        )
 
 
 def pass_on(replace: Callable[[type, str, Callable[..., Any]], None]) -> None:

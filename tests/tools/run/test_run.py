@@ -265,3 +265,33 @@ def test_ranks_under_torchrun_print_the_same(place):
         assert done.returncode == 0, done.stderr[-3000:]
         found.append(sorted(done.stdout.splitlines()))
     assert found[0] == found[1] and len(found[0]) == 17
+
+
+GROUP = """
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from torch.nn.parallel import DistributedDataParallel as DDP
+"""
+OVER_RANKS = {
+    "model = DDP(model, process_group=dist.new_group([0]))": "process_group",
+    "model = DDP(model).register_comm_hook(None, print)": "register_comm_hook",
+    "optimizer = None; model = DDP(model)": "Make the optimizer first",
+    "from torch.distributed.fsdp import fully_shard; fully_shard(model)\n"
+    "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)": "FSDP has divided",
+}
+
+
+@pytest.mark.parametrize("change", OVER_RANKS)
+def test_what_averages_otherwise_is_told_before_the_first_step(change, place, capsys):
+    """Twin: DistributedDataParallel as it is trains."""
+    import torch.distributed as dist
+
+    for text, status in ((change, 2), ("model = DDP(model)", 0)):
+        try:
+            made = script_of(place, MODEL + GROUP + text + LOOP)
+            assert main(["run", "--params", "host", "--optimizer", "host", made]) == status
+        finally:
+            dist.destroy_process_group()
+        out, err = capsys.readouterr()
+        assert out == ("" if status else "step 0\nstep 1\n")
+        assert OVER_RANKS[change] in err or not status
