@@ -156,6 +156,7 @@ seams.EXTENSIONS[:] = (
     "ext.tiles.layout.TiledLayers",  # before those that run what is there in their own way
     "ext.blocks.blocks.Blocks",
     "ext.packed.packed.PackedWeights",
+    "ext.checkpoint.meta_init.ElsewhereValues",
     "ext.pipeline.shared.Shared",
     "ext.rows.chosen_experts.RowReaders",
     "ext.dtensor.in_common.InCommon",

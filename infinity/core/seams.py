@@ -79,6 +79,18 @@ class NoValues:
         """Raises nothing."""
 
 
+class FirstValues:
+    """Values of one model's parameters as it is wrapped: in its memory, in files, or drawn."""
+
+    def fill(self, homes: Any, sent: set[Any]) -> None:
+        """Sends the values of parameters that are not in ``sent`` to ``homes``
+        (:class:`~infinity.core.wrap.send_home.Homes`), and adds those to ``sent``. Makes their
+        tensors, and buffers, real. Raises ConfigError. Every rank calls this; it reads files."""
+
+    def undo(self) -> None:
+        """Restores the model, at any time. Idempotent."""
+
+
 class Change:
     """A change of one model that a wrap makes before it reads it."""
 
@@ -178,6 +190,13 @@ class Extension:
         return ()
 
     @classmethod
+    def unlisted(cls, model: Any) -> Iterable[tuple[str, Any]]:
+        """Returns the tensors that ``model`` has beside its parameters and buffers, and that stay
+        with it: names and places (:class:`~infinity.core.wrap.described_model.Place`). May not
+        fail."""
+        return ()
+
+    @classmethod
     def describe_ranks(cls, config: Any, ranks: Any) -> Any:
         """Returns ``ranks``, completed by what it knows of them. Every rank calls this."""
         return ranks
@@ -189,6 +208,11 @@ class Extension:
         has a ``key`` of its own, ``is_sure``: whether it holds whatever the code does,
         ``rows(ways)``: weights and their rows, and ``tell(groups, config)``."""
         return ()
+
+    @classmethod
+    def first_values(cls, model: Any, config: Any) -> FirstValues | None:
+        """Returns values of ``model`` that are elsewhere than in its memory. Changes nothing."""
+        return None
 
     @classmethod
     def check_blocks(cls, config: Any, model: Any, blocks: Sequence[tuple[str, Any]]) -> None:

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from ...choices import AUTO
 from ...config import Config
 from ...errors import ConfigError
-from ...ext.packed.packed import small_parts
 from ...ranks.collectives import Collectives
 from ...ranks.parallel_dims import ParallelDims
 from ..machine import numa, processors
@@ -212,7 +211,7 @@ def compare_common_values(model: DescribedModel, collectives: Collectives) -> No
 
 def broadcast_rest(model: DescribedModel, collectives: Collectives) -> None:
     """Overwrites buffers and unmanaged parameters with the first rank's. Every rank calls this."""
-    small = small_parts(model.module)  # those of subclasses, and what no module lists
+    small = {name: place.tensor for name, place in model.unlisted}
     for name, tensor in [*model.unmanaged.items(), *model.buffers.items(), *small.items()]:
         if (
             collectives.ranks.data_size > 1

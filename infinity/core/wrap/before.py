@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...ext.checkpoint.meta_init import Materialized
-from ...ext.packed.packed import named_places, small_places
 from ...torch_private import clear_python_key
+from ..seams import FirstValues
 from ..units.forms import form_of, local_of
 from ..units.inner import has_inner
-from .described_model import DescribedModel
+from .described_model import DescribedModel, unlisted_in
 
 
 class Before:
@@ -32,7 +31,7 @@ class Before:
     )
 
     def __init__(self, model: DescribedModel, optimizers: Sequence[torch.optim.Optimizer]):
-        self.materialized: Materialized | None = None  # undone by restore(), too
+        self.values: list[FirstValues] = []  # undone by restore(), too
         self._modules = [
             (
                 module,
@@ -47,7 +46,7 @@ class Before:
         ]
         self._params = [_ParamBefore(param) for param in model.names]
         self._buffers = [(buffer, buffer.data) for buffer in model.buffers.values()]
-        self._small = [(place, place.tensor) for _, place in small_places(model.module)]
+        self._small = [(place, place.tensor) for _, place in model.unlisted]
         self._optimizers = [
             (optimizer, dict(optimizer.__dict__), dict(optimizer.state)) for optimizer in optimizers
         ]
@@ -63,8 +62,8 @@ class Before:
                     hooks.update(hooks_of.get(name, {}))
         for param in self._params:
             param.restore()
-        if self.materialized is not None:
-            self.materialized.undo()
+        for values in self.values:
+            values.undo()
         for buffer, data in self._buffers:
             if buffer.device != data.device:
                 buffer.data = data
@@ -135,7 +134,7 @@ class MovedRest:
             if not tensor.is_meta and tensor.device != where:
                 self._from[tensor] = tensor.device
                 tensor.data = tensor.data.to(where)
-        for name, place in small_places(model.module):
+        for name, place in model.unlisted:
             if not place.tensor.is_meta and place.tensor.device != where:
                 self._small[name] = place.tensor.device
                 place.put(place.tensor.to(where))
@@ -145,7 +144,7 @@ class MovedRest:
         for tensor, where in self._from.items():
             tensor.data = tensor.data.to(where)
         if self._small and (model := self._model()) is not None:
-            for name, place in list(named_places(model)):
+            for name, place in unlisted_in(model):
                 if name in self._small:
                     place.put(place.tensor.to(self._small[name]))
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -50,6 +50,22 @@ def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
     return own_class and not hasattr(param, STAYS)
 
 
+class Place(Protocol):
+    """The place of a tensor that no module lists and that stays there."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor."""
+
+    def put(self, tensor: torch.Tensor) -> None:
+        """Replaces it."""
+
+
+def unlisted_in(module: nn.Module) -> list[tuple[str, Place]]:
+    """Lists the places of what no module lists, with their names."""
+    return [each for kind in kinds() for each in kind.unlisted(module)]
+
+
 def can_step(param: torch.Tensor, config: Config) -> bool:
     """Tells whether there are kernels to step ``param`` with, at a home."""
     dtype = config.param_dtype or param.dtype
@@ -69,6 +85,7 @@ class DescribedModel:
     named: list[tuple[str, nn.Parameter]]  # all names, of tied parameters too
     names: dict[torch.Tensor, list[str]]  # of each parameter, all
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    unlisted: list[tuple[str, Place]] = field(default_factory=list)
 
     # What extensions add.
     alone: set[torch.Tensor] = field(default_factory=set)  # a unit each
@@ -79,8 +96,10 @@ class DescribedModel:
     codes: set[torch.Tensor] = field(default_factory=set)  # whose bytes are no numbers
     kept: set[torch.Tensor] = field(default_factory=set)  # which keep their own dtype
 
-    def read_buffers(self) -> None:
-        """Reads the buffers anew: of a model on meta, they are others once they are real."""
+    def read_rest(self) -> None:
+        """Reads anew what stays with the modules: of a model on meta, buffers and unlisted tensors
+        are others once they are real."""
+        self.unlisted[:] = unlisted_in(self.module)
         buffers = self.module.named_buffers()
         self.buffers.update((name, each) for name, each in buffers if not always_rests(each))
 
@@ -185,7 +204,7 @@ def read_model(module: Any) -> DescribedModel:
         named,
         names,
     )
-    model.read_buffers()
+    model.read_rest()
     for kind in kinds():
         kind.describe_model(model)
     return model

@@ -11,7 +11,9 @@ from ...errors import ConfigError
 from ...files.boxes import Box, boxes_of_run
 from ...ranks.collectives import Collectives
 from ..homes.arrays import ArrayIO
+from ..machine.progress import progress
 from ..run.job import Job
+from ..seams import FirstValues
 from ..step.recognised import Optimizers
 from ..units.flat_param import FlatParam
 from ..units.forms import division_of, gathered, is_plain, like, local_of
@@ -23,7 +25,7 @@ class Homes:
     engine."""
 
     def __init__(self, job: Job, store: ArrayIO):
-        self._store, self._collectives = store, job.collectives
+        self.store, self._collectives = store, job.collectives
         flat_params = [flat for unit in job.units for flat in unit.flat_params]
         self._places = {
             param: (flat, index) for flat in flat_params for index, param in enumerate(flat.params)
@@ -36,7 +38,7 @@ class Homes:
                 values.clone(), "the initial values", over_tensors=True
             )
         if is_plain(param):
-            flat_param.write_first_values(self._store, index, begin, values)
+            flat_param.write_first_values(self.store, index, begin, values)
             return
         part = self._part(param)
         for box, first in boxes_of_run(
@@ -51,7 +53,7 @@ class Homes:
                     for dim, offset in enumerate(here.offset)
                 )
                 flat_param.write_first_values(
-                    self._store, index, at, common.moved(box.offset, -1).of(run).reshape(-1)
+                    self.store, index, at, common.moved(box.offset, -1).of(run).reshape(-1)
                 )
 
     def span(self, param: nn.Parameter) -> tuple[int, int]:
@@ -75,12 +77,28 @@ class Homes:
 
     def recall(self, param: nn.Parameter) -> torch.Tensor:
         flat_param, index = self._places[param]
-        return gathered(like(param, flat_param.read_value(self._store, index)))
+        return gathered(like(param, flat_param.read_value(self.store, index)))
 
     @staticmethod
     def _part(param: nn.Parameter) -> Box:
         """Returns this rank's part of the global tensor."""
         return Box(division_of(param).offset, tuple(local_of(param).shape))
+
+
+class OwnValues(FirstValues):
+    """What a model and its optimizers have in memory: values, moments and gradients."""
+
+    def __init__(self, job: Job, optimizers: Optimizers):
+        self._optimizers = optimizers
+        self._units = list(zip(job.units, job.planned.sizes))
+
+    def fill(self, homes: Homes, sent: set[nn.Parameter]) -> None:
+        total = sum(size.shard_nbytes for _, size in self._units)
+        with progress("sending the values home", total) as advance:
+            for unit, size in self._units:
+                for flat_param in unit.flat_params:
+                    send_flat_param_home(homes.store, flat_param, self._optimizers, done=sent)
+                advance(size.shard_nbytes)
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ...errors import ConfigError
-from ...ext.packed.packed import small_parts
 from ..machine.sizes import format_nbytes
 from ..units.added import always_rests
 from ..units.forms import is_plain, local_of
@@ -30,7 +29,7 @@ def unmoved_nbytes(model: DescribedModel) -> int:
     }
     found: dict[tuple[str, int], int] = {}
     rest = [p for p in model.unmanaged.values() if not has_inner(p)]
-    for tensor in (*model.buffers.values(), *rest, *small_parts(model.module).values()):
+    for tensor in (*model.buffers.values(), *rest, *(place.tensor for _, place in model.unlisted)):
         if always_rests(tensor):
             continue
         if _has_storage(tensor):

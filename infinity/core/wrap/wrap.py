@@ -22,7 +22,6 @@ from ... import native
 from ...choices import AUTO
 from ...config import Config
 from ...errors import CapacityError
-from ...ext.checkpoint.meta_init import Materialized
 from ...ext.rows.experts import divides_experts
 from ...ranks.collectives import Collectives
 from ...ranks.mesh import join_device, join_node, parallel_dims
@@ -30,7 +29,6 @@ from ...ranks.parallel_dims import ParallelDims
 from ..grads.tables import install_tables
 from ..homes.write_behind import writing_behind
 from ..machine.device import Device
-from ..machine.progress import progress
 from ..machine.traffic import Traffic
 from ..params.state_dict import install_state_dict
 from ..run.build import build_engine
@@ -38,7 +36,7 @@ from ..run.context import found_weakly
 from ..run.engine import Engine
 from ..run.hooks import install_hooks
 from ..run.registry import RECORD, Wrapped, is_wrapped, wrapped
-from ..seams import kinds
+from ..seams import FirstValues, kinds
 from ..step.recognised import Optimizers, as_given, like_given
 from ..units.flat_param import FlatParam
 from ..units.forms import division_of
@@ -64,7 +62,7 @@ from .make_optimizer import make_optimizer
 from .partition import Group
 from .parts import Parts
 from .remedies import with_larger_budgets
-from .send_home import Homes, send_flat_param_home
+from .send_home import Homes, OwnValues
 from .unmoved import report_unmoved
 
 logger = logging.getLogger(__name__)
@@ -234,14 +232,14 @@ def _wrap(
         for listener in engine.job.events.allocated:
             listener(engine.job)
     with collectives.together("sending the values home"):
-        # Meta tensors become real.
-        before.materialized = Materialized(model, config.weights, is_managed)
-        _send_home(engine, before.materialized, optimizers)
+        found = (kind.first_values(described, config) for kind in kinds())
+        before.values = [values for values in found if values is not None]
+        _send_home(engine, [*before.values, OwnValues(engine.job, optimizers)])
         engine.job.store.arrays.await_pages()
         device.warm(plan.device_window_nbytes)
         for unit in units:
             unit.allocate()
-        described.read_buffers()
+        described.read_rest()
         broadcast_rest(described, collectives)
         rest = MovedRest(described, device.where)
         report_unmoved(described)
@@ -264,19 +262,12 @@ def _make_units(
     return units
 
 
-def _send_home(engine: Engine, materialized: Materialized, optimizers: Optimizers) -> None:
-    """Copies every value, moment and gradient home. Values of a model on meta come first, from its
-    file or its modules."""
-    job = engine.job
-    with writing_behind(job.store) as store:
-        materialized.fill(Homes(job, store))
-        with progress(
-            "sending the values home", sum(size.shard_nbytes for size in engine.job.planned.sizes)
-        ) as advance:
-            for unit, size in zip(job.units, engine.job.planned.sizes):
-                for flat_param in unit.flat_params:
-                    send_flat_param_home(store, flat_param, optimizers, done=materialized.sent)
-                advance(size.shard_nbytes)
+def _send_home(engine: Engine, values: Sequence[FirstValues]) -> None:
+    """Copies every value, moment and gradient home. Meta tensors become real."""
+    with writing_behind(engine.job.store) as store:
+        homes, sent = Homes(engine.job, store), set[nn.Parameter]()
+        for each in values:
+            each.fill(homes, sent)
 
 
 def _blocks(model: DescribedModel, groups: list[Group]) -> list[tuple[str, nn.Module]]:

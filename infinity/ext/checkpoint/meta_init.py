@@ -22,9 +22,11 @@ import torch
 from torch import nn
 
 from ...core.params.tensors import put, take_storage
+from ...core.seams import Extension, FirstValues
 from ...core.units.added import always_rests, named_tensors, tensors_of
 from ...core.units.forms import is_plain, like, local_of
 from ...core.units.inner import has_inner
+from ...core.wrap.described_model import is_managed
 from ...core.wrap.parts import parts_of
 from ...errors import ConfigError
 from ...files.module_names import Incoming, base_of, is_of_adapter, may_lack
@@ -41,9 +43,17 @@ from .initialiser import PIECE_ELEMENTS, Home, Initialiser
 NOTED = {"_weight_conversions", "quantization_config"}
 
 
-class Materialized:
-    """Makes meta tensors of ``model`` real. Managed parameters end empty, their values at home, and
-    are in :attr:`sent`; all other tensors keep their bytes. :meth:`undo` restores the model."""
+class ElsewhereValues(Extension):
+    """The values of a model on meta, or of a folder."""
+
+    @classmethod
+    def first_values(cls, model: Any, config: Any) -> Materialized:
+        return Materialized(model.module, config.weights, is_managed)
+
+
+class Materialized(FirstValues):
+    """Makes meta tensors of ``model`` real. Managed parameters end empty, their values at home; all
+    other tensors keep their bytes."""
 
     def __init__(
         self,
@@ -67,12 +77,13 @@ class Materialized:
         self._noted: list[tuple[Any, dict]] = []
         self.sent: set[nn.Parameter] = set()
 
-    def fill(self, home: Home) -> None:
+    def fill(self, homes: Home, sent: set[nn.Parameter]) -> None:
         """Sends the value of every meta tensor home. Raises ConfigError, naming the tensor, if
         there is no source for it. Every rank calls this; it reads files."""
         self._take_apart()
-        self._fill(home)
+        self._fill(homes)
         self._put_together()
+        sent |= self.sent
 
     def _take_apart(self) -> None:
         """Substitutes a global meta tensor for every distributed parameter on meta."""

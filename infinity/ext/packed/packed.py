@@ -172,6 +172,10 @@ class PackedWeights(Extension):
                 # Codes in one Parameter, and their scales in others
                 model.kept.update(param for name, param in own.items() if name != "bias")
 
+    @classmethod
+    def unlisted(cls, model: nn.Module) -> list[tuple[str, Place]]:
+        return small_places(model)
+
 
 class Packed(Change):
     """The packed weights of one model, in the form in which the engine moves them."""
