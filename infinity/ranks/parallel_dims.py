@@ -14,7 +14,6 @@ ep                 expert parallelism: each data rank of an ep axis has other ex
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from typing import Any
 
 import torch.distributed as dist
@@ -46,7 +45,6 @@ class ParallelDims:
     rank: int = 0
     size: int = 1
     local_size: int = 1  # ranks on this machine, which share its memory and disks
-    machine_share: Fraction = Fraction(1)  # this rank's fraction of the machine's budget
     shard: str = "parameters"  # also sharded: "optimizer" < "gradients" < "parameters"
     encoding: Any = None  # in which gathered weights are sent, with losses; None: as they are
     reduction: str = "ordered"  # sums of gradients: "ordered" by rank, or "fast" in the transport
@@ -57,7 +55,6 @@ class ParallelDims:
     tp_group: Channel | None = None
     cp_group: Channel | None = None
     pp_group: Channel | None = None
-    stage_prefix: str = ""  # prefix of this stage's names, if stages use the same
     expert_group: ExpertGroup | None = None  # if the shard group divides experts
     ep_size: int = 1  # ranks over which these tensors are divided; > 1 in `as_experts_see`
     node_group: Channel | None = None  # this machine's ranks, if they share gathered weights

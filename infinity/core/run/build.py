@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import partial
 
 from ... import native
@@ -91,15 +92,17 @@ def build_engine(
     stepping: bool,
     device: Device,
     collectives: Collectives,
+    share: Fraction = Fraction(1),
+    prefix: str = "",
     explain: Explain = no_more,
 ) -> Engine:
     """Allocates the homes and all other lasting memory, and makes the engine.
 
-    ``stepping``: an optimizer steps the parameters. ``explain``: see
-    :class:`Prefetcher`. Raises CapacityError or StorageError with
-    everything freed.
+    ``stepping``: an optimizer steps the parameters. ``share``: this rank's fraction of its machine.
+    ``prefix``: see :class:`Job`. ``explain``: see :class:`Prefetcher`. Raises CapacityError or
+    StorageError with everything freed.
     """
-    base, later = _make_base(config, plan, units, device, collectives), Later()
+    base, later = _make_base(config, plan, units, device, collectives, share), Later()
     store, updates = base.store, base.updates
     homes = [flat.homes for unit in units for flat in unit.flat_params]
     recorded, names, closed = updates.recorded, updates.names, base.events.closed
@@ -111,7 +114,9 @@ def build_engine(
         if stepping:
             updates.use(resources.make_updater(), device, plan.device_slot_nbytes)
         prefetcher = _make_prefetcher(base, later, explain)
-        job = _make_job(base, Planned(plan, sizes), resources, later, prefetcher, stepping=stepping)
+        job = _make_job(
+            base, Planned(plan, sizes), resources, later, prefetcher, prefix, stepping=stepping
+        )
         engine = Engine(job, resources, free)
         later.set(engine)
         return engine
@@ -126,10 +131,11 @@ def _make_base(
     units: list[ParamUnit],
     device: Device,
     collectives: Collectives,
+    share: Fraction,
 ) -> _Base:
     """Makes the parts that the others are built on. Allocates no home yet."""
     traffic = collectives.traffic
-    ledger = Ledger(collectives.ranks.machine_share)
+    ledger = Ledger(share)
     events = Events(moved=traffic.moved)
     extensions = begin_extensions(config, device, collectives, events)
     budgets = (config.device_memory, config.host_memory, config.nvme_capacity)
@@ -160,6 +166,7 @@ def _make_job(
     resources: Resources,
     later: Later,
     prefetcher: Prefetcher,
+    prefix: str,
     *,
     stepping: bool,
 ) -> Job:
@@ -180,6 +187,7 @@ def _make_job(
         device=base.device,
         collectives=collectives,
         ranks=collectives.ranks,
+        prefix=prefix,
         traffic=collectives.traffic,
         ledger=base.ledger,
         store=store,

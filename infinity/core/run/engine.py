@@ -204,7 +204,7 @@ class Engine:
 
     def refusal(self, handle: ParamHandle, operation: str) -> UsageError:
         """Makes the error for using a parameter at home."""
-        own_name = handle.name.removeprefix(self.job.ranks.stage_prefix)
+        own_name = handle.name.removeprefix(self.job.prefix)
         instead = mistakes.advice(handle.param) or mistakes.USE_FULL_PARAMS.format(own_name)
         return UsageError(
             f"{operation} on parameter {handle.name}, which is at home on"

@@ -68,6 +68,7 @@ class Job:
     device: Device
     collectives: Collectives
     ranks: ParallelDims
+    prefix: str  # of its parameters' names in checkpoints, if stages have the same names
     traffic: Traffic
     ledger: Ledger
     store: ArrayStore

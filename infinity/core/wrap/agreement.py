@@ -1,5 +1,9 @@
 """Agreement: compares wrap_model's inputs over the ranks, and divides a machine's memory, disks and
-processors among its ranks."""
+processors among its ranks.
+
+declared   what one rank has been given, as far as the others must know it. The model is read for it
+           once; then ranks exchange what they declared
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,13 @@ import hashlib
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from ...choices import AUTO
 from ...config import Config
@@ -48,11 +53,75 @@ def describe_config(config: Config) -> dict[str, str]:
     }
 
 
-def describe(
+class Summary(NamedTuple):
+    """What every rank tells every other one."""
+
+    rank: int
+    local_size: int
+    nbytes: int  # of its parts of the managed parameters
+    digests: dict[str, str]  # of each table of :class:`Declared`
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What one rank has been given, in tables: told if digests differ. Empty if nobody compares
+    it."""
+
+    inputs: dict[str, str] = field(default_factory=dict)  # of the ranks of a stage
+    built: dict[str, str] = field(default_factory=dict)  # of data ranks
+    settings: dict[str, str] = field(default_factory=dict)  # of all ranks
+    values: dict[str, bytes] = field(default_factory=dict)  # digests, of data ranks
+    common: dict[str, bytes] = field(default_factory=dict)  # digests, of tp ranks
+    names: set[str] = field(default_factory=set)  # of this stage's parameters
+    nbytes: int = 0
+
+    def summary(self, ranks: ParallelDims) -> Summary:
+        """Returns what every rank is told."""
+        tables = {name: told for name, told in vars(self).items() if isinstance(told, dict)}
+        digests = {
+            name: hashlib.blake2b(repr(sorted(told.items())).encode(), digest_size=16).hexdigest()
+            for name, told in tables.items()
+        }
+        return Summary(ranks.world_rank, ranks.local_size, self.nbytes, digests)
+
+
+def declare(
+    model: DescribedModel,
+    optimizers: Sequence[torch.optim.Optimizer],
+    config: Config,
+    ranks: ParallelDims,
+) -> Declared:
+    """Describes the inputs of wrap_model for the other ranks. Raises ConfigError for a trained
+    parameter that the optimizers lack."""
+    if ranks.alone:
+        return Declared()
+    inputs = _inputs(model, optimizers, config)
+    parts = {name: local_of(param) for name, param in model.managed.items()}
+    built, values, common = {}, {}, {}
+    if ranks.data_size > 1:
+        around = (m for m, its in model.children.items() if any(c in model.divided for _, c in its))
+        built = describe_orders(model.managed.items())
+        built |= describe_modules(model.modules, unlike=[*model.divided, *around])
+        divided = {name for name, param in model.params.items() if param in model.divided_params}
+        values = samples_of({name: part for name, part in parts.items() if name not in divided})
+    if ranks.tp_group is not None:
+        managed = model.managed.items()
+        common = samples_of({name: parts[name] for name, param in managed if is_common(param)})
+    return Declared(
+        inputs,
+        built,
+        {k: v for k, v in inputs.items() if k.startswith("Config(") or k == "the optimizer"},
+        values,
+        common,
+        {name for name, param in model.named if param not in model.alone},
+        model.nbytes,
+    )
+
+
+def _inputs(
     model: DescribedModel, optimizers: Sequence[torch.optim.Optimizer], config: Config
 ) -> dict[str, str]:
-    """Describes the inputs of wrap_model that must be the same on every rank. Raises ConfigError
-    for a trained parameter that the optimizers lack."""
+    """Describes the inputs that must be the same on every rank."""
     inputs = describe_config(config)
     inputs["the model"] = type(model.module).__name__
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
@@ -85,83 +154,66 @@ def describe(
     return inputs
 
 
-def check_stages(description: dict[str, str], collectives: Collectives) -> None:
-    """Raises ConfigError if stages of a pipeline have different configurations. Every rank calls
-    this."""
-    if collectives.ranks.pp_group is not None:
-        settings = {
-            key: value
-            for key, value in description.items()
-            if key.startswith("Config(") or key == "the optimizer"
-        }
-        collectives.compare(settings, "wrap_model", over_stages=True)
+def agree(mine: Declared, collectives: Collectives) -> tuple[int, Fraction]:
+    """Compares what the ranks declared. Returns how many ranks a machine has at most, and this
+    rank's fraction of its machine. Raises ConfigError for what must be equal, and warns of values
+    that look like a mistake. Every rank calls this."""
+    ranks = collectives.ranks
+    if ranks.alone:
+        return ranks.local_size, Fraction(1, ranks.local_size)
+    with collectives.together("comparing what wrap_model was given"):
+        everyones = collectives.collect(mine.summary(ranks), "wrap_model")
+        of_stage = ranks.data_size * ranks.tp_size
+        stage = everyones[ranks.pp_rank * of_stage :][:of_stage]
+        data = stage[ranks.tp_rank * ranks.data_size :][: ranks.data_size]
+        # Other stages do not see a difference here.
+        if _differ("inputs", stage):
+            collectives.compare(mine.inputs, "wrap_model")
+        if _differ("built", data):
+            collectives.compare(
+                mine.built, "wrap_model", among=ranks.data_channels, remedy=OTHER_BUILDS
+            )
+        if _differ("settings", everyones):
+            collectives.compare(mine.settings, "wrap_model", over_stages=True)
+        if _differ("values", data):
+            theirs = collectives.collect(mine.values, "samples of the values", ranks.data_channels)
+            if (others := _other_names(theirs)) and ranks.is_first:
+                logger.warning(OTHER_VALUES, len(others), len(mine.values), others[0])
+        if _differ("common", stage):
+            theirs = collectives.collect(
+                mine.common, "samples of what the tp ranks have in common", ranks.unit_channels
+            )
+            if others := _other_names(theirs[ranks.data_rank :: ranks.data_size]):
+                raise ConfigError(OTHER_COMMON.format(len(others), len(mine.common), others[0]))
+    local_size = max(each.local_size for each in everyones)
+    return local_size, _share_of_machine(everyones, stage, ranks, local_size)
 
 
-def prefix_of_stage(model: DescribedModel, collectives: Collectives) -> str:
-    """Makes the prefix of this stage's names in checkpoints. It is empty if the names of all stages
-    are distinct, so that checkpoints have the names of the whole model. Every rank calls this."""
-    stages = collectives.ranks.pp_group
-    if stages is None:
-        return ""
-    names = {name for name, param in model.named if param not in model.alone}
-    everyones = collectives.collect(names, "names of the stages' parameters", [stages])
-    return f"stage{stages.rank}." if len(set().union(*everyones)) < sum(map(len, everyones)) else ""
+def _differ(table: str, summaries: Sequence[Summary]) -> bool:
+    return len({each.digests[table] for each in summaries}) > 1
 
 
-def compare_builds(model: DescribedModel, collectives: Collectives) -> None:
-    """Raises ConfigError if data ranks have other modules, or parameters in another memory order.
-    Every rank calls this."""
-    if collectives.ranks.data_size == 1:
-        return
-    unlike = [*model.divided]
-    unlike += [m for m, its in model.children.items() if any(c in model.divided for _, c in its)]
-    built = describe_orders(model.managed.items())
-    built |= describe_modules(model.modules, unlike=unlike)
-    collectives.compare(
-        built,
-        "wrap_model",
-        among=collectives.ranks.data_channels,
-        remedy="Build the same model on all ranks: weight.data = weight.data.contiguous() makes a"
-        " parameter row-major, and an attribute whose name begins with _ is not compared.",
-    )
+def _other_names(everyones: Sequence[dict[str, bytes]]) -> list[str]:
+    """Lists the names whose digests differ from the first rank's."""
+    first = everyones[0]
+    return sorted({n for each in everyones for n, digest in each.items() if digest != first.get(n)})
 
 
+OTHER_BUILDS = (
+    "Build the same model on all ranks: weight.data = weight.data.contiguous() makes a parameter"
+    " row-major, and an attribute whose name begins with _ is not compared."
+)
+OTHER_VALUES = (
+    "wrap_model was given other values on other ranks, in %d of %d parameters (%s, ...): the first"
+    " rank's count on all of them. If the ranks have different parts of a model, stages of a"
+    " pipeline say, they are no replicas: give wrap_model a mesh that says so."
+)
+OTHER_COMMON = (
+    "{} of {} parameters that are whole on every rank of the tp axis ({}, ...) have other values on"
+    " other ranks of it. Cut them (infinity.parallel.tensor_parallel, or torch's"
+    " parallelize_module), or give every rank the same values: the same seed, or the same file."
+)
 SAMPLED = 64  # elements of a parameter that are compared over the ranks
-
-
-def compare_values(model: DescribedModel, collectives: Collectives) -> None:
-    """Compares the ranks' initial values, and warns of values that look like a mistake. Every rank
-    calls this. Raises ConfigError if values differ that must be equal."""
-    warn_of_other_values(model, collectives)
-    compare_common_values(model, collectives)
-
-
-def warn_of_other_values(model: DescribedModel, collectives: Collectives) -> None:
-    """Warns if initial values differ between data ranks, where the first rank's are used. Pipeline
-    stages are not compared. Every rank calls this."""
-    if collectives.ranks.data_size == 1:
-        return
-    with collectives.together("comparing the values"):
-        common = {n: p for n, p in model.managed.items() if p not in model.divided_params}
-        mine = samples_of({name: local_of(param) for name, param in common.items()})
-    everyones = collectives.collect(mine, "samples of the values", collectives.ranks.data_channels)
-    others = sorted(
-        {
-            name
-            for theirs in everyones
-            for name, digest in theirs.items()
-            if digest != everyones[0].get(name)
-        }
-    )
-    if others and collectives.ranks.is_first:
-        logger.warning(
-            "wrap_model was given other values on other ranks, in %d of %d parameters (%s, ...):"
-            " the first rank's count on all of them. If the ranks have different parts of a model,"
-            " stages of a pipeline say, they are no replicas: give wrap_model a mesh that says so.",
-            len(others),
-            len(mine),
-            others[0],
-        )
 
 
 def samples_of(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
@@ -178,35 +230,14 @@ def samples_of(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return found
 
 
-def compare_common_values(model: DescribedModel, collectives: Collectives) -> None:
-    """Raises ConfigError if parameters that are whole on every tp rank have different values. Every
-    rank calls this."""
-    channel = collectives.ranks.tp_group
-    if channel is None:
-        return
-    with collectives.together("comparing what the tp ranks have in common"):
-        mine = samples_of({name: local_of(p) for name, p in model.managed.items() if is_common(p)})
-    everyones = collectives.collect(
-        mine, "samples of what the tp ranks have in common", collectives.ranks.unit_channels
-    )
-    each = collectives.ranks.data_size
-    firsts = everyones[collectives.ranks.data_rank :: each]
-    others = sorted(
-        {
-            name
-            for theirs in firsts
-            for name, digest in theirs.items()
-            if digest != firsts[0].get(name)
-        }
-    )
-    with collectives.together("having compared what the tp ranks have in common"):
-        if others:
-            raise ConfigError(
-                f"{len(others)} of {len(mine)} parameters that are whole on every rank of the tp"
-                f" axis ({others[0]}, ...) have other values on other ranks of it. Cut them"
-                " (infinity.parallel.tensor_parallel, or torch's parallelize_module), or give"
-                " every rank the same values: the same seed, or the same file."
-            )
+def prefix_of_stage(mine: Declared, collectives: Collectives) -> str:
+    """Makes the prefix of this stage's names in checkpoints. It is empty if the names of all stages
+    are distinct, so that checkpoints have the names of the whole model. Every rank calls this."""
+    stages = collectives.ranks.pp_group
+    if stages is None:
+        return ""
+    everyones = collectives.collect(mine.names, "names of the stages' parameters", [stages])
+    return f"stage{stages.rank}." if len(set().union(*everyones)) < sum(map(len, everyones)) else ""
 
 
 def broadcast_rest(model: DescribedModel, collectives: Collectives) -> None:
@@ -230,19 +261,19 @@ def broadcast_rest(model: DescribedModel, collectives: Collectives) -> None:
 PARTS = 10**6  # parts of a machine: the denominator of a share
 
 
-def share_of_machine(nbytes: int, collectives: Collectives, local_size: int) -> Fraction:
+def _share_of_machine(
+    everyones: Sequence[Summary], stage: Sequence[Summary], ranks: ParallelDims, local_size: int
+) -> Fraction:
     """Returns this rank's fraction of its machine's memory and disks. Fractions are equal, except
-    that those of pipeline stages follow the bytes of their parameters, ``nbytes`` here. Ranks with
-    the same units get the least of their fractions, because their plans must not differ. Every rank
-    calls this."""
-    if collectives.ranks.pp_group is None or local_size == 1:
+    that those of pipeline stages follow the bytes of their parameters. Ranks of the same ``stage``
+    get the least of their fractions, because their plans must not differ."""
+    if ranks.pp_group is None or local_size == 1:
         return Fraction(1, local_size)
-    me = dist.get_rank() // local_size  # torchrun numbers ranks machine by machine
-    everyones = collectives.collect((me, nbytes), "the bytes of the stages")
-    here = sum(its for machine, its in everyones if machine == me)
-    return Fraction(
-        collectives.least([nbytes * PARTS // max(1, here)], "parts of a machine")[0], PARTS
-    )
+    here: Counter[int] = Counter()  # torchrun numbers ranks machine by machine
+    for each in everyones:
+        here[each.rank // local_size] += each.nbytes
+    parts = (each.nbytes * PARTS // max(1, here[each.rank // local_size]) for each in stage)
+    return Fraction(min(parts), PARTS)
 
 
 def share_processors(model: DescribedModel, config: Config, collectives: Collectives) -> None:
@@ -253,21 +284,20 @@ def share_processors(model: DescribedModel, config: Config, collectives: Collect
         processors.share_with([])
         return
     before_binding = collectives.ranks.allowed_processors
-    index = _gpu_of(model, config) if torch.cuda.is_available() else None
+    index = _gpu_of(model.places, config) if torch.cuda.is_available() else None
     if index is not None and before_binding is not None:
         numa.bind_to_gpu(pci_address(index), before_binding)
-    mine = collectives.ranks.world_rank, socket.gethostname(), sorted(processors.allowed())
-    everyones = collectives.collect(mine, "where the ranks may run")
+    here = collectives.ranks.world_rank, socket.gethostname(), sorted(processors.allowed())
+    everyones = collectives.collect(here, "where the ranks may run")
     processors.share_with(
-        [set(theirs) for rank, host, theirs in everyones if host == mine[1] and rank != mine[0]]
+        [set(theirs) for rank, host, theirs in everyones if host == here[1] and rank != here[0]]
     )
 
 
-def _gpu_of(model: DescribedModel, config: Config) -> int | None:
+def _gpu_of(places: list[torch.device], config: Config) -> int | None:
     """Returns the number of the GPU that will compute; None if the processor does."""
     named = [torch.device(config.device)] if config.device is not None else []
-    places = (param.device for param in model.users if is_managed(param) and not param.is_meta)
-    where = next(iter(named), None) or next(places, None)
+    where = next(iter([*named, *places]), None)
     if where is None or where.type != "cuda":
         return None
     if where.index is not None:
@@ -284,26 +314,24 @@ def pci_address(index: int) -> str:
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
-def own_budgets(config: Config, ranks: ParallelDims) -> Config:
+def own_budgets(config: Config, share: Fraction) -> Config:
     """Returns the configuration with this rank's part of the machine's budgets."""
     shared = {name: getattr(config, name) for name in ("host_memory", "nvme_capacity")}
-    own: dict[str, Any] = {
-        name: int(n * ranks.machine_share) for name, n in shared.items() if n is not None
-    }
+    own: dict[str, Any] = {name: int(n * share) for name, n in shared.items() if n is not None}
     return dataclasses.replace(config, **own)
 
 
 def free_everywhere(
-    config: Config, collectives: Collectives, device: Device
+    config: Config, collectives: Collectives, device: Device, share: Fraction
 ) -> dict[Tier, int] | None:
     """Measures the minimum over the ranks of the free bytes of each tier, because plans must not
-    differ between ranks. Returns None if there is one rank. Every rank calls this."""
+    differ between ranks. ``share``: this rank's fraction of its machine. Returns None if there is
+    one rank. Every rank calls this."""
     if collectives.ranks.alone:
         return None
     check_folders(config)
-    own = collectives.ranks.machine_share
     shares = {
-        tier: Fraction(1) if tier is Tier.DEVICE and not device.is_host else own for tier in Tier
+        tier: Fraction(1) if tier is Tier.DEVICE and not device.is_host else share for tier in Tier
     }
     mine = [
         (

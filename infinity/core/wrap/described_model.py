@@ -114,6 +114,12 @@ class DescribedModel:
         return {name: param for name, param in self.params.items() if is_managed(param)}
 
     @property
+    def places(self) -> list[torch.device]:
+        """The devices of the parameters that the engine moves, but for meta, each once."""
+        found = (p.device for p in self.users if is_managed(p) and not p.is_meta)
+        return list(dict.fromkeys(found))
+
+    @property
     def unmanaged(self) -> dict[str, nn.Parameter]:
         """The other ones."""
         return {name: param for name, param in self.params.items() if not is_managed(param)}

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -38,7 +39,7 @@ from ..units.flat_param import FlatParam
 from ..units.flat_param_spec import ARRAYS, FlatParamSpec
 from .agreement import free_everywhere
 from .checks import check
-from .described_model import DescribedModel, is_managed, read_model
+from .described_model import DescribedModel, read_model
 from .partition import Group, held_nbytes, partition
 from .remedies import with_remedies
 from .unmoved import unmoved_nbytes
@@ -52,7 +53,7 @@ MakeFlatParams = Callable[[Group], list[FlatParam]]
 def choose_device(model: DescribedModel, config: Config, collectives: Collectives) -> Device:
     """Chooses the device that computes: the configured one, else that of the parameters. Raises
     ConfigError if these are on several devices."""
-    places = {param.device for param in model.users if is_managed(param) and not param.is_meta}
+    places = model.places
     if config.device is None and len(places) > 1:
         raise ConfigError(
             f"the model's parameters are on {', '.join(sorted(map(str, places)))}: move it to one"
@@ -451,13 +452,15 @@ def lay_out_here(
     device: Device,
     collectives: Collectives,
     *,
+    share: Fraction = Fraction(1),
     reuses: bool = False,
     explains: bool = True,
 ) -> tuple[Config, Laid]:
     """Lays the model out on this machine. Returns the configuration and the layout. With
     ``nvme_paths="auto"`` it uses memory only if that holds the state, else also a scratch folder,
     which it puts into the returned configuration. One log line gives the choice and its reason.
-    ``explains``: an error for too little memory says what to change.
+    ``explains``: an error for too little memory says what to change. ``share``: this rank's
+    fraction of its machine.
 
     Every rank calls this. Raises CapacityError, or ConfigError if a folder is needed and none can
     be used.
@@ -474,7 +477,7 @@ def lay_out_here(
         codes=model.codes,
     )
     ways = Ways(model, dtype_of, make_flat_params, device, reuses=reuses)
-    placed = partial(_placed, ways, collectives, device, most)
+    placed = partial(_placed, ways, collectives, device, share, most)
     if config.nvme_paths != AUTO:
         return config, placed(config, explains=explains)
     left, limit = limits.tightest()
@@ -514,6 +517,7 @@ def _placed(
     ways: Ways,
     collectives: Collectives,
     device: Device,
+    share: Fraction,
     most: int | None,
     config: Config,
     *,
@@ -522,7 +526,7 @@ def _placed(
 ) -> Laid:
     """Lays the model out in the homes of ``config``, and says what that costs. ``most``: the bytes
     of the device, if they are known. Every rank calls this. Raises CapacityError."""
-    free = free_everywhere(config, collectives, device)
+    free = free_everywhere(config, collectives, device, share)
     try:
         laid = ways.lay_out(config, free, splits=splits)
     except CapacityError as error:
@@ -537,7 +541,7 @@ def _placed(
             works,
             steps=any(flat.spec.stepped for size in sizes for flat in size.flat_params),
             largest_nbytes=max((size.weight_nbytes for size in sizes), default=0),
-            share=collectives.ranks.machine_share,
+            share=share,
         ) from None
     if laid.split is not None:
         laid.split.tell(laid.groups, config)

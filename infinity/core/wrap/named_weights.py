@@ -26,4 +26,4 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             with job.uses.begin(), torch.no_grad():
                 job.lents.settle()
                 value = like(handle.param, handle.flat_param.read_value(job.store, handle.index))
-            yield handle.name.removeprefix(job.ranks.stage_prefix), value
+            yield handle.name.removeprefix(job.prefix), value

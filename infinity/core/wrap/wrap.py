@@ -12,6 +12,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -42,14 +43,11 @@ from ..units.flat_param import FlatParam
 from ..units.forms import division_of
 from ..units.unit import ParamUnit
 from .agreement import (
+    agree,
     broadcast_rest,
-    check_stages,
-    compare_builds,
-    compare_values,
-    describe,
+    declare,
     own_budgets,
     prefix_of_stage,
-    share_of_machine,
     share_processors,
 )
 from .aliases import OwnViews, warn_of_aliases
@@ -130,14 +128,10 @@ def wrap_model(
             described = changes.make(described, given, config)
             for kind in kinds():
                 kind.check_model(described, config, ranks)
-            inputs = {} if ranks.alone else describe(described, given, config)
-        # Other stages do not see a difference here.
-        with collectives.together("comparing what wrap_model was given"):
-            collectives.compare(inputs, "wrap_model")
-            compare_builds(described, collectives)
-        check_stages(inputs, collectives)
-        compare_values(described, collectives)
-        ranks = _describe_ranks(described, config, collectives, mesh)
+            mine = declare(described, given, config, ranks)
+        local_size, share = agree(mine, collectives)
+        prefix = prefix_of_stage(mine, collectives)
+        ranks = _describe_ranks(config, dataclasses.replace(ranks, local_size=local_size), mesh)
         share_processors(described, config, collectives)
         collectives = Collectives(ranks, traffic)
         collectives.allow_flags(2 * len(described.params) + 1)
@@ -146,7 +140,7 @@ def wrap_model(
                 param for kind in kinds() for param in kind.staying(described, given, config, ranks)
             )
             undo.callback(stays.remove)
-        stepping = _wrap(described, given, config, collectives, mesh, stays, undo)
+        stepping = _wrap(described, given, config, collectives, mesh, share, prefix, stays, undo)
         changes.settle()
         record = described.module.__dict__[RECORD]
         record.release = changes.release
@@ -154,22 +148,9 @@ def wrap_model(
         return described.module, like_given(stepping, optimizer)
 
 
-def _describe_ranks(
-    model: DescribedModel, config: Config, collectives: Collectives, mesh: Any
-) -> ParallelDims:
-    """Completes the description of the ranks from the configuration and the machine. Every rank
-    calls this."""
-    local_size = -collectives.least(
-        [-collectives.ranks.local_size], "ranks on a machine", over_stages=True
-    )[0]
-    ranks = dataclasses.replace(
-        collectives.ranks,
-        shard=config.shard,
-        reduction=config.reduction,
-        local_size=local_size,
-        machine_share=share_of_machine(model.nbytes, collectives, local_size),
-        stage_prefix=prefix_of_stage(model, collectives),
-    )
+def _describe_ranks(config: Config, ranks: ParallelDims, mesh: Any) -> ParallelDims:
+    """Completes the description of the ranks from the configuration. Every rank calls this."""
+    ranks = dataclasses.replace(ranks, shard=config.shard, reduction=config.reduction)
     for kind in kinds():
         ranks = kind.describe_ranks(config, ranks)
     return join_node(ranks, mesh) if config.shard_in_node else ranks
@@ -181,6 +162,8 @@ def _wrap(
     config: Config,
     collectives: Collectives,
     mesh: Any,
+    share: Fraction,
+    prefix: str,
     stays: Staying,
     undo: contextlib.ExitStack,
 ) -> list[torch.optim.Optimizer]:
@@ -189,7 +172,7 @@ def _wrap(
     model, ranks = described.module, collectives.ranks
     moved = set(filter(is_managed, described.users))
     optimizers = Optimizers(given, moved.__contains__, described.names)
-    config = own_budgets(config, ranks)
+    config = own_budgets(config, share)
     with collectives.together("planning"):
         device = choose_device(described, config, collectives)
         undo.callback(device.close)
@@ -199,13 +182,14 @@ def _wrap(
             optimizers,
             device,
             collectives,
+            share=share,
             reuses=isinstance(model, Parts) or ranks.pp_group is not None,
         )
     groups, flat_params, plan, refuses_window, _ = laid
 
     def explain(error: CapacityError, *nbytes: Any) -> CapacityError:
         works = partial(refuses_window, *nbytes)
-        return with_larger_budgets(error, config, works, ranks.machine_share)
+        return with_larger_budgets(error, config, works, share)
 
     before, views = Before(described, given), OwnViews(described)
     if ranks.data_size > 1 and (device.backend is not None or device.where.type != "cpu"):
@@ -224,6 +208,8 @@ def _wrap(
             stepping=len(optimizers) > 0,
             device=device,
             collectives=collectives,
+            share=share,
+            prefix=prefix,
             explain=explain,
         )
         undo.callback(native.insist, engine.shut_down)
@@ -287,9 +273,8 @@ def _commit(
     job = engine.job
     flat_params = [flat for unit in job.units for flat in unit.flat_params]
     came_from = {param: param.device for flat in flat_params for param in flat.params}
-    prefix = job.ranks.stage_prefix
     engine.attach(
-        {param: [prefix + name for name in names] for param, names in model.names.items()}
+        {param: [job.prefix + name for name in names] for param, names in model.names.items()}
     )
     owners = _find_owners(model, engine, groups)
     removers = [

@@ -263,7 +263,7 @@ def groups_of_stages(
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    prefix = engine_of(model).job.ranks.stage_prefix
+    prefix = engine_of(model).job.prefix
     return {
         prefix + name: buffer
         for name, buffer in model.named_buffers()
@@ -277,12 +277,12 @@ def persistent_buffers(model: nn.Module) -> list[str]:
         there = (name for name, buffer in module._buffers.items() if buffer is not None)
         kept = [name for name in there if name not in module._non_persistent_buffers_set]
         names += [f"{path}.{name}" if path else name for name in kept]
-    prefix, known = engine_of(model).job.ranks.stage_prefix, buffers_of(model)
+    prefix, known = engine_of(model).job.prefix, buffers_of(model)
     return [prefix + name for name in names if prefix + name in known]
 
 
 def unmanaged_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    prefix = engine_of(model).job.ranks.stage_prefix
+    prefix = engine_of(model).job.prefix
     whole = {
         name: param
         for name, param in model.named_parameters()

@@ -65,7 +65,7 @@ def save_pretrained(
     """
     job = engine_of(model).job
     job.uses.check(CheckpointOperation.SAVE_PRETRAINED)
-    if job.ranks.stage_prefix:
+    if job.prefix:
         raise UsageError(
             "save_pretrained: stages of this pipeline call parameters the same, which one folder"
             " cannot tell apart. Give them the names of the whole model (infinity.parallel.pipeline"

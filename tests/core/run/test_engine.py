@@ -259,8 +259,7 @@ def test_a_forked_process_touches_nothing():
 def test_a_refusal_says_where_the_parameter_is_and_what_to_do():
     """Its name is that of this stage; a known mistake has a remedy of its own."""
     job = small_at_home()
-    ranks = dataclasses.replace(job.engine.job.ranks, stage_prefix="layers.")
-    engine, handle = with_parts(job, ranks=ranks), job.handles[0]
+    engine, handle = with_parts(job, prefix="layers."), job.handles[0]
     said = str(engine.refusal(handle, "a use"))
     assert said.startswith("a use on parameter layers.0.weight, which is at home on host. Read or")
     assert "infinity.full_params(model, ['0.weight'])" in said
