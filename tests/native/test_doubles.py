@@ -99,11 +99,11 @@ def test_engines_use_the_doubles_that_are_installed_and_no_others(tmp_path, monk
     model.write_text(f'{{"{tmp_path}": 1e9}}')
     monkeypatch.setenv("INFINITY_MODEL_DISKS", str(model))
     monkeypatch.setenv("INFINITY_FAULTS", "eio=1.0")
-    assert disk_profile.identity(str(tmp_path)) == f"model {tmp_path}"
+    assert disk_profile.Disk(str(tmp_path)).device == f"model {tmp_path}"
     engine = native.make_io_engine(layer=native.disks.state_layer())
     assert engine.device(engine.create_swap_file(str(tmp_path), MIB)) == f"model {tmp_path}"
     monkeypatch.setattr(native, "disks", native.Disks())
-    assert disk_profile.identity(str(tmp_path)) != f"model {tmp_path}"
+    assert disk_profile.Disk(str(tmp_path)).device != f"model {tmp_path}"
     assert native.disks.state_layer() is None
     engine = native.make_io_engine()
     assert not engine.device(engine.create_swap_file(str(tmp_path), MIB)).startswith("model")

@@ -48,13 +48,11 @@ class SwapFolders:
         systems: set[str] = set()
         for folder in folders:
             _check(folder)
-            profile = disk_profile.disk_profile(folder)
-            if (system := disk_profile.file_system_identity(folder)) not in systems:
+            profile, disk = disk_profile.disk_profile(folder), disk_profile.Disk(folder)
+            if (system := disk.system) not in systems:
                 systems.add(system)
                 self.profiles.append(profile)
-                self.places.append(
-                    Place(folder, disk_profile.device_identity(folder), profile.mixed_rate)
-                )
+                self.places.append(Place(folder, disk.disks, profile.mixed_rate))
         block = max((profile.block_nbytes for profile in self.profiles), default=MIB)
         self.stripe_nbytes = min(max(MIB, block), MAX_STRIPE_NBYTES)
 

@@ -65,7 +65,7 @@ def disk_profile(folder: str, kind: str | None = None) -> DiskProfile:
     reason.
     """
     kind = kind or native.io_kind()
-    key = f"{identity(folder)} {kind}"
+    key = f"{Disk(folder).device} {kind}"
     kept = _read_kept()
     if key in kept:
         return kept[key]
@@ -81,45 +81,46 @@ def disk_profile(folder: str, kind: str | None = None) -> DiskProfile:
         return profile
 
 
-def identity(folder: str) -> str:
-    """Returns a name for the device under ``folder``: kernel name, serial number if any, and
-    size."""
-    if (modelled := native.disks.modelled(folder)) is not None:
-        return f"model {modelled}"
-    device = _block_device(folder)
-    if device is None:
-        # A network or overlay file system
-        return f"{file_system_identity(folder)} {os.uname().nodename}"
-    serial = next(
-        (
-            text
-            for name in ("serial", "device/serial", "wwid")
-            if (text := _read_text(_whole(device) / name))
-        ),
-        "",
-    )
-    return " ".join(filter(None, (device.name, serial, _read_text(device / "size"))))
+class Disk:
+    """What is under ``folder``, by three names."""
+
+    def __init__(self, folder: str):
+        modelled = native.disks.modelled(folder)
+        self._model = None if modelled is None else f"model {modelled}"
+        self._folder = folder
+
+    @property
+    def system(self) -> str:
+        """The file system. Folders with one name share their free space."""
+        if self._model is not None:
+            return self._model
+        device = os.stat(self._folder).st_dev
+        return f"{os.major(device)}:{os.minor(device)}"
+
+    @property
+    def device(self) -> str:
+        """The device: kernel name, serial number if any, and size."""
+        if self._model is not None:
+            return self._model
+        device = _block_device(self.system)
+        if device is None:
+            # A network or overlay file system
+            return f"{self.system} {os.uname().nodename}"
+        texts = (_read_text(_whole(device) / each) for each in ("serial", "device/serial", "wwid"))
+        serial = next(filter(None, texts), "")
+        return " ".join(filter(None, (device.name, serial, _read_text(device / "size"))))
+
+    @property
+    def disks(self) -> str:
+        """The disks, equal for partitions and logical volumes on one disk."""
+        device = _block_device(self.system) if self._model is None else None
+        return self.device if device is None else " ".join(sorted(_disks_below(device)))
 
 
-def file_system_identity(folder: str) -> str:
-    """Returns a name for the file system of ``folder``. Folders with one name share their free
-    space."""
-    if (modelled := native.disks.modelled(folder)) is not None:
-        return f"model {modelled}"
-    device = os.stat(folder).st_dev
-    return f"{os.major(device)}:{os.minor(device)}"
-
-
-def device_identity(folder: str) -> str:
-    """Returns a name for the disks under ``folder``, equal for partitions and logical volumes on
-    one disk."""
-    device = _block_device(folder) if native.disks.modelled(folder) is None else None
-    return identity(folder) if device is None else " ".join(sorted(_disks_below(device)))
-
-
-def _block_device(folder: str) -> Path | None:
-    """Returns the kernel's entry for the device of ``folder``; None if it is no block device."""
-    device = Path("/sys/dev/block", file_system_identity(folder)).resolve()
+def _block_device(system: str) -> Path | None:
+    """Returns the kernel's entry for the device of a file system; None if it is no block
+    device."""
+    device = Path("/sys/dev/block", system).resolve()
     return device if device.exists() else None
 
 
@@ -139,7 +140,7 @@ def _disks_below(device: Path) -> set[str]:
 
 def free_nbytes(folders: Sequence[str]) -> int:
     """Counts the free bytes in all ``folders``, once per file system."""
-    systems = {file_system_identity(folder): folder for folder in reversed(folders)}
+    systems = {Disk(folder).system: folder for folder in reversed(folders)}
     return sum(shutil.disk_usage(folder).free for folder in systems.values())
 
 
@@ -326,7 +327,7 @@ def _rates(
 def rates(folders: Sequence[str]) -> tuple[float, float, float]:
     """Sums the bytes per second (read, written, both at once) over all ``folders``, once per
     device."""
-    devices = {device_identity(folder): disk_profile(folder) for folder in reversed(folders)}
+    devices = {Disk(folder).disks: disk_profile(folder) for folder in reversed(folders)}
     return tuple(
         sum(getattr(one, name) for one in devices.values())
         for name in ("read_rate", "write_rate", "mixed_rate")

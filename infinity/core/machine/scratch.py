@@ -65,7 +65,7 @@ def candidates() -> list[Candidate]:
     seen: set[str] = set()
     for folder in dict.fromkeys(os.path.abspath(folder) for folder in folders):
         if os.path.isdir(folder):
-            candidate, disk = _look_at(folder), disk_profile.identity(folder)
+            candidate, disk = _look_at(folder), disk_profile.Disk(folder).device
             if disk not in seen:
                 found.append(candidate)
             if not candidate.refusal:

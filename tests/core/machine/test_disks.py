@@ -8,6 +8,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -81,7 +82,7 @@ NUMBERS = st.one_of(st.integers(), st.floats(), st.text(max_size=3), st.none(), 
 def test_no_content_of_the_cache_gets_through_unchecked(tmp_path, measured, cache_folder, entry):
     """Method: any numbers under the right names; what is used is one that a disk could have."""
     cache_folder.mkdir(exist_ok=True)
-    key = f"{disk_profile.identity(str(tmp_path))} {native.io_kind()}"
+    key = f"{disk_profile.Disk(str(tmp_path)).device} {native.io_kind()}"
     (cache_folder / "disks.json").write_text(json.dumps({key: entry}))
     disk_profile.disk_profile.cache_clear()
     profile = disk_profile.disk_profile(str(tmp_path))
@@ -173,7 +174,7 @@ def test_the_rate_of_a_device_counts_once(tmp_path, monkeypatch):
     folders = [str(tmp_path / name) for name in ("slow", "fast", "slow-too")]
     rate = {"slow": 1e9, "fast": 3e9}
     device = lambda folder: os.path.basename(folder).removesuffix("-too")
-    monkeypatch.setattr(disk_profile, "device_identity", device)
+    monkeypatch.setattr(disk_profile, "Disk", lambda folder: SimpleNamespace(disks=device(folder)))
     monkeypatch.setattr(
         disk_profile,
         "disk_profile",
@@ -195,9 +196,9 @@ def test_partitions_and_volumes_on_one_disk_are_one_device(tmp_path, monkeypatch
     found = {}
     for entry in ("nvme0n1/nvme0n1p1", "nvme0n1/nvme0n1p2", "nvme1n1/nvme1n1p1", "dm-0"):
         monkeypatch.setattr(
-            disk_profile, "_block_device", lambda folder, entry=entry: tmp_path / entry
+            disk_profile, "_block_device", lambda system, entry=entry: tmp_path / entry
         )
-        found[entry] = disk_profile.device_identity(str(tmp_path))
+        found[entry] = disk_profile.Disk(str(tmp_path)).disks
     assert list(found.values()) == ["nvme0n1", "nvme0n1", "nvme1n1", "nvme0n1 nvme1n1"]
 
 
