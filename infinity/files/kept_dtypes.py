@@ -14,15 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..core.wrap.parts import parts_of
-
 
 def keeps_fp32(model: nn.Module, dtype: torch.dtype | None) -> Callable[[str], bool]:
     """Returns a predicate of parameter names of ``model``: true if the parameter stays in fp32 in a
     model of ``dtype``. None: the model keeps its dtypes, and no name is true."""
     found: list[tuple[str, re.Pattern[str]]] = []
     covered: list[str] = []  # a model's plan covers the models inside it
-    for path, module in (pair for part in parts_of(model)[:1] for pair in part.named_modules()):
+    for path, module in model.named_modules():
         plan = getattr(module, "_get_dtype_plan", None) if dtype is not None else None
         prefix = f"{path}." if path else ""
         if callable(plan) and not any(prefix.startswith(other) for other in covered):
@@ -55,7 +53,7 @@ def computing_dtypes(
     ``param_dtype``, or the parameter's own. The own one applies without a ``param_dtype``, to a
     parameter that is not floating point, to one that is kept in fp32, and to those that an
     extension keeps."""
-    keeps = keeps_fp32(model.module, param_dtype)
+    keeps = keeps_fp32(model.parts[0], param_dtype)
     kept = model.kept | {param for name, param in model.named if keeps(name)}
 
     def dtype_of(param: torch.Tensor) -> torch.dtype:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from infinity.core.wrap.described_model import read_model
-from infinity.core.wrap.parts import Parts
+from infinity.core.wrap.parts import Parts, parts_of
 from infinity.files.kept_dtypes import computing_dtypes, keeps_fp32
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -34,7 +34,7 @@ def of_pattern(pattern: str, *more: str) -> nn.Module:
 
 
 def kept_of(model: nn.Module, *names: str, dtype: torch.dtype | None = BF16) -> list[bool]:
-    return [keeps_fp32(model, dtype)(name) for name in names]
+    return [keeps_fp32(parts_of(model)[0], dtype)(name) for name in names]
 
 
 def test_what_the_plan_of_a_model_has_in_fp32_stays():

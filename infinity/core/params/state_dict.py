@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
 from types import MethodType
@@ -21,12 +22,11 @@ from ..units.added import ADDED, own_tensors
 from ..units.forms import like
 from ..units.handle import ParamHandle, handle_of
 from ..units.inner import filled
-from ..wrap.parts import parts_of
 
 
-def install_state_dict(engine: Engine, model: nn.Module) -> list:
-    """Installs hooks that put full tensors into state dicts, and refuse a load that would replace
-    the parameters. Returns their removers."""
+def install_state_dict(engine: Engine, roots: Sequence[nn.Module]) -> list:
+    """Installs hooks on ``roots`` that put full tensors into state dicts, and refuse a load that
+    would replace the parameters. Returns their removers."""
     job = engine.job
     removers = []
 
@@ -63,14 +63,14 @@ def install_state_dict(engine: Engine, model: nn.Module) -> list:
                 "load_state_dict(assign=True) would replace managed parameters: load without assign"
             )
 
-    for module in dict.fromkeys(module for part in parts_of(model) for module in part.modules()):
+    for module in dict.fromkeys(module for root in roots for module in root.modules()):
         is_owner = any(handle_of(param) is not None for param in own_tensors(module))
         if is_owner:
             removers.append(module._register_state_dict_hook(fill))
             removers.append(_raise_as_they_are(module))
-        if own_dicts := _with_own_state_dicts(module) if module in parts_of(model) else ():
+        if own_dicts := _with_own_state_dicts(module) if module in roots else ():
             removers.append(module._register_state_dict_hook(partial(_fill_own, own_dicts)))
-        if is_owner or module in parts_of(model):  # before any buffer is loaded
+        if is_owner or module in roots:  # before any buffer is loaded
             removers.append(module.register_load_state_dict_pre_hook(before_load))
     return removers
 

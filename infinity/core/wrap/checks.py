@@ -22,10 +22,10 @@ from ..step.expected import check_expected
 from ..step.optimizer import InfinityOptimizer
 from ..step.recognised import check_together
 from ..step.rules import refuse_wrapper
-from ..units.forms import form_of, local_of
+from ..units.forms import form_of, is_plain, local_of
 from ..units.handle import handle_of
 from .described_model import DescribedModel, can_step
-from .unmoved import refuse_elsewhere
+from .unmoved import has_storage
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,12 @@ OWNERS = {
         "manages its parameters",
         "give wrap_model the model that accelerator.prepare was given",
     ),
+}
+
+# Libraries whose packed weights are objects around memory of their own -> what works
+ELSEWHERE = {
+    "triton_kernels": "load the model with transformers.Mxfp4Config(dequantize=True)",
+    "transformer_engine": "give the model plain parameters, and compute in fp8 by autocast",
 }
 
 
@@ -93,7 +99,7 @@ def check(
                 f"parameter {param_names[0]} is a placeholder that DeepSpeed fills: build the model"
                 " outside zero.Init"
             )
-    refuse_elsewhere(model)
+    _refuse_elsewhere(model)
     _check_storages(model)
     expected = config.expects_optimizer
     for optimizer in optimizers:
@@ -154,6 +160,38 @@ def _check_lasting(model: DescribedModel) -> None:
         " and what is at home would not be theirs. Leave such modules out, or keep this model"
         " unwrapped."
     )
+
+
+def _refuse_elsewhere(model: DescribedModel) -> None:
+    """Raises ConfigError for a weight whose bytes lie elsewhere than in its own memory: nothing
+    that is done to it would reach them."""
+    for module, path in model.modules.items():
+        own = {**vars(module), **module._parameters, **module._buffers}
+        for key, value in own.items():
+            kind, name = type(value), f"{path}.{key}" if path else key
+            library = kind.__module__.partition(".")[0]
+            holds = isinstance(value, torch.Tensor) or library == "triton_kernels"
+            if library in ELSEWHERE and holds:
+                raise ConfigError(
+                    f"{name} is a {kind.__name__} of {library}, whose bytes lie elsewhere, so that"
+                    f" nothing can move them: {ELSEWHERE[library]}"
+                )
+            if isinstance(value, nn.Parameter) and _is_hollow(value):
+                raise ConfigError(
+                    f"{name} is a {kind.__name__} ({kind.__module__}) of {value.numel()} elements"
+                    " without memory of its own: its bytes lie elsewhere, and nothing can move"
+                    " them. Load the model unpacked, or packed by bitsandbytes or torchao"
+                )
+
+
+def _is_hollow(param: torch.Tensor) -> bool:
+    """Tells whether a parameter says that it has elements and has no memory."""
+    if type(param) is nn.Parameter or not has_storage(param) or not is_plain(param):
+        return False
+    try:
+        return param.numel() > 0 and param.untyped_storage().data_ptr() == 0
+    except (RuntimeError, NotImplementedError):
+        return True
 
 
 def _check_storages(model: DescribedModel) -> None:

@@ -8,7 +8,7 @@ same names in the same order. Extensions add what they know of a model
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol, TypeGuard
@@ -24,7 +24,7 @@ from ..seams import kinds
 from ..units.added import always_rests, named_tensors, own_tensors
 from ..units.forms import form_of, is_plain, local_of
 from ..units.rows import RowReader
-from .parts import called_for, parts_of
+from .parts import merged_in, parts_of
 
 STAYS = "_infinity_stays"  # attribute of a parameter
 
@@ -79,6 +79,7 @@ class DescribedModel:
 
     module: nn.Module
     parts: list[nn.Module]  # called from outside: the model, or its stages here
+    merged: dict[nn.Module, list[nn.Module]]  # modules that others are merged into, and these
     modules: dict[nn.Module, str]  # each once, by its first name, in torch's order
     children: dict[nn.Module, list[tuple[str, nn.Module]]]
     own: dict[nn.Module, list[nn.Parameter]]  # of each module itself
@@ -164,7 +165,7 @@ class DescribedModel:
 
     def meant(self, module: nn.Module) -> list[nn.Module]:
         """Lists the modules that a call of ``module`` means: itself, or those merged into it."""
-        return called_for(self.module, module)
+        return self.merged.get(module, [module])
 
     def inside(self, module: nn.Module) -> list[nn.Module]:
         """Lists ``module`` and all modules inside, each once, in torch's order."""
@@ -175,6 +176,14 @@ class DescribedModel:
                 found[each] = None
                 pending += [child for _, child in reversed(self.children.get(each, []))]
         return list(found)
+
+    def reader_of(self, module: nn.Module, taken: Container[torch.Tensor]) -> RowReader | None:
+        """Returns how a forward of ``module`` reads some rows only of its own parameters, if these
+        move, are not ``taken``, and no other module's."""
+        reader = self.read_by_rows.get(module)
+        own = [] if reader is None else reader.params
+        alone = own and all(len(self.names[param]) == 1 and param not in taken for param in own)
+        return reader if alone else None
 
     def tensors_in(self, module: nn.Module) -> list[nn.Parameter]:
         """Lists the parameters of ``module`` and the modules inside, each once."""
@@ -204,6 +213,7 @@ def read_model(module: Any) -> DescribedModel:
     model = DescribedModel(
         module,
         parts_of(module),
+        merged_in(module),
         modules,
         {each: list(each.named_children()) for each in modules},
         {each: own_tensors(each) for each in modules},

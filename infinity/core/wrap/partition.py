@@ -13,11 +13,10 @@ owner   a module whose forward needs a unit: the block, or any module that holds
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from ...errors import ConfigError
@@ -95,12 +94,12 @@ def partition(
     for module, divided in model.divided.items():
         if params := [p for p in divided if p not in taken]:
             # On other ranks than the modules around them.
-            reader = _reader_of(model, module, taken)
+            reader = model.reader_of(module, taken)
             name = model.modules[module]
             groups.append(Group(name, params, [module], reader=reader, is_divided=True))
             taken |= set(params)
     for module in model.read_by_rows:
-        if reader := _reader_of(model, module, taken):
+        if reader := model.reader_of(module, taken):
             groups.append(Group(model.modules[module], reader.params, [module], reader=reader))
             taken |= set(reader.params)
     for name, block in blocks:
@@ -123,17 +122,6 @@ def partition(
         group.place = min(places[param] for param in group.params)
         group.tied = {param for param in group.params if len(names[param]) > 1}
     return groups
-
-
-def _reader_of(
-    model: DescribedModel, module: nn.Module, taken: Container[torch.Tensor]
-) -> RowReader | None:
-    """Returns how a forward of ``module`` reads some rows only of its own parameters, if these
-    move, and are in no group yet and no other module's."""
-    reader = model.read_by_rows.get(module)
-    own = [] if reader is None else reader.params
-    alone = own and all(len(model.names[param]) == 1 and param not in taken for param in own)
-    return reader if alone else None
 
 
 def _nbytes(params: list[nn.Parameter]) -> int:

@@ -38,12 +38,9 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     return model.__dict__["parts"] if isinstance(model, Parts) else [model]
 
 
-def called_for(model: nn.Module, module: nn.Module) -> list[nn.Module]:
-    """Lists the modules that a call of ``module`` of ``model`` means: itself, or those merged into
-    it."""
-    return (
-        model.__dict__["merged_of"].get(module, [module]) if isinstance(model, Parts) else [module]
-    )
+def merged_in(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
+    """Returns the modules of ``model`` that others are merged into, and these."""
+    return model.__dict__["merged_of"] if isinstance(model, Parts) else {}
 
 
 def _have_names_in_common(parts: Sequence[nn.Module]) -> bool:

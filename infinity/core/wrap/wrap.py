@@ -136,9 +136,8 @@ def wrap_model(
         collectives = Collectives(ranks, traffic)
         collectives.allow_flags(2 * len(described.params) + 1)
         with collectives.together("finding what stays where it is"):
-            stays = Staying(
-                param for kind in kinds() for param in kind.staying(described, given, config, ranks)
-            )
+            found = [p for kind in kinds() for p in kind.staying(described, given, config, ranks)]
+            stays = Staying(found)
             undo.callback(stays.remove)
         stepping = _wrap(described, given, config, collectives, mesh, share, prefix, stays, undo)
         changes.settle()
@@ -280,7 +279,7 @@ def _commit(
     removers = [
         *first,
         *install_hooks(engine, model.parts, owners),
-        *install_state_dict(engine, model.module),
+        *install_state_dict(engine, model.parts),
         *_replace_forwards(engine, model, groups, blocks),
     ]
     stepping = [make_optimizer(engine, each, place) for place, each in enumerate(optimizers)]

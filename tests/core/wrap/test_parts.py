@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from infinity.core.wrap.parts import Parts, called_for, parts_of
+from infinity.core.wrap.described_model import read_model
+from infinity.core.wrap.parts import Parts, merged_in, parts_of
 
 
 class Stage(nn.Module):
@@ -101,11 +102,12 @@ def test_a_model_of_parts_is_called_by_its_parts_and_another_by_itself():
 def test_a_call_of_a_merged_module_means_those_of_the_parts():
     first, second = Stage(0), Stage(1)
     merged = Parts([first, second])
-    assert called_for(merged, merged) == [first, second]
-    assert called_for(merged, merged.layers) == [first.layers, second.layers]
+    model = read_model(merged)
+    assert model.meant(merged) == [first, second]
+    assert model.meant(merged.layers) == [first.layers, second.layers]
     leaf = first.layers["0"]
-    assert called_for(merged, leaf) == [leaf]
-    assert called_for(first, first) == [first]
+    assert model.meant(leaf) == [leaf]
+    assert merged_in(first) == {} and read_model(first).meant(first) == [first]
 
 
 def test_values_are_drawn_as_the_first_part_that_can_draws_them():
