@@ -171,6 +171,11 @@ class Extension:
         ``ranks``. Nothing is changed yet but by a :class:`Change`."""
 
     @classmethod
+    def check_optimizers(cls, optimizers: Sequence[Any], config: Any) -> None:
+        """Raises ConfigError if ``optimizers``, those given to a wrap or a plan, do not fit
+        ``config``. Nothing is changed yet."""
+
+    @classmethod
     def terms(cls, config: Any, units: Sequence[Any], device: Any) -> Iterable[Term]:
         """Returns the bytes that it would hold beside ``units``, given by their sizes. A plan
         counts them; the extension charges them itself."""
@@ -192,7 +197,7 @@ class Extension:
     @classmethod
     def unlisted(cls, model: Any) -> Iterable[tuple[str, Any]]:
         """Returns the tensors that ``model`` has beside its parameters and buffers, and that stay
-        with it: names and places (:class:`~infinity.core.wrap.described_model.Place`). May not
+        with it: names, and places that have the ``tensor`` and ``put`` another one there. May not
         fail."""
         return ()
 

@@ -1,8 +1,8 @@
-"""Agreement: compares wrap_model's inputs over the ranks, and divides a machine's memory, disks and
-processors among its ranks.
+"""Agreement: compares wrap_model's inputs over the ranks, and divides a machine's memory and disks
+among its ranks.
 
-declared   what one rank has been given, as far as the others must know it. The model is read for it
-           once; then ranks exchange what they declared
+table   a part of what one rank was given, by names. Ranks exchange the digests of their tables, and
+        those that differ, to tell how
 """
 
 from __future__ import annotations
@@ -10,11 +10,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import logging
-import os
-import socket
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -25,7 +22,6 @@ from ...config import Config
 from ...errors import ConfigError
 from ...ranks.collectives import Collectives
 from ...ranks.parallel_dims import ParallelDims
-from ..machine import numa, processors
 from ..machine.device import Device
 from ..machine.tiers import Tier
 from ..params.tensors import overwrite
@@ -39,6 +35,8 @@ from .described_model import DescribedModel, is_managed
 from .module_settings import describe_modules, describe_orders
 
 logger = logging.getLogger(__name__)
+
+OPTIMIZER = "the optimizer"
 
 
 def describe_config(config: Config) -> dict[str, str]:
@@ -59,30 +57,7 @@ class Summary(NamedTuple):
     rank: int
     local_size: int
     nbytes: int  # of its parts of the managed parameters
-    digests: dict[str, str]  # of each table of :class:`Declared`
-
-
-@dataclass(frozen=True)
-class Declared:
-    """What one rank has been given, in tables: told if digests differ. Empty if nobody compares
-    it."""
-
-    inputs: dict[str, str] = field(default_factory=dict)  # of the ranks of a stage
-    built: dict[str, str] = field(default_factory=dict)  # of data ranks
-    settings: dict[str, str] = field(default_factory=dict)  # of all ranks
-    values: dict[str, bytes] = field(default_factory=dict)  # digests, of data ranks
-    common: dict[str, bytes] = field(default_factory=dict)  # digests, of tp ranks
-    names: set[str] = field(default_factory=set)  # of this stage's parameters
-    nbytes: int = 0
-
-    def summary(self, ranks: ParallelDims) -> Summary:
-        """Returns what every rank is told."""
-        tables = {name: told for name, told in vars(self).items() if isinstance(told, dict)}
-        digests = {
-            name: hashlib.blake2b(repr(sorted(told.items())).encode(), digest_size=16).hexdigest()
-            for name, told in tables.items()
-        }
-        return Summary(ranks.world_rank, ranks.local_size, self.nbytes, digests)
+    digests: dict[str, str]  # of its tables
 
 
 def declare(
@@ -90,32 +65,28 @@ def declare(
     optimizers: Sequence[torch.optim.Optimizer],
     config: Config,
     ranks: ParallelDims,
-) -> Declared:
-    """Describes the inputs of wrap_model for the other ranks. Raises ConfigError for a trained
-    parameter that the optimizers lack."""
+) -> dict[str, dict[str, Any]]:
+    """Describes what wrap_model was given for the other ranks, in tables: the inputs, of a stage's
+    ranks; settings, of all; what was built and its values, of data ranks; values that tp ranks have
+    in common; names. Raises ConfigError for a trained parameter that the optimizers lack."""
     if ranks.alone:
-        return Declared()
-    inputs = _inputs(model, optimizers, config)
-    parts = {name: local_of(param) for name, param in model.managed.items()}
-    built, values, common = {}, {}, {}
+        return {}
+    inputs, managed = _inputs(model, optimizers, config), model.managed.items()
+    common = {n: local_of(param) for n, param in managed if ranks.tp_size > 1 and is_common(param)}
+    values, built = {}, {}
     if ranks.data_size > 1:
+        values = {n: local_of(param) for n, param in managed if param not in model.divided_params}
         around = (m for m, its in model.children.items() if any(c in model.divided for _, c in its))
-        built = describe_orders(model.managed.items())
+        built = describe_orders(managed)
         built |= describe_modules(model.modules, unlike=[*model.divided, *around])
-        divided = {name for name, param in model.params.items() if param in model.divided_params}
-        values = samples_of({name: part for name, part in parts.items() if name not in divided})
-    if ranks.tp_group is not None:
-        managed = model.managed.items()
-        common = samples_of({name: parts[name] for name, param in managed if is_common(param)})
-    return Declared(
-        inputs,
-        built,
-        {k: v for k, v in inputs.items() if k.startswith("Config(") or k == "the optimizer"},
-        values,
-        common,
-        {name for name, param in model.named if param not in model.alone},
-        model.nbytes,
-    )
+    return {
+        "inputs": inputs,
+        "settings": {k: v for k, v in inputs.items() if k.startswith("Config(") or k == OPTIMIZER},
+        "built": built,
+        "values": samples_of(values),
+        "common": samples_of(common),
+        "names": {name: None for name, param in model.named if param not in model.alone},
+    }
 
 
 def _inputs(
@@ -142,7 +113,7 @@ def _inputs(
                 " ranks nobody would average it. Give it to the optimizer, or set"
                 " requires_grad=False."
             )
-    inputs["the optimizer"] = ", ".join(type(each).__name__ for each in optimizers) or "None"
+    inputs[OPTIMIZER] = ", ".join(type(each).__name__ for each in optimizers) or "None"
     for i, group in enumerate(groups):
         names = [model.names.get(param, ["another"])[0] for param in group["params"]]
         inputs[f"the optimizer's group {i}"] = (
@@ -154,49 +125,58 @@ def _inputs(
     return inputs
 
 
-def agree(mine: Declared, collectives: Collectives) -> tuple[int, Fraction]:
-    """Compares what the ranks declared. Returns how many ranks a machine has at most, and this
-    rank's fraction of its machine. Raises ConfigError for what must be equal, and warns of values
-    that look like a mistake. Every rank calls this."""
+def agree(
+    tables: dict[str, dict[str, Any]], nbytes: int, collectives: Collectives
+) -> tuple[int, Fraction, str]:
+    """Compares the ranks' tables. Returns how many ranks a machine has at most, this rank's
+    fraction of its machine, by the bytes of its parameters, and the prefix of its names. Raises
+    ConfigError for what must be equal, and warns of values that look like a mistake. Every rank
+    calls this."""
     ranks = collectives.ranks
     if ranks.alone:
-        return ranks.local_size, Fraction(1, ranks.local_size)
+        return ranks.local_size, Fraction(1, ranks.local_size), ""
+    digests = {
+        name: hashlib.blake2b(repr(sorted(table.items())).encode(), digest_size=16).hexdigest()
+        for name, table in tables.items()
+    }
     with collectives.together("comparing what wrap_model was given"):
-        everyones = collectives.collect(mine.summary(ranks), "wrap_model")
+        mine = Summary(ranks.world_rank, ranks.local_size, nbytes, digests)
+        everyones = collectives.collect(mine, "wrap_model")
         of_stage = ranks.data_size * ranks.tp_size
         stage = everyones[ranks.pp_rank * of_stage :][:of_stage]
         data = stage[ranks.tp_rank * ranks.data_size :][: ranks.data_size]
+        among = {"settings": everyones, "built": data, "values": data}
+        unlike = {
+            name
+            for name in tables
+            if len({each.digests[name] for each in among.get(name, stage)}) > 1
+        }
         # Other stages do not see a difference here.
-        if _differ("inputs", stage):
-            collectives.compare(mine.inputs, "wrap_model")
-        if _differ("built", data):
-            collectives.compare(
-                mine.built, "wrap_model", among=ranks.data_channels, remedy=OTHER_BUILDS
-            )
-        if _differ("settings", everyones):
-            collectives.compare(mine.settings, "wrap_model", over_stages=True)
-        if _differ("values", data):
-            theirs = collectives.collect(mine.values, "samples of the values", ranks.data_channels)
-            if (others := _other_names(theirs)) and ranks.is_first:
-                logger.warning(OTHER_VALUES, len(others), len(mine.values), others[0])
-        if _differ("common", stage):
-            theirs = collectives.collect(
-                mine.common, "samples of what the tp ranks have in common", ranks.unit_channels
-            )
-            if others := _other_names(theirs[ranks.data_rank :: ranks.data_size]):
-                raise ConfigError(OTHER_COMMON.format(len(others), len(mine.common), others[0]))
+        if "inputs" in unlike:
+            collectives.compare(tables["inputs"], "wrap_model")
+        if "built" in unlike:
+            channels = ranks.data_channels
+            collectives.compare(tables["built"], "wrap_model", among=channels, remedy=OTHER_BUILDS)
+        if "settings" in unlike:
+            collectives.compare(tables["settings"], "wrap_model", over_stages=True)
+        values, common = [], []
+        if "values" in unlike:
+            values = collectives.collect(tables["values"], "samples", ranks.data_channels)
+        if "common" in unlike:
+            common = collectives.collect(tables["common"], "samples", ranks.unit_channels)
+        if (others := _other_names(values)) and ranks.is_first:
+            logger.warning(OTHER_VALUES, len(others), len(tables["values"]), others[0])
+        if others := _other_names(common[ranks.data_rank :: ranks.data_size]):
+            raise ConfigError(OTHER_COMMON.format(len(others), len(tables["common"]), others[0]))
     local_size = max(each.local_size for each in everyones)
-    return local_size, _share_of_machine(everyones, stage, ranks, local_size)
-
-
-def _differ(table: str, summaries: Sequence[Summary]) -> bool:
-    return len({each.digests[table] for each in summaries}) > 1
+    share = _share_of_machine(everyones, stage, ranks, local_size)
+    return local_size, share, prefix_of_stage(tables["names"], collectives)
 
 
 def _other_names(everyones: Sequence[dict[str, bytes]]) -> list[str]:
     """Lists the names whose digests differ from the first rank's."""
-    first = everyones[0]
-    return sorted({n for each in everyones for n, digest in each.items() if digest != first.get(n)})
+    items = [item for each in everyones for item in each.items()]
+    return sorted({name for name, digest in items if digest != everyones[0].get(name)})
 
 
 OTHER_BUILDS = (
@@ -230,13 +210,13 @@ def samples_of(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
     return found
 
 
-def prefix_of_stage(mine: Declared, collectives: Collectives) -> str:
+def prefix_of_stage(names: Iterable[str], collectives: Collectives) -> str:
     """Makes the prefix of this stage's names in checkpoints. It is empty if the names of all stages
     are distinct, so that checkpoints have the names of the whole model. Every rank calls this."""
     stages = collectives.ranks.pp_group
     if stages is None:
         return ""
-    everyones = collectives.collect(mine.names, "names of the stages' parameters", [stages])
+    everyones = collectives.collect(set(names), "names of the stages' parameters", [stages])
     return f"stage{stages.rank}." if len(set().union(*everyones)) < sum(map(len, everyones)) else ""
 
 
@@ -274,44 +254,6 @@ def _share_of_machine(
         here[each.rank // local_size] += each.nbytes
     parts = (each.nbytes * PARTS // max(1, here[each.rank // local_size]) for each in stage)
     return Fraction(min(parts), PARTS)
-
-
-def share_processors(model: DescribedModel, config: Config, collectives: Collectives) -> None:
-    """Exchanges the processors that each rank may use, so that a rank starts no more threads than
-    its part of the machine. A rank that computes on a GPU moves to the GPU's node first. Every rank
-    calls this."""
-    if collectives.ranks.alone:
-        processors.share_with([])
-        return
-    before_binding = collectives.ranks.allowed_processors
-    index = _gpu_of(model.places, config) if torch.cuda.is_available() else None
-    if index is not None and before_binding is not None:
-        numa.bind_to_gpu(pci_address(index), before_binding)
-    here = collectives.ranks.world_rank, socket.gethostname(), sorted(processors.allowed())
-    everyones = collectives.collect(here, "where the ranks may run")
-    processors.share_with(
-        [set(theirs) for rank, host, theirs in everyones if host == here[1] and rank != here[0]]
-    )
-
-
-def _gpu_of(places: list[torch.device], config: Config) -> int | None:
-    """Returns the number of the GPU that will compute; None if the processor does."""
-    named = [torch.device(config.device)] if config.device is not None else []
-    where = next(iter([*named, *places]), None)
-    if where is None or where.type != "cuda":
-        return None
-    if where.index is not None:
-        return where.index
-    return int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count()
-
-
-def pci_address(index: int) -> str:
-    """Returns the PCI address of CUDA's device ``index``, as the kernel writes it; "" if torch does
-    not tell."""
-    gpu: Any = torch.cuda.get_device_properties(index)
-    if not hasattr(gpu, "pci_domain_id"):
-        return ""
-    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def own_budgets(config: Config, share: Fraction) -> Config:

@@ -18,7 +18,7 @@ from ... import native, torch_private
 from ...config import Config
 from ...errors import ConfigError, UsageError
 from ..params import mistakes
-from ..step.expected import check_expected
+from ..seams import kinds
 from ..step.optimizer import InfinityOptimizer
 from ..step.recognised import check_together
 from ..step.rules import refuse_wrapper
@@ -101,9 +101,9 @@ def check(
             )
     _refuse_elsewhere(model)
     _check_storages(model)
-    expected = config.expects_optimizer
+    for kind in kinds():
+        kind.check_optimizers(optimizers, config)
     for optimizer in optimizers:
-        check_expected(optimizer, expected if expected is None else dict(expected).items())
         _check_optimizer(optimizer, names, config, is_only=len(optimizers) == 1)
     check_together(optimizers, names, config)
 

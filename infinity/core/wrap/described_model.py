@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -50,18 +50,7 @@ def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
     return own_class and not hasattr(param, STAYS)
 
 
-class Place(Protocol):
-    """The place of a tensor that no module lists and that stays there."""
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The tensor."""
-
-    def put(self, tensor: torch.Tensor) -> None:
-        """Replaces it."""
-
-
-def unlisted_in(module: nn.Module) -> list[tuple[str, Place]]:
+def unlisted_in(module: nn.Module) -> list[tuple[str, Any]]:
     """Lists the places of what no module lists, with their names."""
     return [each for kind in kinds() for each in kind.unlisted(module)]
 
@@ -86,7 +75,7 @@ class DescribedModel:
     named: list[tuple[str, nn.Parameter]]  # all names, of tied parameters too
     names: dict[torch.Tensor, list[str]]  # of each parameter, all
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    unlisted: list[tuple[str, Place]] = field(default_factory=list)
+    unlisted: list[tuple[str, Any]] = field(default_factory=list)  # see Extension.unlisted
 
     # What extensions add.
     alone: set[torch.Tensor] = field(default_factory=set)  # a unit each
@@ -113,12 +102,6 @@ class DescribedModel:
     def managed(self) -> dict[str, nn.Parameter]:
         """The parameters that the engine moves."""
         return {name: param for name, param in self.params.items() if is_managed(param)}
-
-    @property
-    def places(self) -> list[torch.device]:
-        """The devices of the parameters that the engine moves, but for meta, each once."""
-        found = (p.device for p in self.users if is_managed(p) and not p.is_meta)
-        return list(dict.fromkeys(found))
 
     @property
     def unmanaged(self) -> dict[str, nn.Parameter]:

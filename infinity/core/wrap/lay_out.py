@@ -53,7 +53,7 @@ MakeFlatParams = Callable[[Group], list[FlatParam]]
 def choose_device(model: DescribedModel, config: Config, collectives: Collectives) -> Device:
     """Chooses the device that computes: the configured one, else that of the parameters. Raises
     ConfigError if these are on several devices."""
-    places = model.places
+    places = {p.device for p in model.managed.values() if not p.is_meta}
     if config.device is None and len(places) > 1:
         raise ConfigError(
             f"the model's parameters are on {', '.join(sorted(map(str, places)))}: move it to one"

@@ -47,8 +47,6 @@ from .agreement import (
     broadcast_rest,
     declare,
     own_budgets,
-    prefix_of_stage,
-    share_processors,
 )
 from .aliases import OwnViews, warn_of_aliases
 from .before import Before, MovedRest
@@ -128,11 +126,9 @@ def wrap_model(
             described = changes.make(described, given, config)
             for kind in kinds():
                 kind.check_model(described, config, ranks)
-            mine = declare(described, given, config, ranks)
-        local_size, share = agree(mine, collectives)
-        prefix = prefix_of_stage(mine, collectives)
+            tables = declare(described, given, config, ranks)
+        local_size, share, prefix = agree(tables, described.nbytes, collectives)
         ranks = _describe_ranks(config, dataclasses.replace(ranks, local_size=local_size), mesh)
-        share_processors(described, config, collectives)
         collectives = Collectives(ranks, traffic)
         collectives.allow_flags(2 * len(described.params) + 1)
         with collectives.together("finding what stays where it is"):

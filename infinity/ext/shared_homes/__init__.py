@@ -1,1 +1,2 @@
-"""One home of a weight for all ranks of a host, and compressed gathers between hosts."""
+"""One home of a weight for all ranks of a host, whose processors they share, and compressed gathers
+between hosts."""

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 import models
 import pytest
-import torch
 
-import infinity
 from infinity.core.machine import numa
-from infinity.core.wrap import agreement
-from infinity.core.wrap.agreement import pci_address
-from infinity.core.wrap.described_model import read_model
 
 
 def system(tmp_path, *lists: str):
@@ -83,23 +77,3 @@ def test_a_rank_is_bound_to_the_node_of_its_gpu(told, known, tmp_path):
         return found, os.sched_getaffinity(0) == ({second} if known else before)
 
     assert models.in_child(bound) == (known, True)
-
-
-def test_a_gpu_is_named_as_the_kernel_names_it(monkeypatch):
-    gpu = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    assert pci_address(3) == "0000:1b:00.0"
-
-
-@pytest.mark.parametrize(
-    ("device", "on", "expected"),
-    [("cuda:1", "cpu", 1), ("cuda", "cpu", 3), ("cpu", "meta", None), (None, "cpu", None)],
-)
-def test_the_gpu_that_computes_is_the_one_that_the_configuration_names(
-    device, on, expected, monkeypatch
-):
-    """Else the rank's own. Twins: the processor computes."""
-    monkeypatch.setenv("LOCAL_RANK", "7")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    model = torch.nn.Linear(2, 2, device=on)
-    assert agreement._gpu_of(read_model(model), infinity.Config(device=device)) == expected

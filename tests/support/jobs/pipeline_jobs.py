@@ -34,7 +34,7 @@ from ranks import serve, told
 import infinity
 from infinity.core.run.engine import Engine
 from infinity.core.units.unit import ParamUnit
-from infinity.core.wrap import agreement, wrap
+from infinity.core.wrap import agreement
 from infinity.ranks.channel import Channel
 from infinity.ranks.sync_point import SyncPoint
 
@@ -493,7 +493,7 @@ def alike(path: str, config: dict, *, fault: bool = False) -> dict[str, Any]:
     mesh, rank, found = mesh_of(2), dist.get_rank(), {}
     made = agreement.prefix_of_stage
     if fault:
-        wrap.prefix_of_stage = lambda *_: ""
+        agreement.prefix_of_stage = lambda *_: ""
 
     def train(stage: Any, optimizer: Any, number: int, *, attached: bool) -> None:
         pipe = PipelineStage(stage, rank, 2, torch.device("cpu"), group=mesh["pp"].get_group())
@@ -528,7 +528,7 @@ def alike(path: str, config: dict, *, fault: bool = False) -> dict[str, Any]:
     )
     infinity.unwrap_model([stage], optimizer)
     infinity.unwrap_model([other], other_optimizer)
-    wrap.prefix_of_stage = made
+    agreement.prefix_of_stage = made
     return found
 
 

@@ -3,12 +3,23 @@ one)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
+from ...core.seams import Extension
 from ...errors import ConfigError
+
+
+class ExpectedOptimizer(Extension):
+    """The optimizer that a configuration names."""
+
+    @classmethod
+    def check_optimizers(cls, optimizers: Sequence[torch.optim.Optimizer], config: Any) -> None:
+        expected = config.expects_optimizer
+        for optimizer in optimizers:
+            check_expected(optimizer, expected if expected is None else dict(expected).items())
 
 
 def check_expected(
