@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from infinity.core.step.expected import check_expected
 from torch import optim
 
 from infinity.errors import ConfigError
+from infinity.ext.migrate.expected import check_expected
 
 ADAMW = {"type": "AdamW", "lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
 
