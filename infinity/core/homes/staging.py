@@ -45,7 +45,7 @@ class ThroughHost:
         return 0
 
     @classmethod
-    def open(
+    def open_pool(
         cls,
         io: native.IoEngine,
         pool: native.PinnedPool,
@@ -148,7 +148,7 @@ class Staging:
     def open(self, pool: native.PinnedPool, backend: type[ThroughHost] = ThroughHost) -> None:
         """Sets the pool, whose memory the I/O engine knows, and opens ``backend``."""
         self.pool = pool
-        self.backend = backend.open(
+        self.backend = backend.open_pool(
             self._io, pool, self._device, checksums=self._checksums, sampled=self._sampled
         ) or ThroughHost(self._io, pool, checksums=self._checksums)
 

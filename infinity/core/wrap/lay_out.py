@@ -489,7 +489,8 @@ def lay_out_here(
         # On all ranks alike: they plan with the minimum of their free bytes.
         with contextlib.suppress(CapacityError):
             laid = placed(without, splits=splits, explains=False)
-            _tell(laid.plan, left, limit, None, collectives)
+            if collectives.ranks.is_first:
+                _tell(laid.plan, left, limit, None)
             return without, laid
         return None
 
@@ -509,7 +510,8 @@ def lay_out_here(
     capacity = usable if config.nvme_capacity is None else config.nvme_capacity
     config = dataclasses.replace(config, nvme_paths=(chosen.folder,), nvme_capacity=capacity)
     laid = placed(config, explains=explains)
-    _tell(laid.plan, left, limit, chosen, collectives)
+    if collectives.ranks.is_first:
+        _tell(laid.plan, left, limit, chosen)
     return config, laid
 
 
@@ -579,11 +581,7 @@ def _nowhere(found: list[Candidate], needed: int, left: int, limit: str) -> Conf
     )
 
 
-def _tell(
-    plan: MemoryPlan, left: int, limit: str, chosen: Candidate | None, collectives: Collectives
-) -> None:
-    if not collectives.ranks.is_first:
-        return
+def _tell(plan: MemoryPlan, left: int, limit: str, chosen: Candidate | None) -> None:
     homes: dict[str, list[str]] = {term_of(name): [] for name in ARRAYS}
     for tier in Tier:
         for what, places in homes.items():

@@ -60,7 +60,7 @@ class GpuDirect(ThroughHost):
         return staging_nbytes + SLACK_NBYTES
 
     @classmethod
-    def open(
+    def open_pool(
         cls,
         io: native.IoEngine,
         pool: native.PinnedPool,
