@@ -16,6 +16,7 @@ import infinity
 from infinity.core.machine import limits
 from infinity.core.wrap import lay_out, remedies
 from infinity.errors import CapacityError, ConfigError
+from infinity.ext.tiles import layout
 
 SEED = 5
 ROWS, WIDTH = 4000, 64  # the largest unit is most of the model
@@ -273,6 +274,6 @@ def test_what_code_shows_to_be_used_by_hand_is_not_tiled(place, caplog, monkeypa
 
     run(least())
     assert "table.weight" in caplog.text and "head.weight" not in caplog.text
-    monkeypatch.setattr(lay_out, "used_by_hand", lambda modules: set())
+    monkeypatch.setattr(layout, "used_by_hand", lambda modules: set())
     with pytest.raises(CapacityError, match=r"head.weight .* does not fit the device window"):
         run(least())
