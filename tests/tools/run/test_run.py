@@ -208,10 +208,24 @@ def test_a_fit_of_lightning_prints_the_same(capfd):
     assert "home now: Classifier (216 parameters)" in capfd.readouterr().err
 
 
+def test_a_masked_autoencoder_prints_the_same_and_resumes():
+    """Method: the second run continues from the first one's checkpoint, each way."""
+    texts = []
+    for run in (plain, lambda *line: at_home("nvme", *line)):
+        texts.append(run("mae.py", "--epochs", "1"))
+        texts.append(run("mae.py", "--epochs", "2", "--resume", "checkpoint-0.pth"))
+    assert texts[:2] == texts[2:] and "Epoch: [1]  [3/4]" in texts[1]
+
+
 HF = "--output_dir out --max_steps 3 --per_device_train_batch_size 2 --logging_steps 1 --use_cpu"
 HF += " --report_to none --disable_tqdm true"
 TRAINERS = [
     ("run_lm.py", "--do_train --do_eval --save_steps 2 --gradient_accumulation_steps 2"),
+    (
+        "run_classifier.py",
+        "--eval_strategy steps --save_strategy steps --save_steps 1 --eval_steps 1"
+        " --load_best_model_at_end true --label_smoothing_factor 0.1",
+    ),
     ("preference.py", "sft --bf16 false --max_length 16"),
     ("preference.py", "dpo --bf16 false --max_length 16"),
 ]
@@ -219,11 +233,10 @@ TRAINERS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "words"), TRAINERS)
-def test_a_trainer_prints_the_same(script, words, place):
+def test_a_trainer_prints_the_same(script, words, place, capfd):
     """Method: all that it prints but the times; a run_lm is started twice, and resumes the second
     time."""
-    need = pytest.importorskip("trl" if script == "preference.py" else "transformers")
-    assert need
+    pytest.importorskip("trl" if script == "preference.py" else "transformers")
     words = [*words.split(), *HF.split()]
     found = []
     for run in (plain, lambda *line: at_home("nvme", *line)):
@@ -233,6 +246,7 @@ def test_a_trainer_prints_the_same(script, words, place):
         found.append([re.sub(r"'\w*(runtime|per_second)': '?[\d.e-]+'?", "", t) for t in texts])
         shutil.rmtree(place / "out")
     assert found[0] == found[1] and "loss" in found[0][-1]
+    assert "at home now: " in capfd.readouterr().err
 
 
 @pytest.mark.slow  # a process with the late device
