@@ -11,32 +11,40 @@ from torch.utils._pytree import tree_map_only
 
 from ...errors import UsageError
 from ..units.forms import like
-from ..units.handle import handle_of
+from ..units.handle import handle_of, managed
+from .lent import Lent, Source
 from .view_chain import chain_of
 
 
-class Borrowed:
+class Borrowed(Lent):
     """A parameter's value inside a block of :func:`infinity.full_params`: a copy, whose gradient is
     the parameter's. While this object lives and the block runs, uses of the parameter use the copy.
     """
 
-    def __init__(self, param: torch.Tensor, value: torch.Tensor):
-        self._handle, self._before = handle_of(param), handle_of(param).borrowed
-        self.version = self._handle.version
+    def __init__(self, source: Source, param: torch.Tensor, value: torch.Tensor):
+        handle = managed(param)
         # Not a view: autograd would take its base for the computed tensor.
-        self.tensor = value = torch.empty(0, dtype=value.dtype, device=value.device).set_(
+        value = torch.empty(0, dtype=value.dtype, device=value.device).set_(
             value.untyped_storage(), value.storage_offset(), value.size(), value.stride()
         )
-        self.tensor = value = like(param, value)
+        value = like(param, value)
         if param.requires_grad and torch.is_grad_enabled():
-            self.tensor = _Lend.apply(param, value, self._handle.version)
-        self._handle.borrowed = weakref.ref(self)
+            value = _Lend.apply(param, value, handle.version)
+        super().__init__(source, handle, value)
+        self.give(value)
+        self.note(source.stamp(handle))
+        self._before, handle.borrowed = handle.borrowed, weakref.ref(self)
+
+    @property
+    def is_superseded(self) -> bool:
+        """Whether the value at home is newer."""
+        return self.stamp != self.source.stamp(self.handle)
 
     def end(self) -> None:
         """Ends the block: the parameter is at rest again. Idempotent."""
-        borrowed = self._handle.borrowed
+        borrowed = self.handle.borrowed
         if borrowed is not None and borrowed() is self:
-            self._handle.borrowed = self._before
+            self.handle.borrowed = self._before
 
 
 class _Lend(torch.autograd.Function):
@@ -63,10 +71,9 @@ def lent_to(tensor: torch.Tensor) -> torch.Tensor | None:
     full_params, and while its model computes."""
     handle = handle_of(tensor)
     borrowed = handle.borrowed() if handle is not None and handle.borrowed is not None else None
-    # A step has changed it since.
-    if borrowed is None or handle.engine.computing or handle.version != borrowed.version:
+    if borrowed is None or handle.engine.computing or borrowed.is_superseded:
         return None
-    return borrowed.tensor
+    return borrowed.given()
 
 
 def call_on_borrowed(func: Callable, args: tuple, kwargs: dict, kind: type) -> Any:

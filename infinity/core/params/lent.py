@@ -18,6 +18,11 @@ print is not that of the value at home. Torch counts no writes through ``.data``
 An armed tensor needs no print. One that was exported is compared for good, for its address may be
 kept: at each settling while it equals home, and once in a step when it is a snapshot.
 
+[Note: what is not lent] A unit's memory on the device is the engine's, and has no handle of one
+parameter. It equals home until the pass ends, when forward_edits.py sends home what a forward has
+changed there. Memory that users hold after that is left to them by device_buffer.py: the next
+forward fills it in place, so a write to it can only be refused.
+
 A tensor that is never written to costs nothing after its own life: it is dropped when its last user
 frees it, in any thread. Only one that was exported to NumPy, or has views, waits for the next use.
 """
@@ -44,7 +49,6 @@ from ..run.step_counter import StepCounter
 from ..run.uses import Uses
 from ..units.forms import is_plain, like, local_of
 from ..units.handle import ParamHandle
-from ..units.unit import ParamUnit
 from .tensors import fingerprint
 
 TRIMMED_AT_COUNT, TRIMMED_AT_NBYTES = 64, 32 * 1024 * 1024
@@ -429,7 +433,7 @@ class Lents:
         for handle in [handle for handle, lents in self._lent.items() if not lents]:
             del self._lent[handle]
 
-    def refuse_in_backward(self, unit: ParamUnit) -> None:
+    def refuse_in_backward(self, unit: Any) -> None:
         """Raises UsageError if values of ``unit`` that the running backward needs were written to
         since the forward."""
         for lent in (

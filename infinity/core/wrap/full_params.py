@@ -13,7 +13,6 @@ from ... import native
 from ...errors import CapacityError, UsageError
 from ..machine.tiers import Tier
 from ..params.borrowed import Borrowed
-from ..params.tensors import checksum_of
 from ..run.job import Job
 from ..run.operations import Operation
 from ..run.registry import engine_of, whole_of
@@ -49,16 +48,18 @@ def full_params(
         selected = _select(whole_of(model), names)
         nbytes = sum(local_of(param).numel() * param.itemsize for param in set(selected.values()))
         charge = _reserve(job, nbytes)
-        copies = {param: _FullCopy(job, param) for param in dict.fromkeys(selected.values())}
+        copies = {param: _borrowed(job, param) for param in dict.fromkeys(selected.values())}
     try:
-        yield {name: copies[param].borrowed.tensor for name, param in selected.items()}
+        yield {name: copies[param].given() for name, param in selected.items()}
     finally:
         for copy in copies.values():
-            copy.borrowed.end()
+            copy.end()
         charge.release()
     with job.uses.begin():
+        for copy in copies.values():
+            copy.move()
         edited = {
-            name: copies[param] for name, param in selected.items() if copies[param].is_edited()
+            name: copies[param] for name, param in selected.items() if copies[param].has_other_bits
         }
         if edited and not writeback:
             raise UsageError(
@@ -66,10 +67,14 @@ def full_params(
                 " old values stand. Use `with infinity.full_params(model, names, writeback=True)`."
             )
         for copy in edited.values():
-            copy.check_unchanged_at_home()
+            if copy.is_superseded:
+                raise UsageError(
+                    f"full_params: {copy.handle.name} was edited, but a step, a load or another"
+                    " edit changed it meanwhile. End the block before that."
+                )
         if writeback:
-            copies_of = [(copy.handle, copy.tensor) for copy in dict.fromkeys(edited.values())]
-            engine.job.edits.write_changes(copies_of, "leaving full_params")
+            copies_of = [(copy.handle, copy.bytes) for copy in dict.fromkeys(edited.values())]
+            job.edits.write_changes(copies_of, "leaving full_params")
 
 
 def _reserve(job: Job, nbytes: int) -> native.Charge:
@@ -82,32 +87,10 @@ def _reserve(job: Job, nbytes: int) -> native.Charge:
         return job.ledger.reserve(Tier.DEVICE, nbytes, "full_params")
 
 
-class _FullCopy:
-    """One gathered parameter: the user's copy, and a checksum of its first value."""
-
-    def __init__(self, job: Job, param: nn.Parameter):
-        self.handle = managed(param)
-        self._version = self.handle.version
-        value = self.handle.flat_param.read_value(
-            job.store, self.handle.index, self.handle.flat_param.spec.dtype
-        )
-        self.borrowed = Borrowed(param, value.to(job.device.where))
-        self._checksum = checksum_of(self.tensor)
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """The current value on this rank."""
-        return local_of(self.borrowed.tensor).detach()
-
-    def is_edited(self) -> bool:
-        return checksum_of(self.tensor) != self._checksum
-
-    def check_unchanged_at_home(self) -> None:
-        if self.handle.version != self._version:
-            raise UsageError(
-                f"full_params: {self.handle.name} was edited, but a step, a load or another"
-                " full_params changed it meanwhile. End the block before that."
-            )
+def _borrowed(job: Job, param: nn.Parameter) -> Borrowed:
+    flat_param, index = managed(param).flat_param, managed(param).index
+    value = flat_param.read_value(job.store, index, flat_param.spec.dtype)
+    return Borrowed(job.edits, param, value.to(job.device.where))
 
 
 def _select(model: nn.Module, names: str | list[str] | None) -> dict[str, nn.Parameter]:

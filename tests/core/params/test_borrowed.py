@@ -9,6 +9,7 @@ import torch
 
 from infinity import native
 from infinity.core.params.borrowed import Borrowed, lent_to
+from infinity.core.params.lent import Source
 from infinity.core.units.flat_param import FlatParam
 from infinity.core.units.flat_param_spec import FlatParamSpec
 from infinity.core.units.handle import ParamHandle
@@ -16,6 +17,14 @@ from infinity.errors import UsageError
 
 F32 = torch.float32
 SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, (), stepped=True)
+
+
+class Values(Source):
+    def stamp(self, handle: ParamHandle) -> int:
+        return handle.version
+
+
+VALUES = Values()
 
 
 class Job:
@@ -42,20 +51,20 @@ def job() -> Job:
 def test_a_lent_value_is_the_memory_that_was_given_and_no_view(job):
     given = value()
     with torch.no_grad():
-        borrowed = Borrowed(job.param, given)
-    assert torch.equal(borrowed.tensor, given) and borrowed.tensor.stride() == (1, 2)
-    assert not borrowed.tensor._is_view() and borrowed.tensor.data_ptr() == given.data_ptr()
-    borrowed.tensor.zero_()
+        borrowed = Borrowed(VALUES, job.param, given)
+    assert torch.equal(borrowed.given(), given) and borrowed.given().stride() == (1, 2)
+    assert not borrowed.given()._is_view() and borrowed.given().data_ptr() == given.data_ptr()
+    borrowed.given().zero_()
     assert given.sum() == 0
 
 
 def test_the_gradient_of_a_lent_value_is_the_parameters(job):
     """Claim: after changes in place, too, by which it is multiplied."""
     given = value()
-    borrowed = Borrowed(job.param, given)
-    assert borrowed.tensor.data_ptr() == given.data_ptr() and not borrowed.tensor.is_leaf
-    borrowed.tensor.mul_(2)
-    (borrowed.tensor * torch.arange(6.0).view(2, 3)).sum().backward()
+    borrowed = Borrowed(VALUES, job.param, given)
+    assert borrowed.given().data_ptr() == given.data_ptr() and not borrowed.given().is_leaf
+    borrowed.given().mul_(2)
+    (borrowed.given() * torch.arange(6.0).view(2, 3)).sum().backward()
     assert job.param.grad.tolist() == [[0, 2, 4], [6, 8, 10]]
 
 
@@ -63,13 +72,13 @@ def test_the_gradient_of_a_lent_value_is_the_parameters(job):
 def test_a_lent_value_has_no_graph_where_its_parameter_gets_no_gradient(requires_grad, is_enabled):
     job = Job(requires_grad=requires_grad)
     with torch.set_grad_enabled(is_enabled):
-        assert not Borrowed(job.param, value()).tensor.requires_grad
+        assert not Borrowed(VALUES, job.param, value()).given().requires_grad
 
 
 def test_a_backward_after_the_parameter_has_changed_is_refused(job):
     """Twin: before, it is not."""
-    borrowed = Borrowed(job.param, value())
-    out = borrowed.tensor.sum()
+    borrowed = Borrowed(VALUES, job.param, value())
+    out = borrowed.given().sum()
     out.backward(retain_graph=True)
     job.handle.changed()
     with pytest.raises(UsageError, match="this backward needs a as full_params gave it"):
@@ -79,8 +88,8 @@ def test_a_backward_after_the_parameter_has_changed_is_refused(job):
 def test_a_value_is_lent_from_its_making_to_its_end(job):
     """Twins: another tensor has none. An end may come twice."""
     assert lent_to(job.param) is None
-    borrowed = Borrowed(job.param, value())
-    assert lent_to(job.param) is borrowed.tensor
+    borrowed = Borrowed(VALUES, job.param, value())
+    assert lent_to(job.param) is borrowed.given()
     assert lent_to(torch.ones(1)) is None
     for _ in range(2):
         borrowed.end()
@@ -89,8 +98,8 @@ def test_a_value_is_lent_from_its_making_to_its_end(job):
 
 def test_a_value_is_lent_as_long_as_somebody_has_it(job):
     """Method: an end that was never said. Twin: the parameter keeps it no longer than that."""
-    borrowed = Borrowed(job.param, value())
-    assert lent_to(job.param) is borrowed.tensor
+    borrowed = Borrowed(VALUES, job.param, value())
+    assert lent_to(job.param) is borrowed.given()
     del borrowed
     gc.collect()
     assert lent_to(job.param) is None
@@ -98,31 +107,31 @@ def test_a_value_is_lent_as_long_as_somebody_has_it(job):
 
 def test_a_value_is_not_used_while_the_model_computes(job):
     """Twin: afterwards it is, again."""
-    borrowed = Borrowed(job.param, value())
+    borrowed = Borrowed(VALUES, job.param, value())
     for computing in (True, False):
         job.computing = computing
-        assert (lent_to(job.param) is borrowed.tensor) == (not computing)
+        assert (lent_to(job.param) is borrowed.given()) == (not computing)
 
 
 def test_a_value_is_not_used_after_the_parameter_has_changed(job):
     """Twin: one that is borrowed after that is."""
-    borrowed = Borrowed(job.param, value())
+    borrowed = Borrowed(VALUES, job.param, value())
     job.handle.changed()
     assert lent_to(job.param) is None
     borrowed.end()
-    borrowed = Borrowed(job.param, value())
-    assert lent_to(job.param) is borrowed.tensor and borrowed.version == 1
-    borrowed.tensor.sum().backward()
+    borrowed = Borrowed(VALUES, job.param, value())
+    assert lent_to(job.param) is borrowed.given()
+    borrowed.given().sum().backward()
     assert job.param.grad.sum() == 6
 
 
 def test_a_block_inside_another_gives_the_outer_one_its_value_back(job):
     """Twin: an outer block that ends first ends nothing of the inner one."""
-    outer = Borrowed(job.param, value())
-    inner = Borrowed(job.param, value())
-    assert lent_to(job.param) is inner.tensor
+    outer = Borrowed(VALUES, job.param, value())
+    inner = Borrowed(VALUES, job.param, value())
+    assert lent_to(job.param) is inner.given()
     inner.end()
-    assert lent_to(job.param) is outer.tensor
-    inner = Borrowed(job.param, value())
+    assert lent_to(job.param) is outer.given()
+    inner = Borrowed(VALUES, job.param, value())
     outer.end()
-    assert lent_to(job.param) is inner.tensor
+    assert lent_to(job.param) is inner.given()

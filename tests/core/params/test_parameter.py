@@ -424,9 +424,10 @@ def test_data_of_a_resident_parameter_is_watched_and_written_through(job):
 def borrowed(job) -> torch.Tensor:
     """What replaces the first parameter."""
     handle = job.params[0]._infinity
-    job.kept = Value(tensor=torch.full((2, 3), 2.0), version=handle.version)
+    tensor = torch.full((2, 3), 2.0)
+    job.kept = Value(given=lambda: tensor, is_superseded=False)
     handle.borrowed = weakref.ref(job.kept)
-    return job.kept.tensor
+    return tensor
 
 
 def test_a_lent_value_is_used_in_the_parameters_stead(job, borrowed):

@@ -244,3 +244,56 @@ def test_what_is_left_of_full_params_never_crashes(use, home, tmp_path):
             assert torch.equal(found, state[name])
 
     in_child(work)
+
+
+class Clamped(nn.Linear):
+    """Clamps its weight in a forward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    with torch.enable_grad():
+        model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+
+
+def written(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model.state_dict()["weight"].mul_(0.5)
+    model.state_dict()
+
+
+CHANGES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
+    "a forward": lambda model, optimizer: model(torch.ones(1, 4)),
+    "a step": stepped,
+    "a write to a state dict": written,
+}
+EDITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "counted": lambda copy: copy[0].fill_(7.0),
+    "through data": lambda copy: copy.data[0].fill_(7.0),
+    "by other memory": lambda copy: setattr(copy, "data", torch.full((4, 4), 7.0)),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_edit_of_what_has_changed_meanwhile_is_refused(change, edit):
+    """Changes a weight in the block, then its copy, which would bring old values back. Twin: a copy
+    that was written to with its own values."""
+    torch.manual_seed(SEED)
+    model = Clamped(4, 4)
+    model, optimizer = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
+    )
+    model.load_state_dict({name: value * 9 for name, value in model.state_dict().items()})
+    refusal = pytest.raises(infinity.UsageError, match="weight was edited, but a step, a load")
+    ends = (lambda copy: copy.mul_(1.0), contextlib.nullcontext()), (EDITS[edit], refusal)
+    for edits, end in ends:
+        with end, torch.no_grad(), infinity.full_params(model, writeback=True) as params:
+            CHANGES[change](model, optimizer)
+            new = model.state_dict()["weight"].clone()
+            edits(params["weight"])
+        assert torch.equal(model.state_dict()["weight"], new)
