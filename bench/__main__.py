@@ -66,7 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 prog=f"python -m bench {given[0]}", description=what
             )
             module.add_options(parser)
-            return answer(parser.prog, module.run, parser.parse_args(given[1:]))
+            found = parser.parse_args(given[1:])
+            found.themes = {name: theme.where for name, theme in ALL.items()}
+            return answer(parser.prog, module.run, found)
         args = build_parser().parse_args(given)
     except SystemExit as stop:  # argparse has printed help (0) or its message
         return stop.code if isinstance(stop.code, int) else BAD_INPUT_STATUS

@@ -3,8 +3,9 @@
 ratio     how much longer B took than A: above 1 it is slower, whichever way the row counts
 verdict   faster or slower when the 95 % interval of the ratio excludes 1, and the bound
 
-Two runs can differ by more than their rounds say: the machine's speed changes between them. A
-change of the code is measured in turns, by `python -m bench against`.
+Two runs can differ by more than their rounds say: the machine's speed changes between them. So a
+row that has a ceiling gets a verdict only if its share of the ceiling changed as well. A change of
+the code is measured in turns, by `python -m bench against`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from .results import Measured, Row, Run, is_quick, read, row_of
 from .settings import Settings
 from .themes import THEMES
 
+WITH_CEILING = "no difference can be seen: its ceiling changed as much"
+DRIFT = 1.1  # between the ceilings of two runs
 # What must be the same, or two figures are of different work
 SAME = ("scale", "threads")
 
@@ -67,7 +70,10 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= len(args.files) <= 2:
         raise UsageError("compare takes two result files, or one and this machine")
     first = read(Path(args.files[0]))
-    second = read(Path(args.files[1])) if len(args.files) > 1 else _measured_now(first, args.folder)
+    if len(args.files) > 1:
+        second = read(Path(args.files[1]))
+    else:
+        second = _measured_now(first, args.folder, getattr(args, "themes", THEMES))
     warnings = check(first, second)
     found = compare(first, second, bound=args.bound)
     slower = [each.name for each in found if each.verdict == "slower"]
@@ -94,6 +100,19 @@ def check(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
                 f" compared. Run one again with --{name} of the other."
             )
     told = [f"differs: {each}" for each in facts.differences(first, second)]
+    limits = [
+        {
+            (each["name"], each["ceiling"]["name"]): each["ceiling"]["value"]
+            for each in run["rows"]
+            if each.get("ceiling")
+        }
+        for run in (first, second)
+    ]
+    drifts = {key: limits[1][key] / limits[0][key] for key in limits[0].keys() & limits[1].keys()}
+    if drifts:
+        (name, ceiling), drift = max(drifts.items(), key=lambda each: max(each[1], 1 / each[1]))
+        if max(drift, 1 / drift) > DRIFT:
+            told.append(f"differs: {ceiling}, the ceiling of {name}, is {drift:.2f} times A's in B")
     for which, each in zip("AB", (first, second)):
         if not each.get("complete", True):
             told.append(f"{which} is of a run that was interrupted")
@@ -121,6 +140,10 @@ def _compared(first: Row, second: Row, bound: float) -> Compared:
     interval = intervals.of_ratio(over.rounds, under.rounds)
     ratio = over.median / under.median if under.median else float("inf")
     verdict = intervals.verdict(interval, bound=bound)
+    before, after = ((each.ceiling or {}).get("shares", []) for each in (first, second))
+    if verdict in ("slower", "faster") and first.better == "more" and before and after:
+        if intervals.verdict(intervals.of_ratio(before, after), bound=bound) != verdict:
+            verdict = WITH_CEILING
     return Compared(first.name, first.unit, first.median, second.median, ratio, interval, verdict)
 
 
@@ -165,10 +188,12 @@ def as_tex(found: Sequence[Compared]) -> str:
     return "\n".join([*lines, r"\end{tabular}"])
 
 
-def _measured_now(first: Mapping[str, Any], folder: str) -> dict[str, Any]:
+def _measured_now(
+    first: Mapping[str, Any], folder: str, themes: Mapping[str, str]
+) -> dict[str, Any]:
     """Measures the themes of a file on this machine, with its settings."""
-    themes = list(THEMES) if first["theme"] == "all" else first["theme"].split("+")
-    if missing := [theme for theme in themes if theme not in THEMES]:
+    chosen = list(THEMES) if first["theme"] == "all" else first["theme"].split("+")
+    if missing := [theme for theme in chosen if theme not in themes]:
         raise UsageError(
             f"{missing[0]} is measured in a checkout: `python -m bench {missing[0]} --save FILE`,"
             " then compare the two files"
@@ -181,7 +206,8 @@ def _measured_now(first: Mapping[str, Any], folder: str) -> dict[str, Any]:
         folder=folder, rivals=False, **{name: kept[name] for name in names if name in kept}
     )
     run, measured = Run(first["theme"], settings), Measured([])
-    for theme in themes:
+    for theme in chosen:
         print(f"measuring {theme}", file=sys.stderr)
-        measured.add(importlib.import_module(THEMES[theme]).measure(settings))
+        name, _, function = themes[theme].partition(":")
+        measured.add(getattr(importlib.import_module(name), function or "measure")(settings))
     return run.content(measured)

@@ -137,7 +137,9 @@ def measure(settings: Settings, *, rivals: Sequence[Any] = ()) -> Measured:
         tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder,
         ExitStack() as stack,
     ):
+        tell("the file is written")
         file = make_file(folder, settings.scaled(FILE_NBYTES, RAW_THREADS * RAW_BLOCK))
+        tell("")
         ours, threads = (as_used(file, kind, folder) for kind in ("auto", "threads"))
         raw = Raw(file)
         stack.callback(raw.close)

@@ -39,9 +39,15 @@ BEGIN = b'{\n "theme":'  # of every result file
 
 @dataclass
 class Row:
-    """One figure. ``ceiling`` is {"name", "value", "low", "high"}; a ratio above 1 means ours is
-    better. ``rounds``: the value in each; ``ratio_rounds``: of the ratios that were taken in
-    pairs. ``interval``: of the median, 95 %; None for too few rounds."""
+    """One figure. A ratio above 1 means ours is better.
+
+    ceiling
+        {"name", "value", "low", "high", "shares"}, the shares one for each round.
+    rounds, ratio_rounds
+        The value in each round, and the ratios that were taken in pairs.
+    interval
+        Of the median, 95 %; None for too few rounds.
+    """
 
     name: str
     unit: str
@@ -61,15 +67,15 @@ class Row:
     ) -> None:
         """Sets the ceiling, of which there is a value for every round. The share is the median over
         rounds; ``ours``: the values beside it, if it was measured in rounds of its own."""
+        shares = [value / limit for value, limit in zip(ours or self.rounds, limits)]
         self.ceiling = {
             "name": name,
             "value": statistics.median(limits),
             "low": min(limits),
             "high": max(limits),
+            "shares": shares,
         }
-        self.share_of_ceiling = statistics.median(
-            value / limit for value, limit in zip(ours or self.rounds, limits)
-        )
+        self.share_of_ceiling = statistics.median(shares)
 
     def passes_its_ceiling(self) -> bool:
         """Tells whether the figure is above what was taken for its limit."""
@@ -204,13 +210,32 @@ def read(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(read_text(path))
         FORMAT.check(path, found)
-        for each in found["rows"]:
-            row_of(each)
-        if not all(isinstance(found[name], str) for name in ("theme", "hardware", "date")):
-            raise TypeError("no text")
+        _check(found)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is no result of a benchmark: {error!r:.200}") from error
     return found
+
+
+def _check(found: Any) -> None:
+    """Raises ValueError, TypeError or LookupError for the content of a file that no run wrote."""
+    if not all(isinstance(found[name], str) for name in ("theme", "hardware", "date", "commit")):
+        raise TypeError("its theme, hardware, date and commit")
+    for name in ("settings", "load", "machine", "versions"):
+        if not isinstance(found.get(name, {}), dict):
+            raise TypeError(f"its {name}")
+    numbers = [*found.get("load", {}).values(), found.get("machine", {}).get("cores") or 1]
+    numbers += [found.get("settings", {}).get(name, 1) for name in ("scale", "rounds")]
+    for row in map(row_of, found["rows"]):
+        if not isinstance(row.name, str) or not isinstance(row.unit, str):
+            raise TypeError("names of its rows")
+        numbers += [row.median, row.low, row.high, *row.rounds, *(row.interval or ())]
+        numbers += row.ratios.values()
+        if row.ceiling is not None:
+            numbers += [row.ceiling["value"], row.share_of_ceiling, *row.ceiling.get("shares", ())]
+            if not row.ceiling["value"] > 0 or not isinstance(row.ceiling["name"], str):
+                raise ValueError(f"the ceiling of {row.name}")
+    if not all(type(number) in (int, float) for number in numbers):
+        raise TypeError("its numbers")
 
 
 def is_quick(settings: dict[str, Any]) -> bool:

@@ -32,7 +32,7 @@ from bench.rivals import deepspeed_aio, fio, limited
 from bench.rivals.tuning import Tuned
 from bench.themes import ALL, APART, THEMES
 from infinity.core.machine import disk_profile
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UsageError
 from infinity.tools.bench import bench as installed
 from infinity.tools.bench import compare, facts, intervals, results, rounds
 from infinity.tools.bench import io as bench_io
@@ -859,6 +859,34 @@ def test_slower_is_slower_whichever_way_a_row_counts(unit, factor):
     assert compare.compare(*runs, bound=0.6)[0].verdict == "no difference can be seen"
 
 
+@pytest.mark.parametrize(
+    "ours, limit, verdict",
+    [
+        (0.6, 0.6, compare.WITH_CEILING),
+        (0.6, 1.0, "slower"),
+        (1.6, 1.0, "faster"),
+        (1.0, 0.6, "no difference can be seen"),
+    ],
+)
+def test_a_slower_machine_is_no_slower_code(ours, limit, verdict):
+    """Method: two runs, of which the second has 0.6 of the rate and of the ceiling: the machine
+    changed, which is said first. Twins: the rate or the ceiling alone."""
+    rng = np.random.default_rng(3)
+
+    def run(rate: float, of_limit: float) -> dict:
+        limits = list(noisy(rng, 2.0 * of_limit, noise=0.01))
+        made = results.row(
+            "x", "GB/s", list(noisy(rng, rate, noise=0.01)), ceiling=("disk", limits)
+        )
+        return json.loads(json.dumps(results.result("io", results.Measured([made]), Settings())))
+
+    runs = run(1.0, 1.0), run(ours, limit)
+    (found,) = compare.compare(*runs)
+    assert found.verdict == verdict
+    told = [each for each in compare.check(*runs) if "the ceiling of x" in each]
+    assert bool(told) == (limit != 1.0)
+
+
 def test_files_are_compared_and_what_differs_comes_first(tmp_path, capsys):
     """Method: two files of machines that differ; the status is 1, and the machines are named above
     the figures, in four forms. Twins: one machine and one speed, figures of different work."""
@@ -989,13 +1017,36 @@ def replaced(content, path: list[int], odd):
 @given(path=st.lists(st.integers(0, 20), max_size=6), odd=ODD)
 def test_what_is_no_result_is_refused_by_name(tmp_path_factory, path, odd):
     """Method: a good result with any part of it replaced by something odd; a page, or a ConfigError
-    naming the file, and nothing else."""
+    naming the file, and nothing else. It is compared with itself, too."""
     folder = tmp_path_factory.mktemp("results")
     (folder / "odd.json").write_text(json.dumps(replaced(a_result(), path, odd)))
     try:
         report.write(folder, folder / "page.html")
-    except ConfigError as error:
+    except (ConfigError, UsageError) as error:  # a format of no version is refused as that
         assert "odd.json" in str(error)
+    assert main(["bench", "compare", *[str(folder / "odd.json")] * 2]) in (0, 2)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"rows": [{"name": "x"}]},
+        {"rows": 7},
+        {"settings": []},
+        {"settings": {"rounds": None}},
+        {"machine": {"cores": "many"}},
+        {"load": {"before": None}},
+        {"theme": None},
+    ],
+)
+def test_a_damaged_file_is_not_compared(changed, tmp_path, capsys):
+    """Method: a good file with one part of it changed. Twin: the good one."""
+    good, odd = tmp_path / "good.json", tmp_path / "odd.json"
+    good.write_text(json.dumps(a_result()))
+    odd.write_text(json.dumps(a_result() | changed))
+    assert main(["bench", "compare", str(good), str(odd)]) == 2
+    assert f"{odd} is no result of a benchmark" in capsys.readouterr().err
+    assert main(["bench", "compare", str(good), str(good)]) == 0
 
 
 @pytest.mark.parametrize("name", first_steps.RECIPES)
