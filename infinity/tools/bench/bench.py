@@ -187,16 +187,18 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
     elif path is not None and path.is_dir():
         path = results.new_path(run.content(measured), path)
 
-    def keep(found: results.Measured, *, complete: bool = False) -> None:
-        measured.add(found)
-        if path is not None and measured.rows:
-            results.write(run.content(measured, complete=complete), path)
+    def save(*parts: results.Measured, complete: bool = False) -> None:
+        whole = results.Measured([])
+        for part in (measured, *parts):
+            whole.add(part)
+        if path is not None and (whole.rows or whole.notes):
+            results.write(run.content(whole, complete=complete), path)
 
     def show(rows: Sequence[Any]) -> None:
         shown.show(rows)
-        keep(results.Measured(list(rows)))
+        save(results.Measured([*shown.rows]))
 
-    settings = replace(settings, show=show, keep=keep)
+    settings = replace(settings, show=show, keep=save)
     with _stdout_for(args.json):
         busy = results.busy()  # before anything is measured
         try:
@@ -210,10 +212,11 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
                     found = getattr(module, function or "measure")(settings)
                 shown.end(found.rows)
                 run.done.append(theme)
-                keep(found)
+                measured.add(found)
+                save()
         except BaseException:
             PROGRESS.clear()
-            if path is not None and measured.rows:
+            if path is not None and path.is_file():
                 print(
                     f"kept what was measured: {path} (go on with --resume {path})", file=sys.stderr
                 )
@@ -233,8 +236,8 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
         print(file, file=sys.stderr)
     if args.json:
         print(json.dumps(run.content(measured)))
-    keep(results.Measured([]), complete=True)
-    if path is not None and measured.rows:
+    save(complete=True)
+    if path is not None and path.is_file():
         print(path, file=sys.stderr)
     return 0
 
@@ -278,6 +281,7 @@ class _Shown:
 
     def __init__(self) -> None:
         self._ratios: dict[str, int] = {}  # of a printed row, by name
+        self.rows: list[Any] = []
 
     def show(self, rows: Sequence[Any]) -> None:
         """Prints rows, the first of a theme below the table's header."""
@@ -288,6 +292,7 @@ class _Shown:
             PROGRESS.clear()
             print(results.table(rows, header=not self._ratios), flush=True)
             self._ratios |= {row.name: len(row.ratios) for row in rows}
+            self.rows += [row for row in rows if row not in self.rows]
 
     def end(self, rows: Sequence[Any]) -> None:
         """Ends a theme: prints what was not printed yet."""
@@ -295,7 +300,7 @@ class _Shown:
         if beside := [row for row in rows if len(row.ratios) > self._ratios[row.name]]:
             print("beside rivals, as many times as fast (or as little):")
             self.show(beside)
-        self._ratios = {}
+        self._ratios, self.rows = {}, []
 
 
 def _output(args: argparse.Namespace) -> Path | None:

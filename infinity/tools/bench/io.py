@@ -180,7 +180,7 @@ def _compare_profile(rows: Sequence[Row], settings: Settings) -> list[str]:
     file = disk_profile.cache_folder() / PROFILES
     if settings.keep_profile:
         rates = dict(zip(("read_rate", "write_rate", "mixed_rate"), now))
-        key = f"{disk_profile.identity(settings.folder)} {native.io_kind()}"
+        key = f"{disk_profile.Disk(settings.folder).device} {native.io_kind()}"
         kept = json.loads(file.read_text()) | {key: dataclasses.asdict(stored) | rates}
         write_whole(file, json.dumps(kept, indent=1) + "\n")
         disk_profile.disk_profile.cache_clear()

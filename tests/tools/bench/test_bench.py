@@ -105,8 +105,8 @@ def cut_off(*rows: results.Row, keep: bool = True):
     """A theme that keeps or shows ``rows``, one after the other, and is interrupted."""
 
     def measure(settings) -> None:
-        for each in rows:
-            settings.keep(results.Measured([each])) if keep else settings.show([each])
+        for count, each in enumerate(rows, start=1):
+            settings.keep(results.Measured([*rows[:count]])) if keep else settings.show([each])
         raise KeyboardInterrupt
 
     return measure
@@ -156,6 +156,26 @@ def test_a_run_is_resumed_where_it_was_interrupted(tmp_path, monkeypatch, capsys
     found = json.loads(file.read_text())
     assert [row["name"] for row in found["rows"]] == ["a.1", "b.1", "b.2", "c.1"]
     assert found["complete"] and found["done"] == list("abc") and "note a.1" in found["notes"]
+
+
+def test_what_a_theme_keeps_replaces_what_it_kept_before(tmp_path, monkeypatch):
+    """Method: a theme keeps a row with a note, then another of both, as jobs that end one by one;
+    the file has the last of each. A theme without rows leaves its notes."""
+
+    def measure(settings) -> results.Measured:
+        settings.keep(results.Measured([a_row("one")], ["two: not reached"]))
+        assert "not reached" in file.read_text()
+        settings.keep(results.Measured([a_row("one"), a_row("two")], ["all reached"]))
+        return results.Measured([a_row("one"), a_row("two")], ["all reached"])
+
+    empty = lambda settings: results.Measured([], ["not installed"])
+    file = tmp_path / "run.json"
+    themes = {"x": a_theme(monkeypatch, "x", measure), "y": a_theme(monkeypatch, "y", empty)}
+    args = checkout.build_parser().parse_args(["x", "--save", str(file)])
+    assert installed.measure(args, themes, ("x", "y")) == 0
+    found = json.loads(file.read_text())
+    assert [row["name"] for row in found["rows"]] == ["one", "two"]
+    assert found["notes"] == ["all reached", "not installed"] and found["complete"]
 
 
 def test_a_quick_look_never_replaces_a_careful_run(tmp_path, monkeypatch, capsys):
