@@ -49,7 +49,7 @@ def ends(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.
     return {name: value.clone() for name, value in found.items()}
 
 
-@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+@pytest.mark.parametrize("home", ["device", "host", "hostile"])
 def test_a_parked_run_is_the_same(home, tmp_path):
     """Method: parked after each step, brought back by resume, by the next forward and by a state
     dict in turn; an average is parked too."""
