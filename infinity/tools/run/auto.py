@@ -46,14 +46,23 @@ class Auto:
 
     wrapped
         What was wrapped, in words.
+    spawned
+        Whether the script has spawned processes, in which models are wrapped as well.
     shards
         Whether ranks have a shard each. If not, each has all state, as under
         DistributedDataParallel: scripts evaluate and save on the first rank alone.
     """
 
-    def __init__(self, make_config: MakeConfig, tell: Callable[[str], None], *, shards: bool):
+    def __init__(
+        self,
+        make_config: MakeConfig,
+        tell: Callable[[str], None],
+        *,
+        shards: bool,
+        again: Callable[[], object],
+    ):
         self.wrapped: list[str] = []
-        self._shards = shards
+        self.spawned, self._shards, self._again = False, shards, again
         self._make_config, self._tell, self._undo = make_config, tell, contextlib.ExitStack()
         self._places, self._waiting = Places(self._stays), Waiting()
         self._at_work = False  # the engine makes optimizers and calls modules, too
@@ -61,6 +70,7 @@ class Auto:
         self._replace(nn.Module, "__call__", self._called)
         self._places.replace(self._replace)
         pass_on(self._replace)
+        self._replace(torch.multiprocessing, "spawn", self._spawn)
 
     def __enter__(self) -> Auto:
         return self
@@ -73,8 +83,8 @@ class Auto:
         self._undo.close()
         self._waiting.remove(list(self._waiting))
 
-    def _replace(self, owner: type, name: str, make: Callable[..., Any]) -> None:
-        """Replaces a method of ``owner`` until :meth:`stop`."""
+    def _replace(self, owner: Any, name: str, make: Callable[..., Any]) -> None:
+        """Replaces a function of ``owner`` until :meth:`stop`."""
         own = getattr(owner, name)
         setattr(owner, name, functools.wraps(own)(make(own)))
         self._undo.callback(setattr, owner, name, own)
@@ -87,6 +97,13 @@ class Auto:
                 optimizer.step = MethodType(self._make_step(optimizer), optimizer)  # type: ignore[method-assign]
 
         return __init__
+
+    def _spawn(self, own: Callable[..., Any]) -> Callable[..., Any]:
+        def spawn(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self.spawned = True
+            return own(partial(_in_child, self._again, fn), *args, **kwargs)
+
+        return spawn
 
     def _called(self, own: Callable[..., Any]) -> Callable[..., Any]:
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -188,6 +205,12 @@ class Waiting:
         self._all[:] = [each for each in self._all if all(each() is not one for one in optimizers)]
 
 
+def _in_child(again: Callable[[], object], function: Callable[..., Any], *args: Any) -> Any:
+    """Runs ``function`` in a process that the script has spawned."""
+    again()
+    return function(*args)
+
+
 def auto(config: Config | Mapping[str, Any] | str | os.PathLike | None = None) -> Auto:
     """Wraps each model that is trained from now on, with the optimizer that steps it, at its first
     forward with gradients. The script stays as it is, and so does the optimizer that it holds.
@@ -205,7 +228,7 @@ def auto(config: Config | Mapping[str, Any] | str | os.PathLike | None = None) -
     made = None if config is None else Config.make(config)
     shards = isinstance(config, Mapping) and "shard" in config
     shards |= config is not None and not isinstance(config, Mapping)
-    return start(lambda root: made, logger.info, shards=shards)
+    return start(lambda root: made, logger.info, shards=shards, again=partial(auto, config))
 
 
 def told(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:
@@ -218,12 +241,12 @@ def told(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:
     )
 
 
-def start(make_config: MakeConfig, tell: Callable[[str], None], *, shards: bool) -> Auto:
+def start(make_config: MakeConfig, tell: Callable[[str], None], **more: Any) -> Auto:
     """Starts to wrap models, in the place of what was started before."""
     global _running
     if _running is not None:
         _running.stop()
-    _running = Auto(make_config, tell, shards=shards)
+    _running = Auto(make_config, tell, **more)
     return _running
 
 

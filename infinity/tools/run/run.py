@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import sys
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -57,24 +58,30 @@ def run(args: argparse.Namespace) -> int:
     elif not _is_module(args.script):
         raise ConfigError(f"there is no module {args.script}. Name one that `python -m` runs")
     settings = engine_settings(args)
+    engine_config({"device": "cpu"} | settings)  # raises for wrong values before the script begins
+    with contextlib.ExitStack() as until_end:
+        if args.json:
+            until_end.enter_context(contextlib.redirect_stdout(sys.stderr))
+        auto = until_end.enter_context(begin(settings))
+        try:
+            return _run(args)
+        finally:
+            if not (auto.wrapped or auto.spawned):
+                _tell("no model was trained by a torch.optim.Optimizer, so none is at home")
+            if args.json:
+                print(json.dumps({"wrapped": auto.wrapped}), file=sys.__stdout__)
+
+
+def begin(settings: dict[str, Any]) -> Any:
+    """Begins to wrap what is trained in this process."""
     from .auto import start
 
     def make_config(model: nn.Module) -> Any:
         where = {"device": None} | settings  # it computes where the script has put it
         return engine_config(where, model)
 
-    engine_config({"device": "cpu"} | settings)  # raises for wrong values before the script begins
-    with contextlib.ExitStack() as until_end:
-        if args.json:
-            until_end.enter_context(contextlib.redirect_stdout(sys.stderr))
-        auto = until_end.enter_context(start(make_config, _tell, shards="shard" in settings))
-        try:
-            return _run(args)
-        finally:
-            if not auto.wrapped:
-                _tell("no model was trained by a torch.optim.Optimizer, so none is at home")
-            if args.json:
-                print(json.dumps({"wrapped": auto.wrapped}), file=sys.__stdout__)
+    again = partial(begin, settings)
+    return start(make_config, _tell, shards="shard" in settings, again=again)
 
 
 def _tell(text: str) -> None:
