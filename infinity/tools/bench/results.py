@@ -26,8 +26,9 @@ from .settings import Settings
 
 BUSY = 0.5  # load for each processor
 # Units of which less is better
-LESS = ("s", "ms", "us", "CPU s/GiB", "ms/step", "ratio", "times", "GiB", "MiB", "KiB", "nats", "%")
-LESS += ("of the step", "lines changed", "options set", "of what is hit", "meetings")
+LESS: tuple[str, ...] = ("s", "ms", "us", "CPU s/GiB", "ms/step", "ratio", "times", "nats", "%")
+LESS += ("GiB", "MiB", "KiB", "of the step", "lines changed", "options set", "of what is hit")
+LESS += ("meetings",)
 WIDE = 0.3  # of the median, between the lowest and the highest round
 PASSED = 1.03  # share of a ceiling above which it is none
 # Of a parameter and step with split masters and fp32 moments, all on disk: weights for forward and
@@ -136,7 +137,8 @@ class Run:
     ):
         self._paths = paths
         self.settings = settings or Settings()
-        self.theme, self.done = theme, []
+        self.theme = theme
+        self.done: list[str] = []
         self._begun = datetime.datetime.now()
         self._load = facts.load()
         self._machine = facts.machine(self.settings.folder)
@@ -256,7 +258,8 @@ def table(rows: Sequence[Row], *, header: bool = True) -> str:
             value = f"{entry.ceiling['value']:.3f}"
             if "low" in entry.ceiling:
                 value += f", {entry.ceiling['low']:.3f} to {entry.ceiling['high']:.3f}"
-            share = f"   {100 * entry.share_of_ceiling:.0f} % of {entry.ceiling['name']} ({value})"
+            percent = f"{100 * (entry.share_of_ceiling or 0):.0f}"
+            share = f"   {percent} % of {entry.ceiling['name']} ({value})"
         if entry.passes_its_ceiling():
             share += ": passed, so it is no ceiling here"
         ratios = "".join(f"   {_times(entry, name)}" for name in entry.ratios)

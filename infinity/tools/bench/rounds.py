@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ...core.machine.sizes import format_seconds
 from . import intervals
@@ -16,6 +17,8 @@ BAR, WIDTH = 20, 100  # characters: of the bar, and of its whole line
 SEED = 0  # of the order within a round: the same on all ranks
 NARROW = 0.03  # of a median: an interval that needs no further round
 MOST_ROUNDS = 1000
+
+Name = TypeVar("Name", bound=Hashable)
 
 
 @dataclass
@@ -27,13 +30,13 @@ class Times:
 
 
 def alternate(
-    jobs: Mapping[Hashable, Callable[[], object]],
+    jobs: Mapping[Name, Callable[[], object]],
     rounds: int,
     *,
     warm_up: int = 1,
     seconds: float = 0.0,
     in_order: bool = False,
-) -> dict[Hashable, Times]:
+) -> dict[Name, Times]:
     """Runs every job once per round, after ``warm_up`` rounds that are not recorded. A job may
     return a Times of one round, which is used instead of the measured one.
 
@@ -68,7 +71,7 @@ def alternate(
     return times
 
 
-def _are_narrow(times: Mapping[Hashable, Times]) -> bool:
+def _are_narrow(times: Mapping[Name, Times]) -> bool:
     return all(intervals.width(intervals.of_median(each.wall)) < NARROW for each in times.values())
 
 
