@@ -16,6 +16,7 @@ import pytest
 
 import bench.__main__ as checkout
 from bench import against, headline
+from infinity.core.run.engine import Engine
 from infinity.errors import ConfigError, UsageError
 
 NOISE, OF_A_PROCESS = 0.03, 0.01  # of a turn, and of all turns of one process
@@ -244,6 +245,20 @@ def test_every_loop_runs(name, tmp_path):
         for _ in range(2):
             seconds, cpu = turn()
             assert seconds > 0 and cpu >= 0
+
+
+def test_a_turn_of_steps_ends_when_its_updates_are_at_home(tmp_path, monkeypatch):
+    """Method: counts the waits of the engine; a turn has one. Twin: a plain model has none."""
+    waits: list[object] = []
+    usual = Engine.wait_idle
+    monkeypatch.setattr(Engine, "wait_idle", lambda engine: (waits.append(engine), usual(engine)))
+    with headline.JOBS["tiny400"](str(tmp_path), 0.01) as turn:
+        before = len(waits)
+        turn()
+        assert len(waits) > before
+    before = len(waits)
+    headline.settle(headline.make(2, 8))
+    assert len(waits) == before
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from bench.rivals import deepspeed_aio, fio, limited
 from bench.rivals.tuning import Tuned
 from bench.themes import ALL, APART, THEMES
 from infinity.core.machine import disk_profile
+from infinity.core.run.engine import Engine
 from infinity.errors import ConfigError, UsageError
 from infinity.tools.bench import bench as installed
 from infinity.tools.bench import compare, facts, intervals, results, rounds
@@ -472,6 +474,27 @@ def test_no_package_has_the_benchmarks_of_a_checkout():
     assert "infinity.tools.bench" in found
     assert all(name.partition(".")[0] == "infinity" for name in found)
     assert "bench" not in (ROOT / "MANIFEST.in").read_text()
+
+
+OF_DEEPSPEED = {"backward", "step"}  # its engine's, in files that have both
+
+
+def of_the_engine(text: str) -> set[str]:
+    """The names of the engine of a wrapped model that a file uses."""
+    found = re.findall(r"\bengine\.(\w+)", text) if "core.run.registry" in text else []
+    return set(found) - OF_DEEPSPEED
+
+
+def test_benchmarks_use_what_the_engine_has():
+    """Reads every benchmark for names of the engine, which no type check sees: most run for a
+    quarter of an hour, and fail at their end. Twin: a name that is not there."""
+    texts = {path.name: path.read_text() for path in (ROOT / "bench").glob("*.py")}
+    used = {name: of_the_engine(text) for name, text in texts.items()}
+    assert sum(map(bool, used.values())) > 5
+    there = {*dir(Engine), *Engine.__annotations__, *Engine.__init__.__code__.co_names, "job"}
+    assert {name: names - there for name, names in used.items() if names - there} == {}
+    other = "from infinity.core.run.registry import wrapped\nwrapped(model).engine.finish_all()"
+    assert of_the_engine(other) - there == {"finish_all"}
 
 
 # --- rounds and ratios ---
