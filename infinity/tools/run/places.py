@@ -80,15 +80,17 @@ class Places:
             _move_rest(module, device)
             return True
         self._forget(module)
-        moves = any(_other(_here(param), device) for param in params if not param.is_meta)
+        moves = any(_other(_here(param), device) for param in params)
         trains = any(param.requires_grad for param in params)
-        if not (moves and trains and self._stays(module)):
+        # Other classes may change as they move: a packed weight is packed then
+        plain = all(type(param) is nn.Parameter and not param.is_meta for param in params)
+        to_device = device.type not in ("cpu", "meta")
+        if not (to_device and moves and trains and plain and self._stays(module)):
             return False
         self._asked[module] = device
         for param in params:
-            if type(param) is nn.Parameter:
-                param.__class__ = Placed
-                param.asked_device = _full(device)  # type: ignore[attr-defined]
+            param.__class__ = Placed
+            param.asked_device = _full(device)  # type: ignore[attr-defined]
         return True
 
     def _forget(self, module: nn.Module) -> None:

@@ -308,6 +308,18 @@ def test_a_model_that_the_collector_does_not_list_is_wrapped(monkeypatch):
     assert auto.wrapped == ["Sequential (280 parameters) and SGD"]
 
 
+def test_a_move_that_is_not_to_a_device_is_made():
+    with infinity.auto("host"):
+        model = made()
+        assert model.to(torch.float64)[0].weight.dtype == torch.float64
+        assert model.to("cpu", torch.float32)[0].weight.dtype == torch.float32
+        assert model.cpu() is model and model.to(model[0].weight) is model
+        train(model, sgd(model))
+        assert model.to("cpu") is model and is_wrapped(model)
+        assert all(param.is_meta for param in made().to("meta").parameters())
+        assert all(param.is_meta for param in made().to(device="meta").parameters())
+
+
 @pytest.mark.parametrize("config", ["tape", {"params": "tape"}, 3])
 def test_a_wrong_configuration_is_refused_at_once(config):
     with pytest.raises((InfinityError, OSError)):
