@@ -64,10 +64,11 @@ class Auto:
         self.wrapped: list[str] = []
         self.spawned, self._shards, self._again = False, shards, again
         self._make_config, self._tell, self._undo = make_config, tell, contextlib.ExitStack()
-        self._places, self._waiting = Places(self._stays), Waiting()
+        self._places, self._waiting = Places(self._stays, self._watch), Waiting()
         self._at_work = False  # the engine makes optimizers and calls modules, too
         self._replace(torch.optim.Optimizer, "__init__", self._made)
-        self._replace(nn.Module, "__call__", self._called)
+        self._own_call = nn.Module.__call__
+        self._call = functools.wraps(self._own_call)(self._called(self._own_call))
         self._places.replace(self._replace)
         pass_on(self._replace)
         self._replace(torch.multiprocessing, "spawn", self._spawn)
@@ -81,6 +82,7 @@ class Auto:
     def stop(self) -> None:
         """Wraps no more models."""
         self._undo.close()
+        self._unwatch()
         self._waiting.remove(list(self._waiting))
 
     def _replace(self, owner: Any, name: str, make: Callable[..., Any]) -> None:
@@ -94,9 +96,19 @@ class Auto:
             own(optimizer, *args, **kwargs)
             if not (self._at_work or isinstance(optimizer, InfinityOptimizer)):
                 self._waiting.add(optimizer)
+                self._watch()
                 optimizer.step = MethodType(self._make_step(optimizer), optimizer)  # type: ignore[method-assign]
 
         return __init__
+
+    def _watch(self) -> None:
+        """Watches calls of modules from now on."""
+        nn.Module.__call__ = self._call  # type: ignore[method-assign]
+
+    def _unwatch(self) -> None:
+        """Watches them no more: the compiler breaks its graphs at calls that are watched."""
+        if nn.Module.__call__ is self._call:
+            nn.Module.__call__ = self._own_call  # type: ignore[method-assign]
 
     def _spawn(self, own: Callable[..., Any]) -> Callable[..., Any]:
         def spawn(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -107,8 +119,11 @@ class Auto:
 
     def _called(self, own: Callable[..., Any]) -> Callable[..., Any]:
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if (self._waiting or self._places) and not self._at_work:
-                self._meet(module)
+            if not self._at_work:
+                if self._waiting or self._places:
+                    self._meet(module)
+                if not (self._waiting or self._places):
+                    self._unwatch()
             return own(module, *args, **kwargs)
 
         # The compiler begins at the forward, past the hooks of the engine

@@ -34,10 +34,11 @@ class Placed(nn.Parameter):
 
 
 class Places:
-    """The devices that were asked for. ``stays``: whether the weights of a module stay."""
+    """The devices that were asked for. ``stays``: whether the weights of a module stay. ``noted``
+    is called after one was asked for."""
 
-    def __init__(self, stays: Callable[[nn.Module], bool]):
-        self._stays = stays
+    def __init__(self, stays: Callable[[nn.Module], bool], noted: Callable[[], None]):
+        self._stays, self._noted = stays, noted
         self._asked: weakref.WeakKeyDictionary[nn.Module, torch.device] = (
             weakref.WeakKeyDictionary()
         )
@@ -88,6 +89,7 @@ class Places:
         if not (to_device and moves and trains and plain and self._stays(module)):
             return False
         self._asked[module] = device
+        self._noted()
         for param in params:
             param.__class__ = Placed
             param.asked_device = _full(device)  # type: ignore[attr-defined]

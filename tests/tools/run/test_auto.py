@@ -257,6 +257,22 @@ def test_it_ends_with_its_block_and_a_second_one_ends_the_first():
     assert not is_wrapped(other) and is_wrapped(model)
 
 
+def test_calls_are_watched_only_while_an_optimizer_waits():
+    """Method: the method that every module's call runs, which a compiler would break at."""
+    own = nn.Module.__call__
+    with infinity.auto("host"):
+        assert nn.Module.__call__ is own
+        model = made()
+        optimizer = sgd(model)
+        assert nn.Module.__call__ is not own
+        train(model, optimizer)
+        assert nn.Module.__call__ is own
+        sgd(made())  # is dropped
+        gc.collect()
+        model(batch(0))
+        assert nn.Module.__call__ is own
+
+
 def test_an_unwrapped_model_trains_with_the_same_optimizer():
     model, alone = made(), made()
     expected = train(alone, sgd(alone), 4)
