@@ -57,8 +57,9 @@ class Incoming:
         if is_transformers(base) and (library := _library()) is not None:
             self._convert(library, base, given, of_base)
         else:
-            self.sources = {name: source for name, source in given.items() if name in of_base}
-            self.taken = set(self.sources)
+            own = {name: name if name in of_base else _of_version_4(base, name) for name in given}
+            self.sources = {own[name]: given[name] for name in given if own[name] in of_base}
+            self.taken = {name for name in given if own[name] in of_base}
         if base is not model:
             self.sources = {
                 name: self.sources[plain]
@@ -127,6 +128,15 @@ class Incoming:
                 self.sources[each] = Source(
                     tensor.shape, tensor.dtype, lambda each=each: group.read(each)
                 )
+
+
+def _of_version_4(model: nn.Module, name: str) -> str:
+    """Returns the model's name of a tensor that a folder calls ``name``, as transformers 4 does."""
+    for pattern, own in (getattr(model, "_checkpoint_conversion_mapping", None) or {}).items():
+        new, count = re.subn(pattern, own, name)
+        if count:
+            return new
+    return name
 
 
 def _conversion(

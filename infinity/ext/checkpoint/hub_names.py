@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -39,8 +40,8 @@ def flat_param_size_of(model: nn.Module) -> int | str:
     return SHARD_SIZE
 
 
-def of_transformers(name: str, module: str = "modeling_utils") -> Callable | None:
-    """Returns a function of transformers; None if its version has none of this name."""
+def of_transformers(name: str, module: str = "modeling_utils") -> Any:
+    """Returns what transformers has under ``name``; None if its version has none."""
     try:
         return getattr(importlib.import_module(f"transformers.{module}"), name, None)
     except ModuleNotFoundError:  # core_model_loading is of version 5
@@ -97,13 +98,11 @@ def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, So
 
     A group is in memory from the first read of its tensors until the last.
     """
-    convert = (
-        of_transformers("revert_weight_conversion", "core_model_loading")
-        if is_transformers(model)
-        else None
-    )
-    if convert is None:
+    if not is_transformers(model):
         return dict(sources)
+    convert = of_transformers("revert_weight_conversion", "core_model_loading")
+    if convert is None:
+        return {_name_in_version_4(model, name): source for name, source in sources.items()}
     given = {name: _Traced.make(name, source) for name, source in sources.items()}
     try:
         made: dict[str, torch.Tensor] = convert(model, dict(given))
@@ -141,6 +140,19 @@ def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, So
             storage,
         )
     return found
+
+
+def _name_in_version_4(model: nn.Module, name: str) -> str:
+    """Returns the name in a folder that transformers 4 writes: another one in some models of
+    images and text."""
+    kinds = [kind.__name__.lower() for kind in type(model).__mro__[:-1]]
+    if any(renamed in kind for kind in kinds for renamed in of_transformers("VLMS") or ()):
+        back = {own: theirs for theirs, own in model._checkpoint_conversion_mapping.items()}
+        for own, theirs in back.items():
+            new, count = re.subn(own, re.sub(r"\(.*\)", "", theirs.lstrip("^")), name)
+            if count:
+                return new
+    return name
 
 
 def _merged(groups: list[Group], convert: Callable) -> Group:

@@ -249,6 +249,41 @@ def test_without_conversions_a_folder_has_the_names_of_the_modules(name, tmp_pat
     assert (converted.keys() == named.keys()) == (name != "qwen3_moe")
 
 
+IN_VERSION_4 = {
+    "^language_model.model": "model.language_model",
+    "^vision_tower": "model.vision_tower",
+    "^multi_modal_projector": "model.multi_modal_projector",
+    "^language_model.lm_head": "lm_head",
+}
+
+
+@pytest.mark.parametrize("name", ["model.vision_tower", "lm_head", "model.language_model"])
+def test_names_of_version_4_are_written_and_read(name, tmp_path, monkeypatch):
+    """Method: a model of images and text with the names that transformers 4 gives its class; the
+    folder has those, and fills a model on meta. Twins: without that list, and of another class, it
+    has the names of the modules."""
+    model = build("llava")
+    own = {each: value.clone() for each, value in model.state_dict().items()}
+    kept = {theirs: mine for theirs, mine in IN_VERSION_4.items() if mine == name}
+    (theirs,) = kept
+    monkeypatch.setattr(type(model), "_checkpoint_conversion_mapping", kept, raising=False)
+    monkeypatch.setitem(sys.modules, "transformers.core_model_loading", None)
+    wrapped, _ = infinity.wrap_model(model, None, {"params": "host"})
+    for kinds in (["another"], ["llava"]):
+        monkeypatch.setattr(transformers.modeling_utils, "VLMS", kinds, raising=False)
+        infinity.save_pretrained(wrapped, tmp_path / kinds[0])
+    plain, renamed = (
+        load_file(tmp_path / each / "model.safetensors") for each in ("another", "llava")
+    )
+    assert plain.keys() <= own.keys() and renamed.keys() != plain.keys()
+    assert {each.startswith(theirs[1:]) for each in renamed.keys() - plain.keys()} == {True}
+    assert not any(each.startswith(name) for each in renamed)
+    filled, _ = infinity.wrap_model(
+        on_meta(model), None, {"params": "host", "weights": tmp_path / "llava"}
+    )
+    assert differing(dict(filled.state_dict()), own) == []
+
+
 def test_the_families_that_are_quick_are_of_every_kind():
     """Twin of equal folders: of the quick families six have other names in their folder than their
     modules have, one has other shapes, one has none of its buffers' tensors, and one has nothing to
