@@ -12,6 +12,7 @@ import pytest
 import torch
 from lazily import Lazily
 from torch import nn
+from trainer_cases import need_fused_experts
 
 import infinity
 
@@ -95,8 +96,7 @@ def test_adapters_on_a_packed_base(kind, use_dora, tmp_path):
 @pytest.mark.parametrize("kind", [None, "nf4"])
 def test_adapters_on_fused_experts(kind, tmp_path):
     """Claim: ``target_parameters`` computes with all experts, which then move whole."""
-    if not any(name.endswith(EXPERTS[0]) for name, _ in mixture().named_parameters()):
-        pytest.skip("transformers 4 has a module for each expert")
+    need_fused_experts(mixture())
     options = {"target_modules": ["q_proj"], "target_parameters": EXPERTS}
     expected = gradients(adapted(mixture, kind, **options))
     model, _ = wrapped(adapted(mixture, kind, **options), tmp_path)

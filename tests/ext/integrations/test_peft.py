@@ -18,7 +18,16 @@ from lazily import Lazily
 from models import differing, seeded
 from safetensors.torch import load_file
 from torch import nn
-from trainer_cases import SEED, arguments, assert_same, llama, on_disk, rows, values
+from trainer_cases import (
+    SEED,
+    arguments,
+    assert_same,
+    llama,
+    need_fused_experts,
+    on_disk,
+    rows,
+    values,
+)
 
 import infinity
 from infinity import integrations
@@ -204,6 +213,7 @@ def test_every_adapted_parameter_of_a_module_is_merged(tmp_path):
         options = {"r": 2, "target_modules": ["q_proj"], "target_parameters": names}
         return peft.get_peft_model(base(), peft.LoraConfig(**options, init_lora_weights=False))
 
+    need_fused_experts(base())
     model, _ = infinity.wrap_model(adapted(), None, {"params": "host"})
     torch.manual_seed(0)
     integrations.save_merged(model, tmp_path / "merged")

@@ -95,3 +95,12 @@ def assert_same(ours: Any, theirs: Any) -> None:
     """Compares two runs of a Trainer: everything that was logged, and every bit of the weights."""
     assert logged(ours) == logged(theirs)
     assert differing(values(ours.model), values(theirs.model)) == []
+
+
+def need_fused_experts(model: nn.Module) -> None:
+    """Skips if the experts of ``model`` are modules (transformers 4), or PEFT adapts no parameters
+    (before 0.17)."""
+    peft = pytest.importorskip("peft")
+    fused = any(name.endswith("experts.gate_up_proj") for name, _ in model.named_parameters())
+    if not fused or "target_parameters" not in peft.LoraConfig.__dataclass_fields__:
+        pytest.skip("this transformers or PEFT has no adapters of fused experts")
