@@ -29,7 +29,7 @@ TESTED = {
 LEAST = {
     "torch": "2.10",
     "transformers": "4.57",
-    "accelerate": "1",
+    "accelerate": "1.4",
     "peft": "0.15",
     "trl": "1.1",
     "lightning": "2.5",

@@ -22,11 +22,14 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import time
 import tomllib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from datetime import date
 from pathlib import Path
@@ -43,7 +46,6 @@ PAGE = ROOT / "docs" / "compatibility.md"
 BEGIN, END = "<!-- by tools/matrix.py -->\n", "<!-- end -->\n"
 ENDS = ("failure", "error", "skipped")  # of a test that has not passed
 SECONDS = 1800  # of one cell's tests, at most
-WRITTEN: dict[str, Any] = {"indent": 1, "sort_keys": True}  # results
 
 TORCHES = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -91,7 +93,7 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (f"{INTEGRATIONS}/test_peft.py", f"{INTEGRATIONS}/test_packed_adapters.py"),
     ),
     "accelerate": (
-        ("1.0", "1.10", "1.12", "1.15"),
+        ("1.4", "1.10", "1.12", "1.15"),
         (f"{INTEGRATIONS}/test_accelerate.py", f"{INTEGRATIONS}/test_trainer.py"),
     ),
     "bitsandbytes": (
@@ -129,7 +131,9 @@ class Cell:
         if self.library == "accelerate":
             named.remove("trl")  # it asks for a newer one
         if self.library in ("peft", "bitsandbytes", "torchao"):
-            named += ["bitsandbytes", "torchao"]
+            named.append("bitsandbytes")
+        if self.library in ("bitsandbytes", "torchao"):
+            named.append("torchao")  # beside it PEFT before 0.19 cannot be imported
         asked = [least[name] for name in dict.fromkeys(named) if name != self.library]
         if self.library == "trl":
             asked.append("requests")  # some versions import it and do not ask for it
@@ -164,8 +168,11 @@ def main() -> int:
     parser.add_argument("--short", action="store_true", help="the oldest and the newest torch")
     parser.add_argument("--table", action="store_true", help="run nothing, write the table")
     args = parser.parse_args()
+    if args.table:
+        write(kept())
+        return 0
     try:
-        return short() if args.short else fill(args.wanted, only_table=args.table)
+        return short() if args.short else fill(args.wanted)
     finally:
         shutil.rmtree(WORK / "cache", ignore_errors=True)
 
@@ -182,13 +189,13 @@ def short() -> int:
     return int("failed" in ended)
 
 
-def fill(asked: list[str], *, only_table: bool) -> int:
+def fill(asked: list[str]) -> int:
     """Runs the cells that were asked for, and writes the results and the page's table."""
     wanted: dict[str, set[str]] = {}
     for name, _, version in (one.partition("=") for one in asked):
         wanted.setdefault(name, set()).add(version)
-    chosen = [] if only_table else [cell for cell in cells() if cell.has(wanted)]
-    if not chosen and not only_table:
+    chosen = [cell for cell in cells() if cell.has(wanted)]
+    if not chosen:
         raise SystemExit(f"no cell has all of {' '.join(asked)}")
     ended = []
     for torch in TORCHES:  # one after the other: the cache of one has 6 GB
@@ -199,16 +206,24 @@ def fill(asked: list[str], *, only_table: bool) -> int:
             result = run(cell)
             print(f"{cell}: {told(result)} in {result['seconds']} s", flush=True)
             ended.append(result["outcome"])
-            RESULTS.write_text(json.dumps(kept() | {str(cell): result}, **WRITTEN) + "\n")
+            write(kept() | {str(cell): result})
         shutil.rmtree(WORK / "cache", ignore_errors=True)
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(before + BEGIN + "\n".join(table(kept())) + "\n" + END + rest.partition(END)[2])
     return int("failed" in ended)
 
 
+def write(results: dict[str, Any]) -> None:
+    """Writes the results, and the page's table."""
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(
+        before + BEGIN + "\n".join(table(results)) + "\n" + END + rest.partition(END)[2]
+    )
+
+
 def kept() -> dict[str, Any]:
-    """Returns the results so far, by cell."""
-    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    """Returns the results so far, of what is a cell now."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return {name: results[name] for name in sorted(map(str, cells())) if name in results}
 
 
 def run(cell: Cell, tests: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -329,8 +344,9 @@ def table(results: Mapping[str, Any]) -> Iterator[str]:
     if failures:
         yield "\nWhat failed:\n"
     for name, each in failures:
-        tests = ", ".join(f"`{test.partition('::')[2]}`" for test in each.get("failed", ()))
-        yield f"* {name}: {tests or each['reason']}"
+        tests = Counter(re.findall(r"::(\w+)", " ".join(each.get("failed", ()))))
+        named = ", ".join(f"`{test}`" + f" ({n})" * (n > 1) for test, n in tests.items())
+        yield textwrap.fill(f"* {name}: {named or each['reason']}", 100, subsequent_indent="  ")
 
 
 if __name__ == "__main__":

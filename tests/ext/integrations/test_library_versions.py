@@ -61,6 +61,7 @@ def test_the_pages_have_the_versions_of_the_code():
 OLDER = {
     "trl 1.0.0": lambda: library_versions.require("trl"),
     "torch 2.9.1+cu128": lambda: infinity.__getattr__("wrap_model"),
+    "accelerate 1.3.0": lambda: library_versions.require("accelerate"),
     "peft 0.14.0": lambda: library_versions.require("peft"),
     "bitsandbytes 0.48.2": lambda: library_of("bitsandbytes.nn"),
     "torchao 0.16.0": lambda: library_of("torchao.quantization"),
