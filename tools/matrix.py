@@ -344,7 +344,7 @@ def table(results: Mapping[str, Any]) -> Iterator[str]:
     if failures:
         yield "\nWhat failed:\n"
     for name, each in failures:
-        tests = Counter(re.findall(r"::(\w+)", " ".join(each.get("failed", ()))))
+        tests = Counter(re.sub(r"^.*::|\[.*", "", test) for test in each.get("failed", ()))
         named = ", ".join(f"`{test}`" + f" ({n})" * (n > 1) for test, n in tests.items())
         yield textwrap.fill(f"* {name}: {named or each['reason']}", 100, subsequent_indent="  ")
 

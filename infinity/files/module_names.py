@@ -20,10 +20,6 @@ JOINS = {"MergeModulelist", "Concatenate"}  # transformers' conversions that cha
 PREFIX = "base_model.model."  # PEFT's prefix for names of the base model
 
 
-# Of older versions of transformers, whose files have what is computed.
-MADE = re.compile(r"(inv_freq|masked_bias|attn\.bias|position_ids)$")
-
-
 def is_transformers(model: nn.Module) -> bool:
     """Returns whether ``model`` is a PreTrainedModel, whose own ``save_pretrained`` defines the
     content of a folder."""
@@ -130,9 +126,14 @@ class Incoming:
                 )
 
 
+def renamed_in_version_4(model: nn.Module) -> Mapping[str, str]:
+    """Returns patterns of a folder's names, and what transformers 4 replaces them with in the
+    model."""
+    return getattr(model, "_checkpoint_conversion_mapping", None) or {}
+
+
 def _of_version_4(model: nn.Module, name: str) -> str:
-    """Returns the model's name of a tensor that a folder calls ``name``, as transformers 4 does."""
-    for pattern, own in (getattr(model, "_checkpoint_conversion_mapping", None) or {}).items():
+    for pattern, own in renamed_in_version_4(model).items():
         new, count = re.subn(pattern, own, name)
         if count:
             return new
@@ -155,17 +156,6 @@ def _conversion(
         }
 
     return convert
-
-
-def left_out(model: nn.Module, given: Mapping[str, Source]) -> dict[str, Source]:
-    """Returns the tensors of ``given``, a folder's, for which ``model`` has no place. Leaves out
-    those that it makes itself."""
-    taken = Incoming(model, given, model.state_dict(keep_vars=True)).taken
-    return {
-        name: source
-        for name, source in given.items()
-        if name not in taken and not MADE.search(name)
-    }
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -194,13 +184,3 @@ def _library() -> Any:
         return importlib.import_module("transformers.core_model_loading")
     except ImportError:
         return None
-
-
-def may_lack(model: nn.Module, name: str) -> bool:
-    """Returns whether a transformers model sets ``name`` itself if a folder lacks it, without a
-    warning."""
-    ignored = [
-        *(re.escape(key) + "$" for key in getattr(model, "_keys_to_ignore_on_save", None) or ()),
-        *(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
-    ]
-    return is_transformers(model) and any(re.search(pattern, name) for pattern in ignored)

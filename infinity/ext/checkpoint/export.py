@@ -20,7 +20,7 @@ from ...core.units.flat_param_spec import MASTER_DTYPES
 from ...errors import ConfigError, CorruptionError, InfinityError, UsageError
 from ...files.boxes import Box
 from ...files.kept_dtypes import keeps_fp32
-from ...files.module_names import Incoming, left_out, may_lack
+from ...files.module_names import Incoming
 from ...files.outputs import identity_of, replacing
 from ...files.source import Source
 from ...files.weight_files import FILE_DTYPES, WeightFiles
@@ -29,7 +29,14 @@ from ..foreign.foreign import foreign_sources, is_foreign
 from ..packed.unpacked import FP8, without_packing
 from .described import described_model, model_described_by
 from .folder import OF_READERS
-from .hub_names import SHARD_SIZE, flat_param_size_of, hub_sources, names_to_write
+from .hub_names import (
+    SHARD_SIZE,
+    flat_param_size_of,
+    hub_sources,
+    left_out,
+    may_lack,
+    names_to_write,
+)
 from .load import NOT_A_CHECKPOINT, checkpoint_of
 from .manifest import MANIFEST, OTHERS, check_files, what_it_is
 from .model_files import write_sources

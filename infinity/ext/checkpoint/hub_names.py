@@ -22,9 +22,11 @@ from torch.utils._pytree import tree_leaves
 
 from ...errors import ConfigError
 from ...files.groups import Group, empty
-from ...files.module_names import is_transformers
+from ...files.module_names import Incoming, is_transformers, renamed_in_version_4
 from ...files.source import Source, Storage
 
+# Of older versions of transformers, whose files have what is computed.
+MADE = re.compile(r"(inv_freq|masked_bias|attn\.bias|position_ids)$")
 SHARD_SIZE = "50GB"  # the default of transformers 5, for models of other libraries
 
 
@@ -46,6 +48,30 @@ def of_transformers(name: str, module: str = "modeling_utils") -> Any:
         return getattr(importlib.import_module(f"transformers.{module}"), name, None)
     except ModuleNotFoundError:  # core_model_loading is of version 5
         return None
+
+
+# --- which tensors a folder lacks, or has besides ---
+
+
+def left_out(model: nn.Module, given: Mapping[str, Source]) -> dict[str, Source]:
+    """Returns the tensors of ``given``, a folder's, for which ``model`` has no place. Leaves out
+    those that it makes itself."""
+    taken = Incoming(model, given, model.state_dict(keep_vars=True)).taken
+    return {
+        name: source
+        for name, source in given.items()
+        if name not in taken and not MADE.search(name)
+    }
+
+
+def may_lack(model: nn.Module, name: str) -> bool:
+    """Returns whether a transformers model sets ``name`` itself if a folder lacks it, without a
+    warning."""
+    ignored = [
+        *(re.escape(key) + "$" for key in getattr(model, "_keys_to_ignore_on_save", None) or ()),
+        *(getattr(model, "_keys_to_ignore_on_load_missing", None) or ()),
+    ]
+    return is_transformers(model) and any(re.search(pattern, name) for pattern in ignored)
 
 
 # --- which of the model's tensors are written ---
@@ -147,7 +173,7 @@ def _name_in_version_4(model: nn.Module, name: str) -> str:
     images and text."""
     kinds = [kind.__name__.lower() for kind in type(model).__mro__[:-1]]
     if any(renamed in kind for kind in kinds for renamed in of_transformers("VLMS") or ()):
-        back = {own: theirs for theirs, own in model._checkpoint_conversion_mapping.items()}
+        back = {own: theirs for theirs, own in renamed_in_version_4(model).items()}
         for own, theirs in back.items():
             new, count = re.subn(own, re.sub(r"\(.*\)", "", theirs.lstrip("^")), name)
             if count:

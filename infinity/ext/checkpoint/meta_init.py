@@ -29,13 +29,14 @@ from ...core.units.inner import has_inner
 from ...core.wrap.described_model import is_managed
 from ...core.wrap.parts import parts_of
 from ...errors import ConfigError
-from ...files.module_names import Incoming, base_of, is_of_adapter, may_lack
+from ...files.module_names import Incoming, base_of, is_of_adapter
 from ...files.source import Source
 from ...files.weight_files import WeightFiles
 from ..coded.coded_weights import coded_parts, send_coded
 from ..coded.gguf_file import GgufFile, gguf_path
 from ..packed.quantize import DenseWeights
 from ..packed.unpacked import FP8, without_scales
+from .hub_names import may_lack
 from .initialiser import PIECE_ELEMENTS, Home, Initialiser
 
 # Attributes of a transformers model, and of its configuration, that record the conversion of its

@@ -32,9 +32,10 @@ def misfit(path: Path | None, model: nn.Module | None) -> str:
 def is_streamed(model: nn.Module, path: Path | None) -> bool:
     """Returns whether ``model`` is on meta and the safetensors or the GGUF file in ``path`` have
     all its tensors."""
+    from ...ext.checkpoint.hub_names import may_lack
     from ...ext.coded.gguf_file import GgufFile, gguf_path
     from ...ext.packed.unpacked import without_scales
-    from ...files.module_names import Incoming, may_lack
+    from ...files.module_names import Incoming
     from ...files.weight_files import WeightFiles
 
     if path is None or not path.is_dir() or not all(param.is_meta for param in model.parameters()):
@@ -64,8 +65,8 @@ def is_streamed(model: nn.Module, path: Path | None) -> bool:
 def rest_of(path: Path | None, model: nn.Module) -> dict[str, Any]:
     """Returns the sources of a folder's tensors for which the class of ``model`` has no place:
     layers that predict further tokens, for example."""
+    from ...ext.checkpoint.hub_names import left_out
     from ...ext.packed.unpacked import without_scales
-    from ...files.module_names import left_out
     from ...files.weight_files import WeightFiles
 
     if path is None or not any(path.glob("*.safetensors")) or is_packed_folder(model.config):

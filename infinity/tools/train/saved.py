@@ -70,7 +70,8 @@ def _described(
     files, by the model's names."""
     import torch
 
-    from ...files.module_names import Incoming, may_lack
+    from ...ext.checkpoint.hub_names import may_lack
+    from ...files.module_names import Incoming
     from ...files.weight_files import WeightFiles
 
     config = read_model_config(folder, trust=trust)
