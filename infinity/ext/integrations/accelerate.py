@@ -190,21 +190,19 @@ class InfinityAccelerator(accelerate.Accelerator):
             save_checkpoint(Path(folder) / AT_HOME / str(number), model, optimizer, overwrite=True)
         return folder
 
-    def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict | None = None, **kwargs: Any
-    ) -> None:
-        """Loads a folder that :meth:`save_state` or a plain Accelerator saved. Every rank calls
-        this."""
+    def load_state(self, input_dir: str | None = None, *given: Any, **named: Any) -> None:
+        """Loads a folder that :meth:`save_state` or a plain Accelerator saved. ``given`` and
+        ``named``: what this Accelerator's has. Every rank calls this."""
         found: list[Path] = []
         handle = self.register_load_state_pre_hook(
             lambda models, folder: found.append(Path(folder))
         )
         try:
             if input_dir is not None and not (Path(input_dir).expanduser() / AT_HOME).is_dir():
-                super().load_state(input_dir, load_kwargs, **kwargs)
+                super().load_state(input_dir, *given, **named)
                 return
             with self._without_pairs() as pairs:
-                super().load_state(input_dir, load_kwargs, **kwargs)
+                super().load_state(input_dir, *given, **named)
         finally:
             handle.remove()
         for number, (model, optimizer) in enumerate(pairs):
