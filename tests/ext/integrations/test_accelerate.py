@@ -171,3 +171,21 @@ def test_a_model_offloaded_by_accelerate_is_refused_by_name(tmp_path):
     model = accelerate.cpu_offload(llama(), execution_device=torch.device("cpu"))
     with pytest.raises(infinity.ConfigError, match="AlignDevicesHook"):
         ours(tmp_path).prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("given", [(), ({"strict": False},), (None,)], ids=str)
+def test_arguments_of_another_accelerate_are_handed_on(given, tmp_path, monkeypatch):
+    """Method: Accelerator's own load_state notes what it gets for a plain folder. Twin: one that
+    takes no more than a folder raises, if there is more."""
+    accelerator, got = integrations.InfinityAccelerator(cpu=True, infinity={}), []
+    parent = type(accelerator).__mro__[1]
+    monkeypatch.setattr(parent, "load_state", lambda self, *args: got.append(args))
+    accelerator.load_state(str(tmp_path), *given)
+    assert got == [(str(tmp_path), *given)]
+    monkeypatch.setattr(parent, "load_state", lambda self, folder: got.append(folder))
+    if given:
+        with pytest.raises(TypeError, match="positional argument"):
+            accelerator.load_state(str(tmp_path), *given)
+    else:
+        accelerator.load_state(str(tmp_path))
+        assert got[-1] == str(tmp_path)
