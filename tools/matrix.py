@@ -133,7 +133,7 @@ class Cell:
         if self.library in ("peft", "bitsandbytes", "torchao"):
             named.append("bitsandbytes")
         if self.library in ("bitsandbytes", "torchao"):
-            named.append("torchao")  # beside it PEFT before 0.19 cannot be imported
+            named.append("torchao")  # beside it PEFT before 0.19 adds no LoRA
         asked = [least[name] for name in dict.fromkeys(named) if name != self.library]
         if self.library == "trl":
             asked.append("requests")  # some versions import it and do not ask for it
