@@ -59,10 +59,10 @@ class Auto:
         tell: Callable[[str], None],
         *,
         shards: bool,
-        again: Callable[[], object],
+        in_child: Callable[..., Any],
     ):
         self.wrapped: list[str] = []
-        self.spawned, self._shards, self._again = False, shards, again
+        self.spawned, self._shards, self._in_child = False, shards, in_child
         self._make_config, self._tell, self._undo = make_config, tell, contextlib.ExitStack()
         self._places, self._waiting = Places(self._stays, self._watch), Waiting()
         self._at_work = False  # the engine makes optimizers and calls modules, too
@@ -113,7 +113,7 @@ class Auto:
     def _spawn(self, own: Callable[..., Any]) -> Callable[..., Any]:
         def spawn(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             self.spawned = True
-            return own(partial(_in_child, self._again, fn), *args, **kwargs)
+            return own(partial(self._in_child, fn), *args, **kwargs)
 
         return spawn
 
@@ -220,9 +220,9 @@ class Waiting:
         self._all[:] = [each for each in self._all if all(each() is not one for one in optimizers)]
 
 
-def _in_child(again: Callable[[], object], function: Callable[..., Any], *args: Any) -> Any:
+def _in_child(config: Any, function: Callable[..., Any], *args: Any) -> Any:
     """Runs ``function`` in a process that the script has spawned."""
-    again()
+    auto(config)
     return function(*args)
 
 
@@ -243,7 +243,7 @@ def auto(config: Config | Mapping[str, Any] | str | os.PathLike | None = None) -
     made = None if config is None else Config.make(config)
     shards = isinstance(config, Mapping) and "shard" in config
     shards |= config is not None and not isinstance(config, Mapping)
-    return start(lambda root: made, logger.info, shards=shards, again=partial(auto, config))
+    return start(lambda root: made, logger.info, shards=shards, in_child=partial(_in_child, config))
 
 
 def told(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:

@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +29,7 @@ DESCRIPTION = """\
 Runs a training script that knows nothing of Infinity, with the state of its model at home on the
 device, the host or NVMe. Options before SCRIPT are this command's, those behind it the script's.
 """
+REFUSED = 2  # exit status, also of a process that the script has spawned
 RUNPY = "<frozen runpy>", runpy.__file__  # the file of its frames
 NOT_ASKED = ("max_grad_norm",)  # options of `infinity train` that its settings read
 
@@ -80,8 +82,18 @@ def begin(settings: dict[str, Any]) -> Any:
         where = {"device": None} | settings  # it computes where the script has put it
         return engine_config(where, model)
 
-    again = partial(begin, settings)
-    return start(make_config, _tell, shards="shard" in settings, again=again)
+    in_child = partial(_in_child, settings)
+    return start(make_config, _tell, shards="shard" in settings, in_child=in_child)
+
+
+def _in_child(settings: dict[str, Any], function: Callable[..., Any], *args: Any) -> Any:
+    """Runs ``function`` in a process that the script has spawned."""
+    begin(settings)
+    try:
+        return function(*args)
+    except InfinityError as error:
+        print(f"infinity run: {error}", file=sys.stderr)
+        sys.exit(REFUSED)
 
 
 def _tell(text: str) -> None:
@@ -118,6 +130,8 @@ def _run(args: argparse.Namespace) -> int:
     except (InfinityError, KeyboardInterrupt):
         raise
     except Exception as error:  # noqa: BLE001 - the script's own
+        if getattr(error, "exit_code", None) == REFUSED:  # of torch.multiprocessing: it was told
+            return REFUSED
         error.__traceback__ = _of_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         return 1

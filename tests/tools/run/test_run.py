@@ -332,3 +332,19 @@ def test_what_averages_otherwise_is_told_before_the_first_step(change, place, ca
         out, err = capsys.readouterr()
         assert out == ("" if status else "step 0\nstep 1\n")
         assert OVER_RANKS[change] in err or not status
+
+
+@pytest.mark.slow  # a process
+def test_what_is_refused_in_a_spawned_process_is_told_once(place, capfd):
+    """Twin: an error of the script's own there has a traceback and exit status 1."""
+    for optimizer, status, said in (
+        ("torch.optim.LBFGS(model.parameters())", 2, "infinity run: optimizer"),
+        ("torch.optim.None_", 1, "AttributeError"),
+    ):
+        body = (MODEL + LOOP).replace("torch.optim.SGD(model.parameters(), lr=0.1)", optimizer)
+        lines = "\n".join(f"    {line}" for line in body.splitlines())
+        text = "import torch.multiprocessing as mp\ndef work(rank):\n" + lines
+        text += "\nif __name__ == '__main__':\n    mp.spawn(work, nprocs=1)\n"
+        assert main(["run", "--params", "host", script_of(place, text)]) == status
+        out, err = capfd.readouterr()
+        assert said in err and not out and ("Traceback" in err) == (status == 1)
