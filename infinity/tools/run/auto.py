@@ -16,7 +16,7 @@ import gc
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -36,6 +36,7 @@ from .places import Places, release
 from .replicas import pass_on, refuse_sharded, replicas_of
 
 HOMES = ("device", "host", "nvme")
+CHOSEN = ("shard", "master", "moments")  # in a Config or a file
 MakeConfig = Callable[[nn.Module], Config | None]
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,10 @@ class Auto:
         What was wrapped, in words.
     spawned
         Whether the script has spawned processes, in which models are wrapped as well.
-    shards
-        Whether ranks have a shard each. If not, each has all state, as under
-        DistributedDataParallel: scripts evaluate and save on the first rank alone.
+    given
+        The fields of Config that the user chose. Without ``shard`` each rank has all state, as
+        under DistributedDataParallel: scripts evaluate and save on the first rank alone. Without
+        ``master`` and ``moments`` weights in bf16 are stepped as torch steps them.
     """
 
     def __init__(
@@ -58,11 +60,12 @@ class Auto:
         make_config: MakeConfig,
         tell: Callable[[str], None],
         *,
-        shards: bool,
+        given: Container[str],
         in_child: Callable[..., Any],
     ):
         self.wrapped: list[str] = []
-        self.spawned, self._shards, self._in_child = False, shards, in_child
+        self.spawned, self._shards, self._in_child = False, "shard" in given, in_child
+        self._precise = "master" in given or "moments" in given
         self._make_config, self._tell, self._undo = make_config, tell, contextlib.ExitStack()
         self._places, self._waiting = Places(self._stays, self._watch), Waiting()
         self._at_work = False  # the engine makes optimizers and calls modules, too
@@ -168,7 +171,7 @@ class Auto:
             root = find_root(params_of(optimizers), called)
             if root is not None:
                 refuse_sharded(root)
-                config = None if is_wrapped(root) else self._config_of(root)
+                config = None if is_wrapped(root) else self._config_of(root, optimizers)
                 release(root)
                 mesh = None if is_wrapped(root) or self._shards else replicas_of(root)
                 _, stepping = wrap_model(root, optimizers, config, mesh=mesh)
@@ -183,9 +186,14 @@ class Auto:
         finally:
             self._at_work = False
 
-    def _config_of(self, root: nn.Module) -> Config:
-        """Returns the configuration, with the device that the script asked for."""
+    def _config_of(self, root: nn.Module, optimizers: list[torch.optim.Optimizer]) -> Config:
+        """Returns the configuration, with the device that the script asked for, and with the
+        precision of its own optimizer if none was given."""
         config = self._make_config(root) or Config.make({"nvme_paths": AUTO})
+        dtypes = {param.dtype for param in params_of(optimizers)}
+        adam = all(isinstance(each, torch.optim.Adam) for each in optimizers)  # AdamW is one
+        if adam and dtypes == {torch.bfloat16} and not self._precise and config.param_dtype is None:
+            config = dataclasses.replace(config, master="none", moments="bf16")
         device = self._places.device_for(root)
         if config.device is not None or device is None:
             return config
@@ -241,9 +249,8 @@ def auto(config: Config | Mapping[str, Any] | str | os.PathLike | None = None) -
         if "nvme" in config.values():
             config["nvme_paths"] = AUTO
     made = None if config is None else Config.make(config)
-    shards = isinstance(config, Mapping) and "shard" in config
-    shards |= config is not None and not isinstance(config, Mapping)
-    return start(lambda root: made, logger.info, shards=shards, in_child=partial(_in_child, config))
+    given = (config or {}) if config is None or isinstance(config, Mapping) else CHOSEN
+    return start(lambda root: made, logger.info, given=given, in_child=partial(_in_child, config))
 
 
 def told(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:

@@ -83,7 +83,7 @@ def begin(settings: dict[str, Any]) -> Any:
         return engine_config(where, model)
 
     in_child = partial(_in_child, settings)
-    return start(make_config, _tell, shards="shard" in settings, in_child=in_child)
+    return start(make_config, _tell, given=settings, in_child=in_child)
 
 
 def _in_child(settings: dict[str, Any], function: Callable[..., Any], *args: Any) -> Any:

@@ -210,6 +210,18 @@ def compiled(model: nn.Module) -> Any:
     return train(faster, optimizer), values(model), sorted(faster.state_dict())
 
 
+def in_bf16(model: nn.Module) -> Any:
+    model.to(torch.bfloat16)
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True), []
+    for step in range(4):
+        loss = model(batch(step).bfloat16()).float().square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found, values(model)
+
+
 STORIES: list[Story] = [
     scheduled_before,
     scheduled_after,
@@ -222,6 +234,7 @@ STORIES: list[Story] = [
     saved_and_loaded,
     resumed_before,
     hooked,
+    in_bf16,
     clipped,
     remade,
     probed,
@@ -255,6 +268,16 @@ def test_it_ends_with_its_block_and_a_second_one_ends_the_first():
     other = made()
     train(other, sgd(other))
     assert not is_wrapped(other) and is_wrapped(model)
+
+
+@pytest.mark.parametrize("master", ["split", None])
+def test_a_precision_that_was_chosen_is_kept(master):
+    """Twin: without one, weights in bf16 have torch's own."""
+    home = {"params": "host", "optimizer": "host"} | ({"master": master} if master else {})
+    with infinity.auto(home):
+        model = made()
+        in_bf16(model)
+    assert wrapped(model).engine.job.config.master == (master or "none")
 
 
 def test_calls_are_watched_only_while_an_optimizer_waits():
