@@ -35,12 +35,14 @@ def steps(net: nn.Module, optimizer: optim.Optimizer, count: int, seed: int = 1)
 
 
 def wrapped(make: Callable, home: str | None, folder, **config):
-    """The net and its optimizer: plain, or wrapped with all at ``home``."""
+    """The net and its optimizer: plain, or wrapped with all at ``home`` that ``config`` does not
+    put elsewhere."""
     net = model()
     optimizer = make(list(net.parameters()))
     if home is None:
         return net, optimizer
-    return infinity.wrap_model(net, optimizer, at_home(home, home, folder, **config))
+    config = {"params": home, "optimizer": home} | config
+    return infinity.wrap_model(net, optimizer, at_home(folder=folder, **config))
 
 
 def furthest(one: dict, other: dict) -> float:
