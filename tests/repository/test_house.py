@@ -152,3 +152,9 @@ def test_every_module_of_the_engine_has_a_test_file_of_its_own(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert untested(tmp_path / "package", tmp_path / "tests") == ["core/step/b.py", "ext/rows/c.py"]
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """pytest imports them by these names."""
+    names = [path.name for path in Path(__file__).parents[1].rglob("test_*.py")]
+    assert sorted(names) == sorted(set(names))

@@ -4,6 +4,7 @@ one that cannot be written."""
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,7 +38,9 @@ def test_folders_on_two_disks_are_both_candidates(nothing_named, monkeypatch):
     (nothing_named / "other").mkdir()
     monkeypatch.setenv("TMPDIR", str(nothing_named / "other"))
     monkeypatch.setattr(
-        disk_profile, "identity", lambda folder: "b" if folder.endswith("other") else "a"
+        disk_profile,
+        "Disk",
+        lambda folder: SimpleNamespace(device="b" if folder.endswith("other") else "a"),
     )
     assert [os.path.basename(found.folder) for found in scratch.candidates()] == [
         "other",

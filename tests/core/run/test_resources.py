@@ -133,7 +133,7 @@ def test_transfer_memory_is_allocated_and_charged_as_planned(make):
         Tier.HOST: {"checksums": 7, BUFFERS: 5},
         Tier.NVME: {},
     }
-    refused = SimpleNamespace(open=lambda *_, **__: None)
+    refused = SimpleNamespace(open_pool=lambda *_, **__: None)
     made = make(plan_of(terms=terms, staging_backend=refused))
     found = {(tier, what): nbytes for tier, what, nbytes in made.charges}
     host = {

@@ -436,7 +436,7 @@ def test_bad_options_are_refused(arguments, tells, capsys):
 
 
 @pytest.mark.parametrize(
-    "theme", [*({*ALL} - {*installed.THEMES}), *({*checkout.COMMANDS} - {"compare"})]
+    "theme", sorted(({*ALL} - {*installed.THEMES}) | ({*checkout.COMMANDS} - {"compare"}))
 )
 def test_a_theme_of_a_checkout_is_refused_by_the_installed_command(theme, tmp_path, capsys):
     """Method: each with options of the report too; the message has the command to run."""
