@@ -108,6 +108,16 @@ EXAMPLES = {  # files of docs/cost.md that its commands read
     for text in re.findall(rf"```{kind}\n(.*?)```", DOCUMENTS["docs/cost.md"], flags=re.DOTALL)
 }
 
+LOOP = """
+import torch
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+for step in range(2):
+    model(torch.ones(3, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""  # a script that `infinity run` is given
+
 ELSEWHERE = (  # tests/ext/integrations/test_recipes.py runs it, where the libraries are
     "docs/integrations.md"
 )
@@ -137,6 +147,9 @@ def test_the_commands_run(command, tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
     for name, text in EXAMPLES.items():
         (tmp_path / name).write_text(text)
+    for name in ("train.py", "package/module.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(LOOP)
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 200)
     if "<tuned>" in command or "<chat.jsonl>" in command:
         save_base(tmp_path / "base", width=64)  # large enough to be packed
