@@ -47,7 +47,7 @@ def a_file(folder, **changed):
     (folder / f"{len(list(folder.iterdir()))}.json").write_text(json.dumps(content | changed))
 
 
-def test_commits_are_counted_since_a_result(tmp_path):
+def test_commits_are_counted_since_a_result(tmp_path, monkeypatch):
     """Method: six commits after a result, three of which change its theme's path, two of them by an
     earlier name; a move is no change. A dirty tree, paths of its own, and a commit that is not
     there, whose day counts. Twin: no repository."""
@@ -71,6 +71,7 @@ def test_commits_are_counted_since_a_result(tmp_path):
         ("io", "2020-01-01", 7, 4),
         ("io", "2999-01-01", 0, 0),
     }
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # it may be in a clone
     assert all(each.since is None for each in age.ages(tmp_path / "results", tmp_path))
 
 
