@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from infinity import native
-from infinity.core.step.known import KNOWN, Known
+from infinity.core.step.known import Known
+from infinity.ext.class_step.known_elsewhere import BY_RULE
 from infinity.tools.bench.adam import FP32, Ours, Variant
 from infinity.tools.bench.results import Measured, row
 from infinity.tools.bench.rounds import alternate, paired, tell
@@ -23,7 +24,7 @@ def measure(settings: Settings) -> Measured:
     library that is not here."""
     count = settings.scaled(PARAMETERS, 64 * 1024)
     found = Measured([])
-    for rule, known in KNOWN.items():
+    for rule, known in BY_RULE.items():
         if (kind := _kind(known)) is not None:
             found.add(_measure(rule, known, kind, count, settings))
         elif known.kind is not None:

@@ -29,6 +29,8 @@ STAGING_BACKENDS: list[str] = []
 FORMS: list[str] = []
 # The classes of what a wrap changes in a model before it reads it, in their order, likewise.
 CHANGES: list[str] = []
+# The classes that recognise optimizers beside torch's (:class:`.step.rules.Recogniser`), likewise.
+RULES: list[str] = []
 # The module that reads other tools' configurations.
 CONFIG_READER = "infinity.ext.migrate.reader"
 
@@ -91,6 +93,19 @@ class FirstValues:
         """Restores the model, at any time. Idempotent."""
 
 
+class OutsideSteps:
+    """Steps the parameters of one optimizer that the engine does not move. This class: none."""
+
+    def step(self, groups: Sequence[Any], clip: float) -> None:
+        """Steps them. ``clip``: the factor of all gradients. Raises UsageError."""
+
+    def switch(self, groups: Sequence[Any], method: str) -> None:
+        """Runs a ``method`` of the class on them."""
+
+    def load(self, state: Any, groups: Sequence[Any], params: Sequence[Any]) -> None:
+        """Loads ``state``, by the numbers of ``params``, those of ``groups`` in order."""
+
+
 class Change:
     """A change of one model that a wrap makes before it reads it."""
 
@@ -124,6 +139,9 @@ class Events:
     finishing: list[Callable[[], None]] = field(default_factory=list)
     # Frozen parameters are about to be stepped: what was asked for. May raise UsageError.
     admitting: list[Callable[[str], None]] = field(default_factory=list)
+    # Parameters without memory for a step need it: the arguments of
+    # :func:`infinity.ext.class_step.admission.admit`. Raises UsageError or CapacityError.
+    making_room: list[Callable[..., None]] = field(default_factory=list)
     # A wrapped model is given optimizers: model, what was given, configuration. Returns what
     # stands for them. May wait for other ranks. Raises ConfigError, UsageError or CapacityError.
     joining: list[Callable[[Any, Any, Any], Any]] = field(default_factory=list)
@@ -193,6 +211,18 @@ class Extension:
         """Returns the parameters of ``model`` that ``optimizers`` train where they are, though
         their class could be moved. Raises ConfigError; nothing is changed yet."""
         return ()
+
+    @classmethod
+    def steps_outside(cls, given: Any, books: Any, known: Any) -> OutsideSteps | None:
+        """Returns what steps the parameters of the optimizer ``given`` that the engine does not
+        move, as those of :meth:`staying`. ``books``: its state; ``known``: how it steps."""
+        return None
+
+    @classmethod
+    def divides(cls, model: Any) -> bool:
+        """Tells whether an axis of the mesh that divides the data divides modules of ``model``, as
+        experts."""
+        return False
 
     @classmethod
     def unlisted(cls, model: Any) -> Iterable[tuple[str, Any]]:

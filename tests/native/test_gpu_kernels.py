@@ -22,9 +22,9 @@ from marks import few
 from native_arrays import bits, same_bits
 
 from infinity import native
-from infinity.core.step.known import KNOWN
 from infinity.core.units.flat_param_spec import MOMENTS as BITS_8
 from infinity.errors import UsageError
+from infinity.ext.class_step.known_elsewhere import BY_RULE
 
 SEED = 20261121
 COUNT = 64 * 9 + 40  # quads, a tail, and a block that is not full
@@ -42,7 +42,7 @@ MOMENTS = [torch.float32, torch.bfloat16, torch.uint8]
 # Rules with a third moment in every group, which have none in 8 bits
 NEVER_NARROW = {
     rule.name.lower()
-    for rule, known in KNOWN.items()
+    for rule, known in BY_RULE.items()
     if any(known.moments[name] not in BITS_8 for name in known.moments.keys() - known.only_with)
 }
 

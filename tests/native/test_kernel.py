@@ -37,9 +37,9 @@ from native_arrays import (
 )
 
 from infinity import native
-from infinity.core.step.known import KNOWN
 from infinity.core.units.flat_param_spec import EVERY_MOMENT
 from infinity.errors import UsageError
+from infinity.ext.class_step.known_elsewhere import BY_RULE
 
 Rule, Master = native.Rule, native.Master
 UNITS = native.simd_units()
@@ -277,7 +277,7 @@ def plain(cls: type, **settings) -> Make:
 
 def of_path(rule: native.Rule, **settings) -> Make:
     """The class of another library, by its path, without foreach."""
-    module, _, name = KNOWN[rule].kind.rpartition(".")
+    module, _, name = BY_RULE[rule].kind.rpartition(".")
     return lambda params: plain(getattr(pytest.importorskip(module), name), **settings)(params)
 
 
@@ -467,7 +467,7 @@ def run_beside_torch(steps: MemorySteps, case: str, count: int, seed: int, **cha
     param = torch.nn.Parameter(arrays["weight"].clone())
     optimizer = make([param])
     before, largest = arrays["weight"].clone(), arrays["weight"].abs()
-    group, counters = optimizer.param_groups[0] | changed, KNOWN[rule].counters
+    group, counters = optimizer.param_groups[0] | changed, BY_RULE[rule].counters
     numbers = {} if counters is None else counters.first(group)
     for step in range(1, count + 1):
         arrays["grad"] = 0.1 * torch.randn(NUMEL, generator=generator)
@@ -488,7 +488,7 @@ def test_one_fp32_step_is_within_4_ulps_of_torch(case, steps):
     is far outside."""
     before, ours, theirs, state, largest = run_beside_torch(steps, case, 1, seed=31)
     assert ((ours["weight"] - theirs).abs() <= 4 * ulp(largest)).all()
-    for torchs, name in KNOWN[AGAINST_TORCH[case][0]].moments.items():
+    for torchs, name in BY_RULE[AGAINST_TORCH[case][0]].moments.items():
         if state.get(torchs) is not None:
             # torch's square root rounds a few numbers otherwise; acc_delta has squares of two
             most = 8 if torchs == "acc_delta" else 4

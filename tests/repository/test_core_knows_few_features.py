@@ -30,8 +30,8 @@ WORDS = {
     ).items()
 }
 # What was reached. A change may lower a number, and raises none.
-MOST_IMPORTS, MOST_PAIRS, MOST_WALKS = 14, 36, 29
-MOST_TOKENS = {"core": 169_797, "ranks": 19_884, "files": 7_265}
+MOST_IMPORTS, MOST_PAIRS, MOST_WALKS = 0, 30, 29
+MOST_TOKENS = {"core": 168_142, "ranks": 19_884, "files": 7_214}
 WALKS = re.compile(
     r"\b(?:named_)?(?:modules|parameters|children|buffers)\((?:remove_duplicate=\w+)?\)"
 )

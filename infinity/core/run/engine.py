@@ -17,7 +17,6 @@ import torch
 
 from ... import native
 from ...errors import UsageError
-from ...ext.class_step.admission import admit
 from ..grads.backward import Backward
 from ..params import mistakes
 from ..params.touches import Touches
@@ -245,18 +244,21 @@ class Engine:
         say what was ``asked``, with nothing changed."""
         for listener in self.job.events.admitting:
             listener(asked)
-        admit(
-            self.job,
-            self._resources,
-            params,
-            place=place,
-            needs=needs,
-            moments_of=moments_of,
-            asked=asked,
-            takes=takes,
-            hook=self.passes.hook,
-            then=then,
-        )
+        if not self.job.events.making_room:
+            raise UsageError(f"{asked}: the extension that makes room is not there")
+        for make_room in self.job.events.making_room:
+            make_room(
+                self.job,
+                self._resources,
+                params,
+                place=place,
+                needs=needs,
+                moments_of=moments_of,
+                asked=asked,
+                takes=takes,
+                hook=self.passes.hook,
+                then=then,
+            )
 
     # --- what the optimizer asks ---
 

@@ -1,15 +1,13 @@
 """Known: the classes of optimizers that are stepped at home, and how.
 
-rule         a formula of the kernels. It has one entry here, the formula (``csrc/optim/rules``) and
-             a row in ``tests/core/step/test_known.py``. Classes of other libraries are in
-             :mod:`infinity.ext.class_step.known_elsewhere`
-class step   a class without a rule steps by its own code, on one parameter at a time
-             (:mod:`infinity.ext.class_step`). It has an entry there, and a row in the tests
+rule   a formula of the kernels. That of a class of torch has one entry here, the formula
+       (``csrc/optim/rules``) and a row in ``tests/core/step/test_known.py``. An extension derives
+       from :class:`Known` for other classes (:mod:`.rules`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,14 +18,19 @@ from ...choices import MOMENT_DTYPES
 from ...config import Config
 from ...errors import ConfigError
 from ..units.flat_param_spec import EVERY_MOMENT
-from .counters import Counters, Mixture, MuProduct, StepSize
+from .counters import Counters, MuProduct, StepSize
 
 # Arrays at home; the second one has no sign
 FIRST, SECOND, THIRD, FOURTH = EVERY_MOMENT
 BETAS = "beta1", "beta2"
 EACH_DTYPE = ("fp32", "bf16", "int8")
-PIECE, EVERY = 4 * 1024 * 1024, 2**62  # elements of a class step: of a part, of any parameter
+HOW = ("foreach", "fused")
+# Flags of a group: of no step, and of no rule
+NEVER_HONOURED = ("differentiable", "capturable")
+NOT_HONOURED = ("amsgrad", *NEVER_HONOURED, "caution", "cautious")
 Group = Mapping[str, Any]
+Names = Mapping[torch.Tensor, Sequence[str]]
+NO_NAMES: Names = {}
 
 
 @dataclass(frozen=True)
@@ -35,10 +38,9 @@ class Known:
     """How the optimizers of one class step.
 
     rule
-        The formula; None: the class steps by its own code.
+        The formula; None: :meth:`stepper` steps.
     kind
-        The class of torch, or the path of another library's; None: one of the rule's name, which is
-        tried.
+        The class of torch, or the path of another library's; None: one of the rule's name.
     step
         The qualified name of the class's step.
     settings
@@ -53,44 +55,20 @@ class Known:
         A setting of a group -> the rule that has it.
     always
         Switches that are on in every group.
-    of_object
-        Attributes of the optimizer itself -> switches; "": the configuration has it, and it is off.
     exact
         Moments with which all are in fp32 -> why.
     counters
         The numbers that the rule keeps for each parameter beside its moments.
     ignored
         Keys of a group that say nothing of the step.
-    needs_whole
-        A class step needs the whole parameter, not any part of its elements.
-    splits
-        A group's ``split`` says which matrices its parameters are (:mod:`.matrices`).
-    measured
-        The sums over all parameters that a class step needs.
-    tried
-        The switches of groups that the trial of a class had -> the moments of such a group.
-    kept
-        The dtype in which a class has each moment of an fp32 parameter. The array at home is not
-        narrower.
     counts_steps
         The engine shows its step count in the state.
     counts_in_groups
         The class counts steps in each group, under ``step``, and none in a parameter's state.
-    own_code_with
-        Settings of a group with which the class steps by its own code.
     dtypes
         The dtypes that the moments may have at rest.
     dtype
         The dtype that they have unless the configuration names one.
-    dtype_of
-        The dtype that the class gives the moments of one parameter, found by the optimizer and the
-        numbers of its group and of the parameter in it; None: ``dtype`` for all.
-    by_param
-        What that found for each parameter at the wrap.
-    costs
-        What the trial of a class has found that it makes and keeps.
-    inside
-        The key of a parameter's state, in the class's state dict, under which the moments are.
     """
 
     rule: native.Rule | None
@@ -102,34 +80,20 @@ class Known:
     only_with: Mapping[str, str] = field(default_factory=dict)
     instead: Mapping[str, native.Rule] = field(default_factory=dict)
     always: tuple[str, ...] = ()
-    of_object: Mapping[str, str] = field(default_factory=dict)
     exact: Mapping[str, str] = field(default_factory=dict)
     counters: type[Counters] | None = None
     ignored: tuple[str, ...] = ()
-    needs_whole: bool = False
-    splits: bool = False
-    measured: Any = None
-    tried: Mapping[tuple, tuple[str, ...]] = field(default_factory=dict)
-    kept: Mapping[str, torch.dtype] = field(default_factory=dict)
     counts_steps: bool = True
     counts_in_groups: bool = False
-    own_code_with: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = EACH_DTYPE
     dtype: str = "fp32"
-    dtype_of: Callable[[Any, int, int], str] | None = None
-    by_param: Mapping[torch.Tensor, str] = field(default_factory=dict)
-    costs: Any = None
-    inside: str | None = None
 
     @property
     def name(self) -> str:
-        """The rule's name, or the path of the class."""
+        """The rule's name, or what stands for it."""
         if self.rule == native.Rule.AMSGRAD:
             return f"{self.kind.__name__} with amsgrad"
-        if self.rule is not None and not self.own_code_with:  # else it has one name in both ways
-            return self.rule.name
-        kind = self.kind
-        return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+        return self.rule.name
 
     def for_groups(self, groups: Iterable[Group]) -> Known:
         """Returns how the class steps ``groups``: by another rule if one of them has a setting
@@ -146,13 +110,6 @@ class Known:
         return self
 
     @property
-    def needs(self) -> Any:
-        """The memory of a class step; None if a kernel steps."""
-        if self.rule is not None:
-            return None
-        return self.costs._replace(numel=EVERY if self.needs_whole else PIECE)
-
-    @property
     def keys(self) -> set[str]:
         """The keys of a group that the kernels use."""
         of_counters = self.counters.settings if self.counters is not None else ()
@@ -164,34 +121,20 @@ class Known:
         return {
             name: array
             for name, array in self.moments.items()
-            if any(self._has_moment(name, group) for group in groups)
+            if any(self.has_moment(name, group) for group in groups)
         }
 
     def added_arrays(
         self, group: Group, moments: Mapping[str, str], config: Config
     ) -> dict[str, torch.dtype]:
-        """Returns the arrays that an added ``group`` gets, and their dtype: of a rule those of all
-        ``moments`` of the optimizer, as parameters of groups that come later may share them. They
-        are in fp32 if the class chooses for each parameter. Raises ConfigError as
+        """Returns the arrays that an added ``group`` gets, and their dtype: of all ``moments`` of
+        the optimizer, as parameters of groups that come later may share them. Raises ConfigError as
         :meth:`arrays_of`."""
-        added = moments if self.rule is not None else self.moments_of([group])
-        return self.arrays_of(added, config, None if self.dtype_of is None else "fp32")
+        return self.arrays_of(moments, config)
 
-    def _has_moment(self, name: str, group: Group) -> bool:
-        if self.rule is None:
-            return name in self.tried.get(switches(group), self.moments)
+    def has_moment(self, name: str, group: Group) -> bool:
+        """Tells whether parameters of ``group`` have the moment of torch's ``name``."""
         return (key := self.only_with.get(name)) is None or bool(group.get(key))
-
-    def dtypes_by_class(self, optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
-        """Returns the dtype that the class gives the moments of each parameter; empty if it gives
-        all of them one."""
-        if self.dtype_of is None:
-            return {}
-        return {
-            param: self.dtype_of(optimizer, index, place)
-            for index, group in enumerate(optimizer.param_groups)
-            for place, param in enumerate(group["params"])
-        }
 
     def arrays_of(
         self, moments: Mapping[str, str], config: Config, by_class: str | None = None
@@ -219,14 +162,7 @@ class Known:
 
     def flat(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Returns the class's ``state_dict`` with the moments beside a parameter's other state."""
-        if self.inside is None:
-            return state_dict
-        state = {
-            index: {key: each for key, each in of.items() if key != self.inside}
-            | of.get(self.inside, {})
-            for index, of in state_dict["state"].items()
-        }
-        return state_dict | {"state": state}
+        return state_dict
 
     def set_on(self, hyper: native.Hyperparameters, group: Group) -> None:
         """Sets the hyperparameters of ``group``."""
@@ -241,16 +177,51 @@ class Known:
         for name in self.always:
             setattr(hyper, name, True)
 
+    # --- what another class's entry may say of itself ---
 
-def switches(group: Group) -> tuple[tuple[str, Any], ...]:
-    """Returns the settings of ``group`` that are on, and its words: what may change how it is
-    stepped."""
-    found = []
-    for key, value in group.items():
-        if key in ("params", "lr") or isinstance(value, torch.Tensor):
-            continue
-        found.append((key, value if isinstance(value, str) else value is not None and bool(value)))
-    return tuple(sorted(found))
+    @property
+    def needs(self) -> Any:
+        """The memory of a step that no kernel makes
+        (:attr:`.flat_param_spec.FlatParamSpec.needs`); None: a kernel makes it."""
+        return None
+
+    def refused(self, settings: Iterable[str]) -> list[str]:
+        """Lists the settings of a group that may not be on. ``settings``: those of the class."""
+        others = [name for name in (*NOT_HONOURED, *settings) if name not in (*self.keys, *HOW)]
+        with_room = {*self.only_with.values(), *self.ignored}
+        return [name for name in dict.fromkeys(others) if name not in with_room]
+
+    def dtype_at_wrap(self, param: torch.Tensor) -> str | None:
+        """Returns the dtype that the class gave the moments of ``param`` at the wrap, if it gives
+        parameters unlike ones."""
+        return None
+
+    def check_shapes(
+        self,
+        groups: Sequence[Group],
+        is_moved: Callable[[torch.Tensor], bool],
+        names: Names = NO_NAMES,
+    ) -> None:
+        """Raises ConfigError for parameters, by their ``names``, of shapes that it cannot step.
+        ``is_moved``: whether the engine moves a parameter."""
+
+    def check_dtype(self, optimizer: Any, group: Group, dtype: torch.dtype, config: Config) -> None:
+        """Raises ConfigError if parameters of ``dtype`` would be rounded as the class of
+        ``optimizer`` does not."""
+
+    def check_stream(self, ranks: int) -> None:
+        """Raises UsageError if a unit cannot be stepped before all gradients are there."""
+
+    def checked(self, ours: Any, given: Any, groups: Sequence[Group], where: str) -> Known:
+        """Returns how ``groups``, whose settings may have changed since the wrap, are stepped.
+        Raises UsageError, from ``where``, for what the parameters have no room for. ``ours``: the
+        optimizer that stands for the one ``given``."""
+        return self
+
+    def stepper(self, *parts: Any) -> Any:
+        """Makes what steps in place of a :class:`.stepper.Stepper`, with its interface, of what
+        :class:`.optimizer_step.OptimizerStep` has; None: a kernel steps."""
+        return None
 
 
 ADAM = {"lr": "lr", "betas": BETAS, "eps": "eps", "weight_decay": "weight_decay"}
@@ -263,15 +234,6 @@ AMSGRAD = {
 MAXIMIZE = {"maximize": "maximize"}
 # Adam's flag says which of the two rules it is, and is no hyperparameter.
 DECOUPLED = MAXIMIZE | {"decoupled_weight_decay": "decoupled"}
-
-
-def by_class(known: Known) -> Known:
-    """Returns ``known`` with what a class step is. It rounds moments to the nearest, so that small
-    changes of narrow ones would be lost; and its class counts the steps."""
-    dtypes = ("fp32",) if known.dtypes == EACH_DTYPE else known.dtypes
-    return replace(known, rule=None, counts_steps=False, dtypes=dtypes)
-
-
 OF_TORCH = (
     Known(
         native.Rule.ADAMW,
@@ -375,34 +337,5 @@ OF_TORCH = (
         dtypes=("fp32", "bf16"),
     ),
 )
-# Of other libraries, by the path of the class
-OF_PATHS = (
-    Known(
-        native.Rule.ADEMAMIX,
-        "pytorch_optimizer.optimizer.ademamix.AdEMAMix",
-        "AdEMAMix.step",
-        ADAM | {"betas": (*BETAS, "beta3")},
-        BOTH | {"exp_avg_slow": THIRD},
-        {"weight_decouple": "decoupled", "fixed_decay": "fixed_decay"},
-        of_object={"maximize": "maximize"},
-        exact={"exp_avg_slow": "moves by less in a step than narrow numbers round"},
-        counters=Mixture,
-        counts_steps=False,
-        counts_in_groups=True,
-        own_code_with=("cautious", "stable_adamw"),
-    ),
-    Known(
-        native.Rule.ADAN,
-        "pytorch_optimizer.optimizer.adan.Adan",
-        "Adan.step",
-        ADAM | {"betas": (*BETAS, "beta3")},
-        BOTH | {"exp_avg_diff": THIRD, "previous_grad": FOURTH},
-        {"weight_decouple": "decoupled"},
-        of_object={"maximize": "maximize", "max_grad_norm": ""},
-        counts_steps=False,
-        counts_in_groups=True,
-        own_code_with=("use_gc", "adanorm"),
-    ),
-)
-KNOWN: dict[native.Rule, Known] = {known.rule: known for known in (*OF_TORCH, *OF_PATHS)}
+KNOWN: dict[native.Rule, Known] = {known.rule: known for known in OF_TORCH}
 KNOWN[native.Rule.AMSGRAD] = KNOWN[native.Rule.ADAMW].for_groups([{"amsgrad": True}])

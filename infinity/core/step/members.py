@@ -17,8 +17,10 @@ from .context import StepContext
 class Members:
     """Which group steps each parameter, read at each step."""
 
-    def __init__(self, context: StepContext):
-        self._context = context
+    def __init__(self, context: StepContext, *, has_outside: bool = True):
+        """``has_outside``: something steps what the engine does not move
+        (:class:`~infinity.core.seams.OutsideSteps`)."""
+        self._context, self._has_outside = context, has_outside
         self._params: list[list[torch.Tensor]] = []
         self.group_of: dict[ParamHandle, int] = {}
 
@@ -34,8 +36,8 @@ class Members:
         found: dict[ParamHandle, int] = {}
         for index, params in enumerate(lists):
             for param in params:
-                if handle_of(param) is None:
-                    continue  # see Companion
+                if handle_of(param) is None and self._has_outside:
+                    continue
                 handle = self._stepped(param, index)
                 if handle in found:
                     raise UsageError(
@@ -75,7 +77,11 @@ class Members:
                 yield handle
 
     def _stepped(self, param: torch.Tensor, index: int) -> ParamHandle:
-        handle = handle_of(param)
+        if (handle := handle_of(param)) is None:
+            raise UsageError(
+                f"the optimizer's group {index} has a parameter of shape {tuple(param.shape)} that"
+                " is not at home, and no extension steps it: take it out of the group"
+            )
         if handle.engine.uses is not self._context.uses:
             raise UsageError(
                 f"the optimizer's group {index} has {handle.name} of another wrapped model, so its"

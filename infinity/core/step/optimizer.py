@@ -17,13 +17,11 @@ from typing import Any
 import torch
 
 from ...errors import UsageError
-from ...ext.class_step.class_trial import check_again
-from ...ext.class_step.companion import Companion, outside_of
-from ...ext.class_step.known_elsewhere import refuse_switched
 from ..params.books import OptimizerBooks
 from ..params.optimizer_state import OptimizerState
 from ..params.state_entry import GONE
 from ..run.operations import Operation
+from ..seams import OutsideSteps, kinds
 from ..units.forms import gathered
 from ..units.handle import handle_of
 from ..units.unit import ParamUnit
@@ -63,8 +61,10 @@ class InfinityOptimizer(torch.optim.Optimizer):
             counts_steps=known.counts_steps,
             by_class=known.rule is None,
         )
-        self._members, self.given = Members(context), Given(wrapped)
-        self._outside = Companion(wrapped, self._books, known)
+        self.given = Given(wrapped)
+        outside = [kind.steps_outside(wrapped, self._books, known) for kind in kinds()]
+        self._outside = next(filter(None, outside), OutsideSteps())
+        self._members = Members(context, has_outside=any(outside))
         self._stepping = OptimizerStep(context, known, self._members, wrapped, self._books)
         self.is_unwrapped = False  # by an unwrap_model that was interrupted and raised
         super().__init__(wrapped.param_groups, dict(wrapped.defaults))
@@ -175,8 +175,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 if all(each is not group for each in self.param_groups):
                     self.param_groups.append(group)
 
-            outside = set(outside_of(group))
-            moved = [param for param in group["params"] if param not in outside]
+            moved = [param for param in group["params"] if handle_of(param) is not None]
             arrays = self._known.added_arrays(group, self._moments, context.config)
             context.admit(
                 moved,
@@ -187,11 +186,9 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def check_groups(self, groups: list[dict[str, Any]], where: str) -> None:
         """Raises UsageError if ``groups``, from ``where``, need what the rule does not support."""
-        refuse_switched(self._known, self, self.wrapped, where)
         settings = self.defaults if self._known.kind is not None else ()
         refuse_flags(self._known, groups, moments=self._moments, settings=settings, where=where)
-        if self._known.rule is None:
-            self._known = check_again(self._known, self.wrapped, groups, where)
+        self._known = self._known.checked(self, self.wrapped, groups, where)
 
     def check_saved_groups(self, groups: list[dict[str, Any]]) -> None:
         """Raises UsageError if a checkpoint with ``groups`` cannot be loaded: by their settings, or

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ...errors import UsageError
-from ...ext.class_step.class_step import ClassStepper
 from ..grads.record import refuse_torn
 from ..params.books import OptimizerBooks
 from ..run.journal import Meet
@@ -48,27 +47,16 @@ class OptimizerStep:
         self._given, self._books = given, books
         self._changed: dict[int, dict[str, Any]] = {}  # by a class step, in the groups
 
-    def _stepper(self, groups: Groups) -> Stepper | ClassStepper:
-        if self._known.rule is None:
-            return self._class_stepper(groups, "step")
-        return Stepper(self._context, self._known, groups, self._members.group_of, self._books)
-
-    def _class_stepper(self, groups: Groups, method: str) -> ClassStepper:
-        return ClassStepper(
-            self._context,
-            self._known,
-            groups,
-            self._members.group_of,
-            self._given,
-            self._books,
-            self._changed,
-            method,
-        )
+    def _stepper(self, groups: Groups, method: str = "step") -> Any:
+        """Makes what steps by ``groups``, or what runs a ``method`` of the class in their place."""
+        parts = self._context, self._known, groups, self._members.group_of
+        own = self._known.stepper(*parts, self._given, self._books, self._changed, method)
+        return own if own is not None else Stepper(*parts, self._books)
 
     @torch.no_grad()
     def switch(self, groups: Groups, method: str) -> None:
         """Runs a method of the class that needs no gradient, on all parameters."""
-        context, stepper = self._context, self._class_stepper(groups, method)
+        context, stepper = self._context, self._stepper(groups, method)
         self._changed.clear()
         steps = [step for unit in context.units for step in stepper.plan_switch(unit)]
 
@@ -100,8 +88,7 @@ class OptimizerStep:
             self._changed.clear()
         version = context.steps.index if begun else context.steps.index + 1
         stepper = self._stepper(groups)
-        if isinstance(stepper, ClassStepper):
-            stepper.try_settings()
+        stepper.try_settings()
         with context.store.guarding():
             # Tickets are watched in the order in which they are made: as gradients land.
             planned = {
@@ -113,9 +100,7 @@ class OptimizerStep:
         context.end_step()
         context.lents.refresh()
 
-    def _carry_out(
-        self, stepper: Stepper | ClassStepper, steps: list, version: int, meet: Meet
-    ) -> None:
+    def _carry_out(self, stepper: Any, steps: list, version: int, meet: Meet) -> None:
         """Makes a planned step. An error of the class's own code, before anything was written,
         leaves no step behind: its cause may be a setting."""
         context = self._context
@@ -123,8 +108,7 @@ class OptimizerStep:
         try:
             context.journal.carry_out(change, meet)
         except Exception:
-            is_alone = context.collectives.ranks.alone
-            if isinstance(stepper, ClassStepper) and stepper.has_changed_nothing and is_alone:
+            if stepper.has_changed_nothing and context.collectives.ranks.alone:
                 context.journal.cancel(change)
             raise
 
@@ -164,7 +148,7 @@ class OptimizerStep:
             then=then,
         )
 
-    def _finish(self, stepper: Stepper | ClassStepper, steps: list, version: int) -> None:
+    def _finish(self, stepper: Any, steps: list, version: int) -> None:
         stepper.carry_out(steps)
         stepper.finish()
         self._context.borrowed.forget_edits()
@@ -187,17 +171,7 @@ class OptimizerStep:
                 "step_in_backward: max_grad_norm needs the norm of all gradients before the first"
                 " unit is stepped. Leave out one of the two."
             )
-
-        if self._known.measured is not None:
-            raise UsageError(
-                f"step_in_backward with {self._known.name}: its step needs a number of all"
-                " gradients before the first unit is stepped. Call step() after the backward."
-            )
-        if self._known.needs_whole and context.collectives.ranks.size > 1:
-            raise UsageError(
-                f"step_in_backward with {self._known.name} over several ranks: its step needs whole"
-                " parameters, for which the ranks meet after the backward. Call step() after it."
-            )
+        self._known.check_stream(context.collectives.ranks.size)
 
     def begin_stream(self) -> None:
         """Begins a step whose units are stepped in the backward. Raises UsageError for a consumed

@@ -5,7 +5,7 @@ place   the number of an optimizer among those of one job; a flat param belongs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,7 @@ import torch
 
 from ...config import Config
 from ...errors import ConfigError
-from ...ext.class_step.known_elsewhere import refuse_rounding
-from ...ext.class_step.matrices import NO_NAMES, Names, check_split
-from ..units.forms import is_plain
-from .known import Known
+from .known import NO_NAMES, Known, Names
 from .rules import recognise
 
 
@@ -60,9 +57,7 @@ class Optimizers:
             }
             if moved or not any(group["params"] for group in optimizer.param_groups):
                 known = recognise(optimizer)
-                check_split(known, optimizer.param_groups, is_moved, names)
-                if known.needs_whole:
-                    _refuse_parts(known, moved)
+                known.check_shapes(optimizer.param_groups, is_moved, names)
                 self._all.append(Recognised(optimizer, known))
             self._order |= moved
 
@@ -106,25 +101,16 @@ class Optimizers:
         place, index = self._order[param]
         found = self._all[place]
         group = found.optimizer.param_groups[index]
-        refuse_rounding(found.optimizer, group, config.param_dtype or param.dtype, config)
+        dtype = config.param_dtype or param.dtype
+        found.known.check_dtype(found.optimizer, group, dtype, config)
         return found.known.arrays_of(
-            self.moments_of(param), config, found.known.by_param.get(param)
+            self.moments_of(param), config, found.known.dtype_at_wrap(param)
         )
 
     def of(self, param: torch.Tensor) -> Recognised | None:
         """Returns the optimizer that steps ``param``, or None."""
         place = self.place_of(param)
         return None if place is None else self._all[place]
-
-
-def _refuse_parts(known: Known, params: Iterable[torch.Tensor]) -> None:
-    """Raises ConfigError if one of ``params`` is divided over ranks."""
-    if not all(map(is_plain, params)):
-        raise ConfigError(
-            f"{known.name} steps whole parameters, and tensor or expert parallelism has divided"
-            " some of these. Give the divided ones another optimizer:"
-            " wrap_model(model, [first, second])."
-        )
 
 
 def as_given(

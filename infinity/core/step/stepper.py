@@ -48,6 +48,9 @@ class Stepper:
     ``group_of``: the parameters to step, each with the index of its group.
     """
 
+    # Whether no write has begun that a second call of :meth:`carry_out` would have to complete
+    has_changed_nothing = False
+
     def __init__(
         self,
         context: StepContext,
@@ -60,6 +63,9 @@ class Stepper:
         self._spans = Spans(known, groups, group_of, books)
         counted = groups if known.counts_in_groups else ()
         self._numbers = [(group, next_step(group)) for group in counted]
+
+    def try_settings(self) -> None:
+        """Raises for settings with which a step would fail, before anything is planned: none."""
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[FlatParamStep]:
         """Plans the step of ``unit``. Sends landed gradients home, and changes nothing else."""

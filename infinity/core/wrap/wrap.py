@@ -23,7 +23,6 @@ from ... import native
 from ...choices import AUTO
 from ...config import Config
 from ...errors import CapacityError
-from ...ext.rows.experts import divides_experts
 from ...ranks.collectives import Collectives
 from ...ranks.mesh import join_device, join_node, parallel_dims
 from ...ranks.parallel_dims import ParallelDims
@@ -104,7 +103,8 @@ def wrap_model(
     if mesh is None and isinstance(model, nn.Module):
         meshes = (division_of(each).mesh for each in model.parameters())
         mesh = next((each for each in meshes if each is not None), None)
-    ranks, traffic = parallel_dims(mesh, divides_experts=divides_experts(model)), Traffic()
+    divides = any(kind.divides(model) for kind in kinds())
+    ranks, traffic = parallel_dims(mesh, divides_experts=divides), Traffic()
     collectives, given = Collectives(ranks, traffic), as_given(optimizer)
     changes = Changes()
     with contextlib.ExitStack() as undo:

@@ -3,38 +3,16 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ...core.params.books import same_form
+from ...core.step.rules import plain_step
 
 Group = Mapping[str, Any]
-OPTIM = os.path.dirname(torch.optim.__file__) + os.sep
-WAITS = "_infinity_waits"  # attribute of a step that calls the one it wraps
-NO_GRAD = torch.no_grad()(lambda: None).__code__.co_filename  # of functions that it decorates
-
-
-def plain_step(step: Callable) -> Callable:
-    """Returns ``step`` without torch's own wrappers (profiler, ``differentiable``, ``no_grad``, a
-    scheduler's counter), and without one that only waits for a wrap."""
-    step = getattr(step, "__func__", step)
-    while (inner := getattr(step, "__wrapped__", None)) is not None and (
-        file_of(step) in ("optimizer.py", "lr_scheduler.py")
-        or step.__code__.co_filename == NO_GRAD
-        or hasattr(step, WAITS)
-    ):
-        step = inner  # functools.wraps copies names and attributes, but not the code
-    return step
-
-
-def file_of(function: Callable) -> str:
-    """Returns the file of torch.optim that defines ``function``, or ""."""
-    path = getattr(getattr(function, "__code__", None), "co_filename", "")
-    return path.removeprefix(OPTIM) if path.startswith(OPTIM) else ""
 
 
 def step_as(

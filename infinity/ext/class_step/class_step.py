@@ -142,7 +142,7 @@ class ClassStepper:
         """Chooses the stepping ranks of all ``turns``, if ranks share whole parameters. Idempotent,
         so that an interrupted rank chooses as the others."""
         by_size: dict[int, list[Turn]] = {}
-        for turn in turns if self._known.needs_whole else ():
+        for turn in turns if self._known.whole else ():
             by_size.setdefault(turn.handles[0].flat_param.ranks.size, []).append(turn)
         for size, shared in by_size.items():
             chosen = stepping_ranks([turn.handles for turn in shared], size, self._cost)
@@ -246,7 +246,7 @@ class ClassStepper:
     def _results(self, turn: Turn, inputs: list[Inputs]) -> list[Result]:
         """Computes the values of a turn after its step."""
         collectives = turn.handles[0].flat_param.collectives
-        if self._known.needs_whole and collectives.ranks.size > 1:
+        if self._known.whole and collectives.ranks.size > 1:
             return ClassRanks(collectives).step(turn.handles, turn.ranks, inputs, self._step)
         return [self._step(*each) for each in zip(turn.handles, inputs)]
 

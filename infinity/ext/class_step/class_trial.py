@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...core.step.known import Known, switches
+from ...core.step.known import Known
 from ...core.units.flat_param_spec import EVERY_MOMENT
 from ...core.units.handle import handle_of
 from ...errors import ConfigError, UsageError
@@ -31,6 +31,17 @@ STEPS, RATE = 3, 0.01
 LEAST = 6  # of a dimension, in a trial
 State = dict[str, Any]
 NUMBERS = int, float, torch.Tensor
+
+
+def switches(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Returns the settings of ``group`` that are on, and its words: what may change how it is
+    stepped."""
+    found = []
+    for key, value in group.items():
+        if key in ("params", "lr") or isinstance(value, torch.Tensor):
+            continue
+        found.append((key, value if isinstance(value, str) else value is not None and bool(value)))
+    return tuple(sorted(found))
 
 
 def with_moments(
@@ -54,10 +65,10 @@ def with_moments(
     moments: list[str] = []
     tried: dict[tuple, tuple[str, ...]] = {}
     kept: dict[str, torch.dtype] = {}
-    costs, needs_whole = [ClassPiece(0)], known.needs_whole
+    costs, whole = [ClassPiece(0)], known.whole
     for group in groups:
         state, is_of_elements = _tried(known, optimizer, group)
-        needs_whole |= not is_of_elements
+        whole |= not is_of_elements
         numel = torch.Size(SHAPES[0]).numel()
         own = {name: value for name, value in state.items() if _shape(value) != SHAPES[0]}
         large = [name for name, value in own.items() if _numel(value) >= numel]
@@ -82,9 +93,7 @@ def with_moments(
     others = iter([name for name in EVERY_MOMENT if name not in moments])
     at_home = {name: name if name in EVERY_MOMENT else next(others) for name in moments}
     most = ClassPiece(*map(max, zip(*costs[len(groups) > 0 :])))
-    return replace(
-        known, moments=at_home, needs_whole=needs_whole, tried=tried, kept=kept, costs=most
-    )
+    return replace(known, moments=at_home, whole=whole, tried=tried, kept=kept, costs=most)
 
 
 def check_again(
@@ -97,14 +106,14 @@ def check_again(
         found = known
         if switches(group) not in known.tried:
             try:
-                found = with_moments(replace(known, needs_whole=False), optimizer, [group])
+                found = with_moments(replace(known, whole=False), optimizer, [group])
             except ConfigError as error:
                 raise UsageError(f"{where}: group {index}: {error}") from None
             known = replace(
                 known, tried={**known.tried, **found.tried}, kept={**found.kept, **known.kept}
             )
         missing = _without_home(known, group)
-        if missing or (found.needs_whole and not known.needs_whole):
+        if missing or (found.whole and not known.whole):
             what = f"keeps {', '.join(missing)}" if missing else "needs whole parameters"
             raise UsageError(
                 f"{where}: with its present settings {known.name} {what} in group {index}, for"
@@ -219,7 +228,7 @@ def _try(
     params = [_values(shape, where) for shape in SHAPES]
     runs = [Run(optimizer, settings, params, together=each) for each in (False, True)]
     parts = Run(optimizer, settings, _parts_of(params), together=False)
-    are_parts_same = not known.needs_whole
+    are_parts_same = not known.whole
     for number in range(STEPS):
         grads = [gradient_of(param, number) for param in params]
         for run in runs:

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from ...core.step.known import EVERY
 from ...core.units.handle import ParamHandle
 from .class_ranks import Result
 
+PIECE, EVERY = 4 * 1024 * 1024, 2**62  # elements of a part of a parameter, of any parameter
 MOST_KEPT = 6  # times the largest buffer: of the next turn, in a class with four moments
 
 

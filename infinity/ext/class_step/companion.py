@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from ...core.params.books import OptimizerBooks
-from ...core.seams import Extension
+from ...core.seams import Extension, OutsideSteps
 from ...core.step.given import Given
 from ...core.step.known import Known
+from ...core.step.rules import plain_step
 from ...core.units.handle import handle_of
 from ...core.wrap.described_model import can_step
 from ...errors import ConfigError, UsageError
-from .class_code import plain_step
 
 Groups = list[dict[str, Any]]
 
@@ -59,8 +59,12 @@ class Outside(Extension):
             )
         return [param for param in found if param in names]
 
+    @classmethod
+    def steps_outside(cls, given: Any, books: Any, known: Any) -> OutsideSteps:
+        return Companion(given, books, known)
 
-class Companion:
+
+class Companion(OutsideSteps):
     """Steps what is outside, for one optimizer. Used from the thread that steps."""
 
     def __init__(self, given: torch.optim.Optimizer, books: OptimizerBooks, known: Known):
@@ -77,7 +81,7 @@ class Companion:
         """Steps the parameters outside, as torch does. ``clip``: the factor of all gradients."""
         if not (own := self._take(groups)):
             return
-        if self._known.measured is not None:
+        if getattr(self._known, "measured", None) is not None:
             raise UsageError(
                 f"step(): {self._known.name} needs sums over all its parameters, and the engine"
                 f" does not move {sum(len(group['params']) for group in own)} of them. Give these"

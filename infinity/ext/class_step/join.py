@@ -30,6 +30,7 @@ from ...core.units.handle import ParamHandle, handle_of, managed
 from ...core.wrap.checks import check_kind
 from ...core.wrap.make_optimizer import make_optimizer, moved_by
 from ...errors import ConfigError
+from .admission import admit
 
 ASKED = "wrap_model with another optimizer"
 
@@ -40,6 +41,7 @@ class LaterOptimizers(Extension):
     @classmethod
     def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> None:
         events.joining.append(join)
+        events.making_room.append(admit)
 
 
 def join(
@@ -88,7 +90,7 @@ def _admit(
     params, known = moved_by(given), given.known
 
     def moments_of(flat_param: FlatParam) -> dict[str, torch.dtype]:
-        dtypes = {known.by_param.get(each) for each in flat_param.params if each in known.by_param}
+        dtypes = {known.dtype_at_wrap(each) for each in flat_param.params} - {None}
         by_class = "fp32" if "fp32" in dtypes else next(iter(dtypes), None)
         return known.arrays_of(given.moments, job.config, by_class)
 

@@ -6,7 +6,7 @@ has one entry here, and a row in the tests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from ... import native
-from ...config import Config
-from ...core.step.known import ADAM, BETAS, BOTH, FIRST, OF_PATHS, SECOND, Known
+from ...core.step.known import ADAM, BETAS, BOTH, FIRST, FOURTH, KNOWN, SECOND, THIRD, Known
 from ...core.units.forms import local_of
-from ...errors import ConfigError, UsageError
-from .entries import class_entry
+from ...errors import ConfigError
+from .entries import Elsewhere, class_entry
 from .measured import Prodigy
+from .mixture import Mixture
 
 INSIDE = "__bnb_optimizer_quant_state__"  # where bitsandbytes has moments in a state dict
 OF_BITS = {"optim_bits", "min_8bit_size"}  # settings of single parameters that are honoured
@@ -60,7 +60,7 @@ def _of_quantize(optimizer: Any, index: int, place: int) -> str:
     return "int8" if optimizer.param_groups[index]["quantize"] else "fp32"
 
 
-def _of_bitsandbytes() -> Iterator[Known]:
+def _of_bitsandbytes() -> Iterator[Elsewhere]:
     """Yields those of bitsandbytes. Its Adam decays weights as AdamW does. Homes do what its paging
     does. ``optim_bits=8`` becomes moments in our 8 bits."""
     of_adam = {"state1": FIRST, "state2": SECOND}
@@ -73,17 +73,19 @@ def _of_bitsandbytes() -> Iterator[Known]:
     for path, (rule, *rest) in families.items():
         for words in product(("", "Paged"), ("", "32bit", "8bit")):
             kind = "bitsandbytes.optim." + path % words
-            yield Known(rule, kind, *rest, flags={}, inside=INSIDE, dtype_of=_of_bits)
+            yield Elsewhere(rule, kind, *rest, flags={}, inside=INSIDE, dtype_of=_of_bits)
 
 
-def _of_torchao() -> Iterator[Known]:
+def _of_torchao() -> Iterator[Elsewhere]:
     """Yields those of torchao that keep moments in 8 bits."""
     for name, rule in (("AdamW", native.Rule.ADAMW), ("Adam", native.Rule.ADAM)):
         path = f"torchao.optim.adam.{name}8bit"
-        yield Known(rule, path, "_AdamBase.step", ADAM, BOTH, {}, dtype="int8", dtype_of=_of_blocks)
+        yield Elsewhere(
+            rule, path, "_AdamBase.step", ADAM, BOTH, {}, dtype="int8", dtype_of=_of_blocks
+        )
 
 
-def _of_flashoptim() -> Iterator[Known]:
+def _of_flashoptim() -> Iterator[Elsewhere]:
     """Yields those of flashoptim. A split master has all 32 bits of its 24; moments that it
     quantizes are in our 8 bits. Its SGD dampens the first gradient, too: the rule does not."""
     of_momentum = {"momentum_buffer": FIRST}
@@ -96,7 +98,7 @@ def _of_flashoptim() -> Iterator[Known]:
         "SGD": (native.Rule.SGD, sgd, of_momentum, {"momentum_buffer": "momentum"}),
     }
     for name, (rule, settings, moments, only_with) in found.items():
-        yield Known(
+        yield Elsewhere(
             rule,
             f"flashoptim.optimizers.Flash{name}",
             "FlashOptimizer.step",
@@ -110,6 +112,37 @@ def _of_flashoptim() -> Iterator[Known]:
         )
 
 
+# By rules that torch has no class of
+OF_PATHS = (
+    Elsewhere(
+        native.Rule.ADEMAMIX,
+        "pytorch_optimizer.optimizer.ademamix.AdEMAMix",
+        "AdEMAMix.step",
+        ADAM | {"betas": (*BETAS, "beta3")},
+        BOTH | {"exp_avg_slow": THIRD},
+        {"weight_decouple": "decoupled", "fixed_decay": "fixed_decay"},
+        of_object={"maximize": "maximize"},
+        exact={"exp_avg_slow": "moves by less in a step than narrow numbers round"},
+        counters=Mixture,
+        counts_steps=False,
+        counts_in_groups=True,
+        own_code_with=("cautious", "stable_adamw"),
+    ),
+    Elsewhere(
+        native.Rule.ADAN,
+        "pytorch_optimizer.optimizer.adan.Adan",
+        "Adan.step",
+        ADAM | {"betas": (*BETAS, "beta3")},
+        BOTH | {"exp_avg_diff": THIRD, "previous_grad": FOURTH},
+        {"weight_decouple": "decoupled"},
+        of_object={"maximize": "maximize", "max_grad_norm": ""},
+        counts_steps=False,
+        counts_in_groups=True,
+        own_code_with=("use_gc", "adanorm"),
+    ),
+)
+# Every rule of the kernels
+BY_RULE: dict[native.Rule, Known] = KNOWN | {known.rule: known for known in OF_PATHS}
 # Module -> classes that step by their own code: any part of a parameter, or whole ones
 ANY_PART = {
     "adan_pytorch.adan": "Adan",
@@ -167,9 +200,9 @@ WHOLE = {
 STEPS = {"optimi.adamw.AdamW": "Adam.step"}
 
 
-def _by_class() -> Iterator[Known]:
+def _by_class() -> Iterator[Elsewhere]:
     """Yields those of other libraries that step by their own code."""
-    for needs_whole, modules in ((False, ANY_PART), (True, WHOLE)):
+    for whole, modules in ((False, ANY_PART), (True, WHOLE)):
         for module, names in modules.items():
             for name in names.split():
                 path = f"{module}.{name}"
@@ -179,7 +212,7 @@ def _by_class() -> Iterator[Known]:
                 yield class_entry(
                     path,
                     step,
-                    needs_whole=needs_whole,
+                    whole=whole,
                     inside=inside,
                     measured=measured,
                     dtype_of=_of_bits if inside else None,
@@ -187,7 +220,7 @@ def _by_class() -> Iterator[Known]:
 
 
 # Path of a class of another library -> how it steps
-ALIASES: dict[str, Known] = {
+ALIASES: dict[str, Elsewhere] = {
     str(known.kind): known
     for known in (
         *_of_bitsandbytes(),
@@ -199,7 +232,7 @@ ALIASES: dict[str, Known] = {
 }
 
 
-def as_it_is(known: Known, optimizer: torch.optim.Optimizer) -> Known:
+def as_it_is(known: Elsewhere, optimizer: torch.optim.Optimizer) -> Elsewhere:
     """Returns how a class of another library steps, with the settings and switches that it has.
     Raises ConfigError for a switch that the rule does not have."""
     if any(group.get(key) for group in optimizer.param_groups for key in known.own_code_with):
@@ -231,43 +264,4 @@ def refuse_overrides(optimizer: Any, name: str) -> None:
         raise ConfigError(
             f"optimizer {name}: GlobalOptimManager sets {', '.join(sorted(others))} of single"
             " parameters, which is not supported: give these a group of their own"
-        )
-
-
-def refuse_switched(known: Known, ours: Any, wrapped: torch.optim.Optimizer, where: str) -> None:
-    """Raises UsageError, from ``where``, if a switch of ``ours`` or of the ``wrapped`` optimizer
-    that it stands for is not as it was at the wrap, or the dtype of a parameter's moments."""
-    for (name, switch), owner in product(known.of_object.items(), (ours, wrapped)):
-        if bool(value := getattr(owner, name)) != (switch in known.always):
-            raise UsageError(
-                f"{where}: {name}={value} of the optimizer has changed since the wrap: unwrap_model"
-                " first, set it, and wrap again"
-            )
-    for param, dtype in known.dtypes_by_class(wrapped).items():
-        if (before := known.by_param.get(param, dtype)) != dtype:
-            raise UsageError(
-                f"{where}: the moments of a parameter of shape {tuple(param.shape)} are in {dtype}"
-                f" by the optimizer's class, and were in {before} at the wrap: unwrap_model first,"
-                " and wrap again"
-            )
-
-
-def refuse_rounding(
-    optimizer: torch.optim.Optimizer, group: Mapping[str, Any], dtype: torch.dtype, config: Config
-) -> None:
-    """Raises ConfigError if a parameter of ``dtype`` in ``group`` has a master by ``config`` that
-    the class does not have, or the class rounds it in a way that is not done here."""
-    name = type(optimizer).__name__
-    if dtype == torch.float32:
-        return
-    if config.master != "none" and group.get("master_bytewidth") == 0:
-        raise ConfigError(
-            f"optimizer {name} has master_weight_bits=None, so that {dtype} weights have no master:"
-            " Config(master='none') does that; or leave master_weight_bits out"
-        )
-    if config.master == "none" and {**vars(optimizer), **group}.get("stochastic_rounding"):
-        raise ConfigError(
-            f"optimizer {name} has stochastic_rounding=True, and Config(master='none') rounds"
-            f" {dtype} weights to the nearest: set it to False, or leave master out, and nothing is"
-            " rounded away"
         )

@@ -23,13 +23,11 @@ from typing import Any
 
 import torch
 
-from ...core.step.known import Known
+from ...core.step.known import NO_NAMES, Known, Names
 from ...core.units.handle import handle_of
 from ...errors import ConfigError
 from .class_code import Group, class_step, step_as
 
-Names = Mapping[torch.Tensor, Sequence[str]]
-NO_NAMES: Names = {}
 SPLIT = "split"
 FLAT, EXPERTS = "flat", "experts"
 WANTED = '"flat", "experts", a number of equal blocks of rows, or a list of the rows of each'
@@ -81,7 +79,7 @@ def check_split(
     for index, group in enumerate(groups):
         split, where = group.get(SPLIT), f"the optimizer's group {index} has {SPLIT}"
         if not known.splits:
-            if known.rule is None and "use_muon" in group and split is not None:
+            if "use_muon" in group and split is not None:
                 raise ConfigError(f"{where}={split!r}, which only torch.optim.Muon has here")
             continue
         if not _is_valid(split):

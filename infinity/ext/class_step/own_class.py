@@ -17,11 +17,20 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...core.step.known import Known, switches
+from ...core.step.rules import plain_step
 from ...errors import ConfigError
-from .class_code import like_it, plain_step
-from .class_trial import LEAST, STEPS, Run, are_same, gradient_of, settings_to_move, with_moments
-from .entries import class_entry
+from .class_code import like_it
+from .class_trial import (
+    LEAST,
+    STEPS,
+    Run,
+    are_same,
+    gradient_of,
+    settings_to_move,
+    switches,
+    with_moments,
+)
+from .entries import OwnCode, class_entry
 
 Group = Mapping[str, Any]
 # Methods of the base class that would not run here, or would run on copies of the optimizer
@@ -35,7 +44,7 @@ INSTEAD = (
 )
 
 
-def by_own_code(optimizer: torch.optim.Optimizer) -> Known:
+def by_own_code(optimizer: torch.optim.Optimizer) -> OwnCode:
     """Returns how an ``optimizer`` of no known class is stepped by its own code. Raises ConfigError
     with the reason if that would be another step."""
     kind = type(optimizer)
@@ -47,7 +56,7 @@ def by_own_code(optimizer: torch.optim.Optimizer) -> Known:
         raise ConfigError(f"It looks parameters up in {path}, and here others stand in for them.")
     with _unchanged(optimizer):
         step = plain_step(kind.step).__code__.co_qualname
-        known = class_entry(f"{kind.__module__}.{kind.__qualname__}", step, needs_whole=True)
+        known = class_entry(f"{kind.__module__}.{kind.__qualname__}", step, whole=True)
         known = with_moments(known, optimizer, groups)
         _refuse_sums(optimizer, groups)
         for group in groups:

@@ -42,6 +42,7 @@ from .experts import (
     INDICES,
     clamps_choice,
     divided_parameters,
+    divides_experts,
     exchanges_of,
     has_experts,
     is_frozen_table,
@@ -197,6 +198,10 @@ class ChosenExperts:
 
 class RowReaders(Extension):
     """Finds modules with divided experts, and those whose forward reads some rows only."""
+
+    @classmethod
+    def divides(cls, model: Any) -> bool:
+        return divides_experts(model)
 
     @classmethod
     def describe_model(cls, model: DescribedModel) -> None:

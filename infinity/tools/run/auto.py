@@ -29,8 +29,8 @@ from ...config import Config
 from ...core.params.books import OptimizerBooks
 from ...core.run.registry import is_wrapped
 from ...core.step.optimizer import InfinityOptimizer
+from ...core.step.rules import WAITS
 from ...core.wrap.wrap import wrap_model
-from ...ext.class_step.class_code import WAITS
 from .meeting import STEPPING, Together, find_root, hand_over, params_of
 from .places import Places, release
 from .replicas import pass_on, refuse_sharded, replicas_of

@@ -23,10 +23,14 @@ from torch import nn, optim
 import infinity
 from infinity.core.step.rules import TORCHS
 from infinity.errors import InfinityError
+from infinity.ext.class_step.entries import BY_CLASS
 from infinity.ext.class_step.known_elsewhere import ALIASES
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CLASSES = [*(f"torch.optim.{kind.__name__}" for kind in TORCHS), *ALIASES]
+CLASSES = [
+    *(f"torch.optim.{kind.__name__}" for kind in (*TORCHS, *(known.kind for known in BY_CLASS))),
+    *ALIASES,
+]
 STEPS = 8
 RATE = 0.01
 # Other values than any default. A class with other values has them below

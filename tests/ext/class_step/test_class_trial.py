@@ -11,10 +11,10 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import infinity
-from infinity.core.step.known import KNOWN, by_class
 from infinity.core.step.rules import recognise
 from infinity.errors import ConfigError, UsageError
 from infinity.ext.class_step import class_trial
+from infinity.ext.class_step.entries import class_entry
 
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 
@@ -133,7 +133,7 @@ def tried(known, optimizer: optim.Optimizer):
 def test_what_cannot_be_stepped_one_at_a_time_is_refused(what):
     """The twin: the same class with little to keep is not."""
     make, said = TRIED[what]
-    known = by_class(KNOWN[infinity.native.Rule.SGD])
+    known = class_entry(optim.SGD)
     with pytest.raises(ConfigError, match=said):
         tried(known, made(make))
     found = tried(known, made(lambda p: Keeping(p, shape=(4, 1), count=4)))
@@ -156,8 +156,8 @@ def po():
 def test_a_setting_that_needs_whole_parameters_is_found(what):
     """The twin: the same class with its defaults may step any part."""
     kind = type(made(WHOLE[what]))
-    assert recognise(made(WHOLE[what])).needs_whole
-    assert not recognise(made(lambda p: kind(p))).needs_whole
+    assert recognise(made(WHOLE[what])).whole
+    assert not recognise(made(lambda p: kind(p))).whole
 
 
 def test_a_rate_of_zero_hides_nothing():

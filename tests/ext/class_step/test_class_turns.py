@@ -9,9 +9,8 @@ from models import at_home
 from small_net import model, same, stepped_by_class, steps
 
 import infinity
-from infinity.core.step import known
-from infinity.core.step.known import EVERY
-from infinity.ext.class_step.class_turns import Buffers, turns_of
+from infinity.ext.class_step import entries
+from infinity.ext.class_step.class_turns import EVERY, Buffers, turns_of
 
 
 def handles(counts: list[int], ranks: int = 1) -> list:
@@ -71,5 +70,5 @@ def test_a_step_in_pieces_has_the_bits_of_a_whole_one(tmp_path, monkeypatch):
         )
 
     expected = trained(None)
-    monkeypatch.setattr(known, "PIECE", 1000)
+    monkeypatch.setattr(entries, "PIECE", 1000)
     assert same(trained("hostile"), expected)

@@ -66,5 +66,5 @@ def test_an_entry_names_the_step_of_its_class():
     """Of a class, and of the path of one that is not imported. Twin: what is told is kept."""
     assert [known.step for known in BY_CLASS] == ["Adafactor.step", "Muon.step"]
     assert class_entry("lib.optim.Own").step == "Own.step"
-    told = class_entry("lib.optim.Own", "Base.step", needs_whole=True)
-    assert told.step == "Base.step" and told.needs_whole and told.rule is None
+    told = class_entry("lib.optim.Own", "Base.step", whole=True)
+    assert told.step == "Base.step" and told.whole and told.rule is None

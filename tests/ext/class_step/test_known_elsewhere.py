@@ -20,9 +20,8 @@ from small_net import model, steps, wrapped
 from torch import nn, optim
 
 import infinity
-from infinity.core.step.known import OF_PATHS
 from infinity.errors import ConfigError, UsageError
-from infinity.ext.class_step.known_elsewhere import ALIASES, ANY_PART, WHOLE
+from infinity.ext.class_step.known_elsewhere import ALIASES, ANY_PART, OF_PATHS, WHOLE
 
 bitsandbytes, torchao = Lazily("bitsandbytes"), Lazily("torchao.optim")
 adv_optm, optimi = Lazily("adv_optm"), Lazily("optimi")

@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from infinity import native
-from infinity.core.step.known import KNOWN
 from infinity.core.units.flat_param_spec import EVERY_MOMENT
+from infinity.ext.class_step.known_elsewhere import BY_RULE
 
 MIB = 1024 * 1024
 CHUNK_GRAIN = native.CHECKSUM_NBYTES // 2  # elements: the updater cuts at multiples of it
@@ -183,7 +183,7 @@ class Form:
         dtypes = {"weight": self.weight}
         if self.master != native.Master.OWN:
             dtypes["master"] = MASTER_DTYPES[self.master]
-        known = KNOWN[self.rule]
+        known = BY_RULE[self.rule]
         its = {
             array
             for name, array in known.moments.items()
@@ -212,7 +212,7 @@ def every_form() -> list[Form]:
     weights += [(fp16, master, grad) for master in (own, whole) for grad in (fp16, fp32)]
     return [
         Form(rule, *weight, moments)
-        for rule in KNOWN
+        for rule in BY_RULE
         for weight in weights
         for moments in (fp32, bf16)
     ]
