@@ -21,9 +21,8 @@ from torch import nn, optim
 
 import infinity
 from infinity import native
-from infinity.core.step.known import KNOWN
 from infinity.errors import ConfigError, UsageError
-from infinity.ext.class_step.known_elsewhere import ALIASES
+from infinity.ext.class_step.known_elsewhere import ALIASES, BY_RULE
 
 bitsandbytes, torchao = Lazily("bitsandbytes"), Lazily("torchao.optim")
 pytorch_optimizer = Lazily("pytorch_optimizer")
@@ -207,9 +206,9 @@ def test_a_job_resumes_to_the_bit(case, tmp_path):
 
 
 def test_every_rule_has_a_class_and_a_test():
-    assert set(KNOWN) == set(native.Rule.__members__.values())
+    assert set(BY_RULE) == set(native.Rule.__members__.values())
     tested = {name.partition(",")[0] for name in KERNELS}
-    kinds = [known.kind for known in KNOWN.values() if known.kind is not None]
+    kinds = [known.kind for known in BY_RULE.values() if known.kind is not None]
     names = {kind.rpartition(".")[2] if isinstance(kind, str) else kind.__name__ for kind in kinds}
     assert names == tested
 
