@@ -142,7 +142,7 @@ def disk(folder: str, scale: float) -> Iterator[Turn]:
     engine = native.make_io_engine()
     extent = native.Extent.in_file(engine.create_file(f"{folder}/disk", nbytes), 0, nbytes)
     memory = native.Region(8 * piece, True, 1)
-    engine.register([(memory.address, memory.nbytes)])
+    engine.register([memory])
 
     def move(way: Callable[..., Any]) -> None:
         pending: list[Any] = []

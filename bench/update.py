@@ -47,7 +47,7 @@ class Step:
         file = self.engine.create_file(os.path.join(folder, "swap"), state_nbytes)
         other = self.engine.create_file(os.path.join(folder, "other"), state_nbytes)
         self.slots = native.Region(SLOT_COUNT * SLOT_NBYTES, True, threads)
-        self.engine.register([(self.slots.address, self.slots.nbytes)])
+        self.engine.register([self.slots])
         sizes = SIZES if in_memory else {}
         self.regions = {
             name: native.Region(count * size, True, threads) for name, size in sizes.items()

@@ -92,9 +92,11 @@ void IoEngine::shut_down() {
     (void)backend_.release();
     (void)new std::deque<InFlight>(std::move(slots_));
     (void)new std::deque<File>(files_);
+    (void)new std::vector<std::shared_ptr<const void>>(std::move(registered_));
     return;
   }
   backend_.reset();
+  registered_.clear();
   for (File& file : files_) {
     file.descriptor = -1;
     file.open.reset();
@@ -176,15 +178,17 @@ bool IoEngine::is_idle() const {
          free_slots_.size() + given_up_ == slots_.size();
 }
 
-void IoEngine::register_files_and_buffers(const std::vector<Span>& buffers) {
+void IoEngine::register_files_and_buffers(const std::vector<Span>& buffers,
+                                          std::vector<std::shared_ptr<const void>> owners) {
   Lock lock(mutex_);
   INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
-  INFINITY_CHECK(free_slots_.size() == slots_.size(), "registration while pieces are in flight");
+  idle_.wait(lock, [this]() INFINITY_REQUIRES(mutex_) { return is_idle(); });
   std::vector<int> descriptors;
   for (const File& file : files_) descriptors.push_back(file.descriptor);
   for (std::string why :
        {backend_->register_files(descriptors), backend_->register_buffers(buffers)})
     if (!why.empty()) notes_.push_back(why);
+  registered_.swap(owners);
 }
 
 File IoEngine::file(int index) const {

@@ -122,9 +122,11 @@ class IoEngine {
   // Opens an existing file as open_existing_file does. Returns its index.
   int open_file(const std::string& path);
 
-  // Registers the open files and the staging memory with the backend. Precondition: nothing is in
-  // flight.
-  void register_files_and_buffers(const std::vector<Span>& buffers);
+  // Registers the open files and the staging memory with the backend, in place of those before.
+  // Blocks until nothing is in flight. The engine keeps `owners` of the memory as long: the kernel
+  // moves the registered pages, whatever is mapped at their addresses by then.
+  void register_files_and_buffers(const std::vector<Span>& buffers,
+                                  std::vector<std::shared_ptr<const void>> owners = {});
 
   // Starts the requests, at once or when `after` has finished without error. Addresses, offsets and
   // lengths are multiples of 4096. Memory that a request does not hold has to stay valid until the
@@ -218,6 +220,7 @@ class IoEngine {
   std::condition_variable idle_;
   std::vector<std::string> notes_ INFINITY_GUARDED_BY(mutex_);
   std::deque<File> files_ INFINITY_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<const void>> registered_ INFINITY_GUARDED_BY(mutex_);  // memory
   std::deque<Queue> queues_ INFINITY_GUARDED_BY(mutex_);
   // A deque: a backend keeps addresses in it. It grows by one slot for each piece that was given
   // up, so that other disks go on.

@@ -294,12 +294,12 @@ void bind_io(py::module_& m) {
           py::arg("file"))
       .def(
           "register",
-          [](IoEngine& engine, const std::vector<std::pair<Address, std::size_t>>& buffers) {
+          [](IoEngine& engine, const std::vector<std::shared_ptr<Region>>& regions) {
             std::vector<Span> spans;
-            for (const auto& [address, nbytes] : buffers) spans.push_back({at(address), nbytes});
-            engine.register_files_and_buffers(spans);
+            for (const auto& region : regions) spans.push_back({region->data(), region->nbytes()});
+            engine.register_files_and_buffers(spans, {regions.begin(), regions.end()});
           },
-          py::arg("buffers"))
+          py::arg("regions"), py::call_guard<py::gil_scoped_release>())
       .def("read", &read, py::arg("extent"), py::arg("offset"), py::arg("address"),
            py::arg("nbytes"), py::arg("after") = nullptr, py::arg("lease") = nullptr,
            py::arg("checksum") = true)

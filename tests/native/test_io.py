@@ -96,13 +96,44 @@ def test_many_transfers_in_flight_at_once_do_not_mix(tmp_path, kind, depth):
     assert all(torch.equal(target.bytes, values) for target, values in zip(targets, data))
 
 
+def test_registered_memory_is_kept_and_no_other_takes_its_place(tmp_path, kind):
+    """The kernel moves the pages that were registered, whatever lies at their addresses later.
+    Method: let go of registered memory, map other memory of its size, and move bytes from there.
+    Twin: once other memory is registered in its place, the first is gone."""
+    disk, data = Disk(tmp_path, kind), random_bytes(MIB, seeded(5))
+    extent, later = disk.extent(MIB), []
+    disk.engine.register([native.Region(MIB, huge_pages=False, touch_threads=1)])
+    for _ in range(8):  # one of them would be mapped where the registered one was
+        later.append(Staging(MIB))
+        later[-1].bytes[:] = data
+        disk.engine.write(extent, 0, later[-1].address, MIB).wait()
+        later[-1].bytes.zero_()
+        disk.engine.read(extent, 0, later[-1].address, MIB).wait()
+        assert torch.equal(later[-1].bytes, data)
+    region = native.Region(MIB, huge_pages=False, touch_threads=1)
+    disk.engine.register([region])
+    address = region.address
+    del region
+    assert is_mapped(address)
+    disk.engine.register([later[0].region])
+    assert not is_mapped(address)
+
+
+def is_mapped(address: int) -> bool:
+    """Tells whether this process has memory at ``address``."""
+    spans = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
+
+
 def test_registered_memory_gives_the_same_bytes(tmp_path, kind):
     """Registers files and staging memory, moves bytes inside and outside of it, and adds a file
     afterwards."""
     generator = seeded(4)
     disk = Disk(tmp_path, kind)
     inside, outside = Staging(MIB), Staging(MIB)
-    disk.engine.register([(inside.address, inside.nbytes)])
+    disk.engine.register([inside.region])
     later = disk.engine.create_file(str(tmp_path / "later"), MIB)
     for extent in (disk.extent(MIB), native.Extent.in_file(later, 0, MIB)):
         data = random_bytes(MIB, generator)

@@ -180,7 +180,7 @@ def test_an_engine_that_was_shut_down_refuses_and_holds_nothing(tmp_path, kind):
     assert ticket.done and len(os.listdir("/proc/self/fd")) <= before
     for call in (
         lambda: engine.read(extent, 0, region.address, MIB),
-        lambda: engine.register([(region.address, MIB)]),
+        lambda: engine.register([region]),
     ):
         with pytest.raises(UsageError, match="was shut down"):
             call()
@@ -569,7 +569,7 @@ def test_a_low_memlock_limit_registers_what_fits():
         engine = native.IoEngine(kind="uring")
         extent = native.Extent.in_file(engine.create_file(f"{folder}/swap", 64 * MIB), 0, 64 * MIB)
         memory = native.Region(64 * MIB, True, 1)
-        engine.register([(memory.address, memory.nbytes)])
+        engine.register([memory])
         for at in (0, 63 * MIB):
             engine.write(extent, at, memory.address + at, MIB).wait()
             engine.read(extent, at, memory.address + at, MIB).wait()

@@ -18,11 +18,7 @@ import pytest
 from test_import_order import PACKAGE
 
 # Folders without which nothing can be wrapped today. A change may shorten the list.
-NEEDED = set(
-    (
-        "ext/class_step ext/coded ext/dtensor ext/packed ext/pipeline ext/rows "
-    ).split()
-)
+NEEDED = set(("ext/class_step ext/coded ext/dtensor ext/packed ext/pipeline ext/rows ").split())
 TRAIN = """
 import sys, torch, infinity
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import methodcaller
@@ -97,25 +97,31 @@ class ArrayStore:
 
         Raises CapacityError if a disk has too little room, StorageError if it refuses.
         """
-        service = self._make_service(self._service_nbytes)
+        self._make_service(self._service_nbytes)
         self.space.lay_out()
-        self.io.register([(region.address, region.nbytes) for region in (*regions, service)])
+        self.register(regions)
         if staging is not None:
             self.staging.open(staging, backend)
         self.arrays.open()
+
+    def register(self, regions: Iterable[native.Region]) -> None:
+        """Registers ``regions``, and the service buffer, with the I/O engine, which keeps them in
+        place of those before. Blocks until no transfer runs."""
+        self._regions = list(regions)
+        self.io.register([*self._regions, self._service_region])
 
     def need_service(self) -> None:
         """Allocates a service buffer for disks if there is none. Raises CapacityError."""
         if self.service.capacity_nbytes < native.CHECKSUM_NBYTES:
             self._make_service(MIB)
+            self.register(self._regions)
             self.ledger.accounts[Tier.HOST].planned_nbytes += MIB
 
-    def _make_service(self, nbytes: int) -> native.Region:
+    def _make_service(self, nbytes: int) -> None:
         charge = self.ledger.reserve(Tier.HOST, nbytes, "the store's service buffer")
         self._charges.append(charge)
-        region = self.arrays.make_region(nbytes, copied=False)
-        self.service = native.PinnedPool(region)
-        return region
+        self._service_region = self.arrays.make_region(nbytes, copied=False)
+        self.service = native.PinnedPool(self._service_region)
 
     def rebuild(self) -> None:
         """Frees all that is not in use after an exception. Only while no transfer is running."""

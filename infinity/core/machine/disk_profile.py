@@ -298,7 +298,7 @@ def _rates(
 ) -> tuple[float, float, float]:
     io = native.make_io_engine(kind=kind, block_nbytes=block_nbytes, depth=depth)
     extent = native.Extent.in_file(io.open_file(path), 0, PROBE_NBYTES)
-    io.register([(memory.address, memory.nbytes)])
+    io.register([memory])
     half = PROBE_NBYTES // 2
 
     def place(offset: int) -> tuple[native.Extent, int, int, int]:

@@ -131,12 +131,12 @@ class Resources:
             self._plan = replace(self._plan, grad_staging_nbytes=staging.nbytes)
         count = self._plan.slot_count
         wanted = [count * optimizer_slot_nbytes(flat_params, tiers, rung.chunk) for rung in LADDER]
-        if (
-            slots := self._larger(wanted, count * self._plan.slot_nbytes, "optimizer slots")
-        ) is None:
-            return False
-        self._slots, self._plan = slots, replace(self._plan, slot_nbytes=slots.nbytes // count)
-        return True
+        slots = self._larger(wanted, count * self._plan.slot_nbytes, "optimizer slots")
+        if slots is not None:
+            self._slots, self._plan = slots, replace(self._plan, slot_nbytes=slots.nbytes // count)
+        if (staging, slots) != (None, None):
+            self._store.register(self._regions.values())
+        return slots is not None
 
     def _larger(self, wanted: Sequence[int], nbytes: int, what: str) -> native.Region | None:
         """Allocates the first size in ``wanted`` that fits, largest first. Returns None if the

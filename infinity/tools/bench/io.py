@@ -57,7 +57,7 @@ class Ours:
         index = self.engine.open_file(file.path)
         self.extent = native.Extent.in_file(index, 0, file.nbytes)
         self.memory = native.Region(REQUESTS_AHEAD * REQUEST_NBYTES, True, 2)
-        self.engine.register([(self.memory.address, self.memory.nbytes)])
+        self.engine.register([self.memory])
 
     def run(self, direction: str) -> None:
         """Reads or writes the file once; "mixed" reads one half and writes the other."""

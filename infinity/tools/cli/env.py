@@ -115,7 +115,7 @@ def _memlock() -> Finding:
     if engine.backend != "uring":
         return Finding("fixed buffers", "none: they need io_uring", "see io")
     region = native.Region(64 * 1024 * 1024, True, 1)
-    engine.register([(region.address, region.nbytes)])
+    engine.register([region])
     refusals = [note for note in engine.notes if "buffers" in note]
     if refusals:
         return Finding("fixed buffers", f"refused (memlock limit {text})", refusals[0])
