@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,8 +20,6 @@ from interrupts import forget_ignored_interrupts
 from marks import mark_files, mark_slow, refuse_kept_errors, skip_after_time
 from order import longest_first
 from ranks import StandingRanks
-
-from infinity.ext.checkpoint.removal import wait_for_space
 
 
 @pytest.hookimpl(trylast=True)  # after pytest has set its own hook
@@ -68,7 +67,8 @@ def no_thread_left(request, short_collections) -> Iterator[None]:
     """A device or store that a module leaves open would fail another one that counts threads. It is
     looked for before the next module: until then the last test's fixtures are referred to. A test
     that failed may keep what it made. Threads that free space end by themselves."""
-    wait_for_space()
+    if (removal := sys.modules.get("infinity.ext.checkpoint.removal")) is not None:
+        removal.wait_for_space()
     left = own_threads()
     assert not left or request.session.testsfailed, f"a module before this one leaves {left}"
     yield

@@ -45,17 +45,23 @@ def is_there(module: str) -> bool:
 
 
 def classes_of(paths: Iterable[str]) -> Iterator[Any]:
-    """Yields the classes with these paths below infinity/. Skips those whose folder is not
-    there."""
-    for path in paths:
-        module, _, name = f"infinity.{path}".rpartition(".")
-        if is_there(module):
-            yield _load(module, name)
+    """Yields the classes with these paths below infinity/. Skips those whose folder is not there,
+    or another one that it builds on."""
+    return filter(None, map(_load, paths))
 
 
 @functools.cache
-def _load(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
+def _load(path: str) -> Any:
+    module, _, name = f"infinity.{path}".rpartition(".")
+    if not is_there(module):
+        return None
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        folder = ".".join((error.name or "").split(".")[:3])
+        if folder.startswith("infinity.") and not is_there(folder):
+            return None
+        raise
 
 
 class Term(NamedTuple):

@@ -12,7 +12,9 @@ from torch import nn
 
 import infinity
 from infinity import native
-from infinity.core.step.rules import recognise
+from infinity.core import seams
+from infinity.core.step.known import Known
+from infinity.core.step.rules import Recogniser, recognise
 from infinity.errors import ConfigError, UsageError
 
 CPU = {"params": "host", "optimizer": "host"}
@@ -374,3 +376,50 @@ def test_what_stands_around_an_optimizer_is_refused_by_name(kind, said):
     with pytest.raises(ConfigError, match=said):
         infinity.wrap_model(model, kind(inner), CPU)
     infinity.wrap_model(model, inner, CPU)
+
+
+class Plain(torch.optim.Optimizer):
+    """Gradient descent of a library that the engine has never heard of."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.add_(param.grad, alpha=-group["lr"])
+
+
+class Library(Recogniser):
+    supported = "library.Plain"
+
+    @classmethod
+    def recognise(cls, optimizer):
+        if type(optimizer) is Plain:
+            return Known(native.Rule.SGD, "library.Plain", "Plain.step", {"lr": "lr"}, {}, {})
+
+
+def test_a_recogniser_brings_a_class_with_a_rule_and_settings(monkeypatch):
+    """It steps by the kernel, as the class does. Twins: without the recogniser the class is refused,
+    as its own code needs every gradient; with it, another one is refused by the names of both."""
+    with pytest.raises(ConfigError, match="without a gradient raised"):
+        recognise(Plain(make().parameters(), 0.1))
+    others = seams.classes_of
+    monkeypatch.setattr(
+        seams, "classes_of", lambda paths: [Library] if paths is seams.RULES else others(paths)
+    )
+    found = []
+    for home in ("plain", "host"):
+        model = make()
+        optimizer = Plain(model.parameters(), 0.1)
+        if home != "plain":
+            model, optimizer = infinity.wrap_model(model, optimizer, CPU)
+            assert optimizer.rule_name == "SGD"
+        for _ in range(3):
+            backward(model, optimizer)
+            optimizer.step()
+        found.append(weights(model))
+    assert all(map(torch.equal, *found))
+    with pytest.raises(ConfigError, match=r"Supported are torch.optim.AdamW.*, library.Plain\."):
+        recognise(torch.optim.LBFGS(make().parameters()))

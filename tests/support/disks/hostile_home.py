@@ -16,6 +16,7 @@ planned for NVMe then.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections import deque
 from collections.abc import Iterator
@@ -36,6 +37,7 @@ from infinity.core.plan import plan
 from infinity.core.run.job import Job
 from infinity.core.units.flat_param_spec import SCALES
 from infinity.core.units.unit import ParamUnit
+from infinity.errors import InfinityError
 
 NAME = "hostile"
 _grad_homes = plan._grad_homes
@@ -77,6 +79,7 @@ class Turns(seams.Extension):
         self._left: deque[torch.Tensor] = deque()
         self._left_nbytes = 0
         self._poisons: list[native.Region] = []  # the last one is the largest
+        self._poisoning: list[native.Ticket] = []
 
     @classmethod
     def begin(cls, config, device, collectives, events):
@@ -140,6 +143,9 @@ class Turns(seams.Extension):
         """Brings arrays to these tiers, and poisons what they leave. Those that are there stay, or
         are given other memory."""
         store, moves = self._job.store, []
+        while self._poisoning:  # else it might come after what is written there now
+            with contextlib.suppress(InfinityError):
+                self._poisoning.pop().wait()
         for array, tier in places.items():
             if not array.numel or array.tier is tier is Tier.NVME:
                 continue
@@ -155,7 +161,8 @@ class Turns(seams.Extension):
             change_places(array, other, store)
             if other.flat is None:
                 self._spaces[array] = other
-                self._write(other.extent, self._poison(other.extent.nbytes))
+                poison = self._poison(other.extent.nbytes)
+                self._poisoning.append(self._write(other.extent, poison))
             else:
                 other.flat.view(torch.uint8).fill_(POISON)
                 self._leave(other.flat)
