@@ -247,7 +247,13 @@ def tested(place: Path, tests: tuple[str, ...], log: Path) -> dict[str, Any]:
     command = [place / "bin" / "python", "-m", "pytest", "-q", "-m", "not slow"]
     command += ["-p", "no:cacheprovider", f"--junitxml={report}", f"--basetemp={WORK / 'pytest'}"]
     with log.open("w") as output:
-        child = subprocess.Popen([*command, *tests], cwd=ROOT, stdout=output, stderr=output)
+        child = subprocess.Popen(
+            [*command, *tests],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},  # for what the tests start
+            stdout=output,
+            stderr=output,
+        )
         try:
             ended = f"exit code {child.wait(SECONDS)}"
         except subprocess.TimeoutExpired:
