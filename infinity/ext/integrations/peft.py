@@ -17,6 +17,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -288,9 +289,14 @@ def _adapt(twin: nn.Module, adapter: str, weights: Mapping[str, torch.Tensor]) -
         # Parameters of the base model that the adapter trains too, such as a bias.
         if _is_hollow(param) and (value := weights.get(name.replace(saved, "."))) is not None:
             _put(twin, name, nn.Parameter(torch.empty_like(value), requires_grad=False))
-    peft.set_peft_model_state_dict(
-        twin, {name: value for name, value in weights.items() if name in own}, adapter_name=adapter
-    )
+    known = {name: value for name, value in weights.items() if name in own}
+    try:
+        peft.set_peft_model_state_dict(twin, known, adapter_name=adapter)
+    except TypeError as error:  # of a converter that this PEFT builds for other transformers
+        raise ConfigError(
+            f"peft {peft.__version__} cannot load the adapter {adapter!r} beside transformers"
+            f" {version('transformers')} ({error}): python -m pip install --upgrade peft"
+        ) from error
     return sorted(own.keys() ^ weights.keys())
 
 
