@@ -401,8 +401,8 @@ class Library(Recogniser):
 
 
 def test_a_recogniser_brings_a_class_with_a_rule_and_settings(monkeypatch):
-    """It steps by the kernel, as the class does. Twins: without the recogniser the class is refused,
-    as its own code needs every gradient; with it, another one is refused by the names of both."""
+    """It steps by the kernel, as the class does. Twins: without the recogniser the class is
+    refused, as its own code needs every gradient; with it, another one by the names of both."""
     with pytest.raises(ConfigError, match="without a gradient raised"):
         recognise(Plain(make().parameters(), 0.1))
     others = seams.classes_of

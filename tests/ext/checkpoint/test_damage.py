@@ -300,7 +300,7 @@ def replaced(content: Any, path: list[int], odd: Any) -> Any:
     return changed
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(path=st.lists(st.integers(0, 40), max_size=5), odd=ODD)
 def test_no_manifest_gets_through_unchecked(saved, intact, path, odd):
     """Method: replace or drop any part of a good manifest and seal it again, so that its checksum
