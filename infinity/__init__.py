@@ -169,7 +169,7 @@ seams.EXTENSIONS[:] = (
     "ext.shared_homes.share_homes.ShareHomes",
     "tools.watch.timeline.Timeline",
 )
-seams.RULES[:] = ("ext.class_step.classes.Classes",)
+seams.RULES[:] = ("ext.class_step.other_classes.OtherClasses",)
 seams.STAGING_BACKENDS[:] = ("ext.gpu_direct.gpu_direct.GpuDirect",)
 seams.CHANGES[:] = (
     "ext.integrations.lasting.Lasting",  # undone last: the others list the modules

@@ -230,12 +230,20 @@ def test_the_listed_extensions_are_there():
 
 
 def test_a_deleted_extension_is_skipped(listed, monkeypatch):
-    """Twin: an extension that is there and cannot be imported raises."""
+    """And one that builds on a folder that was deleted. Twin: an extension that is there and cannot
+    be imported raises."""
     monkeypatch.setattr(seams, "EXTENSIONS", ["ext.gone.away.Nothing", "ext.park.away.Nothing"])
     assert begin_extensions(None, None, None, Events()) == []
-    monkeypatch.setattr(seams, "is_there", lambda module: True)
-    with pytest.raises(ModuleNotFoundError, match="infinity.ext.gone"):
-        begin_extensions(None, None, None, Events())
+
+    def imported(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(seams.importlib, "import_module", imported)
+    missing = "infinity.ext.gone.deep"
+    assert [*seams.classes_of(["ext.park.park.OnDeleted"])] == []
+    for missing in ("infinity.ext.park.misspelt", "a_library"):
+        with pytest.raises(ModuleNotFoundError, match=missing):
+            [*seams.classes_of(["ext.park.park.OnMissing"])]
 
 
 def test_a_comparison_of_nothing_agrees():

@@ -1,4 +1,4 @@
-"""Classes: recognises the optimizers of classes that are not torch's, or have no kernel.
+"""OtherClasses: recognises the optimizers of classes that are not torch's, or have no kernel.
 
 Those of other libraries are known by their paths. A class Lion is tried on a tensor of our own,
 against the formula of https://arxiv.org/abs/2302.06675, Algorithm 2. Any other class steps by its
@@ -56,7 +56,7 @@ NEAREST = {
 }
 
 
-class Classes(Recogniser):
+class OtherClasses(Recogniser):
     """Recognises all classes but torch's that a kernel steps."""
 
     supported = (
