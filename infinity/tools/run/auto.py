@@ -31,6 +31,7 @@ from ...core.run.registry import is_wrapped
 from ...core.step.optimizer import InfinityOptimizer
 from ...core.step.rules import WAITS
 from ...core.wrap.wrap import wrap_model
+from .copies import plain_copies
 from .meeting import STEPPING, Together, find_root, hand_over, params_of
 from .places import Places, release
 from .replicas import pass_on, refuse_sharded, replicas_of
@@ -174,7 +175,8 @@ class Auto:
                 config = None if is_wrapped(root) else self._config_of(root, optimizers)
                 release(root)
                 mesh = None if is_wrapped(root) or self._shards else replicas_of(root)
-                _, stepping = wrap_model(root, optimizers, config, mesh=mesh)
+                with contextlib.nullcontext() if is_wrapped(root) else plain_copies(root):
+                    _, stepping = wrap_model(root, optimizers, config, mesh=mesh)
                 for given, ours in zip(optimizers, stepping, strict=True):
                     hand_over(root, given, ours)
                 self.wrapped.append(told(root, optimizers))
