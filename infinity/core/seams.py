@@ -100,7 +100,7 @@ class FirstValues:
 
 
 class OutsideSteps:
-    """Steps the parameters of one optimizer that the engine does not move. This class: none."""
+    """Steps the parameters of one optimizer that the engine does not move. This base has none."""
 
     def step(self, groups: Sequence[Any], clip: float) -> None:
         """Steps them. ``clip``: the factor of all gradients. Raises UsageError."""

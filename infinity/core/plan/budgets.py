@@ -95,10 +95,11 @@ def measured_free(tier: Tier, config: Config, device: Device | None = None) -> i
 
 
 def budget_too_small(
-    plan: MemoryPlan, tier: Tier, budgets: Budgets, config: Config, *, of_stages: bool = False
+    plan: MemoryPlan, tier: Tier, budgets: Budgets, config: Config, *, reuses: bool = False
 ) -> CapacityError:
     """Makes the error for a plan that exceeds the budget of ``tier``, with its terms.
-    ``of_stages``: of a pipeline, whose buffers follow the batch."""
+    ``reuses``: backwards come in another order than forwards, as those of pipeline stages do, which
+    send buffers of a batch's size."""
     budget, parts = budgets[tier], dict(plan.terms[tier])
     if tier is Tier.HOST and budgets.shared is not None:  # the CPU computes in the same memory
         budget = budgets.shared
@@ -123,7 +124,7 @@ def budget_too_small(
         if buffers > budget
         else ""
     )
-    if of_stages and tier is Tier.DEVICE:
+    if reuses and tier is Tier.DEVICE:
         told += " What passes between stages comes on top: the first step tells how much."
     error = CapacityError(
         f"{given} {format_nbytes(budget)} ({budget} bytes){where}, but the least that works"

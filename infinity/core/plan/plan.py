@@ -63,7 +63,7 @@ def make_plan(
         )
     over = budgets.over(least)
     tight = max(over, key=over.__getitem__)
-    raise budget_too_small(least, tight, budgets, config, of_stages=reuses)
+    raise budget_too_small(least, tight, budgets, config, reuses=reuses)
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class Staying:
 def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
     """Tells whether the engine moves ``param``: every Parameter and carrier, but for unknown
     subclasses and what :class:`Staying` names."""
-    own_class = form_of(param).moves(param) or always_rests(param)
-    return own_class and not hasattr(param, STAYS)
+    can_move = form_of(param).moves(param) or always_rests(param)
+    return can_move and not hasattr(param, STAYS)
 
 
 def unlisted_in(module: nn.Module) -> list[tuple[str, Any]]:
