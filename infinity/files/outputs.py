@@ -136,7 +136,7 @@ def check_free(output: Output, *, way: str | None = OVERWRITE) -> None:
 
 def folder_of(path: str | os.PathLike, what: str, *, writes: bool = True) -> Path:
     """Returns the path of a folder that ``what`` reads, or ``writes``. Raises ConfigError if it is
-    no path, empty, or the address of another place; StorageError if a file is to be written to."""
+    not a path, empty, or the address of another place; StorageError for a file to be written to."""
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigError(f"{what} is a {type(path).__name__}: give the path of a folder")
     if not os.fspath(path):

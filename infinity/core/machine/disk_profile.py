@@ -118,7 +118,7 @@ class Disk:
 
 
 def _block_device(system: str) -> Path | None:
-    """Returns the kernel's entry for the device of a file system; None if it is no block
+    """Returns the kernel's entry for the device of a file system; None if it is not a block
     device."""
     device = Path("/sys/dev/block", system).resolve()
     return device if device.exists() else None

@@ -52,7 +52,7 @@ class ForwardEdits:
 
     @contextmanager
     def adding_rows(self) -> Iterator[None]:
-        """Lets more bytes of the parameters come in the block, which is no change of them."""
+        """Lets more bytes of the parameters come in the block, which is not a change of them."""
         own = {p: at for p, at in self._prints.items() if fingerprint(own_bytes(p)) == at}
         try:
             yield

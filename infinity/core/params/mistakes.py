@@ -219,7 +219,7 @@ CALL = "wrap_model(model, optimizer, config)"
 
 
 def instead_of_model(given: object) -> str:
-    """Returns what to give wrap_model instead of something that is no model."""
+    """Returns what to give wrap_model instead of something that is not a model."""
     if isinstance(given, torch.optim.Optimizer):
         return f"the model comes first, {CALL}"
     if isinstance(given, (str, os.PathLike)):
@@ -228,7 +228,7 @@ def instead_of_model(given: object) -> str:
 
 
 def instead_of_optimizer(given: object) -> str:
-    """Returns what to give wrap_model instead of something that is no optimizer."""
+    """Returns what to give wrap_model instead of something that is not an optimizer."""
     if isinstance(given, (Mapping, str, os.PathLike)):
         return f"the configuration comes third, {CALL}"
     if isinstance(given, type):

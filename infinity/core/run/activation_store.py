@@ -73,7 +73,7 @@ class ActivationStore:
     # --- the hooks ---
 
     def begin(self, stays: set[int]) -> None:
-        """Begins a forward. ``stays``: storages (by address) that are no activations: buffers,
+        """Begins a forward. ``stays``: storages (by address) that are not activations: buffers,
         foreign parameters."""
         self._stays = stays
         if self.planner is not None:

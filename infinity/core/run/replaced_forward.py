@@ -71,7 +71,7 @@ def around_own(
 
 class ReplacedForward:
     """Replaces the forward of ``module`` by ``forward`` until :meth:`remove`. ``name``: the
-    attribute; what is no module may keep the forward of one under another name."""
+    attribute; what is not a module may keep the forward of one under another name."""
 
     def __init__(self, module: Any, forward: Callable[..., Any], name: str = "forward"):
         self._module, self._name = weakref.ref(module), name

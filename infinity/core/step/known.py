@@ -232,7 +232,7 @@ AMSGRAD = {
     "instead": {"amsgrad": native.Rule.AMSGRAD},
 }
 MAXIMIZE = {"maximize": "maximize"}
-# Adam's flag says which of the two rules it is, and is no hyperparameter.
+# Adam's flag says which of the two rules it is, and is not a hyperparameter.
 DECOUPLED = MAXIMIZE | {"decoupled_weight_decay": "decoupled"}
 OF_TORCH = (
     Known(

@@ -149,7 +149,7 @@ def refuse_wrapper(optimizer: Any) -> None:
 
 
 def _check_lr(index: int, lr: Any) -> None:
-    """Raises ConfigError for a learning rate that is no number."""
+    """Raises ConfigError for a learning rate that is not a number."""
     value = lr.item() if isinstance(lr, torch.Tensor) and lr.numel() == 1 else lr
     if value is not None and (not isinstance(value, (int, float)) or math.isnan(value)):
         raise ConfigError(f"the optimizer's group {index} has lr={lr!r}: set it to a number")
@@ -164,7 +164,7 @@ def check_groups(
 ) -> None:
     """Raises ConfigError if ``groups`` need what the kernels do not do for ``known``.
     ``moments``: those that the optimizer was wrapped with; None: it is wrapped now. ``settings``:
-    those of the optimizer's class. Any other key that is no flag is the user's own, and is
+    those of the optimizer's class. Any other key that is not a flag is the user's own, and is
     ignored."""
     rule = known.rule
     unknown = known.refused(settings)

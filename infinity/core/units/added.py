@@ -1,4 +1,4 @@
-"""Added tensors: frozen tensors of modules that the engine moves, though they are no parameters.
+"""Added tensors: frozen tensors of modules that the engine moves, though they are not parameters.
 
 An extension adds them to a module, and marks them: a part of a packed weight in a buffer, for
 instance. They always rest, as do parameters that it marks: views of them, which modules keep for

@@ -60,7 +60,7 @@ class Exposure:
         )
 
     def adding_rows(self) -> AbstractContextManager[None]:
-        """Returns a block in which more rows of the parameters come, which is no change of them."""
+        """Returns a block in which more rows of the parameters come: no change of them."""
         return self._edits.adding_rows()
 
     def show(self) -> None:

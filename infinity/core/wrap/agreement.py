@@ -186,7 +186,7 @@ OTHER_BUILDS = (
 OTHER_VALUES = (
     "wrap_model was given other values on other ranks, in %d of %d parameters (%s, ...): the first"
     " rank's count on all of them. If the ranks have different parts of a model, stages of a"
-    " pipeline say, they are no replicas: give wrap_model a mesh that says so."
+    " pipeline say, they are not replicas: give wrap_model a mesh that says so."
 )
 OTHER_COMMON = (
     "{} of {} parameters that are whole on every rank of the tp axis ({}, ...) have other values on"

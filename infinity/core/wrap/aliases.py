@@ -365,8 +365,8 @@ def _is_of_graph(tensor: torch.Tensor, params: list[nn.Parameter]) -> bool:
 
 
 def _may_be_saved(param: nn.Parameter) -> bool:
-    """Returns whether a live graph contains ``param``: it may have saved a view, which is no Python
-    object."""
+    """Returns whether a live graph contains ``param``: it may have saved a view, which Python
+    does not see."""
     if not param.requires_grad:
         return True  # unknown
     with torch.enable_grad():

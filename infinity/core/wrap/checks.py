@@ -234,7 +234,7 @@ def _share_memory(name: str, other: str) -> ConfigError:
 
 
 def check_kind(optimizer: Any) -> None:
-    """Raises UsageError or ConfigError for what is no plain optimizer."""
+    """Raises UsageError or ConfigError for what is not a plain optimizer."""
     if isinstance(optimizer, InfinityOptimizer):
         raise UsageError(
             "this optimizer is wrapped already: give wrap_model the plain one, or unwrap_model"

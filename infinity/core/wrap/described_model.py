@@ -83,7 +83,7 @@ class DescribedModel:
     divided: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)
     # Modules whose forward reads some rows only
     read_by_rows: dict[nn.Module, RowReader] = field(default_factory=dict)
-    codes: set[torch.Tensor] = field(default_factory=set)  # whose bytes are no numbers
+    codes: set[torch.Tensor] = field(default_factory=set)  # whose bytes are not numbers
     kept: set[torch.Tensor] = field(default_factory=set)  # which keep their own dtype
 
     def read_rest(self) -> None:
@@ -182,7 +182,7 @@ class DescribedModel:
 
 def read_model(module: Any) -> DescribedModel:
     """Reads the modules, parameters and buffers of ``module``, whose bytes it does not touch.
-    Raises ConfigError for what is no module."""
+    Raises ConfigError for what is not a module."""
     if not isinstance(module, nn.Module):
         raise ConfigError(
             f"model is a {type(module).__name__}, not a torch.nn.Module:"

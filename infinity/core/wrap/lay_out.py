@@ -372,7 +372,7 @@ def flat_params_of_group(
 ) -> list[FlatParam]:
     """Makes one flat param for each kind of parameter in the group, and for each optimizer. Inside
     a flat param, parameters of one optimizer group are adjacent. ``dtype_of``: the dtype in which a
-    parameter computes. ``codes``: those whose bytes are no numbers."""
+    parameter computes. ``codes``: those whose bytes are not numbers."""
     by_spec: dict[FlatParamSpec, list[nn.Parameter]] = {}
     collectives = collectives.of_experts if group.is_divided else collectives
     for param in group.params:

@@ -180,7 +180,7 @@ class WeightAverage(Extension, Source):
         return self.count
 
     def expect(self, told: Any) -> None:
-        """Raises ValueError if ``told`` is no number of updates."""
+        """Raises ValueError if ``told`` is not a number of updates."""
         if type(told) is not int or not 0 <= told < 1 << 53:
             raise ValueError(f"an average of {told!r} updates")
 

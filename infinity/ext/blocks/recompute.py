@@ -199,7 +199,7 @@ class ActivationPlanner:
 
     def note(self, kind: tuple, nbytes: int, inputs: Sequence[torch.Tensor]) -> int:
         """Notes what a block of ``kind`` saves: ``nbytes``, its ``inputs`` among them. Returns how
-        many bytes those have that are no inputs of an earlier block."""
+        many bytes those have that are not inputs of an earlier block."""
         storages = {each.untyped_storage()._cdata: each.untyped_storage() for each in inputs}
         new = storages.keys() - self._inputs
         self._inputs |= new

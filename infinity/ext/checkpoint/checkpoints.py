@@ -123,7 +123,7 @@ class Checkpoints:
     of its step, and ends; another one after two seconds ends it at once. After SIGUSR1 it goes on.
     Every rank makes one, in its main thread, and makes the same calls.
 
-    Raises ConfigError for an overhead that is no share, UsageError for a model that is not wrapped.
+    Raises ConfigError for an overhead that is not a share, UsageError for a plain model.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ def share_of(overhead: float | str, name: str = "overhead") -> float:
     except (TypeError, ValueError):
         pass
     raise ConfigError(
-        f"{name}: {overhead!r} is no share of the time. Give a number between 0 and 1, or a"
+        f"{name}: {overhead!r} is not a share of the time. Give a number between 0 and 1, or a"
         " percentage as 2%."
     )
 

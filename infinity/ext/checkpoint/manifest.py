@@ -100,7 +100,7 @@ def what_it_is(root: Path) -> str:
         return f"{root} is a file, not a checkpoint's folder"
     known = next((OTHERS[name] for name in OTHERS if (root / name).exists()), None)
     if known is not None:
-        return f"{root} is no checkpoint of Infinity; it is {known}"
+        return f"{root} is not a checkpoint of Infinity; it is {known}"
     return f"{root} holds no complete checkpoint: there is no {MANIFEST} in it"
 
 

@@ -47,8 +47,8 @@ class LocalPart:
 
     @classmethod
     def told(cls, told: Any, shape: Sequence[int], key: str) -> LocalPart:
-        """Reads the output of :meth:`describe`. Raises ValueError if it is no part of a tensor of
-        ``shape``."""
+        """Reads the output of :meth:`describe`. Raises ValueError if no tensor of ``shape`` has
+        that part."""
         part = cls(Box(tuple(told["offset"]), tuple(told["shape"])), tuple(told["order"]))
         numbers = [*part.box.offset, *part.box.shape, *part.order]
         if (

@@ -187,8 +187,8 @@ class OwnCode(Elsewhere):
         is_moved: Callable[[torch.Tensor], bool],
         names: Names = NO_NAMES,
     ) -> None:
-        """Raises ConfigError for parameters that are no matrices, if the class steps these; and for
-        parts of parameters, if it steps whole ones."""
+        """Raises ConfigError for parameters that are not matrices, if the class steps these, and
+        for parts of parameters, if it steps whole ones."""
         check_split(self, groups, is_moved, names)
         params = [p for group in groups for p in group["params"] if isinstance(p, torch.Tensor)]
         if self.whole and not all(map(is_plain, filter(is_moved, params))):

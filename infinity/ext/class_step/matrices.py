@@ -75,7 +75,7 @@ def check_split(
     names: Names = NO_NAMES,
 ) -> None:
     """Raises ConfigError if a group has a ``split`` that cannot be honoured, or a parameter that is
-    no matrix, by its name."""
+    not a matrix, by its name."""
     for index, group in enumerate(groups):
         split, where = group.get(SPLIT), f"the optimizer's group {index} has {SPLIT}"
         if not known.splits:

@@ -112,7 +112,7 @@ def _try(optimizer: torch.optim.Optimizer, group: Group, moments: Sequence[str])
     ]:
         raise ConfigError(f"It counts in {changed[0]}, beside its state.")
     if others := [key for key in together.state if not isinstance(key, torch.Tensor)]:
-        raise ConfigError(f"Its state has {others[0]!r}, which is no parameter.")
+        raise ConfigError(f"Its state has {others[0]!r}, which is not a parameter.")
     if not (
         all(map(torch.equal, theirs, alone.params))
         and all(are_same(together.state[p], state) for p, state in zip(theirs, alone.states))

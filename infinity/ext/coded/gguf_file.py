@@ -81,7 +81,7 @@ class GgufFile:
         if not is_transformers(model):
             raise ConfigError(
                 f"weights={str(path)!r}: GGUF files have the names of llama.cpp, and"
-                f" {type(model).__name__} is no model of transformers, which maps them"
+                f" {type(model).__name__} is not a model of transformers, which maps them"
             )
         self._path = path
         self._library = library_of_gguf()

@@ -96,7 +96,7 @@ def expand(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
     found |= {name: plan[name] for name, _ in model.named_modules() if name in plan}
     used = {general(name) for name in found} | found.keys()
     if missing := [pattern for pattern in plan if pattern not in used]:
-        raise ConfigError(f"plan: {missing[0]} is no module of {type(model).__name__}")
+        raise ConfigError(f"plan: {missing[0]} is not a module of {type(model).__name__}")
     return found
 
 

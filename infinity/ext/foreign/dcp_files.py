@@ -132,7 +132,7 @@ def _read_metadata(folder: Path) -> metadata.Metadata:
             folder / place.relative_path
         ):
             raise CorruptionError(
-                f"{path} names {str(place.relative_path)[:80]!r}, which is no file of the folder"
+                f"{path} names {str(place.relative_path)[:80]!r}, which is not a file of the folder"
             )
     if found.storage_meta is None:
         found.storage_meta = metadata.StorageMeta()

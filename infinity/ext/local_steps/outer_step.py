@@ -70,7 +70,7 @@ class Position:
         numbers = self.steps, self.at, self.period, self.probed
         is_whole = all(type(number) is int and number >= 0 for number in numbers)
         if not is_whole or self.at >= self.period or Climber(*self.climber).period not in PERIODS:
-            raise ValueError(f"{self} is no position")
+            raise ValueError(f"{self} is not a position")
 
 
 @dataclass(eq=False)

@@ -188,7 +188,7 @@ class _Translation:
 
     def section(self, path: str, parent: Mapping, key: str) -> Mapping:
         """Returns the table ``key`` of ``parent``; empty if absent, null or false. Raises
-        ConfigError if it is no table."""
+        ConfigError if it is not a table."""
         value = parent.get(key)
         if value is None or value is False:
             if key in parent:

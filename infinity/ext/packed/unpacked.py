@@ -146,10 +146,10 @@ def _checked(
 
 def _told(state: Source) -> dict[str, Any]:
     if state.dtype != torch.uint8 or state.shape.numel() > MOST_STATE_NBYTES:
-        raise ValueError("quant_state is no text")
+        raise ValueError("quant_state is not text")
     told = parse_json(bytes(state.read().tolist()).decode())
     if not isinstance(told, dict):
-        raise ValueError("quant_state is no table")
+        raise ValueError("quant_state is not a table")
     return told
 
 
@@ -244,7 +244,7 @@ def _of_fp8(name: str, codes: Source, scales: Source, block: Any) -> CodedSource
     )
     if len(sizes) != 2 or not (per_weight or (fits and codes.shape[:-2] == scales.shape[:-2])):
         raise CorruptionError(
-            f"{name} has shape {tuple(scales.shape)}, which is no scale for each block of"
+            f"{name} has shape {tuple(scales.shape)}, which is not a scale for each block of"
             f" {tuple(block)} of a weight of {tuple(codes.shape)}"
         )
     return CodedSource(codes, scales, Scaled((block[0], block[1])))

@@ -34,7 +34,7 @@ def measure_costs(
     repeats
         Number of runs, of which the fastest counts. Layers of one kind and size are measured once.
 
-    Raises ConfigError for a model that is no chain of known form.
+    Raises ConfigError for a model that is not a chain of known form.
     """
     chain, where = chain_of(model), torch.device(device) if device is not None else inputs.device
     x, seconds, known = inputs.to(where), [], {}

@@ -59,7 +59,7 @@ def chain_of(model: nn.Module) -> Chain:
             lambda numbers: _cut_titan(model, numbers),
         )
     raise ConfigError(
-        f"{type(model).__name__} is no chain of layers that is known: pipeline cuts nn.Sequential,"
+        f"{type(model).__name__} is not a known chain of layers: pipeline cuts nn.Sequential,"
         " causal language models of transformers, and models with tok_embeddings, layers, norm and"
         " output as torchtitan's have. Build the stages yourself, give wrap_model their list, and"
         " attach the schedule."

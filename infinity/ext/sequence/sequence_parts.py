@@ -85,8 +85,9 @@ def _check(model: nn.Module, size: int) -> None:
     takes_more = any(each.kind is each.VAR_KEYWORD for each in takes.values())
     if not (is_causal and takes_more and getattr(model, "_supports_attention_backend", False)):
         raise ConfigError(
-            f"sequence_parallel: {name} is no causal language model of transformers whose attention"
-            " can be chosen (attn_implementation). Give one, or divide its sequences by hand."
+            f"sequence_parallel: {name} is not a causal language model of transformers whose"
+            " attention can be chosen (attn_implementation). Give one, or divide its sequences by"
+            " hand."
         )
     if "position_ids" not in takes:
         raise ConfigError(

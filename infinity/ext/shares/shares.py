@@ -143,7 +143,7 @@ class Shares:
         shares = state.get("shares") if isinstance(state, dict) else None
         if not isinstance(shares, list) or not all(_is_count(share) for share in shares):
             raise ConfigError(
-                f"Shares.load_state_dict: {state!r:.80} is no state of Shares: give what"
+                f"Shares.load_state_dict: {state!r:.80} is not a state of Shares: give what"
                 " state_dict() returned"
             )
         with self._operation():

@@ -150,10 +150,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def no_theme(name: str, known: Sequence[str]) -> str:
-    """Returns the message for a name that is no theme."""
+    """Returns the message for a name that is not a theme."""
     near = difflib.get_close_matches(name, known, n=1)
     meant = f": did you mean {near[0]}?" if near else f": choose from {', '.join(known)}"
-    return f"{name} is no benchmark{meant}"
+    return f"{name} is not a benchmark{meant}"
 
 
 def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequence[str]) -> int:

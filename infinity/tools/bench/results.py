@@ -214,7 +214,7 @@ def read(path: Path) -> dict[str, Any]:
         FORMAT.check(path, found)
         _check(found)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} is no result of a benchmark: {error!r:.200}") from error
+        raise ConfigError(f"{path} is not a result of a benchmark: {error!r:.200}") from error
     return found
 
 
@@ -261,7 +261,7 @@ def table(rows: Sequence[Row], *, header: bool = True) -> str:
             percent = f"{100 * (entry.share_of_ceiling or 0):.0f}"
             share = f"   {percent} % of {entry.ceiling['name']} ({value})"
         if entry.passes_its_ceiling():
-            share += ": passed, so it is no ceiling here"
+            share += ": passed, so it is not a ceiling here"
         ratios = "".join(f"   {_times(entry, name)}" for name in entry.ratios)
         low, high = entry.interval or (entry.low, entry.high)
         spread = f"{low:.3f} - {high:.3f}" + ("" if entry.interval else " *")

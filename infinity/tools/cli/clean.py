@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
     for folder in args.folder:
         if not folder.is_dir():
-            raise ConfigError(f"{folder} is no folder: name folders that exist, or none")
+            raise ConfigError(f"{folder} is not a folder: name folders that exist, or none")
     found = list(find(args.folder))
     if args.json:
         print(json.dumps({"leftovers": [asdict(each) for each in found], "removed": args.yes}))

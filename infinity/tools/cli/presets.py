@@ -85,7 +85,7 @@ def _words_of(key: str, name: str, value: Any, options: argparse.ArgumentParser)
             if near and option not in known
             else ""
         )
-        raise ConfigError(f"{key} is no option of `infinity train` in a file{hint}")
+        raise ConfigError(f"{key} is not an option of `infinity train` in a file{hint}")
     is_switch = known[option].nargs == 0
     if isinstance(value, bool) and is_switch:
         words = [option] if value else []

@@ -103,7 +103,7 @@ def a_number_of_tokens(text: str) -> float:
         value = math.nan
     if not 1 <= value <= MOST_TOKENS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no number of tokens from 1 on: give it as 2B, 500M or 2e9"
+            f"{text!r} is not a number of tokens from 1 on: give it as 2B, 500M or 2e9"
         )
     return value
 

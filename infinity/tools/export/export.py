@@ -91,7 +91,7 @@ def _check_inputs(args: argparse.Namespace) -> None:
     if not found.exists():
         raise UsageError(f"there is no {found}: CHECKPOINT comes first, then OUT")
     if found.is_file() and found.suffix == ".json":
-        raise UsageError(f"{found} is no checkpoint: give its folder")
+        raise UsageError(f"{found} is not a checkpoint: give its folder")
     if (found / "adapter_config.json").is_file():
         raise UsageError(
             f"{found} is an adapter already: merge it into its base with `infinity export BASE OUT"

@@ -121,7 +121,7 @@ class Fleet:
 
 
 def _check(value: Any, name: str, *, whole: bool = False, least: float | None = None) -> None:
-    """Raises ConfigError if ``value`` is no number above 0 (or from ``least`` on)."""
+    """Raises ConfigError if ``value`` is not a number above 0 (or from ``least`` on)."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and value <= MOST and (not whole or value == int(value)):
         if value > 0 if least is None else value >= least:

@@ -165,7 +165,7 @@ def _answer(speaker: Speaker, messages: list[dict[str, str]]) -> str:
 
 
 def _refuse_missing(line: str) -> None:
-    raise ConfigError(f"{line}. That is no trained model: give a folder that has all weights.")
+    raise ConfigError(f"{line}. That is not a trained model: give a folder that has all weights.")
 
 
 COLDEST = 1e-4  # temperatures below draw the likeliest token, or overflow

@@ -71,7 +71,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     _add_machine(add)
     add("--timetable", **FLAG, help="print when each unit is moved and computed in a step")
     add("--svg", type=svg_path, metavar="FILE", help="draw the memory map")
-    add("--overwrite", **FLAG, help="replace a file of --svg that is no picture of ours")
+    add("--overwrite", **FLAG, help="replace a file of --svg that is not a picture of ours")
     add("--json", **FLAG, help="the plan as one JSON object on stdout")
 
 

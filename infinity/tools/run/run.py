@@ -102,7 +102,7 @@ def _tell(text: str) -> None:
 
 
 def _check_script(path: str) -> None:
-    """Raises ConfigError if ``path`` is no file to run."""
+    """Raises ConfigError if ``path`` is not a file to run."""
     if not os.path.exists(path):
         raise ConfigError(
             f"there is no script {path}. The script comes after the options of `infinity run`, and"

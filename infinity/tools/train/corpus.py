@@ -64,7 +64,7 @@ def find_text_files(data: str | os.PathLike | None = None) -> TextFiles:
     if root.is_dir():
         return _text_files_in(root)
     if root.exists() and not root.is_file():
-        raise ConfigError(f"--data: {root} is no regular file: give a file, or a folder of files.")
+        raise ConfigError(f"--data: {root} is not a regular file: give a file or a folder.")
     if any(char in root.name for char in "*?,") and not root.exists():
         raise ConfigError(
             f"--data: {root} is a pattern or a list. Give one file, or the folder that has them."

@@ -25,7 +25,7 @@ class ExampleFiles:
     source: str
     loader: str
     paths: list[Path]
-    left_out: list[str] = field(default_factory=list)  # names of files that are no data
+    left_out: list[str] = field(default_factory=list)  # names of files that are not data
 
     def fingerprint(self) -> str:
         """Returns a hash of the files' names and sizes, 16 hex digits."""
@@ -62,7 +62,7 @@ def find_examples(data: Path | None) -> ExampleFiles | None:
     found = {path: look_at(path) for path in files}
     loaders = {path: kind.loader for path, kind in found.items() if kind and kind.loader}
     if data.is_file() and data.suffix.lower() in TABLES:
-        loaders[data] = "csv"  # a table is no running text, whatever its columns
+        loaders[data] = "csv"  # a table is not running text, whatever its columns
     if not loaders:
         return None
     if len(kinds := sorted(set(loaders.values()))) > 1:
@@ -151,7 +151,7 @@ def _hint(files: ExampleFiles) -> str:
 
 
 def _load_tables(datasets: Any, paths: list[Path]) -> Any:
-    """Reads CSV and TSV. Text stays as it is written: "1." is no number, and "NA" is not
+    """Reads CSV and TSV. Text stays as it is written: "1." is not a number, and "NA" is not
     missing."""
     import pandas
 

@@ -80,7 +80,7 @@ def find_model(
 
 
 def _check_model(path: Path, option: str, *, weights: bool) -> None:
-    """Raises ConfigError for what is no model of transformers, by what it is."""
+    """Raises ConfigError for what is not a model of transformers, by what it is."""
     from ...ext.coded.gguf_file import gguf_path
 
     file = gguf_path(path)

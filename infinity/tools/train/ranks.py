@@ -15,7 +15,7 @@ BY_TORCHRUN = "Start the job with torchrun, or unset RANK and WORLD_SIZE."
 
 
 def _number(name: str, least: int) -> int:
-    """Reads a variable that torchrun sets. Raises ConfigError if it is no number."""
+    """Reads a variable that torchrun sets. Raises ConfigError if it is not a number."""
     text = os.environ.get(name) or str(least)
     if not text.isdecimal() or int(text) < least:
         raise ConfigError(f"{name}={text!r} is not a number from {least} on. {BY_TORCHRUN}")

@@ -95,7 +95,7 @@ UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 @dataclass(frozen=True)
 class NotText:
-    """Why a file is no running text. ``what``: what it is or holds. ``way``: the remedy.
+    """Why a file is not running text. ``what``: what it is or holds. ``way``: the remedy.
     ``of_dataset``: it holds training data, so it is an error rather than skipped. ``loader``: what
     `datasets.load_dataset` calls its kind, if it reads it."""
 

@@ -289,7 +289,7 @@ def _joined_parts(said: Any) -> Any:
     for part in (part for part in said if isinstance(part, dict)):
         if part.get("type") not in PARTS:
             raise ConfigError(
-                f"a message has a part of type {part['type']}, which is no text that is said: a"
+                f"a message has a part of type {part['type']}, which is not text that is said: a"
                 " picture, a call or a thought. Give calls as tool_calls and thoughts as"
                 " reasoning_content of the message."
             )
@@ -300,7 +300,7 @@ def _joined_parts(said: Any) -> Any:
             )
     parts = [part.get("text") if isinstance(part, dict) else part for part in said]
     if not all(isinstance(part, str) for part in parts):
-        raise ConfigError("a message has a part that is no text, as a picture.")
+        raise ConfigError("a message has a part that is not text, as a picture.")
     return "".join(parts)
 
 

@@ -102,8 +102,8 @@ def translated(path: Path, option: str = "--config") -> dict[str, Any]:
         read = infinity.Config.from_accelerate
     elif given and not is_deepspeed(given):
         raise ConfigError(
-            f"{path} is no DeepSpeed JSON: it has the keys {', '.join(list(given)[:5])}. Give one"
-            " that has zero_optimization."
+            f"{path} is not a DeepSpeed configuration: it has the keys"
+            f" {', '.join(list(given)[:5])}. Give one that has zero_optimization."
         )
     config, default = read(path, strict=False), infinity.Config()
     settings = {

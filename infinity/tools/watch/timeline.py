@@ -33,7 +33,7 @@ class Timeline(Extension):
     come, so a killed job leaves a readable file, too. Times are of :func:`time.perf_counter`."""
 
     def __init__(self, path: str | os.PathLike):
-        """Raises ConfigError if ``path`` cannot be written, or is a file that is no timeline."""
+        """Raises ConfigError if ``path`` cannot be written, or is a file that is not a timeline."""
         check_free(Output("trace", Path(path), made=BEGIN), way=None)
         try:
             self._descriptor: int | None = os.open(

@@ -55,7 +55,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace a file of --svg that is no picture of ours",
+        help="replace a file of --svg that is not a picture of ours",
     )
     parser.add_argument(
         "--json", action="store_true", help="the summary as one JSON object on stdout"
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Reads the events of a timeline, times in seconds. The last line may be cut off, if the job
-    was killed. Raises ConfigError if the file is no timeline, UsageError for a newer format."""
+    was killed. Raises ConfigError if the file is not a timeline, UsageError for a newer format."""
     if path.is_dir():
         raise ConfigError(f"{path} is a folder: {GIVE}")
     try:

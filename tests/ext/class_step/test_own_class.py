@@ -326,7 +326,7 @@ REFUSED = {
     Counting: "counts in count, beside its state",
     CountingInside: "counts in inside[0].value, beside its state",
     CountingForAll: "counts in counts['steps'], beside its state",
-    CountingInState: "state has 'all', which is no parameter",
+    CountingInState: "state has 'all', which is not a parameter",
     CountingAtOnce: "on a small tensor on the CPU raised TypeError",
     Summing: "as a sum over gradients in a group",
     SummingInATensor: "counts in seen, beside its state",

@@ -129,7 +129,7 @@ def test_what_is_no_whole_file_is_refused(files, tmp_path):
         other = nn.Linear(4, 4)
     with pytest.raises(ConfigError, match="no GGUF file there"):
         infinity.wrap_model(on_meta(plain), None, {"weights": tmp_path / "none.gguf"})
-    with pytest.raises(ConfigError, match="Linear is no model of transformers"):
+    with pytest.raises(ConfigError, match="Linear is not a model of transformers"):
         infinity.wrap_model(other, None, {"weights": path})
 
 

@@ -105,7 +105,7 @@ def test_ranks_that_do_not_differ_are_not_refused(two):
 def test_a_model_is_not_cut_where_ranks_were_given_something_else(two, what):
     for rank in two[f"cuts:{what}"]:
         assert rank.startswith(CUTS[what]), rank
-    assert "upper is no module" in "".join(two["cuts:a plan that does not fit"])
+    assert "upper is not a module" in "".join(two["cuts:a plan that does not fit"])
 
 
 @pytest.mark.parametrize("what", CALLS)

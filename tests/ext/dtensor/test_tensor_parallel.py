@@ -28,7 +28,7 @@ KINDS = {"rows": "columns and rows", "sequences": "sequences"}
 REFUSED = {
     "heads": "ConfigError: blocks.0.up: 27 features cannot be cut into 2 equal parts",
     "style": "ConfigError: plan: blocks.*.up has style 'columns'; there are colwise, rowwise",
-    "name": "ConfigError: plan: blocks.*.upper is no module of Decoder",
+    "name": "ConfigError: plan: blocks.*.upper is not a module of Decoder",
     "two axes": "ConfigError: tensor_parallel takes the tp axis of a mesh",
     "values": "ConfigError: 26 of 40 parameters that are whole on every rank of the tp axis",
     "degrees": (

@@ -177,7 +177,7 @@ def test_it_saves_as_often_as_a_share_of_the_time_allows(tmp_path, monkeypatch):
     plain = run(tmp_path / "plain")
     assert not (tmp_path / "plain" / "checkpoint-2").exists()
     assert differing(values(whole.model), values(plain.model)) == []
-    with pytest.raises(infinity.ConfigError, match="infinity_overhead: 2 is no share"):
+    with pytest.raises(infinity.ConfigError, match="infinity_overhead: 2 is not a share"):
         run(tmp_path / "wrong", infinity_overhead=2)
 
 

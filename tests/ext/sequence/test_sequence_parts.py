@@ -21,8 +21,8 @@ MODELS = [
     pytest.param("mixtral", marks=pytest.mark.slow),
 ]
 REFUSED = {
-    "no language model": "ConfigError: sequence_parallel: BertForMaskedLM is no causal language",
-    "no model of transformers": "ConfigError: sequence_parallel: Linear is no causal language",
+    "no language model": "ConfigError: sequence_parallel: BertForMaskedLM is not a causal language",
+    "no model of transformers": "ConfigError: sequence_parallel: Linear is not a causal language",
     "state space": "Mamba2ForCausalLM",
     "heads": "num_attention_heads=3 cannot be divided among 2 ranks",
     "mesh": "ConfigError: sequence_parallel takes the cp axis of a mesh",

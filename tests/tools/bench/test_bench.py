@@ -149,7 +149,7 @@ def test_a_run_is_resumed_where_it_was_interrupted(tmp_path, monkeypatch, capsys
         with pytest.raises(ConfigError, match=told):
             installed.measure(parse(["a", "--resume", str(file), *wrong]), themes, tuple("abc"))
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ConfigError, match="no result"):
+    with pytest.raises(ConfigError, match="not a result"):
         args = parse(["a", "--resume", str(tmp_path / "other.json")])
         installed.measure(args, themes, tuple("abc"))
     with pytest.raises(ZeroDivisionError):
@@ -280,7 +280,7 @@ def test_a_ceiling_that_is_passed_is_said(share, unit, passed):
     """Method: a row above its ceiling, in the table and in the notes; twins within noise, below,
     and of seconds, where more is worse."""
     rows = [results.row("x", unit, [share] * 5, ceiling=("raw disk", [1.0, 1.0, 0.9, 1.1, 1.0]))]
-    assert ("it is no ceiling" in results.table(rows)) == passed
+    assert ("it is not a ceiling" in results.table(rows)) == passed
     assert (
         any("above their ceilings" in note for note in results.remarks(rows, Settings())) == passed
     )
@@ -1088,7 +1088,7 @@ def test_a_damaged_file_is_not_compared(changed, tmp_path, capsys):
     good.write_text(json.dumps(a_result()))
     odd.write_text(json.dumps(a_result() | changed))
     assert main(["bench", "compare", str(good), str(odd)]) == 2
-    assert f"{odd} is no result of a benchmark" in capsys.readouterr().err
+    assert f"{odd} is not a result of a benchmark" in capsys.readouterr().err
     assert main(["bench", "compare", str(good), str(good)]) == 0
 
 

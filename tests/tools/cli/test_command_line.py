@@ -148,11 +148,11 @@ def test_a_file_that_is_none_is_refused(text, said, place, capsys):
 WRONG_KEYS = [
     (
         "[train]\nstepz = 3",
-        "a.toml: train.stepz is no option of `infinity train` in a file: did you mean steps?",
+        "a.toml: train.stepz is not an option of `infinity train` in a file: did you mean steps?",
     ),
-    ("[train]\nstep = 3", "train.step is no option"),
-    ("[train]\nhelp = true", "train.help is no option"),
-    ("[train]\nconfig = 'b.toml'", "train.config is no option"),
+    ("[train]\nstep = 3", "train.step is not an option"),
+    ("[train]\nhelp = true", "train.help is not an option"),
+    ("[train]\nconfig = 'b.toml'", "train.config is not an option"),
     ("[train]\nsteps = 0", "a.toml: train.steps: 0 given, 1 or more needed"),
     ("[train]\nsteps = true", "train.steps is a bool: give text, a number"),
     ("[train]\nsteps = false", "train.steps is a bool"),
@@ -160,7 +160,7 @@ WRONG_KEYS = [
     ("[train]\nparams = 'tape'", "train.params: invalid choice: 'tape'"),
     (
         "[train]\nnvme_paths = ['a']",
-        "train.nvme_paths is no option of `infinity train` in a file: did you mean nvme_path?",
+        "train.nvme_paths is not an option of `infinity train` in a file: did you mean nvme_path?",
     ),
     ("steps = 3", "a.toml: unknown config key 'steps'"),
     ("parms = 'host'", "a.toml: unknown config key 'parms': did you mean 'params'?"),

@@ -66,12 +66,12 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "grid --window 8,8": ("window=.8, 8. has 2 values", "for 1 axes"),
     "grid --window 8 --kv-tile 0": ("--kv-tile: 0 given", "1 or more needed"),
     "grid --window 8 --causal yes": ("--causal: 'yes' is not a whole number", HELP),
-    "grid --window 8 --share 60": ("--share: '60' is no share", "a percentage as 2%"),
+    "grid --window 8 --share 60": ("--share: '60' is not a share", "a percentage as 2%"),
     "attention 2097152 --window 8 --q-tile 8 --kv-tile 8": ("SHAPE 2097152", "at most 1048576"),
     # --- bench ---
     "bench": ("required: (?i:theme)", HELP),
     "bench disk": ("choose from machine, io, adam, copy, all", "`python -m bench disk` from"),
-    "bench io adm": ("adm is no benchmark", "did you mean adam?"),
+    "bench io adm": ("adm is not a benchmark", "did you mean adam?"),
     "bench io --bound 0.1": ("--bound is of `infinity bench compare`", "leave it out"),
     "bench io --machine-file m.toml": ("--machine-file is of `bench machine`", "leave it out"),
     "bench compare": ("takes two result files", "one and this machine"),
@@ -92,7 +92,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     # --- cost, fleet ---
     "cost": ("required: --profile, --prices, --tokens", HELP),
     "cost --profile model.json --prices text.txt --tokens 2G": (
-        "2G.* no number of tokens",
+        "2G.* not a number of tokens",
         "as 2B",
     ),
     "cost --profile model.json --prices text.txt --tokens 2B": ("has no .gpus", "infinity train"),
@@ -262,7 +262,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "WORLD_SIZE=2 job": ("2 that were launched together .WORLD_SIZE.", "remove WORLD_SIZE"),
     # --- train: files of options ---
     "job --config top.toml": ("unknown config key 'steps'", "go into the table train"),
-    "job --config typo.toml": ("train.stpes is no option", "did you mean steps"),
+    "job --config typo.toml": ("train.stpes is not an option", "did you mean steps"),
     "job --config switch.toml": ("train.resume is a str", "give true or false"),
     "job --config nested.toml": ("train.model is a dict", "give text, a number, or a list"),
     "job --config gigs.toml": ("host_memory='8 gigs' is not a size", SIZE),
@@ -358,7 +358,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     ),
     "tiny --nodes 2": ("--nodes is of a machine that is named", "add --machine"),
     "tiny --timetable": ("--timetable is of a machine that is named", "add --machine"),
-    "tiny --config typo.toml": ("train.stpes is no option of", "did you mean steps"),
+    "tiny --config typo.toml": ("train.stpes is not an option of", "did you mean steps"),
     "job --lora-rank 999": ("--lora-rank 999 is more than the model's width 32", "give less"),
     "job --warmup-steps 100": ("--warmup-steps 100 is more than --steps 1", "give at most as many"),
     "job --data-limit 10": (
@@ -368,7 +368,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "job --checkpoint-every 5": ("--checkpoint-every needs a folder", "add --checkpoint FOLDER"),
     "job --checkpoint-overhead 2%": ("--checkpoint-overhead needs a", "add --checkpoint FOLDER"),
     "job --checkpoint x --checkpoint-overhead 200%": (
-        "--checkpoint-overhead: '200%' is no share",
+        "--checkpoint-overhead: '200%' is not a share",
         "a percentage as 2%",
     ),
     "job --checkpoint x --checkpoint-overhead 2% --checkpoint-every 5": (
@@ -393,7 +393,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     ),
     "trace t.json --svg a.png": ("--svg: a.png: the picture is an SVG", "name it ..svg"),
     "job --deepspeed model.json": (
-        "model.json is no DeepSpeed JSON: it has the keys",
+        "model.json is not a DeepSpeed configuration: it has the keys",
         "Give one that has zero_optimization",
     ),
     "INFINITY_DIRECT=yes job --params nvme --nvme-path nvme": (
@@ -419,8 +419,8 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
         "Give what is to be learned as text, JSON",
     ),
     "learn /dev/null": (
-        "--data: /dev/null is no regular file",
-        "give a file, or a folder of files",
+        "--data: /dev/null is not a regular file",
+        "give a file or a folder",
     ),
     "learn '*.jsonl'": (
         "--data: ..jsonl is a pattern or a list",
@@ -504,7 +504,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
         "config file empty.json is empty",
         "give keys and values, as ..params.: .nvme",
     ),
-    "clean nowhere": ("nowhere is no folder", "name folders that exist, or none"),
+    "clean nowhere": ("nowhere is not a folder", "name folders that exist, or none"),
     "bench io --folder text.txt": (
         "--folder text.txt is a file",
         "give a folder on the disk to measure",
@@ -551,9 +551,9 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "tiny --stage 3": ("unrecognized arguments: --stage 3", "did you mean --deepspeed"),
     "train --validation-split 0.1": ("unrecognized arguments: --validation-split 0.1", HELP),
     "export base out --to gguf": ("unrecognized arguments: --to gguf", HELP),
-    "export model.json out": ("model.json is no checkpoint", "give its folder"),
+    "export model.json out": ("model.json is not a checkpoint", "give its folder"),
     "export trainer out": (
-        "no checkpoint of Infinity; it is the Trainer's",
+        "not a checkpoint of Infinity; it is the Trainer's",
         "the files of its weights are not in it",
     ),
     "tiny --deepspeed gone.json": (

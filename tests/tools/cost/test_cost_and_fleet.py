@@ -227,7 +227,7 @@ def test_bad_input_of_cost_is_refused(place, capsys, profile, options, named):
 @pytest.mark.parametrize("tokens", ["0", "-1", "2X", "B", "", "nan", "1e30"])
 def test_what_is_no_number_of_tokens(place, capsys, tokens):
     assert main([*COST[:-1], tokens]) == 2
-    assert "no number of tokens" in capsys.readouterr().err
+    assert "not a number of tokens" in capsys.readouterr().err
 
 
 # --- fleet ---

@@ -178,7 +178,7 @@ def test_a_model_without_its_weights_is_refused(base, generate, tmp_path):
     shutil.copytree(base, tmp_path / "half")
     save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "half" / "model.safetensors")
     status, _, told = generate("--prompt", "hi", model="half")
-    assert status == 2 and "no trained model" in told
+    assert status == 2 and "not a trained model" in told
 
 
 def test_a_long_chat_forgets_its_oldest_turns(generate):
