@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <iterator>
 #include <system_error>
 #include <utility>
@@ -178,17 +179,31 @@ bool IoEngine::is_idle() const {
          free_slots_.size() + given_up_ == slots_.size();
 }
 
-void IoEngine::register_files_and_buffers(const std::vector<Span>& buffers,
-                                          std::vector<std::shared_ptr<const void>> owners) {
+bool IoEngine::register_files_and_buffers(const std::vector<Span>& buffers,
+                                          std::vector<std::shared_ptr<const void>> owners,
+                                          double seconds) {
+  INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_,
+                   " was used in its forked child ", getpid());
   Lock lock(mutex_);
+  const bool idle =
+      idle_.wait_for(lock, std::chrono::duration<double>(seconds),
+                     [this]() INFINITY_REQUIRES(mutex_) { return stopping_ || is_idle(); });
   INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
-  idle_.wait(lock, [this]() INFINITY_REQUIRES(mutex_) { return is_idle(); });
+  if (given_up_) {
+    const auto hung =
+        std::find_if(files_.begin(), files_.end(), [](const File& each) { return each.hung; });
+    throw StorageError(ETIMEDOUT, hung == files_.end() ? "" : hung->path,
+                       "the device is hung, so no other memory can be registered");
+  }
+  if (!idle) return false;
   std::vector<int> descriptors;
   for (const File& file : files_) descriptors.push_back(file.descriptor);
   for (std::string why :
        {backend_->register_files(descriptors), backend_->register_buffers(buffers)})
-    if (!why.empty()) notes_.push_back(why);
+    if (!why.empty() && std::find(notes_.begin(), notes_.end(), why) == notes_.end())
+      notes_.push_back(why);
   registered_.swap(owners);
+  return true;
 }
 
 File IoEngine::file(int index) const {

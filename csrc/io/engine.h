@@ -122,11 +122,14 @@ class IoEngine {
   // Opens an existing file as open_existing_file does. Returns its index.
   int open_file(const std::string& path);
 
-  // Registers the open files and the staging memory with the backend, in place of those before.
-  // Blocks until nothing is in flight. The engine keeps `owners` of the memory as long: the kernel
-  // moves the registered pages, whatever is mapped at their addresses by then.
-  void register_files_and_buffers(const std::vector<Span>& buffers,
-                                  std::vector<std::shared_ptr<const void>> owners = {});
+  // Registers the open files and the staging memory with the backend, in place of those before. The
+  // engine keeps `owners` of the memory until it registers others: the kernel moves the registered
+  // pages, whatever is mapped at their addresses by then. Waits `seconds` for transfers to end;
+  // returns false, with nothing changed, if some still run. Throws StorageError if a device is
+  // hung: it may still move the pages.
+  bool register_files_and_buffers(const std::vector<Span>& buffers,
+                                  std::vector<std::shared_ptr<const void>> owners = {},
+                                  double seconds = 1e9);
 
   // Starts the requests, at once or when `after` has finished without error. Addresses, offsets and
   // lengths are multiples of 4096. Memory that a request does not hold has to stay valid until the

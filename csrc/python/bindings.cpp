@@ -296,10 +296,19 @@ void bind_io(py::module_& m) {
           "register",
           [](IoEngine& engine, const std::vector<std::shared_ptr<Region>>& regions) {
             std::vector<Span> spans;
-            for (const auto& region : regions) spans.push_back({region->data(), region->nbytes()});
-            engine.register_files_and_buffers(spans, {regions.begin(), regions.end()});
+            for (const auto& region : regions) {
+              INFINITY_REQUIRE(region, "an I/O engine registers regions");
+              spans.push_back({region->data(), region->nbytes()});
+            }
+            const auto is_done = [&] {
+              py::gil_scoped_release release;
+              return engine.register_files_and_buffers(spans, {regions.begin(), regions.end()},
+                                                       0.1);
+            };
+            while (!is_done())
+              if (PyErr_CheckSignals() != 0) throw py::error_already_set();
           },
-          py::arg("regions"), py::call_guard<py::gil_scoped_release>())
+          py::arg("regions"))
       .def("read", &read, py::arg("extent"), py::arg("offset"), py::arg("address"),
            py::arg("nbytes"), py::arg("after") = nullptr, py::arg("lease") = nullptr,
            py::arg("checksum") = true)

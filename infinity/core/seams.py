@@ -59,7 +59,7 @@ def _load(path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         folder = ".".join((error.name or "").split(".")[:3])
-        if folder.startswith("infinity.") and not is_there(folder):
+        if folder.startswith(("infinity.ext.", "infinity.tools")) and not is_there(folder):
             return None
         raise
 
@@ -146,7 +146,8 @@ class Events:
     # Frozen parameters are about to be stepped: what was asked for. May raise UsageError.
     admitting: list[Callable[[str], None]] = field(default_factory=list)
     # Parameters without memory for a step need it: the arguments of
-    # :func:`infinity.ext.class_step.admission.admit`. Raises UsageError or CapacityError.
+    # :func:`infinity.ext.class_step.admission.admit`. The first listener gives it. May wait for
+    # other ranks. Raises UsageError or CapacityError.
     making_room: list[Callable[..., None]] = field(default_factory=list)
     # A wrapped model is given optimizers: model, what was given, configuration. Returns what
     # stands for them. May wait for other ranks. Raises ConfigError, UsageError or CapacityError.
@@ -221,13 +222,13 @@ class Extension:
     @classmethod
     def steps_outside(cls, given: Any, books: Any, known: Any) -> OutsideSteps | None:
         """Returns what steps the parameters of the optimizer ``given`` that the engine does not
-        move, as those of :meth:`staying`. ``books``: its state; ``known``: how it steps."""
+        move, as those of :meth:`staying`; the first extension that returns anything does it.
+        ``books``: its state; ``known``: how it steps."""
         return None
 
     @classmethod
     def divides(cls, model: Any) -> bool:
-        """Tells whether an axis of the mesh that divides the data divides modules of ``model``, as
-        experts."""
+        """Tells whether data ranks have different parts of modules of ``model``, as of experts."""
         return False
 
     @classmethod

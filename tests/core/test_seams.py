@@ -241,7 +241,8 @@ def test_a_deleted_extension_is_skipped(listed, monkeypatch):
     monkeypatch.setattr(seams.importlib, "import_module", imported)
     missing = "infinity.ext.gone.deep"
     assert [*seams.classes_of(["ext.park.park.OnDeleted"])] == []
-    for missing in ("infinity.ext.park.misspelt", "a_library"):
+    of_engine = "infinity.core.stpe", "infinity.nativ"
+    for missing in ("infinity.ext.park.misspelt", *of_engine, "a_library"):
         with pytest.raises(ModuleNotFoundError, match=missing):
             [*seams.classes_of(["ext.park.park.OnMissing"])]
 

@@ -11,11 +11,20 @@ import sys
 import threading
 from pathlib import Path
 
+import doubles
 import pytest
 import torch
 from doubles import fault_plan
 from io_cases import BLOCK, CHECKED, kind  # noqa: F401
-from native_arrays import MIB, Disk, Staging, outcome_in_child, random_bytes, seeded
+from native_arrays import (
+    MIB,
+    Disk,
+    Staging,
+    is_mapped,
+    outcome_in_child,
+    random_bytes,
+    seeded,
+)
 
 from infinity import native
 from infinity.errors import CorruptionError, StorageError, UsageError
@@ -119,12 +128,28 @@ def test_registered_memory_is_kept_and_no_other_takes_its_place(tmp_path, kind):
     assert not is_mapped(address)
 
 
-def is_mapped(address: int) -> bool:
-    """Tells whether this process has memory at ``address``."""
-    spans = (
-        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
-    )
-    return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
+def test_what_cannot_be_registered_leaves_the_memory_that_was(tmp_path, kind):
+    """Nothing is no region, a child has another engine, and a hung device may still move pages.
+    Twin: a working device lets the memory go."""
+    disk = Disk(tmp_path, kind)
+    with pytest.raises(UsageError, match="registers regions"):
+        disk.engine.register([None])
+
+    assert "forked child" in outcome_in_child(lambda: disk.engine.register([]))
+    disk.engine.register([Staging(MIB).region])
+    layer = doubles.layer(fault_plan(hang=1.0, first_piece=1))
+    engine = native.IoEngine(kind=kind, timeout_seconds=0.2, layer=layer)
+    extent = native.Extent.in_file(engine.create_file(str(tmp_path / "hung"), MIB), 0, MIB)
+    region = native.Region(MIB, huge_pages=False, touch_threads=1)
+    engine.register([region])
+    address = region.address
+    engine.write(extent, 0, address, MIB).wait()
+    with pytest.raises(StorageError):
+        engine.read(extent, 0, address, MIB).wait()
+    del region
+    with pytest.raises(StorageError, match="no other memory can be registered"):
+        engine.register([])
+    assert is_mapped(address)
 
 
 def test_registered_memory_gives_the_same_bytes(tmp_path, kind):

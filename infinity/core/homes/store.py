@@ -114,8 +114,8 @@ class ArrayStore:
         """Allocates a service buffer for disks if there is none. Raises CapacityError."""
         if self.service.capacity_nbytes < native.CHECKSUM_NBYTES:
             self._make_service(MIB)
-            self.register(self._regions)
             self.ledger.accounts[Tier.HOST].planned_nbytes += MIB
+            self.register(self._regions)
 
     def _make_service(self, nbytes: int) -> None:
         charge = self.ledger.reserve(Tier.HOST, nbytes, "the store's service buffer")
@@ -340,7 +340,7 @@ class ArrayStore:
             self._zero_copy.clear(hung=bool(self.io.hung))
         self.io = None
         self.staging.drop_pool()
-        self.service = None
+        self.service, self._service_region, self._regions = None, None, []
         self.space.close()
         while self._charges:
             self._charges[-1].release()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -22,7 +22,6 @@ from ..params import mistakes
 from ..params.touches import Touches
 from ..step.context import StepContext
 from ..units.added import always_rests, tensors_of
-from ..units.flat_param import FlatParam
 from ..units.forms import is_plain
 from ..units.handle import ParamHandle, handle_of
 from ..units.unit import ParamUnit
@@ -228,37 +227,20 @@ class Engine:
             return handle.flat_param.read_value(self.job.store, handle.index)
 
     def admit(
-        self,
-        params: Iterable[torch.Tensor],
-        *,
-        moments_of: Callable[[FlatParam], Mapping[str, torch.dtype]],
-        then: Callable[[], None],
-        place: int = 0,
-        needs: Any = None,
-        asked: str = "add_param_group",
-        takes: bool = False,
+        self, params: Iterable[torch.Tensor], *, asked: str = "add_param_group", **how: Any
     ) -> None:
-        """Steps ``params``, frozen until now, by the optimizer at ``place``. ``moments_of``: the
-        arrays of its rule in a flat param, and their dtype; ``needs``: of its steps beside them;
-        ``takes``: also parameters that another one steps. Raises UsageError or CapacityError, which
-        say what was ``asked``, with nothing changed."""
+        """Steps ``params``, frozen until now, and makes room for that. ``how``: as
+        :func:`infinity.ext.class_step.admission.admit` takes it. Raises UsageError or
+        CapacityError, which say what was ``asked``, with nothing changed."""
         for listener in self.job.events.admitting:
             listener(asked)
         if not self.job.events.making_room:
-            raise UsageError(f"{asked}: the extension that makes room is not there")
-        for make_room in self.job.events.making_room:
-            make_room(
-                self.job,
-                self._resources,
-                params,
-                place=place,
-                needs=needs,
-                moments_of=moments_of,
-                asked=asked,
-                takes=takes,
-                hook=self.passes.hook,
-                then=then,
+            raise UsageError(
+                f"{asked}: infinity/ext/class_step, which makes room for it, is not there."
+                " unwrap_model first, add the parameters, and wrap again."
             )
+        make_room = self.job.events.making_room[0]
+        make_room(self.job, self._resources, params, asked=asked, hook=self.passes.hook, **how)
 
     # --- what the optimizer asks ---
 

@@ -114,9 +114,10 @@ class Resources:
 
         Raises CapacityError, with nothing changed, if not even the smallest size fits.
         """
-        flat_params, tiers = (
+        flat_params, tiers, plan = (
             [flat for unit in sizes for flat in unit.flat_params],
             self._plan.tiers,
+            self._plan,
         )
         grads = sorted((flat.nbytes("grad") for flat in flat_params), reverse=True)
         wanted = (
@@ -124,17 +125,23 @@ class Resources:
             if tiers["grad"] is Tier.NVME
             else [0]
         )
-        if (
-            staging := self._larger(wanted, self._plan.grad_staging_nbytes, "staged gradients")
-        ) is not None:
+        before = dict(self._charges), dict(self._regions)  # charged until they are let go
+        count = plan.slot_count
+        chunks = [count * optimizer_slot_nbytes(flat_params, tiers, rung.chunk) for rung in LADDER]
+        try:
+            staging = self._larger(wanted, plan.grad_staging_nbytes, "staged gradients")
+            slots = self._larger(chunks, count * plan.slot_nbytes, "optimizer slots")
+        except CapacityError:
+            self._charges, self._regions = before
+            raise
+        if staging is not None:
             self.grad_staging = native.PinnedPool(staging)
             self._plan = replace(self._plan, grad_staging_nbytes=staging.nbytes)
-        count = self._plan.slot_count
-        wanted = [count * optimizer_slot_nbytes(flat_params, tiers, rung.chunk) for rung in LADDER]
-        slots = self._larger(wanted, count * self._plan.slot_nbytes, "optimizer slots")
         if slots is not None:
             self._slots, self._plan = slots, replace(self._plan, slot_nbytes=slots.nbytes // count)
-        if (staging, slots) != (None, None):
+        if new := [region for region in (staging, slots) if region is not None]:
+            planned = sum(region.nbytes for region in new)
+            self._store.ledger.accounts[Tier.HOST].planned_nbytes += planned
             self._store.register(self._regions.values())
         return slots is not None
 
@@ -145,13 +152,10 @@ class Resources:
             if size <= nbytes:
                 return None
             try:
-                region = self._region(size, what)
+                return self._region(size, what)
             except CapacityError:
                 if size == wanted[-1]:
                     raise
-                continue
-            self._store.ledger.accounts[Tier.HOST].planned_nbytes += size
-            return region
         return None
 
     def make_updater(self) -> native.Updater:

@@ -33,6 +33,11 @@ Names = Mapping[torch.Tensor, Sequence[str]]
 NO_NAMES: Names = {}
 
 
+def path_of(kind: type) -> str:
+    """Returns the module and name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 @dataclass(frozen=True)
 class Known:
     """How the optimizers of one class step.
@@ -40,7 +45,7 @@ class Known:
     rule
         The formula; None: :meth:`stepper` steps.
     kind
-        The class of torch, or the path of another library's; None: one of the rule's name.
+        The class of torch, or the path of another library's; None: any class Lion.
     step
         The qualified name of the class's step.
     settings
@@ -90,10 +95,12 @@ class Known:
 
     @property
     def name(self) -> str:
-        """The rule's name, or what stands for it."""
+        """The rule's name; the path of a class without a rule."""
         if self.rule == native.Rule.AMSGRAD:
             return f"{self.kind.__name__} with amsgrad"
-        return self.rule.name
+        if self.rule is not None:
+            return self.rule.name
+        return self.kind if isinstance(self.kind, str) else path_of(self.kind)
 
     def for_groups(self, groups: Iterable[Group]) -> Known:
         """Returns how the class steps ``groups``: by another rule if one of them has a setting
@@ -181,8 +188,8 @@ class Known:
 
     @property
     def needs(self) -> Any:
-        """The memory of a step that no kernel makes
-        (:attr:`.flat_param_spec.FlatParamSpec.needs`); None: a kernel makes it."""
+        """What a step that no kernel makes needs of memory beside the arrays, for the terms of the
+        extension that makes it; None: a kernel makes it."""
         return None
 
     def refused(self, settings: Iterable[str]) -> list[str]:
@@ -218,9 +225,10 @@ class Known:
         optimizer that stands for the one ``given``."""
         return self
 
-    def stepper(self, *parts: Any) -> Any:
-        """Makes what steps in place of a :class:`.stepper.Stepper`, with its interface, of what
-        :class:`.optimizer_step.OptimizerStep` has; None: a kernel steps."""
+    def stepper(self, step: Any, groups: Sequence[Group], method: str) -> Any:
+        """Makes what steps in place of a :class:`.stepper.Stepper`, with its interface, or runs a
+        ``method`` of the class in place of ``step``; None: a kernel steps. ``step``: an
+        :class:`.optimizer_step.OptimizerStep`."""
         return None
 
 

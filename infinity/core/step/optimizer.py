@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ...errors import UsageError
+from ...errors import ConfigError, UsageError
 from ..params.books import OptimizerBooks
 from ..params.optimizer_state import OptimizerState
 from ..params.state_entry import GONE
@@ -31,7 +31,7 @@ from .given import Given
 from .known import Known
 from .members import Members
 from .optimizer_step import OptimizerStep
-from .rules import refuse_flags
+from .rules import check_groups
 from .spans import numbers_of
 from .step_inputs import settings_of
 
@@ -186,8 +186,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def check_groups(self, groups: list[dict[str, Any]], where: str) -> None:
         """Raises UsageError if ``groups``, from ``where``, need what the rule does not support."""
-        settings = self.defaults if self._known.kind is not None else ()
-        refuse_flags(self._known, groups, moments=self._moments, settings=settings, where=where)
+        try:
+            check_groups(self._known, groups, self.defaults, self._moments)
+            self._known.check_shapes(groups, lambda param: handle_of(param) is not None)
+        except ConfigError as error:
+            raise UsageError(f"{where}: {error}") from None
         self._known = self._known.checked(self, self.wrapped, groups, where)
 
     def check_saved_groups(self, groups: list[dict[str, Any]]) -> None:

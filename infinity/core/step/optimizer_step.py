@@ -43,21 +43,22 @@ class OptimizerStep:
         books: OptimizerBooks,
     ):
         """``given``, ``books``: the optimizer and its state."""
-        self._context, self._known, self._members = context, known, members
-        self._given, self._books = given, books
-        self._changed: dict[int, dict[str, Any]] = {}  # by a class step, in the groups
+        self.context, self._known, self.members = context, known, members
+        self.given, self.books = given, books
+        self.changed: dict[int, dict[str, Any]] = {}  # by a class step, in the groups
 
     def _stepper(self, groups: Groups, method: str = "step") -> Any:
         """Makes what steps by ``groups``, or what runs a ``method`` of the class in their place."""
-        parts = self._context, self._known, groups, self._members.group_of
-        own = self._known.stepper(*parts, self._given, self._books, self._changed, method)
-        return own if own is not None else Stepper(*parts, self._books)
+        if (own := self._known.stepper(self, groups, method)) is not None:
+            return own
+        group_of = self.members.group_of
+        return Stepper(self.context, self._known, groups, group_of, self.books)
 
     @torch.no_grad()
     def switch(self, groups: Groups, method: str) -> None:
         """Runs a method of the class that needs no gradient, on all parameters."""
-        context, stepper = self._context, self._stepper(groups, method)
-        self._changed.clear()
+        context, stepper = self.context, self._stepper(groups, method)
+        self.changed.clear()
         steps = [step for unit in context.units for step in stepper.plan_switch(unit)]
 
         def change() -> None:
@@ -71,21 +72,21 @@ class OptimizerStep:
 
     def prepare(self) -> None:
         """Averages the gradients. Raises UsageError if they cannot be stepped."""
-        context = self._context
+        context = self.context
         context.updates.asked = time.perf_counter()
         context.gradients.average(context.steps_flat_param)
         if not context.steps.begun:
-            self._members.reopen_consumed()
+            self.members.reopen_consumed()
         for handle in context.trained:
             refuse_torn(handle)
 
     def make(self, groups: Groups, clip: float) -> None:
         """Steps all units, after :meth:`prepare`. ``clip``: the factor of all gradients. It is a
         part of the plan and no change of the gradients, so an interrupted step can be repeated."""
-        context, begun, units = self._context, self._context.steps.begun, self._in_order()
+        context, begun, units = self.context, self.context.steps.begun, self._in_order()
         if not begun:
             context.updates.begin_step(units)
-            self._changed.clear()
+            self.changed.clear()
         version = context.steps.index if begun else context.steps.index + 1
         stepper = self._stepper(groups)
         stepper.try_settings()
@@ -103,7 +104,7 @@ class OptimizerStep:
     def _carry_out(self, stepper: Any, steps: list, version: int, meet: Meet) -> None:
         """Makes a planned step. An error of the class's own code, before anything was written,
         leaves no step behind: its cause may be a setting."""
-        context = self._context
+        context = self.context
         change = partial(self._finish, stepper, steps, version)
         try:
             context.journal.carry_out(change, meet)
@@ -115,8 +116,8 @@ class OptimizerStep:
     def _in_order(self) -> list[ParamUnit]:
         """Returns the units in the order of the next forward, then the others, which a step to
         fresh bytes copies."""
-        units = self._context.units
-        first = [index for index in self._context.schedule.first() if index < len(units)]
+        units = self.context.units
+        first = [index for index in self.context.schedule.first() if index < len(units)]
         known = set(first)
         return [
             *(units[index] for index in first),
@@ -126,17 +127,17 @@ class OptimizerStep:
     def _meet(self, groups: Groups, clip: float, then: Callable[[], None]) -> None:
         """Meets the other ranks, which step as soon as all are there. Differences raise before
         that."""
-        context = self._context
+        context = self.context
         if context.collectives.ranks.alone:
             then()
             return
         counters = []
         if (kind := self._known.counters) is not None:
             counters = [
-                numbers_of(kind, groups[index], handle, self._books)
-                for handle, index in self._members.group_of.items()
+                numbers_of(kind, groups[index], handle, self.books)
+                for handle, index in self.members.group_of.items()
             ]
-        inputs = StepInputs(context, groups, self._members.group_of, clip, counters)
+        inputs = StepInputs(context, groups, self.members.group_of, clip, counters)
         ranks = context.collectives.ranks
         meets_stages = ranks.pp_group is not None and not context.steps_apart()
         context.collectives.meet_for_step(
@@ -151,15 +152,15 @@ class OptimizerStep:
     def _finish(self, stepper: Any, steps: list, version: int) -> None:
         stepper.carry_out(steps)
         stepper.finish()
-        self._context.borrowed.forget_edits()
-        self._context.gradients.clips.clear()
-        self._context.steps.finish(version)
+        self.context.borrowed.forget_edits()
+        self.context.gradients.clips.clear()
+        self.context.steps.finish(version)
 
     # --- in the backward ---
 
     def check_stream(self) -> None:
         """Raises UsageError if units cannot be stepped in the backward."""
-        context = self._context
+        context = self.context
         context.uses.check(Operation.STEP_IN_BACKWARD)
         if not context.is_only():
             raise UsageError(
@@ -176,14 +177,14 @@ class OptimizerStep:
     def begin_stream(self) -> None:
         """Begins a step whose units are stepped in the backward. Raises UsageError for a consumed
         gradient."""
-        self._members.check_unconsumed()
-        self._context.updates.begin_step(self._in_order())
-        self._changed.clear()
-        self._context.steps.stream()
+        self.members.check_unconsumed()
+        self.context.updates.begin_step(self._in_order())
+        self.changed.clear()
+        self.context.steps.stream()
 
     def end_stream(self) -> None:
         """Ends the backward of such a step."""
-        context = self._context
+        context = self.context
         if context.is_cut_short() or context.gradients.changes.are_open:
             context.uses.interrupt()  # of a failure that was caught inside the block
         else:
@@ -194,7 +195,7 @@ class OptimizerStep:
         """Steps a unit whose gradients have landed and which the backward has left, if units are
         stepped there. Not one with frozen parameters: the backward may still need them, and a
         unit's values change together."""
-        context = self._context
+        context = self.context
         if not context.steps.streaming:
             return
         params = [param for flat in unit.flat_params for param in flat.params]

@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from ... import native
-from ...errors import ConfigError, UsageError
+from ...errors import ConfigError
 from .. import seams
 from ..units.handle import handle_of
-from .known import KNOWN, OF_TORCH, Known
+from .known import KNOWN, OF_TORCH, Known, path_of
 
 ADAMS = (native.Rule.ADAM, native.Rule.ADAMW, native.Rule.AMSGRAD)
 # Class of torch -> how it steps; AdamW is an Adam, so it comes first
@@ -40,8 +40,14 @@ class Recogniser:
 
     @classmethod
     def recognise(cls, optimizer: torch.optim.Optimizer) -> Known | None:
-        """Returns how ``optimizer`` steps, or None. Raises ConfigError for a step that cannot be
-        made as its class makes it."""
+        """Returns how ``optimizer`` steps, or None for a class that this does not know. Raises
+        ConfigError for a step that cannot be made as its class makes it."""
+        return None
+
+    @classmethod
+    def try_unknown(cls, optimizer: torch.optim.Optimizer) -> Known | None:
+        """Returns how ``optimizer``, of a class that nothing knows, steps, or None. Raises
+        ConfigError with the reason."""
         return None
 
 
@@ -49,22 +55,24 @@ def recognise(optimizer: torch.optim.Optimizer) -> Known:
     """Recognises how ``optimizer`` steps. Raises ConfigError if its step is not exactly a known
     one."""
     refuse_wrapper(optimizer)
-    kind = type(optimizer)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    refuse_replaced(optimizer, name)
-    for others in _recognisers():
-        if (known := others.recognise(optimizer)) is not None:
-            return known
-    base = next((torchs for torchs in TORCHS if isinstance(optimizer, torchs)), None)
-    if base is None:
+    refuse_replaced(optimizer, name := path_of(type(optimizer)))
+    others = [*_recognisers()]
+    ways = [each.recognise for each in others] + [_of_torch] + [each.try_unknown for each in others]
+    known = next(filter(None, (way(optimizer) for way in ways)), None)
+    if known is None:
         raise ConfigError(f"optimizer {name} is not supported. Supported are {supported()}.")
-    check_torchs(optimizer, name, base, TORCHS[base].step)
-    known = TORCHS[base]
-    if issubclass(base, torch.optim.Adam):
-        known = KNOWN[_adams(optimizer.param_groups, base)]
-    known = known.for_groups(optimizer.param_groups)
-    check_groups(known, optimizer.param_groups, settings=optimizer.defaults)
+    check_groups(known, optimizer.param_groups, optimizer.defaults)
     return known
+
+
+def _of_torch(optimizer: torch.optim.Optimizer) -> Known | None:
+    for base, known in TORCHS.items():
+        if isinstance(optimizer, base):
+            check_torchs(optimizer, base, known.step)
+            if issubclass(base, torch.optim.Adam):
+                known = KNOWN[_adams(optimizer.param_groups, base)]
+            return known.for_groups(optimizer.param_groups)
+    return None
 
 
 def _recognisers() -> Iterator[type[Recogniser]]:
@@ -84,10 +92,10 @@ def refuse_replaced(optimizer: torch.optim.Optimizer, name: str) -> None:
         raise other_step(name, "was replaced on the object", own)
 
 
-def check_torchs(optimizer: torch.optim.Optimizer, name: str, base: type, step: str) -> None:
+def check_torchs(optimizer: torch.optim.Optimizer, base: type, step: str) -> None:
     """Raises ConfigError if an optimizer of class ``base`` of torch, or of one above it, steps in
     another way than ``base``, by its ``step``."""
-    kind = type(optimizer)
+    name = path_of(kind := type(optimizer))
     if not is_torchs(runs := plain_step(kind.step), step):
         raise other_step(name, "is not torch's", runs)
     if kind is not base and (other := _overridden(kind, base)):
@@ -158,16 +166,15 @@ def _check_lr(index: int, lr: Any) -> None:
 def check_groups(
     known: Known,
     groups: Iterable[Mapping[str, Any]],
-    *,
+    defaults: Iterable[str],
     moments: Mapping[str, str] | None = None,
-    settings: Iterable[str] = (),
 ) -> None:
     """Raises ConfigError if ``groups`` need what the kernels do not do for ``known``.
-    ``moments``: those that the optimizer was wrapped with; None: it is wrapped now. ``settings``:
-    those of the optimizer's class. Any other key that is not a flag is the user's own, and is
-    ignored."""
+    ``moments``: those that the optimizer was wrapped with; None: it is wrapped now. ``defaults``:
+    the settings of the optimizer's class. Any other key that is not a flag is the user's own, and
+    is ignored."""
     rule = known.rule
-    unknown = known.refused(settings)
+    unknown = known.refused(defaults if known.kind is not None else ())
     needed = [name for name in known.settings if name not in OPTIONAL]
     needed += known.counters.settings if known.counters is not None else ()
     for i, group in enumerate(groups):
@@ -220,23 +227,6 @@ def saved_step(state: Mapping[str, Any], moments: Iterable[str]) -> int:
     """Returns the step count in torch's state of one parameter. SGD has none: with one of its
     ``moments`` (or ``master``), by their names in the state, its first step is past."""
     return int(state.get("step", any(state.get(name) is not None for name in moments)))
-
-
-def refuse_flags(
-    known: Known,
-    groups: Sequence[Mapping[str, Any]],
-    *,
-    moments: Mapping[str, str],
-    settings: Iterable[str],
-    where: str,
-) -> None:
-    """Runs :func:`check_groups` after the wrap. Raises UsageError that names the origin
-    ``where``."""
-    try:
-        check_groups(known, groups, moments=moments, settings=settings)
-        known.check_shapes(groups, lambda param: handle_of(param) is not None)
-    except ConfigError as error:
-        raise UsageError(f"{where}: {error}") from None
 
 
 def is_torchs(step: Callable, name: str) -> bool:

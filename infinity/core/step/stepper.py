@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from ... import native
+from ...errors import UsageError
 from ..grads.record import GradState, has_landed
 from ..params.books import OptimizerBooks
 from ..units.flat_param import FlatParam
@@ -66,6 +67,13 @@ class Stepper:
 
     def try_settings(self) -> None:
         """Raises for settings with which a step would fail, before anything is planned: none."""
+
+    def plan_switch(self, unit: ParamUnit) -> list[FlatParamStep]:
+        """Raises UsageError: no kernel has a class's ``train`` or ``eval``."""
+        raise UsageError(
+            f"train() and eval() of an optimizer that steps as {self._known.name}: its update runs"
+            " in the engine's kernels, which have neither. unwrap_model first."
+        )
 
     def plan(self, unit: ParamUnit, version: int, clip: float = 1.0) -> list[FlatParamStep]:
         """Plans the step of ``unit``. Sends landed gradients home, and changes nothing else."""

@@ -21,6 +21,7 @@ from ...core.step.rules import plain_step
 from ...core.units.handle import handle_of
 from ...core.wrap.described_model import can_step
 from ...errors import ConfigError, UsageError
+from .entries import OwnCode
 
 Groups = list[dict[str, Any]]
 
@@ -81,7 +82,7 @@ class Companion(OutsideSteps):
         """Steps the parameters outside, as torch does. ``clip``: the factor of all gradients."""
         if not (own := self._take(groups)):
             return
-        if getattr(self._known, "measured", None) is not None:
+        if isinstance(self._known, OwnCode) and self._known.measured is not None:
             raise UsageError(
                 f"step(): {self._known.name} needs sums over all its parameters, and the engine"
                 f" does not move {sum(len(group['params']) for group in own)} of them. Give these"

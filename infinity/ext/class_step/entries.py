@@ -16,6 +16,7 @@ from ...core.machine.tiers import Tier
 from ...core.plan.unit_sizes import FlatParamSize, UnitSize
 from ...core.seams import Extension, Term
 from ...core.step.known import NEVER_HONOURED, NO_NAMES, Group, Known, Names
+from ...core.step.optimizer_step import OptimizerStep
 from ...core.units.forms import is_plain
 from ...errors import ConfigError, UsageError
 from .class_step import ClassStepper
@@ -28,7 +29,7 @@ STEP, SUMS = "a parameter's step", "sums of the optimizer's class"  # the names 
 
 @dataclass(frozen=True)
 class Elsewhere(Known):
-    """How the optimizers of a class of another library step.
+    """How the optimizers of a class that is not torch's, or has no rule, step.
 
     of_object
         Attributes of the optimizer itself -> switches; "": the configuration has it, and it is off.
@@ -51,11 +52,8 @@ class Elsewhere(Known):
 
     @property
     def name(self) -> str:
-        """The rule's name, or the path of the class."""
-        if self.rule is not None and not self.own_code_with:  # else it has one name in both ways
-            return super().name
-        kind = self.kind
-        return kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+        """The rule's name, or the path of the class, also if it may step by its own code."""
+        return str(self.kind) if self.own_code_with else super().name
 
     def refused(self, settings: Iterable[str]) -> list[str]:
         return [each for each in super().refused(settings) if each not in self.own_code_with]
@@ -216,8 +214,9 @@ class OwnCode(Elsewhere):
         super().checked(ours, given, groups, where)
         return check_again(self, given, groups, where)
 
-    def stepper(self, *parts: Any) -> ClassStepper:
-        return ClassStepper(*parts)
+    def stepper(self, step: OptimizerStep, groups: Any, method: str) -> ClassStepper:
+        parts = step.context, self, groups, step.members.group_of
+        return ClassStepper(*parts, step.given, step.books, step.changed, method)
 
 
 def class_entry(kind: type | str, step: str = "", **others: Any) -> OwnCode:

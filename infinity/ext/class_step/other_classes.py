@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ... import native
-from ...core.step.known import KNOWN, Known
+from ...core.step.known import KNOWN, Known, path_of
 from ...core.step.rules import (
     TORCHS,
     Recogniser,
@@ -30,7 +30,7 @@ from ...core.step.rules import (
 from ...errors import ConfigError
 from .class_code import class_step
 from .class_trial import with_moments
-from .entries import BY_CLASS, Elsewhere, OwnCode
+from .entries import BY_CLASS, Elsewhere
 from .known_elsewhere import ALIASES, as_it_is, refuse_overrides
 from .own_class import by_own_code, instead
 
@@ -66,44 +66,36 @@ class OtherClasses(Recogniser):
 
     @classmethod
     def recognise(cls, optimizer: torch.optim.Optimizer) -> Known | None:
-        name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        name = path_of(type(optimizer))
         if (alias := ALIASES.get(name)) is not None:
             return _of_alias(optimizer, alias)
-        if isinstance(optimizer, tuple(TORCHS)):
-            return None
         for known in BY_CLASS:
             if isinstance(optimizer, known.kind):
-                check_torchs(optimizer, name, known.kind, known.step)
-                _check_all(known, optimizer)
+                check_torchs(optimizer, known.kind, known.step)
+                check_groups(known, optimizer.param_groups, optimizer.defaults)  # before a trial
                 return with_moments(known, optimizer, optimizer.param_groups)
         if type(optimizer).__name__ != "Lion":
-            return _of_own_class(optimizer, name)
+            return None
         # Without a step its name and hyperparameters decide
         if not is_torchs(plain_step(type(optimizer).step), "Optimizer.step"):
             _try_lion(optimizer)
-        _check_all(known := KNOWN[native.Rule.LION], optimizer)
+        return KNOWN[native.Rule.LION]
+
+    @classmethod
+    def try_unknown(cls, optimizer: torch.optim.Optimizer) -> Known:
+        """Raises ConfigError with the reason, and with what to do, if the class's own code cannot
+        step one parameter at a time."""
+        name = path_of(type(optimizer))
+        try:
+            known = by_own_code(optimizer)
+        except ConfigError as error:
+            raise ConfigError(
+                f"optimizer {name} is not supported. {_instead(type(optimizer))}Supported are"
+                f" {supported()}, and classes whose step of a parameter depends on no other one."
+                f" {error}{instead(optimizer)}"
+            ) from None
+        logger.info("%s steps by its own code, one parameter at a time", name)
         return known
-
-
-def _of_own_class(optimizer: torch.optim.Optimizer, name: str) -> OwnCode:
-    """Returns how an optimizer of no known class is stepped. Raises ConfigError with the reason,
-    and with what to do, if its own code cannot do it one parameter at a time."""
-    try:
-        known = by_own_code(optimizer)
-    except ConfigError as error:
-        raise ConfigError(
-            f"optimizer {name} is not supported. {_instead(type(optimizer))}Supported are"
-            f" {supported()}, and classes whose step of a parameter depends on no other one."
-            f" {error}{instead(optimizer)}"
-        ) from None
-    _check_all(known, optimizer)
-    logger.info("%s steps by its own code, one parameter at a time", name)
-    return known
-
-
-def _check_all(known: Known, optimizer: torch.optim.Optimizer) -> None:
-    settings = optimizer.defaults if known.kind is not None else ()
-    check_groups(known, optimizer.param_groups, settings=settings)
 
 
 def _of_alias(optimizer: torch.optim.Optimizer, known: Elsewhere) -> Elsewhere:
@@ -114,7 +106,7 @@ def _of_alias(optimizer: torch.optim.Optimizer, known: Elsewhere) -> Elsewhere:
     if runs.__code__.co_qualname != known.step:
         raise other_step(name, "is not its library's", runs)
     known = as_it_is(known, optimizer)
-    _check_all(known, optimizer)
+    check_groups(known, optimizer.param_groups, optimizer.defaults)  # before a trial
     refuse_overrides(optimizer, name)
     args = getattr(optimizer, "args", None)  # of bitsandbytes
     for owner, flag, off in (

@@ -243,15 +243,22 @@ def test_without_room_for_the_best_size_a_smaller_one_is_taken(make):
     numel = 1 << 20
     least = slots_of(None, numel, LADDER[-1].chunk)
     before = 2 * SIZES["slot"] + SIZES["weights"] + SIZES["grads"] + SIZES["activations"] + MIB
-    # the old slots are there until the new ones are
-    made = make(host=before - SIZES["grads"] + 4 * numel + least)
+    # the old ones are there until the new ones are
+    made = make(host=before + 4 * numel + least)
     assert made.resources.refit([unit_of(numel)] * 5)
     assert made.resources.grad_staging.capacity_nbytes == 4 * numel
     assert made.charges[-1] == (Tier.HOST, "optimizer slots", least)
-    made = make(host=before + 8)
-    with pytest.raises(CapacityError, match="staged gradients"):
-        made.resources.refit([unit_of(numel)] * 5)
-    assert made.resources.grad_staging.capacity_nbytes == SIZES["grads"]
+    assert made.ledger.accounts[Tier.HOST].charged_nbytes == (
+        before - 2 * SIZES["slot"] - SIZES["grads"] + 4 * numel + least
+    )
+    for room, what in ((8, "staged gradients"), (4 * numel + least - BLOCK, "optimizer slots")):
+        made = make(host=before + room)
+        account, staging = made.ledger.accounts[Tier.HOST], made.resources.grad_staging
+        charged, planned = account.charged_nbytes, account.planned_nbytes
+        with pytest.raises(CapacityError, match=what):
+            made.resources.refit([unit_of(numel)] * 5)
+        assert made.resources.grad_staging is staging
+        assert (account.charged_nbytes, account.planned_nbytes) == (charged, planned)
 
 
 def test_what_has_grown_grows_again_for_larger_parameters(make):

@@ -338,9 +338,11 @@ def test_a_recogniser_brings_a_class_with_a_rule_and_settings(monkeypatch):
     with pytest.raises(ConfigError, match="without a gradient raised"):
         recognise(Plain(make().parameters(), 0.1))
     others = seams.classes_of
-    monkeypatch.setattr(
-        seams, "classes_of", lambda paths: [Library] if paths is seams.RULES else others(paths)
-    )
+
+    def classes_of(paths):
+        return [*others(paths), Library] if paths is seams.RULES else others(paths)
+
+    monkeypatch.setattr(seams, "classes_of", classes_of)
     found = []
     for home in ("plain", "host"):
         model = make()
@@ -353,5 +355,28 @@ def test_a_recogniser_brings_a_class_with_a_rule_and_settings(monkeypatch):
             optimizer.step()
         found.append(weights(model))
     assert all(map(torch.equal, *found))
-    with pytest.raises(ConfigError, match=r"Supported are torch.optim.AdamW.*, library.Plain\."):
+    with pytest.raises(ConfigError, match=r"Supported are torch.optim.AdamW.*, library.Plain, and"):
         recognise(torch.optim.LBFGS(make().parameters()))
+    model = make()
+    group = {"params": list(model.parameters()), "differentiable": True}
+    with pytest.raises(ConfigError, match="group 0 has differentiable=True"):
+        infinity.wrap_model(model, Plain([group], 0.1), CPU)
+
+
+class Switching(torch.optim.AdamW):
+    """An AdamW with a method of its own, which its step does not need."""
+
+    def train(self):
+        self.count = 1
+
+
+def test_a_kernel_has_no_train_of_a_class():
+    """Twin: a step after it is made."""
+    model = make()
+    model, optimizer = infinity.wrap_model(model, Switching(model.parameters()), CPU)
+    with pytest.raises(UsageError, match="steps as ADAMW: its update runs in the engine's kernels"):
+        optimizer.train()
+    before = weights(model)
+    backward(model, optimizer)
+    optimizer.step()
+    assert not any(map(torch.equal, before, weights(model)))

@@ -20,6 +20,7 @@ import torch
 from contract_cases import every_home, held
 from inside import parts_of
 from models import TIERS, Fail, at_home, in_child, seeded
+from native_arrays import is_mapped
 from torch import nn
 
 import infinity
@@ -556,6 +557,19 @@ def test_a_backward_that_comes_too_late_says_so(more, swap):
         loss.backward()
     model, optimizer, _ = wrapped("nvme", swap, **more)
     model(batch()).mean().backward()
+
+
+def test_an_optimizer_that_is_kept_after_an_unwrap_keeps_no_memory(swap):
+    """Of the buffers that were registered with the I/O engine. Twin: before it they are there."""
+    model, optimizer, _ = wrapped("nvme", swap)
+    model(batch()).mean().backward()
+    lease = parts_of(model).store.service.try_lease(4096)
+    address = lease.address
+    lease.release()
+    assert is_mapped(address)
+    infinity.unwrap_model(model, optimizer)
+    gc.collect()
+    assert not is_mapped(address)
 
 
 def test_a_parameter_that_outlives_its_model_says_so(swap):

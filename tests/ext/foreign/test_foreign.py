@@ -197,7 +197,7 @@ def test_metadata_that_names_a_file_elsewhere_is_refused(tmp_path):
     (tmp_path / "dcp" / "__0_0.distcp").rename(tmp_path / "elsewhere")
     raw = (tmp_path / "dcp" / ".metadata").read_bytes()
     (tmp_path / "dcp" / ".metadata").write_bytes(raw.replace(b"__0_0.distcp", b"../elsewhere"))
-    with pytest.raises(CorruptionError, match="no file of the folder"):
+    with pytest.raises(CorruptionError, match="not a file of the folder"):
         export(tmp_path / "dcp", tmp_path / "out")
 
 

@@ -37,7 +37,7 @@ from infinity.core.plan import plan
 from infinity.core.run.job import Job
 from infinity.core.units.flat_param_spec import SCALES
 from infinity.core.units.unit import ParamUnit
-from infinity.errors import InfinityError
+from infinity.errors import StorageError
 
 NAME = "hostile"
 _grad_homes = plan._grad_homes
@@ -144,7 +144,7 @@ class Turns(seams.Extension):
         are given other memory."""
         store, moves = self._job.store, []
         while self._poisoning:  # else it might come after what is written there now
-            with contextlib.suppress(InfinityError):
+            with contextlib.suppress(StorageError):
                 self._poisoning.pop().wait()
         for array, tier in places.items():
             if not array.numel or array.tier is tier is Tier.NVME:

@@ -345,6 +345,14 @@ class MemorySteps:
 # --------------------------------------------------------------------------------------------------
 
 
+def is_mapped(address: int) -> bool:
+    """Tells whether this process has memory at ``address``."""
+    spans = (
+        line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()
+    )
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in spans)
+
+
 def outcome_in_child(action: Callable[[], object], *, seconds: float = 60) -> str:
     """Runs ``action`` in a forked child: its result as text, ``"<error's type>: <message>"``, or
     how it died."""
