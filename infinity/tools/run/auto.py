@@ -30,6 +30,7 @@ from ...core.params.books import OptimizerBooks
 from ...core.run.registry import is_wrapped
 from ...core.step.optimizer import InfinityOptimizer
 from ...core.step.rules import WAITS
+from ...core.units.handle import handle_of
 from ...core.wrap.wrap import wrap_model
 from .copies import plain_copies
 from .meeting import STEPPING, Together, find_root, hand_over, params_of
@@ -180,7 +181,9 @@ class Auto:
                 for given, ours in zip(optimizers, stepping, strict=True):
                     hand_over(root, given, ours)
                 self.wrapped.append(told(root, optimizers))
-                self._tell(f"at home now: {self.wrapped[-1]}")
+                moves = any(handle_of(param) is not None for param in root.parameters())
+                stays = "wrapped, but no weight moves (fp64, complex and sparse ones stay)"
+                self._tell(f"{'at home now' if moves else stays}: {self.wrapped[-1]}")
             self._waiting.remove(optimizers)
             # What no optimizer steps is used beside the model from now on: a copy for an average
             stepped = set(params_of(self._waiting))

@@ -142,6 +142,25 @@ def test_an_optimizer_that_cannot_be_taken_is_told_before_the_first_step(made, p
     assert capsys.readouterr().out == "step 0\nstep 1\n"
 
 
+def test_a_model_none_of_whose_weights_moves_is_told(place, capsys):
+    """Twin: the same model in fp32, of which LBFGS is refused."""
+    script = f"""{MODEL}
+model.double()
+optimizer = torch.optim.LBFGS(model.parameters())
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.ones(2, 4, dtype=model.weight.dtype)).square().mean()
+    loss.backward()
+    return loss
+print(optimizer.step(closure).item())
+"""
+    assert main(["run", "--params", "host", script_of(place, script)]) == 0
+    out, err = capsys.readouterr()
+    assert float(out) > 0 and "no weight moves" in err and "at home now" not in err
+    assert main(["run", "--params", "host", script_of(place, script.replace("double", "float"))])
+    assert "LBFGS" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "status", "said"),
     [
