@@ -310,6 +310,26 @@ def test_what_stands_around_an_optimizer_is_refused_by_name(kind, said):
     infinity.wrap_model(model, inner, CPU)
 
 
+class Centralized(torch.optim.SGD):
+    """An SGD whose class has one more setting."""
+
+    def __init__(self, params, centralize):
+        super().__init__(params, lr=0.1)
+        self.defaults["centralize"] = centralize
+        for group in self.param_groups:
+            group["centralize"] = centralize
+
+
+def test_a_setting_of_the_class_that_is_on_is_refused():
+    """Twins: it is off; a key of a group that the class does not have is the user's own."""
+    params = [*make().parameters()]
+    with pytest.raises(ConfigError, match="has centralize=True, which is not supported"):
+        recognise(Centralized(params, centralize=True))
+    assert recognise(Centralized(params, centralize=False)).rule == native.Rule.SGD
+    own = torch.optim.SGD([{"params": params, "centralize": True}], lr=0.1)
+    assert recognise(own).rule == native.Rule.SGD
+
+
 class Plain(torch.optim.Optimizer):
     """Gradient descent of a library that the engine has never heard of."""
 
