@@ -641,7 +641,7 @@ def test_other_values_on_other_ranks_are_said(two):
     values is said, once."""
     assert two["other_values:True"] == [[], []]
     (said,), others = two["other_values:False"]
-    assert "no replicas" in said and others == []
+    assert "not replicas" in said and others == []
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -134,6 +134,7 @@ def test_a_step_does_not_wait_but_its_updates_do(tmp_path, swap, monkeypatch):
                 pin = HomeArrays.pin
                 patch.setattr(HomeArrays, "pin", lambda s, by, e: by == "save" or pin(s, by, e))
             saving = job.save(tmp_path / f"{holds}", wait=False)
+            homes.wait_running()  # for the update of the step before the save
             before = homes.arrays["master"].flat.clone()
             job.run(2)
             update = homes.update

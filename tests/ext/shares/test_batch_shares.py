@@ -173,7 +173,7 @@ def test_an_unwrapped_model_has_no_shares():
 def test_what_is_no_state_is_refused(state):
     model, _ = trained()
     shares = infinity.Shares(batch=4, model=model)
-    with pytest.raises(infinity.ConfigError, match="no state of Shares"):
+    with pytest.raises(infinity.ConfigError, match="not a state of Shares"):
         shares.load_state_dict(state)
     shares.load_state_dict(shares.state_dict())
     shares.load_state_dict({"shares": [3, 9]})  # of two ranks
