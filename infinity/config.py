@@ -315,6 +315,9 @@ class Config:
     def _from_mapping(cls, mapping: Mapping, where: str, loop: Mapping[str, Any] | None) -> Config:
         if seams.is_there(seams.CONFIG_READER):
             return _reader().read(cls, mapping, where, loop)
+        for name in mapping:
+            if name not in cls.__dataclass_fields__:
+                raise ConfigError(f"{where}there is no setting {name!r} (docs/configuration.md)")
         return cls(**mapping)
 
     @classmethod

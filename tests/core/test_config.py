@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from infinity.config import Config
+from infinity.core import seams
 from infinity.errors import ConfigError, InfinityError
 
 KEYS = [field.name for field in dataclasses.fields(Config)]
@@ -359,3 +360,11 @@ def test_a_null_deepspeed_section_is_no_section(caplog):
     """DeepSpeed reads null as absent."""
     for key in ("zero_optimization", "bf16", "fp16", "gradient_clipping"):
         assert report_of({key: None}, caplog)[0] == Config()
+
+
+def test_a_misspelt_setting_is_refused_without_readers_of_other_tools(monkeypatch):
+    """Twin: one that is there is taken."""
+    monkeypatch.setattr(seams, "is_there", lambda module: False)
+    with pytest.raises(ConfigError, match="there is no setting 'parms'"):
+        Config.make({"parms": "host"})
+    assert Config.make({"params": "host"}).params == "host"
