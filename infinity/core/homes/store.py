@@ -107,8 +107,9 @@ class ArrayStore:
     def register(self, regions: Iterable[native.Region]) -> None:
         """Registers ``regions``, and the service buffer, with the I/O engine, which keeps them in
         place of those before. Blocks until no transfer runs."""
-        self._regions = list(regions)
-        self.io.register([*self._regions, self._service_region])
+        kept = list(regions)
+        self.io.register([*kept, self._service_region])
+        self._regions = kept
 
     def need_service(self) -> None:
         """Allocates a service buffer for disks if there is none. Raises CapacityError."""

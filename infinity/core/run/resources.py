@@ -114,24 +114,24 @@ class Resources:
 
         Raises CapacityError, with nothing changed, if not even the smallest size fits.
         """
-        flat_params, tiers, plan = (
-            [flat for unit in sizes for flat in unit.flat_params],
-            self._plan.tiers,
-            self._plan,
-        )
+        flat_params, plan = [flat for unit in sizes for flat in unit.flat_params], self._plan
         grads = sorted((flat.nbytes("grad") for flat in flat_params), reverse=True)
         wanted = (
             [sum(grads[:count]) for count in (GRADS_AT_ONCE, 1)]
-            if tiers["grad"] is Tier.NVME
+            if plan.tiers["grad"] is Tier.NVME
             else [0]
         )
         before = dict(self._charges), dict(self._regions)  # charged until they are let go
         count = plan.slot_count
-        chunks = [count * optimizer_slot_nbytes(flat_params, tiers, rung.chunk) for rung in LADDER]
+        chunks = [
+            count * optimizer_slot_nbytes(flat_params, plan.tiers, rung.chunk) for rung in LADDER
+        ]
         try:
             staging = self._larger(wanted, plan.grad_staging_nbytes, "staged gradients")
             slots = self._larger(chunks, count * plan.slot_nbytes, "optimizer slots")
-        except CapacityError:
+            if staging or slots:
+                self._store.register(self._regions.values())
+        except BaseException:  # an interrupt as well: it would be called again
             self._charges, self._regions = before
             raise
         if staging is not None:
@@ -139,10 +139,8 @@ class Resources:
             self._plan = replace(self._plan, grad_staging_nbytes=staging.nbytes)
         if slots is not None:
             self._slots, self._plan = slots, replace(self._plan, slot_nbytes=slots.nbytes // count)
-        if new := [region for region in (staging, slots) if region is not None]:
-            planned = sum(region.nbytes for region in new)
-            self._store.ledger.accounts[Tier.HOST].planned_nbytes += planned
-            self._store.register(self._regions.values())
+        planned = sum(each.nbytes for each in (staging, slots) if each)
+        self._store.ledger.accounts[Tier.HOST].planned_nbytes += planned
         return slots is not None
 
     def _larger(self, wanted: Sequence[int], nbytes: int, what: str) -> native.Region | None:

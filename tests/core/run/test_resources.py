@@ -261,6 +261,25 @@ def test_without_room_for_the_best_size_a_smaller_one_is_taken(make):
         assert (account.charged_nbytes, account.planned_nbytes) == (charged, planned)
 
 
+def test_an_interrupt_while_memory_is_registered_leaves_a_refit_to_be_repeated(make, monkeypatch):
+    """Nothing has grown by then. Twin: the next one grows slots and staging."""
+    made = make()
+    account, staging = made.ledger.accounts[Tier.HOST], made.resources.grad_staging
+    before = account.charged_nbytes, account.planned_nbytes
+
+    def interrupted(regions: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(made.store, "register", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.resources.refit([unit_of(1 << 18)] * 5)
+    assert made.resources.grad_staging is staging
+    assert (account.charged_nbytes, account.planned_nbytes) == before
+    assert made.resources.refit([unit_of(1 << 18)] * 5)
+    assert made.resources.grad_staging.capacity_nbytes == 3 * 4 * (1 << 18)
+
+
 def test_what_has_grown_grows_again_for_larger_parameters(make):
     """The staging is for the largest gradients. Twin: smaller ones change nothing."""
     made = make()
