@@ -22,7 +22,7 @@ Traces = dict[nn.Module, "Trace"]
 
 
 class Trace:
-    """What a module had before the wrap, from :meth:`end` on without what it still has."""
+    """What a module had before the wrap; from :meth:`end` on, what the wrap has changed of it."""
 
     def __init__(self, module: nn.Module):
         self._values = dict(vars(module))
@@ -37,9 +37,9 @@ class Trace:
             if now[name] is not self._values.get(name, MISSING) and name not in FORM
         }
         self._hooks = {
-            name: set(each) - self._hooks.get(name, set())
+            name: ours
             for name, each in now.items()
-            if _is_hooks(each)
+            if _is_hooks(each) and (ours := set(each) - self._hooks.get(name, set()))
         }
 
     def without(self, module: nn.Module) -> nn.Module:

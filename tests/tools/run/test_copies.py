@@ -101,3 +101,23 @@ def test_an_unwrapped_model_is_pickled_by_torch_alone():
     loaded = pickle.loads(pickle.dumps(model))
     assert all("__reduce_ex__" not in vars(each) for each in (*model.modules(), *loaded.modules()))
     assert loaded[0].weight.equal(model[0].weight)
+
+
+@pytest.mark.parametrize("change", ["deleted", "replaced"])
+def test_members_that_a_script_changes_after_the_wrap_are_copied_as_they_are(change):
+    """Twin: a dict that stays is copied with what it has by then."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(3, 2))
+    model.cache, model.seen = {}, {}
+    with infinity.auto("host"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    model.seen[1] = 2
+    if change == "deleted":
+        del model.cache
+    else:
+        model.cache = None
+    copied = copy.deepcopy(model)
+    assert copied.seen == {1: 2} and getattr(copied, "cache", None) is None
+    assert hasattr(copied, "cache") == (change == "replaced")
