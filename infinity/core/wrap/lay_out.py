@@ -497,7 +497,9 @@ def lay_out_here(
     if (chosen_memory := in_memory(splits=False)) is not None:
         return chosen_memory
     found = scratch.candidates()
-    needed = _state_nbytes(model, config, make_flat_params)
+    # All arrays that this rank has at home: the upper bound for the disk.
+    flat_params = (flat for size in ways.sizes(config) for flat in size.flat_params)
+    needed = sum(flat.nbytes(name) for flat in flat_params for name in ARRAYS)
     chosen = scratch.choose(found, needed * collectives.ranks.local_size)
     everywhere, usable = collectives.least(
         [chosen is not None, chosen.usable_nbytes // collectives.ranks.local_size if chosen else 0],
@@ -560,15 +562,6 @@ def _room(config: Config, device: Device, most: int | None) -> dict[Tier, int]:
     tiers = [tier for tier in Tier if tier is not Tier.NVME or config.nvme_paths]
     room = {tier: measured_free(tier, config, device) for tier in tiers}
     return room if most is None else room | {Tier.DEVICE: most}
-
-
-def _state_nbytes(model: DescribedModel, config: Config, make_flat_params: MakeFlatParams) -> int:
-    """Counts the bytes of all arrays that this rank has at home: the upper bound for the disk."""
-    sizes = [
-        unit_size(group, make_flat_params(group))
-        for group in partition(model, cast("str | tuple[str, ...]", config.units), {})
-    ]
-    return sum(flat.nbytes(name) for size in sizes for flat in size.flat_params for name in ARRAYS)
 
 
 def _nowhere(found: list[Candidate], needed: int, left: int, limit: str) -> ConfigError:
