@@ -28,7 +28,6 @@ from ...ranks.mesh import join_device, join_node, parallel_dims
 from ...ranks.parallel_dims import ParallelDims
 from ..grads.tables import install_tables
 from ..homes.write_behind import writing_behind
-from ..machine.device import Device
 from ..machine.traffic import Traffic
 from ..params.state_dict import install_state_dict
 from ..run.build import build_engine
@@ -36,9 +35,8 @@ from ..run.context import found_weakly
 from ..run.engine import Engine
 from ..run.hooks import install_hooks
 from ..run.registry import RECORD, Wrapped, is_wrapped, wrapped
-from ..seams import FirstValues, kinds
+from ..seams import kinds
 from ..step.recognised import Optimizers, as_given, like_given
-from ..units.flat_param import FlatParam
 from ..units.forms import division_of
 from ..units.unit import ParamUnit
 from .agreement import (
@@ -193,7 +191,13 @@ def _wrap(
         blocks = _blocks(described, groups)
         for kind in kinds():
             kind.check_blocks(config, model, blocks)
-        units = _make_units(groups, flat_params, device)
+        units = [
+            ParamUnit(place, group.name, own, device)
+            for place, (group, own) in enumerate(zip(groups, flat_params))
+        ]
+        for unit, group in zip(units, groups):
+            if group.reader is not None:
+                unit.arrival.bring_rows(group.reader.choose)
         sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
         engine = build_engine(
             config,
@@ -215,7 +219,11 @@ def _wrap(
     with collectives.together("sending the values home"):
         found = (kind.first_values(described, config) for kind in kinds())
         before.values = [values for values in found if values is not None]
-        _send_home(engine, [*before.values, OwnValues(engine.job, optimizers)])
+        # Every value, moment and gradient. Meta tensors become real.
+        with writing_behind(engine.job.store) as store:
+            homes, sent = Homes(engine.job, store), set[nn.Parameter]()
+            for values in (*before.values, OwnValues(engine.job, optimizers)):
+                values.fill(homes, sent)
         engine.job.store.arrays.await_pages()
         device.warm(plan.device_window_nbytes)
         for unit in units:
@@ -228,27 +236,6 @@ def _wrap(
     views.take()
     model.__dict__[RECORD].take_views = views.take
     return stepping
-
-
-def _make_units(
-    groups: list[Group], flat_params: list[list[FlatParam]], device: Device
-) -> list[ParamUnit]:
-    units = [
-        ParamUnit(i, group.name, of_group, device)
-        for i, (group, of_group) in enumerate(zip(groups, flat_params))
-    ]
-    for unit, group in zip(units, groups):
-        if group.reader is not None:
-            unit.arrival.bring_rows(group.reader.choose)
-    return units
-
-
-def _send_home(engine: Engine, values: Sequence[FirstValues]) -> None:
-    """Copies every value, moment and gradient home. Meta tensors become real."""
-    with writing_behind(engine.job.store) as store:
-        homes, sent = Homes(engine.job, store), set[nn.Parameter]()
-        for each in values:
-            each.fill(homes, sent)
 
 
 def _blocks(model: DescribedModel, groups: list[Group]) -> list[tuple[str, nn.Module]]:
@@ -268,16 +255,23 @@ def _commit(
     job = engine.job
     flat_params = [flat for unit in job.units for flat in unit.flat_params]
     came_from = {param: param.device for flat in flat_params for param in flat.params}
+    owners = _find_owners(model, job.units, groups)
     engine.attach(
         {param: [job.prefix + name for name in names] for param, names in model.names.items()}
     )
-    owners = _find_owners(model, engine, groups)
     removers = [
         *first,
         *install_hooks(engine, model.parts, owners),
         *install_state_dict(engine, model.parts),
-        *_replace_forwards(engine, model, groups, blocks),
     ]
+    find = found_weakly(engine.make_forward_context)
+    if job.reducer is None:
+        stepped = {handle.param for handle in job.trained}
+        tables = {param: use for group in groups for param, use in group.tables.items()}
+        removers += install_tables(find, {p: tables[p] for p in tables.keys() & stepped})
+    of_blocks = [(name, block, engine.units_of(block)) for name, block in blocks]
+    for extension in job.extensions:
+        removers += extension.replace_forwards(job, model.module, find, of_blocks)
     stepping = [make_optimizer(engine, each, place) for place, each in enumerate(optimizers)]
     try:
         for extension in job.extensions:
@@ -293,20 +287,19 @@ def _commit(
 
 
 def _find_owners(
-    model: DescribedModel, engine: Engine, groups: list[Group]
+    model: DescribedModel, units: list[ParamUnit], groups: list[Group]
 ) -> dict[nn.Module, list[ParamUnit]]:
     """Maps each module whose call needs weights to its units, and marks units that several modules
     use."""
-    job = engine.job
     owners: dict[nn.Module, list[ParamUnit]] = {}
-    for group, unit in zip(groups, job.units):
+    for group, unit in zip(groups, units):
         for called in (module for owner in group.owners for module in model.meant(owner)):
             owners.setdefault(called, []).append(unit)
     # Experts are left out: they run once in a layer, and no gradient of it comes before theirs.
     inside = owners.keys() - {
         owner for group in groups if group.is_divided for owner in group.owners
     }
-    for group, unit in zip(groups, job.units):
+    for group, unit in zip(groups, units):
         # Also a unit whose module contains others: its gradients may come before and after theirs.
         around = any(
             module in inside
@@ -317,20 +310,3 @@ def _find_owners(
         if group.at_once is not None or group.is_used_apart or around:
             unit.share()
     return owners
-
-
-def _replace_forwards(
-    engine: Engine, model: DescribedModel, groups: list[Group], blocks: list[tuple[str, nn.Module]]
-) -> list:
-    """Installs the forwards of tables, and those that extensions have. Returns their removers."""
-    job = engine.job
-    find = found_weakly(engine.make_forward_context)
-    removers: list = []
-    if job.reducer is None:
-        stepped = {handle.param for handle in job.trained}
-        tables = {param: use for group in groups for param, use in group.tables.items()}
-        removers += install_tables(find, {p: tables[p] for p in tables.keys() & stepped})
-    of_blocks = [(name, block, engine.units_of(block)) for name, block in blocks]
-    for extension in job.extensions:
-        removers += extension.replace_forwards(job, model.module, find, of_blocks)
-    return removers

@@ -201,7 +201,7 @@ def failed_wrap(home: str, folder: Path, where: Any, name: str, error: type[Base
     before = getattr(where, name)
 
     def fails(*args: Any, **named: Any) -> None:
-        gone.extend(weakref.ref(arg) for arg in args if isinstance(arg, build.Engine))
+        gone.extend(weakref.ref(arg) for arg in args if isinstance(arg, build.Job))
         raise error
 
     setattr(where, name, fails)
@@ -234,7 +234,7 @@ def a_wrap_that_fails_as_it_allocates(home, folder):
 
 @way
 def a_wrap_that_fails_as_values_go_home(home, folder):
-    return failed_wrap(home, folder, wrap, "_send_home", KeyboardInterrupt)
+    return failed_wrap(home, folder, wrap, "OwnValues", KeyboardInterrupt)
 
 
 @way
