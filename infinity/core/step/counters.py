@@ -22,7 +22,7 @@ class Counters(ABC):
     settings: tuple[str, ...] = ()  # keys of a group that only this reads
 
     @staticmethod
-    def refusal(group: Group) -> str:
+    def unusable(group: Group) -> str:
         """Returns which settings of ``group`` have no step, and the remedy; or ""."""
         return ""
 

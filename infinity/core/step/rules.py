@@ -212,8 +212,8 @@ def _check_settings(known: Known, index: int, group: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"the optimizer's group {index} has {key}={group[key]!r}: give {len(names)} numbers"
             )
-    if known.counters is not None and (refused := known.counters.refusal(group)):
-        raise ConfigError(f"the optimizer's group {index} has {refused}")
+    if known.counters is not None and (unusable := known.counters.unusable(group)):
+        raise ConfigError(f"the optimizer's group {index} has {unusable}")
 
 
 def _has_room(moments: Mapping[str, str], moment: str, group: Mapping[str, Any]) -> bool:

@@ -55,7 +55,7 @@ class FlatParam:
         self.homes = HomeArrays(spec, self.layout, self.names)
         self.parts = ArrayParts(self.homes, self.collectives, self.names)
 
-    def name(self, names: Sequence[str]) -> None:
+    def name_params(self, names: Sequence[str]) -> None:
         """Sets the parameters' names, for messages."""
         self.names[:] = names
 

@@ -69,7 +69,7 @@ class Before:
                 buffer.data = data
         for place, tensor in self._small:
             if place.tensor is not tensor:
-                place.put(tensor)
+                place.replace(tensor)
         for optimizer, attributes, state in self._optimizers:
             for name in optimizer.__dict__.keys() - attributes.keys():
                 del optimizer.__dict__[name]
@@ -137,7 +137,7 @@ class MovedRest:
         for name, place in model.unlisted:
             if not place.tensor.is_meta and place.tensor.device != where:
                 self._small[name] = place.tensor.device
-                place.put(place.tensor.to(where))
+                place.replace(place.tensor.to(where))
 
     def remove(self) -> None:
         """Moves the tensors back to their devices. Idempotent."""
@@ -146,7 +146,7 @@ class MovedRest:
         if self._small and (model := self._model()) is not None:
             for name, place in unlisted_in(model):
                 if name in self._small:
-                    place.put(place.tensor.to(self._small[name]))
+                    place.replace(place.tensor.to(self._small[name]))
 
 
 def _is_frozen_subclass(param: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ class Mixture(Counters):
     settings = ("alpha", "t_alpha_beta3")
 
     @staticmethod
-    def refusal(group: Group) -> str:
+    def unusable(group: Group) -> str:
         steps, betas = group["t_alpha_beta3"], group["betas"]
         if steps is None or (steps > 0 and betas[0] > 0 and betas[2] > 0):
             return ""

@@ -77,7 +77,7 @@ class Place:
     def _is_item(self) -> bool:
         return isinstance(self.holder, dict)
 
-    def put(self, tensor: torch.Tensor) -> None:
+    def replace(self, tensor: torch.Tensor) -> None:
         """Replaces the tensor."""
         if self._is_item:
             self.holder[self.key] = tensor
@@ -203,7 +203,7 @@ class Packed(Change):
                 self._own.append(param)
             for place in _places(module, read=read):
                 if place.is_copy:  # after Module.to, which moves each of them
-                    place.put(place.param.data)
+                    place.replace(place.param.data)
                 tensor = place.tensor
                 if place.is_alias:
                     self._aliases.append(place)
@@ -215,7 +215,7 @@ class Packed(Change):
                     setattr(carrier, RESTS, True)
                     self._carriers[carrier] = tensor
                 own.setdefault(place.name, carrier)
-                place.put(carrier)
+                place.replace(carrier)
             if own:
                 module.__dict__[ADDED] = own
             if own or any(
@@ -237,7 +237,7 @@ class Packed(Change):
         rest."""
         self._carriers = dict.fromkeys(self._carriers)
         for place in self._aliases:
-            place.put(place.param.data)
+            place.replace(place.param.data)
         for module in self._modules:
             _follow_inner(module)
 
@@ -248,10 +248,10 @@ class Packed(Change):
             module.__dict__.pop(ADDED, None)
             for place in _places(module):  # a forward may have moved them
                 if handle_of(place.tensor) is not None and not always_rests(place.tensor):
-                    place.put(place.param.data)
+                    place.replace(place.param.data)
                 elif place.tensor in self._carriers:
                     original = self._carriers[place.tensor]
-                    place.put(place.tensor.detach() if original is None else original)
+                    place.replace(place.tensor.detach() if original is None else original)
             _follow_inner(module)
         for param in self._own:
             param.__dict__.pop(RESTS, None)
@@ -319,7 +319,7 @@ def send_parts(layer: nn.Module, made: nn.Module, send: Send) -> None:
         if always_rests(there):
             send(there, of_made.tensor)
         else:
-            place.put(of_made.tensor)
+            place.replace(of_made.tensor)
 
 
 def dense_numel(param: torch.Tensor) -> int:

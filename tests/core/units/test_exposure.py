@@ -54,7 +54,7 @@ class Case:
         for names in (["a", "b"], ["c"]):
             params = [torch.nn.Parameter(torch.arange(4.0)) for _ in names]
             flat_param = give_arrays(FlatParam(SPEC, params))
-            flat_param.name(names)
+            flat_param.name_params(names)
             flat_param.weight.extent = SimpleNamespace(version=3)
             for index, (param, name) in enumerate(zip(params, names)):
                 flat_param.write_value(self.store, index, torch.arange(4.0), version=3)

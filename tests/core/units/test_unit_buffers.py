@@ -47,7 +47,7 @@ def flat_params() -> list[FlatParam]:
     for number, (dtype, length) in enumerate(zip(DTYPES, LENGTHS)):
         spec = FlatParamSpec(dtype, dtype, native.Master.OWN, dtype, dtype, (), stepped=False)
         made.append(FlatParam(spec, [torch.nn.Parameter(torch.zeros(length, dtype=dtype))]))
-        made[-1].name([f"block.{number}"])
+        made[-1].name_params([f"block.{number}"])
     return made
 
 

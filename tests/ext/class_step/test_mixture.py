@@ -33,6 +33,6 @@ def test_a_schedule_that_ends_in_no_number_goes_on_with_its_last_rate():
 def test_settings_without_a_schedule_are_refused(changed):
     """Twin: without a schedule they are taken."""
     group = {"betas": (0.9, 0.99, 0.999), "alpha": 5.0, "t_alpha_beta3": 4}
-    assert not Mixture.refusal(group)
-    assert "Set numbers above 0, or None" in Mixture.refusal(group | changed)
-    assert not Mixture.refusal(group | changed | {"t_alpha_beta3": None})
+    assert not Mixture.unusable(group)
+    assert "Set numbers above 0, or None" in Mixture.unusable(group | changed)
+    assert not Mixture.unusable(group | changed | {"t_alpha_beta3": None})
