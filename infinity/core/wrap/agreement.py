@@ -31,7 +31,7 @@ from ..units.added import always_rests
 from ..units.forms import division_of, is_common, local_of
 from ..units.handle import raw_grad
 from ..units.inner import has_inner
-from .described_model import DescribedModel, is_managed
+from .described_model import DescribedModel
 from .module_settings import describe_modules, describe_orders
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ def _inputs(
     inputs["the model"] = type(model.module).__name__
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     given = {param for group in groups for param in group["params"]}
+    managed = model.managed
     for name, param in model.named:
         inputs[f"parameter {name}"] = (
             f"{tuple(param.shape)}{division_of(param).told} {param.dtype}"
@@ -107,7 +108,7 @@ def _inputs(
         for optimizer in optimizers:
             if state := optimizer.state.get(param):
                 inputs[f"the optimizer's state of {name}"] = ", ".join(sorted(state))
-        if optimizers and param.requires_grad and param not in given and is_managed(param):
+        if optimizers and param.requires_grad and param not in given and name in managed:
             raise ConfigError(
                 f"parameter {name} requires a gradient but is not in the optimizer: with several"
                 " ranks nobody would average it. Give it to the optimizer, or set"

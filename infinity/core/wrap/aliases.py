@@ -47,10 +47,10 @@ def warn_of_aliases(
     parameters. ``views``: those of the model, which follow them."""
     names = {param: name for name, param in model.managed.items() if _has_bytes(local_of(param))}
     own = _own_tensors(model, optimizers) | _with_bases(views.tensors)
-    counts = Counter(map(storage_guard.identity, own.values()))
+    counts = Counter(map(_storage_of, own.values()))
     held: dict[int, list[nn.Parameter]] = {}
     for param in names:
-        key = storage_guard.identity(local_of(param))
+        key = _storage_of(param)
         references = storage_guard.references(local_of(param))
         if references is None or references > counts[key]:
             held.setdefault(key, []).append(param)
@@ -97,8 +97,8 @@ class OwnViews:
         by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
         for name, param in model.managed.items():
             if _has_bytes(param):
-                by_storage.setdefault(storage_guard.identity(param), []).append((name, param))
-        own = Counter(map(storage_guard.identity, _with_bases(model.users).values()))
+                by_storage.setdefault(_storage_of(param), []).append((name, param))
+        own = Counter(map(_storage_of, _with_bases(model.users).values()))
         by_storage = {
             key: its
             for key, its in by_storage.items()
@@ -116,7 +116,7 @@ class OwnViews:
             elif handle_of(value) is not None or is_managed(value) or not _has_bytes(value):
                 continue
             else:
-                shared = by_storage.get(storage_guard.identity(value), [])
+                shared = by_storage.get(_storage_of(value), [])
             is_tensor = isinstance(value, torch.Tensor)
             whose = [
                 (name, param) for name, param in shared if is_tensor and _contains(param, value)
@@ -290,6 +290,11 @@ def _span_nbytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.itemsize
 
 
+def _storage_of(tensor: torch.Tensor) -> int:
+    """Returns the id of the storage of ``tensor``, or of its local part."""
+    return storage_guard.identity(local_of(tensor))
+
+
 def _has_bytes(tensor: torch.Tensor) -> bool:
     if type(tensor) not in (
         torch.Tensor,
@@ -339,7 +344,7 @@ def _others(
     found: dict[int, list[torch.Tensor]] = {key: [] for key in held}
     for each in gc.get_objects():
         if issubclass(type(each), torch.Tensor) and id(each) not in own and _has_bytes(each):
-            here = storage_guard.identity(each)
+            here = _storage_of(each)
             key = here if here in found else by_address.get(_address(each))
             if key is not None:
                 found[key].append(each)
