@@ -48,6 +48,8 @@ class Passes:
         # Run last, after hooks that a forward may have registered.
         self.reorder_hooks: list[Callable[[], None]] = []
         self._has_told = False  # of autocast's copies
+        self._hold = _hold_by(weakref.ref(backward))
+        self._alone: tuple[Callable, Callable] | None = None  # saving hooks without others around
 
     @property
     def frames(self) -> list[Frame]:
@@ -293,14 +295,13 @@ class Passes:
     def _watch_backward(self, frame: Frame, args: tuple, kwargs: dict, output: Any) -> None:
         """Hooks tensors so that the backward holds ``frame``'s units when it reaches them, and
         releases the frozen ones when it leaves them."""
-        me = weakref.ref(self.backward)
-        units = frame.units
-        chosen = [(rows, rows.there) for rows in _rows_of(units)]
+        me, units = weakref.ref(self.backward), frame.units
+        chosen = tuple((rows, rows.there) for rows in _rows_of(units))
         if units and next(frame.module.children(), None) is not None:
             # Only modules with children: a checkpoint inside this forward hides the saved weights
             # from our hooks. The weights that autograd saves of a leaf module have their own unpack
             # hook, and an embedding's are never needed.
-            def arrive(_grad: torch.Tensor) -> None:
+            def arrive(_grad: torch.Tensor, me=me, chosen=chosen, units=units) -> None:
                 if backward := me():
                     for rows, there in chosen:
                         rows.want(there)
@@ -335,7 +336,7 @@ class Passes:
             # again when it is used. Leaf tensors get no hook: they outlive the graph, so hooks
             # would accumulate on them, and their gradients come last.
             for tensor in _tensors((args, kwargs)):
-                if type(tensor) not in LAZY and tensor.grad_fn is not None:
+                if type(tensor) not in LAZY and not tensor.is_leaf:
                     tensor.register_hook(depart)
 
     # --- saved tensors ---
@@ -345,15 +346,23 @@ class Passes:
         return self.scopes.scope(*self._saving_hooks())
 
     def _saving_hooks(self) -> tuple[Callable, Callable]:
-        me = weakref.ref(self.backward)
+        if top_hooks(True) is not None:
+            return saving_hooks(self.job.storages, self._hold)
+        if self._alone is None:
+            self._alone = saving_hooks(self.job.storages, self._hold)
+        return self._alone
 
-        def hold(unit: ParamUnit, for_node: bool) -> None:
-            if backward := me():
-                (backward.take_out if for_node else backward.hold)(unit)
-            elif not unit.stays:
-                raise too_late()
 
-        return saving_hooks(self.job.storages, hold)
+def _hold_by(backward: weakref.ref[Backward]) -> Callable[[ParamUnit, bool], None]:
+    """Makes the function that holds a unit for :func:`saving_hooks`."""
+
+    def hold(unit: ParamUnit, for_node: bool) -> None:
+        if running := backward():
+            (running.take_out if for_node else running.hold)(unit)
+        elif not unit.stays:
+            raise too_late()
+
+    return hold
 
 
 def _rows_of(units: Iterable[ParamUnit]) -> list[ChosenRows]:
@@ -366,11 +375,7 @@ def _computed(value: Any) -> Iterator[torch.Tensor]:
 
     The gradient of unused logits still reaches the hidden states that they are computed from.
     """
-    return (
-        tensor
-        for tensor in _tensors(value)
-        if type(tensor) not in LAZY and tensor.grad_fn is not None
-    )
+    return (tensor for tensor in _tensors(value) if type(tensor) not in LAZY and not tensor.is_leaf)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

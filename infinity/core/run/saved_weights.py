@@ -171,14 +171,16 @@ def _place(tensor: torch.Tensor | None) -> tuple | None:
 def saving_hooks(
     storages: WeightStorages, hold: Callable[[ParamUnit, bool], None]
 ) -> tuple[Callable, Callable]:
-    """Makes a pair of saved-tensor hooks that save weights as references. Other tensors go to the
-    hooks around them.
+    """Returns a pair of saved-tensor hooks that save weights as references: that around, if it is
+    one of them. Other tensors go to the hooks around them.
 
     ``storages``: of the units' device buffers. ``hold`` makes a unit resident until the running
     backward is done with it, and if its second argument is True, at least until the running node
     of the graph ends.
     """
     outer = top_hooks(True)
+    if outer is not None and getattr(outer[0], "storages", None) is storages:
+        return outer
     outer_pack, outer_unpack = outer or (None, None)
     # A checkpoint counts the saved tensors, and must get the same count in its forward and in its
     # recomputation. There the same weight may be saved with or without these hooks.
@@ -234,7 +236,7 @@ def saving_hooks(
         return saved.tensor(unpack_one) if isinstance(saved, SavedSubclass) else unpack_one(saved)
 
     pack, unpack = through_forms(pack, unpack)
-    pack.is_counted, pack.gives_params = counted, gives_params
+    pack.storages, pack.is_counted, pack.gives_params = storages, counted, gives_params
     if count is not outer_pack:  # the tensors are kept, too
         pack.count = count
     return pack, unpack

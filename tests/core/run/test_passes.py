@@ -10,6 +10,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import CapacityError
+from infinity.torch_private import top_hooks
 
 
 def test_a_forward_that_finds_no_room_for_its_second_unit_lets_the_first_go(monkeypatch):
@@ -69,3 +70,42 @@ def test_a_buffer_is_no_activation():
         return infinity.stats(model).edges["device->host"].nbytes
 
     assert moved(False) - moved(True) == 256 * 256 * 4
+
+
+class Seen(nn.Linear):
+    """Notes the hooks for saved tensors that its forwards run in."""
+
+    def forward(self, x):
+        self.hooks.append(top_hooks(True))
+        return super().forward(x)
+
+
+class Inside(Seen):
+    """Has a weight, and a layer with another one."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.inner = Seen(4, 4)
+
+    def forward(self, x):
+        return super().forward(self.inner(x))
+
+
+def test_all_forwards_save_by_one_pair_of_hooks():
+    """Claim: a forward makes none: what it makes lives until the backward, and has the garbage
+    collector look through everything more often. Twin: other hooks around get a pair of ours for
+    each forward, for it keeps them."""
+    model = nn.Sequential(Inside(), Inside())
+    Seen.hooks = found = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = infinity.wrap_model(model, optimizer, {"params": "host", "units": ["Seen"]})
+    around = torch.autograd.graph.saved_tensors_hooks(lambda each: each, lambda each: each)
+    model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
+    assert len(found) == 8 and len({id(pack) for pack, _ in found}) == 1
+    with around:
+        model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()
+    first, inner, second, _ = [pack for pack, _ in found[8:12]]
+    assert first is inner and len({first, second, found[0][0]}) == 3
+    assert {pack for pack, _ in found[12:]} == {found[0][0]}

@@ -76,6 +76,14 @@ def test_other_tensors_are_saved_as_they_are():
     assert isinstance(pack(unit.flat), SavedWeight)
 
 
+def test_hooks_within_hooks_are_the_same_ones():
+    """Claim: those of an owner inside of another one. Twin: those of another model are others."""
+    unit, other = Unit(), Unit()
+    pair = unit.hooks()
+    with torch.autograd.graph.saved_tensors_hooks(*pair):
+        assert unit.hooks() == pair and other.hooks() != pair
+
+
 def test_weights_that_were_changed_since_are_told():
     """Twin: of the version in use. A change of another version does not matter."""
     unit = Unit()
