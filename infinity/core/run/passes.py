@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import is_dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -48,8 +49,15 @@ class Passes:
         # Run last, after hooks that a forward may have registered.
         self.reorder_hooks: list[Callable[[], None]] = []
         self._has_told = False  # of autocast's copies
-        self._hold = _hold_by(weakref.ref(backward))
-        self._alone: tuple[Callable, Callable] | None = None  # saving hooks without others around
+        me = weakref.ref(backward)
+
+        def hold(unit: ParamUnit, for_node: bool) -> None:
+            if running := me():
+                (running.take_out if for_node else running.hold)(unit)
+            elif not unit.stays:
+                raise too_late()
+
+        self._hold = hold
 
     @property
     def frames(self) -> list[Frame]:
@@ -150,15 +158,10 @@ class Passes:
     def _foreign_storages(module: torch.nn.Module) -> set[int]:
         """Returns the storages that the module keeps itself: buffers, and parameters that the
         engine does not move."""
-        own = [
-            tensor
-            for tensor in (*module.buffers(), *module.parameters())
-            if handle_of(tensor) is None
-        ]
         return {
             local_of(tensor).untyped_storage()._cdata
-            for tensor in own
-            if tensor.layout is torch.strided
+            for tensor in (*module.buffers(), *module.parameters())
+            if handle_of(tensor) is None and tensor.layout is torch.strided
         }
 
     def leave(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -335,9 +338,8 @@ class Passes:
             # With several inputs, a unit still needed after the first input's gradient is held
             # again when it is used. Leaf tensors get no hook: they outlive the graph, so hooks
             # would accumulate on them, and their gradients come last.
-            for tensor in _tensors((args, kwargs)):
-                if type(tensor) not in LAZY and not tensor.is_leaf:
-                    tensor.register_hook(depart)
+            for tensor in _computed((args, kwargs)):
+                tensor.register_hook(depart)
 
     # --- saved tensors ---
 
@@ -346,23 +348,13 @@ class Passes:
         return self.scopes.scope(*self._saving_hooks())
 
     def _saving_hooks(self) -> tuple[Callable, Callable]:
-        if top_hooks(True) is not None:
-            return saving_hooks(self.job.storages, self._hold)
-        if self._alone is None:
-            self._alone = saving_hooks(self.job.storages, self._hold)
-        return self._alone
+        if top_hooks(True) is None:
+            return self._lone_hooks
+        return saving_hooks(self.job.storages, self._hold)
 
-
-def _hold_by(backward: weakref.ref[Backward]) -> Callable[[ParamUnit, bool], None]:
-    """Makes the function that holds a unit for :func:`saving_hooks`."""
-
-    def hold(unit: ParamUnit, for_node: bool) -> None:
-        if running := backward():
-            (running.take_out if for_node else running.hold)(unit)
-        elif not unit.stays:
-            raise too_late()
-
-    return hold
+    @cached_property
+    def _lone_hooks(self) -> tuple[Callable, Callable]:
+        return saving_hooks(self.job.storages, self._hold)
 
 
 def _rows_of(units: Iterable[ParamUnit]) -> list[ChosenRows]:
@@ -403,13 +395,14 @@ def _tell_of_autocast(job: Job) -> None:
     flats = [flat for unit in job.units for flat in unit.flat_params]
     copies = sum(flat.layout.numel for flat in flats if flat.spec.dtype is torch.float32)
     if (nbytes := copies * dtype.itemsize) >= WORTH_TELLING_NBYTES:
+        name = str(dtype).removeprefix("torch.")
         logger.warning(
             "autocast makes a %s copy of each fp32 weight that it multiplies by, and keeps it for"
             " the backward: up to %s on %s beside the plan. Weights in %s need none, and have fp32"
             " masters all the same: Config(param_dtype=%s)",
-            str(dtype).removeprefix("torch."),
+            name,
             format_nbytes(nbytes),
             job.device.where,
-            str(dtype).removeprefix("torch."),
+            name,
             dtype,
         )
