@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -25,7 +24,6 @@ from ...config import Config
 from ...errors import CapacityError
 from ...ranks.collectives import Collectives
 from ...ranks.mesh import join_device, join_node, parallel_dims
-from ...ranks.parallel_dims import ParallelDims
 from ..grads.tables import install_tables
 from ..homes.write_behind import writing_behind
 from ..machine.traffic import Traffic
@@ -101,68 +99,60 @@ def wrap_model(
     if mesh is None and isinstance(model, nn.Module):
         meshes = (division_of(each).mesh for each in model.parameters())
         mesh = next((each for each in meshes if each is not None), None)
-    divides = any(kind.divides(model) for kind in kinds())
-    ranks, traffic = parallel_dims(mesh, divides_experts=divides), Traffic()
-    collectives, given = Collectives(ranks, traffic), as_given(optimizer)
     changes = Changes()
     with contextlib.ExitStack() as undo:
-        undo.callback(lambda: collectives.close())
         undo.callback(changes.undo)
-        with collectives.together("checking what wrap_model was given"):
-            config = Config.make(config if config is not None else NOTHING_CHOSEN)
-            if isinstance(model, nn.Module):
-                changes.prepare(model)
-            described = read_model(model)
-            check(described, given, config)
-            if config.speculate and ranks.is_first:
-                logger.warning(
-                    "speculate=True does nothing any more, and the option goes with the next"
-                    " release: leave it out. Updates run under the next forward, or, without"
-                    " max_grad_norm, in the backward by optimizer.step_in_backward()."
-                )
-            warn_of_aliases(described, given, OwnViews(described))
-            described = changes.make(described, given, config)
-            for kind in kinds():
-                kind.check_model(described, config, ranks)
-            tables = declare(described, given, config, ranks)
-        local_size, share, prefix = agree(tables, described.nbytes, collectives)
-        ranks = _describe_ranks(config, dataclasses.replace(ranks, local_size=local_size), mesh)
-        collectives = Collectives(ranks, traffic)
-        collectives.allow_flags(2 * len(described.params) + 1)
-        with collectives.together("finding what stays where it is"):
-            found = [p for kind in kinds() for p in kind.staying(described, given, config, ranks)]
-            stays = Staying(found)
-            undo.callback(stays.remove)
-        stepping = _wrap(described, given, config, collectives, mesh, share, prefix, stays, undo)
+        wrapped_model, stepping = _wrap(model, as_given(optimizer), config, mesh, changes, undo)
         changes.settle()
-        record = described.module.__dict__[RECORD]
-        record.release = changes.release
+        wrapped_model.__dict__[RECORD].release = changes.release
         undo.pop_all()
-        return described.module, like_given(stepping, optimizer)
-
-
-def _describe_ranks(config: Config, ranks: ParallelDims, mesh: Any) -> ParallelDims:
-    """Completes the description of the ranks from the configuration. Every rank calls this."""
-    ranks = dataclasses.replace(ranks, shard=config.shard, reduction=config.reduction)
-    for kind in kinds():
-        ranks = kind.describe_ranks(config, ranks)
-    return join_node(ranks, mesh) if config.shard_in_node else ranks
+        return wrapped_model, like_given(stepping, optimizer)
 
 
 def _wrap(
-    described: DescribedModel,
+    model: Any,
     given: Sequence[torch.optim.Optimizer],
-    config: Config,
-    collectives: Collectives,
+    config: Config | Mapping[str, Any] | str | os.PathLike | None,
     mesh: Any,
-    share: Fraction,
-    prefix: str,
-    stays: Staying,
+    changes: Changes,
     undo: contextlib.ExitStack,
-) -> list[torch.optim.Optimizer]:
-    """Moves the model home and hooks it. Returns what stands for the optimizers. Every rank calls
-    this. ``undo`` gets what restores the state before."""
-    model, ranks = described.module, collectives.ranks
+) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """Moves the model home and hooks it. Returns it, and what stands for the optimizers. Every
+    rank calls this. ``undo`` gets what restores the state before."""
+    divides = any(kind.divides(model) for kind in kinds())
+    ranks, traffic = parallel_dims(mesh, divides_experts=divides), Traffic()
+    collectives = Collectives(ranks, traffic)
+    undo.callback(lambda: collectives.close())
+    with collectives.together("checking what wrap_model was given"):
+        config = Config.make(config if config is not None else NOTHING_CHOSEN)
+        if isinstance(model, nn.Module):
+            changes.prepare(model)
+        described = read_model(model)
+        check(described, given, config)
+        if config.speculate and ranks.is_first:
+            logger.warning(
+                "speculate=True does nothing any more, and the option goes with the next"
+                " release: leave it out. Updates run under the next forward, or, without"
+                " max_grad_norm, in the backward by optimizer.step_in_backward()."
+            )
+        warn_of_aliases(described, given, OwnViews(described))
+        described = changes.make(described, given, config)
+        for kind in kinds():
+            kind.check_model(described, config, ranks)
+        tables = declare(described, given, config, ranks)
+    local_size, share, prefix = agree(tables, described.nbytes, collectives)
+    ranks = dataclasses.replace(
+        ranks, local_size=local_size, shard=config.shard, reduction=config.reduction
+    )
+    for kind in kinds():
+        ranks = kind.describe_ranks(config, ranks)
+    ranks = join_node(ranks, mesh) if config.shard_in_node else ranks
+    collectives = Collectives(ranks, traffic)
+    collectives.allow_flags(2 * len(described.params) + 1)
+    with collectives.together("finding what stays where it is"):
+        found = [p for kind in kinds() for p in kind.staying(described, given, config, ranks)]
+        stays = Staying(found)
+        undo.callback(stays.remove)
     moved = set(filter(is_managed, described.users))
     optimizers = Optimizers(given, moved.__contains__, described.names)
     config = own_budgets(config, share)
@@ -217,8 +207,8 @@ def _wrap(
         for listener in engine.job.events.allocated:
             listener(engine.job)
     with collectives.together("sending the values home"):
-        found = (kind.first_values(described, config) for kind in kinds())
-        before.values = [values for values in found if values is not None]
+        every = (kind.first_values(described, config) for kind in kinds())
+        before.values = [values for values in every if values is not None]
         # Every value, moment and gradient. Meta tensors become real.
         with writing_behind(engine.job.store) as store:
             homes, sent = Homes(engine.job, store), set[nn.Parameter]()
@@ -235,7 +225,7 @@ def _wrap(
     stepping = _commit(described, optimizers, engine, groups, blocks, [stays, rest])
     views.take()
     model.__dict__[RECORD].take_views = views.take
-    return stepping
+    return model, stepping
 
 
 def _blocks(model: DescribedModel, groups: list[Group]) -> list[tuple[str, nn.Module]]:
