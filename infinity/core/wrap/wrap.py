@@ -283,8 +283,9 @@ def _find_owners(
     use."""
     owners: dict[nn.Module, list[ParamUnit]] = {}
     for group, unit in zip(groups, units):
-        for called in (module for owner in group.owners for module in model.meant(owner)):
-            owners.setdefault(called, []).append(unit)
+        for owner in group.owners:
+            for called in model.meant(owner):
+                owners.setdefault(called, []).append(unit)
     # Experts are left out: they run once in a layer, and no gradient of it comes before theirs.
     inside = owners.keys() - {
         owner for group in groups if group.is_divided for owner in group.owners
