@@ -15,7 +15,6 @@
 #include <vector>
 
 #include <pybind11/chrono.h>
-#include <torch/extension.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/utils/pybind.h>

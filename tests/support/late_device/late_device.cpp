@@ -8,10 +8,13 @@
 #include <memory>
 #include <string>
 
+// Not torch/extension.h, with which the compiler needs half as long again.
 #include <pybind11/functional.h>
+#include <ATen/ATen.h>
 #include <ATen/native/CPUFallback.h>
-#include <torch/extension.h>
+#include <torch/library.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "backend.h"
 #include "memory.h"

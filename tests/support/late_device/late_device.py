@@ -193,7 +193,7 @@ def _command(target: Path) -> list[str]:
     libraries = Path(torch.__file__).parent / "lib"
     return [
         "g++",
-        *"-shared -fPIC -std=c++20 -O1 -w -pthread -DTORCH_EXTENSION_NAME=_late".split(),
+        *"-shared -fPIC -std=c++20 -O0 -w -pthread -DTORCH_EXTENSION_NAME=_late".split(),
         *(f"-isystem{path}" for path in [*include_paths(), sysconfig.get_path("include")]),
         str(HERE / "late_device.cpp"),
         f"-L{libraries}",

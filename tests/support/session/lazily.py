@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from typing import Any
 
 import pytest
@@ -27,4 +28,6 @@ class Lazily:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_") and self._name not in sys.modules:
+            raise AttributeError(attribute)  # pytest asks each object of a module what it wraps
         return getattr(importlib.import_module(self._name), attribute)
