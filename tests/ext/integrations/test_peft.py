@@ -31,11 +31,11 @@ from trainer_cases import (
 
 import infinity
 from infinity import integrations
-from infinity.ext.integrations.peft import adapted_twin
 from infinity.library_versions import TESTED
 from infinity.tools.cli import main
 
 peft = Lazily("peft")
+adapters = Lazily("infinity.ext.integrations.peft", "peft")
 transformers = pytest.importorskip("transformers")
 
 
@@ -426,7 +426,7 @@ def test_what_is_merged_into_files_is_what_peft_merges(name, tmp_path):
     command = ["export", str(tmp_path / "base"), str(tmp_path / "out"), "--merge"]
     if name in ("computed from the base", "taken off the base"):
         with pytest.raises(infinity.ConfigError, match="computed from the base's weights"):
-            adapted_twin(tmp_path / "base", tmp_path / "adapter")
+            adapters.adapted_twin(tmp_path / "base", tmp_path / "adapter")
     else:
         assert main([*command, str(tmp_path / "adapter")]) == 0
         assert (tmp_path / "out").is_dir()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lazily import Lazily
 from packed_llamas import (
     KINDS,
     LARGE,
@@ -45,9 +46,9 @@ import infinity
 from infinity import integrations
 from infinity.errors import CapacityError, ConfigError, CorruptionError, InfinityError, UsageError
 from infinity.ext.checkpoint.export import export
-from infinity.ext.integrations.peft import adapted_twin, merged
 from infinity.files import weight_files
 
+adapters = Lazily("infinity.ext.integrations.peft", "peft")
 pytestmark = pytest.mark.filterwarnings("ignore")
 BF16 = torch.bfloat16
 FILE = "model.safetensors"
@@ -290,7 +291,7 @@ def test_an_adapter_is_merged_into_an_export(form, tmp_path, folders, adapter):
     adapter it is another."""
     folder, _ = folders(form)
     export(folder, tmp_path / "plain", model=folder)
-    merge = partial(merged, twin=adapted_twin(folder, adapter))
+    merge = partial(adapters.merged, twin=adapters.adapted_twin(folder, adapter))
     export(folder, tmp_path / "merged", model=folder, change=merge)
     plain = loaded(tmp_path / "plain")
     before = {name: value.clone() for name, value in plain.state_dict().items()}
@@ -346,7 +347,7 @@ def test_save_merged_unpacks_a_packed_folder(tmp_path, folders, adapter):
     values = peft.load_peft_weights(str(adapter), device="cpu")
     peft.set_peft_model_state_dict(model, values)
     integrations.save_merged(model, tmp_path / "merged")
-    merge = partial(merged, twin=adapted_twin(folder, adapter))
+    merge = partial(adapters.merged, twin=adapters.adapted_twin(folder, adapter))
     export(folder, tmp_path / "exported", model=folder, change=merge)
     found, expected = (load_file(tmp_path / name / FILE) for name in ("merged", "exported"))
     assert differing(found, expected) == []
