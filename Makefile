@@ -78,7 +78,7 @@ mutants: setup $(VENV)/.test-ready
 # The native core alone, under AddressSanitizer with UBSan, then under ThreadSanitizer.
 sanitize: setup $(VENV)/.test-ready
 	mkdir -p build
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/native/test_core.py -m slow -n 2 --dist loadfile --basetemp=build/pytest-sanitize $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/native/test_core.py -m slow -k "not plain" -n 2 --dist worksteal --basetemp=build/pytest-sanitize $(ARGS)
 
 # What nvcc makes of the GPU's kernels, for each kind of GPU: two minutes. Skipped where there is no nvcc.
 kernels: setup $(VENV)/.test-ready
