@@ -97,7 +97,7 @@ class Backward:
         expected = {
             h for h, p in trained if h.grad is not None and p.requires_grad
         } - self._without_grad.get(unit, set())
-        with self.job.store.guarding():
+        with self.job.store.guard:
             self.gather(unit, shows=False)
             self._pass.gradients = self._make_gradient_room(unit)
             # After the gather, which compute waits for: a transport may run them in turn.
@@ -151,7 +151,7 @@ class Backward:
             job.ledger.accounts[Tier.DEVICE].planned_nbytes += more
             job.prefetcher.autograd_nbytes += more
         self._pass.gradients = None
-        with job.store.guarding():
+        with job.store.guard:
             self._pass.gradients = self._make_gradient_room(unit)
 
     def _make_gradient_room(self, unit: ParamUnit) -> native.Charge | None:
@@ -256,7 +256,7 @@ class Backward:
         longer there."""
         grad = raw_grad(handle.param)
         if is_plain(grad):
-            with self.job.store.guarding():
+            with self.job.store.guard:
                 set_raw_grad(handle.param, self.job.gradients.take_sum(handle, grad))
 
     @apart
@@ -267,7 +267,7 @@ class Backward:
             # Sums partial gradients over the ranks.
             grad = part_of(handle.param, grad, f"the gradient of {handle.name}")
         set_raw_grad(handle.param, None)
-        with self.job.store.guarding():
+        with self.job.store.guard:
             self.job.gradients.land(handle, grad)
 
     @apart
@@ -297,7 +297,7 @@ class Backward:
         accumulation pass."""
         handle = managed(param)
         self.job.gradients.changes.begin(handle)
-        with self.job.store.guarding():
+        with self.job.store.guard:
             self.job.gradients.land(handle, part_of(param, grad, f"the gradient of {handle.name}"))
         self._without_grad.get(handle.unit, set()).discard(handle)
         self._pass.backward_count += 1
@@ -330,7 +330,7 @@ class Backward:
     def end_task(self) -> None:
         """Ends the outermost task: takes off its holds, notes the parameters that got no gradient,
         and ends the reductions. Every rank calls this; it may block on them."""
-        with self.job.store.guarding():
+        with self.job.store.guard:
             for handle in self.job.gradients.end_meetings():
                 self._has_landed(handle)
         for unit, missing in (self._pass.awaited | self._pass.expected).items():
@@ -354,7 +354,7 @@ class Backward:
             self._pass.backward_count += 1  # its gradients stay incomplete until the last one
             return
         if job.reducer is not None:
-            with job.store.guarding():
+            with job.store.guard:
                 job.reducer.end_backward()
         self.end_accumulation()
 

@@ -123,7 +123,7 @@ class GradientBank:
         self._average_with(handle)
         handle.grad.averaged = self.ranks.data_size > 1
         handle.grad.move(GradState.LANDED)
-        with self._store.guarding():
+        with self._store.guard:
             handle.flat_param.homes.wait_running()
             self.values.put(handle, value)
         self.assigned.watch(handle, given, part)
@@ -399,7 +399,7 @@ class GradientBank:
             with self._store.traffic.copying(
                 "device->host", part.numel() * flat_param.spec.grad_dtype.itemsize, handle.name
             ):
-                with self._store.guarding():
+                with self._store.guard:
                     flat_param.homes.wait_running()
                     home = self.homes.view(handle, write=True)
                     if not first:

@@ -124,7 +124,7 @@ class Table:
         others = node_references(accumulator) - len(alive)
         ids = [other.ids for other in (ctx, *coming) if other.ids is not None]
         wholes = sum(other.ids is None for other in (ctx, *coming))
-        with context.store.guarding():
+        with context.store.guard:
             meeting = context.gradients.meet(handle, task, ids, wholes, others)
         if meeting is None and len(alive) + others > 1:
             context.expect_sum(handle)
@@ -140,7 +140,7 @@ class Table:
     def land(self, grad: torch.Tensor) -> None:
         """Lands a whole use's gradient, but for the rows that meet those of lookups."""
         context = self._find()
-        with context.store.guarding():
+        with context.store.guard:
             context.gradients.land(handle_of(self.param), grad)
 
 

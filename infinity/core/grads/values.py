@@ -57,7 +57,7 @@ class GradValues:
         if self.homes.is_remote(handle):
             return self._fetched(handle)
         record = handle.grad
-        with self._store.guarding():
+        with self._store.guard:
             handle.flat_param.homes.wait_running()
             if record.state is GradState.CONSUMED and not write:
                 view = self.homes.view(handle, write=False)
@@ -75,7 +75,7 @@ class GradValues:
     def _fetched(self, handle: ParamHandle) -> torch.Tensor:
         """Returns a copy on the device, with every factor applied."""
         place = handle.flat_param.layout.placements[handle.index]
-        with self._store.guarding():
+        with self._store.guard:
             handle.flat_param.homes.wait_running()
             flat = self.homes.flat_view(handle, write=False)
             self.homes.queue.wait(handle.flat_param)
@@ -228,7 +228,7 @@ class GradValues:
         """Returns this rank's elements of the gradient, with every factor applied; for reading, or
         the home itself (``write``)."""
         record = handle.grad
-        with self._store.guarding():
+        with self._store.guard:
             handle.flat_param.homes.wait_running()
             if record.state is GradState.CONSUMED and not write:
                 return multiply(self.homes.shard(handle, write=False).clone(), record.factors)

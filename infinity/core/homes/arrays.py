@@ -52,8 +52,9 @@ class ArrayIO(Protocol):
     ) -> None:
         """Writes as :meth:`ArrayStore.write`. ``stays``: ``source`` stays as it is until home."""
 
-    def guarding(self) -> AbstractContextManager[None]:
-        """Guards a block as :meth:`ArrayStore.guarding` does."""
+    @property
+    def guard(self) -> AbstractContextManager[None]:
+        """Records the first error of a disk, see :class:`.store.Guard`."""
 
 
 def bytes_of(pool: native.PinnedPool, lease: native.Lease, nbytes: int) -> torch.Tensor:

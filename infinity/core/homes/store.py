@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import methodcaller
+from typing import Any
 
 import torch
 
@@ -39,6 +40,29 @@ logger = logging.getLogger(__name__)
 
 MIB = 1024 * 1024
 AT_ONCE = 4  # transfers of one array outside the training loop
+
+
+class Guard:
+    """A block that records the first disk error in it. Later blocks raise it on entry: incomplete
+    data must not be trained on, read or saved."""
+
+    def __init__(self, on_failure: Callable[[BaseException], None]):
+        self.failure: Callable[[], InfinityError] | None = None
+        self.on_failure = on_failure
+
+    def __enter__(self) -> None:
+        if self.failure is not None:
+            raise self.failure()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, StorageError):
+            self.failure = partial(StorageError, error.errno, error.strerror, error.filename)
+        elif isinstance(error, CorruptionError):
+            # Made anew each time: the error's traceback would keep the model alive.
+            self.failure = partial(CorruptionError, *error.args)
+        else:
+            return
+        self.on_failure(error)
 
 
 class ArrayStore:
@@ -78,8 +102,7 @@ class ArrayStore:
         self._charges: list[native.Charge] = []
         self._service_nbytes = service_nbytes
         self.service: native.PinnedPool | None = None
-        self.failure: Callable[[], InfinityError] | None = None
-        self.on_failure = on_failure
+        self.guard = Guard(on_failure)
         # Of a writer that uses part of the service buffer.
         self._flush_behind: Callable[[], None] | None = None
         self._zero_copy = ZeroCopyWrites()
@@ -149,7 +172,7 @@ class ArrayStore:
         array's dtype. Blocks. Verifies checksums. ``service``: a buffer for another thread."""
         self.check_process()
         out = torch.empty(end - begin, dtype=array.dtype, device="cpu") if out is None else out
-        with self.guarding():
+        with self.guard:
             if array.tier is not Tier.NVME:
                 _copy_flat(out, array.flat[begin:end])
                 return out
@@ -197,7 +220,7 @@ class ArrayStore:
         else:
             if self._flush_behind is not None:
                 self._flush_behind()
-            with self.guarding(), Window(AT_ONCE, methodcaller("wait")) as writes:
+            with self.guard, Window(AT_ONCE, methodcaller("wait")) as writes:
                 for offset, nbytes, inner, outer in _blocks(
                     array, begin, end, _parts_of(self.service)[1]
                 ):
@@ -304,24 +327,6 @@ class ArrayStore:
             yield
         finally:
             self._flush_behind = None
-
-    @contextmanager
-    def guarding(self) -> Iterator[None]:
-        """Records the first disk error in such a block. Later blocks raise it on entry: incomplete
-        data must not be trained on, read or saved."""
-        if self.failure is not None:
-            raise self.failure()
-        try:
-            yield
-        except StorageError as error:
-            self.failure = partial(StorageError, error.errno, error.strerror, error.filename)
-            self.on_failure(error)
-            raise
-        except CorruptionError as error:
-            # Made anew each time: the error's traceback would keep the model alive.
-            self.failure = partial(CorruptionError, *error.args)
-            self.on_failure(error)
-            raise
 
     def check_process(self) -> None:
         """Raises UsageError in a forked child, which has no threads and no ring of the engine."""

@@ -9,7 +9,7 @@ borrowed    memory of the caller's from which whole blocks are written without a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -65,7 +65,7 @@ class WriteBehind:
 
     def __init__(self, store: ArrayStore, service: native.PinnedPool):
         """``service``: the buffer of the parts."""
-        self._store, self._service = store, service
+        self._store, self._service, self.guard = store, service, store.guard
         blocks = service.capacity_nbytes // native.CHECKSUM_NBYTES - 1  # one block for reading
         self._count = max(
             0, min(PARTS, blocks), min(MOST_PARTS, blocks * native.CHECKSUM_NBYTES // PART_NBYTES)
@@ -78,10 +78,6 @@ class WriteBehind:
         self._under_way: list[OpenPart] = []
         # Bytes from .. to of all borrowed memory, including completed
         self._borrowed: dict[StateArray, tuple[int, int]] = {}
-
-    def guarding(self) -> AbstractContextManager[None]:
-        """Enters the store's guard."""
-        return self._store.guarding()
 
     def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
         """Reads as the store does, including what was written here."""
@@ -109,7 +105,7 @@ class WriteBehind:
         )
         if at + raw.numel() > array.nbytes:
             raise UsageError(f"{raw.numel()} bytes at {at} of an array of {array.nbytes}")
-        with self.guarding():
+        with self.guard:
             low = high = at
             if stays and (raw.data_ptr() - at) % native.BLOCK_NBYTES == 0:
                 low = min(at + raw.numel(), round_up(at, native.CHECKSUM_NBYTES))
@@ -143,7 +139,7 @@ class WriteBehind:
 
     def flush(self) -> None:
         """Blocks until everything is at home. Releases the service buffer."""
-        with self.guarding():
+        with self.guard:
             for part in list(self._open.values()):
                 self._submit(part)
             while self._under_way:
@@ -158,7 +154,7 @@ class WriteBehind:
                 wait()
             # Another error is being raised; record this one in the store
             except InfinityError as error:
-                with suppress(InfinityError), self.guarding():
+                with suppress(InfinityError), self.guard:
                     raise error
         self._under_way.clear()
         self._let_go()

@@ -44,8 +44,7 @@ class Event(Protocol):
         """Whether everything before it is complete."""
 
     def precede(self) -> None:
-        """Orders this thread's later compute after it. Raises its work's error, if known by
-        then."""
+        """Orders this thread's later compute after it. Raises its work's error, if known."""
 
     def wait(self) -> None:
         """Blocks until it is done. Raises its work's error."""

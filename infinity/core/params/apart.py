@@ -55,7 +55,7 @@ def apart(work: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(work)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _is_plain():
+        if not count_dispatch_modes() and innermost_transform() is None:
             return work(*args, **kwargs)
         with ExitStack() as left:
             if innermost_transform() is not None:
@@ -64,10 +64,6 @@ def apart(work: Callable[P, R]) -> Callable[P, R]:
             return work(*args, **kwargs)
 
     return run
-
-
-def _is_plain() -> bool:
-    return not count_dispatch_modes() and innermost_transform() is None
 
 
 def makes_hooks(function: F) -> F:
@@ -101,7 +97,7 @@ def has_bytes(tensor: torch.Tensor) -> bool:
 def refuse_without_bytes(what: str, *, transforms: bool = True) -> None:
     """Raises UsageError if ``what`` would run on tensors without bytes, or be recorded to run
     without the engine. ``transforms``: also if a transform saves tensors for its backward."""
-    if _is_plain() and tracing_state() is None:
+    if not count_dispatch_modes() and innermost_transform() is None and tracing_state() is None:
         return
     if (found := _without_bytes(transforms)) is not None:
         instead = mistakes.advice() or (

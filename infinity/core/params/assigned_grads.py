@@ -264,7 +264,7 @@ class AssignedGrads:
             )
         if record.state is GradState.CONSUMED:
             record.move(GradState.LANDED)
-        with self._store.guarding():
+        with self._store.guard:
             handle.flat_param.homes.wait_running()
             self.values.put(handle, assigned.bytes)
         assigned.note()

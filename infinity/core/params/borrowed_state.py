@@ -180,7 +180,7 @@ class BorrowedState:
     def _write(
         self, handle: ParamHandle, values: dict[str, torch.Tensor], then: Callable[[], None]
     ) -> None:
-        with self._store.guarding():
+        with self._store.guard:
             for name, value in values.items():
                 self._changes[handle, name] += 1
                 if name == STEP:

@@ -73,7 +73,7 @@ class Touches:
             held: list[ParamUnit] = []
             try:
                 try:
-                    with job.store.guarding():
+                    with job.store.guard:
                         for unit in dict.fromkeys(handle.unit for handle in handles):
                             cost.nbytes += self._bring(unit)
                             held.append(unit)

@@ -60,10 +60,10 @@ class AccumulationPass:
         # An exception from here on leaves partial gradients: mark them invalid.
         job.uses.interrupt()
         self._pass.is_accumulating = False
-        with job.store.guarding():
+        with job.store.guard:
             job.gradients.land_together(job.units)
         if job.reducer is not None:
-            with job.store.guarding():
+            with job.store.guard:
                 job.reducer.reduce_all()
         finish()
         for unit in reversed(job.units):

@@ -169,7 +169,7 @@ class ActivationHome:
                 "this backward needs activations that went with the engine: run it before"
                 " unwrap_model"
             )
-        with self._store.guarding():
+        with self._store.guard:
             if saved.place.tier is not Tier.NVME:
                 storage = self._copies.bring(saved)
             else:

@@ -149,7 +149,7 @@ class ActivationStore:
             room = (self.spare_nbytes or 0) - (planner.reserved_nbytes if planner else 0)
             if not is_sent and self.kept_nbytes + storage.nbytes() <= room:
                 return None
-            with self._store.guarding():
+            with self._store.guard:
                 try:
                     saved = self.home.save(begin, nbytes)
                 except CapacityError:

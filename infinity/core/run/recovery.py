@@ -18,7 +18,7 @@ def is_interrupted(job: Job) -> bool:
 
 def is_sound(job: Job) -> bool:
     """Tells whether the job is usable, its storage has not failed, and no recovery is due."""
-    return not job.uses.is_halted and job.store.failure is None and not is_interrupted(job)
+    return not job.uses.is_halted and job.store.guard.failure is None and not is_interrupted(job)
 
 
 def begin_repair(job: Job, why: str) -> None:
@@ -57,7 +57,7 @@ def recover(job: Job, *, finishing: bool) -> None:
     job.ledger.forget_passing()
     for handle in job.trained:
         set_raw_grad(handle.param, None)
-    if job.store.failure is None:  # else the disk gets no more transfers
+    if job.store.guard.failure is None:  # else the disk gets no more transfers
         _rebuild_homes(job, finishing=finishing)
     for extension in job.extensions:  # the journal may have swapped two versions of weights
         extension.drop(job)
@@ -71,7 +71,7 @@ def recover(job: Job, *, finishing: bool) -> None:
 
 
 def _rebuild_homes(job: Job, *, finishing: bool) -> None:
-    with job.store.guarding():
+    with job.store.guard:
         job.gradients.rebuild()
         if job.activations is not None:
             job.activations.rebuild()

@@ -65,7 +65,7 @@ class OptimizerStep:
             stepper.carry_out(steps)
             stepper.finish()
 
-        with context.store.guarding():
+        with context.store.guard:
             context.journal.carry_out(change)
 
     # --- a step ---
@@ -90,7 +90,7 @@ class OptimizerStep:
         version = context.steps.index if begun else context.steps.index + 1
         stepper = self._stepper(groups)
         stepper.try_settings()
-        with context.store.guarding():
+        with context.store.guard:
             # Tickets are watched in the order in which they are made: as gradients land.
             planned = {
                 unit: stepper.plan(unit, version, clip)

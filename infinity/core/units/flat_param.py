@@ -89,7 +89,7 @@ class FlatParam:
     ) -> torch.Tensor:
         """Reads parameter ``index`` as a new tensor of ``dtype`` (default: as wrapped), from the
         master if that is wider. Every rank calls this."""
-        with store.guarding():
+        with store.guard:
             self.homes.wait()
         dtype = dtype or self.spec.wrapped_dtype
         weight = self.parts.read(store, "weight", index)
@@ -114,7 +114,7 @@ class FlatParam:
     def assembling_values(self, store: ArrayIO) -> AbstractContextManager[None]:
         """Returns a block in which :meth:`read_value` reads from whole arrays: see
         :meth:`ArrayParts.assembling`."""
-        with store.guarding():
+        with store.guard:
             self.homes.wait()
         return self.parts.assembling(
             store, ("weight", *(["master"] if self.spec.wrapped_dtype != self.spec.dtype else []))

@@ -85,7 +85,7 @@ class Average:
         If it is interrupted, the next use of the model completes it. Every rank calls this.
         """
         job = self._average.job
-        with job.uses.operation(AverageOperation.UPDATE), job.store.guarding():
+        with job.uses.operation(AverageOperation.UPDATE), job.store.guard:
             self._average.update()
 
     @contextmanager
@@ -120,7 +120,7 @@ class Average:
     def _exchange(self) -> None:
         """Swaps the weights with their moving averages. No-op if already so."""
         job = self._average.job
-        with job.uses.operation(AverageOperation.EXCHANGE), job.store.guarding():
+        with job.uses.operation(AverageOperation.EXCHANGE), job.store.guard:
             if not self._average.is_exchanged:
                 self._average.exchange()
 

@@ -155,7 +155,7 @@ class WeightAverage(Extension, Source):
     def bring_back(self) -> None:
         """Swaps the weights back if the block that swapped them is over."""
         if self.is_exchanged and not self.is_wanted:
-            with self.job.store.guarding():
+            with self.job.store.guard:
                 self.exchange()
 
     def _exchanged(self, piece: Piece) -> dict[str, torch.Tensor]:
@@ -247,5 +247,5 @@ class WeightAverage(Extension, Source):
 
         for handle in parts:
             handle.flat_param.homes.wait_idle()
-        with self.job.store.guarding():
+        with self.job.store.guard:
             self.job.journal.carry_out(change, meet)

@@ -118,7 +118,7 @@ class ReadOnce:
         """Restores the homes' old values, once no read is in flight. Idempotent."""
         if folder := stop(running):
             never_freed.extend(home for home, _ in self._replaced)
-            with job.store.guarding():
+            with job.store.guard:
                 raise StorageError(
                     errno.ETIMEDOUT,
                     "the disk did not answer, and may still write to the memory it was given: end"

@@ -276,7 +276,7 @@ class ClassStepper:
             halves = (store.read(flat_param.arrays[n], first, last) for n in ("weight", "master"))
             return native.join_master(*halves, take())
 
-        with store.guarding():
+        with store.guard:
             flat_param.homes.wait_running()
             begin, _ = layout.part_at_home("weight", index)
             found = [elements(begin)]
@@ -331,7 +331,7 @@ class ClassStepper:
     def _write(self, turn: Turn) -> None:
         """Sends the values of a turn home. Idempotent."""
         self._writes, store = True, self._context.store
-        with store.guarding():
+        with store.guard:
             for handle, (at, end), result in zip(turn.handles, turn.spans, turn.results):
                 if at == end:
                     continue

@@ -103,7 +103,7 @@ class LocalSteps:
         self._record = weakref.ref(record)
         self._hooks: list[Any] = []
         job = record.engine.job
-        with job.uses.operation(LocalOperation.LOCAL_STEPS), job.store.guarding():
+        with job.uses.operation(LocalOperation.LOCAL_STEPS), job.store.guard:
             axis = SlowAxis(mesh, job.traffic, compresses=codes)
             try:
                 axis.compare(_describe(job, self._rounds, settings, codes), "LocalSteps")
@@ -197,7 +197,7 @@ class LocalSteps:
         due = probed + self._rounds.probe_every
         if self._probe is not None and is_last and position.steps + 1 >= due:
             error, probed = self._observe(self._probe, climber), position.steps + 1
-        with job.uses.operation(LocalOperation.LOCAL_STEPS), job.store.guarding():
+        with job.uses.operation(LocalOperation.LOCAL_STEPS), job.store.guard:
             after = Position(
                 steps=position.steps + 1,
                 at=0 if is_last else position.at + 1,

@@ -42,7 +42,7 @@ class OverGroups:
             landed = [has_landed(handle) for handle in context.trained]
             if context.steps.untold == context.steps.index and not any(landed):
                 return  # recovery has made this step
-            with context.store.guarding():
+            with context.store.guard:
                 context.gradients.average()
                 self._average(self._landed_anywhere())
 

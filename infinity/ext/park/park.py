@@ -139,7 +139,7 @@ def _settle(engine: Engine, job: Job) -> None:
             " for it. Park after step()"
         )
     engine.finish_beside()
-    with job.store.guarding():
+    with job.store.guard:
         engine.wait_idle()
         job.prefetcher.release_all([unit for unit in job.units if not unit.stays])
         for unit in job.units:

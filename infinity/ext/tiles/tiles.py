@@ -111,7 +111,7 @@ class Tiles:
         context, handle, width = self.context, self.handle, self.param.shape[1]
         flat_param = handle.flat_param
         context.store.check_process()
-        with context.store.guarding():
+        with context.store.guard:
             flat_param.homes.wait()
         offset = flat_param.layout.placements[handle.index].offset
         for begin, end in self.spans():

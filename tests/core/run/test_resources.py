@@ -198,7 +198,7 @@ def test_a_store_is_made_as_the_config_and_the_ranks_say(swap):
         store = make_store(config, plan_of(), Ledger(), traffic, device, collectives)
         assert store.checksums is is_checked and store.device is device
         assert store.traffic is traffic and store.staging._sampled == (checksums == "sampled")
-        store.on_failure(error := OSError())
+        store.guard.on_failure(error := OSError())
         assert told.pop() is error
         store.close()
 

@@ -101,7 +101,7 @@ class Turns(seams.Extension):
     def take(self) -> None:
         """Takes a turn."""
         job = self._job
-        if not self._more or job.store.io is None or job.store.failure is not None:
+        if not self._more or job.store.io is None or job.store.guard.failure is not None:
             return  # or unwrapped, or the use is about to raise
         self.count, self._more = self.count + 1, self._more - 1
         job.gradients.homes.close_all(flat for unit in job.units for flat in unit.flat_params)
@@ -114,7 +114,7 @@ class Turns(seams.Extension):
         job.prefetcher.release_all(units)
         places = {array: tier for unit in units for array, tier in self._places(unit)}
         # Memory that is made in a user's inference mode could not be written to outside of it.
-        with job.store.guarding(), torch.inference_mode(False), torch.no_grad():
+        with job.store.guard, torch.inference_mode(False), torch.no_grad():
             self._bring(places)
         for unit in units:
             for each in (unit, *unit.pinned):

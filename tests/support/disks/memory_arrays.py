@@ -62,8 +62,9 @@ class MemoryStore:
         array.flat[begin : begin + source.numel()] = source
         self.writes.append(Write(array.name, begin, source.numel(), version, stays))
 
+    @property
     @contextmanager
-    def guarding(self) -> Iterator[None]:
+    def guard(self) -> Iterator[None]:
         self.is_guarding = True
         yield
         self.is_guarding = False
