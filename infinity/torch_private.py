@@ -372,7 +372,8 @@ def set_python_key(tensor: torch.Tensor) -> None:
     """Has operations on ``tensor`` call ``__torch_dispatch__`` of its class, until
     :func:`clear_python_key`."""
     if (place := DISPATCH_KEYS.found) is not None:
-        _keys(tensor, place).value |= _python()
+        with DisableTorchFunction():
+            ctypes.c_uint64.from_address(tensor._cdata + place).value |= _python()
 
 
 def clear_python_key(tensor: torch.Tensor) -> None:
@@ -381,7 +382,8 @@ def clear_python_key(tensor: torch.Tensor) -> None:
     if hasattr(type(tensor), "__tensor_flatten__"):
         return
     if (place := DISPATCH_KEYS.found) is not None:
-        _keys(tensor, place).value &= ~_python()
+        with DisableTorchFunction():
+            ctypes.c_uint64.from_address(tensor._cdata + place).value &= ~_python()
 
 
 def has_python_key(tensor: torch.Tensor) -> bool:

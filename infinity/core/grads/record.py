@@ -55,7 +55,7 @@ MOVES = {
 class GradRecord:
     """One parameter's gradient."""
 
-    _state: GradState = GradState.ABSENT
+    state: GradState = GradState.ABSENT  # changed by :meth:`move` alone
     factors: list[float] = field(default_factory=list)
     proxy: torch.Tensor | None = None  # the GradProxy
     shown: torch.Tensor | None = None  # what p.grad is: the proxy, or a DTensor around it
@@ -73,11 +73,6 @@ class GradRecord:
     # Of weights updated by rows: those whose gradient may not be zero; None: all
     rows: frozenset[int] | None = None
     are_others_zero: bool = True  # the other rows' bytes at home; else they are undefined
-
-    @property
-    def state(self) -> GradState:
-        """The state of the gradient."""
-        return self._state
 
     def take_sample(self, grad: torch.Tensor) -> None:
         """Adds a few elements of the landing gradient ``grad`` to the sample."""
@@ -98,9 +93,9 @@ class GradRecord:
 
     def move(self, to: GradState) -> None:
         """Moves to state ``to``. Raises InternalError for a move that is not in the table."""
-        if to not in MOVES[self._state]:
-            raise InternalError(f"a gradient that is {self._state.name} cannot become {to.name}")
-        self._state = to
+        if to not in MOVES[self.state]:
+            raise InternalError(f"a gradient that is {self.state.name} cannot become {to.name}")
+        self.state = to
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -109,7 +109,7 @@ class Passes:
         for rows in _rows_of(units):  # they come now, if no hook of a user changes the choice
             rows.want_for(module, args, kwargs)
         try:
-            with self.job.store.guarding():
+            with self.job.store.guard:
                 for unit in units:
                     if in_backward:
                         self.backward.gather(unit)
@@ -247,7 +247,7 @@ class Passes:
         held: list[ParamUnit] = []
         in_backward = current_task() != -1
         try:
-            with self.job.store.guarding():
+            with self.job.store.guard:
                 for handle in handles:
                     if (rows := handle.unit.arrival.rows) is not None:
                         rows.want_touched(handle.param)

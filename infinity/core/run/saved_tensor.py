@@ -90,8 +90,7 @@ def through_forms(
     """Wraps a pair of saved-tensor hooks so that they get local parts."""
 
     def pack_local(tensor: torch.Tensor) -> Any:
-        form = form_of(tensor)
-        if form is PLAIN:
+        if type(tensor) is torch.Tensor or (form := form_of(tensor)) is PLAIN:
             return pack(tensor)
         return SavedLocal(pack(form.local(tensor)), form, form.spec(tensor))
 

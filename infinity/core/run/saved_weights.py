@@ -191,6 +191,7 @@ def saving_hooks(
     is_ours = str(getattr(outer_pack, "__module__", None)).startswith("infinity.")
     gives_params = outer is None or getattr(outer_pack, "gives_params", is_ours)
 
+    # No function refers to itself, which only the garbage collector would free.
     def pack_one(tensor: torch.Tensor, *, inner: bool = False) -> Any:
         if tensor.layout is torch.strided and type(tensor) not in OPAQUE:
             entry = storages.find(tensor)
@@ -204,12 +205,12 @@ def saving_hooks(
         return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
 
     def pack(tensor: torch.Tensor) -> Any:
-        if has_inner(tensor) and any(
-            storages.find(inner) is not None for inner in inner_tensors(tensor)
-        ):
-            # Its inner tensors are parameters, too, but the Function gets the subclass.
-            return SavedSubclass.of(tensor, partial(pack_one, inner=True))
-        return pack_one(tensor)
+        if type(tensor) is torch.Tensor or not has_inner(tensor):
+            return pack_one(tensor)
+        if all(storages.find(each) is None for each in inner_tensors(tensor)):
+            return pack_one(tensor)
+        # Its inner tensors are parameters, too, but the Function gets the subclass.
+        return SavedSubclass.of(tensor, partial(pack_one, inner=True))
 
     def unpack_one(saved: Any) -> torch.Tensor:
         if not isinstance(saved, SavedWeight):
@@ -233,6 +234,8 @@ def saving_hooks(
         return value
 
     def unpack(saved: Any) -> torch.Tensor:
+        if isinstance(saved, SavedTensor):
+            return saved.tensor()
         return saved.tensor(unpack_one) if isinstance(saved, SavedSubclass) else unpack_one(saved)
 
     pack, unpack = through_forms(pack, unpack)

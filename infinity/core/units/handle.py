@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -125,17 +125,17 @@ class ParamHandle:
     @property
     def unit(self) -> Unit:
         """The unit. Raises UsageError if the engine is gone."""
-        return self._there(self._unit)
+        return self._unit() or self._refuse()
 
     @property
     def flat_param(self) -> FlatParam:
         """The flat param. Raises UsageError if the engine is gone."""
-        return self._there(self._flat_param)
+        return self._flat_param() or self._refuse()
 
     @property
     def param(self) -> torch.nn.Parameter:
         """The parameter itself."""
-        return self.flat_param.params[self.index]
+        return (self._flat_param() or self._refuse()).params[self.index]
 
     @property
     def has_state(self) -> bool:
@@ -167,20 +167,18 @@ class ParamHandle:
     @property
     def engine(self) -> Owner:
         """The engine that has the bytes. Raises UsageError if it is gone."""
-        return self._there(self._engine)
+        return self._engine() or self._refuse()
 
     @property
     def is_alive(self) -> bool:
         """Whether the engine exists."""
         return self._engine() is not None
 
-    def _there(self, reference: weakref.ref[Any]) -> Any:
-        if (found := reference()) is None:
-            raise UsageError(
-                f"parameter {self.name}: its engine is gone, and with it the bytes at home. Keep"
-                " the model that wrap_model returned for as long as its parameters are used."
-            )
-        return found
+    def _refuse(self) -> NoReturn:
+        raise UsageError(
+            f"parameter {self.name}: its engine is gone, and with it the bytes at home. Keep the"
+            " model that wrap_model returned for as long as its parameters are used."
+        )
 
 
 def handle_of(param: torch.Tensor | None) -> ParamHandle | None:

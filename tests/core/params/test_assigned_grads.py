@@ -111,10 +111,10 @@ def test_a_settled_gradient_waits_for_the_update_that_reads_it(job):
 def test_a_torn_gradient_is_not_settled(job):
     value = assign(job, ODD.clone())
     value.mul_(2)
-    job.handles[0].grad._state = GradState.TORN
+    job.handles[0].grad.state = GradState.TORN
     of(job).settle(job.handles[0])
     assert of(job).lands_on(job.handles[0]) is None
-    job.handles[0].grad._state = GradState.LANDED
+    job.handles[0].grad.state = GradState.LANDED
     assert torch.equal(at_home(job), ODD)
 
 
@@ -365,7 +365,7 @@ def test_a_stand_in_that_is_held_keeps_its_values_when_it_is_parted(job, case):
     """Once. Twins: without users, torn or with several ranks there is nothing to keep."""
     first, held = job.handles[0], job.handles[0].param.grad
     if case == "torn":
-        first.grad._state = GradState.TORN
+        first.grad.state = GradState.TORN
     if case == "several ranks":
         of(job).ranks = OTHERS
     if case == "not held":
