@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deleted import needs
 
 from infinity.config import Config
 from infinity.core import seams
@@ -118,6 +119,7 @@ def test_an_nvme_home_needs_a_folder(home):
 # --- sources ---
 
 
+@needs("ext/migrate")
 @pytest.mark.parametrize("key", KEYS)
 def test_an_unknown_key_is_refused_with_the_nearest(key):
     """Drops a letter from the middle of every key: the message names the whole one."""
@@ -126,6 +128,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(key):
         Config.make({wrong: None})
 
 
+@needs("ext/migrate")
 def test_a_key_like_no_other_is_refused_with_all_of_them():
     """Gives a key that resembles none, and one that is not text."""
     with pytest.raises(ConfigError, match="unknown config key 'zzz'.*the keys are") as caught:
@@ -155,6 +158,7 @@ def test_toml_json_dict_and_config_say_the_same(tmp_path):
     assert Config.make(expected) is expected
 
 
+@needs("ext/migrate")
 @pytest.mark.parametrize(
     "name, content, tells",
     [

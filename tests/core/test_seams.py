@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from deleted import needs
 from inside import parts_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -208,6 +209,7 @@ def test_an_extension_drops_what_only_a_pass_had(where, listed, monkeypatch):
     infinity.unwrap_model(model, optimizer)
 
 
+@needs("tools")
 def test_an_extension_draws_a_lane_of_its_own(listed, tmp_path):
     """Twin: without it the timeline has no such lane."""
     for name, has_lane in (("with.json", True), ("without.json", False)):
@@ -229,6 +231,7 @@ def test_the_listed_extensions_are_there():
         assert issubclass(getattr(importlib.import_module(f"infinity.{module}"), name), Extension)
 
 
+@needs("ext/class_step")
 def test_a_deleted_extension_is_skipped(listed, monkeypatch):
     """And one that builds on a folder that was deleted. Twin: an extension that is there and cannot
     be imported raises."""

@@ -23,6 +23,7 @@ from typing import Any
 import prepared
 import pytest
 import torch
+from deleted import needs
 from models import (
     at_home,
     differing,
@@ -599,6 +600,7 @@ def test_a_lock_on_the_folder_stops_nobody(swap):
         os.close(holder)
 
 
+@needs("ext/migrate")
 def test_relative_folders_are_those_of_where_they_were_given(tmp_path, monkeypatch):
     """Method: a relative folder and a relative trace; the process changes its own folder before the
     wrap, and again after it."""

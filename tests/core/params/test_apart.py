@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from deleted import needs
 from lone import lone_group
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -135,6 +136,7 @@ def test_a_tensor_has_bytes_unless_it_is_on_meta_fake_or_of_a_transform():
     assert found == [False]
 
 
+@needs("ext/dtensor")
 def test_a_distributed_tensor_has_bytes_if_its_local_part_has():
     with lone_group():
         tensor = distribute_tensor(X.clone(), dist.init_device_mesh("cpu", (1,)), [Shard(0)])

@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from deleted import needs
 from test_plan import MIB, config_of, equal_units, plan_of, unit
 from torch import nn
 
@@ -86,6 +87,7 @@ def test_what_autograd_adds_up_is_planned_as_far_as_averages_leave_no_room(tmp_p
     assert planned() == 0
 
 
+@needs("ext/dtensor")
 def test_a_machines_ranks_keep_their_part_of_every_weight(tmp_path):
     plan = plan_of(
         sharded(4, shards=8, node_size=4),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from deleted import needs
 from models import at_home
 from small import RAMP, AtHome, Small, small_at_home
 from torch import nn
@@ -379,6 +380,7 @@ def test_the_end_of_a_step_reads_the_first_units_of_the_next_forward():
     ]
 
 
+@needs("ext/class_step")
 def test_a_frozen_parameter_is_stepped_once_it_is_admitted():
     """With its moments and with its hook. Twin: while a listener refuses, it stays frozen."""
     model = Small()

@@ -18,6 +18,7 @@ import campaign
 import campaign_user
 import pytest
 import torch
+from deleted import needs
 from inside import parts_of
 from models import ChildDied, differing, in_child
 from runs import adamw
@@ -108,6 +109,7 @@ def forgets_its_hooks(user, known):
     yield {user.steps + 1}
 
 
+@needs("ext/blocks")
 def test_the_campaign_tells_hooks_that_are_left(tmp_path):
     """The twin: an operation that leaves its hooks on the thread."""
     user = campaign.User("host", tmp_path, None)

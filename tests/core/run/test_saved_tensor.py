@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
+from deleted import needs
 from lone import lone_group
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -167,6 +168,7 @@ def test_freed_storages_are_passed_over_and_forgotten():
     assert list(order.before(b)) == [a] and list(order) == [a, b]
 
 
+@needs("ext/dtensor")
 def test_of_a_dtensor_the_local_part_is_saved():
     """Twin: a plain tensor is saved as it is."""
     pack, unpack = through_forms(lambda tensor: [tensor], lambda packed: packed[0] * 2)

@@ -13,6 +13,7 @@ from functools import partial
 
 import pytest
 import torch
+from deleted import needs
 from lazily import Lazily
 from own_optimizers import Sharpness
 from small_net import furthest, model, stepped_by_class
@@ -101,6 +102,7 @@ def trained(make: Callable, loop: Callable, home: str | None, folder) -> dict:
     return {name: value.detach().clone() for name, value in net.state_dict().items()}
 
 
+@needs("ext/class_step")
 @pytest.mark.parametrize("way", MADE)
 @pytest.mark.parametrize("loop", [with_sam, with_lookahead])
 def test_a_wrapper_around_the_wrapped_optimizer_has_the_librarys_numbers(loop, way, tmp_path):
@@ -152,6 +154,7 @@ def test_the_lines_of_the_message_keep_a_wrapper(name, home, tmp_path):
         assert furthest(with_closures(bare, kind(bare.parameters(), lr=rate)), expected) > 1e-4
 
 
+@needs("ext/class_step")
 @pytest.mark.parametrize("home", ["host", "nvme"])
 def test_a_group_that_comes_later_is_stepped(home, tmp_path):
     """Claim: parameters that were frozen at the wrap are stepped by their class, with the bits."""

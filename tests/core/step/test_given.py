@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from deleted import needs
 from torch import nn
 
 import infinity
@@ -150,6 +151,7 @@ def same(found: Any, expected: Any) -> bool:
     return found == expected
 
 
+@needs("ext/class_step")
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("home", HOMES)
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -225,6 +227,7 @@ def of_adamw_adv(params):
     return pytest.importorskip("adv_optm").AdamW_adv(params, lr=0.01)
 
 
+@needs("ext/class_step")
 @pytest.mark.parametrize("count", [0, 2])
 @pytest.mark.parametrize(
     "make", [lambda p: ExpectsItsFirstStep(p, 0.1, momentum=0.9), of_lion_adv, of_adamw_adv]

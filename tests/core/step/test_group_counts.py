@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from deleted import needs
 from lazily import Lazily
 from ranks import run_ranks
 from small_net import furthest, model, same, steps, wrapped
@@ -24,7 +25,7 @@ from infinity import native
 from infinity.errors import ConfigError, UsageError
 
 pytorch_optimizer = Lazily("pytorch_optimizer")
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), needs("ext/class_step")]
 SCRIPT = Path(__file__).parents[2] / "support" / "jobs" / "rule_ranks.py"
 Make = Callable[[list[nn.Parameter]], optim.Optimizer]
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from deleted import needs
 from inside import parts_of
 from models import at_home
 from small import RAMP, AtHome, Small, small_at_home
@@ -247,6 +248,7 @@ def test_a_state_dict_is_made_outside_of_the_modes_of_inference():
 # --- groups that are added later ---
 
 
+@needs("ext/class_step")
 def test_an_added_group_is_completed_and_stepped():
     """With the defaults that it does not set."""
     job = with_frozen()
@@ -262,6 +264,7 @@ def test_an_added_group_is_completed_and_stepped():
     assert weight(job, 5).tolist() == [[0.5] * 4] * 2
 
 
+@needs("ext/class_step")
 @pytest.mark.parametrize(
     "group, message",
     [

@@ -12,6 +12,7 @@ import copy
 
 import pytest
 import torch
+from deleted import needs
 from torch import nn
 
 import infinity
@@ -136,6 +137,7 @@ def test_books_show_their_own_parameters_alone():
     assert model.decoder[0].weight not in first.state and not set(second.state)
 
 
+@needs("ext/class_step")
 def test_a_frozen_parameter_joins_one_of_them():
     """Twin: its neighbour, stored beside it, cannot join the other."""
     model, optimizers = job()
@@ -222,6 +224,7 @@ def wrapped_twice(home: str, folder):
     return model, [first, second]
 
 
+@needs("ext/class_step")
 @pytest.mark.parametrize("home", HOMES)
 def test_a_model_is_wrapped_again_with_another_optimizer(home, tmp_path):
     """With torch's bits; and a checkpoint has both."""
@@ -238,6 +241,7 @@ def test_a_model_is_wrapped_again_with_another_optimizer(home, tmp_path):
     assert train(model, given, seed=3) == train(plain, theirs, seed=3)
 
 
+@needs("ext/class_step")
 def test_an_optimizer_with_state_joins():
     """What a plain run left in it goes home."""
     plain, theirs = job()
@@ -248,6 +252,7 @@ def test_an_optimizer_with_state_joins():
     assert train(model, [first, second], seed=2) == train(plain, theirs, seed=2)
 
 
+@needs("ext/class_step")
 def test_what_cannot_join_is_refused_and_changes_nothing():
     """Parameters of another model, another configuration, and what is wrapped already."""
     model, (first, second) = job()

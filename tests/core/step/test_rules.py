@@ -7,6 +7,7 @@ import functools
 
 import pytest
 import torch
+from deleted import needs
 from lion import Lion as PlainLion
 from torch import nn
 
@@ -126,6 +127,7 @@ REFUSED = {
 }
 
 
+@needs("ext/class_step")
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_would_not_run_is_refused(what):
     build, said = REFUSED[what]
@@ -161,6 +163,7 @@ ACCEPTED = {
 }
 
 
+@needs("ext/class_step")
 @pytest.mark.parametrize("what", ACCEPTED)
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_what_is_known_runs_as_torch_runs_it(what, scheduled):
@@ -352,6 +355,7 @@ class Library(Recogniser):
             return Known(native.Rule.SGD, "library.Plain", "Plain.step", {"lr": "lr"}, {}, {})
 
 
+@needs("ext/class_step")
 def test_a_recogniser_brings_a_class_with_a_rule_and_settings(monkeypatch):
     """It steps by the kernel, as the class does. Twins: without the recogniser the class is
     refused, as its own code needs every gradient; with it, another one by the names of both."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from deleted import needs
 from lion import Lion
 from models import (
     at_home,
@@ -68,6 +69,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
+@needs("ext/class_step")
 @every_optimizer
 @both_ends
 def test_prescribed_gradients_step_as_in_torch(make, home, tmp_path):
@@ -98,6 +100,7 @@ def test_prescribed_gradients_step_as_in_torch(make, home, tmp_path):
             )
 
 
+@needs("ext/class_step")
 @every_optimizer
 def test_optimizer_state_has_the_keys_that_torch_keeps(make, tmp_path):
     """Method: after a step, compare the keys of state_dict() with the plain optimizer's: no more,

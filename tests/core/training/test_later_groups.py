@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from deleted import needs
 from inside import parts_of
 from models import at_home, differing, loss_of, tokens, transformer
 from torch import nn
@@ -20,6 +21,8 @@ LATER = [
     {"lr": 1e-3, "weight_decay": 0.2},
 ]  # of the blocks from the last to the first
 HOMES = ["device", "host", "nvme"]
+
+pytestmark = needs("ext/class_step")
 
 
 def frozen(dtype: torch.dtype = torch.float32) -> nn.Module:

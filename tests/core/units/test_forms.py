@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from deleted import needs
 from lone import lone_group
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -226,6 +227,7 @@ PROMISES = [
 ]
 
 
+@needs("ext/dtensor")
 @pytest.mark.parametrize("name", CASES)
 def test_a_form_keeps_its_promises(name):
     """Asks each form for each promise, with a parameter of its own. Covers all that are registered,
@@ -290,6 +292,7 @@ def test_a_promise_that_a_form_breaks_is_found(promise):
     assert not kept
 
 
+@needs("ext/dtensor")
 def test_what_cannot_be_trained_is_refused_and_names_the_parameter():
     """Twins: the same parameter with another placement; a plain one; a plain buffer."""
     case = mesh_case([Shard(0)])
@@ -302,6 +305,7 @@ def test_what_cannot_be_trained_is_refused_and_names_the_parameter():
     forms.PLAIN.check("b", WHOLE)
 
 
+@needs("ext/dtensor")
 def test_a_value_that_does_not_fit_is_refused():
     """Twin: the value of the right shape."""
     param = mesh_case([Shard(0)]).param
@@ -329,6 +333,7 @@ def test_the_helpers_ask_the_form_of_the_class():
     assert forms.local_of(None) is None and forms.is_plain("w")
 
 
+@needs("ext/dtensor")
 def test_a_plain_parameter_takes_the_whole_of_a_value_in_another_form():
     """Twin: a plain value stays itself."""
     for name in ("of an unknown library", "a shard", "a replica"):
@@ -350,6 +355,7 @@ def test_extensions_are_asked_once_and_only_for_a_class_that_is_not_torchs(monke
     assert asked == [1]
 
 
+@needs("ext/dtensor")
 def test_a_form_whose_folder_is_gone_is_skipped(monkeypatch):
     """Twin: the same list with the folder."""
     monkeypatch.setattr(seams, "FORMS", ["ext.gone.form.Form", "ext.dtensor.dtensors.DTensorForm"])

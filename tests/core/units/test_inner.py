@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from deleted import needs
 from lone import lone_group
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -21,6 +22,7 @@ from infinity.core.units.inner import (
 A, B, C = torch.ones(2), torch.zeros(2), torch.full((2,), 3.0)
 
 
+@needs("ext/dtensor")
 def test_inner_tensors_are_those_of_inner_subclasses_as_well():
     """By hand: two levels. Twins: a plain tensor, a parameter, and a DTensor, which has a form."""
     deep = TwoTensor(TwoTensor(A, B), TwoTensor(C, A))

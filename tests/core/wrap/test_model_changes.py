@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from deleted import needs
 from torch import nn
 
 import infinity
@@ -100,6 +101,7 @@ def test_a_change_that_defines_nothing_does_nothing(monkeypatch):
     infinity.unwrap_model(model, optimizer)
 
 
+@needs("ext/packed")
 def test_the_changes_of_extensions_are_found():
     """By hand: five, of four folders."""
     assert [type(each).__name__ for each in Changes()._made] == [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from deleted import needs
 from torch import nn
 
 from infinity.core.units.handle import COUNTS
@@ -190,6 +191,7 @@ def test_a_tied_weight_is_in_one_unit_that_every_holder_owns():
     assert groups["rest:embed"].owners == [whole.embed]
 
 
+@needs("ext/tiles")
 def test_tiled_and_shared_weights_are_units_of_their_own():
     """Only the shared one is owned: tiles are brought by themselves."""
     whole = model(tiled=weights(4), shared=weights(4), plain=weights(4))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from contract_cases import LR, MIB, SEED, hooks_of, step, wrapped
+from deleted import needs
 from models import (
     at_home,
     differing,
@@ -80,6 +81,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], type, list[str]]] = {
 }
 
 
+@needs("ext/class_step")
 @pytest.mark.parametrize("refused", REFUSED)
 def test_optimizers_that_are_refused(refused, tmp_path):
     """Method: an unsupported kind, unsupported settings, other parameters; the error lists what is
@@ -92,6 +94,7 @@ def test_optimizers_that_are_refused(refused, tmp_path):
     assert all(type(p) is nn.Parameter for p in model.parameters()) and leftovers(tmp_path) == []
 
 
+@needs("ext/migrate")
 @pytest.mark.parametrize(
     ("config", "kind", "words"),
     [

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from deleted import needs
 from inside import parts_of
 from models import at_home, differing
 from torch import nn
@@ -61,6 +62,7 @@ CASES = {
 }
 
 
+@needs("ext/class_step")
 @pytest.mark.parametrize("case", CASES)
 def test_speculate_is_accepted_does_nothing_and_says_so_once(case, tmp_path, caplog):
     """Method: bits and plan beside the twin without it, of which nothing is said. Some of the cases
