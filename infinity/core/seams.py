@@ -16,7 +16,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from .machine.tiers import Tier
 
@@ -70,6 +70,15 @@ class Term(NamedTuple):
     tier: Tier
     what: str
     nbytes: int
+
+
+class Place(Protocol):
+    """Where a model has a tensor that torch lists nowhere."""
+
+    tensor: Any
+
+    def replace(self, tensor: Any) -> None:
+        """Puts another tensor there."""
 
 
 class NoValues:
@@ -232,10 +241,9 @@ class Extension:
         return False
 
     @classmethod
-    def unlisted(cls, model: Any) -> Iterable[tuple[str, Any]]:
-        """Returns the tensors that ``model`` has beside its parameters and buffers, and that stay
-        with it: names, and places that have the ``tensor`` and ``put`` another one there. May not
-        fail."""
+    def unlisted(cls, model: Any) -> Iterable[tuple[str, Place]]:
+        """Returns the names and places of the tensors that ``model`` has beside its parameters and
+        buffers, and that stay with it. May not fail."""
         return ()
 
     @classmethod

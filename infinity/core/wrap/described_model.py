@@ -20,7 +20,7 @@ from ... import native
 from ...config import Config
 from ...errors import ConfigError
 from ..params import mistakes
-from ..seams import kinds
+from ..seams import Place, kinds
 from ..units.added import always_rests, named_tensors, own_tensors
 from ..units.forms import form_of, is_plain, local_of
 from ..units.rows import RowReader
@@ -50,7 +50,7 @@ def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
     return can_move and not hasattr(param, STAYS)
 
 
-def unlisted_in(module: nn.Module) -> list[tuple[str, Any]]:
+def unlisted_in(module: nn.Module) -> list[tuple[str, Place]]:
     """Lists the places of what no module lists, with their names."""
     return [each for kind in kinds() for each in kind.unlisted(module)]
 
@@ -75,7 +75,7 @@ class DescribedModel:
     named: list[tuple[str, nn.Parameter]]  # all names, of tied parameters too
     names: dict[torch.Tensor, list[str]]  # of each parameter, all
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    unlisted: list[tuple[str, Any]] = field(default_factory=list)  # see Extension.unlisted
+    unlisted: list[tuple[str, Place]] = field(default_factory=list)  # see Extension.unlisted
 
     # What extensions add.
     alone: set[torch.Tensor] = field(default_factory=set)  # a unit each

@@ -10,6 +10,7 @@ from torch import nn
 
 import infinity
 from infinity.core import seams
+from infinity.core.wrap import wrap
 from infinity.core.wrap.changes import Changes
 from infinity.errors import ConfigError
 
@@ -107,3 +108,44 @@ def test_the_changes_of_extensions_are_found():
     assert [type(each).__name__ for each in Changes()._made] == [
         *("Lasting", "Ties", "Quantized", "CodedWeights", "Packed"),
     ]
+
+
+class Shelf:
+    """A place as the seam describes it: of a tensor in a list, which torch does not list."""
+
+    def __init__(self, module: nn.Module):
+        self._shelf = module.shelf
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self._shelf[0]
+
+    def replace(self, tensor: torch.Tensor) -> None:
+        self._shelf[0] = tensor
+
+
+class Shelved(seams.Extension):
+    """Knows such tensors."""
+
+    @classmethod
+    def unlisted(cls, model):
+        modules = model.named_modules()
+        return [(f"{name}.shelf", Shelf(m)) for name, m in modules if "shelf" in vars(m)]
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_tensor_in_an_extensions_place_is_back_after_a_wrap_that_failed(is_known, monkeypatch):
+    """Twin: without the extension the other tensor stays."""
+    model, others = nn.Sequential(nn.Linear(4, 4)), [*seams.kinds(), *[Shelved] * is_known]
+    model[0].shelf = [torch.ones(4)]
+    before = model[0].shelf[0]
+    monkeypatch.setattr("infinity.core.wrap.described_model.kinds", lambda: others)
+
+    def fails(*_):
+        model[0].shelf[0] = torch.zeros(4)
+        raise ValueError("in the end")
+
+    monkeypatch.setattr(wrap, "_commit", fails)
+    with pytest.raises(ValueError, match="in the end"):
+        infinity.wrap_model(model, None, {"params": "host"})
+    assert (model[0].shelf[0] is before) == is_known
