@@ -75,7 +75,7 @@ mutants: setup $(VENV)/.test-ready
 	$(BIN)/pip install -q cosmic-ray
 	$(BIN)/python tools/mutants.py $(ARGS)
 
-# The native core alone, under AddressSanitizer with UBSan, then under ThreadSanitizer.
+# The native core alone, under AddressSanitizer with UBSan and under ThreadSanitizer.
 sanitize: setup $(VENV)/.test-ready
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/native/test_core.py -m slow -k "not plain" -n 2 --dist worksteal --basetemp=build/pytest-sanitize $(ARGS)

@@ -33,7 +33,7 @@ TESTS = ROOT / "csrc" / "tests"
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 SKIPPED = 77  # the program's way to say that this machine cannot show it
 
-# -O1: the program is compiled for every clone, and the cases wait for the disk anyway.
+# -O1, or less: the program is compiled for every clone, and the cases wait for the disk anyway.
 COMMON = ["-O1", "-g1"]  # -g: half as long again, for lines alone
 BUILDS = {
     "plain": [],

@@ -54,7 +54,7 @@ class ArrayIO(Protocol):
 
     @property
     def guard(self) -> AbstractContextManager[None]:
-        """Records the first error of a disk, see :class:`.store.Guard`."""
+        """The store's :class:`.store.Guard`."""
 
 
 def bytes_of(pool: native.PinnedPool, lease: native.Lease, nbytes: int) -> torch.Tensor:

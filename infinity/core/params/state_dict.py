@@ -65,11 +65,12 @@ def install_state_dict(engine: Engine, roots: Sequence[nn.Module]) -> list:
 
     for module in dict.fromkeys(module for root in roots for module in root.modules()):
         is_owner = any(handle_of(param) is not None for param in own_tensors(module))
-        if own_dicts := _with_own_state_dicts(module) if module in roots else ():
-            removers.append(module._register_state_dict_hook(partial(_fill_own, own_dicts)))
+        own_dicts = _with_own_state_dicts(module) if module in roots else ()
         if is_owner:
             removers.append(module._register_state_dict_hook(fill))
             removers.append(_raise_as_they_are(module))
+        if own_dicts:
+            removers.append(module._register_state_dict_hook(partial(_fill_own, own_dicts)))
         if is_owner or module in roots:  # before any buffer is loaded
             removers.append(module.register_load_state_dict_pre_hook(before_load))
     return removers

@@ -169,16 +169,15 @@ def _place(tensor: torch.Tensor | None) -> tuple | None:
 
 
 def saving_hooks(
-    storages: WeightStorages, hold: Callable[[ParamUnit, bool], None]
+    outer: tuple | None, storages: WeightStorages, hold: Callable[[ParamUnit, bool], None]
 ) -> tuple[Callable, Callable]:
     """Returns a pair of saved-tensor hooks that save weights as references: that around, if it is
     one of them. Other tensors go to the hooks around them.
 
-    ``storages``: of the units' device buffers. ``hold`` makes a unit resident until the running
-    backward is done with it, and if its second argument is True, at least until the running node
-    of the graph ends.
+    ``outer``: the hooks around. ``storages``: of the units' device buffers. ``hold`` makes a unit
+    resident until the running backward is done with it, and if its second argument is True, at
+    least until the running node of the graph ends.
     """
-    outer = top_hooks(True)
     if outer is not None and getattr(outer[0], "storages", None) is storages:
         return outer
     outer_pack, outer_unpack = outer or (None, None)
@@ -253,4 +252,4 @@ def _save_in_graph_of_backward(
     Called as a node of the graph takes its saved weights out, before it computes with them. Nobody
     takes the hooks off: autograd restores the thread's hooks at the end of each node.
     """
-    push_hooks(*saving_hooks(storages, hold))
+    push_hooks(*saving_hooks(top_hooks(True), storages, hold))

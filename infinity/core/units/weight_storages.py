@@ -10,7 +10,7 @@ import torch
 from ...torch_private import is_of_transform
 from ..machine import storage_guard
 
-untyped_storage = torch.Tensor.untyped_storage  # a call less for each saved tensor
+untyped_storage = torch.Tensor.untyped_storage  # as `identity`, a call less for each saved tensor
 
 
 class WeightStorages:
@@ -27,7 +27,9 @@ class WeightStorages:
     def replace(self, flat: torch.Tensor, other: torch.UntypedStorage) -> None:
         """Registers ``other``, which is about to become the storage of ``flat``."""
         self._entries = {
-            key: entry for key, entry in self._entries.items() if self._is_current(key, entry[1])
+            key: entry
+            for key, entry in self._entries.items()
+            if storage_guard.identity(entry[1]) == key
         } | {other._cdata: self._entries[storage_guard.identity(flat)]}
 
     def find(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor] | None:
@@ -42,7 +44,3 @@ class WeightStorages:
             return None
         unit = entry[0]()
         return None if unit is None else (unit, entry[1])
-
-    @staticmethod
-    def _is_current(key: int, flat: torch.Tensor) -> bool:
-        return storage_guard.identity(flat) == key

@@ -102,11 +102,11 @@ def wrap_model(
     changes = Changes()
     with contextlib.ExitStack() as undo:
         undo.callback(changes.undo)
-        wrapped_model, stepping = _wrap(model, as_given(optimizer), config, mesh, changes, undo)
+        stepping = _wrap(model, as_given(optimizer), config, mesh, changes, undo)
         changes.settle()
-        wrapped_model.__dict__[RECORD].release = changes.release
+        model.__dict__[RECORD].release = changes.release
         undo.pop_all()
-        return wrapped_model, like_given(stepping, optimizer)
+        return model, like_given(stepping, optimizer)  # type: ignore[return-value]
 
 
 def _wrap(
@@ -116,9 +116,9 @@ def _wrap(
     mesh: Any,
     changes: Changes,
     undo: contextlib.ExitStack,
-) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    """Moves the model home and hooks it. Returns it, and what stands for the optimizers. Every
-    rank calls this. ``undo`` gets what restores the state before."""
+) -> list[torch.optim.Optimizer]:
+    """Moves the model home and hooks it. Returns what stands for the optimizers. Every rank calls
+    this. ``undo`` gets what restores the state before."""
     divides = any(kind.divides(model) for kind in kinds())
     ranks, traffic = parallel_dims(mesh, divides_experts=divides), Traffic()
     collectives = Collectives(ranks, traffic)
@@ -150,8 +150,9 @@ def _wrap(
     collectives = Collectives(ranks, traffic)
     collectives.allow_flags(2 * len(described.params) + 1)
     with collectives.together("finding what stays where it is"):
-        found = [p for kind in kinds() for p in kind.staying(described, given, config, ranks)]
-        stays = Staying(found)
+        stays = Staying(
+            param for kind in kinds() for param in kind.staying(described, given, config, ranks)
+        )
         undo.callback(stays.remove)
     moved = set(filter(is_managed, described.users))
     optimizers = Optimizers(given, moved.__contains__, described.names)
@@ -188,7 +189,7 @@ def _wrap(
         for unit, group in zip(units, groups):
             if group.reader is not None:
                 unit.arrival.bring_rows(group.reader.choose)
-        sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
+        sizes = list(map(unit_size, groups, flat_params))
         engine = build_engine(
             config,
             plan,
@@ -207,8 +208,9 @@ def _wrap(
         for listener in engine.job.events.allocated:
             listener(engine.job)
     with collectives.together("sending the values home"):
-        every = (kind.first_values(described, config) for kind in kinds())
-        before.values = [values for values in every if values is not None]
+        before.values = [
+            found for kind in kinds() if (found := kind.first_values(described, config)) is not None
+        ]
         # Every value, moment and gradient. Meta tensors become real.
         with writing_behind(engine.job.store) as store:
             homes, sent = Homes(engine.job, store), set[nn.Parameter]()
@@ -225,7 +227,7 @@ def _wrap(
     stepping = _commit(described, optimizers, engine, groups, blocks, [stays, rest])
     views.take()
     model.__dict__[RECORD].take_views = views.take
-    return model, stepping
+    return stepping
 
 
 def _blocks(model: DescribedModel, groups: list[Group]) -> list[tuple[str, nn.Module]]:

@@ -13,6 +13,7 @@ import infinity
 from infinity.core.run.saved_weights import SavedWeight, is_checkpoint, saving_hooks
 from infinity.core.units.weight_storages import WeightStorages
 from infinity.errors import UsageError
+from infinity.torch_private import top_hooks
 
 
 class Unit:
@@ -28,7 +29,8 @@ class Unit:
         self.storages.enter(self, self.flat)
 
     def hooks(self) -> tuple:
-        return saving_hooks(self.storages, lambda unit, for_node: self.held.append(unit))
+        hold = lambda unit, for_node: self.held.append(unit)
+        return saving_hooks(top_hooks(True), self.storages, hold)
 
 
 VIEWS = {
