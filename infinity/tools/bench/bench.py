@@ -25,6 +25,7 @@ from ..cli.values import a_count, positive_real, real_from_zero
 from .themes import THEMES
 
 MOST_THREADS = 1024
+SIZES = (1e9, 8e9, 70e9)  # parameters of models, of which a line each tells
 
 
 class _Choices(tuple):
@@ -43,15 +44,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
     parser.add_argument(
         "theme",
         metavar="THEME",
+        nargs="?",
+        default="machine",
         choices=themes,
-        help=f"what to measure: {', '.join(themes[:-1])};"
-        " or `compare`: two result files, or one and this machine",
+        help=f"what to measure: {', '.join(themes[:-1])} (default: machine, what limits training"
+        " here); or `compare`: two result files, or one and this machine",
     )
     parser.add_argument("more", metavar="THEME|FILE", nargs="*", help="further themes, or files")
     add_options(parser)
     parser.add_argument(
         "--bound", type=real_from_zero, metavar="X", help="of compare: how much slower fails (0)"
     )
+    for option, shape in (("--csv", "comma-separated values"), ("--tex", "a LaTeX table")):
+        parser.add_argument(option, action="store_true", help=f"of compare: {shape} on stdout")
     parser.add_argument(
         "--no-rivals",
         action="store_true",
@@ -102,9 +107,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--parameters",
         type=positive_real,
-        default=7e9,
         metavar="N",
-        help="of the model in the last line (default 7e9)",
+        help="of the model in the last line (default: a line each for 1e9, 8e9 and 70e9)",
     )
     parser.add_argument(
         "--tokens",
@@ -134,12 +138,13 @@ def run(args: argparse.Namespace) -> int:
 
         args.files, args.bound = args.more, args.bound or 0.0
         return compare.run(args)
-    if args.bound is not None:
-        raise UsageError("--bound is of `infinity bench compare`: leave it out")
+    for name in ("bound", "csv", "tex"):
+        if getattr(args, name) not in (None, False):
+            raise UsageError(f"--{name} is of `infinity bench compare`: leave it out")
     names = [args.theme, *args.more]
     if unknown := [name for name in names if name not in THEMES and name != "all"]:
         raise UsageError(
-            f"{no_theme(unknown[0], [*THEMES, 'all', 'compare'])}. The engine's own benchmarks are"
+            f"{no_theme(unknown[0], [*THEMES, 'all', 'compare'])} The engine's own benchmarks are"
             f" not installed. Run `python -m bench {unknown[0]}` from the root of a checkout."
         )
     for name in ("results", "out", "svg"):
@@ -152,8 +157,8 @@ def run(args: argparse.Namespace) -> int:
 def no_theme(name: str, known: Sequence[str]) -> str:
     """Returns the message for a name that is not a theme."""
     near = difflib.get_close_matches(name, known, n=1)
-    meant = f": did you mean {near[0]}?" if near else f": choose from {', '.join(known)}"
-    return f"{name} is not a benchmark{meant}"
+    meant = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}."
+    return f"{name} is not a benchmark: {meant}"
 
 
 def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequence[str]) -> int:
@@ -223,12 +228,13 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
             raise
         for note in [*measured.notes, *results.remarks(measured.rows, settings)]:
             print(f"({note})")
-        for told in (
-            machine.limit_of(measured.rows, args.parameters, args.tokens),
-            results.bound_of(measured.rows, args.parameters),
-        ):
-            if told:
-                print(told)
+        for parameters in SIZES if args.parameters is None else [args.parameters]:
+            for told in (
+                machine.limit_of(measured.rows, parameters, args.tokens),
+                results.bound_of(measured.rows, parameters),
+            ):
+                if told:
+                    print(told)
     if args.machine_file is not None:
         date = datetime.date.today().isoformat()
         file = Path(args.machine_file)

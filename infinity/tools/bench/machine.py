@@ -10,6 +10,7 @@ messages    an all-reduce between two processes of this machine, over gloo
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -23,9 +24,8 @@ import torch
 
 from ...core.machine.limits import memory_left
 from ...core.machine.rates import checksum_rate
-from ...core.machine.sizes import format_seconds
 from . import io
-from .results import READ_NBYTES, WRITTEN_NBYTES, Measured, Row, row
+from .results import READ_NBYTES, WRITTEN_NBYTES, Measured, Row, is_wide, row, span
 from .rounds import Times, alternate, tell
 from .settings import Settings
 
@@ -201,28 +201,32 @@ def _run_rank(rank: int, meeting: str, rounds: int, nbytes: int) -> Times:
 
 def limit_of(rows: Sequence[Row], parameters: float, tokens: float) -> str:
     """Returns what limits a step of full fine-tuning of so many ``parameters`` on so many
-    ``tokens``, with AdamW and all state on the disk, and which dtype has the fastest products. ""
-    without this theme's rows."""
-    found = {each.name: each.median for each in rows}
-    rates = {name: found.get(f"machine.products.{name}", 0.0) for name in DTYPES}
-    disk = [found.get(f"machine.disk.{way}", 0.0) for way in ("read", "write", "both")]
-    if not (max(rates.values()) and all(disk) and found.get("machine.memory.copy")):
+    ``tokens``, with AdamW and all state on the disk, and which dtype has the fastest products: from
+    the best rounds to the medians. "" without this theme's rows, or if the rounds of one differ
+    much."""
+    found = {each.name: each for each in rows}
+    products = {name: found.get(f"machine.products.{name}") for name in DTYPES}
+    rates = {name: each.median for name, each in products.items() if each is not None}
+    fastest = max(rates, key=lambda name: rates[name], default="")
+    names = [f"machine.{each}" for each in ("disk.read", "disk.write", "disk.both", "memory.copy")]
+    used = [found.get(name) for name in (f"machine.products.{fastest}", *names)]
+    if any(each is None or not each.median or is_wide(each) for each in used):
         return ""
-    fastest = max(rates, key=lambda name: rates[name])
-    both = (READ_NBYTES + WRITTEN_NBYTES) / disk[2]
-    moved = max(READ_NBYTES / disk[0], WRITTEN_NBYTES / disk[1], both)
-    seconds = {
-        "products": PASSES * parameters * tokens / rates[fastest] / 1e9,
-        "memory": UPDATE_NBYTES * parameters / found["machine.memory.copy"] / 1e9,
-        "disk": moved * parameters / 1e9,
-    }
-    limit = max(seconds, key=lambda part: seconds[part])
-    told = ", ".join(f"{format_seconds(each)} of {part}" for part, each in seconds.items())
+    seconds: dict[str, list[float]] = {"products": [], "memory": [], "disk": []}
+    for which in ("high", "median"):
+        product, read, write, mixed, copy = (getattr(each, which) for each in used)
+        both = (READ_NBYTES + WRITTEN_NBYTES) / mixed
+        seconds["products"].append(PASSES * tokens / product)
+        seconds["memory"].append(UPDATE_NBYTES / copy)
+        seconds["disk"].append(max(READ_NBYTES / read, WRITTEN_NBYTES / write, both))
+    limit = max(seconds, key=lambda part: seconds[part][-1])
+    billions = parameters / 1e9
+    told = ", ".join(f"{span(each, billions)} of {part}" for part, each in seconds.items())
     text = (
         f"A step of a {parameters / 1e9:g} B model on {tokens:g} tokens (AdamW, all state on disk)"
         f" needs about {told} ({fastest}): the limit is {limit}."
     )
-    if rates["bfloat16"] and rates["float32"] > 2 * rates["bfloat16"]:
+    if rates.get("float32", 0.0) > 2 * rates.get("bfloat16", math.inf):
         ratio = rates["float32"] / rates["bfloat16"]
         text += f" Products of float32 are {ratio:.0f} times as fast as of bfloat16 here."
     return text

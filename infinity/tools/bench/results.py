@@ -296,7 +296,7 @@ def remarks(rows: Sequence[Row], settings: Settings) -> list[str]:
     """Returns notes for rows whose rounds differ much or are few, for ceilings that are passed, and
     for a quick look."""
     notes = []
-    if wide := [row.name for row in rows if _is_wide(row)]:
+    if wide := [row.name for row in rows if is_wide(row)]:
         notes.append(f"rounds differ by more than {WIDE:.0%}: {', '.join(wide)}")
     if any(row.interval is None for row in rows):
         notes.append(f"*: the lowest and the highest; an interval needs {intervals.FEWEST} rounds")
@@ -309,7 +309,8 @@ def remarks(rows: Sequence[Row], settings: Settings) -> list[str]:
     return notes
 
 
-def _is_wide(row: Row) -> bool:
+def is_wide(row: Row) -> bool:
+    """Tells whether the rounds of a row differ so much that nothing follows from it."""
     return row.high - row.low > WIDE * row.median > 0
 
 
@@ -319,17 +320,17 @@ def bound_of(rows: Sequence[Row], parameters: float = 7e9) -> str:
     differ much nothing is said."""
     found = {row.name: row for row in rows}
     told, disk = [], ("io.read", "io.write", "io.mixed")
-    if all(name in found and not _is_wide(found[name]) for name in disk):
+    if all(name in found and not is_wide(found[name]) for name in disk):
         times = []
         for which in ("high", "median"):
             read, write, mixed = (getattr(found[name], which) for name in disk)
             both = (READ_NBYTES + WRITTEN_NBYTES) / mixed
             times.append(max(READ_NBYTES / read, WRITTEN_NBYTES / write, both))
-        told.append(f"{_range(times, parameters)} of this disk, with all state on it")
+        told.append(f"{span(times, parameters / 1e9)} of this disk, with all state on it")
     step = found.get("adam.split")
-    if step is not None and not _is_wide(step):
+    if step is not None and not is_wide(step):
         times = [1 / step.high, 1 / step.median]
-        told.append(f"{_range(times, parameters)} of these processors for its update")
+        told.append(f"{span(times, parameters / 1e9)} of these processors for its update")
     if not told:
         return ""
     return (
@@ -338,6 +339,7 @@ def bound_of(rows: Sequence[Row], parameters: float = 7e9) -> str:
     )
 
 
-def _range(seconds: Sequence[float], parameters: float) -> str:
-    ends = [format_seconds(each * parameters / 1e9) for each in seconds]
+def span(seconds: Sequence[float], times: float) -> str:
+    """Formats ``seconds`` of the best rounds and of the medians, so many ``times``."""
+    ends = [format_seconds(each * times) for each in seconds]
     return ends[0] if ends[0] == ends[1] else " to ".join(ends)

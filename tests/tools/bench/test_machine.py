@@ -54,6 +54,15 @@ def test_a_dtype_without_fast_products_is_named():
     assert machine.limit_of([row("io.read", "GB/s", [1.0])], 7e9, 4096) == ""
 
 
+def test_rounds_that_differ_say_nothing():
+    """Twin: rounds that differ by a tenth give a range, from the best to the median."""
+    steady, wide = ([rate] * 4 + [rate * times] for rate, times in ((4.0, 1.1), (4.0, 2.0)))
+    others = [each for each in rows() if each.name != "machine.disk.both"]
+    told = machine.limit_of([*others, row("machine.disk.both", "GB/s", steady)], 7e9, 16)
+    assert "44.5 s to 49 s of disk" in told
+    assert machine.limit_of([*others, row("machine.disk.both", "GB/s", wide)], 7e9, 16) == ""
+
+
 @pytest.mark.slow
 def test_two_processes_send_messages():
     """Method: real processes that meet over gloo."""
