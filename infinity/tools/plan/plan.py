@@ -27,7 +27,7 @@ from .plan_next import plan_next
 from .plan_view import draw, text
 from .shapes import SHAPES, find_config
 
-MEASURED = "measured"  # a machine
+MEASURED = ("this", "measured")  # names of this machine
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 USABLE = 0.9  # share of a machine's memory and disks; the system and libraries use the rest
 DEFAULT_SAMPLES = 4
@@ -97,7 +97,7 @@ def _add_machine(add: Callable[..., Any]) -> None:
         "--machine",
         metavar="FILE",
         help="plan for this kind of machine: a TOML file, one of"
-        f" {', '.join(known_machines())}, or measured: this one, by its own rates",
+        f" {', '.join(known_machines())}, or this: the one it runs on, by its own rates",
     )
     add(
         "--nodes",
@@ -209,7 +209,7 @@ def _machine_of(args: argparse.Namespace) -> Machine | None:
         raise ConfigError(
             "--mesh plans with what forwards save on the device: leave out --activations"
         )
-    if args.machine == MEASURED:
+    if args.machine in MEASURED:
         from .plan_measured import measured_machine
 
         machine = measured_machine(args.nvme_path or [], DTYPES[args.dtype])

@@ -1,4 +1,4 @@
-"""`infinity plan --machine measured`: this machine, by its own rates, as a machine file."""
+"""`infinity plan --machine this`: this machine, by its own rates, as a machine file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def measured_machine(nvme_paths: list[str], dtype: str) -> Machine:
     if not folders:
         found = scratch.choose(scratch.candidates(), 0)
         if found is None:
-            raise ConfigError("--machine measured: no disk was found; name a folder, --nvme-path")
+            raise ConfigError("--machine this: no disk was found; name a folder, --nvme-path")
         folders = [found.folder]
     has_gpu = torch.accelerator.is_available()
     where = str(torch.accelerator.current_accelerator()) if has_gpu else "cpu"

@@ -179,7 +179,7 @@ def test_a_mesh_needs_a_machine(run):
 
 def test_this_machine_is_planned_by_its_own_rates(run, planned, tmp_path):
     """Several of them, over Ethernet that is assumed."""
-    words = ("--machine", "measured", "--nvme-path", ".", "--nodes", 2, "--mesh", "dp=2")
+    words = ("--machine", "this", "--nvme-path", ".", "--nodes", 2, "--mesh", "dp=2")
     found = planned(*words, "--dtype", "fp32", "--device-memory", "1GiB", "--host-memory", "1GiB")
     assert found["machine"] == "this machine" and found["rates"]["host_bandwidth"] > 0
     assert any("measured now" in line for line in found["sources"])
