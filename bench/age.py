@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from infinity.errors import ConfigError
-from infinity.tools.bench.results import is_quick, row_of
+from infinity.tools.bench.results import Row, is_quick, row_of
 
 from .report import read_results
 from .themes import ALL, OLD
@@ -28,7 +28,10 @@ RESULTS = ROOT / "bench" / "results"
 PAGE = RESULTS / "README.md"
 MEASUREMENTS = ROOT / "docs" / "measurements.md"
 BEGIN, END = "<!-- written by `python -m bench age --write` -->", "<!-- end of what is written -->"
-HEAD = ("theme", "machine", "date", "commit", "commits since", "of them touching it", "")
+HEAD = (
+    *("theme", "machine", "date", "commit", "commits since", "of them touching it"),
+    *("times as fast as", ""),
+)
 FIGURES = {  # of docs/measurements.md: row -> what it is
     "io.read": "reading a file",
     "io.write": "writing it",
@@ -57,6 +60,7 @@ class Age:
     commit: str
     since: int | None
     touching: int | None
+    beside: str = ""  # the least and the largest ratio to each rival
 
     @property
     def state(self) -> str:
@@ -127,11 +131,23 @@ def ages(folder: Path = RESULTS, root: Path = ROOT) -> list[Age]:
             after = commits[: places[0]]
         else:
             after = [each for each in commits if each.date > run["date"]]
-        counts = (len(after), touching(after, paths)) if commits else (None, None)
-        found.append(Age(theme, run["hardware"], run["date"], run["commit"], *counts))
+        since, changes = (len(after), touching(after, paths)) if commits else (None, None)
+        beside = ratios([row_of(each) for each in run["rows"]])
+        where = (theme, run["hardware"], run["date"], run["commit"])
+        found.append(Age(*where, since, changes, beside))
     order = {name: place for place, name in enumerate(ALL)}
     newest_first = sorted(found, key=lambda each: each.date, reverse=True)
     return sorted(newest_first, key=lambda each: order.get(each.theme, len(order)))
+
+
+def ratios(rows: Sequence[Row]) -> str:
+    """Returns the least and the largest ratio of ``rows`` to each rival."""
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for rival, ratio in row.ratios.items():
+            found.setdefault(rival, []).append(ratio)
+    ends = {rival: sorted({f"{min(its):.2f}", f"{max(its):.2f}"}) for rival, its in found.items()}
+    return ", ".join(f"{rival} {' to '.join(each)}" for rival, each in ends.items())
 
 
 def awaiting(found: Sequence[Age]) -> list[str]:
@@ -143,11 +159,14 @@ def awaiting(found: Sequence[Age]) -> list[str]:
 def table(found: Sequence[Age]) -> str:
     """Formats the ages as a table of Markdown, with a row for each theme without a result."""
     rows: list[tuple] = [
-        (each.theme, each.machine, each.date, each.commit, each.since, each.touching, each.state)
+        (
+            *(each.theme, each.machine, each.date, each.commit, each.since, each.touching),
+            *(each.beside, each.state),
+        )
         for each in found
     ]
     rows += [
-        (name, "", "", "", "", "", f"**awaits {ALL[name].needs or 'a run'}**: {command(name)}")
+        (name, *[""] * 6, f"**awaits {ALL[name].needs or 'a run'}**: {command(name)}")
         for name in awaiting(found)
     ]
     lines = [HEAD, ("---",) * len(HEAD), *rows]
@@ -174,9 +193,10 @@ def figures(folder: Path = RESULTS, found: Sequence[Age] = ()) -> str:
             share = f"{100 * row.share_of_ceiling:.0f} %" if row.share_of_ceiling else ""
             against = ", ".join(f"{each:.2f} x {rival}" for rival, each in row.ratios.items())
             since = [
-                each.touching
+                f"**{each.touching}, old**" if each.state else str(each.touching)
                 for each in found
-                if (each.theme, each.date) == (run["theme"], run["date"])
+                if each.touching is not None
+                and (each.theme, each.date) == (run["theme"], run["date"])
             ]
             less = " (less is better)" if row.better == "less" else ""
             lines.append(
@@ -187,7 +207,7 @@ def figures(folder: Path = RESULTS, found: Sequence[Age] = ()) -> str:
                     share,
                     against,
                     str(run["date"]),
-                    str(since[0] if since and since[0] is not None else "?"),
+                    since[0] if since else "?",
                 )
             )
             break

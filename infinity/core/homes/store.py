@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from operator import methodcaller
-from typing import Any
 
 import torch
 
@@ -54,7 +53,7 @@ class Guard:
         if self.failure is not None:
             raise self.failure()
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if isinstance(error, StorageError):
             self.failure = partial(StorageError, error.errno, error.strerror, error.filename)
         elif isinstance(error, CorruptionError):

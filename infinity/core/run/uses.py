@@ -108,7 +108,7 @@ class Uses:
             states = [state for state in self._is_in if refuses(state, operation)]
             self._refusing[operation] = states
         for state in states:
-            if self.is_in(state):
+            if self._is_in[state]():
                 raise refusal(operation, state, what)
 
     def operation(self, operation: OperationKind) -> native.Scope:

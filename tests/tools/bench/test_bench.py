@@ -946,10 +946,12 @@ def test_files_are_compared_and_what_differs_comes_first(tmp_path, capsys):
         assert "simd" in told[0] and "torch" in told[1] and "slower" in told[-1]
         assert command(["bench", "compare", paths[0], paths[0]]) == 0
         assert "no difference can be seen" in capsys.readouterr().out
-    assert checkout.main(["compare", *paths, "--csv"]) == 1
-    assert next(csv.DictReader(capsys.readouterr().out.splitlines()))["verdict"] == "slower"
-    assert checkout.main(["compare", *paths, "--tex"]) == 1
-    assert r"x & 1.000 & 2.000 & 2.000" in capsys.readouterr().out
+        assert command(["bench", "compare", *paths, "--csv"]) == 1
+        assert next(csv.DictReader(capsys.readouterr().out.splitlines()))["verdict"] == "slower"
+        assert command(["bench", "compare", *paths, "--tex"]) == 1
+        assert r"x & 1.000 & 2.000 & 2.000" in capsys.readouterr().out
+    assert main(["bench", "io", "--csv"]) == 2
+    assert "--csv is of `infinity bench compare`" in capsys.readouterr().err
     assert main(["bench", "compare", *paths, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["slower"] == ["x"]
     second["settings"]["scale"] = 0.1

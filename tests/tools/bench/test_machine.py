@@ -10,7 +10,7 @@ import json
 import pytest
 
 from infinity.tools.bench import machine
-from infinity.tools.bench.results import row
+from infinity.tools.bench.results import Measured, row
 from infinity.tools.bench.settings import Settings
 from infinity.tools.cli import main
 from infinity.tools.plan.machine_file import Machine
@@ -61,6 +61,19 @@ def test_rounds_that_differ_say_nothing():
     told = machine.limit_of([*others, row("machine.disk.both", "GB/s", steady)], 7e9, 16)
     assert "44.5 s to 49 s of disk" in told
     assert machine.limit_of([*others, row("machine.disk.both", "GB/s", wide)], 7e9, 16) == ""
+
+
+def test_without_a_theme_the_machine_is_measured(monkeypatch, capsys):
+    """Claim: a line for each of three models. Twin: one of the size that was asked for."""
+    monkeypatch.setattr(machine, "measure", lambda settings: Measured(rows()))
+    assert main(["bench"]) == 0
+    told = capsys.readouterr().out
+    assert [size for size in ("1 B", "8 B", "70 B") if f"of a {size} model" in told] == [
+        *("1 B", "8 B", "70 B")
+    ]
+    assert main(["bench", "--parameters", "14e9"]) == 0
+    told = capsys.readouterr().out
+    assert "of a 14 B model" in told and "of a 8 B model" not in told
 
 
 @pytest.mark.slow
