@@ -29,7 +29,8 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...torch_private import is_of_transform
-from ..machine import storage_guard
+from ..machine.storage_guard import identity
+from ..machine.storage_guard import references as references_to
 from ..units.forms import local_of
 from ..units.handle import handle_of, raw_grad
 from .described_model import DescribedModel, is_managed
@@ -45,13 +46,14 @@ def warn_of_aliases(
 ) -> None:
     """Warns, once, if an object outside the model and its optimizers shares the memory of managed
     parameters. ``views``: those of the model, which follow them."""
-    names = {param: name for name, param in model.managed.items() if _has_bytes(local_of(param))}
+    local = {param: local_of(param) for param in model.users}
+    names = {param: name for name, param in model.managed.items() if _has_bytes(local[param])}
     own = _own_tensors(model, optimizers) | _with_bases(views.tensors)
-    counts = Counter(map(_storage_of, own.values()))
+    counts = Counter(map(identity, own.values()))
     held: dict[int, list[nn.Parameter]] = {}
     for param in names:
-        key = _storage_of(param)
-        references = storage_guard.references(local_of(param))
+        key = identity(local[param])
+        references = references_to(local[param])
         if references is None or references > counts[key]:
             held.setdefault(key, []).append(param)
     if not held:
@@ -62,7 +64,7 @@ def warn_of_aliases(
     )
     found = []
     for key, params in held.items():
-        references = storage_guard.references(local_of(params[0])) or 0
+        references = references_to(local[params[0]]) or 0
         hidden = references - counts[key] - len(_with_bases(others[key]))
         passed = _with_bases(
             [
@@ -97,12 +99,12 @@ class OwnViews:
         by_storage: dict[int, list[tuple[str, nn.Parameter]]] = {}
         for name, param in model.managed.items():
             if _has_bytes(param):
-                by_storage.setdefault(_storage_of(param), []).append((name, param))
-        own = Counter(map(_storage_of, _with_bases(model.users).values()))
+                by_storage.setdefault(identity(param), []).append((name, param))
+        own = Counter(map(identity, _with_bases(model.users).values()))
         by_storage = {
             key: its
             for key, its in by_storage.items()
-            if (references := storage_guard.references(its[0][1])) is None or references > own[key]
+            if (references := references_to(its[0][1])) is None or references > own[key]
         }
         by_address = {
             param.untyped_storage().data_ptr(): its
@@ -116,7 +118,7 @@ class OwnViews:
             elif handle_of(value) is not None or is_managed(value) or not _has_bytes(value):
                 continue
             else:
-                shared = by_storage.get(_storage_of(value), [])
+                shared = by_storage.get(identity(value), [])
             is_tensor = isinstance(value, torch.Tensor)
             whose = [
                 (name, param) for name, param in shared if is_tensor and _contains(param, value)
@@ -290,11 +292,6 @@ def _span_nbytes(tensor: torch.Tensor) -> int:
     return (last + 1) * tensor.itemsize
 
 
-def _storage_of(tensor: torch.Tensor) -> int:
-    """Returns the id of the storage of ``tensor``, or of its local part."""
-    return storage_guard.identity(local_of(tensor))
-
-
 def _has_bytes(tensor: torch.Tensor) -> bool:
     if type(tensor) not in (
         torch.Tensor,
@@ -344,7 +341,7 @@ def _others(
     found: dict[int, list[torch.Tensor]] = {key: [] for key in held}
     for each in gc.get_objects():
         if issubclass(type(each), torch.Tensor) and id(each) not in own and _has_bytes(each):
-            here = _storage_of(each)
+            here = identity(each)
             key = here if here in found else by_address.get(_address(each))
             if key is not None:
                 found[key].append(each)

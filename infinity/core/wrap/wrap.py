@@ -150,9 +150,8 @@ def _wrap(
     collectives = Collectives(ranks, traffic)
     collectives.allow_flags(2 * len(described.params) + 1)
     with collectives.together("finding what stays where it is"):
-        stays = Staying(
-            param for kind in kinds() for param in kind.staying(described, given, config, ranks)
-        )
+        kept = [p for kind in kinds() for p in kind.staying(described, given, config, ranks)]
+        stays = Staying(kept)
         undo.callback(stays.remove)
     moved = set(filter(is_managed, described.users))
     optimizers = Optimizers(given, moved.__contains__, described.names)
