@@ -45,8 +45,8 @@ class Uses:
             settle,
         )
         self._is_in: dict[StateKind, Callable[[], bool]] = {}
-        # The states that refuse an operation, as far as it was asked for.
-        self._refusing: dict[OperationKind, list[StateKind]] = {}
+        # By operation, as far as it was asked for: the states that refuse it, and what tells them.
+        self._refusing: dict = {}
         self._halted: Callable[[], InfinityError] | None = None
 
     def define(self, states: Mapping[StateKind, Callable[[], bool]]) -> None:
@@ -105,10 +105,10 @@ class Uses:
 
     def _refuse(self, operation: OperationKind, what: str | None) -> None:
         if (states := self._refusing.get(operation)) is None:
-            states = [state for state in self._is_in if refuses(state, operation)]
+            states = [each for each in self._is_in.items() if refuses(each[0], operation)]
             self._refusing[operation] = states
-        for state in states:
-            if self._is_in[state]():
+        for state, is_in in states:
+            if is_in():
                 raise refusal(operation, state, what)
 
     def operation(self, operation: OperationKind) -> native.Scope:
