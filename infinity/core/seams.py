@@ -73,7 +73,7 @@ class Term(NamedTuple):
 
 
 class Place(Protocol):
-    """Where a model has a tensor that torch lists nowhere."""
+    """The place of a tensor that is neither a parameter nor a buffer of its model."""
 
     tensor: Any
 
