@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -76,6 +77,14 @@ def test_it_trains_without_extensions_and_tools(tmp_path):
 @pytest.mark.parametrize("folder", folders())
 def test_it_trains_without_each_folder_alone(folder, tmp_path):
     assert train_without(tmp_path, {folder}) == "trained"
+
+
+def test_tests_need_folders_that_are_there():
+    """A misspelt folder would skip its test everywhere."""
+    named = re.compile(r'needs\("([^"]+)"\)|": "(ext/\w+|tools)",')
+    files = (PACKAGE.parent / "tests" / "core").rglob("test_*.py")
+    found = {one or two for file in files for one, two in named.findall(file.read_text())}
+    assert len(found) >= 5 and found <= set(folders()), found - set(folders())
 
 
 def test_the_page_repeats_what_each_folder_says():
