@@ -69,7 +69,6 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "grid --window 8 --share 60": ("--share: '60' is not a share", "a percentage as 2%"),
     "attention 2097152 --window 8 --q-tile 8 --kv-tile 8": ("SHAPE 2097152", "at most 1048576"),
     # --- bench ---
-    "bench": ("required: (?i:theme)", HELP),
     "bench disk": ("choose from machine, io, adam, copy, all", "`python -m bench disk` from"),
     "bench io adm": ("adm is not a benchmark", "did you mean adam?"),
     "bench io --bound 0.1": ("--bound is of `infinity bench compare`", "leave it out"),
