@@ -23,7 +23,7 @@ from infinity.errors import UsageError
 from infinity.tools.bench import bench as command
 from infinity.tools.cli import BAD_INPUT_STATUS, Parser, answer
 
-from .themes import ALL, THEMES, listing, of_file
+from .themes import IN_ALL, PARTS, THEMES, listing, module_of, of_file, part_named
 
 # Each has a module with ``add_options(parser)`` and ``run(args)``.
 COMMANDS = {
@@ -45,7 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "theme", metavar="THEME", help="what to measure: a name, all, or a Python file of your own"
+        "theme",
+        metavar="THEME",
+        help="what to measure: a theme or theme.part, all, or a Python file of your own",
     )
     parser.add_argument("more", metavar="THEME", nargs="*", help="further themes")
     command.add_options(parser)
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             module.add_options(parser)
             found = parser.parse_args(given[1:])
-            found.themes = {name: theme.where for name, theme in ALL.items()}
+            found.themes = {name: module_of(part.where) for name, part in PARTS.items()}
             return answer(parser.prog, module.run, found)
         args = build_parser().parse_args(given)
     except SystemExit as stop:  # argparse has printed help (0) or its message
@@ -77,15 +79,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Measures themes and prints their tables."""
-    known = {name: theme.where for name, theme in ALL.items()}
+    known = {name: module_of(part.where) for name, part in PARTS.items()}
     chosen: list[str] = []
-    for name in (args.theme, *args.more):
+    for name in map(part_named, (args.theme, *args.more)):
         if name.endswith(".py"):
             name, known[name] = of_file(Path(name))
-        chosen += THEMES if name == "all" else [name]
+        chosen += IN_ALL if name == "all" else [name]
     if unknown := [name for name in chosen if name not in known]:
-        raise UsageError(command.no_theme(unknown[0], [*known, "all", *COMMANDS]))
-    args.paths = sorted({path for name in chosen if name in ALL for path in ALL[name].paths})
+        raise UsageError(command.no_theme(unknown[0], [*THEMES, *PARTS, "all", *COMMANDS]))
+    args.paths = sorted({path for name in chosen if name in PARTS for path in PARTS[name].paths})
     return command.measure(args, known, tuple(dict.fromkeys(chosen)))
 
 

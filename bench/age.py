@@ -21,7 +21,7 @@ from infinity.errors import ConfigError
 from infinity.tools.bench.results import Row, is_quick, row_of
 
 from .report import read_results
-from .themes import ALL, OLD
+from .themes import OLD, PARTS, full_name
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -67,12 +67,12 @@ class Age:
         """What is to be done about it."""
         if self.touching is None or self.touching <= OLD:
             return ""
-        return f"**old**: {command(self.theme)}" if self.theme in ALL else "**old**"
+        return f"**old**: {command(self.theme)}" if self.theme in PARTS else "**old**"
 
 
 def command(theme: str) -> str:
     """Returns what measures a theme anew."""
-    return f"`python -m bench {theme} --save bench/results`"
+    return f"`python -m bench {full_name(theme)} --save bench/results`"
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def ages(folder: Path = RESULTS, root: Path = ROOT) -> list[Age]:
         paths = run.get("paths") or [
             path
             for part in theme.split("+")
-            for path in (ALL[part].paths if part in ALL else OTHERS.get(part, ()))
+            for path in (PARTS[part].paths if part in PARTS else OTHERS.get(part, ()))
         ]
         places = [
             place for place, each in enumerate(commits) if commit and each.name.startswith(commit)
@@ -135,7 +135,7 @@ def ages(folder: Path = RESULTS, root: Path = ROOT) -> list[Age]:
         beside = ratios([row_of(each) for each in run["rows"]])
         where = (theme, run["hardware"], run["date"], run["commit"])
         found.append(Age(*where, since, changes, beside))
-    order = {name: place for place, name in enumerate(ALL)}
+    order = {name: place for place, name in enumerate(PARTS)}
     newest_first = sorted(found, key=lambda each: each.date, reverse=True)
     return sorted(newest_first, key=lambda each: order.get(each.theme, len(order)))
 
@@ -153,7 +153,7 @@ def ratios(rows: Sequence[Row]) -> str:
 def awaiting(found: Sequence[Age]) -> list[str]:
     """Returns the themes that have no result at all."""
     have = {part for each in found for part in each.theme.split("+")}
-    return [name for name in ALL if name not in have]
+    return [name for name in PARTS if name not in have]
 
 
 def table(found: Sequence[Age]) -> str:
@@ -166,7 +166,7 @@ def table(found: Sequence[Age]) -> str:
         for each in found
     ]
     rows += [
-        (name, *[""] * 6, f"**awaits {ALL[name].needs or 'a run'}**: {command(name)}")
+        (name, *[""] * 6, f"**awaits {PARTS[name].needs or 'a run'}**: {command(name)}")
         for name in awaiting(found)
     ]
     lines = [HEAD, ("---",) * len(HEAD), *rows]

@@ -74,7 +74,7 @@ def _launch(module: str, ranks: int, folder: str, settings: Settings) -> dict | 
         "--nproc-per-node",
         str(ranks),
     ]
-    command += ["-m", module, folder, str(settings.rounds), str(settings.scale)]
+    command += [*_program(module)[-2:], folder, str(settings.rounds), str(settings.scale)]
     threads = max(1, (os.cpu_count() or 1) // ranks)
     variables = environment(OMP_NUM_THREADS=str(threads))
     try:
@@ -88,7 +88,13 @@ def _launch(module: str, ranks: int, folder: str, settings: Settings) -> dict | 
         return (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1][:200]
 
 
+def _program(module: str) -> list[str]:
+    """Returns Python's arguments for a module, or for the file of one that no package has."""
+    return [module] if module.endswith(".py") else ["-P", "-m", module]
+
+
 def launch_delayed(
+    theme: str,
     module: str,
     ranks: int,
     seconds: float,
@@ -103,16 +109,13 @@ def launch_delayed(
     network_of = doubles("doubles.delayed_network")
     if (missing := network_of.why_not()) is not None:
         return missing
-    tell(
-        f"{module.rpartition('.')[2]}: {ranks} processes, messages of {1e3 * seconds:g} ms,"
-        f" {settings.rounds} rounds"
-    )
+    tell(f"{theme}: {ranks} processes, messages of {1e3 * seconds:g} ms, {settings.rounds} rounds")
     with (
         network_of.DelayedNetwork(ranks, seconds, rate) as network,
         tempfile.TemporaryDirectory(dir=settings.folder) as folder,
     ):
         shared = _variables_of_nodes(network.addresses[0], ranks) | variables
-        command = [sys.executable, "-P", "-m", module, folder]
+        command = [sys.executable, *_program(module), folder]
         command += [str(settings.rounds), str(settings.scale)]
         started = [
             network.start(place, command, environment(**shared, RANK=str(place)))

@@ -45,7 +45,7 @@ def measure(settings: Settings) -> Measured:
     _add_rows(
         found,
         "meetings.latency5ms",
-        launch_delayed(__name__, LATENCY_RANKS, LATENCY_SECONDS, settings),
+        launch_delayed("meetings", __name__, LATENCY_RANKS, LATENCY_SECONDS, settings),
     )
     return found
 

@@ -1,7 +1,11 @@
-"""Themes: the name of each benchmark, its module or function, what it measures, and the paths that
+"""Themes: twelve names with parts, each a module or function, what it measures, and the paths that
 decide its figures.
 
+part   one benchmark. `python -m bench ranks.meetings` measures a part, also by its own name,
+       `meetings`; a theme's name alone is its first part. Result files have the part's own name
 old    a result whose paths have changed in more than OLD commits since
+
+What the themes say together, and which to run when, is in docs/measurements.md.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from pathlib import Path
 
 from infinity.errors import ConfigError
 
+from .launch import ROOT
+
 OLD = 100
 ENGINE = ("infinity/core", "infinity/native.py", "csrc/io", "csrc/optim", "csrc/update")
 RANKS = (*ENGINE, "infinity/ranks")
@@ -20,93 +26,182 @@ CHECKPOINTS = ("infinity/ext/checkpoint", "infinity/files", "csrc/io")
 
 
 @dataclass(frozen=True)
-class Theme:
-    """One benchmark. ``needs``: of the machine, if not every one has it."""
+class Part:
+    """One benchmark.
+
+    where
+        A module, or module:function; of a model of a disk, a network or a device the file beside
+        the tests of its system.
+    needs
+        Of the machine, if not every one has it.
+    """
 
     where: str
     help: str
     paths: tuple[str, ...]
     needs: str = ""
+    in_all: bool = False
 
 
-IN_ALL = {
-    "machine": Theme(
-        "infinity.tools.bench.machine", "what limits training here", ("csrc/io", "csrc/memory")
-    ),
-    "io": Theme(
-        "bench.loops:measure_io", "one file, read, written and both, beside fio", ("csrc/io",)
-    ),
-    "adam": Theme(
-        "bench.loops:measure_adam", "optimizer kernels in memory, beside torch", ("csrc/optim",)
-    ),
-    "update": Theme(
-        "bench.update",
-        "the optimizer's step over NVMe, beside its disk",
-        ("csrc/io", "csrc/optim", "csrc/update"),
-    ),
-    "pool": Theme("bench.loops:measure_pool", "leases of pinned memory", ("csrc/memory",)),
-    "copy": Theme("infinity.tools.bench.copies", "memory to memory", ("csrc/memory",)),
-    "step": Theme("bench.step", "a GPT-2 at every home, beside plain torch", ENGINE),
+THEMES = {
+    "machine": {
+        "machine": Part(
+            "infinity.tools.bench.machine",
+            "what limits training here",
+            ("csrc/io", "csrc/memory"),
+            in_all=True,
+        )
+    },
+    "io": {
+        "io": Part(
+            "bench.loops:measure_io",
+            "one file, read, written and both, beside fio",
+            ("csrc/io",),
+            in_all=True,
+        )
+    },
+    "adam": {
+        "adam": Part(
+            "bench.loops:measure_adam",
+            "optimizer kernels in memory, beside torch",
+            ("csrc/optim",),
+            in_all=True,
+        ),
+        "update": Part(
+            "bench.update",
+            "the optimizer's step over NVMe, beside its disk",
+            ("csrc/io", "csrc/optim", "csrc/update"),
+            in_all=True,
+        ),
+        "rules": Part("bench.rules", "each optimizer's kernel", ("csrc/optim",)),
+        "optimizers": Part("bench.optimizers", "optimizers from NVMe", ENGINE),
+    },
+    "copy": {
+        "copy": Part(
+            "infinity.tools.bench.copies", "memory to memory", ("csrc/memory",), in_all=True
+        ),
+        "pool": Part(
+            "bench.loops:measure_pool", "leases of pinned memory", ("csrc/memory",), in_all=True
+        ),
+    },
+    "step": {
+        "step": Part(
+            "bench.step", "a GPT-2 at every home, beside plain torch", ENGINE, in_all=True
+        ),
+        "idle": Part("bench.idle", "lanes that stand still", ENGINE),
+        "touches": Part(
+            "bench.touches",
+            "loops over parameters",
+            ("infinity/core/params", "infinity/core/homes"),
+        ),
+    },
+    "train": {
+        "train": Part("bench.endtoend", "systems in processes of their own", ENGINE),
+        "train_ways": Part(
+            "bench.endtoend:measure_ways", "clipping, micro-batches, budgets", ENGINE
+        ),
+        "train_1b": Part("bench.endtoend:measure_large", "1 B parameters", ENGINE),
+    },
+    "startup": {
+        "startup": Part(
+            "bench.startup",
+            "from files to a wrapped model",
+            ("infinity/core/wrap", "infinity/files"),
+        )
+    },
+    "checkpoint": {"checkpoint": Part("bench.checkpoint", "saves, loads and stalls", CHECKPOINTS)},
+    "ranks": {
+        "ranks": Part("bench.endtoend:measure_ranks", "1, 2 and 4 processes, beside FSDP2", RANKS),
+        "meetings": Part("bench.meetings", "what ranks' agreement costs", ("infinity/ranks",)),
+        "tensor_parallel": Part("bench.tensor_parallel", "2 and 4 processes, beside torch", RANKS),
+        "pipeline": Part("bench.pipeline", "stages, beside torch's schedules", RANKS),
+    },
+    "ext": {
+        "tiling": Part("bench.tiling", "the widest layer in tiles", ("infinity/ext/tiles",)),
+        "attention": Part("bench.attention", "windows in tiles", ("infinity/ext/attention",)),
+        "packed": Part("bench.packed", "LoRA on a packed base", ("infinity/ext/packed",)),
+        "experts": Part(
+            "bench.experts", "experts apart and whole", ("infinity/ext/experts_parallel",)
+        ),
+        "integrations": Part(
+            "bench.integrations", "trainers beside their own", ("infinity/integrations.py", *ENGINE)
+        ),
+    },
+    "gpu": {
+        "gpu": Part("bench.gpu", "kernels and copies", ("csrc/cuda",), needs="a GPU"),
+        "gpu_train": Part("bench.gpu_train", "training on a GPU", ENGINE, needs="a GPU"),
+        "past_host": Part(
+            "bench.past_host",
+            "disk to device past the host",
+            ("infinity/ext/gpu_direct", "csrc/cuda"),
+            needs="a GPU with cuFile or P2PDMA, and NVMe",
+        ),
+    },
+    "models": {
+        "disks": Part(
+            "tests/core/homes/measure_disks.py",
+            "eight modelled disks",
+            ("csrc/io", "infinity/core/homes"),
+        ),
+        "cluster": Part("tests/tools/plan/measure_cluster.py", "steps beside their plan", RANKS),
+        "meshes": Part("tests/tools/plan/measure_meshes.py", "steps on four meshes", RANKS),
+        "shares": Part(
+            "tests/ext/shares/measure_shares.py",
+            "batches by speed",
+            ("infinity/ranks", "infinity/ext/shares"),
+        ),
+        "slow_links": Part(
+            "tests/ext/local_steps/measure_slow_links.py",
+            "groups over a slow link",
+            ("infinity/ext/local_steps",),
+        ),
+        "late_updates": Part(
+            "tests/ext/versions_2bw/measure_late_updates.py",
+            "the loss by older weights",
+            ("infinity/ext/versions_2bw",),
+        ),
+        "late_device": Part(
+            "tests/support/late_device/measure_late_device.py",
+            "steps on a simulated device",
+            ENGINE,
+        ),
+    },
 }
-APART_FROM_ALL = {
-    "train": Theme("bench.endtoend", "systems in processes of their own", ENGINE),
-    "train_ways": Theme("bench.endtoend:measure_ways", "clipping, micro-batches, budgets", ENGINE),
-    "train_1b": Theme("bench.endtoend:measure_large", "1 B parameters", ENGINE),
-    "tiling": Theme("bench.tiling", "the widest layer in tiles", ("infinity/ext/tiles",)),
-    "attention": Theme("bench.attention", "windows in tiles", ("infinity/ext/attention",)),
-    "startup": Theme(
-        "bench.startup", "from files to a wrapped model", ("infinity/core/wrap", "infinity/files")
-    ),
-    "packed": Theme("bench.packed", "LoRA on a packed base", ("infinity/ext/packed",)),
-    "experts": Theme(
-        "bench.experts", "experts apart and whole", ("infinity/ext/experts_parallel",)
-    ),
-    "rules": Theme("bench.rules", "each optimizer's kernel", ("csrc/optim",)),
-    "optimizers": Theme("bench.optimizers", "optimizers from NVMe", ENGINE),
-    "touches": Theme(
-        "bench.touches", "loops over parameters", ("infinity/core/params", "infinity/core/homes")
-    ),
-    "idle": Theme("bench.idle", "lanes that stand still", ENGINE),
-    "disks": Theme("bench.disks", "eight modelled disks", ("csrc/io", "infinity/core/homes")),
-    "cluster": Theme("bench.cluster", "steps beside their plan", RANKS),
-    "checkpoint": Theme("bench.checkpoint", "saves, loads and stalls", CHECKPOINTS),
-    "ranks": Theme("bench.endtoend:measure_ranks", "1, 2 and 4 processes, beside FSDP2", RANKS),
-    "meetings": Theme("bench.meetings", "what ranks' agreement costs", ("infinity/ranks",)),
-    "meshes": Theme("bench.meshes", "steps on four meshes", RANKS),
-    "shares": Theme("bench.shares", "batches by speed", ("infinity/ranks", "infinity/ext/shares")),
-    "slow_links": Theme(
-        "bench.slow_links", "groups over a slow link", ("infinity/ext/local_steps",)
-    ),
-    "tensor_parallel": Theme("bench.tensor_parallel", "2 and 4 processes, beside torch", RANKS),
-    "pipeline": Theme("bench.pipeline", "stages, beside torch's schedules", RANKS),
-    "late_updates": Theme(
-        "bench.late_updates", "the loss by older weights", ("infinity/ext/versions_2bw",)
-    ),
-    "integrations": Theme(
-        "bench.integrations", "trainers beside their own", ("infinity/integrations.py", *ENGINE)
-    ),
-    "late_device": Theme("bench.late_device", "steps on a simulated device", ENGINE),
-    "gpu": Theme("bench.gpu", "kernels and copies", ("csrc/cuda",), needs="a GPU"),
-    "gpu_train": Theme("bench.gpu_train", "training on a GPU", ENGINE, needs="a GPU"),
-    "past_host": Theme(
-        "bench.past_host",
-        "disk to device past the host",
-        ("infinity/ext/gpu_direct", "csrc/cuda"),
-        needs="a GPU with cuFile or P2PDMA, and NVMe",
-    ),
-}
-ALL = IN_ALL | APART_FROM_ALL
-THEMES = {name: theme.where for name, theme in IN_ALL.items()}
-APART = {name: theme.where for name, theme in APART_FROM_ALL.items()}
+PARTS = {name: part for parts in THEMES.values() for name, part in parts.items()}
+IN_ALL = [name for name, part in PARTS.items() if part.in_all]
+
+
+def part_named(name: str) -> str:
+    """Returns the own name of a part that is given as ``theme.part``, or ``name`` itself."""
+    theme, _, rest = name.partition(".")
+    parts = THEMES.get(theme, {})
+    return next((each for each in (rest, f"{theme}_{rest}") if rest and each in parts), name)
+
+
+def full_name(part: str) -> str:
+    """Returns ``theme.part`` of a part's own name; of a theme's first part the theme's name."""
+    theme = next(theme for theme, parts in THEMES.items() if part in parts)
+    return theme if part == theme else f"{theme}.{part.removeprefix(f'{theme}_')}"
+
+
+def module_of(where: str) -> str:
+    """Returns a :class:`Part`'s module, or module:function, which can be imported then, also by
+    processes that are spawned."""
+    if not where.endswith(".py"):
+        return where
+    folder, name = str((ROOT / where).parent), Path(where).stem
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return name
 
 
 def listing() -> str:
-    """Returns a line for each theme."""
+    """Returns a line for each theme and part."""
     return "\n".join(
-        f"  {name:<16} {theme.help}"
-        + (f"; needs {theme.needs}" if theme.needs else "")
-        + (" (in all)" if name in IN_ALL else "")
-        for name, theme in ALL.items()
+        f"  {full_name(name):<22} {part.help}"
+        + (f"; needs {part.needs}" if part.needs else "")
+        + (" (in all)" if part.in_all else "")
+        for name, part in PARTS.items()
     )
 
 

@@ -1,7 +1,7 @@
 """What runs beside the compute of a late device: updates, weights on their way, and the training
 thread. By the order of beginnings and ends, not by seconds: the device is slow beside this machine.
 
-`bench/late_device.py` has how long a step takes, beside the bound of its parts.
+`measure_late_device.py` has how long a step takes, beside the bound of its parts.
 """
 
 from __future__ import annotations

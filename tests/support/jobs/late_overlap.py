@@ -12,9 +12,9 @@ from pathlib import Path
 from unittest import mock
 
 import late_device
+import measure_late_device as bench
 import torch
 
-from bench import late_device as bench
 from infinity.core.step.optimizer import InfinityOptimizer
 from infinity.core.units.unit_buffers import UnitBuffers
 

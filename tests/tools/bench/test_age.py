@@ -11,7 +11,7 @@ import pytest
 
 import bench.__main__ as checkout
 from bench import age
-from bench.themes import ALL, OLD
+from bench.themes import OLD, PARTS
 from infinity.errors import ConfigError
 from infinity.tools.bench import results
 
@@ -86,7 +86,7 @@ def test_an_old_result_is_marked_with_what_measures_it_anew(touching, is_old):
     row = next(line for line in told.splitlines() if line.startswith("| io |"))
     assert ("**old**: `python -m bench io --save" in row) == is_old
     assert "awaits a GPU**: `python -m bench gpu --save" in told
-    assert age.awaiting(found) == [name for name in ALL if name != "io"]
+    assert age.awaiting(found) == [name for name in PARTS if name != "io"]
 
 
 def test_the_table_of_the_page_has_every_result(monkeypatch):

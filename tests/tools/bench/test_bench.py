@@ -28,10 +28,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bench.__main__ as checkout
-from bench import bench_loops, first_steps, meetings, report, shares, touches
+from bench import bench_loops, first_steps, meetings, report, touches
 from bench.rivals import deepspeed_aio, fio, limited
 from bench.rivals.tuning import Tuned
-from bench.themes import ALL, APART, THEMES
+from bench.themes import IN_ALL, PARTS, THEMES, full_name, module_of, part_named
 from infinity.core.machine import disk_profile
 from infinity.core.run.engine import Engine
 from infinity.errors import ConfigError, UsageError
@@ -436,7 +436,7 @@ def test_bad_options_are_refused(arguments, tells, capsys):
 
 
 @pytest.mark.parametrize(
-    "theme", sorted(({*ALL} - {*installed.THEMES}) | ({*checkout.COMMANDS} - {"compare"}))
+    "theme", sorted(({*PARTS} - {*installed.THEMES}) | ({*checkout.COMMANDS} - {"compare"}))
 )
 def test_a_theme_of_a_checkout_is_refused_by_the_installed_command(theme, tmp_path, capsys):
     """Method: each with options of the report too; the message has the command to run."""
@@ -446,11 +446,24 @@ def test_a_theme_of_a_checkout_is_refused_by_the_installed_command(theme, tmp_pa
 
 
 def test_a_checkout_has_every_theme():
-    """Method: imports the module of every theme; the installed ones are among them."""
-    assert installed.THEMES.keys() <= ALL.keys() == {*THEMES, *APART}
-    for where in (THEMES | APART | installed.THEMES).values():
-        name, _, function = where.partition(":")
+    """Method: imports the module of every part; the installed themes are among the twelve, and all
+    of them in `all`."""
+    assert installed.THEMES.keys() <= THEMES.keys() and len(THEMES) == 12
+    assert {*installed.THEMES} <= {*IN_ALL} <= {*PARTS}
+    for where in [part.where for part in PARTS.values()] + [*installed.THEMES.values()]:
+        name, _, function = module_of(where).partition(":")
         assert callable(getattr(importlib.import_module(name), function or "measure"))
+
+
+def test_a_part_has_two_names():
+    """Method: each part by both of its names; no own name is another part's, and none that is no
+    part's is changed."""
+    assert len(PARTS) == sum(map(len, THEMES.values()))
+    for name in PARTS:
+        assert part_named(name) == part_named(full_name(name)) == name
+    assert full_name("train_1b") == "train.1b" and full_name("meetings") == "ranks.meetings"
+    for other in ("ranks.step", "io.", "mine.py", "ranks_meetings"):
+        assert part_named(other) == other
 
 
 def test_the_report_is_a_theme_of_a_checkout(tmp_path, capsys):
@@ -699,8 +712,8 @@ def test_the_help_says_what_each_theme_measures(capsys):
     """Method: the help has a line for each theme and command, and each path of a theme is there."""
     assert checkout.main(["--help"]) == 0
     told = capsys.readouterr().out
-    for name, theme in ALL.items():
-        assert name in told and theme.help in told and theme.needs in told
+    for name, theme in PARTS.items():
+        assert full_name(name) in told and theme.help in told and theme.needs in told
         assert theme.paths and all((ROOT / path).exists() for path in theme.paths), name
 
 
@@ -1122,7 +1135,9 @@ def test_meetings_are_measured_in_all_three_ways(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_shares_are_measured_beside_an_even_split(tmp_path):
     """Two processes, with a tenth of the work: little is left of the difference."""
-    found = shares.measure(Settings(folder=str(tmp_path), rounds=1, scale=0.1))
+    found = importlib.import_module(module_of(PARTS["shares"].where)).measure(
+        Settings(folder=str(tmp_path), rounds=1, scale=0.1)
+    )
     names = [f"shares.{name}{what}" for name in ("slowed", "modelled") for what in ("", ".first")]
     assert [each.name for each in found.rows] == names, found.notes
     assert found.rows[2].ratios["even"] > 0 and 48 <= found.rows[3].median <= 95

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from bench.launch import ROOT, launch_each, run_as_rank
 from infinity.tools.bench.results import Measured, row
 from infinity.tools.bench.rounds import tell
 from infinity.tools.bench.settings import Settings
-
-from .launch import ROOT, launch_each, run_as_rank
 
 RANKS = (2, 4)
 UPDATES, LAST = 200, 20  # the loss is the mean over the last ones
@@ -49,7 +48,7 @@ def measure(settings: Settings) -> Measured:
     """Measures rows ``late.<stages>.<optimizer>.<way>``: the loss after 200 updates, in nats a
     byte, of each round's weights and batches. Notes the ways that diverged."""
     found = Measured([])
-    for ranks, told in launch_each(found, "late_updates", __name__, RANKS, settings):
+    for ranks, told in launch_each(found, "late_updates", __file__, RANKS, settings):
         for name, losses in told.items():
             if all(map(math.isfinite, losses)):
                 found.rows.append(row(f"late.{ranks}.{name}", "nats", losses))

@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench.launch import launch_each, run_as_rank
 from infinity.tools.bench.results import Measured, row
 from infinity.tools.bench.rounds import alternate, paired
 from infinity.tools.bench.settings import Settings
-
-from .launch import launch_each, run_as_rank
 
 BATCH, TOKENS, WIDTH, BLOCKS = 96, 16, 512, 2
 MODELLED_WIDTH, MODELLED_SECONDS = 64, 1e-3  # of a sample in the forward of a block
@@ -33,7 +32,7 @@ def measure(settings: Settings) -> Measured:
     """Measures rows ``shares.slowed`` and ``shares.modelled`` (samples/s) with their ratios to the
     even split, and ``.first``, the samples that the faster process gets."""
     found = Measured([])
-    for _, told in launch_each(found, "shares", __name__, (2,), settings):
+    for _, told in launch_each(found, "shares", __file__, (2,), settings):
         for name, (seconds, share) in told.items():
             rates = [STEPS * BATCH / each for each in seconds["shares"]]
             ratios = {"even": paired(seconds["shares"], seconds["even"])}

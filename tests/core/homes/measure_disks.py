@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 
+from bench.launch import doubles
 from infinity import native
 from infinity.core.homes.store import ArrayStore
 from infinity.core.machine.disk_profile import DiskProfile
@@ -36,8 +37,6 @@ from infinity.core.machine.tiers import Tier
 from infinity.core.machine.traffic import Traffic
 from infinity.tools.bench.results import Measured, Row, row
 from infinity.tools.bench.settings import Settings
-
-from .launch import doubles
 
 DISKS, UNITS = 8, 8
 RATE, UNIT_NBYTES = (

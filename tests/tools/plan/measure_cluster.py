@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
+from bench.launch import doubles, launch_delayed, run_as_rank
 from infinity import native
 from infinity.config import Config
 from infinity.core.machine.disk_profile import DiskProfile
@@ -37,12 +38,11 @@ from infinity.tools.bench.settings import Settings
 from infinity.tools.plan.cluster import ClusterPrediction, predict_cluster
 from infinity.tools.plan.machine_file import Machine
 
-from .disks import MIB, RATE
-from .launch import doubles, launch_delayed, run_as_rank
-
 WIDTHS = {1: 1024, 2: 1024, 8: 2048}  # disks -> of the layers: a layer's array lies on all of them
 LAYERS, ROWS = 8, 16  # few rows, so that arithmetic is nothing
 STEPS = 3  # of a round
+MIB = 1024 * 1024
+RATE = 1e9  # bytes per second of a modelled disk
 RANKS, LATENCY_SECONDS = (2, 4), 5e-3
 FAST, LARGE = 1e15, 1 << 50
 ANY = Machine(
@@ -69,7 +69,7 @@ def measure(settings: Settings) -> Measured:
     cluster.latency4 (steps/s) against the prediction."""
     rows, notes = _on_disks(settings)
     for ranks in RANKS:
-        told = launch_delayed(__name__, ranks, LATENCY_SECONDS, settings)
+        told = launch_delayed("cluster", __file__, ranks, LATENCY_SECONDS, settings)
         if isinstance(told, str):
             notes.append(f"cluster.latency{ranks}: {told}")
             continue

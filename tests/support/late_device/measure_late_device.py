@@ -25,11 +25,11 @@ import torch
 from torch import nn
 
 import infinity
+from bench.launch import ROOT
 from infinity.core.run.registry import wrapped
 from infinity.tools.bench.results import Measured, row
 from infinity.tools.bench.settings import Settings
 
-ROOT = Path(__file__).parents[1]
 WHERE = "late:0"
 WIDTH, BLOCKS, TOKENS = 768, 12, 4
 WARM, STEPS = 4, 4

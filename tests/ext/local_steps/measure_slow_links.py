@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from bench.launch import launch_delayed, run_as_rank
 from infinity.tools.bench.results import Measured, row
 from infinity.tools.bench.rounds import Times, alternate, paired
 from infinity.tools.bench.settings import Settings
-
-from .launch import launch_delayed, run_as_rank
 
 RANKS, LATENCY_SECONDS = 2, 0.1
 PERIOD, DELAY = 100, 50
@@ -38,7 +37,7 @@ def measure(settings: Settings) -> Measured:
     the link costs time. ``.cpu``: of the processors; ``.stalled``: the part in which the loop
     waited for the link; other work on the machine blurs these less. ``.received``: KiB per step."""
     found = Measured([])
-    told = launch_delayed(__name__, RANKS, LATENCY_SECONDS, settings)
+    told = launch_delayed("slow_links", __file__, RANKS, LATENCY_SECONDS, settings)
     if isinstance(told, str):
         found.notes.append(f"slow_links: {told}")
         return found

@@ -15,19 +15,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from measure_cluster import ANY
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import infinity
+from bench.launch import launch_delayed, run_as_rank
 from infinity.config import Config
 from infinity.core.run.registry import engine_of
 from infinity.tools.bench.results import Measured, row
 from infinity.tools.bench.settings import Settings
 from infinity.tools.plan.plan_job import Job
 from infinity.tools.plan.plan_mesh import plan_meshes
-
-from .cluster import ANY
-from .launch import launch_delayed, run_as_rank
 
 RANKS, RATE, LATENCY_SECONDS = 4, 4e6, 1e-3
 MESHES = ("dp=4", "dp=2,tp=2", "tp=4", "pp=4")
@@ -46,7 +45,9 @@ def measure(settings: Settings) -> Measured:
     """Measures rows ``meshes.<mesh>`` (steps/s) against the prediction, and notes both orders."""
     plans = {mesh: _plan(mesh) for mesh in MESHES}
     variables = {PLANS: json.dumps(plans)}
-    told = launch_delayed(__name__, RANKS, LATENCY_SECONDS, settings, rate=RATE, **variables)
+    told = launch_delayed(
+        "meshes", __file__, RANKS, LATENCY_SECONDS, settings, rate=RATE, **variables
+    )
     if isinstance(told, str):
         return Measured([], [f"meshes: {told}"])
     found = Measured([])
