@@ -10,27 +10,23 @@ processor and run by qemu.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
-import ninja
 import pytest
 import torch
+from compiled import load
 
 from infinity import native
 
 ROOT = Path(__file__).parents[2]
+native_programs = load("native_programs", ROOT / "tools" / "native_programs.py")
 TESTS = ROOT / "csrc" / "tests"
-COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 SKIPPED = 77  # the program's way to say that this machine cannot show it
 
 # -O1, or less: the program is compiled for every clone, and the cases wait for the disk anyway.
@@ -54,8 +50,7 @@ ENVIRONMENT = {
 }
 
 
-BUILD_SECONDS = 1500  # with sanitizers, on a machine that does other work
-pytestmark = pytest.mark.timeout(BUILD_SECONDS + 300)
+pytestmark = pytest.mark.timeout(native_programs.BUILD_SECONDS + 300)
 
 
 def case_names() -> list[str]:
@@ -68,66 +63,6 @@ def case_names() -> list[str]:
             backends = ("",) if macro == "TEST" else ("/uring", "/threads")
             found += [f"{group}/{name}{backend}" for backend in backends]
     return found
-
-
-def described_by_setup() -> dict:
-    """What setup.py knows: the extension's sources and flags. Nothing is built."""
-    with mock.patch("setuptools.setup"):
-        return runpy.run_path(str(ROOT / "setup.py"))
-
-
-def build(folder: Path, flags: list[str], target: str = "core_tests") -> Path:
-    """Compiles csrc/tests and the core below it with the flags of setup.py and ``flags``; again
-    only what changed."""
-    described = described_by_setup()
-    core = described["extension"]()
-    sources = [ROOT / source for source in core.sources if Path(source).parent.name != "python"]
-    defines = [f"-D{name}={value}" for name, value in core.define_macros]
-    compile_args = [flag for flag in core.extra_compile_args if not flag.startswith(("-O", "-std"))]
-    lines = rules(
-        COMPILER, [*COMMON, *compile_args, *defines, *flags], [*core.extra_link_args, *flags]
-    )
-    doubles = [
-        ROOT / source for source in described["DOUBLES"] if Path(source).name != "bindings.cpp"
-    ]
-    lines += edges(
-        [*sources, *doubles, *sorted(TESTS.glob("*.cpp"))], target, described["UNIT_FLAGS"]
-    )
-    return run_ninja(folder, lines, target)
-
-
-def rules(compiler: str, flags: list[str], links: list[str]) -> list[str]:
-    return [
-        "rule compile",
-        (
-            f"  command = {compiler} -MMD -MF $out.d -std=c++17 -I{ROOT / 'csrc'}"
-            f" {shlex.join(flags)} $unit -c $in -o $out"
-        ),
-        "  depfile = $out.d",
-        "  deps = gcc",
-        "rule link",
-        f"  command = {compiler} $in -o $out {shlex.join(links)}",
-    ]
-
-
-def edges(sources: list[Path], target: str, unit_flags: dict[str, list[str]]) -> Iterator[str]:
-    objects = []
-    for source in sources:
-        objects.append(f"{source.parent.name}_{source.stem}.o")
-        yield f"build {objects[-1]}: compile {source}"
-        yield f"  unit = {shlex.join(unit_flags.get(source.name, []))}"
-    yield f"build {target}: link {' '.join(objects)}"
-
-
-def run_ninja(folder: Path, lines: list[str], target: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    command = [Path(ninja.BIN_DIR) / "ninja", "-j2", "-C", folder, target]
-    with open(folder / "lock", "w") as lock:  # both workers of `make sanitize` run cases
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        (folder / "build.ninja").write_text("\n".join([*lines, ""]))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / target
 
 
 def at_fixed_addresses(program: Path) -> list[str]:
@@ -151,9 +86,17 @@ def at_fixed_addresses(program: Path) -> list[str]:
 )
 def program(request) -> list[str]:
     """The command that runs the tests' program, built."""
-    if COMPILER is None:
+    if native_programs.COMPILER is None:
         pytest.skip("no C++ compiler (c++, or the one in CXX)")
-    built = build(ROOT / "build" / f"core-{request.param}", BUILDS[request.param])
+    flags = BUILDS[request.param]
+    built = native_programs.build(
+        ROOT / "build" / f"core-{request.param}",
+        "core_tests",
+        sorted(TESTS.glob("*.cpp")),
+        flags,
+        flags,
+        level=COMMON,
+    )
     command = at_fixed_addresses(built) if request.param == "thread" else [str(built)]
     if request.param in SANITIZED:
         tried = subprocess.run([*command, "--list"], capture_output=True, text=True, timeout=280)
@@ -279,8 +222,11 @@ def test_the_neon_unit_gives_the_bits_of_the_scalar_one(tmp_path):
         "-pthread",
         "-DINFINITY_HAVE_NEON=1",
     ]
-    lines = [*rules(cross, flags, ["-static", "-pthread"]), *edges(sources, "core_tests", {})]
-    built = run_ninja(ROOT / "build" / "core-aarch64", lines, "core_tests")
+    lines = [
+        *native_programs.rules(cross, flags, ["-static", "-pthread"]),
+        *native_programs.edges(sources, "core_tests", {}),
+    ]
+    built = native_programs.run_ninja(ROOT / "build" / "core-aarch64", lines, "core_tests")
     qemu = shutil.which("qemu-aarch64-static") or shutil.which("qemu-aarch64")
     if qemu is None:
         pytest.skip("compiled; not run: no qemu-aarch64 (Debian: qemu-user-static)")

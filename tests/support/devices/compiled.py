@@ -41,7 +41,7 @@ def compiled(
 
 
 def load(name: str, path: Path) -> ModuleType:
-    """Loads the extension module ``name``."""
+    """Loads the module ``name``, an extension or a tool."""
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
