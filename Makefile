@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HOME := $(CURDIR)/build/huggingface
 export INFINITY_CACHE := $(CURDIR)/build/cache
 
-.PHONY: train test test-tools test-fast test-all check lint docs mutants sanitize kernels packages matrix ends wheels index setup env bench gpu clean
+.PHONY: train test test-tools test-fast test-all check lint docs mutants sanitize kernels packages matrix ends wheels index setup env bench bench-native gpu clean
 
 # ARGS with a length of their own go without this one.
 LENGTH = $(if $(filter --steps% --epochs% --minutes%,$(ARGS)),,--minutes 1)
@@ -60,7 +60,7 @@ test-all: setup $(VENV)/.test-ready
 # pyproject.toml names.
 lint: setup $(VENV)/.lint-ready
 	$(BIN)/ruff format --check .
-	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'tests/support/late_device/*.cpp' 'tests/support/late_device/*.h')
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files 'csrc/*.cpp' 'csrc/*.h' 'csrc/*.cu' 'bench/*.cpp' 'tests/support/late_device/*.cpp' 'tests/support/late_device/*.h')
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
@@ -110,6 +110,12 @@ index:
 bench: setup $(VENV)/.test-ready
 	mkdir -p build
 	$(BIN)/python -m pytest bench -q --basetemp=build/pytest-bench $(ARGS)
+
+# The native core's loops under Google Benchmark (libbenchmark-dev), whose options work:
+#   make bench-native ARGS="--benchmark_filter=crc --benchmark_repetitions=5"
+bench-native: $(VENV)/.torch-ready
+	mkdir -p build
+	$(BIN)/python tools/native_programs.py $(ARGS)
 
 # Everything that needs a GPU, with a Python that has torch already: no network, no virtual environment. Resumable.
 # make gpu ARGS=late runs the stages on a machine without a GPU.

@@ -1,4 +1,6 @@
-"""Compiles programs of the native core alone, without Python.
+"""Compiles programs of the native core alone, without Python, and runs its benchmarks:
+
+    python tools/native_programs.py --benchmark_filter=crc    # what `make bench-native` does
 
 core      the sources and flags of the extension, as setup.py has them, without its bindings
 program   a `main` and other sources beside the core, in a folder of its own below build/; compiled
@@ -25,6 +27,8 @@ import ninja
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 BUILD_SECONDS = 1500  # with sanitizers, on a machine that does other work
+BENCHMARKS = [ROOT / "bench" / "native_loops.cpp", ROOT / "csrc/tests/portable_crc32c.cpp"]
+PACKAGE = "libbenchmark-dev"  # Debian's, of Google Benchmark
 
 
 def described_by_setup() -> dict:
@@ -100,3 +104,35 @@ def run_ninja(folder: Path, lines: Sequence[str], target: str) -> Path:
         (folder / "build.ninja").write_text("\n".join([*lines, ""]))
         subprocess.run(command, check=True, stdout=2, timeout=BUILD_SECONDS)
     return folder / target
+
+
+def benchmark_flags() -> list[str] | None:
+    """Returns what links Google Benchmark, or None where it is not installed."""
+    try:
+        query = ["pkg-config", "--cflags", "--libs", "benchmark"]
+        return shlex.split(subprocess.run(query, check=True, capture_output=True, text=True).stdout)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def build_benchmarks(benchmark: Sequence[str]) -> Path:
+    """Builds the benchmarks with the flags of a release, linked with ``benchmark``."""
+    folder = ROOT / "build" / "bench-native"
+    return build(folder, "bench_native", BENCHMARKS, ["-fPIC", "-DNDEBUG"], benchmark)
+
+
+def main() -> None:
+    """Installs Google Benchmark if that is allowed, builds the benchmarks and becomes them."""
+    if COMPILER is None:
+        sys.exit("no C++ compiler (c++, or the one in CXX)")
+    if (benchmark := benchmark_flags()) is None:
+        install = ["sh", ROOT / "tools" / "system_packages.sh", PACKAGE]
+        if subprocess.run(install, stdout=2).returncode != 0:
+            sys.exit(2)
+        benchmark = benchmark_flags() or ["-lbenchmark"]
+    program = build_benchmarks(benchmark)
+    os.execv(program, [program, *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()
