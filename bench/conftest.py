@@ -9,7 +9,7 @@ import pytest
 from infinity.tools.bench import facts
 from infinity.tools.bench.settings import Settings
 
-QUICK_SCALE, QUICK_SECONDS = 0.05, 0.3
+QUICK_SCALE, QUICK_SECONDS = 0.05, 0.1
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,10 +24,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.benchmark_max_time = QUICK_SECONDS
 
 
-@pytest.fixture
-def settings(request: pytest.FixtureRequest, tmp_path: Any) -> Settings:
-    """Makes the settings of a benchmark."""
-    folder = request.config.getoption("--bench-folder") or str(tmp_path)
+@pytest.fixture(scope="session")
+def settings(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Settings:
+    """Makes the settings of the benchmarks."""
+    folder = request.config.getoption("--bench-folder") or str(tmp_path_factory.mktemp("bench"))
     return Settings(
         folder=folder, scale=QUICK_SCALE if request.config.getoption("--quick") else 1.0
     )

@@ -3,6 +3,7 @@ and against its library's own class."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -49,19 +50,14 @@ def _measure(
     name = f"rules.{rule.name.lower()}"
     tell(name)
     theirs = _theirs(known, kind, count, settings.threads)
-    hyper, group = native.Hyperparameters(), theirs.param_groups[0]
-    known.set_on(hyper, group)
-    if known.counters is not None:
-        for key, value in known.counters.step(group, 1, known.counters.first(group))[0].items():
-            setattr(hyper, key, value)
-    names = [each for each in dir(hyper) if not each.startswith("_") and each != "grad_factors"]
+    group = theirs.param_groups[0]
     moments = known.moments_of([group]).values()
     variant = Variant(
         name,
         FP32 | {"moments": native.DType.FLOAT32},
         dict.fromkeys(("weight", *moments, "grad"), 4),
         rule,
-        {each: getattr(hyper, each) for each in names if each != "step"},
+        settings_of(known, group),
     )
     ours = Ours(variant, count, settings.threads)
     times = alternate(
@@ -74,6 +70,17 @@ def _measure(
     rows = [row(name, "G parameters/s", rates["ours"], ceiling=ceiling, ratios=ratios)]
     settings.show(rows)
     return Measured(rows)
+
+
+def settings_of(known: Known, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the kernel's hyperparameters in the first step of an optimizer's ``group``."""
+    hyper = native.Hyperparameters()
+    known.set_on(hyper, group)
+    if known.counters is not None:
+        for key, value in known.counters.step(group, 1, known.counters.first(group))[0].items():
+            setattr(hyper, key, value)
+    names = [each for each in dir(hyper) if not each.startswith("_")]
+    return {each: getattr(hyper, each) for each in names if each not in ("step", "grad_factors")}
 
 
 def _theirs(known: Known, kind: type, count: int, threads: int) -> Any:

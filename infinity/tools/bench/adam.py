@@ -65,10 +65,11 @@ class Ours:
             name: native.Region(count * size, True, threads)
             for name, size in variant.nbytes.items()
         }
-        if variant.name == "int8":
+        if variant.layout["moments"] == native.DType.INT8:
             self.regions |= {
                 f"{name}_scale": native.Region(count // native.MOMENT_BLOCK, True, 1)
-                for name in ("exp_avg", "exp_avg_sq")
+                for name in native.SCALED_MOMENTS
+                if name in variant.nbytes
             }
         fill = {"weight": 0.02, "grad": 1e-3}
         for name, scale in fill.items():

@@ -28,10 +28,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import bench.__main__ as checkout
-from bench import bench_loops, first_steps, meetings, report, touches
+from bench import (
+    bench_disk,
+    bench_kernels,
+    bench_loops,
+    bench_units,
+    first_steps,
+    meetings,
+    recorded,
+    report,
+    touches,
+    two_ranks,
+)
 from bench.rivals import deepspeed_aio, fio, limited
 from bench.rivals.tuning import Tuned
 from bench.themes import IN_ALL, PARTS, THEMES, full_name, module_of, part_named
+from infinity import native
 from infinity.core.machine import disk_profile
 from infinity.core.run.engine import Engine
 from infinity.errors import ConfigError, UsageError
@@ -837,7 +849,7 @@ def test_a_benchmark_keeps_its_rate_and_the_share_of_its_ceiling():
     for limit in (None, ceiling):
         fixture = Benchmark()
         job = lambda: called.append("job")
-        bench_loops.record(fixture, "disk", job, amount=1e9, unit="GB/s", ceiling=limit)
+        recorded.record(fixture, "disk", job, amount=1e9, unit="GB/s", ceiling=limit)
         assert fixture.group == "disk" and fixture.extra_info["rate"] == 2.0
         assert ("share" in fixture.extra_info) == (limit is not None)
     assert called.count("moving") == 6 and fixture.extra_info["ceiling"] == "moving"
@@ -849,7 +861,7 @@ def test_a_loop_is_a_benchmark_with_its_ceiling(tmp_path):
     share of the ceiling, and the facts that our own files have."""
     pytest.importorskip("pytest_benchmark")
     file = tmp_path / "b.json"
-    done = run_loops("adam and fp32 and 1", tmp_path, f"--benchmark-json={file}")
+    done = run_loops("test_adam[fp32-1]", tmp_path, f"--benchmark-json={file}")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(file.read_text())
     (one,) = found["benchmarks"]
@@ -871,6 +883,89 @@ def test_runs_of_loops_are_compared_and_drawn(tmp_path):
     assert list(tmp_path.glob("drawn*.svg"))
     bound = "--benchmark-compare-fail=min:0.000000001"
     assert run_loops("lease", tmp_path, "--benchmark-compare", bound).returncode in (0, 1)
+
+
+# One benchmark of each quantity
+QUANTITIES = (
+    "test_adam[int8-1]",
+    "test_blocks[mixed-64KiB-64]",
+    "test_checksum[64KiB]",
+    "test_disk[threads-read]",
+    "test_headline[tiny400]",
+    "test_hooks[both-host-16]",
+    "test_landing[add-nvme-1Mi]",
+    "test_lease",
+    "test_rule[rmsprop-split-int8-256Ki]",
+    "test_staging[1MiB-checked]",
+    "test_step[device-50M]",
+    "test_ticket[auto-write]",
+    "test_ticket_alone",
+    "test_unit_step[nvme-1Mi]",
+    "test_update[64MiB]",
+)
+OF_RANKS = ("test_collective[gather-0.5Mi]", "test_collective[reduce-0.5Mi]")
+
+
+def quantities_of(*modules: ModuleType) -> set[str]:
+    """The names of the benchmarks of ``modules``, without their parameters."""
+    return {name for module in modules for name in vars(module) if name.startswith("test_")}
+
+
+def passed(done: subprocess.CompletedProcess) -> str:
+    """What a run of pytest counted, as its last line has it."""
+    return done.stdout.strip().splitlines()[-1].partition(",")[0]
+
+
+def test_each_quantity_is_measured_beside_its_ceiling(tmp_path):
+    """Method: one benchmark of each quantity runs once, without rounds, and its ceiling too. Twin:
+    a quantity that no run has is found."""
+    pytest.importorskip("pytest_benchmark")
+    chosen = {name.partition("[")[0] for name in (*QUANTITIES, *OF_RANKS)}
+    assert quantities_of(bench_disk, bench_kernels, bench_loops, bench_units) == chosen
+    later = ModuleType("later")
+    later.test_other = print
+    assert quantities_of(bench_disk, later) - chosen == {"test_other"}
+    done = run_loops(" or ".join(QUANTITIES), tmp_path, "--benchmark-disable")
+    assert passed(done).startswith(f"{len(QUANTITIES)} passed"), done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_collectives_are_measured_over_two_ranks(tmp_path):
+    """Method: both collectives run once beside torch's, and leave no process. Twin: a rank that
+    fails ends the benchmark, with what it printed."""
+    pytest.importorskip("pytest_benchmark")
+    done = run_loops(" or ".join(OF_RANKS), tmp_path, "--benchmark-disable")
+    assert passed(done).startswith("2 passed"), done.stdout + done.stderr
+    with two_ranks.TwoRanks(str(tmp_path)) as ranks:
+        with pytest.raises(RuntimeError, match="KeyError: 'no_job'"):
+            ranks.turn("no_job", 64)
+    assert all(rank.poll() is not None for rank in ranks.processes)
+
+
+def rules_without(variants: list) -> set[str]:
+    """The rules of the kernels that lack a form of master with fp32 moments."""
+    found = {each.name for each in variants}
+    return {
+        name
+        for name in native.Rule.__members__
+        if not {f"{name.lower()}-{master}-fp32" for master in bench_kernels.MASTERS} <= found
+    }
+
+
+def test_every_rule_has_a_benchmark():
+    """Method: the parameters of the benchmark of rules against the kernels' list; forms that a rule
+    has no moments for are left out. Twin: a list without one rule tells which."""
+    (variants,) = [
+        mark.args[1]
+        for mark in bench_kernels.test_rule.pytestmark
+        if mark.name == "parametrize" and mark.args[0] == "variant"
+    ]
+    assert rules_without(variants) == set()
+    names = {each.name for each in variants}
+    assert {"adamw-split-int8", "rmsprop-own-bf16", "asgd-own-fp32"} <= names
+    assert names.isdisjoint({"asgd-own-bf16", "ademamix-own-bf16", "amsgrad-own-int8"})
+    others = [each for each in variants if each.rule != native.Rule.RPROP]
+    assert rules_without(others) == {"RPROP"}
 
 
 # --- comparing ---
