@@ -1,7 +1,8 @@
 """`python -m bench <theme>`, in the root of a checkout: the engine beside ceilings and rivals.
 
-`python -m bench compare` compares two runs, `against` this tree and another commit; `age` lists how
-old the committed results are, and `report` draws them.
+`python -m bench compare` compares two runs, `against` this tree and another commit, `rivals` ours
+and each rival in an environment of its own; `age` lists how old the committed results are, and
+`report` draws them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from .themes import IN_ALL, PARTS, THEMES, listing, module_of, of_file, part_nam
 COMMANDS = {
     "compare": ("infinity.tools.bench.compare", "compare result files, or one and this machine"),
     "against": ("bench.against", "measure the headline loops beside those of another commit"),
+    "rivals": ("bench.rivals.command", "measure each rival in an environment of its own"),
     "age": ("bench.age", "list how old the committed results are"),
     "report": ("bench.report", "draw result files as a page"),
 }
@@ -51,8 +53,20 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("more", metavar="THEME", nargs="*", help="further themes")
     command.add_options(parser)
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
         "--no-rivals", action="store_true", help="measure ours and the ceilings only"
+    )
+    which.add_argument(
+        "--rivals",
+        type=lambda given: given.split(","),
+        metavar="NAME,NAME",
+        help="measure these rivals only, of those that `python -m bench rivals --list` names",
+    )
+    parser.add_argument(
+        "--retune",
+        action="store_true",
+        help="of io: look for DeepSpeed's best settings again, instead of those kept for this disk",
     )
     return parser
 
@@ -87,6 +101,10 @@ def run(args: argparse.Namespace) -> int:
         chosen += IN_ALL if name == "all" else [name]
     if unknown := [name for name in chosen if name not in known]:
         raise UsageError(command.no_theme(unknown[0], [*THEMES, *PARTS, "all", *COMMANDS]))
+    if args.rivals:
+        from .rivals import table
+
+        table.read().chosen(args.rivals, "--rivals")
     args.paths = sorted({path for name in chosen if name in PARTS for path in PARTS[name].paths})
     return command.measure(args, known, tuple(dict.fromkeys(chosen)))
 

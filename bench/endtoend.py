@@ -1,105 +1,53 @@
-"""end to end: one training job in a process of its own, by one of several systems: tokens per
-second and peak memory.
-
-``python -m bench.endtoend <system> ...`` runs one and prints JSON; :func:`measure` runs them all in
-turns. A system is timed from one step's end to another's, with its last update at home; the first
-steps are its warm-up.
-"""
+"""end to end: training jobs in processes of their own (:mod:`bench.job`), by several systems that
+take turns: tokens per second and peak memory."""
 
 from __future__ import annotations
 
-import argparse
-import contextlib
 import json
 import os
-import re
-import resource
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Sequence
-from pathlib import Path
-
-import torch
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from infinity.tools.bench.results import Measured, row
+from infinity.tools.bench.rounds import paired
 from infinity.tools.bench.settings import Settings
 
 from .launch import environment
-from .systems import SIZES, SYSTEMS, Job, make_model
+from .rivals.environments import variables
+from .rivals.table import rival_of
+from .systems import make_model
 
 ROUNDS = 2
+TRAIN_SYSTEMS = ["compute", "plain", "infinity_device", "infinity_host", "infinity_nvme"]
+TRAIN_SYSTEMS += ["fsdp2_cpu", "deepspeed_cpu", "deepspeed_nvme", "deepspeed_nvme_tuned"]
 
 
-def main() -> None:
-    """Runs one system's job, and prints JSON on standard output."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("system", choices=SYSTEMS)
-    parser.add_argument("--size", choices=SIZES, default="134M")
-    parser.add_argument("--folder", default=".")
-    parser.add_argument("--host-memory", type=int, default=None)
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--micro-batches", type=int, default=1)
-    parser.add_argument(
-        "--units-at-once", action="store_true", help="all micro-batches unit by unit (ours only)"
-    )
-    parser.add_argument("--warm-up", type=int, default=2, metavar="STEPS")
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--clip", action="store_true")
-    args = parser.parse_args()
-    with contextlib.redirect_stdout(sys.stderr):
-        job = Job(args)
-        system = SYSTEMS[args.system](job)
-        for _ in range(args.warm_up):
-            system.step()
-        system.wait_idle()
-        start = time.perf_counter()
-        for _ in range(args.steps):
-            system.step()
-        system.wait_idle()
-        seconds = (time.perf_counter() - start) / args.steps
-        told = system.told()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0 - _counted_twice()
-    totals = torch.tensor([peak, 1.0], dtype=torch.float64)
-    first = True
-    if torch.distributed.is_initialized():
-        torch.distributed.all_reduce(totals)
-        first = torch.distributed.get_rank() == 0
-    peak, ranks = totals.tolist()
-    tokens = ranks * args.micro_batches * job.tokens
-    if (disk_seconds := told.pop("disk_seconds", 0.0)) > 0:
-        told["disk_tokens_per_second"] = tokens * args.steps / disk_seconds
-    if first:
-        print(json.dumps({"tokens_per_second": tokens / seconds, "peak_nbytes": peak} | told))
-    sys.stdout.flush()
-    os._exit(0)  # a rival's threads may not end
-
-
-def _counted_twice() -> float:
-    """Counts the bytes of shared memory here that are other ranks' part: of pages that several map,
-    each has its share."""
-    resident = re.search(r"RssShmem:\s+(\d+)", Path("/proc/self/status").read_text())
-    own = re.search(r"Pss_Shmem:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text())
-    return 1024.0 * (int(resident[1]) - int(own[1])) if resident and own else 0.0
-
-
-def run(system: str, options: list[str], *, ranks: int = 1, timeout: float = 900) -> dict | str:
-    """Runs one job of ``ranks`` processes. Returns what it printed, or the reason where the system
-    cannot do it."""
-    command = [sys.executable, "-P", "-m"]
+def run(
+    system: str,
+    options: list[str],
+    *,
+    ranks: int = 1,
+    timeout: float = 900,
+    python: str = sys.executable,
+) -> dict | str:
+    """Runs one job of ``ranks`` processes by ``python``, of the environment of a rival perhaps.
+    Returns what it printed, or the reason where the system cannot do it."""
+    command = [python, "-P", "-m"]
     if ranks > 1:
         command += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
-    threads = max(1, (os.cpu_count() or 1) // ranks)
+    own = variables(python)
+    if ranks > 1:
+        own["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // ranks))
     try:
         done = subprocess.run(
-            [*command, "bench.endtoend", system, *options],
+            [*command, "bench.job", system, *options],
             capture_output=True,
             text=True,
             timeout=timeout,
-            env=environment(**({"OMP_NUM_THREADS": str(threads)} if ranks > 1 else {})),
+            env=environment(**own),
         )
     except subprocess.TimeoutExpired:
         return f"no end within {timeout:.0f} s"
@@ -112,10 +60,7 @@ def run(system: str, options: list[str], *, ranks: int = 1, timeout: float = 900
 def measure(settings: Settings) -> Measured:
     """Measures rows ``train.<system>`` (tokens/s), ``train.<system>.peak`` and, of some, ``.held``
     (GiB)."""
-    of_ranks = {"fsdp2", "infinity_host_sent"}
-    return turns(
-        settings, [system for system in SYSTEMS if system not in of_ranks], _size(settings), ROUNDS
-    )
+    return turns(settings, TRAIN_SYSTEMS, _size(settings), ROUNDS)
 
 
 def measure_ways(settings: Settings) -> Measured:
@@ -215,22 +160,30 @@ def turns(
     name: str = "",
     ranks: int = 1,
     theme: str = "train",
+    pythons: Mapping[str, str] = MappingProxyType({}),
 ) -> Measured:
-    """Measures the rows of ``systems``, which take turns, one job each. Their ceiling is the slower
+    """Measures the rows of ``systems``, which take turns, one job each. ``pythons``: those of
+    systems in environments of their own. Their ceiling is the slower
     of the compute alone and, where the state is on disk, of the disk alone. ``.peak``: memory of
     the process; ``.held``: what of it the system keeps (weights and gradients of the compute alone;
     everything that the engine's budgets count)."""
     chosen = [
         system
         for system in systems
-        if settings.rivals or system.startswith(("compute", "plain", "infinity"))
+        if system.startswith(("compute", "plain", "infinity"))
+        or settings.measures(rival_of(system))
     ]
     found: dict[str, list[dict]] = {system: [] for system in chosen}
     notes = []
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as folder:
         for _ in range(rounds):
             for system in list(found):
-                result = run(system, ["--size", size, "--folder", folder, *options], ranks=ranks)
+                result = run(
+                    system,
+                    ["--size", size, "--folder", folder, *options],
+                    ranks=ranks,
+                    python=pythons.get(system, sys.executable),
+                )
                 if isinstance(result, str):
                     notes.append(f"{theme}{name}: {system} does not run here ({result})")
                     del found[system]
@@ -248,8 +201,7 @@ def _add_rows(measured: Measured, name: str, system: str, found: dict[str, list[
     if system.startswith("infinity"):
         for rival, theirs in found.items():
             if not rival.startswith(("infinity", "compute")):
-                pairs = zip(speeds, _speeds(theirs))
-                ratios[rival] = statistics.median(our / their for our, their in pairs)
+                ratios[rival] = paired(_speeds(theirs), speeds)  # of rates, not of times
         if "compute" in found:
             limits = [
                 min(limit, result.get("disk_tokens_per_second", limit))
@@ -257,14 +209,10 @@ def _add_rows(measured: Measured, name: str, system: str, found: dict[str, list[
             ]
             ceiling = ("compute and disk", limits)
     measured.rows.append(row(name, "tokens/s", speeds, ceiling=ceiling, ratios=ratios))
-    for what in ("peak", "held"):
+    for what in ("peak", "held", "device"):
         if nbytes := [result[f"{what}_nbytes"] for result in results if f"{what}_nbytes" in result]:
             measured.rows.append(row(f"{name}.{what}", "GiB", [each / 2**30 for each in nbytes]))
 
 
 def _speeds(results: list[dict]) -> list[float]:
     return [result["tokens_per_second"] for result in results]
-
-
-if __name__ == "__main__":
-    main()

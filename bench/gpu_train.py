@@ -40,6 +40,7 @@ from . import gpu_jobs, gpu_ranks
 from .gpu_jobs import FAILED, LEFT_OUT, NOT_REACHED, Job, Journal
 from .gpu_systems import SYSTEMS
 from .llama import FLOPS, SHAPES
+from .rivals.table import rival_of
 
 LENGTH = 2048
 PEAK_FLOPS = {
@@ -181,7 +182,7 @@ def _job(
     return Job(name, system, ("--size", size, *options, *given), seconds, worker=tuple(worker))
 
 
-def plan(folder: str, *, tiny: bool, rivals: bool = True) -> list[Job]:
+def plan(folder: str, *, tiny: bool, rivals: bool | list[str] = True) -> list[Job]:
     """Returns every job, in the order of their worth. The first ones, to our losses of e, belong
     into the first call on an H100, of 520 s; the next, to the card of 24 GiB, into one of 250 s
     behind it. ``tiny``: with a model of a few thousand parameters."""
@@ -273,10 +274,11 @@ def plan(folder: str, *, tiny: bool, rivals: bool = True) -> list[Job]:
     return [dataclasses.replace(job, lacks=_lacks(job, tiny, rivals)) for job in jobs]
 
 
-def _lacks(job: Job, tiny: bool, rivals: bool) -> str:
+def _lacks(job: Job, tiny: bool, rivals: bool | list[str]) -> str:
     """Says what this machine has not, that ``job`` needs; "" if nothing."""
-    if job.system in ("deepspeed", "fsdp2") and not rivals:
-        return "--no-rivals"
+    rival = "" if job.system == "plain" else rival_of(job.system)
+    if rival and not Settings(rivals=rivals).measures(rival):
+        return "not of --rivals" if rivals else "--no-rivals"
     if job.system == "deepspeed" and importlib.util.find_spec("deepspeed") is None:
         return "DeepSpeed is not installed"
     if ".cards." in job.name and torch.accelerator.device_count() < 2:

@@ -25,7 +25,7 @@ LEASE_NBYTES = (MIB, 4 * MIB, 12 * MIB)
 
 def measure_io(settings: Settings) -> Measured:
     """Measures the rows of :func:`infinity.tools.bench.io.measure`. Notes name absent rivals."""
-    return io.measure(settings, rivals=rivals.DISK_RIVALS if settings.rivals else ())
+    return io.measure(settings, rivals=rivals.of_disks(settings))
 
 
 def measure_adam(settings: Settings) -> Measured:
@@ -33,7 +33,7 @@ def measure_adam(settings: Settings) -> Measured:
 
     Notes name absent rivals.
     """
-    others = rivals.OPTIMIZER_RIVALS if settings.rivals else ()
+    others = rivals.of_optimizers(settings)
     found = adam.measure(settings, rivals=others, limit_threads=rivals.openmp_threads)
     found.rows.append(_int8_error())
     return found

@@ -153,7 +153,7 @@ def measure(settings: Settings) -> Measured:
     """Measures rows ``packed.<system>`` (seconds of a step), ``packed.<system>.peak`` (MiB of the
     process) and ``packed.<system>.read`` (MiB of a step beside the bound)."""
     shape = "1B" if settings.scale >= 1 else "tiny"
-    systems = ("ours", "fp8", "bf16", *(("peft",) if settings.rivals else ()))
+    systems = ("ours", "fp8", "bf16", *(("peft",) if settings.rivals is True else ()))
     found: dict[str, list[dict]] = {system: [] for system in systems}
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=settings.folder) as root:
         folder, swap = Path(root, "model"), Path(root, "swap")

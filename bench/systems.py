@@ -1,10 +1,15 @@
 """Systems: what trains the model of the end-to-end benchmarks: compute alone, plain torch, ours,
-DeepSpeed, FSDP2."""
+DeepSpeed, FSDP2, and the other rivals of `rivals/rivals.toml`, each as its manual has it.
+
+Only torch is imported, and what a system is made of when it is made: a rival's environment has
+nothing of ours.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -53,15 +58,24 @@ class Job:
     def __init__(self, args: argparse.Namespace):
         self.args = args
         self.tokens = args.batch * args.length
+        self.device = torch.device(args.device)
+        self.on_gpu = self.device.type == "cuda"
         generator = torch.Generator().manual_seed(1)
         self.batches = [
-            torch.randint(0, VOCABULARY, (args.batch, args.length), generator=generator)
+            torch.randint(0, VOCABULARY, (args.batch, args.length), generator=generator).to(
+                self.device
+            )
             for _ in range(4)
         ]
 
     def micro_batches(self) -> Iterator[torch.Tensor]:
         for index in range(self.args.micro_batches):
             yield self.batches[index % len(self.batches)]
+
+    def wait(self) -> None:
+        """Waits for the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize()
 
     def losses(self, model: Callable) -> Iterator[torch.Tensor]:
         for batch in self.micro_batches():
@@ -79,7 +93,7 @@ class Running:
 
 def compute(job: Job) -> Running:
     """Makes the system of forwards and backwards and nothing else: none can be faster."""
-    model = make_model(job.args.size)
+    model = make_model(job.args.size).to(job.device)
 
     def step() -> None:
         for loss in job.losses(model):
@@ -93,9 +107,14 @@ def compute(job: Job) -> Running:
 
 def plain(job: Job) -> Running:
     """Makes the system of torch alone, AdamW fused over an fp32 master copy."""
-    model = make_model(job.args.size)
+    return _with_masters(job, lambda masters: torch.optim.AdamW(masters, lr=1e-4, fused=True))
+
+
+def _with_masters(job: Job, make_optimizer: Callable) -> Running:
+    """Makes a system of bf16 weights with an fp32 master copy, which the optimizer steps."""
+    model = make_model(job.args.size).to(job.device)
     masters = [param.detach().float().requires_grad_() for param in model.parameters()]
-    optimizer = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+    optimizer = make_optimizer(masters)
 
     def step() -> None:
         for loss in job.losses(model):
@@ -127,6 +146,8 @@ def ours(job: Job) -> Running:
         config |= {"nvme_paths": [job.args.folder], "host_memory": job.args.host_memory}
     if job.args.units_at_once:
         config["micro_batch"] = job.args.batch
+    if job.on_gpu:
+        config["device"] = job.args.device
     config["share_homes"] = False if job.args.system.endswith("_sent") else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     model, optimizer = infinity.wrap_model(model, optimizer, config)
@@ -227,15 +248,17 @@ def fsdp(job: Job) -> Running:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     _one_process()
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if job.on_gpu else "gloo")
     model = make_model(job.args.size).float()
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(job.device.type, (torch.distributed.get_world_size(),))
     options = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
     if job.args.system == "fsdp2_cpu":
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=job.on_gpu)
     for block in model.transformer.h:
         fully_shard(block, **options)
     fully_shard(model, **options)
+    if job.args.system == "fsdp2":
+        model.to(job.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
@@ -247,6 +270,124 @@ def fsdp(job: Job) -> Running:
         optimizer.zero_grad()
 
     return Running(step)
+
+
+def bitsandbytes(job: Job) -> Running:
+    """Makes the system of bitsandbytes' AdamW with 8-bit moments over an fp32 master copy."""
+    from bitsandbytes.optim import AdamW8bit
+
+    return _with_masters(job, lambda masters: AdamW8bit(masters, lr=1e-4))
+
+
+def torchao(job: Job) -> Running:
+    """Makes the system of torchao's CPUOffloadOptimizer, fp32 parameters, bf16 compute."""
+    from torchao.optim import CPUOffloadOptimizer
+
+    model = make_model(job.args.size).float().to(job.device)
+    optimizer = CPUOffloadOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+    return _autocast(job, model, optimizer)
+
+
+def trainstream(job: Job) -> Running:
+    """Makes the system of TrainStream, which keeps gradients and moments on the host: fp32
+    parameters, bf16 compute."""
+    import trainstream as rival
+
+    model = make_model(job.args.size).float().to(job.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    clipped = {"max_grad_norm": 1.0} if job.args.clip else {}
+    model, optimizer = rival.wrap(
+        model, optimizer, offload=True, accumulation_steps=job.args.micro_batches, **clipped
+    )
+    return _autocast(job, model, optimizer, clips_itself=True)
+
+
+def _autocast(
+    job: Job, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, clips_itself=False
+) -> Running:
+    """Makes a system of fp32 parameters whose forward computes in bf16."""
+
+    def forward(**inputs: torch.Tensor):
+        with torch.autocast(job.device.type, torch.bfloat16):
+            return model(**inputs)
+
+    def step() -> None:
+        for loss in job.losses(forward):
+            loss.backward()
+        if job.args.clip and not clips_itself:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Running(step)
+
+
+class Embedding(torch.nn.Module):
+    """The model's first chunk, of those that RamTorch moves one by one."""
+
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.wte, self.wpe = model.transformer.wte, model.transformer.wpe
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
+
+
+class Block(torch.nn.Module):
+    """A block as a chunk: hidden states in, hidden states out."""
+
+    def __init__(self, block: torch.nn.Module):
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        found = self.block(hidden)
+        return found if isinstance(found, torch.Tensor) else found[0]
+
+
+def ramtorch(job: Job) -> Running:
+    """Makes the system of RamTorch's OffloadModel, which moves chunks of weights from the host:
+    fp32 parameters, bf16 compute, AdamW fused. Its chunks share no weight: the output has its own
+    copy of the embedding's."""
+    from ramtorch import OffloadModel
+
+    model = make_model(job.args.size).float()
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    parts = model.transformer
+    head = torch.nn.Sequential(parts.ln_f, model.lm_head)
+    chunks = [Embedding(model), *map(Block, parts.h), head]
+    moved = OffloadModel(chunks, device=job.args.device, keep_activations=True)
+    optimizer = torch.optim.AdamW(moved.parameters(), lr=1e-4, fused=True)
+
+    def loss_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        flat = logits[:, :-1].flatten(0, 1).float()
+        loss = torch.nn.functional.cross_entropy(flat, ids[:, 1:].flatten())
+        return loss / job.args.micro_batches
+
+    def step() -> None:
+        for batch in job.micro_batches():
+            with torch.autocast(job.device.type, torch.bfloat16):
+                moved.step(batch, targets=batch, loss_fn=loss_of)
+        moved.flush_grads()
+        if job.args.clip:
+            torch.nn.utils.clip_grad_norm_(moved.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Running(step)
+
+
+def unsloth(job: Job) -> Running:
+    """Makes the system of Unsloth, which trains all weights of the model from a folder."""
+    from unsloth import FastModel
+
+    with tempfile.TemporaryDirectory() as folder:
+        make_model(job.args.size).save_pretrained(folder)
+        model, _ = FastModel.from_pretrained(
+            folder, full_finetuning=True, load_in_4bit=False, max_seq_length=job.args.length
+        )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return _autocast(job, model, optimizer)
 
 
 def _one_process() -> None:
@@ -269,4 +410,9 @@ SYSTEMS: dict[str, Callable[[Job], Running]] = {
     "deepspeed_cpu": deepspeed,
     "deepspeed_nvme": deepspeed,
     "deepspeed_nvme_tuned": deepspeed,
+    "bitsandbytes": bitsandbytes,
+    "torchao": torchao,
+    "trainstream": trainstream,
+    "ramtorch": ramtorch,
+    "unsloth": unsloth,
 }

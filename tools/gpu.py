@@ -12,11 +12,12 @@ late        an argument: everything runs against the late device of the tests, w
 OUT         a variable of the environment: the folder to which results and logs are copied as they
             change (state.json, train.jobs.json, logs.txt, the files of results)
 
-Needs the repository and a Python with torch, pybind11 or pip's wheel of it, and pytest: no network,
-no liburing (the thread engine serves, or LIBURING_ROOT points at a copy). Tests of what is not
-installed there (transformers, say) are left out, and a stage whose tests were all left out has not
-run. Kernels are compiled for the card of this machine only, or not at all without one. With
-pytest-xdist the suite takes two minutes instead of ten.
+Needs the repository and a Python with torch, pybind11 or pip's wheel of it, and pytest: no network
+(without one, stage `rivals` notes that none can be installed), no liburing (the thread engine
+serves, or LIBURING_ROOT points at a copy). Tests of what is not installed there (transformers, say)
+are left out, and a stage whose tests were all left out has not run. Kernels are compiled for the
+card of this machine only, or not at all without one. With pytest-xdist the suite takes two minutes
+instead of ten.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ STAGES: list[tuple[str, list[str], int]] = [  # name, command, seconds it may ta
         [PYTHON, "-m", "bench", "past_host", "--folder", "build", "--save", RESULTS],
         120,
     ),
+    ("rivals", [PYTHON, "-m", "bench", "rivals", "--folder", "build", "--save", RESULTS], 400),
     (
         "sanitizer",
         [
@@ -77,7 +79,7 @@ STAGES: list[tuple[str, list[str], int]] = [  # name, command, seconds it may ta
         500,
     ),
 ]
-BENCHES = ("bench", "past_host", "train")
+BENCHES = ("bench", "past_host", "rivals", "train")
 JOBS = ".jobs.json"  # behind the name of a stage: its jobs, and how each ended
 LATE_SLOWNESS = 4  # of two processors against a machine with a GPU
 POLL_SECONDS = 1.0  # between looks at what can be copied to OUT
@@ -127,6 +129,8 @@ def _lacks(name: str, *, late: bool) -> str:
     """Says what this machine has not, that stage ``name`` needs; "" if nothing."""
     if name == "past_host" and not late and not list(Path("/sys/block").glob("nvme*")):
         return "there is no NVMe drive (/sys/block/nvme*)"
+    if name == "rivals" and late:
+        return "the environments of the rivals do not have the late device"
     if name == "sanitizer" and not late and shutil.which(SANITIZER) is None:
         return "compute-sanitizer is not installed"
     return ""

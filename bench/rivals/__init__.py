@@ -9,10 +9,12 @@ DeepSpeed compiles its operations when they are first used, which takes minutes.
 """
 
 import signal
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 from infinity.tools.bench.rounds import tell
+from infinity.tools.bench.settings import Settings
 
 from . import deepspeed_aio, fio
 from .optimizers import DEEPSPEED_ADAM, TORCH_ADAM, openmp_threads
@@ -43,7 +45,18 @@ def _end(signum: int, frame: Any) -> None:
     raise TimeoutError
 
 
-DISK_RIVALS = (fio, limited(deepspeed_aio))
-OPTIMIZER_RIVALS = (limited(DEEPSPEED_ADAM), TORCH_ADAM)
+def of_disks(settings: Settings) -> list[Any]:
+    """Returns the disk rivals that are measured."""
+    aio = SimpleNamespace(
+        NAME=deepspeed_aio.NAME, find=partial(deepspeed_aio.find, retune=settings.retune)
+    )
+    return [rival for rival in (fio, limited(aio)) if settings.measures(rival.NAME)]
 
-__all__ = ["DISK_RIVALS", "OPTIMIZER_RIVALS", "limited", "openmp_threads"]
+
+def of_optimizers(settings: Settings) -> list[Any]:
+    """Returns the optimizer rivals that are measured."""
+    known = (limited(DEEPSPEED_ADAM), TORCH_ADAM)
+    return [rival for rival in known if settings.measures(rival.NAME)]
+
+
+__all__ = ["limited", "of_disks", "of_optimizers", "openmp_threads"]

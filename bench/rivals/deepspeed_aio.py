@@ -1,4 +1,5 @@
-"""DeepSpeed's async I/O (libaio) into its own locked memory, at the best of its own sweep's 32."""
+"""DeepSpeed's async I/O (libaio) into its own locked memory, at the best of the 64 settings of its
+own sweep (ds_nvme_tune). The best is kept for the disk: see tuning.py."""
 
 from __future__ import annotations
 
@@ -9,37 +10,37 @@ from typing import Any
 
 import torch
 
-from .tuning import Tuned
+from .tuning import Tuned, key_of
 
 NAME = "deepspeed"
 MIB = 1024 * 1024
 BUFFER_NBYTES = 256 * MIB
-# Those of its own sweep: block size, queue depth, one submit for all, threads per operation
-SETTINGS = list(itertools.product((MIB, 8 * MIB), (32, 128), (False, True), (1, 2, 4, 8)))
+# Block size, queue depth, one submit for all, overlapped events, threads per operation
+EITHER = (False, True)
+SETTINGS = list(itertools.product((MIB, 8 * MIB), (32, 128), EITHER, EITHER, (1, 2, 4, 8)))
 
 
 class DeepSpeedAio:
     """One handle per setting. A run moves the file a buffer at a time, as its swapper does. A
     setting is tried with one buffer in each direction."""
 
-    def __init__(self, module, path: str, nbytes: int):
-        self.path, self.nbytes = path, nbytes
-        self.handles = {
-            (block, depth, single, threads): module.aio_handle(block, depth, single, True, threads)
-            for block, depth, single, threads in SETTINGS
-        }
+    def __init__(self, module, path: str, nbytes: int, *, version: str, retune: bool = False):
+        self.path, self.nbytes, self.version = path, nbytes, version
+        self.handles = {setting: module.aio_handle(*setting) for setting in SETTINGS}
         self.size = min(BUFFER_NBYTES, nbytes // 2)
         template = torch.empty(0, dtype=torch.uint8)
         self._any = next(iter(self.handles.values()))
         self.buffers = [self._any.new_cpu_locked_tensor(self.size, template) for _ in range(2)]
-        self.tuned = Tuned(NAME, SETTINGS)
+        key = key_of(path, NAME, version, f"{self.size} bytes")
+        self.tuned = Tuned(NAME, SETTINGS, key, retune)
 
     def run(self, direction: str) -> None:
         self._move(self.tuned.of(direction, lambda each: self._seconds(each, direction)), direction)
 
     def told(self) -> dict[str, Any]:
-        """Returns its version, the chosen settings, and the seconds of all trials."""
-        return {"version": importlib.metadata.version("deepspeed")} | self.tuned.told()
+        """Returns its version, the chosen settings, and the seconds of all trials or the dates of
+        those of an earlier run."""
+        return {"version": self.version} | self.tuned.told()
 
     def close(self) -> None:
         for buffer in self.buffers:
@@ -69,12 +70,14 @@ class DeepSpeedAio:
             assert done == started, f"{done} of {started} operations"
 
 
-def find(path: str, nbytes: int) -> DeepSpeedAio | str:
-    """Returns a runner, or why there is none."""
+def find(path: str, nbytes: int, *, retune: bool = False) -> DeepSpeedAio | str:
+    """Returns a runner, or why there is none. ``retune``: without the settings that are kept."""
     try:
         from deepspeed.ops.op_builder import AsyncIOBuilder
 
-        return DeepSpeedAio(AsyncIOBuilder().load(verbose=False), path, nbytes)
+        version = importlib.metadata.version("deepspeed")
+        module = AsyncIOBuilder().load(verbose=False)
+        return DeepSpeedAio(module, path, nbytes, version=version, retune=retune)
     except ImportError:
         return "not installed (pip install deepspeed)"
     except TimeoutError:

@@ -366,7 +366,8 @@ def _settings(args: argparse.Namespace):
         rounds=args.rounds,
         scale=args.scale,
         seconds=args.seconds,
-        rivals=not args.no_rivals,
+        rivals=getattr(args, "rivals", None) or not args.no_rivals,
+        retune=getattr(args, "retune", False),
         keep_profile=args.keep_profile,
         **chosen,
     )

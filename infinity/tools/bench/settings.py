@@ -17,11 +17,16 @@ class Settings:
     rounds: int = 5
     scale: float = 1.0
     seconds: float = 0.0
-    rivals: bool = True
+    rivals: bool | list[str] = True  # all, none, or those with these names
+    retune: bool = False  # rivals: their settings are looked for anew
     keep_profile: bool = False  # io: its rates replace the disk's stored profile
     threads: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
     show: Callable[[Sequence[Any]], None] = lambda rows: None  # prints rows as they are measured
     keep: Callable[[Any], None] = lambda measured: None  # saves what has been measured so far
+
+    def measures(self, rival: str) -> bool:
+        """Tells whether a rival is measured."""
+        return self.rivals if isinstance(self.rivals, bool) else rival in self.rivals
 
     def scaled(self, nbytes: int, multiple: int) -> int:
         """Scales ``nbytes`` and rounds it to a multiple of ``multiple``, at least one."""

@@ -23,7 +23,6 @@ import numpy as np
 import prepared
 import pytest
 import setuptools
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,7 +39,7 @@ from bench import (
     touches,
     two_ranks,
 )
-from bench.rivals import deepspeed_aio, fio, limited
+from bench.rivals import fio, limited
 from bench.rivals.tuning import Tuned
 from bench.themes import IN_ALL, PARTS, THEMES, full_name, module_of, part_named
 from infinity import native
@@ -636,34 +635,6 @@ def test_fio_runs_at_its_best_and_says_how(tmp_path, monkeypatch):
     assert "--rw=read --offset=0 --size=500" in lines[0]
     assert "--rw=write --offset=500 --size=500" in lines[0]
     assert set(lines[1::2]) == {"glibc.malloc.hugetlb=1"} and "=file" not in str(told["commands"])
-
-
-def test_deepspeed_is_tuned_by_its_own_sweep():
-    """Method: a double of its module that counts what each handle moves; all 32 settings have three
-    trials of one buffer, then a run moves the whole file with one of them."""
-    moved: dict[tuple, list[int]] = {}
-
-    class Handle:
-        def __init__(self, *setting):
-            self.moved = moved.setdefault(setting, [])
-            self.started = 0
-
-        def new_cpu_locked_tensor(self, size, template):
-            return torch.empty(size, dtype=torch.uint8)
-
-        def async_pread(self, part, path, offset):
-            self.moved.append(part.numel())
-            self.started += 1
-
-        def wait(self):
-            started, self.started = self.started, 0
-            return started
-
-    rival = deepspeed_aio.DeepSpeedAio(SimpleNamespace(aio_handle=Handle), "file", 1000)
-    rival.run("read")
-    assert len(moved) == 32 and sorted(map(sum, moved.values()))[:31] == [1500] * 31
-    assert max(map(sum, moved.values())) == 2500
-    assert len(rival.tuned.told()["trials"]["read"]) == 32
 
 
 @pytest.mark.parametrize("factor, is_told", [(2.0, True), (0.5, True), (1.2, False)])
