@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from infinity.errors import ConfigError
-from infinity.tools.bench.results import Row, is_quick, row_of
+from infinity.tools.bench.results import Row, ends, is_quick, row_of
 
 from .report import read_results
 from .themes import OLD, PARTS, full_name
@@ -189,7 +189,7 @@ def figures(folder: Path = RESULTS, found: Sequence[Age] = ()) -> str:
             if kept is None or theme not in run["theme"].split("+") + ["all"]:
                 continue
             row = row_of(kept)
-            low, high = row.interval or (row.low, row.high)
+            low, high = ends(row)
             share = f"{100 * row.share_of_ceiling:.0f} %" if row.share_of_ceiling else ""
             against = ", ".join(f"{each:.2f} x {rival}" for rival, each in row.ratios.items())
             since = [

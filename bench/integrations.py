@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from infinity.tools.bench.results import Measured, Row, row
-from infinity.tools.bench.rounds import Times, alternate, paired
+from infinity.tools.bench.rounds import Times, paired
 from infinity.tools.bench.settings import Settings
 
 from .first_steps import HOME, rows_of
@@ -67,7 +67,7 @@ def measure(settings: Settings) -> Measured:
             for name, make in makers.items()
             for end in ("", ".plain")
         }
-        named = alternate(jobs, settings.rounds)
+        named = settings.alternate(jobs)
         first_steps = rows_of(("loop", *LIBRARIES), folder, min(3, settings.rounds))
     return Measured([*_rows(named), *first_steps])
 

@@ -18,7 +18,7 @@ import infinity
 from infinity import native
 from infinity.core.run.registry import wrapped
 from infinity.tools.bench.results import Measured, Row, row
-from infinity.tools.bench.rounds import alternate, paired, tell
+from infinity.tools.bench.rounds import paired, tell
 from infinity.tools.bench.settings import Settings
 
 from .step import make_model
@@ -149,7 +149,7 @@ def _rows(name: str, make: Callable, config: dict, folder: str, settings: Settin
         "ours": lambda: batches.train(ours, STEPS),
         "plain": lambda: batches.train(plain, STEPS),
     }
-    times = alternate(jobs, settings.rounds)
+    times = settings.alternate(jobs)
     moved = ours.disk_nbytes()
     steps = STEPS * (settings.rounds + 1)
     numel = sum(param.numel() for param in plain.model.parameters())

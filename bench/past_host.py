@@ -23,11 +23,9 @@ from infinity.core.machine.ledger import Ledger
 from infinity.core.machine.tiers import Tier
 from infinity.ext.gpu_direct import direct_storage
 from infinity.ext.gpu_direct.gpu_direct import GpuDirect
+from infinity.tools.bench.gpu import this_machines
 from infinity.tools.bench.results import Measured, row
-from infinity.tools.bench.rounds import alternate
 from infinity.tools.bench.settings import Settings
-
-from .accelerators import this_machines
 
 MIB = 1024 * 1024
 NBYTES = 2048 * MIB
@@ -51,7 +49,7 @@ def measure_on(device: Device, settings: Settings) -> Measured:
             jobs["past"] = _Job(folder, device, settings, GpuDirect)
         try:
             runs = {name: job.run for name, job in jobs.items()} | {"disk": jobs["through"].read}
-            times = alternate(runs, settings.rounds)
+            times = settings.alternate(runs)
             nbytes = jobs["through"].array.nbytes
             rates = {name: [nbytes / each / 1e9 for each in times[name].wall] for name in runs}
             rows = [

@@ -14,7 +14,7 @@ from infinity.core.step.known import Known
 from infinity.ext.class_step.known_elsewhere import BY_RULE
 from infinity.tools.bench.adam import FP32, Ours, Variant
 from infinity.tools.bench.results import Measured, row
-from infinity.tools.bench.rounds import alternate, paired, tell
+from infinity.tools.bench.rounds import paired, tell
 from infinity.tools.bench.settings import Settings
 
 PARAMETERS = 32 * 1024 * 1024
@@ -60,9 +60,7 @@ def _measure(
         settings_of(known, group),
     )
     ours = Ours(variant, count, settings.threads)
-    times = alternate(
-        {"ours": ours.step, "moving": ours.move, "class": theirs.step}, settings.rounds
-    )
+    times = settings.alternate({"ours": ours.step, "moving": ours.move, "class": theirs.step})
     rates = {who: [count / each / 1e9 for each in of_one.wall] for who, of_one in times.items()}
     library = kind.__module__.partition(".")[0]
     ratios = {library: paired(times["ours"].wall, times["class"].wall)}

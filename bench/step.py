@@ -15,7 +15,7 @@ import torch
 import infinity
 from infinity.core.run.registry import wrapped
 from infinity.tools.bench.results import Measured, row
-from infinity.tools.bench.rounds import alternate, paired
+from infinity.tools.bench.rounds import paired
 from infinity.tools.bench.settings import Settings
 
 TOKENS = (4, 256)
@@ -121,7 +121,7 @@ def measure(settings: Settings) -> Measured:
             systems[name].finish()
 
         jobs = {name: lambda name=name: turn(name) for name in systems}
-        times = alternate(jobs, settings.rounds, seconds=settings.seconds)
+        times = settings.alternate(jobs)
         systems.clear()
     if len({tuple(losses[home]) for home in HOMES}) != 1:
         raise AssertionError(f"the homes' losses differ: {losses}")

@@ -128,7 +128,9 @@ THEMES = {
         ),
     },
     "gpu": {
-        "gpu": Part("bench.gpu", "kernels and copies", ("csrc/cuda",), needs="a GPU"),
+        "gpu": Part(
+            "infinity.tools.bench.gpu", "kernels and copies", ("csrc/cuda",), needs="a GPU"
+        ),
         "gpu_train": Part("bench.gpu_train", "training on a GPU", ENGINE, needs="a GPU"),
         "past_host": Part(
             "bench.past_host",

@@ -17,7 +17,7 @@ from torch import nn
 
 import infinity
 from infinity.tools.bench.results import Measured, row
-from infinity.tools.bench.rounds import Times, alternate, paired
+from infinity.tools.bench.rounds import Times, paired
 from infinity.tools.bench.settings import Settings
 
 BLOCKS, WIDTH = 400, 64
@@ -63,7 +63,7 @@ def measure(settings: Settings) -> Measured:
             plain = make()
             model, _ = infinity.wrap_model(make(), None, {"params": home, "nvme_paths": [folder]})
             for name, loop in LOOPS.items():
-                times = alternate(_ways(loop, plain, model), settings.rounds)
+                times = settings.alternate(_ways(loop, plain, model))
                 _add_row(found, f"touches.{home}.{name}", times)
             infinity.unwrap_model(model)
     return found

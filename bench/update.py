@@ -18,7 +18,6 @@ import torch
 from infinity import native
 from infinity.core.machine.sizes import format_nbytes
 from infinity.tools.bench.results import Measured, Row, row
-from infinity.tools.bench.rounds import alternate
 from infinity.tools.bench.settings import Settings
 
 MIB = 1024 * 1024
@@ -175,14 +174,14 @@ def _time_parts(job: Step, settings: Settings) -> tuple[dict[str, list[float]], 
         "write": lambda: job.transfer(job.write),
         "both": job.both,
     }
-    times = alternate(jobs, settings.rounds, seconds=settings.seconds)
+    times = settings.alternate(jobs)
     return {name: of_one.wall for name, of_one in times.items()}, job.timeline()
 
 
 def _time_whole(job: Step, settings: Settings) -> dict[str, list[float]]:
     """Seconds of the step, and of both directions of the disk alone, in turns."""
     jobs = {"step": lambda: job.step(job.disk), "both": job.both}
-    times = alternate(jobs, settings.rounds, seconds=settings.seconds)
+    times = settings.alternate(jobs)
     return {name: of_one.wall for name, of_one in times.items()}
 
 

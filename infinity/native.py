@@ -185,16 +185,19 @@ def make_io_engine(
     kind: str | None = None,
     block_nbytes: int = 1 << 20,
     depth: int = 64,
+    threads: int = 8,
     work_threads: int = 1,
     layer: BackendLayer | None = None,
 ) -> IoEngine:
     """Makes an I/O engine of ``kind`` (None: the one ``INFINITY_IO`` names), which takes checksums
-    in at most ``work_threads`` threads. ``layer``: of test doubles (None: that of :data:`disks`). A
-    device that does not answer for ``INFINITY_IO_TIMEOUT`` seconds (120) is an error."""
+    in at most ``work_threads`` threads. ``threads``: of kind "threads", a block in each.
+    ``layer``: of test doubles (None: that of :data:`disks`). A device that does not answer for
+    ``INFINITY_IO_TIMEOUT`` seconds (120) is an error."""
     return IoEngine(
         kind=kind or io_kind(),
         block_nbytes=block_nbytes,
         depth=depth,
+        threads=threads,
         timeout_seconds=io_timeout(),
         work_threads=work_threads,
         layer=layer or disks.layer(),

@@ -16,11 +16,11 @@ import torch
 
 from infinity import native
 
-from .results import Measured, row
-from .rounds import alternate, paired, tell
+from .results import Measured, Row, row
+from .rounds import paired, tell
 from .settings import Settings
 
-PARAMETERS = 100 * 1000 * 1000
+PARAMETERS = 96 * 1024 * 1024
 GRAD_FACTOR = 0.37  # of unscaling and clipping combined
 
 
@@ -133,20 +133,42 @@ def measure(
     found = Measured([])
     for variant in VARIANTS:
         for threads in dict.fromkeys((settings.threads, 1)):
-            found.add(_measure(variant, count, threads, settings, rivals, limit_threads))
-    found.series["adam.threads"] = _by_threads(count, settings)
+            if settings.wants(name_of(variant, threads, settings)):
+                found.add(_measure(variant, count, threads, settings, rivals, limit_threads))
+    if settings.wants("adam.split"):
+        found.series["adam.threads"] = by_threads(count, settings)
     return found
 
 
-def _by_threads(count: int, settings: Settings) -> list[dict]:
+def thread_counts(most: int) -> list[int]:
+    """Returns 1, 2, 4 ... and ``most``."""
+    return sorted({min(2**power, most) for power in range(10)})
+
+
+def by_threads(count: int, settings: Settings) -> list[dict]:
     """Measures the split kernel and the moving loop at 1, 2, 4 ... and all threads."""
     points = []
-    for threads in sorted({min(2**power, settings.threads) for power in range(10)}):
+    for threads in thread_counts(settings.threads):
         ours = Ours(VARIANTS[0], count, threads)
-        times = alternate({"split": ours.step, "moving": ours.move}, settings.rounds)
+        times = settings.alternate({"split": ours.step, "moving": ours.move})
         rates = {who: count / statistics.median(of_one.wall) / 1e9 for who, of_one in times.items()}
         points.append({"threads": threads, **rates})
     return points
+
+
+def name_of(variant: Variant, threads: int, settings: Settings, theme: str = "adam") -> str:
+    """Returns the name of a row."""
+    suffix = "" if threads == settings.threads else f".{threads}thread"
+    return f"{theme}.{variant.name}{suffix}"
+
+
+def beside_moving(name: str, ours: Ours, settings: Settings) -> Row:
+    """Measures one variant beside a loop that moves its bytes."""
+    tell(name)
+    times = settings.alternate({"ours": ours.step, "moving": ours.move})
+    rates = {who: [ours.count / s / 1e9 for s in of_one.wall] for who, of_one in times.items()}
+    ceiling = ("moving the same bytes", rates["moving"])
+    return row(name, "G parameters/s", rates["ours"], ceiling=ceiling)
 
 
 def _measure(
@@ -157,18 +179,10 @@ def _measure(
     rivals: Sequence[Any],
     limit_threads: Callable[[int], AbstractContextManager[None]],
 ) -> Measured:
-    name = f"adam.{variant.name}" + ("" if threads == settings.threads else f".{threads}thread")
-    tell(name)
     ours = Ours(variant, count, threads)
-    jobs: dict[Any, Callable[[], object]] = {"ours": ours.step, "moving": ours.move}
-    times = alternate(jobs, settings.rounds, seconds=settings.seconds)
-    rates = {
-        who: [count / seconds / 1e9 for seconds in of_one.wall] for who, of_one in times.items()
-    }
-    ceiling = ("moving the same bytes", rates["moving"])
-    measured = Measured([row(name, "G parameters/s", rates["ours"], ceiling=ceiling)])
+    measured = Measured([beside_moving(name_of(variant, threads, settings), ours, settings)])
     settings.show(measured.rows)
-    jobs = {"ours": ours.step}
+    jobs: dict[Any, Callable[[], object]] = {"ours": ours.step}
     for rival in rivals:
         found = rival.find(count, whole_job=variant.name != "fp32", factor=GRAD_FACTOR)
         if isinstance(found, str):
@@ -178,7 +192,7 @@ def _measure(
             measured.rivals[rival.NAME] = found.told()
     if len(jobs) > 1:
         with limit_threads(threads):
-            times = alternate(jobs, settings.rounds, seconds=settings.seconds)
+            times = settings.alternate(jobs)
         wall = times.pop("ours").wall
         measured.rows[0].ratios = {who: paired(wall, each.wall) for who, each in times.items()}
     return measured

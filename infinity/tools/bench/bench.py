@@ -79,8 +79,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--resume", metavar="FILE", help="measure what an interrupted run left, into its file"
     )
     parser.add_argument(
-        "--folder", default=".", metavar="DIR", help="on the disk to measure (default: here)"
+        "--folder",
+        action="append",
+        metavar="DIR",
+        help="on the disk to measure (default: here); of machine more than one: each, and all",
     )
+    parser.add_argument(
+        "--only", action="append", metavar="ROW", help="rows whose names begin so: adam.split"
+    )
+    parser.add_argument("--html", metavar="FILE", help="a page with tables, curves and roofline")
     parser.add_argument(
         "--rounds",
         type=a_count,
@@ -93,7 +100,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=real_from_zero,
         default=0.0,
         metavar="S",
-        help="further rounds of each loop for so long, or until its interval is within 3 %%",
+        help="further rounds of each loop for so long, or until its interval is within 3 %%; of"
+        " machine: of all rounds (default 90)",
     )
     parser.add_argument(
         "--scale", type=float, default=1.0, metavar="X", help="times the usual sizes (default 1)"
@@ -137,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
         from . import compare
 
         args.files, args.bound = args.more, args.bound or 0.0
+        args.folder = (args.folder or ["."])[0]
         return compare.run(args)
     for name in ("bound", "csv", "tex"):
         if getattr(args, name) not in (None, False):
@@ -167,7 +176,7 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
 
     ``themes``: name -> module, or module:function.
     """
-    from infinity.tools.bench import machine, results
+    from infinity.tools.bench import machine, page, plots, results
     from infinity.tools.bench.rounds import PROGRESS
 
     settings = _settings(args)
@@ -176,12 +185,18 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
             "--keep-profile is of `bench io` at scale 1 with five rounds or more: a quick look"
             " replaces no profile"
         )
+    outputs = []
     if args.machine_file is not None:
-        if "machine" not in chosen:
-            raise UsageError("--machine-file is of `bench machine`: leave it out")
-        output = Output("--machine-file", Path(args.machine_file), made=machine.BEGIN.encode())
-        check_outputs([output], [], overwrite=args.overwrite)
-    measured, shown = results.Measured([]), _Shown()
+        if "machine" not in chosen or args.only:
+            raise UsageError("--machine-file is of `bench machine` and all its rows: leave it out")
+        outputs.append(
+            Output("--machine-file", Path(args.machine_file), made=machine.BEGIN.encode())
+        )
+    if args.html is not None:
+        plots.require()
+        outputs.append(Output("--html", Path(args.html), made=page.HEAD.encode()))
+    check_outputs(outputs, [], overwrite=args.overwrite)
+    measured, so_far, shown = results.Measured([]), results.Measured([]), _Shown()
     path = _output(args)
     run = results.Run(
         "all" if args.theme == "all" else "+".join(chosen), settings, getattr(args, "paths", None)
@@ -193,9 +208,12 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
         path = results.new_path(run.content(measured), path)
 
     def save(*parts: results.Measured, complete: bool = False) -> None:
-        whole = results.Measured([])
+        nonlocal so_far
+        so_far = whole = results.Measured([])
         for part in (measured, *parts):
             whole.add(part)
+        if settings.only:
+            whole.rows = [row for row in whole.rows if settings.wants(row.name)]
         if path is not None and (whole.rows or whole.notes):
             results.write(run.content(whole, complete=complete), path)
 
@@ -215,30 +233,40 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
                 PROGRESS.begin(number, len(chosen), theme)
                 with _threads(args.threads):
                     found = getattr(module, function or "measure")(settings)
+                found.rows = [row for row in found.rows if settings.wants(row.name)]
                 shown.end(found.rows)
                 run.done.append(theme)
                 measured.add(found)
                 save()
         except BaseException:
             PROGRESS.clear()
+            shown.end(so_far.rows)
             if path is not None and path.is_file():
                 print(
                     f"kept what was measured: {path} (go on with --resume {path})", file=sys.stderr
                 )
             raise
+        if settings.only and not measured.rows:
+            raise UsageError(f"--only {' '.join(settings.only)}: no row's name begins so")
         for note in [*measured.notes, *results.remarks(measured.rows, settings)]:
             print(f"({note})")
-        for parameters in SIZES if args.parameters is None else [args.parameters]:
-            for told in (
+        told = [
+            sentence
+            for parameters in (SIZES if args.parameters is None else [args.parameters])
+            for sentence in (
                 machine.limit_of(measured.rows, parameters, args.tokens),
                 results.bound_of(measured.rows, parameters),
-            ):
-                if told:
-                    print(told)
+            )
+            if sentence
+        ]
+        print(*told, sep="\n", end="\n" if told else "")
+    if args.html is not None:
+        page.write(run.content(measured), told, Path(args.html))
+        print(args.html, file=sys.stderr)
     if args.machine_file is not None:
         date = datetime.date.today().isoformat()
         file = Path(args.machine_file)
-        machine.write_machine_file(measured.rows, settings.folder, date, file)
+        machine.write_machine_file(measured.rows, settings.folders, date, file)
         print(file, file=sys.stderr)
     if args.json:
         print(json.dumps(run.content(measured)))
@@ -355,14 +383,18 @@ def _settings(args: argparse.Namespace):
         raise ConfigError(f"--threads {args.threads}: give at most {MOST_THREADS}")
     if not 0 < args.scale <= 100:
         raise ConfigError(f"--scale {args.scale}: give a number above 0, and at most 100")
-    if not Path(args.folder).is_dir():
-        what = "is a file" if Path(args.folder).exists() else "is not there"
-        raise ConfigError(f"--folder {args.folder} {what}: give a folder on the disk to measure")
+    folders = args.folder or ["."]
+    for folder in folders:
+        if not Path(folder).is_dir():
+            what = "is a file" if Path(folder).exists() else "is not there"
+            raise ConfigError(f"--folder {folder} {what}: give a folder on the disk to measure")
     if args.save is not None and not Path(args.save).parent.is_dir():
         raise ConfigError(f"--save {args.save}: there is no folder {Path(args.save).parent}")
     chosen = {"threads": args.threads} if args.threads else {}
     return Settings(
-        folder=args.folder,
+        folder=folders[0],
+        other_folders=tuple(folders[1:]),
+        only=tuple(args.only or ()),
         rounds=args.rounds,
         scale=args.scale,
         seconds=args.seconds,

@@ -11,7 +11,6 @@ import torch
 from infinity import native
 
 from .results import Measured, row
-from .rounds import alternate
 from .settings import Settings
 
 MIB = 1024 * 1024
@@ -35,7 +34,7 @@ def measure(settings: Settings) -> Measured:
         "moving": lambda: native.move_streams(streams, count, settings.threads),
         "torch": lambda: plain.copy_(device),
     }
-    times = alternate(jobs, settings.rounds, seconds=settings.seconds)
+    times = settings.alternate(jobs)
     rates = {
         name: [2 * count / seconds / 1e9 for seconds in of_one.wall]
         for name, of_one in times.items()

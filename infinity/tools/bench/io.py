@@ -25,7 +25,7 @@ from infinity import native
 
 from ...core.machine import disk_profile
 from .results import Measured, Row, row, write_whole
-from .rounds import Times, alternate, paired, tell
+from .rounds import Times, paired, tell
 from .settings import Settings
 
 MIB = 1024 * 1024
@@ -35,6 +35,7 @@ REQUESTS_AHEAD = 16
 SWEPT_BLOCKS = (64 * 1024, 256 * 1024, MIB, 4 * MIB)
 SWEPT_DEPTHS = (4, 16, 64)
 RAW_BLOCK, RAW_THREADS = 4 * MIB, 8
+MOST_THREADS = 16  # of the kind that waits for each block
 PROFILES = "disks.json"  # in the cache, of core/machine/disk_profile.py
 OFF = 1.5  # times, between a stored profile and what is measured
 DIRECTIONS = ("read", "write", "mixed")
@@ -49,11 +50,14 @@ class TestFile:
 
 
 class Ours:
-    """Our I/O engine: large requests, several in flight, with registered memory."""
+    """Our I/O engine: large requests, several in flight, with registered memory. ``depth``: blocks
+    in flight; of kind "threads" as many threads, which wait for one each."""
 
     def __init__(self, file: TestFile, kind: str, *, block_nbytes: int, depth: int):
         self.file = file
-        self.engine = native.make_io_engine(kind=kind, block_nbytes=block_nbytes, depth=depth)
+        self.engine = native.make_io_engine(
+            kind=kind, block_nbytes=block_nbytes, depth=depth, threads=min(depth, MOST_THREADS)
+        )
         index = self.engine.open_file(file.path)
         self.extent = native.Extent.in_file(index, 0, file.nbytes)
         self.memory = native.Region(REQUESTS_AHEAD * REQUEST_NBYTES, True, 2)
@@ -143,11 +147,9 @@ def measure(settings: Settings, *, rivals: Sequence[Any] = ()) -> Measured:
         ours, threads = (as_used(file, kind, folder) for kind in ("auto", "threads"))
         raw = Raw(file)
         stack.callback(raw.close)
-        times = alternate(
+        times = settings.alternate(
             _jobs({"ours": ours.run, "raw disk": raw.run})
-            | {("threads", "read"): lambda: threads.run("read")},
-            settings.rounds,
-            seconds=settings.seconds,
+            | {("threads", "read"): lambda: threads.run("read")}
         )
         rows = _rows(times, file.nbytes)
         settings.show(rows)
@@ -162,7 +164,7 @@ def measure(settings: Settings, *, rivals: Sequence[Any] = ()) -> Measured:
                 others[rival.NAME] = found
         if others:
             runs = {"ours": ours.run} | {name: rival.run for name, rival in others.items()}
-            times = alternate(_jobs(runs), settings.rounds, seconds=settings.seconds)
+            times = settings.alternate(_jobs(runs))
             _compare(rows, times, file.nbytes, list(others))
         notes += _compare_profile(rows, settings)
         told = {name: rival.told() for name, rival in others.items()}

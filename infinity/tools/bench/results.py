@@ -29,7 +29,7 @@ BUSY = 0.5  # load for each processor
 LESS: tuple[str, ...] = ("s", "ms", "us", "CPU s/GiB", "ms/step", "ratio", "times", "nats", "%")
 LESS += ("GiB", "MiB", "KiB", "of the step", "lines changed", "options set", "of what is hit")
 LESS += ("meetings",)
-WIDE = 0.3  # of the median, between the lowest and the highest round
+WIDE = 0.3  # of the median, between the ends of its interval
 PASSED = 1.03  # share of a ceiling above which it is none
 # Of a parameter and step with split masters and fp32 moments, all on disk: weights for forward and
 # backward, and all state for the update; then state and weights
@@ -263,7 +263,7 @@ def table(rows: Sequence[Row], *, header: bool = True) -> str:
         if entry.passes_its_ceiling():
             share += ": passed, so it is not a ceiling here"
         ratios = "".join(f"   {_times(entry, name)}" for name in entry.ratios)
-        low, high = entry.interval or (entry.low, entry.high)
+        low, high = ends(entry)
         spread = f"{low:.3f} - {high:.3f}" + ("" if entry.interval else " *")
         unit = entry.unit + (" (less is better)" if entry.better == "less" else "")
         lines.append(
@@ -309,27 +309,34 @@ def remarks(rows: Sequence[Row], settings: Settings) -> list[str]:
     return notes
 
 
+def ends(row: Row) -> tuple[float, float]:
+    """Returns the interval of a row's median; of too few rounds the lowest and the highest."""
+    low, high = row.interval or (row.low, row.high)
+    return low, high
+
+
 def is_wide(row: Row) -> bool:
     """Tells whether the rounds of a row differ so much that nothing follows from it."""
-    return row.high - row.low > WIDE * row.median > 0
+    low, high = ends(row)
+    return high - low > WIDE * row.median > 0
 
 
 def bound_of(rows: Sequence[Row], parameters: float = 7e9) -> str:
     """Returns about what a full fine-tuning step of a model of so many ``parameters`` needs on this
-    machine, as far as it was measured: from the best rounds to the medians. Of rows whose rounds
+    machine, as far as it was measured, by the ends of each row's interval. Of rows whose rounds
     differ much nothing is said."""
     found = {row.name: row for row in rows}
     told, disk = [], ("io.read", "io.write", "io.mixed")
     if all(name in found and not is_wide(found[name]) for name in disk):
         times = []
-        for which in ("high", "median"):
-            read, write, mixed = (getattr(found[name], which) for name in disk)
+        for end in (1, 0):
+            read, write, mixed = (ends(found[name])[end] for name in disk)
             both = (READ_NBYTES + WRITTEN_NBYTES) / mixed
             times.append(max(READ_NBYTES / read, WRITTEN_NBYTES / write, both))
         told.append(f"{span(times, parameters / 1e9)} of this disk, with all state on it")
     step = found.get("adam.split")
     if step is not None and not is_wide(step):
-        times = [1 / step.high, 1 / step.median]
+        times = [1 / each for each in reversed(ends(step))]
         told.append(f"{span(times, parameters / 1e9)} of these processors for its update")
     if not told:
         return ""
@@ -340,6 +347,6 @@ def bound_of(rows: Sequence[Row], parameters: float = 7e9) -> str:
 
 
 def span(seconds: Sequence[float], times: float) -> str:
-    """Formats ``seconds`` of the best rounds and of the medians, so many ``times``."""
-    ends = [format_seconds(each * times) for each in seconds]
-    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+    """Formats the least and the most ``seconds``, so many ``times``."""
+    least, most = (format_seconds(each * times) for each in seconds)
+    return least if least == most else f"{least} to {most}"

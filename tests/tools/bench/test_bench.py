@@ -16,8 +16,10 @@ import subprocess
 import sys
 import time
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from xml.etree import ElementTree
 
 import numpy as np
 import prepared
@@ -47,7 +49,7 @@ from infinity.core.machine import disk_profile
 from infinity.core.run.engine import Engine
 from infinity.errors import ConfigError, UsageError
 from infinity.tools.bench import bench as installed
-from infinity.tools.bench import compare, facts, intervals, results, rounds
+from infinity.tools.bench import compare, facts, intervals, plots, results, rounds
 from infinity.tools.bench import io as bench_io
 from infinity.tools.bench.rounds import Times, alternate, paired
 from infinity.tools.bench.settings import Settings
@@ -312,6 +314,15 @@ POINTS = {
         {"factor": 1, "width": 1024, "budget_nbytes": 2**24},
         {"factor": 16, "width": 4096, "budget_nbytes": 2**24},
     ],
+    "machine.disk": [
+        {"kind": kind, "way": way, "block_nbytes": 1 << 16, "depth": 4, "GB/s": 1.0, "rounds": [1]}
+        for kind in ("auto", "threads")
+        for way in ("read", "write")
+    ],
+    "machine.adam": [
+        {"threads": 1, "G parameters/s": 1.0, "moving": 2.0, "rounds": [0.9, 1.0, 1.0, 1.0, 1.1]}
+    ],
+    "machine.memory": [{"threads": 1, "GB/s": 9.0, "rounds": [9.0]}],
 }
 TOLD = {
     "io.sweep": "1024",
@@ -321,15 +332,45 @@ TOLD = {
     "gpu_train.budget": "30 %",
     "gpu_train.size": "8.0 B",
     "tiling.width": "16 MiB",
+    "machine.disk": "64 KiB",
+    "machine.adam": "G parameters/s",
+    "machine.memory": "a copy",
 }
 
 
-@pytest.mark.parametrize("name", report.PLOTS)
+@pytest.mark.parametrize("name", plots.PLOTS)
 def test_every_plot_is_drawn(name):
     """Method: from a point or two, every plot is an SVG that tells of them; a plot without points
     here fails."""
-    drawn = report.PLOTS[name](POINTS[name])
+    drawn = plots.as_svg(plots.PLOTS[name](POINTS[name]))
     assert drawn.startswith("<svg") and drawn.endswith("</svg>") and TOLD[name] in drawn
+    assert ElementTree.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
+
+
+def test_a_roofline_needs_its_rows():
+    """Method: products, memory, disk and update; each limit is named with its rate. Twin: without
+    the disk there is none."""
+    rows = [
+        asdict(results.row(name, "GB/s", [rate] * 5))
+        for name, rate in {
+            "machine.products.float32": 100.0,
+            "machine.memory.copy": 20.0,
+            "machine.disk.both": 4.0,
+            "machine.adam.split": 1.5,
+        }.items()
+    ]
+    (drawn,) = plots.drawn({"rows": rows}).values()
+    told = plots.as_svg(drawn)
+    for text in ("memory: 20 GB/s", "disk, both ways: 4 GB/s", "products, float32", "16 K tokens"):
+        assert text in told, text
+    assert plots.names({"rows": rows[:2]}) == []
+
+
+def test_plots_without_their_library_are_refused_by_name(monkeypatch, tmp_path, capsys):
+    """Method: a machine without matplotlib; nothing is measured or written."""
+    monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
+    for command, run in ((["bench", "--html", "a.html"], main), (["report"], checkout.main)):
+        assert run(command) == 2 and "pip install matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.slow

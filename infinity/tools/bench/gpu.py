@@ -13,17 +13,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import closing
+from typing import Any
 
 import torch
 
 from infinity import native
-from infinity.core.machine.accelerator import Accelerator
-from infinity.tools.bench.results import Measured, row
-from infinity.tools.bench.settings import Settings
 
-from .accelerators import this_machines
-from .llama import TABLE_ELEMENTS
+from ...core.machine.accelerator import Accelerator, make_device
+from ...core.machine.traffic import Traffic
+from ...errors import ConfigError
+from .results import Measured, row
+from .settings import Settings
 
+TABLE_ELEMENTS = 1 << 20  # of random values, which are repeated
 PARAMETERS = 256 * 1024 * 1024
 FORMS = {  # name -> weight, master, gradient, moments
     "split": (torch.bfloat16, native.Master.SPLIT, torch.bfloat16, torch.float32),
@@ -43,6 +45,18 @@ def measure(settings: Settings) -> Measured:
         rows += _copies(gpu, settings)
         name = torch.get_device_module(gpu.where).get_device_name(0)
         return Measured(rows, [f"device: {name}, driver {native.cuda_driver()[0]}"])
+
+
+def this_machines(theme: str) -> Any:
+    """Makes the device of this machine's accelerator, for ``theme``. Raises ConfigError if there is
+    none, or no kernels for it."""
+    if not torch.accelerator.is_available():
+        raise ConfigError(f"bench {theme} needs a GPU: torch sees none")
+    device = make_device(torch.accelerator.current_accelerator(), Traffic())
+    if device.kernels is None:
+        device.close()
+        raise ConfigError(f"bench {theme} needs a GPU: {device.kernels_refusal}")
+    return device
 
 
 def _seconds(gpu: Accelerator, work: Callable[[], None], rounds: int) -> list[float]:
@@ -155,8 +169,9 @@ def _scan(gpu: Accelerator, count: int, settings: Settings, bandwidth: list[floa
 
 
 def _pin(gpu: Accelerator, settings: Settings):
-    """A GiB that is mapped and touched already, against a pinned GiB of torch's."""
-    ours, theirs, nbytes = [], [], settings.scaled(1 << 30, 1 << 20)
+    """Memory that is mapped and touched already, against as much pinned memory of torch's."""
+    ours, theirs, nbytes = [], [], settings.scaled(1 << 28, 1 << 20)
+    held = []  # torch gives memory that was dropped again, which costs nothing
     gib = nbytes / (1 << 30)
     for _ in range(settings.rounds):
         region = native.Region(nbytes, True, settings.threads)
@@ -165,11 +180,8 @@ def _pin(gpu: Accelerator, settings: Settings):
         ours.append(gib / (time.perf_counter() - start))
         del region
         start = time.perf_counter()
-        pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        held.append(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
         theirs.append(gib / (time.perf_counter() - start))
-        del pinned
-        if gpu.where.type == "cuda":
-            torch._C._host_emptyCache()  # else the next one costs nothing
     return row(
         "gpu.pin",
         "GiB/s",
