@@ -113,6 +113,9 @@ def find_nvcc() -> str | None:
     return nvcc if wanted != "0" else None
 
 
+COMMIT = "infinity/tools/bench/commit"  # of a wheel: results of its benchmarks name it
+
+
 class BuildExtension(build_ext):
     """Compiles with ninja, every core at once, and only what changed: objects stay in `build/`, and
     the next build has the same paths. What needs no Python is compiled once for all of them."""
@@ -123,10 +126,25 @@ class BuildExtension(build_ext):
         if is_wheel:
             self.extensions = [each for each in self.extensions if each.name != DOUBLES_MODULE]
         super().run()
-        if (
-            is_wheel
-        ):  # it has all that lies in build_lib: the doubles of an earlier build must not stay there
+        if is_wheel:  # it has all that lies in build_lib, and no doubles of an earlier build
             shutil.rmtree(Path(self.build_lib, "tests"), ignore_errors=True)
+            kept = Path(self.build_lib, COMMIT)
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(self._commit())
+
+    def _commit(self) -> str:
+        """Returns the commit that is built: INFINITY_COMMIT or the checkout's; "" without."""
+        if known := os.environ.get("INFINITY_COMMIT"):
+            return known
+        told = []
+        for asked in (["rev-parse", "--show-toplevel"], ["describe", "--always", "--dirty"]):
+            command = ["git", "-C", ROOT, *asked]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True)
+            except OSError:
+                return ""
+            told.append(done.stdout.strip())
+        return told[1] if told[0] == str(ROOT.resolve()) else ""
 
     def build_extensions(self) -> None:
         compiler = os.environ.get("CXX", "c++")

@@ -134,7 +134,10 @@ def build_environment(machine: str, python: Path, *, has_cuda: bool) -> dict[str
     cross = "" if machine == HERE else f"{machine}-linux-gnu-"
     place = WORK / machine
     flags = [place / "older_glibc.o", f"-L{stubs(machine, python)}", "-static-libstdc++", "-s"]
+    asked = ["git", "describe", "--always", "--abbrev=7"]
+    commit = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     environment = os.environ | {
+        "INFINITY_COMMIT": commit.strip(),
         "_PYTHON_HOST_PLATFORM": f"linux-{machine}",
         "CXX": f"{cross}g++",
         "INFINITY_CUDA": "1" if has_cuda else "0",

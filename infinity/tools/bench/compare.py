@@ -1,4 +1,5 @@
-"""`infinity bench compare A B`: two runs, row by row, with what their rounds allow to be said.
+"""`infinity bench compare A B [C ...]`: runs beside the first, row by row, with what their rounds
+allow to be said.
 
 ratio     how much longer B took than A: above 1 it is slower, whichever way the row counts
 verdict   faster or slower when the 95 % interval of the ratio excludes 1, and the bound
@@ -50,7 +51,10 @@ class Compared:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `python -m bench compare`."""
     parser.add_argument(
-        "files", nargs="+", metavar="FILE", help="two result files; or one, and this machine now"
+        "files",
+        nargs="+",
+        metavar="FILE",
+        help="two result files or more; or one, and this machine now",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--csv", action="store_true", help="comma-separated values on stdout")
@@ -66,27 +70,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the comparison. Returns 1 if a row is slower than the bound, with confidence."""
-    if not 1 <= len(args.files) <= 2:
-        raise UsageError("compare takes two result files, or one and this machine")
-    first = read(Path(args.files[0]))
-    if len(args.files) > 1:
-        second = read(Path(args.files[1]))
-    else:
-        second = _measured_now(first, args.folder, getattr(args, "themes", THEMES))
-    warnings = check(first, second)
-    found = compare(first, second, bound=args.bound)
-    slower = [each.name for each in found if each.verdict == "slower"]
-    if getattr(args, "csv", False):
-        print(as_csv(found), end="")
-    elif getattr(args, "tex", False):
-        print(as_tex(found))
-    elif args.json:
-        told = {"differences": warnings, "rows": [asdict(each) for each in found], "slower": slower}
-        print(json.dumps(told))
-    else:
-        print("\n".join([*warnings, table(found)]))
-    return 1 if slower else 0
+    """Prints the comparison of the first file with each other one. Returns 1 if a row is slower
+    than the bound, with confidence."""
+    if not args.files:
+        raise UsageError("compare takes two result files or more, or one and this machine")
+    first, *others = [read(Path(each)) for each in args.files]
+    others = others or [_measured_now(first, args.folder, getattr(args, "themes", THEMES))]
+    # Before anything is printed: one of them may be of other work
+    pairs = [(check(first, each), compare(first, each, bound=args.bound)) for each in others]
+    for place, (differences, found) in enumerate(pairs):
+        if args.csv:
+            print(as_csv(found), end="")
+        elif args.tex:
+            print(as_tex(found))
+        elif not args.json:
+            names = [f"B is {args.files[place + 1]}"] if len(pairs) > 1 else []
+            print("\n".join([*names, *differences, table(found)]))
+    if args.json:
+        told = [as_json(*pair) for pair in pairs]
+        print(json.dumps(told[0] if len(told) == 1 else dict(zip(args.files[1:], told))))
+    return 1 if any(each.verdict == "slower" for _, found in pairs for each in found) else 0
 
 
 def check(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
@@ -161,6 +164,12 @@ def table(found: Sequence[Compared]) -> str:
 
 def _spread(each: Compared) -> str:
     return f"{each.interval[0]:.3f} - {each.interval[1]:.3f}" if each.interval else ""
+
+
+def as_json(differences: list[str], found: Sequence[Compared]) -> dict[str, Any]:
+    """Returns a comparison as plain data."""
+    slower = [each.name for each in found if each.verdict == "slower"]
+    return {"differences": differences, "rows": [asdict(each) for each in found], "slower": slower}
 
 
 def as_csv(found: Sequence[Compared]) -> str:

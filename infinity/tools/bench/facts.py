@@ -84,8 +84,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Returns the commit that this package is of: its checkout's, else that of its installation.
-    Another repository around an installed package is not asked."""
+    """Returns the commit that this package is of: its checkout's, else that of its installation, or
+    that its wheel was built from. Another repository around an installed package is not asked."""
     root = Path(__file__).resolve().parents[3]
     if (root / "csrc").is_dir() and _git(root, "rev-parse", "--show-toplevel") == str(root):
         return _git(root, "describe", "--always", "--dirty", "--abbrev=7") or "unknown"
@@ -93,7 +93,7 @@ def commit() -> str:
         told = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
         return json.loads(told or "{}")["vcs_info"]["commit_id"][:7]
     except (importlib.metadata.PackageNotFoundError, ValueError, LookupError, TypeError):
-        return f"version {__version__}"
+        return _first_line(Path(__file__).with_name("commit")) or f"version {__version__}"
 
 
 def load() -> float:

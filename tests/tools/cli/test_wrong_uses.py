@@ -73,7 +73,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "bench io adm": ("adm is not a benchmark", "did you mean adam?"),
     "bench io --bound 0.1": ("--bound is of `infinity bench compare`", "leave it out"),
     "bench io --machine-file m.toml": ("--machine-file is of `bench machine`", "leave it out"),
-    "bench compare": ("takes two result files", "one and this machine"),
+    "bench compare": ("takes two result files or more", "one and this machine"),
     "bench io --nvme-path nvme": ("unrecognized arguments: --nvme-path nvme", HELP),
     "bench all --rounds 0": ("--rounds: 0", "1 or more needed"),
     "bench adam --threads -1": ("--threads: -1", "1 or more needed"),
