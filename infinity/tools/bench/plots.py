@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +27,8 @@ MIB = 1024 * 1024
 FAINT = "#666666"
 OPERATIONS, UPDATED_NBYTES = 14, 26  # of AdamW for a parameter, with split master: done and moved
 PASSES = 8  # operations of a parameter and token in a step
-TOKENS = (1024, 16 * 1024, 256 * 1024)  # of a step
+TOKENS = (16, 1024, 64 * 1024)  # of a step
+LEAST = 2.0**-5  # operations a byte, at the left end
 ROOFLINE = "machine.roofline"
 Points = Sequence[Mapping[str, Any]]
 
@@ -121,8 +121,7 @@ def _disk(points: Points) -> Figure:
         axes.set(title=f"{way}s of this disk", xlabel="block size")
         axes.spines[["top", "right"]].set_visible(False)
         _powers_of_two(axes, sizes, _bytes)
-        axes.set_ylim(bottom=0)
-    both[0].set_ylabel("GB/s")
+    both[0].set(ylabel="GB/s", ylim=(0, 1.05 * max(point["GB/s"] for point in points)))
     both[0].legend(frameon=False, fontsize=SMALL)
     return figure
 
@@ -230,14 +229,14 @@ def _roofline(rows: Sequence[Mapping[str, Any]]) -> Figure:
     products, slopes = _limits(rows)
     figure, axes = _axes("roofline of this machine", "operations a byte", "GFLOP/s")
     step = PASSES / (READ_NBYTES + WRITTEN_NBYTES)  # operations a byte of the disk, for each token
-    at = [2.0**power for power in range(-4, 2 + math.ceil(math.log2(step * max(TOKENS))))]
-    top = max(products.values())
+    top, ends = max(products.values()), (LEAST, 2 * step * max(TOKENS))
     for order, (name, slope) in enumerate(slopes.items()):
-        rates = [min(top, each * slope) for each in at]
-        axes.plot(at, rates, label=f"{name}: {slope:.3g} GB/s", color=f"C{order}")
+        at = [ends[0], top / slope, ends[1]]
+        label = f"{name}: {slope:.3g} GB/s"
+        axes.plot(at, [min(top, each * slope) for each in at], label=label, color=f"C{order}")
     for name, rate in products.items():
         axes.axhline(rate, linestyle="--", linewidth=1, color=FAINT)
-        axes.annotate(f"products, {name}", (at[-1], rate), fontsize=SMALL, ha="right", va="bottom")
+        axes.annotate(f"products, {name}", (ends[0], rate), fontsize=SMALL, va="bottom")
     for update in (each["median"] for each in rows if each["name"] == "machine.adam.split"):
         place = (OPERATIONS / UPDATED_NBYTES, OPERATIONS * update)
         axes.plot(*place, marker="s", color="C0", linestyle="", label="AdamW's update, measured")
@@ -245,9 +244,9 @@ def _roofline(rows: Sequence[Mapping[str, Any]]) -> Figure:
     for tokens in TOKENS:
         place = (step * tokens, min(top, step * tokens * disk))
         axes.plot(*place, marker="o", color="C1")
-        axes.annotate(
-            f"a step of {tokens // 1024} K tokens", place, fontsize=SMALL, rotation=35, va="top"
-        )
+        label = f"a step of\n{tokens:,} tokens"
+        below = {"xytext": (0, -6), "textcoords": "offset points", "ha": "center", "va": "top"}
+        axes.annotate(label, place, fontsize=SMALL, **below)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.legend(frameon=False, fontsize=SMALL + 1)

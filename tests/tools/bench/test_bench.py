@@ -364,7 +364,7 @@ def test_a_roofline_needs_its_rows():
     ]
     (drawn,) = plots.drawn({"rows": rows}).values()
     told = plots.as_svg(drawn)
-    for text in ("memory: 20 GB/s", "disk, both ways: 4 GB/s", "products, float32", "16 K tokens"):
+    for text in ("memory: 20 GB/s", "disk, both ways: 4 GB/s", "products, float32", "1,024 tokens"):
         assert text in told, text
     assert plots.names({"rows": rows[:2]}) == []
 
