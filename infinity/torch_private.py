@@ -48,6 +48,7 @@ from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 import torch.utils.dlpack
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -345,10 +346,26 @@ STORAGE_COUNTS = Reach(
 )
 
 
-def storage_references(tensor: torch.Tensor) -> int | None:
+_LETTING_GO = 1000  # turns that other threads get to let go of a storage
+
+
+def storage_references(tensor: torch.Tensor, own: int | None = None) -> int | None:
     """Counts the tensors, exports and storage objects of users that refer to the storage of
-    ``tensor``; None if this torch does not tell."""
-    return None if STORAGE_COUNTS.found is None else _count(tensor) - _counting()
+    ``tensor``; None if this torch does not tell.
+
+    ``own``: the caller's references. Of more it asks again, for a moment: a transport's thread
+    (gloo) lets go of what it has moved just after its wait has returned.
+    """
+    if STORAGE_COUNTS.found is None:
+        return None
+    found = _count(tensor) - _counting()
+    if own is not None and found > own and dist.is_available() and dist.is_initialized():
+        for _ in range(_LETTING_GO):
+            os.sched_yield()
+            found = _count(tensor) - _counting()
+            if found <= own:
+                break
+    return found
 
 
 def _count(tensor: torch.Tensor) -> int:

@@ -302,6 +302,26 @@ HOLDERS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+@pytest.mark.parametrize(
+    "turns, has_ranks, held", [(3, True, False), (10**9, True, True), (3, False, True)]
+)
+def test_a_transport_lets_go_of_what_it_has_moved(turns, has_ranks, held, monkeypatch):
+    """Method: another user that lets go at the third turn that it gets. Twins: one that never does,
+    and a process without ranks, which does not wait."""
+    users = [torch.arange(4.0)]
+    tensor, given = users[0].detach(), []
+
+    def give_way() -> None:
+        given.append(1)
+        if len(given) == turns:
+            users.clear()
+
+    monkeypatch.setattr(torch_private.os, "sched_yield", give_way)
+    monkeypatch.setattr(torch_private.dist, "is_initialized", lambda: has_ranks)
+    assert (storage_references(tensor, 1) > 1) == held
+    assert len(given) == (0 if not has_ranks else min(turns, torch_private._LETTING_GO))
+
+
 @pytest.mark.parametrize("counts", [True, False])
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_memory_is_held_by_others_alone(holder, counts, monkeypatch):

@@ -74,10 +74,9 @@ class DeviceBuffer:
     def is_held(self) -> bool:
         """Whether anything beside the engine refers to its storage, or may: in a torch that does
         not tell, :meth:`empty` finds out."""
-        if (references := storage_guard.references(self.flat)) is None:
-            return True
-        shown = len(self.flat_param.params) if self._is_shown else 0
-        return references > 1 + len(self._views) + shown
+        own = 1 + len(self._views) + (len(self.flat_param.params) if self._is_shown else 0)
+        references = storage_guard.references(self.flat, own)
+        return references is None or references > own
 
     @property
     def is_fixed(self) -> bool:
