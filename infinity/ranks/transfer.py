@@ -1,7 +1,7 @@
-"""Transfer: a staged exchange between ranks, kept as data, so that an exception at any line loses
-none of it.
+"""Transfer: an exchange between ranks in phases, kept as data, so that an exception at any line
+loses none of it.
 
-stage       operations of a transport that start together; their input may come from earlier stages
+phase       operations of a transport that start together; their input may come from earlier phases
 operation   a call without arguments that starts one and returns its work: a bound method of a
             process group, never a Python function
 """
@@ -26,31 +26,31 @@ LONGEST_NAP = 1e-3  # seconds between two polls of a device
 GRACE_SECONDS = 5.0  # beyond the group's timeout, so that the transport's own error comes first
 
 Operation = Callable[[], dist.Work]
-Stage = Callable[[], Sequence[Operation]]
+Phase = Callable[[], Sequence[Operation]]
 
 
 class Transfer:
-    """A running exchange. ``stages`` may be called again if not started. ``result`` makes the
+    """A running exchange. ``phases`` may be called again if not started. ``result`` makes the
     result from their buffers."""
 
-    def __init__(self, *stages: Stage, result: Callable[[], Any] = lambda: None):
-        self._stages: list[tuple[Stage, list[dist.Work]]] = [(stage, []) for stage in stages]
+    def __init__(self, *phases: Phase, result: Callable[[], Any] = lambda: None):
+        self._phases: list[tuple[Phase, list[dist.Work]]] = [(phase, []) for phase in phases]
         self._result = result
 
     @property
     def is_begun(self) -> bool:
         """Whether other ranks may have observed it."""
-        return bool(self._stages[0][1])
+        return bool(self._phases[0][1])
 
     def begin(self) -> None:
-        """Starts the first stage. Idempotent."""
-        _begin(*self._stages[0])
+        """Starts the first phase. Idempotent."""
+        _begin(*self._phases[0])
 
     def poll(self) -> bool:
         """Advances as far as possible without blocking. Returns whether it is complete. Raises
         RuntimeError as :meth:`wait` does."""
-        for stage, works in self._stages:
-            _begin(stage, works)
+        for phase, works in self._phases:
+            _begin(phase, works)
             for work in works:
                 if not work.is_completed():
                     return False
@@ -60,18 +60,18 @@ class Transfer:
     def wait(self) -> Any:
         """Blocks until completion, and returns the result; can be repeated. Raises RuntimeError if
         a rank does not come."""
-        for stage, works in self._stages:
-            _begin(stage, works)
+        for phase, works in self._phases:
+            _begin(phase, works)
             for work in works:
                 wait_for(work)
         return self._result()
 
 
-def _begin(stage: Stage, works: list[dist.Work]) -> None:
+def _begin(phase: Phase, works: list[dist.Work]) -> None:
     if not works:
         # One call of the interpreter: no exception can come between the transport's start and the
         # list entry.
-        works.extend(map(call, stage()))
+        works.extend(map(call, phase()))
 
 
 def wait_for(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from .transfer import Stage, Transfer, gather, scatter
+from .transfer import Phase, Transfer, gather, scatter
 
 CHILDREN = 32
 
@@ -70,16 +70,16 @@ class Tree:
         def completed() -> torch.Tensor:
             return result if above is not None else result.copy_(combined())
 
-        stages: list[Stage] = []
+        phases: list[Phase] = []
         if below is not None:
-            stages.append(lambda: [gather(below, message, parts)])
+            phases.append(lambda: [gather(below, message, parts)])
         if above is not None:
             # The receive is posted before the send.
-            stages.append(lambda: [gather(above, combined(), ()), scatter(above, result, ())])
+            phases.append(lambda: [gather(above, combined(), ()), scatter(above, result, ())])
         if below is not None:
-            stages.append(
+            phases.append(
                 lambda: [scatter(below, torch.empty_like(message), [completed()] * len(parts))]
             )
-        merge = Transfer(*stages, result=lambda: result)
+        merge = Transfer(*phases, result=lambda: result)
         self._last = self.begun, merge
         return merge

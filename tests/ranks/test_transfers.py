@@ -72,7 +72,7 @@ class Lines:
         return self._line
 
 
-def two_stages(log: list[str]) -> Transfer:
+def two_phases(log: list[str]) -> Transfer:
     return Transfer(
         lambda: [lambda: Work(log, "up"), lambda: Work(log, "down")],
         lambda: [lambda: Work(log, "out")],
@@ -85,7 +85,7 @@ def test_a_transfer_that_is_struck_goes_on_from_what_was_begun(n):
     """At each line in turn: every operation is begun once, in its order, and the result is
     there."""
     log: list[str] = []
-    made = two_stages(log)
+    made = two_phases(log)
     try:
         Lines(n).run(made.wait)
     except KeyboardInterrupt:
@@ -97,11 +97,11 @@ def test_a_transfer_in_a_running_generator_is_lost():
     """The twin: what was begun is known to a frame alone, and an exception closes it."""
     log: list[str] = []
 
-    def stages():
+    def phases():
         yield Work(log, "up")
         raise KeyboardInterrupt
 
-    running = stages()
+    running = phases()
     next(running)
     with pytest.raises(KeyboardInterrupt):
         next(running)
