@@ -27,6 +27,7 @@ from infinity.tools.cli.values import a_count, a_path, positive_real
 
 from ..endtoend import turns
 from ..launch import environment
+from ..themes import PARTS
 from . import table
 from .environments import is_made, lacks, python_of, variables
 
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     settings = Settings(
         folder=args.folder, rounds=args.rounds, scale=args.scale, rivals=list(rivals)
     )
-    begun = results.Run("rivals", settings, ["bench/systems.py", "bench/rivals"])
+    begun = results.Run("rivals", settings, [*PARTS["train"].paths, "bench/systems.py"])
     path, measured = None, Measured([])
     if args.save is not None:
         args.save.mkdir(parents=True, exist_ok=True)
