@@ -32,6 +32,7 @@ from typing import Any
 
 from infinity.errors import ConfigError, UsageError
 from infinity.tools.bench import intervals, results
+from infinity.tools.bench.bench import check_folder
 from infinity.tools.bench.rounds import PROGRESS, tell
 from infinity.tools.bench.settings import Settings
 from infinity.tools.cli.values import a_count, a_path, positive_real, real_from_zero
@@ -279,6 +280,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints a line for each loop. Returns 1 if one is slower than the bound."""
+    check_folder(args.folder)
     names = args.only or list(JOBS)
     if unknown := [name for name in names if name not in JOBS]:
         raise UsageError(f"--only {unknown[0]}: choose from {', '.join(JOBS)}")

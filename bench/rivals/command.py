@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from infinity.tools.bench import results
+from infinity.tools.bench.bench import check_folder
 from infinity.tools.bench.results import Measured
 from infinity.tools.bench.rounds import PROGRESS, tell
 from infinity.tools.bench.settings import Settings
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         for name, rival in rivals.items():
             print(f"{name:<14}{_state(name, rival):<36}{' '.join(rival.packages)}")
         return 0
+    check_folder(args.folder)
     settings = Settings(
         folder=args.folder, rounds=args.rounds, scale=args.scale, rivals=list(rivals)
     )

@@ -376,6 +376,13 @@ def _stdout_for(is_json: bool) -> Iterator[None]:
         os.close(kept)
 
 
+def check_folder(folder: str) -> None:
+    """Raises ConfigError unless ``folder`` is one."""
+    if not Path(folder).is_dir():
+        what = "is a file" if Path(folder).exists() else "is not there"
+        raise ConfigError(f"--folder {folder} {what}: give a folder on the disk to measure")
+
+
 def _settings(args: argparse.Namespace):
     from infinity.tools.bench.settings import Settings
 
@@ -385,9 +392,7 @@ def _settings(args: argparse.Namespace):
         raise ConfigError(f"--scale {args.scale}: give a number above 0, and at most 100")
     folders = args.folder or ["."]
     for folder in folders:
-        if not Path(folder).is_dir():
-            what = "is a file" if Path(folder).exists() else "is not there"
-            raise ConfigError(f"--folder {folder} {what}: give a folder on the disk to measure")
+        check_folder(folder)
     if args.save is not None and not Path(args.save).parent.is_dir():
         raise ConfigError(f"--save {args.save}: there is no folder {Path(args.save).parent}")
     chosen = {"threads": args.threads} if args.threads else {}

@@ -744,6 +744,15 @@ def test_the_help_says_what_each_theme_measures(capsys):
         assert theme.paths and all((ROOT / path).exists() for path in theme.paths), name
 
 
+@pytest.mark.parametrize("command", ["pool", "rivals", "against HEAD"])
+def test_a_folder_that_is_not_there_is_refused(command, tmp_path, capsys):
+    """Method: a missing folder, and a file, for each command that measures a disk."""
+    (tmp_path / "file").touch()
+    for name, told in (("missing", "is not there"), ("file", "is a file")):
+        assert checkout.main([*command.split(), "--folder", str(tmp_path / name)]) == 2
+        assert told in capsys.readouterr().err
+
+
 def test_a_ratio_has_an_interval_where_its_pairs_are_kept():
     """Method: five pairs of times; and the same row read from its file. Twins: four pairs, and a
     number without pairs."""
