@@ -61,6 +61,7 @@ FILLED = {  # what a document leaves open -> what is meant
     "infinity train --model <folder> --data <chat.jsonl> --lora": (
         "infinity train --model base --data chat.jsonl --lora"
     ),
+    "<folder> --data <pairs.jsonl> --out <tuned>": "base --data pairs.jsonl --out tuned",
     "--steps 2 --checkpoint <checkpoint>": "--steps 2 --checkpoint saved",
     "infinity export <checkpoint> <tuned>": (
         f"infinity train --model base --data chat.jsonl --checkpoint saved {TRAIN}"
@@ -155,6 +156,8 @@ def test_the_commands_run(command, tmp_path):
         save_base(tmp_path / "base", width=64)  # large enough to be packed
         save_base(tmp_path / "answers")
         save_rows(tmp_path / "chat.jsonl", [ROWS["messages"](*pair) for pair in PAIRS])
+        pairs = [{"prompt": q, "chosen": a, "rejected": f"{a}0"} for q, a in PAIRS]
+        save_rows(tmp_path / "pairs.jsonl", pairs)
     for open_, meant in FILLED.items():
         command = command.replace(open_, meant)
     assert "<" not in command and "..." not in command, "a command that this test cannot fill in"

@@ -24,7 +24,6 @@ class Known:
     refused: str = ""
 
 
-_NO_METHOD = "`infinity train` learns answers by supervised fine-tuning alone. "
 _REMOVE = "Or remove the column, and the answers that are not to be learned."
 KNOWN = (
     Known(
@@ -70,17 +69,16 @@ KNOWN = (
         "column",
         "preferences",
         ("chosen", "rejected", "rejected_response", "rejected_messages"),
-        "refused: preferred answers are for DPO",
-        f"has preferred answers, which the method DPO learns. {_NO_METHOD}Train with TRL's"
-        f" DPOTrainer (docs/integrations.md). {_REMOVE}",
+        "a pair of answers for `--method dpo`, `orpo`, `simpo` or `kto`; refused without",
+        f"has preferred answers: add --method dpo to learn of them by DPO. {_REMOVE}",
     ),
     Known(
         "column",
         "label",
         ("label", "kto_tag", "desirable", "is_chosen", "is_rejected"),
-        "refused beside answers: good and bad ones are for KTO. Beside a text it is not used",
-        f"tells good answers from bad ones, which the method KTO learns. {_NO_METHOD}Train with"
-        f" TRL's KTOTrainer. {_REMOVE}",
+        "tells a good answer from a bad one for `--method kto`; refused beside answers without."
+        " Beside a text it is not used",
+        f"tells good answers from bad ones: add --method kto to learn of both by KTO. {_REMOVE}",
     ),
     Known(
         "column",
@@ -318,7 +316,7 @@ def choose_form(data: Any, source: str) -> Form:
     beside = {use: first(use) for use in uses}
     if messages:
         for name in (names[name] for name in known("column", "more") if name in names):
-            if not pairs and (at := _first_filled(data, name)):
+            if not pairs and (at := first_filled(data, name)):
                 raise ConfigError(
                     f"--data: {source}: the column {name} (first in sample {at}) is text for a"
                     f" question, and {messages} has the questions. Write it into them, or remove"
@@ -357,13 +355,13 @@ def _refuse(
         if each.use == "tokens" and not (beside_answers or "text" in names):
             continue  # all columns are named
         for name in (names[name] for name in each.names if name in names):
-            if at := _first_filled(data, name):
+            if at := first_filled(data, name):
                 raise ConfigError(
                     f"--data: {source}: the column {name} (first in sample {at}) {each.refused}"
                 )
 
 
-def _first_filled(data: Any, name: str) -> int | None:
+def first_filled(data: Any, name: str) -> int | None:
     """Returns the number of the first sample, from 1, that has something in a column."""
     values = _values(data, name)
     return next((at for at, value in enumerate(values, 1) if not is_empty(value)), None)

@@ -100,7 +100,7 @@ def read_examples(
             f"--data: {files.source} has samples, which need a model with a tokenizer: give --model"
             " a folder that has one."
         )
-    with _libraries() as (datasets, trl):
+    with libraries() as (datasets, trl):
         data = load_examples(datasets, files)
         form = choose_form(data, files.source)
         told = form.told(data.column_names)
@@ -151,7 +151,7 @@ def read_examples(
 
 
 @contextmanager
-def _libraries() -> Iterator[tuple[Any, Any]]:
+def libraries() -> Iterator[tuple[Any, Any]]:
     """Imports what reads and renders, and keeps it from drawing bars, and from telling its users
     what we should change."""
     refuse_older("trl"), refuse_older("datasets")

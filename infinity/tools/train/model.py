@@ -307,33 +307,41 @@ def keep_in_fp32(model: nn.Module, dtype: torch.dtype) -> None:
             param.data = param.data.to(torch.float32)
 
 
-def add_adapters(
-    model: nn.Module, rank: int, base: Path, *, text: set[str] | None = None
-) -> nn.Module:
-    """Adds low-rank adapters (Hu et al. 2021) to the linear layers, and freezes all else. They name
-    the folder ``base``. ``text``: parameters that a text touches (None: all of them). Raises
-    ConfigError if peft is not installed, or too old."""
+def adapters_config(model: nn.Module, rank: int, *, text: set[str] | None = None) -> Any:
+    """Makes PEFT's configuration of low-rank adapters (Hu et al. 2021) for the linear layers.
+    ``text``: parameters that a text touches (None: all of them). Raises ConfigError if peft is not
+    installed, or too old."""
     refuse_older("peft")
     try:
-        from peft import LoraConfig, get_peft_model
+        from peft import LoraConfig
     except ImportError:
         raise ConfigError("--lora-rank needs peft: pip install peft") from None
     width = getattr(model.config.get_text_config(), "hidden_size", None) or rank
     if rank > width:
         raise ConfigError(f"--lora-rank {rank} is more than the model's width {width}: give less")
-    adapted = get_peft_model(
-        model,
-        LoraConfig(
-            r=rank,
-            lora_alpha=2 * rank,
-            target_modules="all-linear",
-            exclude_modules=None if text is None else pattern_of(untouched_parts(model, text)),
-            task_type="CAUSAL_LM",
-        ),
+    return LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank,
+        target_modules="all-linear",
+        exclude_modules=None if text is None else pattern_of(untouched_parts(model, text)),
+        task_type="CAUSAL_LM",
     )
-    for config in adapted.peft_config.values():
-        config.base_model_name_or_path = str(base.resolve())  # found from anywhere
+
+
+def add_adapters(model: nn.Module, config: Any, base: Path) -> nn.Module:
+    """Adds the adapters of a configuration, and freezes all else. They name the folder ``base``."""
+    from peft import get_peft_model
+
+    adapted = get_peft_model(model, config)
+    name_base(adapted, base)
     return adapted
+
+
+def name_base(adapted: nn.Module, base: Path) -> None:
+    """Has the adapters of a model name the folder of their base, so that it is found from
+    anywhere."""
+    for config in getattr(adapted, "peft_config", {}).values():
+        config.base_model_name_or_path = str(base.resolve())
 
 
 def checkpoint_activations(model: nn.Module) -> None:

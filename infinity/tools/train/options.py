@@ -21,6 +21,7 @@ from ..cli.values import (
     real_from_zero,
     zero_or_more,
 )
+from .methods import METHODS, check_method
 from .optimizers import OPTIM, OPTIM_HELP
 from .places import saved_extra
 
@@ -39,6 +40,7 @@ DEFAULT_ROW_LENGTH = 1024
 DEFAULT_STEPS = 80
 DEFAULT_CHECKPOINT_OVERHEAD = "2%"
 DEFAULT_LR, TUNING_LR = 2e-4, 2e-5
+PREFERENCE_SHARE = 20  # of it with --method: 1e-6 for all weights, as TRL has it; 1e-5 for adapters
 DEFAULT_WARMUP_STEPS = 10
 DEFAULT_MAX_GRAD_NORM = 1.0
 LORA_RANK = 16
@@ -67,6 +69,12 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
         " Parquet, CSV or a datasets folder: a file, or a folder of them",
     )
     add("--data-limit", default="64MiB", metavar="BYTES", help="of text: no more (default 64MiB)")
+    add(
+        "--method",
+        choices=tuple(METHODS),
+        help="learn from preferred answers in --data: pairs of chosen and rejected, or a label"
+        " (kto), by TRL's trainer",
+    )
     add("--pack", **FLAG, help="several samples of --data in one row of --sequence-length tokens")
     add(
         "--dtype",
@@ -155,7 +163,8 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
     add(
         "--lr",
         type=positive_real,
-        help="peak learning rate (default 0.0002; 0.00002 for all weights of a trained model)",
+        help="peak learning rate (default 0.0002; 0.00002 for all weights of a trained model; a"
+        " twentieth of that with --method)",
     )
     add("--weight-decay", type=real_from_zero, default=0.1, help="of weight matrices (default 0.1)")
     add(
@@ -173,6 +182,12 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         "--device",
         metavar="DEVICE",
         help='what computes: "cuda", "cuda:1" or "cpu" (default: cuda where there is one)',
+    )
+    add("--beta", type=positive_real, help="of --method (default: TRL's, 0.1)")
+    add(
+        "--precompute-reference",
+        **FLAG,
+        help="of --method dpo or kto: ask the reference model once, before the first step",
     )
     add("--optim", **OPTIM, help=OPTIM_HELP)
     add(
@@ -245,6 +260,7 @@ def set_defaults(args: argparse.Namespace) -> None:
     if args.lr is None:
         has_weights = args.model is not None and args.model.is_dir()
         args.lr = TUNING_LR if has_weights and args.lora_rank is None else DEFAULT_LR
+        args.lr /= 1 if args.method is None else PREFERENCE_SHARE
     if args.warmup_steps is None and args.steps is not None:
         args.warmup_steps = min(DEFAULT_WARMUP_STEPS, args.steps // 5)
         saved = saved_extra(args.checkpoint if args.resume else None).get("fixed_values")
@@ -306,3 +322,4 @@ def check_options(args: argparse.Namespace) -> None:
             "--resume continues a checkpoint and --overwrite replaces it: give one of them."
         )
     _check_companions(args)
+    check_method(args)

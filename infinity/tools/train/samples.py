@@ -50,10 +50,10 @@ def read_sample(row: dict[str, Any], form: Form, *, template: str, padded: bool)
     rows have with None. Raises ConfigError if the row cannot be used whole."""
     if form.text:
         return Sample(text=_text(row, form.text)) if row[form.text] else None
-    tools = _parsed(row, form.tools, list)
+    tools = parsed(row, form.tools, list)
     start: int | None = None
     if form.messages:
-        given = _parsed(row, form.messages, list)
+        given = parsed(row, form.messages, list)
         if not given:
             return None
         if not all(isinstance(one, dict) for one in given):
@@ -75,9 +75,9 @@ def read_sample(row: dict[str, Any], form: Form, *, template: str, padded: bool)
     said_first = 1 if ROLES.get(speaker.lower()) == "system" else 0
     if pairs := _history(row, form.history):
         given, start = [*given[:said_first], *pairs, *given[said_first:]], None
-    if system := _system(row, form.system, given[0] if said_first else None):
+    if system := system_of(row, form.system, given[0] if said_first else None):
         given, start = [system, *given], None if start is None else start + 1
-    read = [_message(each, template, padded) for each in given]
+    read = [message_of(each, template, padded) for each in given]
     messages = [message for message, _ in read]
     if thoughts := row.get(form.thoughts or ""):
         _think(messages, thoughts, str(form.thoughts))
@@ -93,9 +93,9 @@ def read_sample(row: dict[str, Any], form: Form, *, template: str, padded: bool)
     else:
         start = None
     if tools is not None:
-        tools = [_parsed({form.tools: tool}, form.tools, dict) for tool in tools]
+        tools = [parsed({form.tools: tool}, form.tools, dict) for tool in tools]
     if padded:
-        tools = _unpadded(tools)
+        tools = unpadded(tools)
     if tools is not None and (bare_tools or str(form.tools).strip().lower() == "functions"):
         tools = [_wrapped(tool) for tool in tools]  # as templates want them
     found = Sample(
@@ -103,7 +103,7 @@ def read_sample(row: dict[str, Any], form: Form, *, template: str, padded: bool)
         start=start,
         learned=learned,
         tools=tools,
-        variables=_unpadded(_parsed(row, form.variables, dict) or {}),
+        variables=unpadded(parsed(row, form.variables, dict) or {}),
     )
     if tools and "tools" not in template:
         _not_rendered(f"the column {form.tools}", "what the tools are")
@@ -123,7 +123,7 @@ def _not_rendered(what: str, lost: str) -> None:
     )
 
 
-def _parsed(row: dict[str, Any], column: str | None, kind: type) -> Any:
+def parsed(row: dict[str, Any], column: str | None, kind: type) -> Any:
     """Returns a list or dict of a column, which may be its JSON text. None if it is empty."""
     value = row.get(column or "")
     if isinstance(value, str):
@@ -173,7 +173,7 @@ def _joined(message: dict[str, Any], added: Any, column: str) -> dict[str, Any]:
 
 
 def _history(row: dict[str, Any], column: str | None) -> list[dict[str, Any]]:
-    given = _parsed(row, column, list) or []
+    given = parsed(row, column, list) or []
     if all(isinstance(one, dict) for one in given):
         return given
     found = []
@@ -202,7 +202,7 @@ def _think(messages: list[dict[str, Any]], thoughts: Any, column: str) -> None:
     answers[0]["reasoning_content"] = thoughts
 
 
-def _system(
+def system_of(
     row: dict[str, Any], column: str | None, first: dict[str, Any] | None
 ) -> dict[str, Any] | None:
     said = _joined_parts(row.get(column or ""))
@@ -218,7 +218,7 @@ def _system(
     return None if first else {"role": "system", "content": said}
 
 
-def _message(
+def message_of(
     given: dict[str, Any], template: str, padded: bool
 ) -> tuple[dict[str, Any], bool | None]:
     """Reads a message as chat templates take it, and whether its author wants it learned: None if
@@ -245,7 +245,7 @@ def _message(
     if len(texts) > 1:
         raise ConfigError(f"a message has both {' and '.join(texts)}. Remove one of them.")
     said = message.pop(texts[0]) if texts else None
-    if called := _parsed(message, "tool_calls", list):
+    if called := parsed(message, "tool_calls", list):
         message["tool_calls"] = called
     if (old := message.get("function_call")) and called and "function_call" not in template:
         raise ConfigError("a message has both tool_calls and function_call. Remove one of them.")
@@ -255,7 +255,7 @@ def _message(
     if not called:
         message.pop("tool_calls", None)
     if padded:
-        message = _unpadded(message)
+        message = unpadded(message)
     if role == "call":
         role = "assistant"
         if "tool_calls" in template and (calls := _calls(said)):
@@ -338,7 +338,7 @@ def _wrapped(tool: Any) -> Any:
     return {"type": "function", "function": tool} if bare else tool
 
 
-def _unpadded(value: Any) -> Any:
+def unpadded(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _unpadded(each) for key, each in value.items() if each is not None}
-    return [_unpadded(each) for each in value] if isinstance(value, list) else value
+        return {key: unpadded(each) for key, each in value.items() if each is not None}
+    return [unpadded(each) for each in value] if isinstance(value, list) else value

@@ -42,7 +42,14 @@ from .job import (
     set_length,
     train,
 )
-from .model import add_adapters, build_model, checkpoint_activations, find_model, no_cache
+from .model import (
+    adapters_config,
+    add_adapters,
+    build_model,
+    checkpoint_activations,
+    find_model,
+    no_cache,
+)
 from .options import add_options, check_options, set_defaults
 from .places import (
     check_fixed_values,
@@ -52,6 +59,7 @@ from .places import (
     make_way,
     saved_extra,
 )
+from .preferences import make_preference_job, read_preference_inputs
 from .progress import ProgressBar, ProgressLines, Scalars, make_progress
 from .ranks import Ranks
 from .report import (
@@ -113,10 +121,12 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     console = _prepare(args, ranks)
     tell_skipped(files, console)
     _check_engine(args, settings, console)
+    if args.method is not None:
+        return _learn_preferences(args, settings, files, ranks, console)
     scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
 
     inputs = read_inputs(args, files, ranks, console)
-    model = _make_model(args, settings, inputs.model_config, console)
+    model, _ = _make_model(args, settings, inputs.model_config, console)
     config = engine_config(settings, model)
     compute = _time_compute(args, model, inputs, config)
     with no_cache(model):
@@ -158,6 +168,34 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     )
     print_report(console, report)
     return _end(args, ranks, job, console, report)
+
+
+def _learn_preferences(
+    args: argparse.Namespace, settings: dict[str, Any], files: Any, ranks: Ranks, console: Console
+) -> int:
+    """Learns from preferred answers with a trainer of TRL, and returns the exit status."""
+    quiet = type(console)(quiet=True)
+    job = make_preference_job(
+        args,
+        settings,
+        read_preference_inputs(args, files, console),
+        lambda config, again: _make_model(args, settings, config, quiet if again else console),
+        lambda model, config: _check_room(args, model, config),
+        ranks,
+    )
+    with Interrupt() as interrupt:
+        job.train(interrupt, console)
+    if interrupt.signum is not None:
+        return job.end_interrupted(interrupt.signum, console)
+    report = job.report()
+    if args.out is not None:
+        report["out"] = str(args.out)
+        _save(args, job.model, job.tokenizer, ranks, console)
+    else:
+        _tell_unsaved(args, console)
+    if args.json and ranks.is_first:
+        print(json.dumps(report))
+    return 0
 
 
 def _set_steps(
@@ -205,9 +243,9 @@ def _time_compute(
 
 def _make_model(
     args: argparse.Namespace, settings: dict[str, Any], model_config: Any, console: Console
-) -> Any:
-    """Makes the model, with adapters if it shall have them. Weights that are streamed go into
-    ``settings``. Raises ConfigError."""
+) -> tuple[Any, Any]:
+    """Makes the model, with adapters if it shall have them; with ``--method`` these are a
+    configuration beside it. Weights that are streamed go into ``settings``. Raises ConfigError."""
     check_packed(args.model, model_config, args.quantize, trains_all=args.lora_rank is None)
     text = touched(model_config, args.model, trust=args.trust_remote_code)
     model = build_model(
@@ -223,11 +261,16 @@ def _make_model(
     freeze_untouched(model, text, console.print)
     if args.quantize is not None:
         infinity.quantize(model.requires_grad_(False), args.quantize)
+    adapters = None
     if args.lora_rank is not None:
-        model = add_adapters(model, args.lora_rank, args.model, text=text)
+        adapters = adapters_config(model, args.lora_rank, text=text)
+    if args.method is not None:
+        return model, adapters  # TRL's trainer adds them, and checkpoints activations
+    if adapters is not None:
+        model = add_adapters(model, adapters, args.model)
     if args.gradient_checkpointing:
         checkpoint_activations(model)
-    return model
+    return model, None
 
 
 def _end(
@@ -241,11 +284,15 @@ def _end(
     if args.out is not None:
         report.update(_save_and_sample(args, job, console))
     else:
-        how = f": `infinity export {args.checkpoint} OUT` writes it" if args.checkpoint else ""
-        console.print(f"The trained model is not saved, without --out{how}")
+        _tell_unsaved(args, console)
     if args.json and ranks.is_first:
         print(json.dumps(report))
     return 0
+
+
+def _tell_unsaved(args: argparse.Namespace, console: Console) -> None:
+    how = f": `infinity export {args.checkpoint} OUT` writes it" if args.checkpoint else ""
+    console.print(f"The trained model is not saved, without --out{how}")
 
 
 def _watchers(
@@ -363,20 +410,27 @@ def _end_interrupted(args: argparse.Namespace, job: Job, console: Console, signu
     return 128 + signum
 
 
-def _save_and_sample(args: argparse.Namespace, job: Job, console: Console) -> dict[str, str]:
-    infinity.save_pretrained(job.model, args.out, overwrite=True)  # checked before the first step
-    if job.ranks.is_first:
+def _save(
+    args: argparse.Namespace, model: Any, tokenizer: Any, ranks: Ranks, console: Console
+) -> None:
+    """Saves the trained model to ``--out``, with its tokenizer. Every rank calls this."""
+    infinity.save_pretrained(model, args.out, overwrite=True)  # checked before the first step
+    if ranks.is_first:
         with replacing(args.out) as made:
-            if job.tokenizer is not None:
-                job.tokenizer.save_pretrained(made)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(made)
             copy_processors(args.model, made)
-        count = check_saved(args.out, job.model, trust=args.trust_remote_code)
+        count = check_saved(args.out, model, trust=args.trust_remote_code)
         console.print(
             f"Saved to {args.out}: {format_count(count, 'tensor')}, by name and shape what"
             f" {'PEFT' if args.lora_rank else 'transformers'} reads"
         )
-    if job.tokenizer is not None and job.tokenizer.chat_template:
+    if tokenizer is not None and tokenizer.chat_template:
         console.print(f"Talk to it: infinity generate {args.out} --chat")
+
+
+def _save_and_sample(args: argparse.Namespace, job: Job, console: Console) -> dict[str, str]:
+    _save(args, job.model, job.tokenizer, job.ranks, console)
     result = {"out": str(args.out)}
     if args.sample_bytes:
         given = args.prompt or (DEFAULT_PROMPT if args.data is None else None)

@@ -295,7 +295,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "learn tokens.jsonl": ("has the columns input_ids, labels", COLUMNS),
     "learn headless.csv": ("has the columns hi, ho", COLUMNS),
     "learn semicolon.csv": ("has the columns prompt;completion", "separated by commas"),
-    "learn pairs.jsonl": ("has preferred answers", "Train with TRL's DPOTrainer"),
+    "learn pairs.jsonl": ("has preferred answers", "add --method dpo"),
     "learn norole.jsonl": ("one has no role", "a message needs role and content"),
     "learn noanswer.jsonl": ("no conversation has an answer", "a message of the role assistant"),
     "learn one.jsonl": ("2 samples are needed", "Give more data, or a larger --sequence-length"),

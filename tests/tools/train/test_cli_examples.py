@@ -315,7 +315,7 @@ def test_learned_tokens_count_the_same_in_every_micro_batch(base, tokenizer, tmp
 # --- bad input ---
 
 REFUSED = {
-    "preferences": ([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 3, "DPOTrainer"),
+    "preferences": ([{"prompt": "a", "chosen": "b", "rejected": "c"}] * 3, "add --method dpo"),
     "other columns": ([{"review": "a", "stars": 3}] * 3, "columns review, stars"),
     "one sample": ([{"prompt": "a", "completion": "b"}], "and data.jsonl leaves 1."),
     "empty samples": ([{"text": ""}] * 3, "all samples of data.jsonl are empty"),
@@ -323,7 +323,7 @@ REFUSED = {
     "no roles": ([{"messages": [{"content": "a"}] * 2}] * 3, "a message needs role and content"),
     "numbers": ([{"prompt": "a", "completion": 3}] * 3, "completion and text are texts"),
     "no answers": ([{"messages": chat_of("a", "b")[:1]}] * 3, "no conversation has an answer"),
-    "bad answers": ([{"messages": chat_of("a", "b"), "label": False}] * 3, "the method KTO"),
+    "bad answers": ([{"messages": chat_of("a", "b"), "label": False}] * 3, "by KTO"),
     "pictures": ([{"messages": chat_of("a", "b"), "images": ["a.png"]}] * 3, "column images"),
     "tools for no one": (
         [{"messages": chat_of("a", "b"), "tools": [{"n": 1}]}] * 3,
@@ -470,6 +470,7 @@ def test_the_rate_and_the_warm_up_suit_what_is_trained(base):
         (base / "config.json", None, 50, (2e-4, 10)),
     ):
         job = dict(model=model, lora_rank=rank, steps=steps, resume=False, checkpoint=None)
+        job |= {"method": None}
         args = Namespace(**job, lr=None, warmup_steps=None)
         set_defaults(args)
         assert (args.lr, args.warmup_steps) == expected

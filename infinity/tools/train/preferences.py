@@ -1,0 +1,308 @@
+"""Preferences: a job that learns from preferred answers. TRL's trainer has the loop, the losses and
+the reference; here are its options, its data and what the job tells."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import tempfile
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import infinity
+
+from ...core.machine.sizes import format_count
+from ...errors import ConfigError, InfinityError
+from .counts import EdgeCounts
+from .example_files import ExampleFiles
+from .examples import libraries
+from .interrupt import Interrupt
+from .job import FINAL_LR_SHARE
+from .methods import METHODS, Method, optimizer_of
+from .model import (
+    check_vocabulary,
+    choose_sequence_length,
+    name_base,
+    no_cache,
+    read_model_config,
+    read_tokenizer,
+)
+from .options import DEFAULT_MAX_GRAD_NORM, DEFAULT_ROW_LENGTH, set_defaults
+from .preferred import Preferred, read_preferred
+from .ranks import Ranks
+from .settings import engine_config
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceInputs:
+    """What is read for a job: the model's configuration, its tokenizer and the rows."""
+
+    model_config: Any
+    tokenizer: Any
+    preferred: Preferred
+    length: int
+
+
+def read_preference_inputs(
+    args: argparse.Namespace, files: Any, console: Console
+) -> PreferenceInputs:
+    """Reads the model's configuration, its tokenizer and the data. Raises ConfigError for data that
+    the method cannot learn of."""
+    if not isinstance(files, ExampleFiles):
+        raise ConfigError(
+            f"--method {args.method} learns from {METHODS[args.method].data}, and {files.source} is"
+            " running text. Leave out --method to learn it."
+        )
+    model_config = read_model_config(args.model, trust=args.trust_remote_code)
+    tokenizer = read_tokenizer(args.model, trust=args.trust_remote_code)
+    check_vocabulary(model_config, tokenizer)
+    length = choose_sequence_length(args.sequence_length, model_config, DEFAULT_ROW_LENGTH)
+    preferred = read_preferred(files, tokenizer, args.method)
+    for line in preferred.told:
+        console.print(line)
+    if not preferred.has_own_template:
+        console.print(
+            "The tokenizer has no chat template: it gets a plain one, which is saved with the model"
+        )
+    return PreferenceInputs(
+        model_config=model_config, tokenizer=tokenizer, preferred=preferred, length=length
+    )
+
+
+@dataclass(kw_only=True)
+class PreferenceJob:
+    """A trainer of TRL over a model at home, and what the job measured."""
+
+    args: argparse.Namespace
+    method: Method
+    trainer: Any
+    tokenizer: Any
+    preferred: Preferred
+    config: infinity.Config
+    ranks: Ranks
+    closing: ExitStack
+    counts: EdgeCounts | None = None
+    losses: list[float] = field(default_factory=list)
+    first_step: int = 0
+
+    @property
+    def model(self) -> Any:
+        """The trained model."""
+        return self.trainer.model
+
+    @property
+    def step(self) -> int:
+        """The number of steps that were taken."""
+        return self.trainer.state.global_step
+
+    def train(self, interrupt: Interrupt, console: Console) -> None:
+        """Steps until done or interrupted. Every rank calls this."""
+        self.trainer.add_callback(_watching(self, interrupt, console))
+        with self.closing, no_cache(self.model), quiet():
+            self.trainer.train()
+
+    def end_interrupted(self, signum: int, console: Console) -> int:
+        """Tells that the job was interrupted. Returns its exit status."""
+        console.print(f"Interrupted after step {self.step} of {self.args.steps}: nothing saved")
+        if self.args.json and self.ranks.is_first:
+            print(json.dumps({"interrupted": True, "steps": self.step, "losses": self.losses}))
+        return 128 + signum
+
+    def report(self) -> dict[str, Any]:
+        """Returns the job's numbers."""
+        assert self.counts is not None
+        last = next((e for e in reversed(self.trainer.state.log_history) if "loss" in e), {})
+        return {
+            "interrupted": False,
+            "method": self.method.name,
+            "data": {
+                "source": self.preferred.source,
+                "samples": len(self.preferred.rows),
+                "rows": len(self.trainer.train_dataset),
+            },
+            "options": options_of(self.args, self.preferred),
+            "homes": {"params": self.config.params, "optimizer": self.config.optimizer},
+            "first_step": self.first_step,
+            "steps": self.step,
+            "losses": self.losses,
+            "last": last,
+            "train_seconds": self.counts.at_seconds,
+            "edges": self.counts.edges,
+            "stall_share": self.counts.stall_share,
+        }
+
+
+def options_of(args: argparse.Namespace, preferred: Preferred) -> dict[str, Any]:
+    """Returns the options that change the arithmetic."""
+    names = ("method", "beta", "seed", "dtype", "batch_size", "accumulate", "optim", "lr")
+    names += ("weight_decay", "warmup_steps", "max_grad_norm", "lora_rank")
+    return {"data": preferred.fingerprint} | {name: getattr(args, name) for name in names}
+
+
+def make_preference_job(
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    inputs: PreferenceInputs,
+    make_model: Callable[[Any, bool], tuple[Any, Any]],
+    check_room: Callable[[Any, infinity.Config], None],
+    ranks: Ranks,
+) -> PreferenceJob:
+    """Makes the trainer, with the model and, if the method needs one, a reference model at the same
+    homes. Raises ConfigError if no sample is short enough."""
+    import transformers
+
+    from ...ext.integrations.trl import asked_at_home, real_adapters, trainer_over_home
+
+    method = METHODS[args.method]
+    kind, arguments = trainer_over_home(method.kind)
+    set_defaults(args)
+    model, adapters = make_model(inputs.model_config, False)
+    if adapters is None:
+        model.config.architectures = [type(model).__name__]
+    config = engine_config(settings, model)
+    if ranks.is_first:
+        check_room(model, config)
+    given: dict[str, Any] = {"peft_config": adapters} if adapters is not None else {}
+    asked = None
+    if method.refers and adapters is None:
+        given["ref_model"], _ = make_model(inputs.model_config, True)
+        given["infinity_reference"] = engine_config(settings | {"trace": None}, model)
+        asked = given["ref_model"] if args.precompute_reference else None
+    closing = ExitStack()
+    folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="infinity-train-"))
+    with (
+        quiet(),
+        real_adapters(model) if adapters is not None else nullcontext(),
+        asked_at_home(asked, given.get("infinity_reference")),
+    ):
+        trainer = kind(
+            model=model,
+            args=arguments(**_arguments(args, method, config, inputs.length, folder)),
+            train_dataset=inputs.preferred.rows,
+            processing_class=inputs.tokenizer,
+            infinity=config,
+            **given,
+        )
+    if asked is not None:  # its memory is free for the training
+        trainer.ref_model = None
+        trainer.accelerator._models.remove(asked)
+        del asked, given
+    trainer.remove_callback(transformers.PrinterCallback)  # standard output is the command's
+    name_base(trainer.model, args.model)
+    rows = len(trainer.train_dataset)
+    if not rows:
+        raise ConfigError(
+            f"--data: no prompt of {inputs.preferred.source} leaves room for an answer in"
+            f" {inputs.length} tokens. Give a larger --sequence-length"
+        )
+    per_step = args.batch_size * args.accumulate * ranks.count
+    args.steps = args.steps or max(1, math.ceil((args.epochs or 1.0) * rows / per_step))
+    set_defaults(args)
+    trainer.args.max_steps, trainer.args.warmup_steps = args.steps, args.warmup_steps
+    return PreferenceJob(
+        args=args,
+        method=method,
+        trainer=trainer,
+        tokenizer=inputs.tokenizer,
+        preferred=inputs.preferred,
+        config=config,
+        ranks=ranks,
+        closing=closing,
+    )
+
+
+def _arguments(
+    args: argparse.Namespace, method: Method, config: infinity.Config, length: int, folder: str
+) -> dict[str, Any]:
+    """Returns the options as the trainer's arguments. What no option says is TRL's default."""
+    clipped = args.max_grad_norm or (0.0 if config.max_grad_norm else DEFAULT_MAX_GRAD_NORM)
+    found = {
+        "output_dir": folder,
+        "per_device_train_batch_size": args.batch_size,
+        "gradient_accumulation_steps": args.accumulate,
+        "learning_rate": args.lr,
+        "weight_decay": args.weight_decay,
+        "max_grad_norm": clipped,
+        "optim": optimizer_of(args.optim),
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": FINAL_LR_SHARE},
+        "max_length": length,
+        "seed": args.seed,
+        "bf16": False,  # --dtype is of the weights, which are computed with as they are
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "use_cpu": (config.device or "cpu").startswith("cpu"),
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        **method.settings,
+    }
+    if args.beta is not None:
+        found["beta"] = args.beta
+    if args.precompute_reference:
+        found["precompute_ref_log_probs"] = True
+    return found
+
+
+class quiet(ExitStack):
+    """Context: keeps the libraries from drawing bars, and from telling their users what we should
+    change."""
+
+    def __enter__(self) -> quiet:
+        self.enter_context(libraries())
+        self.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        for name in ("trl", "accelerate"):
+            logger = logging.getLogger(name)
+            self.callback(logger.setLevel, logger.level)
+            logger.setLevel(logging.ERROR)
+        return self
+
+
+def _watching(job: PreferenceJob, interrupt: Interrupt, console: Console) -> Any:
+    """Returns the callback that tells the steps, notes the losses and ends an interrupted job."""
+    import transformers
+
+    every = max(1, job.args.steps // 20)
+
+    class Watching(transformers.TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            job.first_step = state.global_step
+            self.start = EdgeCounts.of(job.model)
+            rows = format_count(len(job.trainer.train_dataset), "row")
+            console.print(
+                f"TRL's {job.method.trainer}: {rows}, {format_count(state.max_steps, 'step')},"
+                f" learning rate {job.args.lr:g}"
+            )
+
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
+        ) -> None:
+            if "loss" not in (logs or {}):
+                return
+            loss = float(logs["loss"])
+            if not math.isfinite(loss):
+                raise InfinityError(
+                    f"The loss is {loss} at step {state.global_step}. Lower --lr or lengthen"
+                    " --warmup-steps"
+                )
+            job.losses.append(loss)
+            if state.global_step % every == 0 or state.global_step == state.max_steps:
+                console.print(f"step {state.global_step}/{state.max_steps}  loss {loss:.4g}")
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            job.counts = EdgeCounts.of(job.model).since(self.start)
+            interrupt.signum = job.ranks.largest(interrupt.signum or 0) or None
+            control.should_training_stop |= interrupt.signum is not None
+
+    return Watching()

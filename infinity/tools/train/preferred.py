@@ -1,0 +1,371 @@
+"""Preferred: samples whose answers are told good from bad, as the rows that TRL's trainers take.
+
+pair    a question with an answer that is preferred, and one that is rejected
+judged  a question with one answer, which a label tells to be good or bad
+chat    rows of messages, which the chat template renders; the other kind of rows is text, which
+        stays as it is written
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import ConfigError
+from . import samples
+from .columns import KNOWN, PAIRS, first_filled, is_empty, known
+from .example_files import ExampleFiles, is_padded, load_examples
+from .examples import PLAIN_TEMPLATE, libraries
+from .methods import METHODS, Method
+
+PROMPTS = tuple(dict.fromkeys(question for question, _ in PAIRS))
+TRUTHS = {"true": True, "false": False, "1": True, "0": False}
+NEEDED = {
+    True: "chosen and rejected, with prompt or messages",
+    False: "a label, with prompt and completion or with messages; or chosen and rejected",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preferred:
+    """Rows for a trainer of TRL. ``told``: how the data was read, and what of it is not used."""
+
+    source: str
+    rows: Any = field(repr=False)  # a datasets.Dataset
+    chat: bool
+    told: list[str]
+    has_own_template: bool
+    fingerprint: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferredForm:
+    """Columns that rows are made of, as the file spells them. ``bad``: the label tells the bad
+    answers, not the good ones."""
+
+    messages: str | None = None
+    prompt: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    answer: str | None = None
+    label: str | None = None
+    bad: bool = False
+    system: str | None = None
+    tools: str | None = None
+    variables: str | None = None
+
+    @property
+    def used(self) -> list[str]:
+        main = (self.messages, self.prompt, self.chosen, self.rejected, self.answer, self.label)
+        return [name for name in (*main, self.system, self.tools, self.variables) if name]
+
+
+def read_preferred(
+    files: ExampleFiles, tokenizer: Any, method: str, *, model_takes: str = ""
+) -> Preferred:
+    """Reads the files as rows for the ``method``. Gives a tokenizer without a chat template a plain
+    one, if messages need it.
+
+    Raises ConfigError if a library is missing, columns are unknown or cannot be used, or a sample
+    has no use: with its number, and the way out."""
+    if tokenizer is None:
+        raise ConfigError(
+            f"--method {method}: {files.source} has samples, which need a model with a tokenizer:"
+            " give --model a folder that has one."
+        )
+    with libraries() as (datasets, _):
+        data = load_examples(datasets, files)
+        form = choose_preferred(data, files.source, METHODS[method])
+        has_template = bool(tokenizer.chat_template)
+        template = str(tokenizer.chat_template or PLAIN_TEMPLATE)
+        made, empty, same = [], 0, 0
+        digest = hashlib.sha256()
+        for at, row in enumerate(data.select_columns(form.used), 1):
+            if all(is_empty(row[name]) for name in form.used if name != form.label):
+                empty += 1
+                continue
+            try:
+                found = _row(row, form, template, padded=is_padded(datasets, files))
+                _check_kind(made, found)
+            except ConfigError as error:
+                raise ConfigError(f"--data: {files.source}, sample {at}: {error}") from None
+            made.append(found)
+            same += found.get("chosen") == found.get("rejected") and "chosen" in found
+            digest.update(json.dumps(found, sort_keys=True, default=str).encode())
+        if not made:
+            raise ConfigError(f"--data: all samples of {files.source} are empty.")
+        _check_labels(made, files.source, method)
+        rows = datasets.Dataset.from_list(made)
+    chat = _is_chat(made[0])
+    if chat and not has_template:
+        tokenizer.chat_template = PLAIN_TEMPLATE
+    return Preferred(
+        source=files.source,
+        rows=rows,
+        chat=chat,
+        told=_told(form, data.column_names, chat=chat, empty=empty, same=same),
+        has_own_template=has_template or not chat,
+        fingerprint=digest.hexdigest()[:16],
+    )
+
+
+def _told(form: PreferredForm, names: list[str], *, chat: bool, empty: int, same: int) -> list[str]:
+    kind = "pairs of answers" if form.chosen or form.rejected else "answers with a label"
+    how = "messages, by the chat template" if chat else "text, without a chat template"
+    told = [f"Read as {kind} ({how}): {', '.join(form.used)}"]
+    if left := [name for name in names if name not in form.used]:
+        told.append(f"Columns left out: {', '.join(left)}")
+    if empty:
+        told.append(f"{empty:,} samples left out (empty)")
+    if same:
+        told.append(f"{same:,} samples have the same answer twice, of which nothing is learned")
+    return told
+
+
+def choose_preferred(data: Any, source: str, method: Method) -> PreferredForm:
+    """Chooses the columns that rows for a method are made of. ``data``: a `datasets.Dataset`.
+
+    Raises ConfigError if the method cannot learn of them, or a column has what cannot be used."""
+    names = {name.strip().lower(): name for name in data.column_names}
+    option = f"--method {method.name}"
+
+    def first(found: tuple[str, ...]) -> str | None:
+        there = [names[name] for name in found if name in names]
+        there = [name for name in there if first_filled(data, name)] if len(there) > 1 else there
+        if len(there) > 1:
+            raise ConfigError(
+                f"--data: {source} has the columns {' and '.join(there)}, which are one thing by"
+                " two names. Remove one of them."
+            )
+        return there[0] if there else None
+
+    def refuse(name: str, why: str) -> None:
+        if at := first_filled(data, name):
+            raise ConfigError(f"--data: {source}: the column {name} (first in sample {at}) {why}")
+
+    for each in KNOWN:
+        if each.refused and each.use not in ("preferences", "label", "tree"):
+            for name in (names[name] for name in each.names if name in names):
+                refuse(name, each.refused)
+    chosen, rejected = names.get("chosen"), first(known("column", "preferences")[1:])
+    label = first(known("column", "label"))
+    messages = first(known("column", "messages"))
+    paired = rejected is not None and bool(chosen or messages)
+    if not paired and (method.paired or label is None):
+        raise ConfigError(
+            f"--data: {option} learns from {'pairs of answers' if method.paired else method.data},"
+            f" and {source} has the columns {', '.join(data.column_names)}. Needed is"
+            f" {NEEDED[method.paired]}. {_other_way(names, label, method)}"
+        )
+    if paired and label:
+        refuse(
+            label,
+            "tells good answers from bad ones, and pairs tell them already. Remove the column.",
+        )
+        label = None
+    beside = {use: first(known("column", use)) for use in ("system", "tools", "variables")}
+    if not method.takes_tools and beside["tools"]:
+        refuse(
+            beside["tools"],
+            f"is for the chat template, which TRL's {method.trainer} gives no tools. Remove the"
+            " column, or train with --method dpo",
+        )
+        beside["tools"] = None
+    prompt = answer = None
+    if not messages:
+        pairs = [pair for pair in PAIRS if set(pair) <= names.keys()]
+        if paired:
+            prompt = next((names[name] for name in PROMPTS if name in names), None)
+        elif pairs:
+            prompt, answer = (names[name] for name in pairs[0])
+        else:
+            raise ConfigError(
+                f"--data: {source} has the columns {', '.join(data.column_names)}. Needed is"
+                f" {NEEDED[False]}."
+            )
+    for use in ("more", "history", "thoughts", "last"):
+        for name in (names[name] for name in known("column", use) if name in names):
+            if name not in (prompt, answer):
+                refuse(
+                    name,
+                    f"is not read with {option}. Write it into the prompt or the answers, or remove"
+                    " the column.",
+                )
+    return PreferredForm(
+        messages=messages,
+        prompt=prompt,
+        chosen=chosen if paired else None,
+        rejected=rejected if paired else None,
+        answer=answer,
+        label=label,
+        bad=label is not None and label.strip().lower() == "is_rejected",
+        **beside,
+    )
+
+
+def _other_way(names: dict[str, str], label: str | None, method: Method) -> str:
+    if method.paired and label:
+        return "For answers with a label give --method kto"
+    return "Leave out --method to learn every answer."
+
+
+def _row(
+    row: dict[str, Any], form: PreferredForm, template: str, *, padded: bool
+) -> dict[str, Any]:
+    """Makes the row of TRL's of one sample."""
+    read = functools.partial(_turns, template=template, padded=padded)
+    names = {"chosen": form.chosen, "rejected": form.rejected, "completion": form.answer}
+    found = {key: _given(row, name) for key, name in names.items() if name}
+    if form.messages:
+        before = read(row, form.messages, None)
+        if not isinstance(before, list):
+            raise ConfigError(f"{form.messages} {samples.NEEDED}")
+        if len(found) < 1 + bool(form.rejected):  # the answer ends the conversation
+            before, answer = _split(before, form.messages)
+            found["chosen" if form.rejected else "completion"] = answer
+    else:
+        before = read(row, form.prompt, "user") if form.prompt else None
+    columns_of = {"completion": form.answer, "chosen": form.chosen, "rejected": form.rejected}
+    for key, value in found.items():
+        if is_empty(value) or (isinstance(value, str) and not value.strip()):
+            other = "Give both answers" if form.rejected else "Give the answer"
+            raise ConfigError(
+                f"{columns_of[key] or form.messages} is empty. {other}, or remove the sample."
+            )
+    chat = any(not isinstance(each, str) for each in (*found.values(), before or ""))
+    if chat:
+        answers = {
+            key: value
+            if key in ("chosen", "completion") and columns_of[key] is None
+            else read({key: value}, key, "assistant", chat=True)
+            for key, value in found.items()
+        }
+        before = [{"role": "user", "content": before}] if isinstance(before, str) else before
+        made: dict[str, Any] = _without_prompt(before, answers)
+        said = samples.system_of(row, form.system, _first_system(made["prompt"]))
+        made["prompt"] = [*([said] if said else []), *made["prompt"]]
+        if not made["prompt"]:
+            raise ConfigError("no question comes before the answers. Add a prompt.")
+        if tools := samples.parsed(row, form.tools, list):
+            made["tools"] = json.dumps(tools)
+        if variables := samples.parsed(row, form.variables, dict):
+            made["chat_template_kwargs"] = samples.unpadded(variables)
+    else:
+        for name in (form.system, form.tools, form.variables):
+            if name and not is_empty(row[name]):
+                raise ConfigError(
+                    f"{name} is for a chat, and the prompt and answers are texts. Write them as"
+                    " messages, or remove the column."
+                )
+        if form.prompt and not before:
+            raise ConfigError(f"{form.prompt} is empty. Give the question, or remove the sample.")
+        made = ({"prompt": before} if form.prompt else {}) | found
+    if form.label:
+        made["label"] = _truth(row[form.label], form.label) != form.bad
+    return made
+
+
+def _given(row: dict[str, Any], name: str) -> Any:
+    value = row[name]
+    if isinstance(value, dict):
+        return [value]
+    if value is not None and not isinstance(value, (str, list)):
+        raise ConfigError(
+            f"{name} is {str(value)[:40]!r}, of type {type(value).__name__}: it must be a text, or"
+            " a list of messages."
+        )
+    return value
+
+
+def _turns(
+    row: dict[str, Any],
+    name: str,
+    role: str | None,
+    *,
+    template: str,
+    padded: bool,
+    chat: bool = False,
+) -> Any:
+    """Reads a column as messages; a text stays one, unless it is a part of a ``chat``."""
+    value = samples.parsed(row, name, list) if role is None else _given(row, name)
+    if isinstance(value, str):
+        return [{"role": role, "content": value}] if chat else value
+    if not all(isinstance(each, dict) for each in value or ()):
+        raise ConfigError(f"{name} {samples.NEEDED}")
+    return [samples.message_of(each, template, padded)[0] for each in value or ()]
+
+
+def _split(said: list[dict[str, Any]], name: str) -> tuple[list[dict[str, Any]], Any]:
+    """Splits the answer off a conversation."""
+    if len(said) < 2 or said[-1]["role"] != "assistant":
+        raise ConfigError(
+            f"{name} must end with the answer, a message of the role assistant that follows another"
+            " one."
+        )
+    return said[:-1], said[-1:]
+
+
+def _without_prompt(before: Any, answers: dict[str, Any]) -> dict[str, Any]:
+    """Takes what both answers begin with off them: it is the prompt."""
+    shared = 0
+    if "chosen" in answers and len(answers["chosen"]) > 1:
+        shared = next(
+            (
+                at
+                for at, (one, other) in enumerate(zip(answers["chosen"], answers["rejected"]))
+                if one != other
+            ),
+            min(map(len, answers.values())) - 1,
+        )
+    asked = answers.get("chosen", [])[:shared]
+    if asked:  # UltraFeedback has the prompt beside it as well, as text
+        before = asked if before and before[-1] == asked[-1] else [*(before or []), *asked]
+        answers = {key: value[shared:] for key, value in answers.items()}
+    for key, value in answers.items():
+        if not value or any(each["role"] == "user" for each in value):
+            raise ConfigError(
+                f"{key} has messages that are no answer to the same question. Begin chosen and"
+                " rejected with the same messages, or write these into prompt."
+            )
+    return {"prompt": list(before or []), **answers}
+
+
+def _first_system(prompt: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return prompt[0] if prompt and prompt[0]["role"] == "system" else None
+
+
+def _truth(value: Any, name: str) -> bool:
+    found = TRUTHS.get(str(value).strip().lower())
+    if found is None:
+        raise ConfigError(
+            f"{name} is {str(value)[:40]!r}: true and false, or 1 and 0, are known. Give one of"
+            " them, or remove the sample."
+        )
+    return found
+
+
+def _is_chat(row: dict[str, Any]) -> bool:
+    return not isinstance(row.get("chosen", row.get("completion")), str)
+
+
+def _check_kind(made: list[dict[str, Any]], found: dict[str, Any]) -> None:
+    if made and _is_chat(made[0]) != _is_chat(found):
+        kinds = ("messages", "text")
+        this, others = kinds if _is_chat(found) else kinds[::-1]
+        raise ConfigError(
+            f"its answers are {this}, and those of the samples before it are {others}. Write all of"
+            " them alike."
+        )
+
+
+def _check_labels(made: list[dict[str, Any]], source: str, method: str) -> None:
+    labels = {row["label"] for row in made if "label" in row}
+    if len(labels) == 1:
+        raise ConfigError(
+            f"--data: all answers of {source} are {'good' if True in labels else 'bad'}, and"
+            f" --method {method} learns from both. Add some of the other kind"
+            + (", or leave out --method to learn them." if True in labels else ".")
+        )

@@ -1,0 +1,364 @@
+"""`infinity train --method`: preferred answers, learned by TRL's trainers.
+
+Method: the command trains a model of two layers at home, and TRL's own trainer, given the same
+folder, file, seed and settings by its own names, trains it in memory. Losses and the tensors of
+the saved folders are equal to the bit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lazily import Lazily, need
+
+need("trl", "datasets")
+
+import transformers
+from chatty import PAIRS, chat_of, save_base, save_rows
+from safetensors.torch import load_file
+
+import infinity.tools.cli
+from infinity.errors import ConfigError
+from infinity.tools.train.example_files import find_examples
+from infinity.tools.train.preferred import read_preferred
+
+trl = Lazily("trl")
+datasets = Lazily("datasets")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+SEED = 3
+PAIRED = [{"prompt": q, "chosen": a, "rejected": f"{a}0, I think"} for q, a in PAIRS[:6]]
+JUDGED = [
+    {"prompt": q, "completion": a if at % 2 else "No idea.", "label": bool(at % 2)}
+    for at, (q, a) in enumerate(PAIRS[:6])
+]
+# method -> where TRL has its trainer, the settings of its own, the data
+METHODS: dict[str, tuple[str, str, dict[str, Any], list]] = {
+    "dpo": ("trl", "DPO", {"beta": 0.3}, PAIRED),
+    "kto": ("trl", "KTO", {"beta": 0.3}, JUDGED),
+    "orpo": ("trl.experimental.orpo", "ORPO", {"beta": 0.3}, PAIRED),
+    "simpo": (
+        "trl.experimental.cpo",
+        "CPO",
+        {"beta": 0.3, "loss_type": "simpo", "cpo_alpha": 0.0},
+        PAIRED,
+    ),
+}
+SAID = ["--lr", "0.01", "--steps", "3", "--batch-size", "2", "--accumulate", "2", "--seed", "3"]
+SAID += ["--warmup-steps", "1", "--sequence-length", "64", "--beta", "0.3", "--dtype", "fp32"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> Path:
+    return save_base(tmp_path_factory.mktemp("chatty") / "base")
+
+
+@pytest.fixture
+def train(base, tmp_path, monkeypatch, capsys):
+    """Status, stdout and stderr of `infinity train` with the base."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "swap").mkdir()
+
+    def run(*words: str, home: str = "host") -> tuple[int, str, str]:
+        capsys.readouterr()
+        given = ["--model", str(base), "--params", home, "--optimizer", home]
+        given += ["--nvme-path", "swap"] if home == "nvme" else []
+        status = infinity.tools.cli.main(["train", *given, *map(str, words)])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def theirs(base: Path, method: str, rows: list, folder: Path, **changes: Any) -> list[float]:
+    """Trains with TRL alone, saves to ``folder`` and returns the losses."""
+    place, kind, own, _ = METHODS[method]
+    module = importlib.import_module(place)
+    given = {
+        "learning_rate": 0.01,
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "seed": SEED,
+        "warmup_steps": 1,
+        "max_length": 64,
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine_with_min_lr",
+        "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    peft = changes.pop("peft_config", None)
+    trainer = getattr(module, f"{kind}Trainer")(
+        model=transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        args=getattr(module, f"{kind}Config")(str(folder), **{**given, **own, **changes}),
+        train_dataset=datasets.Dataset.from_list(rows),
+        processing_class=transformers.AutoTokenizer.from_pretrained(base),
+        **({} if peft is None else {"peft_config": peft}),
+    )
+    trainer.train()
+    trainer.save_model(str(folder))
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
+
+
+def assert_equal(ours: Path, their: Path) -> None:
+    mine, its = tensors(ours), tensors(their)
+    assert mine.keys() == its.keys() and its
+    assert all(torch.equal(mine[name], value) for name, value in its.items())
+
+
+@pytest.mark.parametrize("home", ["host", "nvme"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_has_the_bits_of_trls_own_trainer(method, home, base, train, tmp_path):
+    """Losses and saved weights. Twin: another beta has others."""
+    rows = METHODS[method][3]
+    save_rows(tmp_path / "data.jsonl", rows)
+    words = ("--method", method, "--data", "data.jsonl", "--out", "tuned", "--json", *SAID)
+    status, out, err = train(*words, home=home)
+    assert status == 0, err
+    losses = theirs(base, method, rows, tmp_path / "theirs")
+    assert json.loads(out)["losses"] == losses and len(set(losses)) > 1
+    assert_equal(tmp_path / "tuned", tmp_path / "theirs")
+    if home == "host":
+        other = theirs(base, method, rows, tmp_path / "twin", beta=0.31)
+        assert other != losses
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_adapters_have_the_bits_of_trls_own_trainer_and_no_second_model(
+    method, base, train, tmp_path, monkeypatch
+):
+    """The reference is the model with its adapters off. Twin: without them a second one is made."""
+    peft = pytest.importorskip("peft")
+    from infinity.tools.train import train as command
+
+    made: list[str] = []
+    build = command.build_model
+    monkeypatch.setattr(command, "build_model", lambda *a, **k: made.append("") or build(*a, **k))
+    rows = METHODS[method][3]
+    save_rows(tmp_path / "data.jsonl", rows)
+    words = ("--method", method, "--data", "data.jsonl", "--json", *SAID)
+    status, out, err = train(*words, "--out", "tuned", "--lora-rank", "4", home="nvme")
+    assert status == 0, err
+    assert len(made) == 1
+    adapters = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    losses = theirs(base, method, rows, tmp_path / "theirs", peft_config=adapters)
+    assert json.loads(out)["losses"] == losses and len(set(losses)) > 1
+    assert_equal(tmp_path / "tuned", tmp_path / "theirs")
+    if method == "dpo":
+        assert train(*words)[0] == 0 and len(made) == 3
+
+
+def test_a_reference_that_is_asked_once_gives_the_same(base, train, tmp_path):
+    """TRL's precompute_ref_log_probs. Twin: ORPO has no reference, which is told."""
+    save_rows(tmp_path / "data.jsonl", PAIRED)
+    words = ("--data", "data.jsonl", "--out", "tuned", "--precompute-reference", *SAID)
+    status, out, err = train("--method", "dpo", "--json", *words)
+    assert status == 0, err
+    losses = theirs(base, "dpo", PAIRED, tmp_path / "theirs", precompute_ref_log_probs=True)
+    assert json.loads(out)["losses"] == losses
+    assert_equal(tmp_path / "tuned", tmp_path / "theirs")
+    status, out, err = train("--method", "orpo", *words[:2], *words[4:])
+    assert status == 2 and "orpo has none. Leave it out." in err
+
+
+# --- forms of samples ---
+
+ASKED = chat_of("What is 1+2?", "3.")[:1]
+GOOD, BAD = ({"role": "assistant", "content": said} for said in ("3.", "4."))
+AS_CHAT = {"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]}
+FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # method, sample, TRL's row
+    "text": ("dpo", PAIRED[0], PAIRED[0]),
+    "text of other names": (
+        "simpo",
+        {"question": "1+1?", "chosen": "2.", "rejected_response": "3.", "id": 7},
+        {"prompt": "1+1?", "chosen": "2.", "rejected": "3."},
+    ),
+    "text without a prompt": (
+        "orpo",
+        {"chosen": "Q: 1+1? A: 2.", "rejected": "Q: 1+1? A: 3."},
+        {"chosen": "Q: 1+1? A: 2.", "rejected": "Q: 1+1? A: 3."},
+    ),
+    "messages": ("dpo", AS_CHAT, AS_CHAT),
+    "messages before texts": (
+        "dpo",
+        {"messages": ASKED, "chosen": "3.", "rejected": "4."},
+        AS_CHAT,
+    ),
+    "a conversation with a rejected response": (
+        "orpo",
+        {"messages": [*ASKED, GOOD], "rejected_response": "4."},
+        AS_CHAT,
+    ),
+    "sharegpt": (
+        "dpo",
+        {
+            "conversations": [{"from": "human", "value": "What is 1+2?"}],
+            "chosen": {"from": "gpt", "value": "3."},
+            "rejected": {"from": "gpt", "value": "4."},
+        },
+        AS_CHAT,
+    ),
+    "whole conversations": (
+        "kto",
+        {"prompt": "What is 1+2?", "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]},
+        AS_CHAT,
+    ),
+    "a system message": (
+        "dpo",
+        AS_CHAT | {"system": "Be brief."},
+        AS_CHAT | {"prompt": [{"role": "system", "content": "Be brief."}, *ASKED]},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_pairs_makes_the_rows_that_trl_takes(form, base, tmp_path):
+    """Twin: the answers the other way round make other rows."""
+    method, sample, row = FORMS[form]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    files = find_examples(save_rows(tmp_path / "a.jsonl", [sample] * 2))
+    found = read_preferred(files, tokenizer, method)
+    assert [dict(each) for each in found.rows] == [row] * 2
+    assert found.chat == isinstance(row["chosen"], list)
+    assert ("Columns left out: id" in found.told) == ("id" in sample)
+    names = {"chosen": row["rejected"], "rejected": row["chosen"]}
+    assert dict(found.rows[0]) != row | names
+
+
+@pytest.mark.parametrize("name", ["label", "kto_tag", "is_rejected"])
+def test_a_label_tells_good_answers_from_bad_ones(name, base, tmp_path):
+    """As a truth, a number or its text, after a pair or a conversation. Twin: of rejected ones it
+    is turned."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    for at, (said, turned) in enumerate(((True, False), (1, 0), ("True", "false"))):
+        rows = [{"prompt": "1+1?", "completion": "2."}, {"messages": chat_of("1+1?", "2.")}]
+        both = [rows[at % 2] | {name: value} for value in (said, turned)]
+        files = find_examples(save_rows(tmp_path / f"{at}.jsonl", both))
+        labels = read_preferred(files, tokenizer, "kto").rows["label"]
+        assert list(labels) == ([False, True] if name == "is_rejected" else [True, False])
+
+
+# --- bad input ---
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+JUDGE = {"prompt": "a", "completion": "b", "label": True}
+REFUSED: dict[str, tuple[str, list[dict], str, str]] = {  # method, rows, what is told, the way out
+    "one answer is missing": (
+        "dpo",
+        [PAIR, PAIR | {"rejected": ""}],
+        "sample 2: rejected is empty",
+        "Give both answers, or remove the sample",
+    ),
+    "no question": ("orpo", [PAIR, PAIR | {"prompt": ""}], "sample 2: prompt is empty", "Give"),
+    "numbers": ("dpo", [PAIR | {"chosen": 3}], "sample 1: chosen is '3'", "must be a text, or a"),
+    "two kinds": (
+        "simpo",
+        [PAIR, {"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]}],
+        "sample 2: its answers are messages",
+        "Write all of them alike",
+    ),
+    "answers to two questions": (
+        "dpo",
+        [{"chosen": chat_of("a", "b"), "rejected": chat_of("c", "d")}],
+        "sample 1: chosen has messages that are no answer to the same question",
+        "Begin chosen and rejected with the same messages",
+    ),
+    "no answer at the end": (
+        "kto",
+        [{"messages": ASKED, "label": True}],
+        "sample 1: messages must end with the answer",
+        "of the role assistant",
+    ),
+    "a label of words": (
+        "kto",
+        [JUDGE, JUDGE | {"label": "good"}],
+        "sample 2: label is 'good'",
+        "1",
+    ),
+    "good answers alone": ("kto", [JUDGE] * 3, "are good", "or leave out --method"),
+    "a chat file": (
+        "dpo",
+        [{"messages": chat_of("a", "b")}],
+        "has the columns messages",
+        "Leave out --method to learn every answer",
+    ),
+    "labels for pairs": ("orpo", [JUDGE], "has the columns", "give --method kto"),
+    "both": ("kto", [PAIR | {"label": True}], "column label (first in sample 1)", "Remove the col"),
+    "pictures": ("dpo", [PAIR | {"images": ["a.png"]}], "the column images", "and the column"),
+    "a context": ("dpo", [PAIR | {"context": "d"}], "column context", "Write it into the prompt"),
+    "tools": ("orpo", [AS_CHAT | {"tools": [{"name": "f"}]}], "column tools", "--method dpo"),
+    "no room": (
+        "dpo",
+        [PAIR | {"prompt": "long " * 20}],
+        "no prompt of data.jsonl",
+        "Give a larger",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_file_that_a_method_cannot_learn_of_is_refused(what, train):
+    """By the sample's number, with the way out, and nothing is written. Twins: each method's own
+    file above."""
+    method, rows, said, way_out = REFUSED[what]
+    Path("data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, _, err = train(
+        "--method", method, "--data", "data.jsonl", "--out", "tuned", "--sequence-length", "64"
+    )
+    assert status == 2 and said in err and way_out in err, err
+    assert "Traceback" not in err and not Path("tuned").exists()
+
+
+OPTIONS = {  # words -> what is told
+    "--method dpo": "add --data FILE",
+    "--method dpo --data text.txt": "text.txt is running text. Leave out --method",
+    "--data pairs.jsonl": "has preferred answers: add --method dpo",
+    "--data pairs.jsonl --beta 0.2": "add --method dpo",
+    "--method dpo --data pairs.jsonl --pack": "--pack is not for the method dpo. Leave it out",
+    "--method dpo --data pairs.jsonl --minutes 1": "Give --steps or --epochs",
+    "--method dpo --data pairs.jsonl --optim muon": "Give adamw or adafactor",
+    "--method kto --data pairs.jsonl --batch-size 1": "give --batch-size 2 or more",
+    "--method simpo --data pairs.jsonl --precompute-reference": "simpo has none. Leave it out",
+    "--method dpo --data pairs.jsonl --precompute-reference --lora": "its adapters off. Leave",
+}
+
+
+@pytest.mark.parametrize("words", OPTIONS)
+def test_options_that_do_not_go_together_are_refused_by_name(words, train):
+    """Before anything is written."""
+    save_rows(Path("pairs.jsonl"), PAIRED)
+    Path("text.txt").write_text("To be, or not to be, that is the question. " * 200)
+    before = set(Path().iterdir())
+    status, _, err = train(*words.split(), "--out", "tuned")
+    assert status == 2 and OPTIONS[words] in err, err
+    assert set(Path().iterdir()) == before
+
+
+def test_a_trainer_that_this_trl_lacks_is_named(monkeypatch):
+    """Twin: one that it has."""
+    from infinity.ext.integrations.trl import trainer_over_home
+
+    assert trainer_over_home("ORPO")[0].__name__ == "InfinityORPOTrainer"
+    with pytest.raises(ConfigError, match=r"has no NoneTrainer\. .*pip install --upgrade trl"):
+        trainer_over_home("None")
