@@ -68,6 +68,12 @@ FILLED = {  # what a document leaves open -> what is meant
         " && infinity export saved tuned"
     ),
     "<tuned>": "answers",
+    "infinity export <base>": (
+        f"infinity train --model base --data chat.jsonl --lora --out adapter {TRAIN}"
+        " && infinity export base"
+    ),
+    "<merged>": "merged",
+    "<adapter>": "adapter",
     "infinity train ...": f"infinity train --model model.json --data text.txt {TRAIN}",
     "--nvme-path <dir> --host-memory 256MiB --checkpoint <dir> --out <dir>": (
         f"--nvme-path . --host-memory 256MiB --checkpoint saved --out out {TRAIN}"
@@ -152,7 +158,7 @@ def test_the_commands_run(command, tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(LOOP)
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question. " * 200)
-    if "<tuned>" in command or "<chat.jsonl>" in command:
+    if any(name in command for name in ("<tuned>", "<chat.jsonl>", "<base>")):
         save_base(tmp_path / "base", width=64)  # large enough to be packed
         save_base(tmp_path / "answers")
         save_rows(tmp_path / "chat.jsonl", [ROWS["messages"](*pair) for pair in PAIRS])

@@ -64,6 +64,7 @@ OF_MODEL = "model"  # a folder in a checkpoint of `infinity train`: what belongs
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OF_ADAPTER = re.compile(r"(\.lora_\w+|\.modules_to_save)\.\w+(?=\.|$)")  # with PEFT's own name
 Change = Callable[[dict[str, Source]], dict[str, Source]]
+Write = Callable[[dict[str, Source], nn.Module | None, Path | None], object]
 
 
 def export(
@@ -73,6 +74,7 @@ def export(
     dtype: torch.dtype | None = None,
     model: Path | None = None,
     change: Change | None = None,
+    write: Write | None = None,
 ) -> dict[str, int]:
     """Writes the weights of ``checkpoint``, of any number of ranks, to ``folder`` as safetensors.
     Also accepts checkpoints of DeepSpeed, torch.distributed.checkpoint (FSDP), ``torch.save``.
@@ -86,6 +88,9 @@ def export(
         model has its own configuration, and one of `infinity train` its tokenizer.
     change
         Maps the tensors that are read to others, for example to merge an adapter.
+    write
+        Writes the tensors in another form: gets them by the names in a folder of transformers, the
+        model on meta, if there is one, and the folder of its tokenizer. None: safetensors.
 
     A transformers ``model`` gets the names, shapes and ``config.json`` of
     :func:`infinity.save_pretrained`; its configuration names the dtype. Tensors that it keeps in
@@ -94,7 +99,7 @@ def export(
     bytes. Raises UsageError without a checkpoint, CorruptionError if damaged, StorageError.
     """
     _check_folders(checkpoint, folder, model)
-    target = _Target(folder, dtype, model, described_model(model), change)
+    target = _Target(folder, dtype, model, described_model(model), change, write)
     if not (checkpoint / MANIFEST).exists():
         if is_foreign(checkpoint):
             if change is not None:
@@ -142,6 +147,7 @@ class _Target:
     beside: Path | None  # the folder with configuration and tokenizer
     model: nn.Module | None  # built from the configuration, on meta
     change: Change | None
+    writes: Write | None = None
 
     def dtypes(self) -> Callable[[str], torch.dtype | None]:
         """Returns a function from a tensor's name to its target dtype. None: its own dtype, also if
@@ -155,10 +161,13 @@ class _Target:
         sources = {name: source.to(dtype_of(name)) for name, source in sources.items()}
         dtype = self._main_dtype(sources)
         sources = self._as_saved(sources)
-        numel = self.model.num_parameters() if self.model is not None else None
-        size = SHARD_SIZE if self.model is None else flat_param_size_of(self.model)
-        write_sources(self.folder, sources, numel=numel, max_shard_size=size)
-        self._write_beside(dtype)
+        if self.writes is not None:
+            self.writes(sources, self.model, self.beside)
+        else:
+            numel = self.model.num_parameters() if self.model is not None else None
+            size = SHARD_SIZE if self.model is None else flat_param_size_of(self.model)
+            write_sources(self.folder, sources, numel=numel, max_shard_size=size)
+            self._write_beside(dtype)
         return {
             "parameters": sum(source.shape.numel() for source in sources.values()),
             "nbytes": sum(source.nbytes for source in sources.values()),
@@ -255,6 +264,11 @@ def _export(manifest: dict[str, Any], data: Path, target: _Target) -> dict[str, 
     with SavedTensors(data, manifest) as saved:
         sources = _sources(saved, manifest, other, target)
         if any(map(OF_ADAPTER.search, sources)) and target.change is None:
+            if target.writes is not None:
+                raise ConfigError(
+                    f"{data.parent} is of a model with adapters: export them to a folder first,"
+                    " then merge that into their base, `infinity export BASE OUT --merge FOLDER`"
+                )
             return _write_adapter(data.parent, sources, target)
         _refuse_packed(data.parent, sources)
         written = target.write(target.rest(data.parent / OF_MODEL / ELSEWHERE) | sources)

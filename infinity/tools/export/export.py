@@ -1,14 +1,19 @@
-"""`infinity export`: writes a checkpoint's weights as a folder that transformers loads, optionally
-with an adapter merged. Needs no GPU, no other ranks, and little memory."""
+"""`infinity export`: writes a checkpoint's weights as a folder that transformers loads, or as one
+file for llama.cpp, optionally with an adapter merged. Needs no GPU, no other ranks, and little
+memory."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..cli.values import a_path
+
+KEPT = b"replaced with --overwrite only"  # no file begins so
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -20,7 +25,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         type=a_path,
         help="a folder that save_checkpoint, or `infinity train`, wrote; or one of safetensors",
     )
-    parser.add_argument("out", metavar="OUT", type=a_path, help="the folder to write")
+    parser.add_argument("out", metavar="OUT", type=a_path, help="the folder, or .gguf, to write")
     parser.add_argument(
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
@@ -37,6 +42,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         type=a_path,
         metavar="ADAPTER",
         help="merge an adapter of peft, a layer at a time; a checkpoint needs --model too",
+    )
+    parser.add_argument(
+        "--gguf",
+        choices=("f16", "bf16", "q8_0"),
+        help="write one file for llama.cpp and Ollama, with the tokenizer; its matrices so",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT")
     parser.add_argument(
@@ -58,18 +68,28 @@ def run(args: argparse.Namespace) -> int:
         else args.checkpoint
     )
     _check_inputs(args)
+    if args.gguf and model is not None and (model / "config.json").is_file():
+        from .gguf_model import check_family
+
+        check_family(model, args.out)
     read = {"CHECKPOINT": args.checkpoint, "--model": model, "--merge": args.merge}
-    check_outputs(
-        [Output("OUT", args.out, replaces=MODEL_NAMES)], read.items(), overwrite=args.overwrite
+    output = (
+        Output("OUT", args.out, replaces=MODEL_NAMES)
+        if args.gguf is None
+        else Output("OUT", args.out, made=KEPT)
     )
+    check_outputs([output], read.items(), overwrite=args.overwrite)
     change = None if args.merge is None else _merging(model, args.merge)
+    told: dict[str, Any] = {}
     written = export(
         args.checkpoint,
         args.out,
         dtype=DTYPES[args.dtype] if args.dtype else None,
         model=model,
         change=change,
+        write=None if args.gguf is None else partial(_write_gguf, args, told),
     )
+    written |= told
     if args.json:
         print(json.dumps({"out": str(args.out)} | written))
     else:
@@ -77,7 +97,17 @@ def run(args: argparse.Namespace) -> int:
             f"{written['parameters']:,} parameters ({format_nbytes(written['nbytes'])}) written to"
             f" {args.out}"
         )
+        for note in told.get("notes", ()):
+            print(f"Differs: {note}")
     return 0
+
+
+def _write_gguf(
+    args: argparse.Namespace, told: dict[str, Any], sources: dict, model: Any, beside: Path | None
+) -> None:
+    from .gguf_model import write_gguf
+
+    told |= write_gguf(sources, model, beside, out=args.out, kind=args.gguf)
 
 
 def _check_inputs(args: argparse.Namespace) -> None:
@@ -90,6 +120,12 @@ def _check_inputs(args: argparse.Namespace) -> None:
     found = args.checkpoint
     if not found.exists():
         raise UsageError(f"there is no {found}: CHECKPOINT comes first, then OUT")
+    if (args.gguf is not None) != (args.out.suffix == ".gguf"):
+        raise UsageError(
+            f"--gguf {args.gguf} writes one file: give its name, {args.out}.gguf"
+            if args.gguf
+            else f"{args.out} is the name of a GGUF file: add --gguf f16 (or bf16, or q8_0)"
+        )
     if found.is_file() and found.suffix == ".json":
         raise UsageError(f"{found} is not a checkpoint: give its folder")
     if (found / "adapter_config.json").is_file():

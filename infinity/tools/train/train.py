@@ -414,6 +414,8 @@ def _save(
     args: argparse.Namespace, model: Any, tokenizer: Any, ranks: Ranks, console: Console
 ) -> None:
     """Saves the trained model to ``--out``, with its tokenizer. Every rank calls this."""
+    from ..export.serving import next_command  # imports torch, which a command's help does without
+
     infinity.save_pretrained(model, args.out, overwrite=True)  # checked before the first step
     if ranks.is_first:
         with replacing(args.out) as made:
@@ -427,6 +429,8 @@ def _save(
         )
     if tokenizer is not None and tokenizer.chat_template:
         console.print(f"Talk to it: infinity generate {args.out} --chat")
+    if tokenizer is not None and ranks.is_first:
+        console.print(f"Serve it: {next_command(args.out, args.model)}")
 
 
 def _save_and_sample(args: argparse.Namespace, job: Job, console: Console) -> dict[str, str]:

@@ -21,7 +21,7 @@ import pytest
 import torch
 from lazily import need
 
-need("trl", "peft")
+need("trl", "peft", "gguf")
 
 from chatty import chat_of, save_base
 
@@ -550,6 +550,28 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "tiny --stage 3": ("unrecognized arguments: --stage 3", "did you mean --deepspeed"),
     "train --validation-split 0.1": ("unrecognized arguments: --validation-split 0.1", HELP),
     "export base out --to gguf": ("unrecognized arguments: --to gguf", HELP),
+    "export base out --gguf q8_0": ("--gguf q8_0 writes one file", "give its name, out.gguf"),
+    "export base out.gguf": (
+        "out.gguf is the name of a GGUF file",
+        "add --gguf f16 .or bf16, or q8_0.",
+    ),
+    "export base out.gguf --gguf q4_k_m": ("invalid choice: 'q4_k_m'", "'f16', 'bf16', 'q8_0'"),
+    "export base out.gguf --gguf bf16 --merge empty": (
+        "--merge empty: no adapter_config.json in it",
+        "give the folder that PEFT saved",
+    ),
+    "export base gguf/model.gguf --gguf f16": ("OUT gguf/model.gguf is a file", ANOTHER),
+    "export base nowhere/m.gguf --gguf f16": ("there is no folder nowhere", "mkdir -p nowhere"),
+    "export base base/m.gguf --gguf f16": ("lies in base, which CHECKPOINT reads", ELSEWHERE),
+    "export vit out.gguf --gguf f16": (
+        "not write a vit: .* llama, mistral, qwen2",
+        "convert_hf_to_gguf.py",
+    ),
+    "export base/model.safetensors out.gguf --gguf f16": (
+        "needs the model's config.json",
+        "give the folder that has it, --model DIR",
+    ),
+    "export mute out.gguf --gguf f16": ("has none that is read", "--model DIR"),
     "export model.json out": ("model.json is not a checkpoint", "give its folder"),
     "export trainer out": (
         "not a checkpoint of Infinity; it is the Trainer's",

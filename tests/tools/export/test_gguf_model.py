@@ -1,0 +1,308 @@
+"""`infinity export --gguf`: the file read back by the gguf package and by transformers."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lazily import need
+
+transformers = pytest.importorskip("transformers")
+need("gguf")
+
+import gguf
+from served import LLAMA3, MODELS, SPECIAL, TEMPLATE, save_served
+from transformers.modeling_gguf_pytorch_utils import LlamaTensorProcessor
+
+from infinity.tools.cli import main
+from infinity.tools.export import gguf_model
+
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+EXAMPLES = ("llama", "llama, tied, biases, llama3", "mistral, head_dim", "qwen3, tied, head_dim")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """The folder of a model, made once."""
+    made: dict[str, Path] = {}
+
+    def folder(name: str) -> Path:
+        if name not in made:
+            made[name] = save_served(tmp_path_factory.mktemp("served"), name)
+        return made[name]
+
+    return folder
+
+
+def export(folder: Path, out: Path, kind: str, *more: str) -> int:
+    return main(["export", str(folder), str(out), "--gguf", kind, *more])
+
+
+def fields_of(path: Path) -> dict:
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+def model_of(folder: Path, **how) -> torch.nn.Module:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, **how).eval()
+
+
+def cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The matrices as ``dtype`` has them, for computing in fp32."""
+    for param in model.parameters():
+        if param.dim() > 1:
+            param.data = param.data.to(dtype).float()
+    return model
+
+
+def read_back(folder: Path, file: Path) -> torch.nn.Module:
+    """The file by transformers, which does not read all of a configuration from it."""
+    config = transformers.AutoConfig.from_pretrained(folder)
+    if config.model_type == "mistral":  # in the file it is a Llama
+        config = transformers.LlamaConfig(
+            **{n: v for n, v in config.to_dict().items() if n not in ("model_type", "layer_types")}
+        )
+    kind = getattr(transformers, type(config).__name__.replace("Config", "ForCausalLM"))
+    return kind.from_pretrained(
+        file.parent, gguf_file=file.name, config=config, dtype=torch.float32
+    ).eval()
+
+
+@pytest.mark.parametrize("kind", DTYPES)
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_the_file_are_those_of_the_folder_cast(name, kind, saved, tmp_path):
+    """Loads the file by transformers, and the folder with its matrices cast by torch: same bits."""
+    out = tmp_path / "out.gguf"
+    assert export(saved(name), out, kind) == 0
+    whole = cast(model_of(saved(name), dtype=torch.float32), DTYPES[kind])
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        got, wanted = read_back(saved(name), out)(ids).logits, whole(ids).logits
+        assert torch.equal(got, wanted)
+        assert not torch.equal(got, model_of(saved(name), dtype=torch.float32)(ids).logits)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_codes_are_those_of_gguf(name, saved, tmp_path):
+    """Quantizes each matrix of the folder by gguf, in llama.cpp's order of rows, and compares
+    bytes."""
+    out = tmp_path / "out.gguf"
+    assert export(saved(name), out, "q8_0") == 0
+    model = model_of(saved(name), dtype=torch.float32)
+    arch = "QWEN3" if model.config.model_type == "qwen3" else "LLAMA"
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch], 2)
+    own = {
+        names.get_name(name, (".weight", ".bias")): value.detach().numpy()
+        for name, value in model.named_parameters()
+    }
+    undo = LlamaTensorProcessor(config=model.config.to_dict())
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(out).tensors}
+    assert found.keys() - own.keys() <= {"rope_freqs.weight"} and own.keys() <= found.keys()
+    for at, value in own.items():
+        tensor = found[at]
+        data = tensor.data
+        if model.config.model_type in ("llama", "mistral"):
+            data = undo.process(data, at).weights
+        quantized = gguf.GGMLQuantizationType["Q8_0" if value.ndim > 1 else "F32"]
+        assert tensor.tensor_type == quantized
+        assert np.array_equal(data, gguf.quants.quantize(value, quantized))
+
+
+def test_rows_of_no_whole_blocks_are_in_f16_and_named(tmp_path, capsys):
+    """Writes a model of 48 inner features in q8_0: the tensors with such rows are in f16."""
+    folder = save_served(tmp_path / "odd", "qwen2")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.intermediate_size = 48
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    capsys.readouterr()
+    assert export(folder, tmp_path / "out.gguf", "q8_0", "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(told["out"]).tensors}
+    assert {name for name, kind in kinds.items() if kind == "F16"} == {
+        "blk.0.ffn_down.weight",
+        "blk.1.ffn_down.weight",
+    }
+    assert "blk.0.ffn_down.weight" in told["notes"][0]
+    assert told["nbytes"] == (tmp_path / "out.gguf").stat().st_size
+
+
+def test_metadata_is_what_llama_cpp_needs(saved, tmp_path):
+    """Reads the fields of three files by the gguf package."""
+    told = {}
+    for name in ("llama, tied, biases, llama3", "mistral, head_dim", "qwen3, tied, head_dim"):
+        assert export(saved(name), tmp_path / "out.gguf", "bf16", "--overwrite") == 0
+        told[name] = fields_of(tmp_path / "out.gguf")
+    llama, mistral, qwen = told.values()
+    assert llama["general.architecture"] == mistral["general.architecture"] == "llama"
+    assert qwen["general.architecture"] == "qwen3"
+    for fields, head in ((llama, 16), (mistral, 32), (qwen, 32)):
+        kind = fields["general.architecture"]
+        assert {name: fields[f"{kind}.{name}"] for name in ("block_count", "embedding_length")} == {
+            "block_count": 2,
+            "embedding_length": 64,
+        }
+        assert fields[f"{kind}.attention.head_count"] == 4
+        assert fields[f"{kind}.attention.head_count_kv"] == 2
+        assert fields[f"{kind}.attention.key_length"] == head
+        assert fields[f"{kind}.rope.dimension_count"] == head
+        assert fields[f"{kind}.rope.freq_base"] == 5000.0
+        assert fields[f"{kind}.feed_forward_length"] == 96
+        assert fields[f"{kind}.attention.layer_norm_rms_epsilon"] == np.float32(1e-5)
+        assert fields["tokenizer.chat_template"] == TEMPLATE
+    assert (llama["llama.context_length"], mistral["llama.context_length"]) == (128, 64)
+    assert llama["tokenizer.ggml.pre"] == "llama-bpe" and llama["tokenizer.ggml.add_bos_token"]
+    assert qwen["tokenizer.ggml.pre"] == "qwen2" and not qwen["tokenizer.ggml.add_bos_token"]
+
+
+def test_frequencies_of_llama3_are_divided_as_transformers_does(saved, tmp_path):
+    """Divides the frequencies of plain positions by the file's factors: transformers' own ones."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    assert export(saved("llama, tied, biases, llama3"), tmp_path / "out.gguf", "f16") == 0
+    found = {each.name: each.data for each in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
+    config = transformers.AutoConfig.from_pretrained(saved("llama, tied, biases, llama3"))
+    wanted, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
+    plain = 1 / LLAMA3["rope_theta"] ** (torch.arange(0, 16, 2).float() / 16)
+    got = plain / torch.from_numpy(np.copy(found["rope_freqs.weight"]))
+    torch.testing.assert_close(got, wanted, rtol=1e-6, atol=0)
+    assert not torch.allclose(plain, wanted)
+
+
+CHANGES = {  # settings of a llama -> what is refused
+    "another activation": ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    "dynamic positions": (
+        {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        "rope_type 'dynamic'",
+    ),
+    "half of a head rotated": (
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            }
+        },
+        "partial_rotary_factor",
+    ),
+    "another family": ({"model_type": "gpt_neox"}, "gpt_neox.*llama, mistral, qwen2, qwen3"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_llama_cpp_runs_differently_is_refused_with_a_remedy(change, saved, tmp_path, capsys):
+    """Changes the configuration of a folder that is written otherwise: exit status 2, the cause and
+    llama.cpp's own converter named, no file."""
+    settings, cause = CHANGES[change]
+    folder = shutil.copytree(saved("llama"), tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    if "model_type" in settings:
+        config.pop("architectures")
+    (folder / "config.json").write_text(json.dumps(config | settings))
+    assert export(folder, tmp_path / "out.gguf", "f16") == 2
+    error = capsys.readouterr().err
+    assert re.search(cause, error) and "convert_hf_to_gguf.py" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_value_beyond_f16_leaves_the_file_before(saved, tmp_path, capsys):
+    """Writes 1e5 to the last layer: f16 is refused with the tensor's name and nothing replaced,
+    bf16 has the value."""
+    folder = save_served(tmp_path / "folder", "qwen2")
+    model = model_of(folder, dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 5] = 1e5
+    model.save_pretrained(folder)
+    out = tmp_path / "out.gguf"
+    out.write_bytes(b"the file before")
+    assert export(folder, out, "f16", "--overwrite") == 2
+    error = capsys.readouterr().err
+    assert "blk.1.ffn_down.weight" in error and "--gguf bf16" in error
+    assert out.read_bytes() == b"the file before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "out.gguf"]
+    assert export(folder, out, "bf16", "--overwrite") == 0
+    found = {each.name: each for each in gguf.GGUFReader(out).tensors}
+    data = np.copy(found["blk.1.ffn_down.weight"].data).view(np.int16)
+    assert torch.from_numpy(data).view(torch.bfloat16)[3, 5] == torch.tensor(1e5).bfloat16()
+
+
+def test_a_missing_or_foreign_tensor_is_named(saved, tmp_path, capsys):
+    """Takes a tensor from a folder's file, and adds one: both are refused by name."""
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(saved("llama"), tmp_path / "folder")
+    whole = load_file(folder / "model.safetensors")
+    norm = "model.layers.1.input_layernorm.weight"
+    extra = {"model.layers.1.self_attn.o_proj.bias": torch.zeros(64)}
+    for tensors, named in (
+        ({name: value for name, value in whole.items() if name != norm}, norm),
+        (whole | extra, next(iter(extra))),
+    ):
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        assert export(folder, tmp_path / "out.gguf", "f16") == 2
+        assert named in capsys.readouterr().err
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    assert export(folder, tmp_path / "out.gguf", "f16") == 0
+
+
+def test_one_tensor_is_in_memory_at_a_time(saved, tmp_path, monkeypatch):
+    """Records reads and writes: no tensor is read before the one before it is in the file."""
+    done: list[str] = []
+    write, read = gguf.GGUFWriter.write_tensor_data, gguf_model._codes
+
+    def reads(*given):
+        done.append("read")
+        return read(*given)
+
+    def writes(self, *given):
+        done.append("written")
+        return write(self, *given)
+
+    monkeypatch.setattr(gguf_model, "_codes", reads)
+    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", writes)
+    assert export(saved("llama"), tmp_path / "out.gguf", "f16") == 0
+    assert done == ["read", "written"] * 21
+
+
+def test_an_adapter_is_merged_into_the_file(saved, tmp_path):
+    """Exports a base with --merge to a folder and to a file: the file has the folder's tensors, and
+    others than the base's."""
+    peft = pytest.importorskip("peft")
+    model = model_of(saved("qwen2"), dtype=torch.float32)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    merge = "--merge", str(tmp_path / "adapter")
+    assert main(["export", str(saved("qwen2")), str(tmp_path / "merged"), *merge]) == 0
+    files = [tmp_path / f"{name}.gguf" for name in ("merged", "direct", "base")]
+    assert export(tmp_path / "merged", files[0], "f16") == 0
+    assert export(saved("qwen2"), files[1], "f16", *merge) == 0
+    assert export(saved("qwen2"), files[2], "f16") == 0
+    merged, direct, base = (
+        {each.name: each.data.tobytes() for each in gguf.GGUFReader(file).tensors} for file in files
+    )
+    assert merged == direct
+    assert {name for name in base if base[name] != direct[name]} == {
+        f"blk.{at}.attn_{part}.weight" for at in range(2) for part in "qv"
+    }
+
+
+def test_special_tokens_are_at_their_ids(saved, tmp_path):
+    """Reads the vocabulary back: each of the tokenizer's tokens at its id, and its special ids."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(saved("llama"))
+    assert export(saved("llama"), tmp_path / "out.gguf", "f16") == 0
+    fields = fields_of(tmp_path / "out.gguf")
+    tokens = fields["tokenizer.ggml.tokens"]
+    assert {token: at for at, token in enumerate(tokens[: len(tokenizer)])} == tokenizer.get_vocab()
+    assert tokens[len(tokenizer) :] == [f"[PAD{len(tokenizer) + at}]" for at in range(3)]
+    ids = [fields[f"tokenizer.ggml.{name}_token_id"] for name in ("bos", "eos", "padding")]
+    assert [tokens[at] for at in ids] == SPECIAL
+    kinds = fields["tokenizer.ggml.token_type"]
+    assert [kinds[at] for at in (*ids, tokens.index("[ENTITY]"), tokens.index("a"), -1)] == [
+        *(gguf.TokenType.CONTROL,) * 3,
+        gguf.TokenType.USER_DEFINED,
+        gguf.TokenType.NORMAL,
+        gguf.TokenType.UNUSED,
+    ]
