@@ -21,7 +21,7 @@ from infinity.errors import ConfigError
 from infinity.tools.bench.results import Row, ends, is_quick, row_of
 
 from .report import read_results
-from .themes import OLD, PARTS, full_name
+from .themes import ENGINE, OLD, PARTS, full_name
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -47,6 +47,7 @@ FIGURES = {  # of docs/measurements.md: row -> what it is
 FIGURES_HEAD = ("", "ours", "from, to", "of the ceiling", "against", "measured", "commits since")
 OTHERS = {  # no themes: files of theirs are made by tests
     "recovery": ("infinity/core/run", "infinity/ext/checkpoint"),
+    "against": (*ENGINE, "bench/headline.py"),
 }
 
 

@@ -22,6 +22,7 @@ from .launch import ROOT
 OLD = 100
 ENGINE = ("infinity/core", "infinity/native.py", "csrc/io", "csrc/optim", "csrc/update")
 RANKS = (*ENGINE, "infinity/ranks")
+HERE, LOOPS = "infinity/tools/bench", ("machine", "io", "adam", "rounds")
 CHECKPOINTS = ("infinity/ext/checkpoint", "infinity/files", "csrc/io")
 
 
@@ -48,7 +49,7 @@ THEMES = {
         "machine": Part(
             "infinity.tools.bench.machine",
             "what limits training here",
-            ("csrc/io", "csrc/memory"),
+            ("csrc/io", "csrc/memory", "csrc/optim", *(f"{HERE}/{name}.py" for name in LOOPS)),
             in_all=True,
         )
     },
@@ -56,7 +57,7 @@ THEMES = {
         "io": Part(
             "bench.loops:measure_io",
             "one file, read, written and both, beside fio",
-            ("csrc/io",),
+            ("csrc/io", f"{HERE}/io.py", f"{HERE}/rounds.py", "bench/rivals"),
             in_all=True,
         )
     },
@@ -64,7 +65,7 @@ THEMES = {
         "adam": Part(
             "bench.loops:measure_adam",
             "optimizer kernels in memory, beside torch",
-            ("csrc/optim",),
+            ("csrc/optim", f"{HERE}/adam.py", f"{HERE}/rounds.py", "bench/rivals"),
             in_all=True,
         ),
         "update": Part(

@@ -42,7 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--table", type=a_path, default=table.FILE, metavar="FILE", help="of rivals and the sweep"
     )
-    parser.add_argument("--rounds", type=a_count, default=3, metavar="N", help="(default 3)")
+    parser.add_argument("--rounds", type=a_count, default=5, metavar="N", help="(default 5)")
     parser.add_argument(
         "--scale", type=positive_real, default=1.0, metavar="X", help="of the themes' sizes"
     )

@@ -6,6 +6,7 @@ whole job   bf16 gradients are unscaled and clipped, an fp32 master is stepped, 
 
 from __future__ import annotations
 
+import copy
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -81,6 +82,13 @@ class Ours:
         }
         self.updater = native.Updater(native.IoEngine(kind="threads"), 0, 0, 0, threads)
         self.steps = 0
+
+    def with_threads(self, threads: int) -> Ours:
+        """Returns this state, stepped by so many threads."""
+        other = copy.copy(self)
+        other.threads = threads
+        other.updater = native.Updater(native.IoEngine(kind="threads"), 0, 0, 0, threads)
+        return other
 
     def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """Returns one of the arrays as a flat tensor."""

@@ -13,6 +13,7 @@ import difflib
 import importlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from typing import Any
 from ...errors import ConfigError, UsageError
 from ...files.outputs import Output, check_outputs
 from ..cli.values import a_count, positive_real, real_from_zero
-from .themes import THEMES
+from .themes import IN_ALL, THEMES
 
 MOST_THREADS = 1024
 SIZES = (1e9, 8e9, 70e9)  # parameters of models, of which a line each tells
@@ -144,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
     if args.theme == "compare":
         from . import compare
 
+        _refuse_options(args)
         args.files, args.bound = args.more, args.bound or 0.0
         args.folder = (args.folder or ["."])[0]
         return compare.run(args)
@@ -159,8 +161,18 @@ def run(args: argparse.Namespace) -> int:
     for name in ("results", "out", "svg"):
         if getattr(args, name) is not None:
             raise UsageError(f"--{name} is of `python -m bench report`: leave it out")
-    chosen = [theme for name in names for theme in (THEMES if name == "all" else (name,))]
+    chosen = [theme for name in names for theme in (IN_ALL if name == "all" else (name,))]
     return measure(args, THEMES, tuple(dict.fromkeys(chosen)))
+
+
+def _refuse_options(args: argparse.Namespace) -> None:
+    """Raises UsageError for an option of measuring beside `compare`, which it would not use."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_options(parser)
+    for name, usual in vars(parser.parse_args([])).items():
+        if name not in ("json", "folder") and getattr(args, name) != usual:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} is of measuring, not of compare: leave it out")
 
 
 def no_theme(name: str, known: Sequence[str]) -> str:
@@ -180,6 +192,10 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
     from infinity.tools.bench.rounds import PROGRESS
 
     settings = _settings(args)
+    if settings.other_folders and "machine" not in chosen:
+        raise UsageError("several --folder are of `bench machine`: give one")
+    if args.resume is not None and args.save is not None:
+        raise UsageError("--resume goes on in its own file: leave out --save")
     if args.keep_profile and ("io" not in chosen or results.is_quick(settings.kept())):
         raise UsageError(
             "--keep-profile is of `bench io` at scale 1 with five rounds or more: a quick look"
@@ -222,7 +238,7 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
         save(results.Measured([*shown.rows]))
 
     settings = replace(settings, show=show, keep=save)
-    with _stdout_for(args.json):
+    with _stdout_for(args.json), _ended_by_signal():
         busy = results.busy()  # before anything is measured
         try:
             for number, theme in enumerate(chosen, start=1):
@@ -231,7 +247,7 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
                 if number == 1 and busy:
                     print(busy, file=sys.stderr, flush=True)
                 PROGRESS.begin(number, len(chosen), theme)
-                with _threads(args.threads):
+                with settings.torch_threads():
                     found = getattr(module, function or "measure")(settings)
                 found.rows = [row for row in found.rows if settings.wants(row.name)]
                 shown.end(found.rows)
@@ -240,13 +256,13 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
                 save()
         except BaseException:
             PROGRESS.clear()
-            shown.end(so_far.rows)
+            shown.end([row for row in so_far.rows if row not in measured.rows])
             if path is not None and path.is_file():
                 print(
                     f"kept what was measured: {path} (go on with --resume {path})", file=sys.stderr
                 )
             raise
-        if settings.only and not measured.rows:
+        if settings.only and not (measured.rows or measured.series):
             raise UsageError(f"--only {' '.join(settings.only)}: no row's name begins so")
         for note in [*measured.notes, *results.remarks(measured.rows, settings)]:
             print(f"({note})")
@@ -282,7 +298,11 @@ def _resume(path: Path, run: Any, measured: Any, chosen: Sequence[str]) -> tuple
     from infinity.tools.bench import results
 
     kept, now = results.read(path), run.content(measured)
-    for name in ("theme", "hardware", "commit", "settings"):
+    if kept.get("complete", True):
+        raise ConfigError(f"--resume {path} is complete: measure anew, with --save")
+    for each in (kept, now):  # two disks are no one run
+        each["disk"] = each.get("machine", {}).get("disk")
+    for name in ("theme", "hardware", "commit", "settings", "disk"):
         if kept.get(name) != now[name]:
             raise ConfigError(
                 f"--resume {path} has {name} {kept.get(name)!r}, and this run {now[name]!r}: give"
@@ -297,16 +317,21 @@ def _resume(path: Path, run: Any, measured: Any, chosen: Sequence[str]) -> tuple
 
 
 @contextlib.contextmanager
-def _threads(count: int | None) -> Iterator[None]:
-    """Gives torch's own loops as many threads as ours."""
-    import torch
+def _ended_by_signal() -> Iterator[None]:
+    """Has SIGTERM end the run as Ctrl-C does, which removes its files."""
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
+    def end(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # not the main thread, which alone has handlers
+        yield
+        return
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        signal.signal(signal.SIGTERM, before)
 
 
 class _Shown:
@@ -393,6 +418,9 @@ def _settings(args: argparse.Namespace):
     folders = args.folder or ["."]
     for folder in folders:
         check_folder(folder)
+    devices = [os.stat(folder).st_dev for folder in folders]
+    if len({*devices}) < len(devices):
+        raise ConfigError(f"--folder {' '.join(folders)}: two are on one disk, give one of each")
     if args.save is not None and not Path(args.save).parent.is_dir():
         raise ConfigError(f"--save {args.save}: there is no folder {Path(args.save).parent}")
     chosen = {"threads": args.threads} if args.threads else {}

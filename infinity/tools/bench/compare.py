@@ -5,8 +5,9 @@ ratio     how much longer B took than A: above 1 it is slower, whichever way the
 verdict   faster or slower when the 95 % interval of the ratio excludes 1, and the bound
 
 Two runs can differ by more than their rounds say: the machine's speed changes between them. So a
-row that has a ceiling gets a verdict only if its share of the ceiling changed as well. A change of
-the code is measured in turns, by `python -m bench against`.
+row that has a ceiling gets a verdict only if its share of the ceiling changed as well, and one
+that has none only if it changed by more than each ceiling did. A change of the code is measured in
+turns, by `python -m bench against`.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from .settings import Settings
 from .themes import THEMES
 
 WITH_CEILING = "no difference can be seen: its ceiling changed as much"
+WITH_MACHINE = "no difference can be seen: the machine changed as much"
 DRIFT = 1.1  # between the ceilings of two runs
 # What must be the same, or two figures are of different work
 SAME = ("scale", "threads")
@@ -72,23 +74,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the comparison of the first file with each other one. Returns 1 if a row is slower
     than the bound, with confidence."""
+    if sum((args.json, args.csv, args.tex)) > 1:
+        raise UsageError("--json, --csv and --tex each need stdout: give one")
     if not args.files:
         raise UsageError("compare takes two result files or more, or one and this machine")
     first, *others = [read(Path(each)) for each in args.files]
     others = others or [_measured_now(first, args.folder, getattr(args, "themes", THEMES))]
     # Before anything is printed: one of them may be of other work
     pairs = [(check(first, each), compare(first, each, bound=args.bound)) for each in others]
-    for place, (differences, found) in enumerate(pairs):
-        if args.csv:
-            print(as_csv(found), end="")
-        elif args.tex:
-            print(as_tex(found))
-        elif not args.json:
-            names = [f"B is {args.files[place + 1]}"] if len(pairs) > 1 else []
-            print("\n".join([*names, *differences, table(found)]))
-    if args.json:
-        told = [as_json(*pair) for pair in pairs]
-        print(json.dumps(told[0] if len(told) == 1 else dict(zip(args.files[1:], told))))
+    names = args.files[1:] or ["this machine"]
+    if args.csv:
+        print(as_csv([(name, found) for name, (_, found) in zip(names, pairs)]), end="")
+    elif args.json:
+        told = [{"file": name} | as_json(*pair) for name, pair in zip(names, pairs)]
+        print(json.dumps(told[0] if len(told) == 1 else {"compared": told}))
+    elif args.tex:
+        print(*(as_tex(found) for _, found in pairs), sep="\n\n")
+    else:
+        for name, (differences, found) in zip(names, pairs):
+            which = [f"B is {name}"] if len(pairs) > 1 else []
+            print("\n".join([*which, *differences, table(found)]))
     return 1 if any(each.verdict == "slower" for _, found in pairs for each in found) else 0
 
 
@@ -103,15 +108,7 @@ def check(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
                 f" compared. Run one again with --{name} of the other."
             )
     told = [f"differs: {each}" for each in facts.differences(first, second)]
-    limits = [
-        {
-            (each["name"], each["ceiling"]["name"]): each["ceiling"]["value"]
-            for each in run["rows"]
-            if each.get("ceiling")
-        }
-        for run in (first, second)
-    ]
-    drifts = {key: limits[1][key] / limits[0][key] for key in limits[0].keys() & limits[1].keys()}
+    drifts = _drifts(first, second)
     if drifts:
         (name, ceiling), drift = max(drifts.items(), key=lambda each: max(each[1], 1 / each[1]))
         if max(drift, 1 / drift) > DRIFT:
@@ -127,18 +124,35 @@ def check(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     return told
 
 
+def _drifts(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    """Returns by how much each ceiling of both runs changed, by its row and its name."""
+    limits = [
+        {
+            (each["name"], each["ceiling"]["name"]): each["ceiling"]["value"]
+            for each in run["rows"]
+            if each.get("ceiling")
+        }
+        for run in (first, second)
+    ]
+    return {key: limits[1][key] / limits[0][key] for key in limits[0].keys() & limits[1].keys()}
+
+
 def compare(
     first: Mapping[str, Any], second: Mapping[str, Any], *, bound: float = 0.0
 ) -> list[Compared]:
     """Compares the rows that both runs have. Raises ConfigError if there are none."""
     rows = [{each["name"]: row_of(each) for each in run["rows"]} for run in (first, second)]
-    found = [_compared(rows[0][name], rows[1][name], bound) for name in rows[0] if name in rows[1]]
+    drift = max([max(each, 1 / each) for each in _drifts(first, second).values()], default=1.0) - 1
+    found = [
+        _compared(rows[0][name], rows[1][name], bound, drift) for name in rows[0] if name in rows[1]
+    ]
     if not found:
         raise ConfigError("the runs have no row in common: compare runs of one theme")
     return found
 
 
-def _compared(first: Row, second: Row, bound: float) -> Compared:
+def _compared(first: Row, second: Row, bound: float, drift: float) -> Compared:
+    """``drift``: of the machine between the runs, which a row without a ceiling must exceed."""
     over, under = (second, first) if first.better == "less" else (first, second)
     interval = intervals.of_ratio(over.rounds, under.rounds)
     ratio = over.median / under.median if under.median else float("inf")
@@ -147,6 +161,8 @@ def _compared(first: Row, second: Row, bound: float) -> Compared:
     if verdict in ("slower", "faster") and first.better == "more" and before and after:
         if intervals.verdict(intervals.of_ratio(before, after), bound=bound) != verdict:
             verdict = WITH_CEILING
+    elif intervals.verdict(interval, bound=max(bound, drift)) != verdict:
+        verdict = WITH_MACHINE
     return Compared(first.name, first.unit, first.median, second.median, ratio, interval, verdict)
 
 
@@ -172,16 +188,15 @@ def as_json(differences: list[str], found: Sequence[Compared]) -> dict[str, Any]
     return {"differences": differences, "rows": [asdict(each) for each in found], "slower": slower}
 
 
-def as_csv(found: Sequence[Compared]) -> str:
-    """Formats a comparison as comma-separated values, with a header."""
+def as_csv(compared: Sequence[tuple[str, Sequence[Compared]]]) -> str:
+    """Formats comparisons, each with the name of B's file, as comma-separated values."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["name", "unit", "a", "b", "time_b_over_a", "low", "high", "verdict"])
-    for each in found:
-        ends = each.interval or ("", "")
-        writer.writerow(
-            [each.name, each.unit, each.first, each.second, each.ratio, *ends, each.verdict]
-        )
+    writer.writerow(["name", "unit", "a", "b", "time_b_over_a", "low", "high", "verdict", "file"])
+    for file, found in compared:
+        for each in found:
+            figures = (each.first, each.second, each.ratio, *(each.interval or ("", "")))
+            writer.writerow([each.name, each.unit, *figures, each.verdict, file])
     return text.getvalue()
 
 
@@ -212,11 +227,16 @@ def _measured_now(
         raise ConfigError("the file does not say its settings: measure, and compare two files")
     names = ("rounds", "scale", "seconds", "threads")
     settings = Settings(
-        folder=folder, rivals=False, **{name: kept[name] for name in names if name in kept}
+        folder=folder,
+        rivals=False,
+        only=tuple(kept.get("only", ())),
+        **{name: kept[name] for name in names if name in kept},
     )
     run, measured = Run(first["theme"], settings), Measured([])
     for theme in chosen:
         print(f"measuring {theme}", file=sys.stderr)
         name, _, function = themes[theme].partition(":")
-        measured.add(getattr(importlib.import_module(name), function or "measure")(settings))
+        module = importlib.import_module(name)
+        with settings.torch_threads():
+            measured.add(getattr(module, function or "measure")(settings))
     return run.content(measured)

@@ -24,6 +24,7 @@ import torch
 from infinity import native
 
 from ...core.machine import disk_profile
+from ...errors import ConfigError
 from .results import Measured, Row, row, write_whole
 from .rounds import Times, paired, tell
 from .settings import Settings
@@ -53,14 +54,22 @@ class Ours:
     """Our I/O engine: large requests, several in flight, with registered memory. ``depth``: blocks
     in flight; of kind "threads" as many threads, which wait for one each."""
 
-    def __init__(self, file: TestFile, kind: str, *, block_nbytes: int, depth: int):
+    def __init__(
+        self,
+        file: TestFile,
+        kind: str,
+        *,
+        block_nbytes: int,
+        depth: int,
+        memory: native.Region | None = None,
+    ):
         self.file = file
         self.engine = native.make_io_engine(
             kind=kind, block_nbytes=block_nbytes, depth=depth, threads=min(depth, MOST_THREADS)
         )
         index = self.engine.open_file(file.path)
         self.extent = native.Extent.in_file(index, 0, file.nbytes)
-        self.memory = native.Region(REQUESTS_AHEAD * REQUEST_NBYTES, True, 2)
+        self.memory = memory or native.Region(REQUESTS_AHEAD * REQUEST_NBYTES, True, 2)
         self.engine.register([self.memory])
 
     def run(self, direction: str) -> None:
@@ -100,11 +109,18 @@ class Ours:
 
 
 class Raw:
-    """The raw disk: a few threads, one system call per block."""
+    """The raw disk: a few threads, one system call per block. Raises ConfigError for a file system
+    that has only buffered transfers."""
 
     def __init__(self, file: TestFile):
         self.file = file
-        self.descriptor = os.open(file.path, os.O_RDWR | os.O_DIRECT)
+        try:
+            self.descriptor = os.open(file.path, os.O_RDWR | os.O_DIRECT)
+        except OSError as error:
+            raise ConfigError(
+                f"the file system of {file.path} has no direct transfers ({error.strerror}): give a"
+                " --folder on a disk"
+            ) from error
         self.memory = native.Region(RAW_THREADS * RAW_BLOCK, True, 2)
         self.threads = ThreadPoolExecutor(RAW_THREADS)
 

@@ -1,19 +1,19 @@
 """machine: what limits training here, in two minutes: each part at its best, beside its ceiling.
 
-products    of square matrices, by dtype, large enough to last a moment
+products    of square matrices of random values, by dtype, large enough to last a moment
 memory      a copy (read and written bytes), and a triad, a = b + c * s (two read, one written), on
             all threads, on one, and on each node of a machine that has several
 checksums   of all bytes that go to a disk or come from it, on one thread
-making      host memory: mapped and touched; then registered with the I/O engine
+making      host memory: mapped and touched; then registered with the I/O engine, if it does that
 adam        the optimizer's step for each form of its state, on all threads and on one
 disk        large transfers as the engine makes them, beside the raw disk; one small read; one small
             write that is synced; every block size and depth; each of several disks, and all at once
 link        between pinned host memory and the GPU, if there is one, each way and both at once
-gpu         its kernels, as `infinity bench gpu` has them
 messages    an all-reduce between two processes of this machine, over gloo
+gpu         kernels and copies of a GPU, after all others (`gpu.py`)
 
-loop        one figure's work, beside the work of its ceiling. All loops take turns, a round of
-            each, for the whole two minutes: rounds differ as the figures of two runs would
+loop        one figure's work, beside the work of its ceiling. Loops take turns, a round of each,
+            for the whole time: rounds differ as the figures of two runs would
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -45,7 +45,7 @@ from ...core.machine.limits import memory_left
 from ...core.machine.rates import checksum_rate
 from ...errors import ConfigError
 from . import adam, gpu, intervals, io
-from .results import READ_NBYTES, WRITTEN_NBYTES, Measured, Row, ends, is_wide, row, span
+from .results import READ_NBYTES, WRITTEN_NBYTES, Measured, Row, ends, row, span, why_wide
 from .rounds import PROGRESS, tell
 from .settings import Settings
 
@@ -58,13 +58,14 @@ CHECKED = 64 * MIB
 FILE_NBYTES = 512 * MIB
 UPDATED = 24 * MIB  # parameters: no cache holds their state
 GRID_NBYTES = 64 * MIB
-GRID_DEPTHS = (4, 16, 64)
+GRID_DEPTHS, GRID_THREADS = (4, 16, 64), (4, 16)
 SMALL, SMALL_READS, SMALL_WRITES = 4096, 200, 10
 SENT = 32 * MIB
 RANKS = 2
 ANSWER_SECONDS = 120  # of a process
-SECONDS = 90  # of all rounds
+SECONDS, KEEP_SECONDS = 80, 5  # of all rounds; between two writes of the file
 PASSES = 8  # operations of a parameter and token: forward 2, again 2, backward 4
+LINKED_IN, LINKED_OUT = 4, 2  # bytes of a parameter: bf16 weights for both passes, its gradient
 BEGIN = "# Measured by `infinity bench machine`"
 
 
@@ -79,9 +80,11 @@ class Loop:
     limit
         The work of its ceiling, whose name is ``limit_name``.
     threads
-        Of torch while it runs; 0: as many as there are.
+        Of torch while it runs; None: as many as there are.
     series, point
-        A point of a series instead of a row.
+        The series that has this figure as a point, and what else the point has.
+    is_row
+        Whether it is a row, too.
     """
 
     name: str
@@ -90,9 +93,10 @@ class Loop:
     value: Callable[[float], float]
     limit: Callable[[], object] | None = None
     limit_name: str = ""
-    threads: int = 0
+    threads: int | None = None
     series: str = ""
     point: dict[str, Any] = field(default_factory=dict)
+    is_row: bool = True
     found: list[float] = field(default_factory=list)
     limits: list[float] = field(default_factory=list)
 
@@ -135,43 +139,72 @@ def measure(settings: Settings) -> Measured:
     with ExitStack() as stack:
         loops = [
             loop
-            for part in PARTS
+            for name, part in PARTS.items()
+            if settings.wants_any_of(f"machine.{name}")
             for loop in part(settings, where, stack, notes)
             if settings.wants(loop.name)
         ]
-        _take_turns(loops, settings)
+        if loops:
+            loops = _take_turns(loops, settings, notes)
         found = _measured(loops, notes)
     found.notes += _better(found.series.get("machine.disk", []), settings.folder)
     if where != "cpu" and settings.wants_any_of("gpu"):
         try:
             found.add(gpu.measure(settings))
-        except ConfigError as error:  # a GPU without kernels
-            found.notes.append(str(error))
+        except (ConfigError, torch.OutOfMemoryError) as error:  # no kernels; a small GPU
+            found.notes.append(f"gpu: {str(error).splitlines()[0]}")
     return found
 
 
-def _take_turns(loops: Sequence[Loop], settings: Settings) -> None:
-    """Runs rounds of all loops, each in an order of its own, for two minutes at scale 1."""
-    order, chance, turn = list(loops), random.Random(0), 0
+def _take_turns(loops: Sequence[Loop], settings: Settings, notes: list[str]) -> list[Loop]:
+    """Runs rounds of all loops, each in an order of its own, for about a minute and a half at scale
+    1. Returns the loops that could be measured; the others have a note with the reason."""
+    order, chance = list(loops), random.Random(0)
     budget = settings.seconds or SECONDS * min(settings.scale, 1.0)
-    begun = time.monotonic()
+
+    def turn_of(loop: Loop, turn: int) -> bool:
+        try:
+            loop.take_turn(turn)
+        except _Lost as error:
+            notes.append(f"{loop.name}: {error}")
+            return False
+        return True
+
     for loop in loops:  # the first turn of each warms up
         tell(loop.name)
-        loop.take_turn(turn)
+        if not turn_of(loop, 0):
+            order.remove(loop)
         loop.found.clear()
         loop.limits.clear()
-    while turn < settings.rounds or time.monotonic() - begun < budget:
-        chance.shuffle(order)
-        for loop in order:
-            share = max((time.monotonic() - begun) / budget if budget else 0.0, 1e-3)
-            PROGRESS.tell(f"round {turn + 1}", detail=loop.name, share=min(share, 1.0))
-            loop.take_turn(turn)
-        turn += 1
-        settings.keep(_measured(loops, []))
+    tell("all in turns")
+    begun = kept = time.monotonic()
+
+    def keep() -> None:
+        settings.keep(_measured([loop for loop in loops if loop in order], list(notes)))
+
+    turn = 0
+    try:
+        while order and (turn < settings.rounds or time.monotonic() - begun < budget):
+            chance.shuffle(order)
+            for loop in list(order):
+                share = (time.monotonic() - begun) / budget if budget else 0.0
+                share = min(max(share, 1e-3), 1.0)
+                PROGRESS.tell(f"round {turn + 1}", detail=loop.name, share=share)
+                if not turn_of(loop, turn):
+                    order.remove(loop)
+            turn += 1
+            if time.monotonic() - kept > KEEP_SECONDS:
+                kept = time.monotonic()
+                keep()
+    except BaseException:
+        if turn:
+            keep()
+        raise
+    return [loop for loop in loops if loop in order]
 
 
 def _measured(loops: Sequence[Loop], notes: list[str]) -> Measured:
-    found = Measured([loop.row() for loop in loops if not loop.series], notes)
+    found = Measured([loop.row() for loop in loops if loop.is_row], notes)
     for loop in loops:
         if loop.series:
             point = loop.point | {loop.unit: statistics.median(loop.found), "rounds": loop.found}
@@ -190,13 +223,12 @@ def _synced(work: Callable[[], object], where: str) -> Callable[[], None]:
     return run
 
 
-Part = Callable[[Settings, str, ExitStack, list[str]], Iterator[Loop]]
-
-
-def _products(settings: Settings, where: str, *_: Any) -> Iterator[Loop]:
+def _products(settings: Settings, where: str, stack: ExitStack, notes: list[str]) -> Iterator[Loop]:
     for name in DTYPES:
         for size in SIZES:
-            a, b = (torch.ones(size, size, dtype=getattr(torch, name), device=where),) * 2
+            a, b = (
+                torch.randn(size, size, device=where).to(getattr(torch, name)) for _ in range(2)
+            )
             job = _synced(partial(torch.matmul, a, b), where)
             job()  # the first is slower
             start = time.perf_counter()
@@ -208,24 +240,28 @@ def _products(settings: Settings, where: str, *_: Any) -> Iterator[Loop]:
 
 def _memory(settings: Settings, where: str, stack: ExitStack, notes: list[str]) -> Iterator[Loop]:
     jobs, nbytes = _streams(settings)
-    of_copy = _rate(nbytes["copy"])
-    for threads in dict.fromkeys((settings.threads, 1)):
+    for threads in adam.thread_counts(settings.threads)[::-1]:
         suffix = "" if threads == settings.threads else f".{threads}thread"
         for name, job in jobs.items():
-            rate = _rate(nbytes[name])
-            yield Loop(f"machine.memory.{name}{suffix}", "GB/s", job, rate, threads=threads)
-    for threads in adam.thread_counts(settings.threads):
-        series, point = "machine.memory", {"threads": threads}
-        yield Loop(series, "GB/s", jobs["copy"], of_copy, None, "", threads, series, point)
+            is_row, has_point = threads in (settings.threads, 1), name == "copy"
+            if is_row or has_point:
+                yield Loop(
+                    f"machine.memory.{name}{suffix}",
+                    "GB/s",
+                    job,
+                    _rate(nbytes[name]),
+                    threads=threads,
+                    series="machine.memory" if has_point else "",
+                    point={"threads": threads},
+                    is_row=is_row,
+                )
     allowed = os.sched_getaffinity(0)
     nodes = [node & allowed for node in numa.nodes() if node & allowed]
     for number, node in enumerate(nodes if len(nodes) > 1 else []):
-        processors = ",".join(map(str, sorted(node)))
-        helper = stack.enter_context(_Helpers([["node", processors, str(settings.scale)]]))
-        if helper.is_there():
-            yield Loop(f"machine.memory.copy.node{number}", "GB/s", helper.ask, of_copy)
-        else:
-            notes.append(f"machine: no process ran on the processors of node {number}")
+        name, processors = f"machine.memory.copy.node{number}", ",".join(map(str, sorted(node)))
+        if settings.wants(name):
+            helper = stack.enter_context(_Helpers([["node", processors, str(settings.scale)]]))
+            yield Loop(name, "GB/s", helper.ask, _rate(nbytes["copy"]))
 
 
 def _streams(settings: Settings) -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
@@ -236,19 +272,24 @@ def _streams(settings: Settings) -> tuple[dict[str, Callable[[], object]], dict[
     return jobs, {"copy": 8 * count, "triad": 12 * count}
 
 
-def _checksums(settings: Settings, where: str, *_: Any) -> Iterator[Loop]:
+def _checksums(
+    settings: Settings, where: str, stack: ExitStack, notes: list[str]
+) -> Iterator[Loop]:
     source = torch.ones(settings.scaled(CHECKED, MIB), dtype=torch.uint8)
     yield Loop(
-        *("machine.checksums", "GB/s", lambda: native.crc32c(source), _rate(source.nbytes)),
-        limit=lambda: native.move_streams([(source.data_ptr(), 1, True, False)], source.numel(), 1),
+        "machine.checksums",
+        "GB/s",
+        lambda: native.crc32c(source),
+        _rate(source.nbytes),
+        limit=lambda: native.move_streams([(source.data_ptr(), 1, True, False)], source.nbytes, 1),
         limit_name="reading the same bytes",
     )
 
 
-def _making(settings: Settings, where: str, *_: Any) -> Iterator[Loop]:
+def _making(settings: Settings, where: str, stack: ExitStack, notes: list[str]) -> Iterator[Loop]:
     nbytes = settings.scaled(COPIED, MIB)
     touched = torch.empty(nbytes, dtype=torch.uint8)
-    engine, region = native.make_io_engine(), native.Region(nbytes, True, settings.threads)
+    engine = native.make_io_engine()
 
     def mapped() -> float:  # without giving it back
         start = time.perf_counter()
@@ -257,56 +298,72 @@ def _making(settings: Settings, where: str, *_: Any) -> Iterator[Loop]:
         del made
         return seconds
 
+    def registered() -> float:  # pages that were not registered before
+        region = native.Region(nbytes, True, settings.threads)
+        start = time.perf_counter()
+        engine.register([region])
+        seconds = time.perf_counter() - start
+        engine.register([])
+        return seconds
+
     yield Loop(
-        *("machine.making.mapped", "GB/s", mapped, _rate(nbytes)),
+        "machine.making.mapped",
+        "GB/s",
+        mapped,
+        _rate(nbytes),
         limit=lambda: native.move_streams(
             [(touched.data_ptr(), 1, False, True)], nbytes, settings.threads
         ),
         limit_name="writing memory that is there",
     )
-    registered = partial(engine.register, [region])
-    yield Loop("machine.making.registered", "GB/s", registered, _rate(nbytes))
+    if engine.backend == "uring":
+        yield Loop("machine.making.registered", "GB/s", registered, _rate(nbytes))
 
 
-def _adam(settings: Settings, where: str, *_: Any) -> Iterator[Loop]:
+def _adam(settings: Settings, where: str, stack: ExitStack, notes: list[str]) -> Iterator[Loop]:
     count = settings.scaled(UPDATED, 64 * 1024)
-    limit_name = "moving the same bytes"
     for variant in adam.VARIANTS:
+        state: adam.Ours | None = None  # one for all numbers of threads
         for threads in adam.thread_counts(settings.threads)[::-1]:
             name = adam.name_of(variant, threads, settings, "machine.adam")
-            loop = Loop(name, "G parameters/s", lambda: None, _rate(count), limit_name=limit_name)
-            if not settings.wants(name):
-                continue
-            ours = adam.Ours(variant, count, threads)
-            loop.work, loop.limit = ours.step, ours.move
-            if threads in (settings.threads, 1):
-                yield loop
-            if variant.name == "split":
-                yield replace(
-                    loop, series="machine.adam", point={"threads": threads}, found=[], limits=[]
+            is_row, has_point = threads in (settings.threads, 1), variant.name == "split"
+            if settings.wants(name) and (is_row or has_point):
+                state = state or adam.Ours(variant, count, threads)
+                ours = state.with_threads(threads)
+                yield Loop(
+                    name,
+                    "G parameters/s",
+                    ours.step,
+                    _rate(count),
+                    limit=ours.move,
+                    limit_name="moving the same bytes",
+                    series="machine.adam" if has_point else "",
+                    point={"threads": threads},
+                    is_row=is_row,
                 )
 
 
 def _disk(settings: Settings, where: str, stack: ExitStack, notes: list[str]) -> Iterator[Loop]:
     """One disk, or each of several and all at once."""
-    if not settings.wants_any_of("machine.disk"):
+    try:
+        disks = [_Disk(folder, settings, stack) for folder in settings.folders]
+    except ConfigError as error:
+        notes.append(f"machine.disk: {error}")
         return
-    disks = [_Disk(folder, settings, stack) for folder in settings.folders]
     yield from _large(disks, "machine.disk", stack)
     if len(disks) > 1:
         for number, disk in enumerate(disks, start=1):
             yield from _large([disk], f"machine.disk.{number}", stack)
-        names = ", ".join(
-            f"disk.{number} is {each}" for number, each in enumerate(settings.folders, 1)
+        names = ", ".join(f"disk.{at} is {each}" for at, each in enumerate(settings.folders, 1))
+        notes.append(
+            f"machine: {names}; disk.read, .write and .both are of all at once, small transfers and"
+            " block sizes of disk.1"
         )
-        notes.append(f"machine: {names}; disk.read, .write and .both are of all at once")
     raw = disks[0].raw
-    for way, work, count in (
-        ("latency", _small_reads, SMALL_READS),
-        ("sync", _small_writes, SMALL_WRITES),
-    ):
-        each = partial(_microseconds, count)
-        yield Loop(f"machine.disk.{way}", "us", partial(work, raw), each)
+    small = {"latency": (_small_reads, SMALL_READS), "sync": (_small_writes, SMALL_WRITES)}
+    for way, (work, count) in small.items():
+        value = partial(_microseconds, count)
+        yield Loop(f"machine.disk.{way}", "us", partial(work, raw), value)
     yield from _grid(disks[0].file, settings)
 
 
@@ -316,14 +373,14 @@ def _microseconds(count: int, seconds: float) -> float:
 
 class _Disk:
     """A file on the disk of folder ``of``, moved by the engine and by threads that only read and
-    write."""
+    write. Raises ConfigError for a file system that has only buffered transfers."""
 
     def __init__(self, of: str, settings: Settings, stack: ExitStack):
         folder = tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=of)
         nbytes = settings.scaled(FILE_NBYTES, io.RAW_THREADS * io.RAW_BLOCK)
         self.file = io.make_file(stack.enter_context(folder), nbytes)
-        self.ours = io.as_used(self.file, "auto", of)
         self.raw = stack.enter_context(contextlib.closing(io.Raw(self.file)))
+        self.ours = io.as_used(self.file, "auto", of)
 
 
 def _large(disks: Sequence[_Disk], name: str, stack: ExitStack) -> Iterator[Loop]:
@@ -333,48 +390,63 @@ def _large(disks: Sequence[_Disk], name: str, stack: ExitStack) -> Iterator[Loop
     def at_once(runs: Sequence[Callable[[str], object]], way: str) -> None:
         list(threads.map(lambda run: run(way), runs))
 
-    ours, limit = [disk.ours.run for disk in disks], [disk.raw.run for disk in disks]
-    rate = _rate(sum(disk.file.nbytes for disk in disks))
+    nbytes = sum(disk.file.nbytes for disk in disks)
     for way in io.DIRECTIONS:
         yield Loop(
-            *(f"{name}.{'both' if way == 'mixed' else way}", "GB/s"),
-            *(partial(at_once, ours, way), rate, partial(at_once, limit, way), "raw disk"),
+            f"{name}.{'both' if way == 'mixed' else way}",
+            "GB/s",
+            partial(at_once, [disk.ours.run for disk in disks], way),
+            _rate(nbytes),
+            limit=partial(at_once, [disk.raw.run for disk in disks], way),
+            limit_name="raw disk",
         )
 
 
 def _grid(file: io.TestFile, settings: Settings) -> Iterator[Loop]:
     """Reads and writes of a part of the file at every block size and depth, and by threads that
-    wait for each block."""
+    wait for one block each."""
     part = io.TestFile(file.path, min(settings.scaled(GRID_NBYTES, io.REQUEST_NBYTES), file.nbytes))
-    for block in io.SWEPT_BLOCKS:
-        for depth in GRID_DEPTHS:
-            for kind in ("auto", "threads"):
-                engine = io.Ours(part, kind, block_nbytes=block, depth=depth)
+    memory = native.Region(io.REQUESTS_AHEAD * io.REQUEST_NBYTES, True, 2)
+    kinds = {"auto": GRID_DEPTHS} if native.make_io_engine().backend == "uring" else {}
+
+    def run(kind: str, block: int, depth: int, way: str) -> float:
+        engine = io.Ours(part, kind, block_nbytes=block, depth=depth, memory=memory)
+        start = time.perf_counter()
+        engine.run(way)
+        return time.perf_counter() - start
+
+    for kind, depths in (kinds | {"threads": GRID_THREADS}).items():
+        for block in io.SWEPT_BLOCKS:
+            for depth in depths:
                 for way in ("read", "write"):
-                    point = {"kind": kind, "way": way, "block_nbytes": block, "depth": depth}
                     yield Loop(
-                        *("machine.disk.grid", "GB/s", partial(engine.run, way)),
-                        *(_rate(part.nbytes), None, "", 0, "machine.disk", point),
+                        "machine.disk.grid",
+                        "GB/s",
+                        partial(run, kind, block, depth, way),
+                        _rate(part.nbytes),
+                        series="machine.disk",
+                        point={"kind": kind, "way": way, "block_nbytes": block, "depth": depth},
+                        is_row=False,
                     )
 
 
 def _better(points: Sequence[dict], folder: str) -> list[str]:
-    """Notes block size and depth whose reads are faster than with the engine's own, with
-    confidence."""
+    """Notes block size and depth whose reads are faster than with the engine's own: the best of the
+    even rounds, if the odd ones show it with confidence."""
     reads = {
         (each["block_nbytes"], each["depth"]): each["rounds"]
         for each in points
         if (each["kind"], each["way"]) == ("auto", "read")
     }
-    if not reads:
+    profile = disk_profile.disk_profile(folder) if reads else None
+    own = (profile.block_nbytes, profile.depth) if profile is not None else None
+    if own not in reads:
         return []
-    profile = disk_profile.disk_profile(folder)
-    own = (profile.block_nbytes, profile.depth)
-    best = max(reads, key=lambda each: statistics.median(reads[each]))
-    found = intervals.of_ratio(reads.get(own, []), reads[best])
-    if intervals.verdict(found) != "faster":  # of the time: reads[best] needs longer
+    best = max(reads, key=lambda each: statistics.median(reads[each][::2]))
+    found = intervals.of_ratio(reads[own][1::2], reads[best][1::2])
+    if intervals.verdict(found) != "faster":  # the ratio of rates is that of the best one's time
         return []
-    faster = statistics.median(reads[best]) / statistics.median(reads[own])
+    faster = statistics.median(reads[best][1::2]) / statistics.median(reads[own][1::2])
     sizes = [f"{block // 1024} KiB, {depth} in flight" for block, depth in (best, own)]
     return [f"machine: blocks of {sizes[0]}, are read {faster:.2f} times as fast as of {sizes[1]}"]
 
@@ -413,23 +485,20 @@ def _link(settings: Settings, where: str, stack: ExitStack, notes: list[str]) ->
             outward()
         inward()
 
-    yield Loop("machine.link.in", "GB/s", _synced(inward, where), _rate(nbytes))
-    yield Loop("machine.link.out", "GB/s", _synced(outward, where), _rate(nbytes))
-    yield Loop("machine.link.both", "GB/s", _synced(both, where), _rate(2 * nbytes))
+    for way, work, count in (("in", inward, 1), ("out", outward, 1), ("both", both, 2)):
+        yield Loop(f"machine.link.{way}", "GB/s", _synced(work, where), _rate(count * nbytes))
 
 
 def _messages(settings: Settings, where: str, stack: ExitStack, notes: list[str]) -> Iterator[Loop]:
-    if not settings.wants("machine.messages"):
-        return
     nbytes = settings.scaled(SENT, MIB)
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="infinity-bench-"))
-    given = [f"{folder}/meeting", str(nbytes)]
-    helpers = _Helpers([["rank", str(rank), *given] for rank in range(RANKS)])
-    ranks = stack.enter_context(helpers)
-    if ranks.is_there():
-        yield Loop("machine.messages", "GB/s", ranks.ask, _rate(nbytes))
-    else:
-        notes.append(f"machine: {RANKS} processes did not meet over gloo")
+    ranks = [["rank", str(rank), f"{folder}/meeting", str(nbytes)] for rank in range(RANKS)]
+    helpers = stack.enter_context(_Helpers(ranks))
+    yield Loop("machine.messages", "GB/s", helpers.ask, _rate(nbytes))
+
+
+class _Lost(Exception):
+    """A process of :class:`_Helpers` that does not answer, with the reason."""
 
 
 class _Helpers:
@@ -439,44 +508,45 @@ class _Helpers:
     def __init__(self, commands: Sequence[Sequence[str]]):
         self._commands = commands
         self._processes: list[subprocess.Popen] = []
+        self._said: IO[bytes] = tempfile.TemporaryFile()  # on standard error, of all of them
 
     def __enter__(self) -> _Helpers:
-        for command in self._commands:
+        for place, command in enumerate(self._commands):
             self._processes.append(
                 subprocess.Popen(
                     [sys.executable, "-P", "-m", __name__, *command],
                     stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL if place else subprocess.PIPE,
+                    stderr=self._said,
                     text=True,
                     env=os.environ | {"OMP_NUM_THREADS": "1"},
                 )
             )
         return self
 
-    def is_there(self) -> bool:
-        """Tells whether they work: asks once."""
-        try:
-            self.ask()
-        except (OSError, ValueError):
-            return False
-        return True
-
     def ask(self) -> float:
-        """Returns the seconds of one turn. Raises ValueError when they do not answer in time."""
-        for process in self._processes:
-            process.stdin.write("\n")
-            process.stdin.flush()
-        told = self._processes[0].stdout
-        if not select.select([told], [], [], ANSWER_SECONDS)[0]:
-            raise ValueError(f"no answer within {ANSWER_SECONDS} s")
-        return float(told.readline())
+        """Returns the seconds of one turn. Raises _Lost when they do not answer in time."""
+        try:
+            for process in self._processes:
+                process.stdin.write("\n")
+                process.stdin.flush()
+            told = self._processes[0].stdout
+            if not select.select([told], [], [], ANSWER_SECONDS)[0]:
+                raise ValueError(f"no answer within {ANSWER_SECONDS} s")
+            return float(told.readline())
+        except (OSError, ValueError) as error:
+            self._said.seek(0)
+            lines = self._said.read().decode(errors="replace").strip().splitlines()
+            why = lines[-1] if lines else str(error)
+            raise _Lost(f"a process of its own has ended or does not answer: {why:.200}") from error
 
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
         for process in self._processes:
-            process.communicate()
+            with contextlib.suppress(OSError):  # a line that a dead one did not take
+                process.communicate()
+        self._said.close()
 
 
 def _answer(work: Callable[[], object]) -> None:
@@ -503,42 +573,56 @@ def _run_rank(rank: str, meeting: str, nbytes: str) -> None:
     _answer(lambda: dist.all_reduce(values))
 
 
-PARTS: tuple[Part, ...] = (
-    *(_products, _memory, _checksums, _making, _adam, _disk, _link, _messages),
-)
+PARTS: dict[str, Callable[[Settings, str, ExitStack, list[str]], Iterator[Loop]]] = {
+    "products": _products,
+    "memory": _memory,
+    "checksums": _checksums,
+    "making": _making,
+    "adam": _adam,
+    "disk": _disk,
+    "link": _link,
+    "messages": _messages,
+}
 
 
 def limit_of(rows: Sequence[Row], parameters: float, tokens: float) -> str:
     """Returns what limits a step of full fine-tuning of so many ``parameters`` on so many
     ``tokens``, with AdamW and all state on the disk, and which dtype has the fastest products, by
-    the ends of each row's interval. "" without this theme's rows, or if the rounds of one differ
-    much."""
+    the ends of each row's interval; or why nothing follows from the rows. "" without this theme's
+    rows."""
     found = {each.name: each for each in rows}
     products = {name: found.get(f"machine.products.{name}") for name in DTYPES}
     rates = {name: each.median for name, each in products.items() if each is not None}
     fastest = max(rates, key=lambda name: rates[name], default="")
     names = [f"machine.{each}" for each in ("disk.read", "disk.write", "disk.both", "adam.split")]
+    if "machine.link.in" in found:
+        names += ["machine.link.in", "machine.link.out"]
     used = [found.get(name) for name in (f"machine.products.{fastest}", *names)]
-    if any(each is None or not each.median or is_wide(each) for each in used):
+    if any(each is None or not each.median for each in used):
         return ""
-    seconds: dict[str, list[float]] = {"products": [], "the update": [], "the disk": []}
+    if reasons := [why for each in used if (why := why_wide(each))]:
+        return f"What limits a step is not said: {'; '.join(reasons)}. Measure longer: --seconds"
+    parts: dict[str, list[float]] = {}
     for end in (1, 0):
-        product, read, write, mixed, updated = (ends(each)[end] for each in used)
+        product, read, write, mixed, updated, *link = (ends(each)[end] for each in used)
         both = (READ_NBYTES + WRITTEN_NBYTES) / mixed
-        seconds["products"].append(PASSES * tokens / product)
-        seconds["the update"].append(1 / updated)
-        seconds["the disk"].append(max(READ_NBYTES / read, WRITTEN_NBYTES / write, both))
-    limit, second = sorted(seconds, key=lambda part: seconds[part][-1], reverse=True)[:2]
+        seconds = {"products": PASSES * tokens / product, "the update": 1 / updated}
+        seconds["the disk"] = max(READ_NBYTES / read, WRITTEN_NBYTES / write, both)
+        if link:
+            seconds["the link"] = max(LINKED_IN / link[0], LINKED_OUT / link[1])
+        for part, its in seconds.items():
+            parts.setdefault(part, []).append(its)
+    limit, second = sorted(parts, key=lambda part: parts[part][-1], reverse=True)[:2]
     billions = parameters / 1e9
     others = ", ".join(
-        f"{part} {span(each, billions)}" for part, each in seconds.items() if part != limit
+        f"{part} {span(each, billions)}" for part, each in parts.items() if part != limit
     )
     text = (
         f"{billions:g} B, {tokens:g} tokens, AdamW, all state on the disk ({fastest}): at least"
-        f" about {span(seconds[limit], billions)} a step, the limit is {limit}; {others}."
+        f" about {span(parts[limit], billions)} a step, the limit is {limit}; {others}."
     )
     if limit == "the disk":
-        halves = [max(half / 2, seconds[second][at]) for at, half in enumerate(seconds[limit])]
+        halves = [max(half / 2, parts[second][at]) for at, half in enumerate(parts[limit])]
         text += f" With another such disk: {span(halves, billions)}."
     if rates.get("float32", 0.0) > 2 * rates.get("bfloat16", math.inf):
         ratio = rates["float32"] / rates["bfloat16"]
@@ -562,6 +646,9 @@ def machine_file(rows: Sequence[Row], folders: Sequence[str], date: str) -> str:
         low, high = (end * unit for end in ends(each))
         return f"{each.median * unit:.4g}  # of {len(each.rounds)} rounds: {low:.3g} to {high:.3g}"
 
+    bandwidth = ""
+    if "gpu.adam.split" in found:  # whose ceiling is a copy inside the device
+        bandwidth = f"\nbandwidth = {found['gpu.adam.split'].ceiling['value'] * 1e9:.4g}"
     host = f"{found['machine.memory.copy'].median * 1e9 / 2:.4g}"
     link = rate("machine.link.in") if has_gpu else f"{host}  # the processor is the device"
     count = torch.accelerator.device_count() if has_gpu else 1
@@ -574,7 +661,7 @@ sources = ["measured {date}; assumed: 10 Gb/s and 30 us between nodes"]
 count = {count}
 memory = {of_device}
 flops = {rate(products)}
-efficiency = 1.0
+efficiency = 1.0{bandwidth}
 
 [host]
 memory = {memory if has_gpu else memory // 2}

@@ -217,10 +217,11 @@ def _limits(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dict[s
         for name, median in found.items()
         if name.startswith("machine.products.")
     }
-    slopes = {"memory": "machine.memory.copy", "disk, both ways": "machine.disk.both"}
+    slopes = {"host memory": "machine.memory.copy", "disk, both ways": "machine.disk.both"}
     if not products or not found.keys() >= set(slopes.values()):
         return None
-    return products, {what: found[name] for what, name in slopes.items()}
+    slopes |= {"link, both ways": "machine.link.both"}
+    return products, {what: found[name] for what, name in slopes.items() if name in found}
 
 
 def _roofline(rows: Sequence[Mapping[str, Any]]) -> Figure:

@@ -213,7 +213,9 @@ def read(path: Path) -> dict[str, Any]:
         found = parse_json(read_text(path))
         FORMAT.check(path, found)
         _check(found)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not a result of a benchmark: {error!r:.200}") from error
     return found
 
@@ -296,8 +298,8 @@ def remarks(rows: Sequence[Row], settings: Settings) -> list[str]:
     """Returns notes for rows whose rounds differ much or are few, for ceilings that are passed, and
     for a quick look."""
     notes = []
-    if wide := [row.name for row in rows if is_wide(row)]:
-        notes.append(f"rounds differ by more than {WIDE:.0%}: {', '.join(wide)}")
+    if wide := [row.name for row in rows if row.interval and is_wide(row)]:
+        notes.append(f"intervals wider than {WIDE:.0%}: {', '.join(wide)}")
     if any(row.interval is None for row in rows):
         notes.append(f"*: the lowest and the highest; an interval needs {intervals.FEWEST} rounds")
     if passed := [row.name for row in rows if row.passes_its_ceiling()]:
@@ -316,9 +318,16 @@ def ends(row: Row) -> tuple[float, float]:
 
 
 def is_wide(row: Row) -> bool:
-    """Tells whether the rounds of a row differ so much that nothing follows from it."""
-    low, high = ends(row)
-    return high - low > WIDE * row.median > 0
+    """Tells whether the rounds of a row differ so much, or are so few, that nothing follows."""
+    return bool(why_wide(row))
+
+
+def why_wide(row: Row) -> str:
+    """Returns why nothing follows from a row; "" if something does."""
+    if row.interval is None:
+        return f"{row.name} has {len(row.rounds)} rounds of {intervals.FEWEST}"
+    width = intervals.width((row.interval[0], row.interval[1]))
+    return f"the interval of {row.name} is {width:.0%} wide" if width > WIDE else ""
 
 
 def bound_of(rows: Sequence[Row], parameters: float = 7e9) -> str:

@@ -52,7 +52,11 @@ def alternate(
     while turn < warm_up + rounds or (
         turn < MOST_ROUNDS and time.perf_counter() < deadline and not _are_narrow(times)
     ):
-        kind = "warm-up" if turn < warm_up else f"round {turn + 1 - warm_up} of {rounds}"
+        kind = (
+            "warm-up"
+            if turn < warm_up
+            else f"round {turn + 1 - warm_up} of {max(rounds, turn + 1 - warm_up)}"
+        )
         if turn >= warm_up and not in_order:
             chance.shuffle(order)
         for number, name in enumerate(order):
@@ -80,8 +84,7 @@ def _label(name: Hashable) -> str:
 
 
 class Progress:
-    """What is measured now, on stderr: a bar on a terminal, else a line whenever something new
-    begins."""
+    """What is measured now, on stderr: a bar on a terminal, else a line for each loop."""
 
     def __init__(self) -> None:
         self._theme = self._loop = self._last = ""
@@ -109,7 +112,7 @@ class Progress:
             filled = round(BAR * (share or 0.0))
             line = f"[{'#' * filled:.<{BAR}}] {', '.join(filter(None, (told, detail, left)))}"
             print(f"\r{line[:WIDTH]:<{WIDTH}}", end="", file=sys.stderr, flush=True)
-        elif told != self._last:
+        elif told != self._last and share is None:  # a log has no line for each round
             print(told, file=sys.stderr, flush=True)
         self._last = told
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,18 @@ class Settings:
     ) -> dict[Name, Times]:
         """Runs ``jobs`` in turns, as :func:`rounds.alternate`, for these rounds and seconds."""
         return alternate(jobs, self.rounds, seconds=self.seconds, **options)
+
+    @contextlib.contextmanager
+    def torch_threads(self) -> Iterator[None]:
+        """Gives torch's own loops as many threads as ours."""
+        import torch
+
+        before = torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(before)
 
     def wants(self, row: str) -> bool:
         """Tells whether the row of this name is to be measured."""

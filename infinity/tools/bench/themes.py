@@ -5,4 +5,6 @@ THEMES = {
     "io": "infinity.tools.bench.io",
     "adam": "infinity.tools.bench.adam",
     "copy": "infinity.tools.bench.copies",
+    "gpu": "infinity.tools.bench.gpu",
 }
+IN_ALL = ("machine", "io", "adam", "copy")  # gpu needs one

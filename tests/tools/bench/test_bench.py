@@ -504,7 +504,7 @@ def test_a_checkout_has_every_theme():
     """Method: imports the module of every part; the installed themes are among the twelve, and all
     of them in `all`."""
     assert installed.THEMES.keys() <= THEMES.keys() and len(THEMES) == 12
-    assert {*installed.THEMES} <= {*IN_ALL} <= {*PARTS}
+    assert {*installed.IN_ALL} <= {*IN_ALL} <= {*PARTS}
     for where in [part.where for part in PARTS.values()] + [*installed.THEMES.values()]:
         name, _, function = module_of(where).partition(":")
         assert callable(getattr(importlib.import_module(name), function or "measure"))
@@ -610,19 +610,20 @@ def test_rounds_go_on_until_the_interval_is_narrow():
 
 
 def test_a_terminal_gets_a_bar_and_a_log_gets_lines(monkeypatch, capsys):
-    """On a terminal one line is drawn anew, job by job; in a log each round is one line."""
-    for is_terminal, count in ((True, 0), (False, 3)):
+    """On a terminal one line is drawn anew, job by job; in a log each loop is one line."""
+    for is_terminal, count in ((True, 0), (False, 1)):
         monkeypatch.setattr(rounds.sys.stderr, "isatty", lambda answer=is_terminal: answer)
         rounds.PROGRESS.begin(2, 3, "io")
         alternate({("ours", "read"): lambda: None, "raw": lambda: None}, 1)
         rounds.PROGRESS.clear()
         told = capsys.readouterr().err
-        assert told.count("\n") == count and "2 of 3: io, round 1 of 1" in told
+        assert told.count("\n") == count and "2 of 3: io" in told
+        assert ("round 1 of 1" in told) == is_terminal
         assert ("] 2 of 3: io, round 1 of 1, ours read" in told) == is_terminal
         assert ("of this loop left" in told) == is_terminal
         rounds.tell("io.sweep")
         alternate({"a": lambda: None}, 1)
-        assert "2 of 3: io, io.sweep, round 1 of 1" in capsys.readouterr().err
+        assert "2 of 3: io, io.sweep" in capsys.readouterr().err
 
 
 def test_rows_are_shown_as_they_are_measured_and_rivals_after_them(capsys):
@@ -1094,7 +1095,12 @@ def test_files_are_compared_and_what_differs_comes_first(tmp_path, capsys):
     assert f"B is {third}" in told and told.count("no difference can be seen") == 1
     assert main(["bench", "compare", *paths, third, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert [found[path]["slower"] for path in (paths[1], third)] == [["x"], []]
+    assert [(each["file"], each["slower"]) for each in found["compared"]] == [
+        *((paths[1], ["x"]), (third, []))
+    ]
+    assert main(["bench", "compare", *paths, third, "--csv"]) == 1
+    rows = [*csv.DictReader(capsys.readouterr().out.splitlines())]
+    assert [each["file"] for each in rows] == [paths[1], third]
     second["settings"]["scale"] = 0.1
     Path(paths[1]).write_text(json.dumps(second))
     assert main(["bench", "compare", *paths]) == 2 and "--scale" in capsys.readouterr().err
@@ -1292,8 +1298,10 @@ def test_the_last_line_says_what_this_machine_can_do(monkeypatch):
     disk = [results.row(name, "GB/s", [rate] * 5) for name, rate in rates.items()]
     adam = [results.row("adam.split", "G parameters/s", [0.5] * 4 + [0.6])]
     assert "about 56 s of this disk" in results.bound_of([*disk, *adam])
-    slow = [*disk[:2], results.row("io.mixed", "GB/s", [2.0])]
+    slow = [*disk[:2], results.row("io.mixed", "GB/s", [2.0] * 5)]
     assert "about 98 s of this disk" in results.bound_of(slow)
+    few = [*disk[:2], results.row("io.mixed", "GB/s", [8.0])]
+    assert results.bound_of(few) == ""
     assert "11.7 s to 14 s of these processors" in results.bound_of(adam)
     assert "28 s" in results.bound_of(adam, 14e9) and "14 B model" in results.bound_of(adam, 14e9)
     assert "of this disk" not in results.bound_of(adam) and results.bound_of([]) == ""

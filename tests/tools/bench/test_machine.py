@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from infinity.tools.bench import machine
+from infinity.tools.bench import bench, machine
 from infinity.tools.bench.results import Measured, row
 from infinity.tools.bench.settings import Settings
 from infinity.tools.cli import main
@@ -75,7 +75,10 @@ def test_rounds_that_differ_say_nothing():
     others = [each for each in rows() if each.name != "machine.disk.both"]
     told = machine.limit_of([*others, row("machine.disk.both", "GB/s", steady)], 7e9, 16)
     assert "44.5 s to 49 s a step, the limit is the disk" in told
-    assert machine.limit_of([*others, row("machine.disk.both", "GB/s", wide)], 7e9, 16) == ""
+    told = machine.limit_of([*others, row("machine.disk.both", "GB/s", wide)], 7e9, 16)
+    assert "not said: the interval of machine.disk.both is 67% wide" in told
+    told = machine.limit_of([*others, row("machine.disk.both", "GB/s", [4.0])], 7e9, 16)
+    assert "not said: machine.disk.both has 1 rounds of 5" in told
     odd = row("machine.disk.both", "GB/s", [4.0] * 19 + [0.1])
     assert "about 49 s a step" in machine.limit_of([*others, odd], 7e9, 16)
 
@@ -96,6 +99,11 @@ def test_without_a_theme_the_machine_is_measured(monkeypatch, capsys):
 QUICK = Settings(scale=0.01, rounds=2, seconds=0.01)
 
 
+def steady_loop() -> machine.Loop:
+    """Returns a loop of which each turn takes a second."""
+    return machine.Loop("steady", "GB/s", lambda: 1.0, lambda seconds: 1 / seconds)
+
+
 def loops_of(part, settings=QUICK) -> tuple[list, list[str]]:
     """Returns the loops of a part after two turns, and its notes."""
     notes: list[str] = []
@@ -105,6 +113,17 @@ def loops_of(part, settings=QUICK) -> tuple[list, list[str]]:
             for loop in loops:
                 loop.take_turn(turn)
     return loops, notes
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_its_own_loop():
+    """Method: one of two ranks is killed between two turns; the others go on, and that is noted."""
+    with ExitStack() as stack:
+        (loop,) = machine._messages(QUICK, "cpu", stack, [])
+        loop.take_turn(0)
+        loop.work.__self__._processes[1].kill()
+        left = machine._take_turns([loop, steady_loop()], QUICK, notes := [])
+    assert [each.name for each in left] == ["steady"] and "does not answer" in notes[0]
 
 
 @pytest.mark.slow
@@ -118,7 +137,11 @@ def test_two_processes_send_messages():
 def test_processes_that_do_not_meet_are_noted(monkeypatch):
     """Method: a program in place of Python that ends at once."""
     monkeypatch.setattr(machine.sys, "executable", "/bin/false")
-    assert loops_of(machine._messages) == ([], ["machine: 2 processes did not meet over gloo"])
+    with ExitStack() as stack:
+        loops = [*machine._messages(QUICK, "cpu", stack, []), steady_loop()]
+        left = machine._take_turns(loops, QUICK, notes := [])
+    assert [each.name for each in left] == ["steady"] and len(left[0].found) >= 2
+    assert "machine.messages: a process of its own has ended" in notes[0]
 
 
 @pytest.mark.slow
@@ -169,6 +192,15 @@ def test_several_disks_are_measured_each_and_all_at_once(tmp_path):
     assert not notes and not any(".1." in each.name for each in found)
 
 
+def test_several_disks_are_of_the_machine_alone(tmp_path, capsys, monkeypatch):
+    """Method: two folders that are said to be on two disks, for a theme that measures one."""
+    places = {str(tmp_path): 1, ".": 2}
+    as_told = SimpleNamespace(stat=lambda path: SimpleNamespace(st_dev=places[path]))
+    monkeypatch.setattr(bench, "os", as_told)
+    assert main(["bench", "io", "--folder", str(tmp_path), "--folder", "."]) == 2
+    assert "several --folder are of `bench machine`" in capsys.readouterr().err
+
+
 def test_a_block_size_is_better_only_with_confidence(monkeypatch):
     """Method: points around the engine's own block; the fastest is told. Twins: rounds that
     overlap, and the own block as the fastest."""
@@ -185,10 +217,12 @@ def test_a_block_size_is_better_only_with_confidence(monkeypatch):
             ".",
         )
 
-    (note,) = told([1.0] * 5, [2.0] * 5)
+    (note,) = told([1.0] * 10, [2.0] * 10)
     assert "4096 KiB, 16 in flight, are read 2.00 times as fast as of 1024 KiB, 64" in note
-    assert told([1.0, 2.0, 1.0, 2.0, 1.0], [2.0, 1.0, 2.0, 1.0, 2.0]) == []
-    assert told([2.0] * 5, [1.0] * 5) == [] and machine._better([], ".") == []
+    assert told([1.0] * 10, [2.0, 1.0] * 5) == [], "the best of some rounds, and of no others"
+    assert told([1.0, 1.0, 2.0, 2.0] * 3, [2.0, 2.0, 1.0, 1.0] * 3) == []
+    assert told([2.0] * 10, [1.0] * 10) == [] and machine._better([], ".") == []
+    assert told([1.0] * 5, [2.0] * 5) == [], "too few rounds"
 
 
 def test_rows_can_be_chosen(tmp_path, capsys, monkeypatch):
@@ -259,7 +293,7 @@ def test_a_machine_is_measured_and_planned(tmp_path, capsys, monkeypatch):
     """Method: a tiny run without the second process; every row is positive, the folder is as it
     was, and the machine file is read as those of the package are. Twin: somebody's own file
     stays."""
-    monkeypatch.setattr(machine, "PARTS", [p for p in machine.PARTS if p != machine._messages])
+    monkeypatch.delitem(machine.PARTS, "messages")
     file, folder = tmp_path / "m.toml", tmp_path / "disk"
     folder.mkdir()
     quick = ["bench", "machine", "--json", "--scale", "0.01", "--rounds", "2", "--seconds", "0.01"]
