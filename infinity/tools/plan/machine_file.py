@@ -50,6 +50,11 @@ class Machine:
     device: str = "cuda"  # its kind, as torch calls it
     drive_rating: float | None = None  # bytes that one drive may be written, as its maker says
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether its rates are of a run on such a machine, not of its maker's tables."""
+        return any(each.startswith("measured") for each in self.sources)
+
     @classmethod
     def read(cls, given: str) -> Machine:
         """Reads the file ``given``, or the package's machine file of that name. Raises ConfigError

@@ -144,7 +144,7 @@ def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
         "ranks": found.ranks,
         "edges": found.edges,
         "seconds": seconds,
-        "compute": "assumed",
+        "compute": "measured" if machine.is_measured else "assumed",
         "rates": rates,
         "step_seconds": step_seconds,
         "tokens_per_step": tokens,

@@ -309,6 +309,7 @@ def test_a_machine_is_measured_and_planned(tmp_path, capsys, monkeypatch):
     assert min(names.values()) > 0
     assert list(folder.iterdir()) == []
     known = Machine.read(str(file))
+    assert known.is_measured and not Machine.read("a100").is_measured
     assert known.disk_read == pytest.approx(names["machine.disk.read"] * 1e9, rel=1e-3)
     assert known.host_bandwidth == pytest.approx(names["machine.memory.copy"] * 1e9, rel=1e-3)
     assert "of 2 rounds" in file.read_text() and found["date"] in file.read_text()
