@@ -5,32 +5,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging as python_logging
 import sys
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import infinity
-
 from ...errors import ConfigError
-from ...library_versions import refuse_older
 from ..cli.values import a_seed, real_from_zero
-from ..train.folders import check_packed, is_streamed
-from ..train.model import (
-    ADAPTER_CONFIG,
-    build_model,
-    check_vocabulary,
-    find_model,
-    max_positions,
-    read_model_config,
-    read_tokenizer,
-)
-from ..train.options import FLAG, FOLDER, HOME, NUMBER, PATH, QUANTIZE
+from ..train.model import check_vocabulary, max_positions
+from ..train.options import FLAG, NUMBER
 from ..train.sample import printable, prompt_of
-from ..train.settings import check_device, engine_config, paths_of
+from .opened import MODEL, add_home_options, find, opened, quiet, with_tokenizer
 
 DESCRIPTION = """\
 Continues a prompt, or chats (--chat): one line is one message, an empty line or Ctrl-D ends it, and
@@ -46,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("model", **PATH, help="folder of a model or an adapter, or a name on the Hugging Face hub")
+    add("model", **MODEL)
     add("--prompt", metavar="TEXT", help='what to continue or to answer; "-" reads it from stdin')
     add("--chat", **FLAG, help="a conversation: each line is a message")
     add("--system", metavar="TEXT", help="the first message of a conversation: how to answer")
@@ -60,28 +43,17 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add("--top-p", type=float, metavar="P", help="draw from the likeliest tokens of this share")
     add("--seed", type=a_seed, default=0, metavar="N", help="of what is drawn (default 0)")
-    add("--params", **HOME, help="home of the weights (default auto)")
-    add("--nvme-path", action="append", **FOLDER, help="swap files go here")
-    add("--host-memory", metavar="BYTES", help='budget, as "8GiB"')
-    add("--device-memory", metavar="BYTES", help='budget, as "8GiB"')
-    add("--device", metavar="DEVICE", help='what computes: "cuda", "cuda:1" or "cpu"')
-    add("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="of the weights")
-    add("--quantize", **QUANTIZE, help="pack the weights in fewer bits, as they are read")
-    add("--trust-remote-code", **FLAG, help="run Python code that lies in the folder")
+    add_home_options(add)
     add("--json", **FLAG, help="prompt and answer as one JSON object on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Writes the answers to stdout. Raises ConfigError for bad input before the model is read."""
     _check(args)
-    from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if prompt is not None and not prompt.strip():
         raise ConfigError("the prompt is empty: give the text that is to be continued")
-    with _quiet():
+    with quiet():
         speaker = Speaker(args)
         if args.chat:
             return _chat(speaker, args)
@@ -96,20 +68,6 @@ def _one_answer(speaker: Speaker, args: argparse.Namespace, prompt: str) -> int:
     if args.json:
         print(json.dumps({"prompt": prompt, "answer": answer}))
     return 0
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Leaves out what libraries tell each other, and where the weights are: nothing is trained."""
-    logger = python_logging.getLogger("infinity")
-    level = logger.level
-    logger.setLevel(python_logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        logger.setLevel(level)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -164,10 +122,6 @@ def _answer(speaker: Speaker, messages: list[dict[str, str]]) -> str:
             print("(the oldest turn is forgotten: the model takes no more)", file=sys.stderr)
 
 
-def _refuse_missing(line: str) -> None:
-    raise ConfigError(f"{line}. That is not a trained model: give a folder that has all weights.")
-
-
 COLDEST = 1e-4  # temperatures below draw the likeliest token, or overflow
 
 
@@ -180,44 +134,11 @@ class Speaker:
 
     def __init__(self, args: argparse.Namespace):
         """Reads the model. Raises ConfigError if it cannot be read."""
-        import torch
-
-        folder = find_model(args.model, option="", adapters=True)
-        if folder.is_file():
-            raise ConfigError(f"{folder} is a file: give the folder of a model, with its weights")
-        check_device(args.device)
-        trust = args.trust_remote_code
-        base = _base_of(folder)
-        settings = _settings(args)
-        model_config = read_model_config(base, trust=trust)
-        check_packed(base, model_config, args.quantize, trains_all=False)
-        self.tokenizer = read_tokenizer(folder, trust=trust) or read_tokenizer(base, trust=trust)
-        if self.tokenizer is None:
-            raise ConfigError(
-                f"{folder} has no tokenizer: it cannot be given text. Copy the tokenizer files of"
-                " its base into it (tokenizer.json, tokenizer_config.json)."
-            )
-        check_vocabulary(model_config, self.tokenizer)
-        stored = getattr(model_config, "dtype", None) or torch.float32
-        dtype = {"auto": "bf16" if stored == torch.bfloat16 else "fp32"}.get(args.dtype, args.dtype)
-        model = build_model(
-            base,
-            model_config,
-            dtype=dtype,
-            seed=args.seed,
-            say=_refuse_missing,
-            trust=trust,
-            whole=base != folder,
-        )
-        if is_streamed(model, base):
-            settings["weights"] = str(base)
-        if args.quantize is not None:
-            infinity.quantize(model.requires_grad_(False), args.quantize)
-        if base != folder:
-            model = _with_adapter(model, folder)
-        self.model, _ = infinity.wrap_model(model, None, engine_config(settings, model))
-        self.model.eval()
-        self._limit = max_positions(model_config)
+        found = with_tokenizer(find(args))
+        self.tokenizer = found.tokenizer
+        check_vocabulary(found.model_config, self.tokenizer)
+        self.model = opened(found, args, seed=args.seed)
+        self._limit = max_positions(found.model_config)
         self._given = {"max_new_tokens": args.max_new_tokens} | _drawing(args)
         self._seed = args.seed
 
@@ -270,45 +191,6 @@ def _streamer(tokenizer: Any) -> Any:
     return Printing(tokenizer, skip_prompt=True, skip_special_tokens=True)
 
 
-def _base_of(folder: Path) -> Path:
-    """Returns the folder of the weights: an adapter names that of its base."""
-    if not (folder / ADAPTER_CONFIG).is_file():
-        return folder
-    from ...untrusted import parse_json, read_text
-
-    try:
-        name = parse_json(read_text(folder / ADAPTER_CONFIG)).get("base_model_name_or_path")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{folder / ADAPTER_CONFIG} is not an adapter's: {error}") from None
-    if not isinstance(name, str) or not name:
-        raise ConfigError(f"{folder / ADAPTER_CONFIG} does not name the model that it adapts")
-    try:
-        found = find_model(Path(name), option="")
-    except ConfigError as error:
-        raise ConfigError(
-            f"the adapter {folder} names its base {name}, which cannot be read here: change"
-            f" base_model_name_or_path in {folder / ADAPTER_CONFIG} ({error})"
-        ) from None
-    return found
-
-
-def _with_adapter(model: Any, folder: Path) -> Any:
-    refuse_older("peft")
-    try:
-        from peft import PeftModel
-    except ImportError:
-        raise ConfigError(f"{folder} is an adapter, which needs peft: pip install peft") from None
-    if not any(folder.glob("adapter_model.*")):
-        raise ConfigError(
-            f"{folder} has no adapter_model.safetensors: give the folder that PEFT saved"
-        )
-    try:
-        return PeftModel.from_pretrained(model, folder)
-    except Exception as error:  # noqa: BLE001 - an adapter may be damaged in every way
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"peft cannot load the adapter {folder}: {line}") from None
-
-
 def _drawing(args: argparse.Namespace) -> dict[str, Any]:
     """Returns how tokens are drawn; what was not given is the model's own."""
     if args.temperature == 0:
@@ -316,15 +198,3 @@ def _drawing(args: argparse.Namespace) -> dict[str, Any]:
     given = {"temperature": args.temperature, "top_p": args.top_p}
     given = {name: value for name, value in given.items() if value is not None}
     return given | ({"do_sample": True} if given else {})
-
-
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the engine's options that were given. A folder for swap files is found if needed."""
-    given = {
-        "params": args.params,
-        "nvme_paths": paths_of(args.nvme_path) or "auto",
-        "host_memory": args.host_memory,
-        "device_memory": args.device_memory,
-        "device": args.device,
-    }
-    return {name: value for name, value in given.items() if value is not None}

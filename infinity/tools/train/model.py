@@ -236,13 +236,15 @@ def build_model(
     say: Callable[[str], None],
     trust: bool = False,
     whole: bool = False,
+    complete: bool = False,
 ) -> nn.Module:
     """Builds the model with the folder's weights. Weights that are not there are initialised from
     the seed. Raises ConfigError if transformers cannot build it.
 
     If the folder has every weight under the model's own names, the model stays on meta. The engine
     then streams them (:func:`.folders.is_streamed`), so they are never all in memory. ``whole``:
-    loads them here, because an adapter's files are to be loaded into it.
+    loads them here, because an adapter's files are to be loaded into it. ``complete``: raises
+    ConfigError for weights that are not there.
     """
     import torch
     from transformers import GenerationConfig
@@ -275,7 +277,12 @@ def build_model(
         raise ConfigError(misfit(path, model) or why) from None
     if missing := sorted(found["missing_keys"]):
         names = ", ".join(missing[:4])
-        say(f"{len(missing)} weights are not in {path} and start from the seed: {names}")
+        told = f"{len(missing)} weights are not in {path} and start from the seed: {names}"
+        if complete:
+            raise ConfigError(
+                f"{told}. That is not a trained model: give a folder that has all weights."
+            )
+        say(told)
     _carry_rest(path, model, say)
     return model
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
 
@@ -83,6 +83,22 @@ def test_a_prompt_may_come_from_a_pipe_and_is_answered_as_it_is_written(base, ge
     assert status == 0, err
     whole = json.loads(generate("--prompt", QUESTION, *GREEDY, "--json")[1])["answer"]
     assert out == f"{generate_module.printable(whole)}\n"
+
+
+def test_a_folder_with_more_tensors_than_its_class_answers(base, generate, tmp_path):
+    """Layers that the class leaves out change nothing. Twin: a folder with fewer is refused."""
+    weights = load_file(base / "model.safetensors")
+    made = {
+        "more": weights | {"model.layers.2.extra.weight": torch.ones(2)},
+        "less": {name: each for name, each in weights.items() if "layers.1.mlp.up" not in name},
+    }
+    for name, tensors in made.items():
+        shutil.copytree(base, tmp_path / name)
+        save_file(tensors, tmp_path / name / "model.safetensors", {"format": "pt"})
+    words = ("--prompt", QUESTION, *GREEDY)
+    assert generate(*words, model="more")[:2] == generate(*words)[:2]
+    status, _, err = generate(*words, model="less")
+    assert status == 2 and "That is not a trained model" in err
 
 
 def test_a_chat_remembers_what_was_said(base, generate):
