@@ -38,6 +38,7 @@ LEAST = {
     "torchao": "0.17",
     "gguf": "0.17",
     "diffusers": "0.35",
+    "lm-eval": "0.4.12",
 }
 
 _told: set[str] = set()  # libraries whose version was warned about in this process

@@ -74,6 +74,7 @@ FILLED = {  # what a document leaves open -> what is meant
     ),
     "<merged>": "merged",
     "<adapter>": "adapter",
+    "<chat.jsonl>": "chat.jsonl",
     "infinity train ...": f"infinity train --model model.json --data text.txt {TRAIN}",
     "--nvme-path <dir> --host-memory 256MiB --checkpoint <dir> --out <dir>": (
         f"--nvme-path . --host-memory 256MiB --checkpoint saved --out out {TRAIN}"

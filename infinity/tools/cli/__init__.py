@@ -40,6 +40,7 @@ SUBCOMMANDS = {
     "completion": "cli.completion",
     "cost": "cost.command",
     "env": "cli.env",
+    "eval": "eval.evaluate",
     "export": "export.export",
     "fleet": "fleet.command",
     "generate": "generate.generate",

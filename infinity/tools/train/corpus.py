@@ -162,9 +162,15 @@ class Corpus:
 
 
 def read_corpus(
-    files: TextFiles, *, sequence_length: int, limit_nbytes: int, tokenizer: Any = None
+    files: TextFiles,
+    *,
+    sequence_length: int,
+    limit_nbytes: int,
+    tokenizer: Any = None,
+    whole: bool = False,
 ) -> Corpus:
-    """Reads at most `limit_nbytes` of the files and splits off the held-out part.
+    """Reads at most `limit_nbytes` of the files and splits off the held-out part. `whole`: all of
+    it is held out.
 
     Byte-level without a tokenizer; a single file is then mapped, not read. Raises `ConfigError` if
     there is not one window to train on and one to hold out, or a file to tokenize is not UTF-8.
@@ -172,13 +178,17 @@ def read_corpus(
     tokens = (
         _encode(files, tokenizer, limit_nbytes) if tokenizer else _read_bytes(files, limit_nbytes)
     )
-    if len(tokens) < 2 * sequence_length:
+    parts = 1 if whole else 2
+    if len(tokens) < parts * sequence_length:
+        windows = "one window" if whole else "one window to train on, one held out"
         raise ConfigError(
             f"{files.source} holds {len(tokens)} tokens, but a sequence length of {sequence_length}"
-            f" needs {2 * sequence_length}: one window to train on, one held out.\n"
-            f"Give more data, or --sequence-length {max(2, len(tokens) // 2)} or less."
+            f" needs {parts * sequence_length}: {windows}.\n"
+            f"Give more data, or --sequence-length {max(2, len(tokens) // parts)} or less."
         )
     held_out_ntokens = max(int(len(tokens) * HELD_OUT_SHARE), sequence_length)
+    if whole:
+        held_out_ntokens = len(tokens)
     return Corpus(
         source=files.source,
         tokens=tokens,

@@ -86,14 +86,19 @@ class Examples:
 
 
 def read_examples(
-    files: ExampleFiles, tokenizer: Any, *, sequence_length: int, pack: bool = False
+    files: ExampleFiles,
+    tokenizer: Any,
+    *,
+    sequence_length: int,
+    pack: bool = False,
+    whole: bool = False,
 ) -> Examples:
     """Reads the files, renders them with the tokenizer's chat template, masks what is not learned,
-    truncates to ``sequence_length``, and has TRL ``pack`` them.
+    truncates to ``sequence_length``, and has TRL ``pack`` them. ``whole``: all rows are held out.
 
     Gives a tokenizer without a chat template a plain one, if conversations need it. Raises
     ConfigError if a library is missing, columns are unknown or cannot be used, a sample cannot be
-    rendered, or less than two rows are left.
+    rendered, or less than two rows are left (one of ``whole``).
     """
     if tokenizer is None:
         raise ConfigError(
@@ -127,13 +132,15 @@ def read_examples(
             rows = pack_dataset(rows, sequence_length, "bfd")
         collate = _collator(tokenizer, pack)
     sizes, learned, fingerprint = _counts(rows)
-    if len(rows) < 2:
+    if len(rows) < (1 if whole else 2):
         lost = "".join(f"; {count} {why}" for why, count in skipped.items())
+        needed = "a sample is" if whole else "2 samples are"
+        why = "" if whole else " one to train on and one held out,"
         raise ConfigError(
-            f"--data: 2 samples are needed, one to train on and one held out, and {files.source}"
-            f" leaves {len(rows)}{lost}. Give more data, or a larger --sequence-length"
+            f"--data: {needed} needed,{why} and {files.source} leaves {len(rows)}{lost}. Give more"
+            " data, or a larger --sequence-length"
         )
-    held_out = max(1, int(len(rows) * HELD_OUT_SHARE))
+    held_out = len(rows) if whole else max(1, int(len(rows) * HELD_OUT_SHARE))
     return Examples(
         source=files.source,
         fingerprint=fingerprint,

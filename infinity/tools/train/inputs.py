@@ -33,7 +33,7 @@ def _check_data_options(args: argparse.Namespace, files: TextFiles | ExampleFile
         return
     remedies = {"pack": "Leave it out: every row of text is full.", "epochs": "Give --steps"}
     for option, remedy in remedies.items():
-        if getattr(args, option):
+        if getattr(args, option, None):
             raise ConfigError(
                 f"--{option} is for samples, and {files.source} is running text. {remedy}"
             )
@@ -70,37 +70,47 @@ def read_inputs(
     model_config = read_model_config(args.model, trust=args.trust_remote_code)
     tokenizer = read_tokenizer(args.model, trust=args.trust_remote_code)
     check_vocabulary(model_config, tokenizer)
-    if isinstance(files, ExampleFiles):
-        batches = _read_examples(args, files, model_config, tokenizer, ranks)
-        if args.minutes is None:
-            args.steps = args.steps or batches.steps_of(args.epochs or 1.0)
-        set_defaults(args)
-        show_examples(console, batches.corpus, tokenizer)
-        return Inputs(model_config, tokenizer, batches)
+    per_step = args.accumulate * ranks.count
+    batches = read_batches(args, files, model_config, tokenizer, per_step=per_step)
+    of_samples = isinstance(batches, ExampleBatches)
     if args.minutes is None:
-        args.steps = args.steps or DEFAULT_STEPS
+        epoch = batches.steps_of(args.epochs or 1.0) if of_samples else DEFAULT_STEPS
+        args.steps = args.steps or epoch
     set_defaults(args)
+    if of_samples:
+        show_examples(console, batches.corpus, tokenizer)
+    return Inputs(model_config, tokenizer, batches)
+
+
+def read_batches(
+    args: argparse.Namespace,
+    files: TextFiles | ExampleFiles,
+    model_config: Any,
+    tokenizer: Any,
+    *,
+    per_step: int = 1,
+    whole: bool = False,
+) -> Batches | ExampleBatches:
+    """Reads the data. ``per_step``: batches of a step, on all ranks. ``whole``: all of it is held
+    out. Raises ConfigError."""
+    if isinstance(files, ExampleFiles):
+        length = choose_sequence_length(args.sequence_length, model_config, DEFAULT_ROW_LENGTH)
+        return ExampleBatches(
+            corpus=read_examples(
+                files, tokenizer, sequence_length=length, pack=args.pack, whole=whole
+            ),
+            batch_size=args.batch_size,
+            sequence_length=length,
+            seed=args.seed,
+            per_step=per_step,
+        )
     length = choose_sequence_length(args.sequence_length, model_config)
     limit_nbytes = parse_nbytes(args.data_limit, "--data-limit")
     if not limit_nbytes:
         raise ConfigError(f"--data-limit {args.data_limit}: give more than 0")
     corpus = read_corpus(
-        files, sequence_length=length, limit_nbytes=limit_nbytes, tokenizer=tokenizer
+        files, sequence_length=length, limit_nbytes=limit_nbytes, tokenizer=tokenizer, whole=whole
     )
-    batches = Batches(
+    return Batches(
         corpus=corpus, batch_size=args.batch_size, sequence_length=length, seed=args.seed
-    )
-    return Inputs(model_config, tokenizer, batches)
-
-
-def _read_examples(
-    args: argparse.Namespace, files: ExampleFiles, model_config: Any, tokenizer: Any, ranks: Ranks
-) -> ExampleBatches:
-    length = choose_sequence_length(args.sequence_length, model_config, DEFAULT_ROW_LENGTH)
-    return ExampleBatches(
-        corpus=read_examples(files, tokenizer, sequence_length=length, pack=args.pack),
-        batch_size=args.batch_size,
-        sequence_length=length,
-        seed=args.seed,
-        per_step=args.accumulate * ranks.count,
     )

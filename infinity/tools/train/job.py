@@ -308,8 +308,9 @@ def held_out_loss(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> f
     loss_sum, count = 0.0, 0
     with torch.no_grad():
         for batch in batches:
-            loss_sum += _loss(model, batch).item() * learned_count(batch)
-            count += learned_count(batch)
+            if learned := learned_count(batch):  # else the mean over none is nan
+                loss_sum += _loss(model, batch).item() * learned
+                count += learned
     model.train(was_training)
     return loss_sum / count
 

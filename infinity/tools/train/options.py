@@ -37,6 +37,7 @@ COUNT: dict[str, Any] = {"type": zero_or_more, "metavar": "N"}
 QUANTIZE: dict[str, Any] = {"choices": ("nf4", "int8", "fp8")}
 DEFAULT_SEQUENCE_LENGTH = 256
 DEFAULT_ROW_LENGTH = 1024
+DEFAULT_DATA_LIMIT = "64MiB"
 DEFAULT_STEPS = 80
 DEFAULT_CHECKPOINT_OVERHEAD = "2%"
 DEFAULT_LR, TUNING_LR = 2e-4, 2e-5
@@ -68,7 +69,12 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
         help="text files, or conversations, prompts with completions or texts as JSON, JSON lines,"
         " Parquet, CSV or a datasets folder: a file, or a folder of them",
     )
-    add("--data-limit", default="64MiB", metavar="BYTES", help="of text: no more (default 64MiB)")
+    add(
+        "--data-limit",
+        default=DEFAULT_DATA_LIMIT,
+        metavar="BYTES",
+        help=f"of text: no more (default {DEFAULT_DATA_LIMIT})",
+    )
     add(
         "--method",
         choices=tuple(METHODS),

@@ -44,14 +44,19 @@ def show_examples(console: Console, examples: Examples, tokenizer: Any) -> None:
     share = examples.learned_ntokens / max(1, examples.train_ntokens)
     counts = f"{examples.learned_ntokens:,} of {examples.train_ntokens:,} tokens ({share:.0%})"
     console.print(f"{told} {counts} are learned")
-    for line in examples.told:
-        console.print(line, markup=False, highlight=False)
-    for why, count in examples.skipped.items():
-        console.print(f"{format_count(count, 'sample')} left out ({why})")
+    tell_read(console, examples)
     if not examples.has_own_template and tokenizer.chat_template:
         console.print(
             "The tokenizer has no chat template: it gets a plain one, which is saved with the model"
         )
+
+
+def tell_read(console: Console, examples: Examples) -> None:
+    """Prints how samples were read, and which are left out."""
+    for line in examples.told:
+        console.print(line, markup=False, highlight=False)
+    for why, count in examples.skipped.items():
+        console.print(f"{format_count(count, 'sample')} left out ({why})")
 
 
 def make_progress(console: Console, job: Job) -> ProgressBar | ProgressLines:
