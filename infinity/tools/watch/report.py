@@ -18,7 +18,9 @@ from ...core.machine.sizes import format_seconds
 from ...core.machine.traffic import shares_text
 from ...errors import ConfigError, UsageError
 from ...files.outputs import Output, check_outputs
+from ...untrusted import parse_json, read_text
 from ..cli.values import a_count, a_path, add_rating, rating_of
+from ..eval.scores import line_of
 from . import svg
 from .top import endurance_line
 
@@ -74,6 +76,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         help="its timeline (default: what Config(trace=...) named)",
     )
     parser.add_argument(
+        "--eval",
+        type=a_path,
+        metavar="FILE",
+        help="what `infinity eval --json` printed of its model: a line of the page",
+    )
+    parser.add_argument(
         "--steps",
         type=a_count,
         default=3,
@@ -94,18 +102,22 @@ def run(args: argparse.Namespace) -> int:
     found = collect(args.run)
     trace = args.trace or found["plans"][0].get("trace")
     read = [("RUN", path) for path in Path(found["folder"]).glob("*.json")] + [
-        ("--trace", Path(str(trace)) if trace else None)
+        ("--trace", Path(str(trace)) if trace else None),
+        ("--eval", args.eval),
     ]
     check_outputs([Output("--out", args.out, made=HEAD.encode())], read, overwrite=args.overwrite)
     timeline = (
         _timeline(Path(str(trace)), args.steps, given=args.trace is not None) if trace else None
     )
+    evaluated = {} if args.eval is None else {"evaluated": _evaluated(args.eval)}
     try:
-        args.out.write_text(page(found, timeline, rating_of(args)))
+        args.out.write_text(page(found | evaluated, timeline, rating_of(args)))
     except OSError as error:
         raise ConfigError(f"--out {args.out} cannot be written: {error.strerror}") from error
     if args.json:
-        print(json.dumps({"out": str(args.out), "timeline": timeline is not None} | found))
+        print(
+            json.dumps({"out": str(args.out), "timeline": timeline is not None} | found | evaluated)
+        )
     else:
         print(f"the run {found['folder']}", file=sys.stderr)
         print(args.out)
@@ -137,6 +149,17 @@ def collect(folder: Path | None) -> dict[str, Any]:
     }
 
 
+def _evaluated(path: Path) -> str:
+    """Reads what `infinity eval --json` printed. Raises ConfigError."""
+    try:
+        return line_of(parse_json(read_text(path)))
+    except OSError as error:
+        why = f"cannot be read: {error.strerror}. Give what `infinity eval --json` printed"
+    except (ValueError, RecursionError) as error:
+        why = f"is not what `infinity eval --json` prints: {error}"
+    raise ConfigError(f"--eval {path} {why}")
+
+
 def _timeline(path: Path, steps: int, *, given: bool) -> str | None:
     from .trace import draw, last_steps, read
 
@@ -158,6 +181,8 @@ def page(found: dict[str, Any], timeline: str | None, rating: float | None = Non
         title = " ".join(["Infinity:", *([model] if model else []), Path(found["folder"]).name])
         parts = [f"<h1>{html.escape(title)}</h1>", _summary(found["ranks"][0], found["plans"][0])]
         parts += _shares(found["ranks"][0], rating)
+        if evaluated := found.get("evaluated"):
+            parts.append(f"<p>{html.escape(str(evaluated))}</p>")
         if points := [(step, loss) for step, loss, _ in found["points"] if loss is not None]:
             parts.append(f"<h2>Loss</h2>{_wide(curve(points))}")
         parts += _pace(found["ranks"][0], found["points"][1:])

@@ -142,6 +142,11 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "eval base --data text.txt --params tape": ("invalid choice: 'tape'", HOMES),
     "eval base --data text.txt --task arc_easy": ("unrecognized arguments: --task", "--tasks"),
     "eval --model base --data text.txt": ("unrecognized arguments: --model|required", "PATH|MODEL"),
+    "report run --eval gone.json": (
+        "--eval gone.json cannot be read: No such",
+        "infinity eval --json",
+    ),
+    "report run --eval model.json": ("model.json is not what", "infinity eval --json"),
     # --- export ---
     "export": ("required: (?i:checkpoint, out)", HELP),
     "export base": ("required: (?i:out)", HELP),

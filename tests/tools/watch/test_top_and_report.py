@@ -155,6 +155,33 @@ def test_the_report_is_one_page_with_everything_in_it(watched, tmp_path, capsys)
         assert text in page.text, text
 
 
+EVALUATED = {
+    "loss": (
+        {"data": "a<b>.txt", "held_out_loss": 1.5, "perplexity": 4.4817, "bits_per_byte": None}
+        | {"predicted_tokens": 70},
+        "a<b>.txt: held-out loss 1.5000 nats per token, 70 tokens predicted; perplexity 4.4817",
+    ),
+    "scores": ({"tasks": {"sums": {"acc,none": 0.25}}, "fewshot": {}}, "lm-eval: sums acc 0.2500"),
+    "many": (
+        {"tasks": {"a": {"acc,none": 1.0}, "b": {"f1,strict": 0.5}}, "fewshot": {}},
+        "lm-eval: a acc 1.0000; b f1 (strict) 0.5000",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EVALUATED)
+def test_the_report_has_a_line_of_what_was_evaluated(kind, watched, tmp_path, capsys):
+    """Names are text on it, and the object has it. Twin: without the option, the page has none."""
+    given, line = EVALUATED[kind]
+    (tmp_path / "eval.json").write_text(json.dumps(given))
+    words = ["report", "--out", str(tmp_path / "page.html"), "--json"]
+    assert main([*words, "--eval", str(tmp_path / "eval.json")]) == 0
+    assert json.loads(capsys.readouterr().out)["evaluated"] == line
+    assert line in Page((tmp_path / "page.html").read_text()).text
+    assert main(words) == 0 and "evaluated" not in json.loads(capsys.readouterr().out)
+    assert line not in Page((tmp_path / "page.html").read_text()).text
+
+
 def test_the_report_of_nothing_is_an_error(tmp_path, monkeypatch, capsys):
     """The twin; and a timeline that was named and is not there."""
     monkeypatch.setenv("INFINITY_CACHE", str(tmp_path / "none"))
