@@ -70,7 +70,8 @@ KNOWN = (
         "preferences",
         ("chosen", "rejected", "rejected_response", "rejected_messages"),
         "a pair of answers for `--method dpo`, `orpo`, `simpo` or `kto`; refused without",
-        f"has preferred answers: add --method dpo to learn of them by DPO. {_REMOVE}",
+        "has preferred answers: add --method dpo to `infinity train` to learn of them by DPO."
+        f" {_REMOVE}",
     ),
     Known(
         "column",
@@ -78,7 +79,8 @@ KNOWN = (
         ("label", "kto_tag", "desirable", "is_chosen", "is_rejected"),
         "tells a good answer from a bad one for `--method kto`; refused beside answers without."
         " Beside a text it is not used",
-        f"tells good answers from bad ones: add --method kto to learn of both by KTO. {_REMOVE}",
+        "tells good answers from bad ones: add --method kto to `infinity train` to learn of both by"
+        f" KTO. {_REMOVE}",
     ),
     Known(
         "column",

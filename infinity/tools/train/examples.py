@@ -102,8 +102,8 @@ def read_examples(
     """
     if tokenizer is None:
         raise ConfigError(
-            f"--data: {files.source} has samples, which need a model with a tokenizer: give --model"
-            " a folder that has one."
+            f"--data: {files.source} has samples, which need a model with a tokenizer: give a"
+            " folder that has one."
         )
     with libraries() as (datasets, trl):
         data = load_examples(datasets, files)
