@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -306,3 +307,60 @@ def test_special_tokens_are_at_their_ids(saved, tmp_path):
         gguf.TokenType.NORMAL,
         gguf.TokenType.UNUSED,
     ]
+
+
+def test_rows_of_a_llama_are_in_another_order_and_those_of_a_qwen_are_not(
+    saved, tmp_path, monkeypatch
+):
+    """Writes both without the change of order: the Llama reads back as another model, the Qwen as
+    before."""
+    monkeypatch.setattr(gguf_model, "_in_order", lambda config, own, source: source)
+    ids = torch.arange(40)[None]
+    for name, is_same in (("llama", False), ("qwen2", True)):
+        assert export(saved(name), tmp_path / f"{name}.gguf", "bf16") == 0
+        whole = cast(model_of(saved(name), dtype=torch.float32), torch.bfloat16)
+        with torch.no_grad():
+            got = read_back(saved(name), tmp_path / f"{name}.gguf")(ids).logits
+            assert torch.equal(got, whole(ids).logits) == is_same
+
+
+def test_a_bias_that_llama_cpp_does_not_add_is_refused(tmp_path, capsys):
+    """Gives a Qwen3 biases in its attention: the output's has no place. A Llama's has one."""
+    folder = save_served(tmp_path / "folder", "qwen3, tied, head_dim")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config.attention_bias = True
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder)
+    assert export(folder, tmp_path / "out.gguf", "bf16") == 2
+    error = capsys.readouterr().err
+    assert "2 tensors have no place" in error and "o_proj.bias" in error
+    assert "convert_hf_to_gguf.py" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_without_the_library_the_remedy_is_named(saved, tmp_path, capsys, monkeypatch):
+    """Hides gguf: exit status 2 and what to install."""
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert export(saved("llama"), tmp_path / "out.gguf", "bf16") == 2
+    assert "pip install 'infinity-engine[gguf]'" in capsys.readouterr().err
+
+
+def test_a_checkpoint_of_a_job_is_written_with_its_tokenizer(saved, tmp_path, capsys, monkeypatch):
+    """Trains a step in bf16 with a checkpoint: its file has the bytes of the folder exported from
+    it. A checkpoint of adapters is refused with the way."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("one and two and three\n" * 60)
+    words = (
+        f"train --model {saved('qwen2')} --data text.txt --steps 1 --batch-size 2 --device cpu"
+        " --sequence-length 16 --eval-batches 1 --sample-bytes 0 --dtype bf16 --checkpoint"
+    ).split()
+    assert main([*words, "whole"]) == main([*words, "adapters", "--lora", "2"]) == 0
+    assert main("export whole folder".split()) == 0
+    assert export(Path("whole"), Path("direct.gguf"), "bf16") == 0
+    assert export(Path("folder"), Path("folder.gguf"), "bf16", "--model", str(saved("qwen2"))) == 0
+    assert Path("direct.gguf").read_bytes() == Path("folder.gguf").read_bytes()
+    assert export(saved("qwen2"), Path("before.gguf"), "bf16") == 0
+    assert Path("direct.gguf").read_bytes() != Path("before.gguf").read_bytes()
+    capsys.readouterr()
+    assert export(Path("adapters"), Path("adapters.gguf"), "bf16") == 2
+    assert "--merge FOLDER" in capsys.readouterr().err
+    assert not Path("adapters.gguf").exists()
