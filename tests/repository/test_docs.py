@@ -325,6 +325,26 @@ def test_every_system_of_the_papers_has_its_test():
     assert "test_zero_passes_no_volume" not in defined
 
 
+def test_every_promise_of_what_is_kept_has_its_tests():
+    """Method: each section of the page has reports with their threads, and names functions in the
+    files that it links. Twin: a name that is in none of them is not found."""
+    link = re.compile(r"\[`(test_\w+)`\]\(\.\./(tests/[\w/]+\.py)\)")
+    thread = re.compile(r"\(https://github\.com/[\w-]+/[\w-]+/(?:pull|issues)/\d+\)")
+    page = DOCUMENTS["docs/kept.md"]
+    sections = re.split(r"^## ", page, flags=re.MULTILINE)[1:]
+    assert len(sections) == 6
+    assert all(len(thread.findall(each)) >= 2 <= len(link.findall(each)) for each in sections)
+
+    def is_there(name: str, path: str) -> bool:
+        text = (ROOT / path).read_text()
+        return re.search(rf"^def {name}\(", text, flags=re.MULTILINE) is not None
+
+    named = link.findall(page)
+    assert len(named) == page.count("`test_")
+    assert [each for each in named if not is_there(*each)] == []
+    assert not is_there("test_nothing_is_lost", named[0][1])
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("job", JOBS)
