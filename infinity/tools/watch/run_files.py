@@ -96,6 +96,12 @@ def _files(folder: Path, kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
                 yield path, found
 
 
+def is_number(value: Any) -> bool:
+    """Returns whether a value is a finite number below 1e18: no bool or text, no integer too long
+    for a float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e18 < value < 1e18
+
+
 def process_of(status: dict[str, Any]) -> Process:
     """Returns the process that wrote a status; an invalid one if it is not given."""
     pid, started = status.get("pid"), status.get("started")

@@ -13,6 +13,9 @@ from typing import Any
 
 from ...errors import ConfigError, UsageError
 from ..cli.values import a_path, add_rating, rating_of
+from .prometheus import place_of
+from .prometheus import run as publish
+from .run_files import is_number
 
 BAR = 24  # characters
 STALE_SECONDS = 30  # without an update: the process computes one long unit, or waits
@@ -38,6 +41,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     )
     add_rating(parser.add_argument, "for how long it lasts")
     parser.add_argument(
+        "--prometheus",
+        type=place_of,
+        metavar="PORT|FILE",
+        help="publish the figures for Prometheus: at a port of localhost, or as a file *.prom",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print once, as one JSON object on stdout"
     )
 
@@ -46,7 +55,11 @@ def run(args: argparse.Namespace) -> int:
     """Prints the jobs, once or until interrupted."""
     if not 0.05 <= args.interval <= 3600:
         raise ConfigError(f"--interval {args.interval}: give 0.05 to 3600 seconds")
-    if args.json:
+    if args.prometheus is not None:
+        if args.json:
+            raise ConfigError("--json and --prometheus both say what to print: give one of them.")
+        publish(args.prometheus, lambda: look(args.run), args.interval, once=args.once)
+    elif args.json:
         print(json.dumps({"runs": look(args.run)}))
     elif args.once or not sys.stdout.isatty():
         print("\n".join(lines(look(args.run), rating_of(args))))
@@ -137,7 +150,7 @@ def _rank(status: dict[str, Any]) -> Iterator[str]:
     from ...untrusted import printable
 
     def number(value: Any, form: str = ",.0f") -> str:
-        return f"{value:{form}}" if _is_number(value) else "-"
+        return f"{value:{form}}" if is_number(value) else "-"
 
     step, of = number(status.get("step")), status.get("steps")
     doing = printable(f"{status.get('phase', '')} {status.get('unit', '')}").strip()[:60]
@@ -146,27 +159,27 @@ def _rank(status: dict[str, Any]) -> Iterator[str]:
         f" {number(status.get('loss'), '.4f')}  {number(status.get('tokens_per_second'))} tokens/s "
         f" {remaining(status.get('remaining_seconds'))} left  {doing}"
     )
-    if _is_number(at := status.get("at")) and (silent := time.time() - at) > STALE_SECONDS:
+    if is_number(at := status.get("at")) and (silent := time.time() - at) > STALE_SECONDS:
         yield f"   (said {silent:.0f} s ago)"
     shares = status.get("shares")
-    if isinstance(shares, dict) and all(map(_is_number, shares.values())):
+    if isinstance(shares, dict) and all(map(is_number, shares.values())):
         yield f"   {printable(shares_text(shares))}"
     for tier, of_tier in _tables(status.get("tiers")):
         charged, planned, budget = (
             of_tier.get(f"{name}_nbytes") for name in ("charged", "planned", "budget")
         )
-        if _is_number(charged) and _is_number(planned) and max(charged, planned) > 0:
-            most = budget if _is_number(budget) and budget > 0 else max(planned, charged)
+        if is_number(charged) and is_number(planned) and max(charged, planned) > 0:
+            most = budget if is_number(budget) and budget > 0 else max(planned, charged)
             yield (
                 f"   {printable(tier):<8}{bar(charged / most)} {format_nbytes(charged):>11} of"
                 f" {format_nbytes(most)}"
             )
     for edge, moved in _tables(status.get("edges")):
         rate, limit = moved.get("rate"), moved.get("limit")
-        if _is_number(rate) and moved.get("nbytes"):
+        if is_number(rate) and moved.get("nbytes"):
             share = (
                 f"{bar(rate / limit)} {rate / limit:>4.0%} of {limit / 1e9:.2f} GB/s"
-                if _is_number(limit) and limit > 0
+                if is_number(limit) and limit > 0
                 else ""
             )
             yield (
@@ -185,16 +198,10 @@ def endurance_line(status: dict[str, Any], rating: float | None) -> str | None:
         if isinstance(written, dict)
         else []
     )
-    if not found or not all(_is_number(each) and each > 0 for each in found):
+    if not found or not all(is_number(each) and each > 0 for each in found):
         return None
     endurance = Endurance.of_step(*found, rating)
     return None if endurance is None else endurance.line
-
-
-def _is_number(value: Any) -> bool:
-    """Whether a value is a finite number below 1e18: no bool or text, no integer too long for a
-    float."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e18 < value < 1e18
 
 
 def _tables(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -210,7 +217,7 @@ def bar(share: float) -> str:
 
 def remaining(seconds: Any) -> str:
     """Writes seconds as hours and minutes, or minutes and seconds; "-" if unknown."""
-    if not _is_number(seconds) or not 0 <= seconds < 1e9:
+    if not is_number(seconds) or not 0 <= seconds < 1e9:
         return "-"
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}h{minutes % 60:02d}m" if minutes >= 60 else f"{minutes}m{rest:02d}s"
