@@ -258,7 +258,7 @@ TOP = (
     Key("timers", NOT_NEEDED, LOGS),
     Key("log_level", NOT_NEEDED, LOGS),
     Key("tensorboard", NOT_NEEDED, "`infinity train --tensorboard`"),
-    Key("wandb", NOT_NEEDED, LOOP),
+    Key("wandb", NOT_NEEDED, "`infinity train --log wandb`"),
     Key("csv_monitor", NOT_NEEDED, LOOP),
     Key("comet", NOT_NEEDED, LOOP),
     Key("checkpoint", NOT_NEEDED, "`save_checkpoint` and `load_checkpoint`"),

@@ -71,6 +71,7 @@ class Job:
     loss_before: float | None = None
     load_seconds: float | None = None  # of the checkpoint it goes on from
     losses: list[float] = field(default_factory=list)
+    grad_norm: Any = None  # of the last step before clipping, if the loop clips
     step_seconds: list[float] = field(default_factory=list)
     saving: Any = None  # infinity.save_checkpoint's, beside the steps
     save_seconds: float = 0.0  # of the call that began it
@@ -240,7 +241,8 @@ def train_step(job: Job, step: int) -> float:
         check_finite(loss_sum, job)  # the other ranks' next collective raises too
         loss.backward()
     if job.max_grad_norm is not None:
-        torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.max_grad_norm)
+        parameters = job.model.parameters()
+        job.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, job.max_grad_norm)
     for stepping in (*job.optimizers, *job.schedulers):
         stepping.step()
     for optimizer in job.optimizers:

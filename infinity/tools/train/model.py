@@ -22,6 +22,7 @@ from .classes import auto_class, pattern_of, untouched_parts
 from .corpus import BYTE_VOCABULARY, SEPARATOR_BYTE
 from .folders import is_streamed, misfit, rest_of
 from .options import DEFAULT_SEQUENCE_LENGTH
+from .wording import first_line
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +75,7 @@ def find_model(
     except Exception as error:  # noqa: BLE001 - no network, no such name, no library, no leave
         raise ConfigError(
             f"No such folder: {name}; and as a name on the Hugging Face hub it cannot be fetched:"
-            f" {_first_line(error).rstrip('.')}. With a network, run `hf download {name}"
+            f" {first_line(error).rstrip('.')}. With a network, run `hf download {name}"
             f" --local-dir {given.name}` first, then give {option}{given.name}"
         ) from None
 
@@ -142,7 +143,7 @@ def read_model_config(path: Path | None, *, trust: bool = False) -> Any:
             raise ConfigError(
                 f"{path} brings code of its own to run. If you trust it: --trust-remote-code"
             ) from None
-        raise ConfigError(f"transformers cannot read {path}: {_first_line(error)}") from None
+        raise ConfigError(f"transformers cannot read {path}: {first_line(error)}") from None
     check_sizes(path, config)
     auto_class(config, path)  # refuses what does not continue text
     return config
@@ -207,7 +208,7 @@ def read_tokenizer(path: Path | None, *, trust: bool = False) -> Any:
     except (ValueError, KeyError, OSError, ImportError) as error:
         raise ConfigError(
             f"transformers cannot read the tokenizer in {path}: its files are damaged, or of a kind"
-            f" that is not installed ({type(error).__name__}: {_first_line(error)})"
+            f" that is not installed ({type(error).__name__}: {first_line(error)})"
         ) from None
 
 
@@ -273,7 +274,7 @@ def build_model(
             **options,
         )
     except (ValueError, KeyError, OSError, RuntimeError) as error:
-        why = f"transformers cannot build the model of {path}: {_first_line(error)}"
+        why = f"transformers cannot build the model of {path}: {first_line(error)}"
         raise ConfigError(misfit(path, model) or why) from None
     if missing := sorted(found["missing_keys"]):
         names = ", ".join(missing[:4])
@@ -379,7 +380,3 @@ def no_cache(model: nn.Module) -> Iterator[None]:
     finally:
         for config in using:
             config.use_cache = True
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -6,6 +6,7 @@ fresh weights  weights of a model built from its configuration alone, initialise
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 from ...core.machine.tiers import home_of
@@ -21,9 +22,10 @@ from ..cli.values import (
     real_from_zero,
     zero_or_more,
 )
+from ..watch.run_files import job_name
 from .methods import METHODS, check_method
 from .optimizers import OPTIM, OPTIM_HELP
-from .places import saved_extra
+from .places import TENSORBOARD, saved_extra
 
 HOMES = ("auto", "device", "host", "nvme")
 HOME: dict[str, Any] = {"type": home_of, "choices": HOMES}
@@ -251,7 +253,19 @@ def _add_result_options(group: argparse._ArgumentGroup) -> None:
     add(
         "--tensorboard",
         **FOLDER,
-        help="write loss, speed and traffic here as TensorBoard scalars",
+        help="log by TensorBoard, with its files in this folder",
+    )
+    add(
+        "--log",
+        action="append",
+        metavar="TRACKER",
+        help="log loss, speed and memory by a tracker of accelerate: tensorboard, wandb, mlflow,"
+        " trackio or another; repeat it for several",
+    )
+    add(
+        "--push",
+        metavar="NAME",
+        help="send what --out holds to this private repository on the Hugging Face hub",
     )
     add(
         "--json",
@@ -329,3 +343,7 @@ def check_options(args: argparse.Namespace) -> None:
         )
     _check_companions(args)
     check_method(args)
+    names = [*(args.log or ()), *([TENSORBOARD] if args.tensorboard else ())]
+    args.log = list(dict.fromkeys(names))
+    if TENSORBOARD in args.log and args.tensorboard is None:
+        args.tensorboard = Path("runs", job_name())  # TensorBoard's own default, and one per job

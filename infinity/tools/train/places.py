@@ -14,6 +14,7 @@ from ...errors import CapacityError, ConfigError, InfinityError, UsageError
 from ...files.outputs import MODEL_NAMES, Output, check_free, check_outputs, existing
 from ..watch.timeline import BEGIN
 
+TENSORBOARD = "tensorboard"
 CHECKPOINT_NAMES = re.compile(r"manifest\.json")
 
 

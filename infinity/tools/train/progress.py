@@ -1,12 +1,10 @@
-"""The progress of `infinity train`: a bar on a terminal, lines in a log file, or TensorBoard."""
+"""The progress of `infinity train`: a bar on a terminal, or lines in a log file."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...core.machine.sizes import format_count
-from ...errors import ConfigError
 from .counts import EdgeCounts
 from .examples import Examples
 from .job import Job
@@ -120,31 +118,3 @@ def progress_text(job: Job, counts: EdgeCounts) -> str:
     if counts.stall_share >= LEAST_STALL:
         text += f"  stalled {counts.stall_share:.0%} ({counts.slowest_edge})"
     return text
-
-
-class Scalars:
-    """TensorBoard scalars of a job: loss, speed, stalls, and bytes moved over every edge."""
-
-    def __init__(self, folder: Path):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"--tensorboard needs the package tensorboard: pip install tensorboard ({error})"
-            ) from None
-        try:
-            self._writer = SummaryWriter(str(folder))
-        except OSError as error:
-            raise ConfigError(f"--tensorboard {folder} cannot be written: {error}") from error
-
-    def show(self, job: Job, counts: EdgeCounts) -> None:
-        add, step = self._writer.add_scalar, job.next_step
-        add("train/loss", job.losses[-1], step)
-        add("train/lr", job.optimizers[0].param_groups[0]["lr"], step)
-        add("speed/tokens_per_second", job.tokens_per_step / job.step_seconds[-1], step)
-        add("speed/stall_share", counts.stall_share, step)
-        for edge, moved in counts.edges.items():
-            add(f"moved/{edge}_GB", moved["nbytes"] / 1e9, step)
-
-    def close(self) -> None:
-        self._writer.close()

@@ -9,6 +9,7 @@ The modules of `training/`. Each imports only modules above it:
   job                         the loop and its checkpoints
   progress, report, sample    output: during the job, its numbers, a sample of its result
   inputs                      the model's configuration, its tokenizer, the data
+  trackers, push              the figures for other programs; the result on the hub
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ from .places import (
     saved_extra,
 )
 from .preferences import make_preference_job, read_preference_inputs
-from .progress import ProgressBar, ProgressLines, Scalars, make_progress
+from .progress import ProgressBar, ProgressLines, make_progress
+from .push import check_push, make_repository, push
 from .ranks import Ranks
 from .report import (
     LEAST_PREDICTED,
@@ -73,6 +75,7 @@ from .report import (
 from .sample import printable, sample
 from .saved import check_saved, copy_processors
 from .settings import check_device, engine_config, engine_settings, training_state_nbytes
+from .trackers import Trackers, begin_trackers, check_trackers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,15 +120,28 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     settings = engine_settings(args)
     check_places(args, settings)
+    check_trackers(args.log)
+    check_push(args)
     files = find_files(args)
     console = _prepare(args, ranks)
     tell_skipped(files, console)
     _check_engine(args, settings, console)
     if args.method is not None:
         return _learn_preferences(args, settings, files, ranks, console)
-    scalars = Scalars(args.tensorboard) if args.tensorboard and ranks.is_first else None
-
     inputs = read_inputs(args, files, ranks, console)
+    with begin_trackers(args, ranks, console.print) as trackers:
+        return _train(args, ranks, settings, inputs, console, trackers)
+
+
+def _train(
+    args: argparse.Namespace,
+    ranks: Ranks,
+    settings: dict[str, Any],
+    inputs: Inputs,
+    console: Console,
+    trackers: Trackers,
+) -> int:
+    """Makes the job, runs it to its end, and saves what it made. Every rank calls this."""
     model, _ = _make_model(args, settings, inputs.model_config, console)
     config = engine_config(settings, model)
     compute = _time_compute(args, model, inputs, config)
@@ -133,6 +149,8 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         if ranks.is_first:
             _check_room(args, model, config)
             make_way(args)
+            if args.push is not None:
+                make_repository(args.push)
         job = make_job(args, model, inputs.batches, config, ranks, inputs.tokenizer)
         measured_disk = measure_disks(job)
         predicted = predict_step(job, compute.seconds * args.accumulate)
@@ -146,18 +164,19 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
         set_length(job, args.steps, args.warmup_steps)
         del model  # the job holds the only reference, so that it can free the model
         _begin(args, job, console)
+        trackers.tell_options(args, job)
+        trackers.held_out(job, None if job.first_step else job.loss_before)
         if args.stalls is not None:
             job.stalls = measure_stalls(job, args.stalls)
             print_stalls(console, job.stalls)
         watch = infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
         with Interrupt() as interrupt, make_progress(console, job) as progress, watch:
-            counts = train(job, interrupt=interrupt, show=_watchers(progress, scalars, watch))
-        if scalars is not None:
-            scalars.close()
+            counts = train(job, interrupt=interrupt, show=_watchers(progress, trackers, watch))
         if interrupt.signum is not None:
             return _end_interrupted(args, job, console, interrupt.signum)
         loss_after = held_out_loss(job.model, job.held_out)
         check_finite(loss_after, job)
+        trackers.held_out(job, loss_after)
     report = make_report(
         job,
         counts=counts,
@@ -183,6 +202,8 @@ def _learn_preferences(
         lambda model, config: _check_room(args, model, config),
         ranks,
     )
+    if args.push is not None and ranks.is_first:
+        make_repository(args.push)
     with Interrupt() as interrupt:
         job.train(interrupt, console)
     if interrupt.signum is not None:
@@ -193,8 +214,7 @@ def _learn_preferences(
         _save(args, job.model, job.tokenizer, ranks, console)
     else:
         _tell_unsaved(args, console)
-    if args.json and ranks.is_first:
-        print(json.dumps(report))
+    _tell_and_push(args, ranks, console, report)
     return 0
 
 
@@ -285,9 +305,18 @@ def _end(
         report.update(_save_and_sample(args, job, console))
     else:
         _tell_unsaved(args, console)
+    _tell_and_push(args, ranks, console, report)
+    return 0
+
+
+def _tell_and_push(
+    args: argparse.Namespace, ranks: Ranks, console: Console, report: dict[str, Any]
+) -> None:
+    """Prints the report with ``--json``, and then sends what was saved, which may fail."""
     if args.json and ranks.is_first:
         print(json.dumps(report))
-    return 0
+    if args.push is not None and ranks.is_first:
+        console.print(f"Sent to {push(args.push, args.out)}")
 
 
 def _tell_unsaved(args: argparse.Namespace, console: Console) -> None:
@@ -296,13 +325,12 @@ def _tell_unsaved(args: argparse.Namespace, console: Console) -> None:
 
 
 def _watchers(
-    progress: ProgressBar | ProgressLines, scalars: Scalars | None, watch: infinity.Watch
+    progress: ProgressBar | ProgressLines, trackers: Trackers, watch: infinity.Watch
 ) -> Callable[[Job, EdgeCounts], None]:
     def show(job: Job, counts: EdgeCounts) -> None:
         progress.show(job, counts)
         watch.update(loss=job.losses[-1], tokens=job.tokens_per_step)
-        if scalars is not None:
-            scalars.show(job, counts)
+        trackers.show(job, counts)
 
     return show
 

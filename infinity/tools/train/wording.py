@@ -124,3 +124,8 @@ def meant(word: str, names: Collection[str], without: Collection[str]) -> str:
     if not near and "SCRIPT" in without:
         return " (options of the script come after its name)"
     return f" (did you mean {near[0]}?)" if near else ""
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message, or its kind."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

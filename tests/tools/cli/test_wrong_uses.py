@@ -353,6 +353,16 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "job --trace text.txt": ("is what --data text.txt reads", ELSEWHERE),
     "job --trace mine.svg": ("mine.svg is a file that was not made by Infinity", ANOTHER),
     "job --tensorboard text.txt": ("--tensorboard text.txt is a file", "Give a folder"),
+    "job --log wanbd": ("--log wanbd is not a tracker of accelerate", "Known are .*wandb"),
+    "job --log tensorboard,wandb": ("--log tensorboard,wandb is not a tracker", "once for each"),
+    "job --method dpo --log wandb": ("--log is not for the method dpo", "Leave it out"),
+    "job --push mine": ("--push sends the saved folder", "add --out FOLDER"),
+    "job --out new --push a/b/c": ("--push a/b/c is no name on the", "as NAME or USER/NAME"),
+    "job --out new --checkpoint new/kept --push a": ("new/kept lies in --out new", "another place"),
+    "top --prometheus figures.txt": ("neither a port nor a file .prom", HELP),
+    "top --prometheus 70000": ("--prometheus: 70000 given", "at most 65535 possible"),
+    "top --prometheus 0 --json": ("both say what to print", "give one of them"),
+    "top --prometheus 0 --once": ("--once is of a file", "give --prometheus FILE.prom"),
     # --- what a first table of them was answered poorly ---
     "say --temperature nan": ("--temperature: nan", "given, 0 or more needed"),
     "say --seed 99999999999999999999999": (
