@@ -55,7 +55,6 @@ METHODS = {
 # Options of the loop for samples, which a trainer of TRL has no place for, and what else to do.
 _UNUSED = {
     "pack": "Leave it out: TRL packs no pairs.",
-    "checkpoint": "Leave it out; --out saves the trained model.",
     "minutes": "Give --steps or --epochs",
     "stalls": "Leave it out.",
     "prompt": "Leave it out, and talk to the result: infinity generate OUT --chat",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -15,12 +16,25 @@ from ...files.outputs import MODEL_NAMES, Output, check_free, check_outputs, exi
 from ..watch.timeline import BEGIN
 
 TENSORBOARD = "tensorboard"
+OF_TRAINER = "infinity-train.json"  # in a folder of checkpoints that a trainer of TRL saves
+NOTED = "FixedValues"  # the name of what the job says of itself, in their states
 CHECKPOINT_NAMES = re.compile(r"manifest\.json")
 
 
 def has_checkpoint(folder: Path | None) -> bool:
     """Returns whether a save was ever completed in ``folder``: a killed one leaves no manifest."""
-    return folder is not None and (folder / "manifest.json").is_file()
+    return folder is not None and (
+        (folder / "manifest.json").is_file() or trainer_checkpoint(folder) is not None
+    )
+
+
+def trainer_checkpoint(folder: Path | None) -> Path | None:
+    """Returns the newest whole checkpoint of a job with --method: its state is written last."""
+    if folder is None or not (folder / OF_TRAINER).is_file():
+        return None
+    states = folder.glob("checkpoint-*/trainer_state.json")
+    newest = max(states, key=lambda path: path.stat().st_mtime_ns, default=None)
+    return newest and newest.parent
 
 
 def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
@@ -39,8 +53,10 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     inputs = {"--model": args.model, "--data": args.data, "--config": args.config}
     inputs["--deepspeed"] = args.deepspeed
     check_outputs(given, [*inputs.items(), ("weights", weights and Path(weights))], overwrite=True)
-    if args.checkpoint is not None and not has_checkpoint(args.checkpoint):
-        _check_not_anothers(args.checkpoint)
+    if args.checkpoint is not None:
+        _check_kind(args.checkpoint, args.method)
+        if not has_checkpoint(args.checkpoint):
+            _check_not_anothers(args.checkpoint)
     if args.overwrite:
         return
     if has_checkpoint(args.checkpoint) and not args.resume:
@@ -58,6 +74,23 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
         ):
             continue  # written by this job, which ended and was restarted
         check_free(output)
+
+
+def _check_kind(folder: Path, method: str | None) -> None:
+    """Raises UsageError if a folder has checkpoints of a job with another loop, which this one can
+    neither continue nor replace."""
+    of_trainer = (folder / OF_TRAINER).is_file()
+    if method is None and of_trainer:
+        raise UsageError(
+            f"--checkpoint {folder} is of a job with --method, and this one has none. Give another"
+            " folder, or the method."
+        )
+    others = not of_trainer and any(folder.glob("checkpoint-*"))
+    if method is not None and (others or (folder / "manifest.json").is_file()):
+        raise UsageError(
+            f"--checkpoint {folder} has checkpoints that no job with --method saved. Give another"
+            " folder."
+        )
 
 
 def _check_not_anothers(folder: Path) -> None:
@@ -89,6 +122,9 @@ def saved_extra(checkpoint: Path | None) -> dict[str, Any]:
     if not has_checkpoint(checkpoint):
         return {}
     try:
+        if state := trainer_checkpoint(checkpoint):
+            told = json.loads((state / "trainer_state.json").read_text())
+            return told["stateful_callbacks"][NOTED]["attributes"] | {"step": told["global_step"]}
         found = decode_value(read_manifest(checkpoint)["extra"], {})
         return found if isinstance(found, dict) else {}
     except (InfinityError, LookupError, TypeError, AttributeError, ValueError):

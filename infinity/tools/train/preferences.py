@@ -7,6 +7,7 @@ import argparse
 import json
 import logging
 import math
+import os
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import infinity
 
 from ...core.machine.sizes import format_count
-from ...errors import ConfigError, InfinityError
+from ...errors import ConfigError, InfinityError, UsageError
 from .counts import EdgeCounts
 from .example_files import ExampleFiles
 from .examples import libraries
@@ -33,6 +34,13 @@ from .model import (
     read_tokenizer,
 )
 from .options import DEFAULT_MAX_GRAD_NORM, DEFAULT_ROW_LENGTH, set_defaults
+from .places import (
+    NOTED,
+    OF_TRAINER,
+    check_fixed_values,
+    saved_extra,
+    trainer_checkpoint,
+)
 from .preferred import Preferred, read_preferred
 from .ranks import Ranks
 from .settings import engine_config
@@ -92,6 +100,7 @@ class PreferenceJob:
     counts: EdgeCounts | None = None
     losses: list[float] = field(default_factory=list)
     first_step: int = 0
+    fixed_values: dict[str, Any] = field(default_factory=dict)
 
     @property
     def model(self) -> Any:
@@ -106,12 +115,28 @@ class PreferenceJob:
     def train(self, interrupt: Interrupt, console: Console) -> None:
         """Steps until done or interrupted. Every rank calls this."""
         self.trainer.add_callback(_watching(self, interrupt, console))
+        checkpoint = self.args.checkpoint
+        if checkpoint is not None and self.ranks.is_first:
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            (checkpoint / OF_TRAINER).write_text(json.dumps({"method": self.method.name}))
+        found = trainer_checkpoint(checkpoint) if self.args.resume else None
+        if self.args.resume:
+            console.print(
+                f"Continuing from {found}"
+                if found
+                else f"No checkpoint in {checkpoint}: starting fresh"
+            )
         with self.closing, no_cache(self.model), quiet():
-            self.trainer.train()
+            self.trainer.train(resume_from_checkpoint=found and str(found))
 
     def end_interrupted(self, signum: int, console: Console) -> int:
         """Tells that the job was interrupted. Returns its exit status."""
-        console.print(f"Interrupted after step {self.step} of {self.args.steps}: nothing saved")
+        saved = (
+            f"saved to {self.args.checkpoint}; --resume continues"
+            if self.args.checkpoint
+            else "nothing saved (no --checkpoint)"
+        )
+        console.print(f"Interrupted after step {self.step} of {self.args.steps}: {saved}")
         if self.args.json and self.ranks.is_first:
             print(json.dumps({"interrupted": True, "steps": self.step, "losses": self.losses}))
         return 128 + signum
@@ -128,7 +153,7 @@ class PreferenceJob:
                 "samples": len(self.preferred.rows),
                 "rows": len(self.trainer.train_dataset),
             },
-            "options": options_of(self.args, self.preferred),
+            "options": self.fixed_values,
             "homes": {"params": self.config.params, "optimizer": self.config.optimizer},
             "first_step": self.first_step,
             "steps": self.step,
@@ -140,11 +165,20 @@ class PreferenceJob:
         }
 
 
-def options_of(args: argparse.Namespace, preferred: Preferred) -> dict[str, Any]:
+def _fixed_values(
+    args: argparse.Namespace, inputs: PreferenceInputs, config: infinity.Config, ranks: Ranks
+) -> dict[str, Any]:
     """Returns the options that change the arithmetic."""
-    names = ("method", "beta", "seed", "dtype", "batch_size", "accumulate", "optim", "lr")
-    names += ("weight_decay", "warmup_steps", "max_grad_norm", "lora_rank")
-    return {"data": preferred.fingerprint} | {name: getattr(args, name) for name in names}
+    names = ("method", "beta", "seed", "dtype", "batch_size", "optim", "lr", "weight_decay")
+    names += ("lora_rank", "precompute_reference", "warmup_steps")
+    return {name: getattr(args, name) for name in names} | {
+        "data": inputs.preferred.fingerprint,
+        "master": config.master,
+        "moments": config.moments,
+        "sequence_length": inputs.length,
+        "accumulate": args.accumulate * ranks.count,
+        "max_grad_norm": args.max_grad_norm or config.max_grad_norm or DEFAULT_MAX_GRAD_NORM,
+    }
 
 
 def make_preference_job(
@@ -177,7 +211,9 @@ def make_preference_job(
         given["infinity_reference"] = engine_config(settings | {"trace": None}, model)
         asked = given["ref_model"] if args.precompute_reference else None
     closing = ExitStack()
-    folder = closing.enter_context(tempfile.TemporaryDirectory(prefix="infinity-train-"))
+    folder = args.checkpoint or closing.enter_context(
+        tempfile.TemporaryDirectory(prefix="infinity-train-")
+    )
     with (
         quiet(),
         real_adapters(model) if adapters is not None else nullcontext(),
@@ -185,10 +221,11 @@ def make_preference_job(
     ):
         trainer = kind(
             model=model,
-            args=arguments(**_arguments(args, method, config, inputs.length, folder)),
+            args=arguments(**_arguments(args, method, config, inputs.length, str(folder))),
             train_dataset=inputs.preferred.rows,
             processing_class=inputs.tokenizer,
             infinity=config,
+            infinity_overhead=_overhead(args),
             **given,
         )
     if asked is not None:  # its memory is free for the training
@@ -207,8 +244,18 @@ def make_preference_job(
     args.steps = args.steps or max(1, math.ceil((args.epochs or 1.0) * rows / per_step))
     set_defaults(args)
     trainer.args.max_steps, trainer.args.warmup_steps = args.steps, args.warmup_steps
+    fixed = _fixed_values(args, inputs, config, ranks)
+    if args.resume:
+        saved = saved_extra(args.checkpoint)
+        check_fixed_values(args.checkpoint, fixed, saved)
+        if saved.get("step", 0) >= args.steps:
+            raise UsageError(
+                f"The checkpoint {args.checkpoint} is at step {saved['step']} of {args.steps}.\n"
+                "Give more --steps, or --overwrite instead of --resume to start fresh."
+            )
     return PreferenceJob(
         args=args,
+        fixed_values=fixed,
         method=method,
         trainer=trainer,
         tokenizer=inputs.tokenizer,
@@ -217,6 +264,13 @@ def make_preference_job(
         ranks=ranks,
         closing=closing,
     )
+
+
+def _overhead(args: argparse.Namespace) -> float | None:
+    """Returns the share of the time that saving may take; None if it is not that which says when to
+    save."""
+    by_time = args.checkpoint is not None and args.checkpoint_every is None
+    return args.checkpoint_overhead if by_time else None
 
 
 def _arguments(
@@ -242,7 +296,9 @@ def _arguments(
         "use_cpu": (config.device or "cpu").startswith("cpu"),
         "logging_steps": 1,
         "logging_nan_inf_filter": False,
-        "save_strategy": "no",
+        "save_strategy": "no" if args.checkpoint_every is None else "steps",
+        "save_steps": args.checkpoint_every or 1,
+        "save_total_limit": 1,
         "report_to": [],
         "disable_tqdm": True,
         **method.settings,
@@ -272,10 +328,11 @@ class quiet(ExitStack):
 def _watching(job: PreferenceJob, interrupt: Interrupt, console: Console) -> Any:
     """Returns the callback that tells the steps, notes the losses and ends an interrupted job."""
     import transformers
+    from transformers.trainer_callback import ExportableState
 
     every = max(1, job.args.steps // 20)
 
-    class Watching(transformers.TrainerCallback):
+    class Watching(transformers.TrainerCallback, ExportableState):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             job.first_step = state.global_step
             self.start = EdgeCounts.of(job.model)
@@ -303,6 +360,17 @@ def _watching(job: PreferenceJob, interrupt: Interrupt, console: Console) -> Any
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             job.counts = EdgeCounts.of(job.model).since(self.start)
             interrupt.signum = job.ranks.largest(interrupt.signum or 0) or None
+            asked, interrupt.saves = interrupt.saves, False
+            if job.args.checkpoint is not None:
+                asked = asked or interrupt.signum is not None
+                control.should_save |= bool(job.ranks.largest(int(asked)))
             control.should_training_stop |= interrupt.signum is not None
 
+        def state(self) -> dict[str, Any]:
+            """Returns what each checkpoint says of its job."""
+            out = job.args.out and os.path.realpath(job.args.out)
+            said = {"fixed_values": job.fixed_values, "steps": job.args.steps, "out": out}
+            return {"args": {}, "attributes": said}
+
+    Watching.__name__ = NOTED
     return Watching()

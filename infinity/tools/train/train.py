@@ -59,6 +59,7 @@ from .places import (
     has_checkpoint,
     make_way,
     saved_extra,
+    trainer_checkpoint,
 )
 from .preferences import make_preference_job, read_preference_inputs
 from .progress import ProgressBar, ProgressLines, make_progress
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-KNOWN_AT_ONCE = ("seed", "batch_size", "lora_rank", "quantize")  # before any data is read
+KNOWN_AT_ONCE = ("method", "seed", "batch_size", "lora_rank", "quantize")  # before any data is read
 DEFAULT_PROMPT = "def "  # for the default data, which is Python
 
 DESCRIPTION = """\
@@ -213,7 +214,10 @@ def _learn_preferences(
         report["out"] = str(args.out)
         _save(args, job.model, job.tokenizer, ranks, console)
     else:
-        _tell_unsaved(args, console)
+        where = trainer_checkpoint(args.checkpoint)
+        console.print(
+            f"The trained model is in {where}" if where else "The trained model is not saved"
+        )
     _tell_and_push(args, ranks, console, report)
     return 0
 
@@ -304,7 +308,8 @@ def _end(
     if args.out is not None:
         report.update(_save_and_sample(args, job, console))
     else:
-        _tell_unsaved(args, console)
+        how = f": `infinity export {args.checkpoint} OUT` writes it" if args.checkpoint else ""
+        console.print(f"The trained model is not saved, without --out{how}")
     _tell_and_push(args, ranks, console, report)
     return 0
 
@@ -317,11 +322,6 @@ def _tell_and_push(
         print(json.dumps(report))
     if args.push is not None and ranks.is_first:
         console.print(f"Sent to {push(args.push, args.out)}")
-
-
-def _tell_unsaved(args: argparse.Namespace, console: Console) -> None:
-    how = f": `infinity export {args.checkpoint} OUT` writes it" if args.checkpoint else ""
-    console.print(f"The trained model is not saved, without --out{how}")
 
 
 def _watchers(

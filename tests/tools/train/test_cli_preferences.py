@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -362,3 +363,73 @@ def test_a_trainer_that_this_trl_lacks_is_named(monkeypatch):
     assert trainer_over_home("ORPO")[0].__name__ == "InfinityORPOTrainer"
     with pytest.raises(ConfigError, match=r"has no NoneTrainer\. .*pip install --upgrade trl"):
         trainer_over_home("None")
+
+
+# --- checkpoints ---
+
+
+@pytest.mark.parametrize("method", ["dpo", "orpo"])
+def test_a_job_that_goes_on_has_the_bits_of_one_that_did_not_stop(method, train, tmp_path):
+    """Interrupted after its second step, by the loop's own signal. Twins: a folder without a
+    checkpoint, other options, another kind of job, each told by name."""
+    rows = METHODS[method][3]
+    save_rows(tmp_path / "data.jsonl", rows)
+    words = ["--method", method, "--data", "data.jsonl", "--json", *SAID, "--steps", "4"]
+    status, out, err = train(*words, "--out", "whole")
+    assert status == 0, err
+    losses = json.loads(out)["losses"]
+    saving = [*words, "--checkpoint", "saved", "--out", "tuned"]
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 2)
+        status, out, err = train(*saving, "--resume")
+    assert status == 128 + signal.SIGTERM and "No checkpoint in saved: starting fresh" in err
+    assert json.loads(out)["losses"] == losses[:2] and not Path("tuned").exists()
+    assert [each.name for each in Path("saved").glob("checkpoint-*")] == ["checkpoint-2"]
+
+    status, _, err = train(*saving)
+    assert status == 2 and "saved holds a checkpoint already" in err
+    status, _, err = train(*saving, "--resume", "--beta", "0.2")
+    assert status == 2 and "made with --beta 0.3 (now 0.2)" in err
+    status, _, err = train("--data", "data.jsonl", "--checkpoint", "saved", "--overwrite")
+    assert status == 2 and "saved is of a job with --method" in err
+
+    status, out, err = train(*saving, "--resume")
+    assert status == 0, err
+    assert json.loads(out)["losses"] == losses[2:] and json.loads(out)["first_step"] == 2
+    assert_equal(tmp_path / "tuned", tmp_path / "whole")
+    status, _, err = train(*saving, "--resume")
+    assert status == 2 and "is at step 4 of 4" in err and "Give more --steps" in err
+
+
+def stop_after(patch: pytest.MonkeyPatch, steps: int) -> None:
+    """Has a job find a SIGTERM after so many steps."""
+    from infinity.tools.train.interrupt import Interrupt
+    from infinity.tools.train.preferences import PreferenceJob
+
+    train = PreferenceJob.train
+
+    def stopped(job: PreferenceJob, interrupt: Interrupt, console: Any) -> None:
+        class Stop(transformers.TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, *rest: Any, **more: Any) -> None:
+                if state.global_step == steps - 1:
+                    interrupt.signum = int(signal.SIGTERM)
+
+        job.trainer.add_callback(Stop())
+        train(job, interrupt, console)
+
+    patch.setattr(PreferenceJob, "train", stopped)
+
+
+def test_checkpoints_of_others_are_left_alone(train):
+    """A trainer keeps the last of its checkpoints alone. Twin: a new folder."""
+    save_rows(Path("data.jsonl"), PAIRED)
+    theirs = Path("run/checkpoint-500")
+    theirs.mkdir(parents=True)
+    words = ["--method", "dpo", "--data", "data.jsonl", *SAID, "--steps", "1", "--checkpoint"]
+    for way in ((), ("--overwrite",), ("--resume",)):
+        status, _, err = train(*words, "run", *way)
+        assert status == 2 and "that no job with --method saved. Give another folder" in err
+    assert theirs.is_dir() and [*Path("run").iterdir()] == [theirs]
+    status, out, err = train(*words, "new", "--checkpoint-every", "1")
+    assert status == 0 and "The trained model is in new/checkpoint-1" in out, err
+    assert tensors(Path("new/checkpoint-1"))
