@@ -82,14 +82,14 @@ def _check_kind(folder: Path, method: str | None) -> None:
     of_trainer = (folder / OF_TRAINER).is_file()
     if method is None and of_trainer:
         raise UsageError(
-            f"--checkpoint {folder} is of a job with --method, and this one has none. Give another"
+            f"--checkpoint {folder} is of a job with a --method that this one lacks. Give another"
             " folder, or the method."
         )
     others = not of_trainer and any(folder.glob("checkpoint-*"))
     if method is not None and (others or (folder / "manifest.json").is_file()):
         raise UsageError(
-            f"--checkpoint {folder} has checkpoints that no job with --method saved. Give another"
-            " folder."
+            f"--checkpoint {folder} has checkpoints of another kind: they are not by a trainer of"
+            " TRL that `infinity train` ran. Give another folder."
         )
 
 

@@ -232,6 +232,7 @@ def make_preference_job(
         trainer.ref_model = None
         trainer.accelerator._models.remove(asked)
         del asked, given
+    trainer.create_model_card = lambda *_, **__: None  # it would replace the folder's README.md
     trainer.remove_callback(transformers.PrinterCallback)  # standard output is the command's
     name_base(trainer.model, args.model)
     rows = len(trainer.train_dataset)
@@ -251,7 +252,7 @@ def make_preference_job(
         if saved.get("step", 0) >= args.steps:
             raise UsageError(
                 f"The checkpoint {args.checkpoint} is at step {saved['step']} of {args.steps}.\n"
-                "Give more --steps, or --overwrite instead of --resume to start fresh."
+                "Give more to --steps or start fresh, with --overwrite in place of --resume"
             )
     return PreferenceJob(
         args=args,

@@ -22,6 +22,7 @@ from .examples import PLAIN_TEMPLATE, libraries
 from .methods import METHODS, Method
 
 PROMPTS = tuple(dict.fromkeys(question for question, _ in PAIRS))
+UNREAD = ""  # in a row that is being made: keys that the template does not read
 TRUTHS = {"true": True, "false": False, "1": True, "0": False}
 NEEDED = {
     True: "chosen and rejected, with prompt or messages",
@@ -81,7 +82,7 @@ def read_preferred(
         form = choose_preferred(data, files.source, METHODS[method])
         has_template = bool(tokenizer.chat_template)
         template = str(tokenizer.chat_template or PLAIN_TEMPLATE)
-        made, empty, same = [], 0, 0
+        made, empty, same, unread = [], 0, 0, set[str]()
         digest = hashlib.sha256()
         for at, row in enumerate(data.select_columns(form.used), 1):
             if all(is_empty(row[name]) for name in form.used if name != form.label):
@@ -92,32 +93,73 @@ def read_preferred(
                 _check_kind(made, found)
             except ConfigError as error:
                 raise ConfigError(f"--data: {files.source}, sample {at}: {error}") from None
+            if _is_chat(found):
+                unread |= found.pop(UNREAD)
             made.append(found)
             same += found.get("chosen") == found.get("rejected") and "chosen" in found
             digest.update(json.dumps(found, sort_keys=True, default=str).encode())
         if not made:
             raise ConfigError(f"--data: all samples of {files.source} are empty.")
         _check_labels(made, files.source, method)
-        rows = datasets.Dataset.from_list(made)
-    chat = _is_chat(made[0])
+        chat = _is_chat(made[0])
+        rows = datasets.Dataset.from_list(made, features=_features(datasets, made, files.source))
     if chat and not has_template:
         tokenizer.chat_template = PLAIN_TEMPLATE
     return Preferred(
         source=files.source,
         rows=rows,
         chat=chat,
-        told=_told(form, data.column_names, chat=chat, empty=empty, same=same),
+        told=_told(form, data.column_names, unread, chat=chat, empty=empty, same=same),
         has_own_template=has_template or not chat,
         fingerprint=digest.hexdigest()[:16],
     )
 
 
-def _told(form: PreferredForm, names: list[str], *, chat: bool, empty: int, same: int) -> list[str]:
+def _features(datasets: Any, made: list[dict[str, Any]], source: str) -> Any:
+    """Returns the types of rows whose messages have calls of tools, or whose templates have
+    variables: JSON, since Arrow gives each the keys of all others. None: Arrow finds them."""
+    keys = {key for row in made for key in row}
+    said = [each for row in made for value in row.values() for each in _messages(value)]
+    if "chat_template_kwargs" in keys:
+        for row in made:
+            row.setdefault("chat_template_kwargs", {})
+    elif all(each.keys() == {"role", "content"} for each in said):
+        return None
+    if not hasattr(datasets, "Json"):
+        raise ConfigError(
+            f"--data: {source} has calls of tools, or variables of the chat template, which"
+            f" datasets {datasets.__version__} does not keep as they are. python -m pip install"
+            " --upgrade datasets"
+        )
+    whole = {
+        "label": datasets.Value("bool"),
+        "tools": datasets.Value("string"),
+        "chat_template_kwargs": datasets.Json(),
+    }
+    turns = datasets.List(datasets.Json())
+    return datasets.Features({key: whole.get(key, turns) for key in sorted(keys)})
+
+
+def _messages(value: Any) -> list[dict[str, Any]]:
+    return value if isinstance(value, list) else []
+
+
+def _told(
+    form: PreferredForm,
+    names: list[str],
+    unread: set[str],
+    *,
+    chat: bool,
+    empty: int,
+    same: int,
+) -> list[str]:
     kind = "pairs of answers" if form.chosen or form.rejected else "answers with a label"
     how = "messages, by the chat template" if chat else "text, without a chat template"
     told = [f"Read as {kind} ({how}): {', '.join(form.used)}"]
     if left := [name for name in names if name not in form.used]:
         told.append(f"Columns left out: {', '.join(left)}")
+    if unread:
+        told.append(f"Keys that the chat template does not read: {', '.join(sorted(unread))}")
     if empty:
         told.append(f"{empty:,} samples left out (empty)")
     if same:
@@ -253,6 +295,9 @@ def _row(
             made["tools"] = json.dumps(tools)
         if variables := samples.parsed(row, form.variables, dict):
             made["chat_template_kwargs"] = samples.unpadded(variables)
+        turns = [each for value in made.values() for each in _messages(value)]
+        whole = samples.Sample(messages=turns, tools=tools)
+        made[UNREAD] = samples.check_rendered(whole, template, form.tools)
     else:
         for name in (form.system, form.tools, form.variables):
             if name and not is_empty(row[name]):
@@ -295,7 +340,13 @@ def _turns(
         return [{"role": role, "content": value}] if chat else value
     if not all(isinstance(each, dict) for each in value or ()):
         raise ConfigError(f"{name} {samples.NEEDED}")
-    return [samples.message_of(each, template, padded)[0] for each in value or ()]
+    read = [samples.message_of(each, template, padded) for each in value or ()]
+    if role == "assistant" and any(mark is False for _, mark in read):
+        raise ConfigError(
+            f"a message of {name} has a weight of 0, and answers are learned whole. Remove the"
+            " weight, or write the message into the prompt."
+        )
+    return [message for message, _ in read]
 
 
 def _split(said: list[dict[str, Any]], name: str) -> tuple[list[dict[str, Any]], Any]:

@@ -105,18 +105,25 @@ def read_sample(row: dict[str, Any], form: Form, *, template: str, padded: bool)
         tools=tools,
         variables=unpadded(parsed(row, form.variables, dict) or {}),
     )
-    if tools and "tools" not in template:
-        _not_rendered(f"the column {form.tools}", "what the tools are")
-    unread = found.unread(template)
-    if "tool_calls" in unread:
-        _not_rendered("tool_calls of a message", "the calls of tools")
+    unread = check_rendered(found, template, form.tools)
     for key in known("column", "tools"):
         if key in unread and any(not is_empty(message.get(key)) for message in messages):
-            _not_rendered(f"{key} of a message (put them into a column)", "what the tools are")
+            not_rendered(f"{key} of a message (put them into a column)", "what the tools are")
     return found
 
 
-def _not_rendered(what: str, lost: str) -> None:
+def check_rendered(found: Sample, template: str, tools: str | None) -> set[str]:
+    """Returns the keys of messages that the template does not read. Raises ConfigError if tools, of
+    the column ``tools``, or their calls are among what it does not."""
+    if found.tools and "tools" not in template:
+        not_rendered(f"the column {tools}", "what the tools are")
+    unread = found.unread(template)
+    if "tool_calls" in unread:
+        not_rendered("tool_calls of a message", "the calls of tools")
+    return unread
+
+
+def not_rendered(what: str, lost: str) -> None:
     raise ConfigError(
         f"the chat template does not render {what}, so that the model would not see {lost}. Give"
         " the tokenizer a chat template that does, or remove them."

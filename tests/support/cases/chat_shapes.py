@@ -172,7 +172,7 @@ SHAPES = {
         {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": CHAT[1:]}, refused=("chosen", "DPO")
     ),
     "trl implicit prompt": Shape(
-        {"chosen": CHAT, "rejected": CHAT}, refused=("chosen", "DPOTrainer")
+        {"chosen": CHAT, "rejected": CHAT}, refused=("chosen", "--method dpo")
     ),
     "trl unpaired": Shape(
         {"prompt": "1+1?", "completion": "3.", "label": False}, refused=("label", "KTO")

@@ -247,6 +247,37 @@ def test_every_form_of_pairs_makes_the_rows_that_trl_takes(form, base, tmp_path)
     assert dict(found.rows[0]) != row | names
 
 
+def test_calls_of_tools_and_variables_reach_the_template_as_they_are(base, tmp_path):
+    """Two samples with other arguments and variables: neither gets the other's keys, with None.
+    Twin: the tokens of TRL's row have both."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = (
+        "{{ tools | tojson }}{{ mood }}{% for m in messages %}<|{{ m.role }}|>"
+        "{{ m.content }}{{ m.tool_calls | tojson if m.tool_calls }}<|end|>{% endfor %}"
+    )
+    rows = []
+    for name in "ab":
+        call = {"type": "function", "function": {"name": "f", "arguments": {name: 1}}}
+        chosen = {"role": "assistant", "content": "", "tool_calls": [call]}
+        beside = {"tools": [{"type": "function", "function": {"name": name}}]}
+        beside |= {"chat_template_kwargs": {"mood": "calm"}} if name == "b" else {}
+        rows.append(AS_CHAT | {"chosen": [chosen]} | beside)
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_preferred(find_examples(tmp_path / "a.jsonl"), tokenizer, "dpo")
+    trainer = trl.DPOTrainer(
+        model=transformers.AutoModelForCausalLM.from_pretrained(base),
+        args=trl.DPOConfig(str(tmp_path / "out"), use_cpu=True, bf16=False, report_to=[]),
+        train_dataset=found.rows,
+        processing_class=tokenizer,
+    )
+    texts = [
+        tokenizer.decode([*row["prompt_ids"], *row["chosen_ids"]]) for row in trainer.train_dataset
+    ]
+    for name, other, text in zip("ab", "ba", texts):
+        assert f'"arguments": {{"{name}": 1}}' in text and f'"{other}"' not in text
+        assert ("calm" in text) == (name == "b") and "null" not in text and "None" not in text
+
+
 @pytest.mark.parametrize("name", ["label", "kto_tag", "is_rejected"])
 def test_a_label_tells_good_answers_from_bad_ones(name, base, tmp_path):
     """As a truth, a number or its text, after a pair or a conversation. Twin: of rejected ones it
@@ -308,6 +339,18 @@ REFUSED: dict[str, tuple[str, list[dict], str, str]] = {  # method, rows, what i
     "both": ("kto", [PAIR | {"label": True}], "column label (first in sample 1)", "Remove the col"),
     "pictures": ("dpo", [PAIR | {"images": ["a.png"]}], "the column images", "and the column"),
     "a context": ("dpo", [PAIR | {"context": "d"}], "column context", "Write it into the prompt"),
+    "an answer of no weight": (
+        "dpo",
+        [AS_CHAT | {"chosen": [GOOD | {"weight": 0}]}],
+        "sample 1: a message of chosen has a weight of 0",
+        "Remove the weight",
+    ),
+    "unseen tools": (
+        "dpo",
+        [AS_CHAT | {"tools": [{"name": "f"}]}],
+        "does not render the column tools",
+        "Give the tokenizer a chat template that does",
+    ),
     "tools": ("orpo", [AS_CHAT | {"tools": [{"name": "f"}]}], "column tools", "--method dpo"),
     "no room": (
         "dpo",
@@ -391,14 +434,14 @@ def test_a_job_that_goes_on_has_the_bits_of_one_that_did_not_stop(method, train,
     status, _, err = train(*saving, "--resume", "--beta", "0.2")
     assert status == 2 and "made with --beta 0.3 (now 0.2)" in err
     status, _, err = train("--data", "data.jsonl", "--checkpoint", "saved", "--overwrite")
-    assert status == 2 and "saved is of a job with --method" in err
+    assert status == 2 and "saved is of a job with a --method that this one lacks" in err
 
     status, out, err = train(*saving, "--resume")
     assert status == 0, err
     assert json.loads(out)["losses"] == losses[2:] and json.loads(out)["first_step"] == 2
     assert_equal(tmp_path / "tuned", tmp_path / "whole")
     status, _, err = train(*saving, "--resume")
-    assert status == 2 and "is at step 4 of 4" in err and "Give more --steps" in err
+    assert status == 2 and "is at step 4 of 4" in err and "Give more to --steps" in err
 
 
 def stop_after(patch: pytest.MonkeyPatch, steps: int) -> None:
@@ -428,8 +471,13 @@ def test_checkpoints_of_others_are_left_alone(train):
     words = ["--method", "dpo", "--data", "data.jsonl", *SAID, "--steps", "1", "--checkpoint"]
     for way in ((), ("--overwrite",), ("--resume",)):
         status, _, err = train(*words, "run", *way)
-        assert status == 2 and "that no job with --method saved. Give another folder" in err
+        assert (
+            status == 2
+            and "has checkpoints of another kind" in err
+            and "Give another folder" in err
+        )
     assert theirs.is_dir() and [*Path("run").iterdir()] == [theirs]
     status, out, err = train(*words, "new", "--checkpoint-every", "1")
     assert status == 0 and "The trained model is in new/checkpoint-1" in out, err
     assert tensors(Path("new/checkpoint-1"))
+    assert {each.name for each in Path("new").iterdir()} == {"checkpoint-1", "infinity-train.json"}
