@@ -266,7 +266,7 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
             raise UsageError(f"--only {' '.join(settings.only)}: no row's name begins so")
         for note in [*measured.notes, *results.remarks(measured.rows, settings)]:
             print(f"({note})")
-        told = [
+        sentences = (
             sentence
             for parameters in (SIZES if args.parameters is None else [args.parameters])
             for sentence in (
@@ -274,7 +274,8 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
                 results.bound_of(measured.rows, parameters),
             )
             if sentence
-        ]
+        )
+        told = [*dict.fromkeys(sentences)]  # one reason for silence is of all sizes
         print(*told, sep="\n", end="\n" if told else "")
     if args.html is not None:
         page.write(run.content(measured), told, Path(args.html))

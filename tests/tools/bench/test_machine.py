@@ -91,6 +91,10 @@ def test_without_a_theme_the_machine_is_measured(monkeypatch, capsys):
     assert [line.partition(",")[0] for line in told.splitlines() if "a step" in line] == [
         *("1 B", "8 B", "70 B")
     ]
+    wide = [*rows()[:-1], row("machine.disk.both", "GB/s", [1.0, 2.0, 3.0, 4.0, 5.0])]
+    monkeypatch.setattr(machine, "measure", lambda settings: Measured(wide))
+    assert main(["bench"]) == 0 and capsys.readouterr().out.count("is not said") == 1
+    monkeypatch.setattr(machine, "measure", lambda settings: Measured(rows()))
     assert main(["bench", "--parameters", "14e9"]) == 0
     told = capsys.readouterr().out
     assert "\n14 B," in told and "\n8 B," not in told
