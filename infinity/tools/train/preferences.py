@@ -100,6 +100,7 @@ class PreferenceJob:
     counts: EdgeCounts | None = None
     losses: list[float] = field(default_factory=list)
     first_step: int = 0
+    unlearned: int = 0  # samples whose prompt leaves no room for an answer
     fixed_values: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -115,6 +116,11 @@ class PreferenceJob:
     def train(self, interrupt: Interrupt, console: Console) -> None:
         """Steps until done or interrupted. Every rank calls this."""
         self.trainer.add_callback(_watching(self, interrupt, console))
+        if self.unlearned:
+            console.print(
+                f"Of {format_count(self.unlearned, 'answer')} nothing is learned: the prompt leaves"
+                " no room for it in --sequence-length"
+            )
         checkpoint = self.args.checkpoint
         if checkpoint is not None and self.ranks.is_first:
             checkpoint.mkdir(parents=True, exist_ok=True)
@@ -163,6 +169,17 @@ class PreferenceJob:
             "edges": self.counts.edges,
             "stall_share": self.counts.stall_share,
         }
+
+
+def _count_unlearned(trainer: Any, inputs: PreferenceInputs, method: Method) -> int:
+    """Counts the rows whose prompt leaves no room for an answer: TRL leaves them out, and TRL 1.1
+    learns nothing of them."""
+    rows = trainer.train_dataset
+    is_unpaired = not method.paired and "rejected" in inputs.preferred.rows.column_names
+    left_out = len(inputs.preferred.rows) * (1 + is_unpaired) - len(rows)
+    if "prompt_ids" not in rows.column_names:
+        return left_out
+    return left_out + sum(len(prompt) >= inputs.length for prompt in rows["prompt_ids"])
 
 
 def _fixed_values(
@@ -214,6 +231,7 @@ def make_preference_job(
     folder = args.checkpoint or closing.enter_context(
         tempfile.TemporaryDirectory(prefix="infinity-train-")
     )
+    transformers.set_seed(args.seed)  # TRL 1.1 draws adapters without doing so itself
     with (
         quiet(),
         real_adapters(model) if adapters is not None else nullcontext(),
@@ -236,7 +254,8 @@ def make_preference_job(
     trainer.remove_callback(transformers.PrinterCallback)  # standard output is the command's
     name_base(trainer.model, args.model)
     rows = len(trainer.train_dataset)
-    if not rows:
+    unlearned = _count_unlearned(trainer, inputs, method)
+    if unlearned >= rows:
         raise ConfigError(
             f"--data: no prompt of {inputs.preferred.source} leaves room for an answer in"
             f" {inputs.length} tokens. Give a larger --sequence-length"
@@ -257,6 +276,7 @@ def make_preference_job(
     return PreferenceJob(
         args=args,
         fixed_values=fixed,
+        unlearned=unlearned,
         method=method,
         trainer=trainer,
         tokenizer=inputs.tokenizer,
