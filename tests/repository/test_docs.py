@@ -27,6 +27,7 @@ from chatty import PAIRS, ROWS, save_base, save_rows
 from ranks import run_torchrun
 
 from infinity import Config, ConfigError
+from infinity.tools.cli import build_parser
 from infinity.tools.plan.machine_file import Machine
 
 ROOT = Path(__file__).parents[2]
@@ -146,8 +147,23 @@ def test_the_blocks_run_one_after_the_other_as_printed(name, tmp_path):
     assert not list(tmp_path.glob(".infinity-*")), "swap files were left behind"
 
 
+# Commands that need the hub, a server of somebody's, or run until they are ended
+OUTSIDE = [each for each in commands() if re.search("--prometheus|--push|--log wandb", each)]
+
+
+@pytest.mark.parametrize("command", OUTSIDE)
+def test_the_commands_that_need_others_are_read(command):
+    """Method: the command's own parser. Twin: an option that it does not have."""
+    for open_, meant in FILLED.items():
+        command = command.replace(open_, meant)
+    words = shlex.split(command)[1:]
+    assert build_parser().parse_args(words).subcommand == words[0]
+    with pytest.raises(SystemExit):
+        build_parser().parse_args([*words, "--pusch"])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", [each for each in commands() if each not in OUTSIDE])
 def test_the_commands_run(command, tmp_path):
     """Method: each command in an empty folder with a small model and a text, with what it leaves
     open filled in."""
