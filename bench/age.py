@@ -203,8 +203,8 @@ def figures(folder: Path = RESULTS, found: Sequence[Age] = ()) -> str:
             lines.append(
                 (
                     what,
-                    f"{row.median:.3g} {row.unit}{less}",
-                    f"{low:.3g}, {high:.3g}",
+                    f"{_number(row.median)} {row.unit}{less}",
+                    f"{_number(low)}, {_number(high)}",
                     share,
                     against,
                     str(run["date"]),
@@ -213,6 +213,10 @@ def figures(folder: Path = RESULTS, found: Sequence[Age] = ()) -> str:
             )
             break
     return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
