@@ -129,7 +129,7 @@ SHAPES = {
                 CHAT[1],
             ]
         },
-        refused=("image_url", "no text", "picture"),
+        refused=("image_url", "not text", "picture"),
     ),
     "openai preference": Shape(
         {
