@@ -160,6 +160,8 @@ def check_fixed_values(checkpoint: Path, now: dict[str, Any], extra: dict[str, A
 def _difference(name: str, saved: Any, now: Any) -> str:
     if name == "data":
         return "other data, or another tokenizer or chat template"
+    if name == "base":
+        return "another --model, by its weights"
     if name == "parameters":
         return f"a model of {saved:,} parameters (now {now:,})" if saved else "another model"
     option = f"--{name.replace('_', '-')}"

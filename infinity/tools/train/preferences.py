@@ -4,6 +4,7 @@ the reference; here are its options, its data and what the job tells."""
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import logging
 import math
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import infinity
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+END_NBYTES = 1 << 20  # of each end of a file, by which it is known
+
+
 @dataclass(frozen=True, kw_only=True)
 class PreferenceInputs:
     """What is read for a job: the model's configuration, its tokenizer and the rows."""
@@ -72,6 +77,8 @@ def read_preference_inputs(
     model_config = read_model_config(args.model, trust=args.trust_remote_code)
     tokenizer = read_tokenizer(args.model, trust=args.trust_remote_code)
     check_vocabulary(model_config, tokenizer)
+    if tokenizer is not None and tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # as TRL's DPO has it
     length = choose_sequence_length(args.sequence_length, model_config, DEFAULT_ROW_LENGTH)
     preferred = read_preferred(files, tokenizer, args.method)
     for line in preferred.told:
@@ -171,15 +178,39 @@ class PreferenceJob:
         }
 
 
-def _count_unlearned(trainer: Any, inputs: PreferenceInputs, method: Method) -> int:
-    """Counts the rows whose prompt leaves no room for an answer: TRL leaves them out, and TRL 1.1
-    learns nothing of them."""
+def _count_unlearned(trainer: Any, inputs: PreferenceInputs, method: Method) -> tuple[int, int]:
+    """Counts the rows whose prompt leaves no room for an answer: all, and those among the trainer's
+    rows. TRL leaves them out, or learns nothing of them; of ORPO's and CPO's it makes nan, so they
+    are left out here."""
     rows = trainer.train_dataset
     is_unpaired = not method.paired and "rejected" in inputs.preferred.rows.column_names
     left_out = len(inputs.preferred.rows) * (1 + is_unpaired) - len(rows)
+    if "chosen_labels" in rows.column_names:
+        labels = zip(rows["chosen_labels"], rows["rejected_labels"])
+        learned = [
+            at for at, each in enumerate(labels) if all(max(its, default=-100) >= 0 for its in each)
+        ]
+        left_out += len(rows) - len(learned)
+        if len(learned) < len(rows):
+            trainer.train_dataset = rows.select(learned)
+        return left_out, 0 if learned else len(rows)
     if "prompt_ids" not in rows.column_names:
-        return left_out
-    return left_out + sum(len(prompt) >= inputs.length for prompt in rows["prompt_ids"])
+        return left_out, 0 if len(rows) else 1
+    kept = sum(len(prompt) >= inputs.length for prompt in rows["prompt_ids"])
+    return left_out + kept, kept if len(rows) else 1
+
+
+def _fingerprint_of(model: str) -> str:
+    """Returns what tells a model from another of the same shape: the ends of its weight files, or
+    its name on the hub."""
+    digest = hashlib.sha256()
+    files = sorted(Path(model).glob("*.safetensors"))
+    for path in files:
+        with path.open("rb") as file:
+            digest.update(file.read(END_NBYTES))
+            file.seek(max(0, path.stat().st_size - END_NBYTES))
+            digest.update(file.read())
+    return digest.hexdigest()[:16] if files else str(model)
 
 
 def _fixed_values(
@@ -190,6 +221,7 @@ def _fixed_values(
     names += ("lora_rank", "precompute_reference", "warmup_steps")
     return {name: getattr(args, name) for name in names} | {
         "data": inputs.preferred.fingerprint,
+        "base": _fingerprint_of(args.model),
         "master": config.master,
         "moments": config.moments,
         "sequence_length": inputs.length,
@@ -254,12 +286,13 @@ def make_preference_job(
     trainer.remove_callback(transformers.PrinterCallback)  # standard output is the command's
     name_base(trainer.model, args.model)
     rows = len(trainer.train_dataset)
-    unlearned = _count_unlearned(trainer, inputs, method)
-    if unlearned >= rows:
+    unlearned, kept = _count_unlearned(trainer, inputs, method)
+    if kept >= rows:
         raise ConfigError(
             f"--data: no prompt of {inputs.preferred.source} leaves room for an answer in"
             f" {inputs.length} tokens. Give a larger --sequence-length"
         )
+    rows = len(trainer.train_dataset)
     per_step = args.batch_size * args.accumulate * ranks.count
     args.steps = args.steps or max(1, math.ceil((args.epochs or 1.0) * rows / per_step))
     set_defaults(args)

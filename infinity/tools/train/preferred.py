@@ -8,6 +8,7 @@ chat    rows of messages, which the chat template renders; the other kind of row
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -23,7 +24,7 @@ from .methods import METHODS, Method
 
 PROMPTS = tuple(dict.fromkeys(question for question, _ in PAIRS))
 UNREAD = ""  # in a row that is being made: keys that the template does not read
-TRUTHS = {"true": True, "false": False, "1": True, "0": False}
+TRUTHS = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
 NEEDED = {
     True: "chosen and rejected, with prompt or messages",
     False: "a label, with prompt and completion or with messages; or chosen and rejected",
@@ -59,9 +60,14 @@ class PreferredForm:
     variables: str | None = None
 
     @property
+    def said(self) -> list[str]:
+        main = (self.messages, self.prompt, self.chosen, self.rejected, self.answer)
+        return [name for name in main if name]
+
+    @property
     def used(self) -> list[str]:
-        main = (self.messages, self.prompt, self.chosen, self.rejected, self.answer, self.label)
-        return [name for name in (*main, self.system, self.tools, self.variables) if name]
+        beside = (self.label, self.system, self.tools, self.variables)
+        return [*self.said, *(name for name in beside if name)]
 
 
 def read_preferred(
@@ -83,7 +89,8 @@ def read_preferred(
         has_template = bool(tokenizer.chat_template)
         template = str(tokenizer.chat_template or PLAIN_TEMPLATE)
         made, empty, same, unread = [], 0, 0, set[str]()
-        digest = hashlib.sha256()
+        digest = hashlib.sha256(template.encode())
+        digest.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
         for at, row in enumerate(data.select_columns(form.used), 1):
             if all(is_empty(row[name]) for name in form.used if name != form.label):
                 empty += 1
@@ -100,6 +107,11 @@ def read_preferred(
             digest.update(json.dumps(found, sort_keys=True, default=str).encode())
         if not made:
             raise ConfigError(f"--data: all samples of {files.source} are empty.")
+        if not _is_chat(made[0]) and tokenizer.eos_token is None:
+            raise ConfigError(
+                f"--data: the answers of {files.source} are texts, and the tokenizer has no token"
+                " that ends one. Write them as messages, or give it an eos_token."
+            )
         _check_labels(made, files.source, method)
         chat = _is_chat(made[0])
         rows = datasets.Dataset.from_list(made, features=_features(datasets, made, files.source))
@@ -120,6 +132,9 @@ def _features(datasets: Any, made: list[dict[str, Any]], source: str) -> Any:
     variables: JSON, since Arrow gives each the keys of all others. None: Arrow finds them."""
     keys = {key for row in made for key in row}
     said = [each for row in made for value in row.values() for each in _messages(value)]
+    if "tools" in keys:  # the first row has the names of all columns
+        for row in made:
+            row.setdefault("tools", None)
     if "chat_template_kwargs" in keys:
         for row in made:
             row.setdefault("chat_template_kwargs", {})
@@ -285,13 +300,15 @@ def _row(
             else read({key: value}, key, "assistant", chat=True)
             for key, value in found.items()
         }
-        before = [{"role": "user", "content": before}] if isinstance(before, str) else before
+        if isinstance(before, str):
+            before = [{"role": "user", "content": before}] if before.strip() else []
         made: dict[str, Any] = _without_prompt(before, answers)
         said = samples.system_of(row, form.system, _first_system(made["prompt"]))
         made["prompt"] = [*([said] if said else []), *made["prompt"]]
         if not made["prompt"]:
             raise ConfigError("no question comes before the answers. Add a prompt.")
-        if tools := samples.parsed(row, form.tools, list):
+        bare = any(map(_is_bare, (row[name] for name in form.said)))
+        if tools := samples.tools_of(row, form.tools, bare=bare, padded=padded):
             made["tools"] = json.dumps(tools)
         if variables := samples.parsed(row, form.variables, dict):
             made["chat_template_kwargs"] = samples.unpadded(variables)
@@ -305,7 +322,7 @@ def _row(
                     f"{name} is for a chat, and the prompt and answers are texts. Write them as"
                     " messages, or remove the column."
                 )
-        if form.prompt and not before:
+        if form.prompt and not (before or "").strip():
             raise ConfigError(f"{form.prompt} is empty. Give the question, or remove the sample.")
         made = ({"prompt": before} if form.prompt else {}) | found
     if form.label:
@@ -315,6 +332,11 @@ def _row(
 
 def _given(row: dict[str, Any], name: str) -> Any:
     value = row[name]
+    if isinstance(value, str) and value.lstrip().startswith("[{"):  # a list as text, as in CSV
+        with contextlib.suppress(ValueError):
+            told = json.loads(value)
+            if all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in told):
+                value = told
     if isinstance(value, dict):
         return [value]
     if value is not None and not isinstance(value, (str, list)):
@@ -372,16 +394,67 @@ def _without_prompt(before: Any, answers: dict[str, Any]) -> dict[str, Any]:
             min(map(len, answers.values())) - 1,
         )
     asked = answers.get("chosen", [])[:shared]
-    if asked:  # UltraFeedback has the prompt beside it as well, as text
-        before = asked if before and before[-1] == asked[-1] else [*(before or []), *asked]
-        answers = {key: value[shared:] for key, value in answers.items()}
+    answers = {key: value[shared:] for key, value in answers.items()}
     for key, value in answers.items():
-        if not value or any(each["role"] == "user" for each in value):
+        if not value or any(each["role"] not in ("assistant", "tool") for each in value):
             raise ConfigError(
                 f"{key} has messages that are no answer to the same question. Begin chosen and"
                 " rejected with the same messages, or write these into prompt."
             )
-    return {"prompt": list(before or []), **answers}
+        if not any(set(each) - {"role"} and _says(each) for each in value):
+            raise ConfigError(f"{key} is empty. Give the answer, or remove the sample.")
+    return {"prompt": _joined(list(before or []), asked, answers), **answers}
+
+
+def _says(message: dict[str, Any]) -> bool:
+    return any(not is_empty(value) for key, value in message.items() if key != "role")
+
+
+def _joined(
+    before: list[dict[str, Any]], asked: list[dict[str, Any]], answers: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Joins the prompt beside the answers with what both answers begin with. One may repeat the
+    other, in whole or in its first or last turns, and end with one of the answers, as the columns
+    of UltraFeedback do. Raises ConfigError if they are two questions."""
+    for answer in answers.values():
+        if _are_same(before[-len(answer) :], answer):
+            before = before[: -len(answer)]
+            break
+    if not before or not asked:
+        joined = before or asked
+    elif _are_same(asked[-len(before) :], before) or _are_same(asked[: len(before)], before):
+        joined = asked
+    elif _are_same(before[-len(asked) :], asked):
+        joined = [*before[: -len(asked)], *asked]
+    elif before[-1]["role"] != "user" and asked[0]["role"] == "user":  # what came before it
+        joined = [*before, *asked]
+    else:
+        raise ConfigError(
+            "the prompt and what both answers begin with are two questions. Write all of it into"
+            " one of them."
+        )
+    if joined and joined[-1]["role"] == "assistant":
+        raise ConfigError(
+            "the prompt ends with an answer. Remove it from the prompt, or write the question that"
+            " follows."
+        )
+    return joined
+
+
+def _are_same(some: list[dict[str, Any]], others: list[dict[str, Any]]) -> bool:
+    """Tells whether two lists say the same, but for blanks around it."""
+
+    def said(message: dict[str, Any]) -> dict[str, Any]:
+        content = message.get("content")
+        return message | {"content": content.strip() if isinstance(content, str) else content}
+
+    return bool(others) and list(map(said, some)) == list(map(said, others))
+
+
+def _is_bare(value: Any) -> bool:
+    """Tells whether a column is of a format that has functions without what they are wrapped in."""
+    first = value[0] if isinstance(value, list) and value else None
+    return isinstance(value, str) or (isinstance(first, dict) and first.get("from") is not None)
 
 
 def _first_system(prompt: list[dict[str, Any]]) -> dict[str, Any] | None:

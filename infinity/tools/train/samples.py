@@ -50,7 +50,6 @@ def read_sample(row: dict[str, Any], form: Form, *, template: str, padded: bool)
     rows have with None. Raises ConfigError if the row cannot be used whole."""
     if form.text:
         return Sample(text=_text(row, form.text)) if row[form.text] else None
-    tools = parsed(row, form.tools, list)
     start: int | None = None
     if form.messages:
         given = parsed(row, form.messages, list)
@@ -92,12 +91,7 @@ def read_sample(row: dict[str, Any], form: Form, *, template: str, padded: bool)
         learned = [at >= start for at in range(len(read))]
     else:
         start = None
-    if tools is not None:
-        tools = [parsed({form.tools: tool}, form.tools, dict) for tool in tools]
-    if padded:
-        tools = unpadded(tools)
-    if tools is not None and (bare_tools or str(form.tools).strip().lower() == "functions"):
-        tools = [_wrapped(tool) for tool in tools]  # as templates want them
+    tools = tools_of(row, form.tools, bare=bare_tools, padded=padded)
     found = Sample(
         messages=messages,
         start=start,
@@ -337,6 +331,19 @@ def _calls(said: Any) -> list[dict[str, Any]] | None:
     if not calls or not all(isinstance(call, dict) and "name" in call for call in calls):
         return None
     return [{"type": "function", "function": call} for call in calls]
+
+
+def tools_of(row: dict[str, Any], column: str | None, *, bare: bool, padded: bool) -> Any:
+    """Returns the tools of a row as templates want them. ``bare``: its format has functions alone,
+    not what they are wrapped in."""
+    tools = parsed(row, column, list)
+    if tools is not None:
+        tools = [parsed({column: tool}, column, dict) for tool in tools]
+    if padded:
+        tools = unpadded(tools)
+    if tools is not None and (bare or str(column).strip().lower() == "functions"):
+        tools = [_wrapped(tool) for tool in tools]
+    return tools
 
 
 def _wrapped(tool: Any) -> Any:

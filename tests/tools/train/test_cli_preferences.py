@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,9 @@ from safetensors.torch import load_file
 
 import infinity.tools.cli
 from infinity.errors import ConfigError
+from infinity.tools.train import preferences
 from infinity.tools.train.example_files import find_examples
+from infinity.tools.train.examples import PLAIN_TEMPLATE
 from infinity.tools.train.preferred import read_preferred
 
 trl = Lazily("trl")
@@ -190,6 +194,8 @@ def test_a_reference_that_is_asked_once_gives_the_same(base, train, tmp_path):
 
 ASKED = chat_of("What is 1+2?", "3.")[:1]
 GOOD, BAD = ({"role": "assistant", "content": said} for said in ("3.", "4."))
+BRIEF = {"role": "system", "content": "Be brief."}
+TALK = [*chat_of("Q1", "a1"), {"role": "user", "content": "Q2"}]
 AS_CHAT = {"prompt": ASKED, "chosen": [GOOD], "rejected": [BAD]}
 FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # method, sample, TRL's row
     "text": ("dpo", PAIRED[0], PAIRED[0]),
@@ -227,6 +233,48 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # method, samp
         "kto",
         {"prompt": "What is 1+2?", "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]},
         AS_CHAT,
+    ),
+    "json text in cells": (
+        "dpo",
+        {key: json.dumps(value) if key != "prompt" else value for key, value in AS_CHAT.items()}
+        | {"prompt": "What is 1+2?"},
+        AS_CHAT,
+    ),
+    "the columns of ultrafeedback": (
+        "dpo",
+        {"prompt": "What is 1+2?", "messages": [*ASKED, GOOD]}
+        | {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]},
+        AS_CHAT,
+    ),
+    "a conversation that ends with its answer, and answers": (
+        "orpo",
+        {"messages": [*ASKED, GOOD], "chosen": "3.", "rejected": "4."},
+        AS_CHAT,
+    ),
+    "a prompt with blanks around it": (
+        "dpo",
+        {"prompt": "What is 1+2? ", "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]},
+        AS_CHAT,
+    ),
+    "a first question as text": (
+        "dpo",
+        {"prompt": "Q1", "chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]},
+        {"prompt": TALK, "chosen": [GOOD], "rejected": [BAD]},
+    ),
+    "a system message in the prompt alone": (
+        "dpo",
+        {"prompt": [BRIEF, *ASKED], "chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]},
+        AS_CHAT | {"prompt": [BRIEF, *ASKED]},
+    ),
+    "what was said before in the prompt alone": (
+        "dpo",
+        {"prompt": TALK, "chosen": [TALK[-1], GOOD], "rejected": [TALK[-1], BAD]},
+        {"prompt": TALK, "chosen": [GOOD], "rejected": [BAD]},
+    ),
+    "a prompt that comes before both": (
+        "dpo",
+        {"prompt": TALK[:2], "chosen": [TALK[-1], GOOD], "rejected": [TALK[-1], BAD]},
+        {"prompt": TALK, "chosen": [GOOD], "rejected": [BAD]},
     ),
     "a system message": (
         "dpo",
@@ -281,12 +329,47 @@ def test_calls_of_tools_and_variables_reach_the_template_as_they_are(base, tmp_p
         assert ("calm" in text) == (name == "b") and "null" not in text and "None" not in text
 
 
+def test_tools_of_some_samples_are_not_lost(base, tmp_path):
+    """Method: a sample without tools before one with them, as lists and as text of functions alone;
+    each row has its own. Twin: a file without tools has no column of them."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = (
+        "{{ tools }}{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    )
+    tool = {"type": "function", "function": {"name": "f"}}
+    for asked, tools in ((ASKED, [tool]), ("What is 1+2?", json.dumps([tool["function"]]))):
+        none = AS_CHAT | {"prompt": asked, "tools": None}
+        save_rows(tmp_path / "a.jsonl", [none, none | {"tools": tools}])
+        found = read_preferred(find_examples(tmp_path / "a.jsonl"), tokenizer, "dpo")
+        assert [row["tools"] for row in found.rows] == [None, json.dumps([tool])]
+    save_rows(tmp_path / "a.jsonl", [AS_CHAT] * 2)
+    found = read_preferred(find_examples(tmp_path / "a.jsonl"), tokenizer, "dpo")
+    assert found.rows.column_names == ["prompt", "chosen", "rejected"]
+
+
+def test_a_fingerprint_is_of_the_rows_as_the_template_renders_them(base, tmp_path):
+    """Method: the same file by two templates and two vocabularies. Twin: read twice."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    files = find_examples(save_rows(tmp_path / "a.jsonl", [AS_CHAT] * 2))
+    first, again = (read_preferred(files, tokenizer, "dpo").fingerprint for _ in range(2))
+    template = tokenizer.chat_template
+    tokenizer.chat_template = f"Hello. {template or PLAIN_TEMPLATE}"
+    other = read_preferred(files, tokenizer, "dpo").fingerprint
+    tokenizer.chat_template = template
+    tokenizer.add_tokens(["<new>"])
+    assert (
+        first == again
+        and len({first, other, read_preferred(files, tokenizer, "dpo").fingerprint}) == 3
+    )
+
+
 @pytest.mark.parametrize("name", ["label", "kto_tag", "is_rejected"])
 def test_a_label_tells_good_answers_from_bad_ones(name, base, tmp_path):
     """As a truth, a number or its text, after a pair or a conversation. Twin: of rejected ones it
     is turned."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-    for at, (said, turned) in enumerate(((True, False), (1, 0), ("True", "false"))):
+    values = ((True, False), (1, 0), ("True", "false"), (1.0, 0.0))
+    for at, (said, turned) in enumerate(values):
         rows = [{"prompt": "1+1?", "completion": "2."}, {"messages": chat_of("1+1?", "2.")}]
         both = [rows[at % 2] | {name: value} for value in (said, turned)]
         files = find_examples(save_rows(tmp_path / f"{at}.jsonl", both))
@@ -342,6 +425,36 @@ REFUSED: dict[str, tuple[str, list[dict], str, str]] = {  # method, rows, what i
     "both": ("kto", [PAIR | {"label": True}], "column label (first in sample 1)", "Remove the col"),
     "pictures": ("dpo", [PAIR | {"images": ["a.png"]}], "the column images", "and the column"),
     "a context": ("dpo", [PAIR | {"context": "d"}], "column context", "Write it into the prompt"),
+    "two questions": (
+        "dpo",
+        [{"prompt": "Q3", "chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]}],
+        "sample 1: the prompt and what both answers begin with are two questions",
+        "into one of them",
+    ),
+    "a prompt that ends with an answer": (
+        "dpo",
+        [{"prompt": TALK[:2], "chosen": [GOOD], "rejected": [BAD]}],
+        "sample 1: the prompt ends with an answer",
+        "Remove it from the prompt",
+    ),
+    "a message without content": (
+        "dpo",
+        [AS_CHAT | {"rejected": [BAD | {"content": ""}]}],
+        "sample 1: rejected is empty",
+        "remove the sample",
+    ),
+    "a system message as an answer": (
+        "dpo",
+        [AS_CHAT | {"chosen": [BRIEF]}],
+        "sample 1: chosen has messages that are no answer",
+        "into prompt",
+    ),
+    "an empty question before messages": (
+        "dpo",
+        [AS_CHAT | {"prompt": " "}],
+        "sample 1: no question comes before",
+        "Add a prompt",
+    ),
     "an answer of no weight": (
         "dpo",
         [AS_CHAT | {"chosen": [GOOD | {"weight": 0}]}],
@@ -375,6 +488,39 @@ def test_a_file_that_a_method_cannot_learn_of_is_refused(what, train):
     )
     assert status == 2 and said in err and way_out in err, err
     assert "Traceback" not in err and not Path("tuned").exists()
+
+
+def test_models_of_one_shape_are_told_apart_by_their_weights(base, tmp_path):
+    """Twin: a copy of the folder is the same model."""
+    for name in ("copy", "other"):
+        shutil.copytree(base, tmp_path / name)
+    (file,) = (tmp_path / "other").glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    told = [preferences._fingerprint_of(str(each)) for each in (base, tmp_path / "copy")]
+    assert told[0] == told[1] != preferences._fingerprint_of(str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("method", ["orpo", "simpo"])
+def test_rows_of_which_nothing_is_learned_make_no_nan(method, train):
+    """Method: a prompt that is longer than a row, beside others; its row is left out and counted.
+    Twin: without it nothing is told."""
+    save_rows(Path("data.jsonl"), [*PAIRED, PAIRED[0] | {"prompt": "long " * 80}])
+    words = ("--method", method, "--data", "data.jsonl", *SAID, "--steps", "4", "--json")
+    status, out, err = train(*words)
+    assert status == 0 and "Of 1 answer nothing is learned" in err, err
+    assert all(math.isfinite(each) for each in json.loads(out)["losses"])
+
+
+def test_half_of_the_prompts_may_be_too_long(train):
+    """Method: three of six pairs leave no room; the others are learned. Twin: all six, refused."""
+    long = [row | {"prompt": "long " * 20} for row in PAIRED]
+    save_rows(Path("data.jsonl"), [*PAIRED[:3], *long[3:]])
+    words = ("--method", "dpo", "--data", "data.jsonl", *SAID, "--steps", "1")
+    status, out, err = train(*words)
+    assert status == 0 and "Of 3 answers nothing is learned" in out, err
+    save_rows(Path("data.jsonl"), long)
+    status, _, err = train(*words)
+    assert status == 2 and "no prompt of data.jsonl leaves room" in err
 
 
 @pytest.mark.parametrize("method", ["dpo", "kto"])
@@ -450,6 +596,10 @@ def test_a_job_that_goes_on_has_the_bits_of_one_that_did_not_stop(method, train,
     assert status == 2 and "saved holds a checkpoint already" in err
     status, _, err = train(*saving, "--resume", "--beta", "0.2")
     assert status == 2 and "made with --beta 0.3 (now 0.2)" in err
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preferences, "_fingerprint_of", lambda model: "another")
+        status, _, err = train(*saving, "--resume")
+    assert status == 2 and "made with another --model, by its weights" in err
     status, _, err = train("--data", "data.jsonl", "--checkpoint", "saved", "--overwrite")
     assert status == 2 and "saved is of a job with a --method that this one lacks" in err
 
