@@ -209,7 +209,17 @@ class _Target:
             sources = self.change(sources)
         if self.model is None or not _has_all(self.model, own, sources):
             return sources
-        of_tensor = {id(own[name]): source for name, source in sources.items() if name in own}
+        of_tensor: dict[int, Source] = {}
+        names: dict[int, str] = {}
+        for name in sources.keys() & own.keys():
+            tied, source = id(own[name]), sources[name]
+            if tied in names and not torch.equal(of_tensor[tied].read(), source.read()):
+                raise ConfigError(
+                    f"{names[tied]} and {name} are tied by the configuration, and their values"
+                    " differ, so that transformers does not tie them. Set tie_word_embeddings to"
+                    " false in config.json"
+                )
+            of_tensor[tied], names[tied] = source, name
         named = {
             name: sources.get(name, of_tensor[id(own[name])])
             for name in names_to_write(self.model, own)

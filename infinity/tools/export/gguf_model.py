@@ -8,6 +8,7 @@ row     the last axis of a matrix, in whole blocks of 32 in q8_0
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 from collections.abc import Callable
@@ -61,7 +62,11 @@ def remedy_of(out: Path) -> str:
 def check_family(folder: Path, out: Path) -> None:
     """Raises ConfigError if the model that ``folder`` describes is of another family. Builds
     nothing."""
-    kind = json.loads((folder / "config.json").read_text()).get("model_type")
+    try:
+        told = json.loads((folder / "config.json").read_text())
+        kind = told.get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(f"{folder / 'config.json'} is not a model's configuration") from error
     if kind not in FAMILIES:
         raise _other_family(str(kind), remedy_of(out))
 
@@ -100,7 +105,7 @@ def write_gguf(
     remedy = remedy_of(out)
     family = _family_of(model, remedy)
     assert model is not None
-    rope = _Rope.of(model.config, remedy)
+    rope = _Rope.of(model.config, family, remedy)
     named = _named(gguf, family, model, sources, rope, remedy)
     tokenizer = read_tokenizer(beside, remedy)
     notes = _notes_of_window(model.config)
@@ -111,6 +116,7 @@ def write_gguf(
             nrows = named["token_embd.weight"].shape[0]
             writer.add_vocab_size(nrows)
             notes += write_vocabulary(writer, tokenizer, nrows, remedy)
+            notes += _write_other_ends(writer, model.config, beside, tokenizer)
             of_tensor = {name: _kind_of(source, kind) for name, source in named.items()}
             for name, source in named.items():
                 numel, size = gguf.GGML_QUANT_SIZES[_type(gguf, of_tensor[name])]
@@ -191,7 +197,7 @@ class _Rope:
     factors: torch.Tensor | None  # of llama3: by what each frequency is divided, in fp32
 
     @classmethod
-    def of(cls, config: Any, remedy: str) -> _Rope:
+    def of(cls, config: Any, family: _Family, remedy: str) -> _Rope:
         """Reads a configuration of transformers. Raises ConfigError for another kind, or settings
         of one, for which llama.cpp has no place."""
         theirs = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
@@ -205,11 +211,12 @@ class _Rope:
             "default": set(),
             "linear": {"factor"},
             "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"},
-            "llama3": {
+        }
+        if family.arch == "llama":  # the others' code has no place for factors
+            known["llama3"] = {
                 *("factor", "original_max_position_embeddings"),
                 *("low_freq_factor", "high_freq_factor"),
-            },
-        }
+            }
         if kind not in known or (more := told.keys() - known[kind]):
             what = f"rope_type {kind!r}" if kind not in known else f"{', '.join(sorted(more))}"
             raise ConfigError(
@@ -254,6 +261,23 @@ def _notes_of_window(config: Any) -> list[str]:
     return [f"context of {most} tokens, the length of its window, for which llama.cpp has no place"]
 
 
+def _write_other_ends(writer: Any, config: Any, beside: Path | None, tokenizer: Any) -> list[str]:
+    """Adds a second token that ends an answer: a file has room for the tokenizer's own and one
+    more. Returns what is said of others."""
+    told = None
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        told = json.loads((Path(beside or "") / "generation_config.json").read_text()).get(
+            "eos_token_id"
+        )
+    told = config.eos_token_id if told is None else told
+    given = told if isinstance(told, list) else [told]
+    ends = [each for each in given if each not in (None, tokenizer.eos_token_id)]
+    if ends:
+        writer.add_eot_token_id(ends[0])
+    left = ", ".join(map(str, ends[1:]))
+    return [f"without the end tokens {left}: a file has room for two"] if left else []
+
+
 def _write_sizes(gguf: Any, writer: Any, config: Any, rope: _Rope, kind: str) -> None:
     writer.add_type("model")
     writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"])
@@ -290,6 +314,12 @@ def _named(
     if config.tie_word_embeddings:
         wanted.pop("lm_head.weight", None)
         sources = {name: each for name, each in sources.items() if name != "lm_head.weight"}
+    for name in sources.keys() & wanted.keys():
+        if (shape := tuple(sources[name].shape)) != tuple(wanted[name].shape):
+            raise ConfigError(
+                f"{name} is of shape {shape}, and config.json says {tuple(wanted[name].shape)}:"
+                " give the configuration that the weights were saved with"
+            )
     found, homeless = {}, []
     for name, source in sources.items():
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
@@ -341,6 +371,12 @@ def _codes(gguf: Any, name: str, value: torch.Tensor, kind: str) -> np.ndarray:
     """Returns the bytes of a tensor: as torch casts, q8_0 as gguf quantizes. Raises ConfigError for
     values beyond f16."""
     if kind == "q8_0":
+        most = value.float().abs().max().item()
+        if not most / 127 <= 65504:  # NaN is not, either
+            raise ConfigError(
+                f"{name} has values up to {most:.3g}, and q8_0 has an f16 scale for each 32 of"
+                " them: take --gguf bf16"
+            )
         return gguf.quants.quantize(value.float().numpy(), _type(gguf, kind))
     dtypes = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
     made = value.to(dtypes[kind]).contiguous()

@@ -26,6 +26,12 @@ def check_push(args: argparse.Namespace) -> None:
                 f"--{option} {path} lies in --out {args.out} and would be sent along. Give another"
                 " place."
             )
+    there = sorted(each.name for each in args.out.iterdir()) if args.out.is_dir() else []
+    if foreign := [name for name in there if name.startswith(".") or (args.out / name).is_dir()]:
+        raise ConfigError(
+            f"--out {args.out} holds {foreign[0]}, which would be sent along. Move it, or give"
+            " another folder."
+        )
     try:
         import huggingface_hub
         from huggingface_hub.utils import validate_repo_id

@@ -120,9 +120,10 @@ class Trackers:
         start, and each tier's peak."""
         if not self._open:
             return
+        rates = job.schedulers[0]  # it has the rate of the next step already
         values = {
             "train/loss": job.losses[-1],
-            "train/lr": job.optimizers[0].param_groups[0]["lr"],
+            "train/lr": rates.base_lrs[0] * rates.lr_lambdas[0](rates.last_epoch - 1),
             "speed/tokens_per_second": job.tokens_per_step / job.step_seconds[-1],
             "speed/stall_share": counts.stall_share,
         }

@@ -230,6 +230,88 @@ def test_a_value_beyond_f16_leaves_the_file_before(saved, tmp_path, capsys):
     assert torch.from_numpy(data).view(torch.bfloat16)[3, 5] == torch.tensor(1e5).bfloat16()
 
 
+@pytest.mark.parametrize("key", ["num_key_value_heads", "intermediate_size", "vocab_size"])
+def test_a_configuration_of_other_shapes_is_refused(key, saved, tmp_path, capsys):
+    """Twin: the folder as it was saved is written by all other tests."""
+    folder = shutil.copytree(saved("llama"), tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: 2 * config[key]}))
+    assert export(folder, tmp_path / "out.gguf", "f16") == 2
+    assert "is of shape" in (error := capsys.readouterr().err) and "config.json says" in error
+    assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize("out", ["out.gguf", "out"])
+def test_a_head_of_its_own_is_not_lost_though_the_configuration_ties_it(
+    out, saved, tmp_path, capsys
+):
+    """Method: a folder that says tied, with a head of other values, which transformers does not
+    tie: as GGUF and as a folder. Twins: a head of the same values, and one that is not tied."""
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(saved("llama"), tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    whole = load_file(folder / "model.safetensors")
+    table = whole["model.embed_tokens.weight"]
+    words = ["export", str(folder), str(tmp_path / out), "--overwrite"]
+    words += ["--gguf", "bf16"] if out.endswith(".gguf") else []
+    for head, tied, status in (
+        (table + 1, True, 2),
+        (table.clone(), True, 0),
+        (table + 1, False, 0),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": tied}))
+        save_file(whole | {"lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+        assert main(words) == status
+    assert "their values differ" in capsys.readouterr().err
+
+
+def test_factors_of_llama3_are_for_llamas_alone(saved, tmp_path, capsys):
+    """Method: a Qwen with them; llama.cpp's code for Qwens has no place. Twin: the Llama above."""
+    folder = shutil.copytree(saved("qwen2"), tmp_path / "folder")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_parameters": LLAMA3}))
+    assert export(folder, tmp_path / "out.gguf", "f16") == 2
+    assert "rope_type 'llama3'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", [1e9, float("nan")])
+def test_a_value_beyond_the_scales_of_q8_0_is_refused(value, saved, tmp_path, capsys):
+    """Twin: 1e5, which q8_0 has and f16 has not."""
+    from safetensors.torch import load_file, save_file
+
+    folder = shutil.copytree(saved("qwen2"), tmp_path / "folder")
+    whole = load_file(folder / "model.safetensors")
+    for at, status in ((value, 2), (1e5, 0)):
+        whole["model.layers.1.mlp.down_proj.weight"][3, 5] = at
+        save_file(whole, folder / "model.safetensors", {"format": "pt"})
+        assert export(folder, tmp_path / "out.gguf", "q8_0") == status
+    assert "blk.1.ffn_down.weight has values up to" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more, eot, told", [([], None, 0), ([9], 9, 0), ([9, 10], 9, 1)])
+def test_a_second_end_token_is_written_and_a_third_is_told(
+    more, eot, told, saved, tmp_path, capsys
+):
+    """Method: what a folder's generation_config.json says, beside the tokenizer's own."""
+    folder = shutil.copytree(saved("llama"), tmp_path / "folder")
+    own = transformers.AutoTokenizer.from_pretrained(folder).eos_token_id
+    settings = json.dumps({"eos_token_id": [own, *more]})
+    (folder / "generation_config.json").write_text(settings)
+    assert export(folder, tmp_path / "out.gguf", "f16") == 0
+    assert fields_of(tmp_path / "out.gguf").get("tokenizer.ggml.eot_token_id") == eot
+    assert capsys.readouterr().out.count("without the end tokens 10") == told
+
+
+@pytest.mark.parametrize("text", ['{"model_type": "lla', "[]"])
+def test_a_broken_configuration_is_named(text, saved, tmp_path, capsys):
+    """Method: cut off, and a list. Twin: the whole one of other tests."""
+    folder = shutil.copytree(saved("llama"), tmp_path / "folder")
+    (folder / "config.json").write_text(text)
+    assert export(folder, tmp_path / "out.gguf", "f16") == 2
+    assert "config.json is not a model's configuration" in capsys.readouterr().err
+
+
 def test_a_missing_or_foreign_tensor_is_named(saved, tmp_path, capsys):
     """Takes a tensor from a folder's file, and adds one: both are refused by name."""
     from safetensors.torch import load_file, save_file

@@ -25,6 +25,9 @@ WORDS = (
 )
 
 
+NO_OUTPUTS = {"checkpoint": None, "tensorboard": None, "trace": None}
+
+
 class Hub:
     """A double of HfApi. ``fails``: the method that raises."""
 
@@ -135,6 +138,21 @@ def test_what_would_prevent_it_is_told_first(patched, given, words, hub, monkeyp
     with pytest.raises(ConfigError, match=words):
         check_push(options(**given))
     assert hub.calls == []  # no request is made for what cannot be
+
+
+@pytest.mark.parametrize("name", [".env", "data/private.jsonl"])
+def test_files_of_others_in_the_folder_are_not_sent(name, hub, tmp_path):
+    """Method: a hidden file and a folder in `--out`; refused before anything else. Twin: a folder
+    that holds a model's files alone."""
+    given = argparse.Namespace(
+        push="small", out=tmp_path, overwrite=True, resume=False, **NO_OUTPUTS
+    )
+    (tmp_path / "model.safetensors").touch()
+    check_push(given)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="which would be sent along"):
+        check_push(given)
 
 
 @pytest.mark.parametrize("fails", ["whoami", "repo_exists"])
