@@ -32,6 +32,7 @@ PRES = {
     ((_OF_TEKKEN,), True): "tekken",
 }
 SPACE = "▁"  # SentencePiece's
+UNUSUAL = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")  # settings of a BPE
 _SPLITS = {("Isolated", False), ("Removed", True)}  # the two spellings of: each match is a word
 
 
@@ -81,7 +82,12 @@ def write_vocabulary(writer: Any, tokenizer: Any, nrows: int, remedy: str) -> li
     names = {at: token for token, at in vocabulary.items()}
     tokens = [names.get(at, f"[PAD{at}]") for at in range(nrows)]
     unused = {f"[PAD{at}]": 5 for at in range(nrows) if at not in names}  # gguf.TokenType
-    notes = []
+    notes = _notes_of(told)
+    if more := [name for name in UNUSUAL if told["model"].get(name)]:
+        raise ConfigError(
+            f"the tokenizer merges with {', '.join(more)}, for which a GGUF file has no place."
+            f" {remedy}"
+        )
     merges = [
         pair if isinstance(pair, list) else pair.split(" ") for pair in told["model"]["merges"]
     ]
@@ -93,7 +99,14 @@ def write_vocabulary(writer: Any, tokenizer: Any, nrows: int, remedy: str) -> li
         if scheme not in (None, "prepend"):
             notes.append("llama.cpp puts a space before a text behind a special token, too")
         ranks = {first + second: at for at, (first, second) in reversed(list(enumerate(merges)))}
-        writer.add_token_scores([-float(ranks.get(token, 0)) for token in tokens])
+        if told["model"].get("ignore_merges"):
+            raise ConfigError(f"the tokenizer takes whole words before it merges. {remedy}")
+        if other := _merged_otherwise(vocabulary, merges):
+            notes.append(
+                f"llama.cpp also merges {len(other):,} pairs of tokens, as"
+                f" {' and '.join(other[0])}, for which the tokenizer has no merge"
+            )
+        writer.add_token_scores([-float(ranks.get(token, len(merges))) for token in tokens])
         kinds |= {f"<0x{byte:02X}>": 6 for byte in range(256)}
         kinds |= {told["model"]["unk_token"]: 2} if told["model"].get("unk_token") else {}
     else:
@@ -104,6 +117,34 @@ def write_vocabulary(writer: Any, tokenizer: Any, nrows: int, remedy: str) -> li
     writer.add_token_types([(kinds | unused).get(token, 1) for token in tokens])
     _write_special(writer, tokenizer, remedy)
     return notes
+
+
+def _notes_of(told: dict[str, Any]) -> list[str]:
+    """Returns what llama.cpp does not do before it looks for tokens."""
+    steps = [each["type"] for each in _steps(told["normalizer"], "normalizers")]
+    notes = ["llama.cpp does not compose letters and accents (NFC)"] if "NFC" in steps else []
+    names = [
+        token["content"]
+        for token in told["added_tokens"]
+        if token.get("lstrip") or token.get("rstrip") or token.get("single_word")
+    ]
+    if names:
+        notes.append(f"llama.cpp leaves the spaces around {', '.join(names[:3])}, or takes it in")
+    return notes
+
+
+def _merged_otherwise(vocabulary: dict[str, int], merges: list[list[str]]) -> list[tuple[str, str]]:
+    """Returns pairs of tokens that make a token, and have no merge: SentencePiece merges them."""
+    known = {(first, second) for first, second in merges}
+    made = {first + second for first, second in known}
+    return [
+        (token[:at], token[at:])
+        for token in made
+        for at in range(1, len(token))
+        if token[:at] in vocabulary
+        and token[at:] in vocabulary
+        and (token[:at], token[at:]) not in known
+    ]
 
 
 def _kinds(told: dict[str, Any]) -> Iterator[tuple[str, int]]:
@@ -187,7 +228,9 @@ def _space_before(told: dict[str, Any], remedy: str) -> str | None:
             found = "prepend"
         elif kind == "Metaspace" and step["replacement"] == SPACE and not step.get("split", True):
             found = found or {"never": None}.get(step["prepend_scheme"], step["prepend_scheme"])
-        elif not (kind == "Replace" and step["content"] == SPACE):
+        elif not (
+            kind == "Replace" and step["content"] == SPACE and step["pattern"] == {"String": " "}
+        ):
             raise ConfigError(
                 f"the tokenizer changes or splits a text by {kind}, for which a GGUF file has no"
                 f" place. {remedy}"

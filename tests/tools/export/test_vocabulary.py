@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from infinity.errors import ConfigError
 from infinity.tools.cli import main
+from infinity.tools.export import vocabulary
 from infinity.tools.export.vocabulary import PRES, read_tokenizer, write_vocabulary
 
 
@@ -112,6 +113,55 @@ def test_a_tokenizer_that_llama_cpp_does_not_have_is_refused(change, tmp_path):
     modify(tokenizer)
     with pytest.raises(ConfigError, match=f"(?s){cause}.*REMEDY"):
         written(tokenizer, tmp_path)
+
+
+def test_what_llama_cpp_does_not_do_with_a_text_is_told(tmp_path):
+    """Method: NFC, an added token that takes the spaces around it in, and neither."""
+    tokenizer = save_tokenizer(tmp_path, "qwen2")
+    told = json.loads(tokenizer.backend_tokenizer.to_str())
+    token = {"id": len(tokenizer), "content": "<m>", "single_word": False, "lstrip": True}
+    token |= {"rstrip": True, "normalized": False, "special": False}
+    for changed, note in (
+        ({"normalizer": {"type": "NFC"}}, "NFC"),
+        ({"added_tokens": [*told["added_tokens"], token]}, "spaces around <m>"),
+        ({"normalizer": None}, ""),
+    ):
+        changed = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer.from_str(json.dumps(told | changed))
+        )
+        _, notes = written(changed, tmp_path)
+        assert [note in each for each in notes] == ([True] if note else [])
+
+
+def test_pairs_that_sentencepiece_merges_besides_are_told(tmp_path):
+    """By hand: "abc" is made of a and bc as well, for which there is no merge. Twin: with it."""
+    vocabulary = {token: at for at, token in enumerate("<unk> ▁ a b c bc ab abc".split())}
+    merges = [("b", "c"), ("a", "b"), ("ab", "c")]
+    for more, count in (([], 1), ([("a", "bc")], 0)):
+        model = models.BPE(vocabulary, [*merges, *more], byte_fallback=True, unk_token="<unk>")
+        own = Tokenizer(model)
+        own.normalizer = normalizers.Sequence(
+            [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        )
+        tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own)
+        fields, notes = written(tokenizer, tmp_path)
+        assert len(notes) == count and all(
+            "merges 1 pairs of tokens, as a and bc" in n for n in notes
+        )
+        score = dict(zip(fields["tokens"], fields["scores"]))
+        assert score["b"] < score["abc"] < score["bc"]
+
+
+@pytest.mark.parametrize("name", ["dropout", "continuing_subword_prefix", "end_of_word_suffix"])
+def test_a_tokenizer_that_merges_by_other_settings_is_refused(name, tmp_path):
+    """Twin: the same tokenizer without the setting, in other tests."""
+    tokenizer = save_tokenizer(tmp_path, "qwen2")
+    told = json.loads(tokenizer.backend_tokenizer.to_str())
+    told["model"][name] = 0.1 if name == "dropout" else "@"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vocabulary.json, "loads", lambda text: told)
+        with pytest.raises(ConfigError, match=f"merges with {name}"):
+            written(tokenizer, tmp_path)
 
 
 def test_a_vocabulary_of_words_or_of_another_model_is_refused(tmp_path):
