@@ -161,7 +161,7 @@ def _difference(name: str, saved: Any, now: Any) -> str:
     if name == "data":
         return "other data, or another tokenizer or chat template"
     if name == "base":
-        return "another --model, by its weights"
+        return "a --model of other weights"
     if name == "parameters":
         return f"a model of {saved:,} parameters (now {now:,})" if saved else "another model"
     option = f"--{name.replace('_', '-')}"

@@ -599,7 +599,7 @@ def test_a_job_that_goes_on_has_the_bits_of_one_that_did_not_stop(method, train,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preferences, "_fingerprint_of", lambda model: "another")
         status, _, err = train(*saving, "--resume")
-    assert status == 2 and "made with another --model, by its weights" in err
+    assert status == 2 and "made with a --model of other weights" in err
     status, _, err = train("--data", "data.jsonl", "--checkpoint", "saved", "--overwrite")
     assert status == 2 and "saved is of a job with a --method that this one lacks" in err
 
