@@ -11,11 +11,13 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from jinja2 import TemplateError
 
 import infinity
 
@@ -268,6 +270,7 @@ def make_preference_job(
         quiet(),
         real_adapters(model) if adapters is not None else nullcontext(),
         asked_at_home(asked, given.get("infinity_reference")),
+        _naming_the_row(inputs),
     ):
         trainer = kind(
             model=model,
@@ -318,6 +321,29 @@ def make_preference_job(
         ranks=ranks,
         closing=closing,
     )
+
+
+@contextmanager
+def _naming_the_row(inputs: PreferenceInputs) -> Iterator[None]:
+    """Raises ConfigError with the row for which the chat template raises."""
+    try:
+        yield
+    except TemplateError as error:
+        for at, row in enumerate(inputs.preferred.rows, 1):
+            how = {"tools": json.loads(row.get("tools") or "null")}
+            how |= row.get("chat_template_kwargs") or {}
+            for answer in (row.get(name) for name in ("chosen", "rejected", "completion")):
+                try:
+                    if answer:
+                        said = [*row["prompt"], *answer]
+                        inputs.tokenizer.apply_chat_template(said, tokenize=False, **how)
+                except TemplateError as own:
+                    raise ConfigError(
+                        f"--data: {inputs.preferred.source}: row {at}: the chat template ends in"
+                        f" {type(own).__name__}: {own}. Change the row, or give the tokenizer"
+                        " another template."
+                    ) from None
+        raise ConfigError(f"the chat template ends in {type(error).__name__}: {error}") from error
 
 
 def _overhead(args: argparse.Namespace) -> float | None:

@@ -104,7 +104,7 @@ QUICK = Settings(scale=0.01, rounds=2, seconds=0.01)
 
 
 def steady_loop() -> machine.Loop:
-    """Returns a loop of which each turn takes a second."""
+    """Returns a loop that says it took a second in each turn."""
     return machine.Loop("steady", "GB/s", lambda: 1.0, lambda seconds: 1 / seconds)
 
 

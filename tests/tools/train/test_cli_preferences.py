@@ -523,6 +523,25 @@ def test_half_of_the_prompts_may_be_too_long(train):
     assert status == 2 and "no prompt of data.jsonl leaves room" in err
 
 
+@pytest.mark.parametrize("method", ["dpo", "orpo"])
+def test_a_row_that_the_template_refuses_is_named(method, base, train, tmp_path):
+    """Method: a template that knows no system message, and one in the second row. Twin: without
+    it, the job runs."""
+    folder = shutil.copytree(base, tmp_path / "other")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}"
+        "{% endif %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    )
+    tokenizer.save_pretrained(folder)
+    words = ("--model", folder, "--method", method, "--data", "data.jsonl", *SAID, "--steps", "1")
+    save_rows(Path("data.jsonl"), [AS_CHAT, AS_CHAT | {"prompt": [BRIEF, *ASKED]}])
+    status, _, err = train(*words)
+    assert status == 2 and "row 2: the chat template ends in TemplateError: no system here" in err
+    save_rows(Path("data.jsonl"), [AS_CHAT] * 4)
+    assert train(*words)[0] == 0
+
+
 @pytest.mark.parametrize("method", ["dpo", "kto"])
 def test_prompts_that_leave_no_room_are_counted(method, train):
     """Of pairs KTO learns each answer. Twin: with room, nothing is told."""
