@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import infinity
 
 from ...core.machine.traffic import DATA
-from ...errors import InfinityError, UsageError
+from ...errors import InfinityError
 from ...ext.checkpoint.interval import Interval
 from ...files.outputs import replacing
 from .corpus import Batches
@@ -34,7 +34,7 @@ from .examples import NOT_LEARNED, ExampleBatches
 from .interrupt import Interrupt
 from .optimizers import make_optimizers
 from .options import DEFAULT_MAX_GRAD_NORM
-from .places import check_fixed_values, saved_extra
+from .places import check_fixed_values, check_not_past, saved_extra
 from .ranks import Ranks
 from .saved import copy_processors
 
@@ -377,12 +377,7 @@ def resume(job: Job) -> None:
     began = time.perf_counter()
     extra = infinity.load_checkpoint(job.checkpoint, job.model, job.optimizers)
     job.load_seconds = time.perf_counter() - began
-    if extra["step"] > job.steps:
-        raise UsageError(
-            f"The checkpoint {job.checkpoint} is at step {extra['step']}, past --steps"
-            f" {job.steps} (or as many epochs).\nGive more, or --overwrite instead of --resume to"
-            " start fresh."
-        )
+    check_not_past(job.checkpoint, extra["step"], job.steps)
     schedulers = extra.get("schedulers") or [extra["scheduler"]]  # of before there were several
     for optimizer, scheduler, saved in zip(job.optimizers, job.schedulers, schedulers):
         scheduler.load_state_dict(saved)

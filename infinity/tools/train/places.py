@@ -157,6 +157,15 @@ def check_fixed_values(checkpoint: Path, now: dict[str, Any], extra: dict[str, A
         )
 
 
+def check_not_past(checkpoint: Path, step: int, steps: int) -> None:
+    """Raises UsageError if a checkpoint is past the job's last step."""
+    if step > steps:
+        raise UsageError(
+            f"The checkpoint {checkpoint} is at step {step}, past --steps {steps} (or as many"
+            " epochs).\nGive more, or --overwrite instead of --resume to start fresh."
+        )
+
+
 def _difference(name: str, saved: Any, now: Any) -> str:
     if name == "data":
         return "other data, or another tokenizer or chat template"

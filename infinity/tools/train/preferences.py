@@ -11,18 +11,16 @@ import math
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 import infinity
 
 from ...core.machine.sizes import format_count
-from ...errors import ConfigError, InfinityError, UsageError
+from ...errors import ConfigError, InfinityError
 from .counts import EdgeCounts
 from .example_files import ExampleFiles
 from .examples import libraries
@@ -42,6 +40,7 @@ from .places import (
     NOTED,
     OF_TRAINER,
     check_fixed_values,
+    check_not_past,
     saved_extra,
     trainer_checkpoint,
 )
@@ -110,6 +109,7 @@ class PreferenceJob:
     losses: list[float] = field(default_factory=list)
     first_step: int = 0
     unlearned: int = 0  # samples whose prompt leaves no room for an answer
+    cut: int = 0  # answers whose end is not learned
     fixed_values: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -130,6 +130,11 @@ class PreferenceJob:
                 f"Of {format_count(self.unlearned, 'answer')} nothing is learned: the prompt leaves"
                 " no room for it in --sequence-length"
             )
+        if self.cut:
+            console.print(
+                f"Answers beyond {self.trainer.args.max_length} tokens are not learned:"
+                f" {format_count(self.cut, 'answer')} cut at --sequence-length"
+            )
         checkpoint = self.args.checkpoint
         if checkpoint is not None and self.ranks.is_first:
             checkpoint.mkdir(parents=True, exist_ok=True)
@@ -141,7 +146,7 @@ class PreferenceJob:
                 if found
                 else f"No checkpoint in {checkpoint}: starting fresh"
             )
-        with self.closing, no_cache(self.model), quiet():
+        with self.closing, no_cache(self.model), quiet(), suppress(_NothingLeft):
             self.trainer.train(resume_from_checkpoint=found and str(found))
 
     def end_interrupted(self, signum: int, console: Console) -> int:
@@ -167,6 +172,8 @@ class PreferenceJob:
                 "source": self.preferred.source,
                 "samples": len(self.preferred.rows),
                 "rows": len(self.trainer.train_dataset),
+                "unlearned_answers": self.unlearned,
+                "cut_answers": self.cut,
             },
             "options": self.fixed_values,
             "homes": {"params": self.config.params, "optimizer": self.config.optimizer},
@@ -200,6 +207,22 @@ def _count_unlearned(trainer: Any, inputs: PreferenceInputs, method: Method) -> 
         return left_out, 0 if len(rows) else 1
     kept = sum(len(prompt) >= inputs.length for prompt in rows["prompt_ids"])
     return left_out + kept, kept if len(rows) else 1
+
+
+def _count_cut(rows: Any, tokenizer: Any, length: int) -> int:
+    """Counts the answers of the trainer's rows that are learned without their end."""
+    count = 0
+    names = rows.column_names
+    for name in ("chosen_ids", "rejected_ids", "completion_ids"):  # cut when they are batched
+        if name in names:
+            sizes = [(len(asked), len(said)) for asked, said in zip(rows["prompt_ids"], rows[name])]
+            count += sum(asked < length < asked + said for asked, said in sizes)
+    for name in ("chosen_input_ids", "rejected_input_ids", "completion_input_ids"):  # cut already
+        if name in names:  # else they end with that token
+            count += sum(
+                len(row) >= length and row[-1] != tokenizer.eos_token_id for row in rows[name]
+            )
+    return count
 
 
 def _fingerprint_of(model: str) -> str:
@@ -270,7 +293,6 @@ def make_preference_job(
         quiet(),
         real_adapters(model) if adapters is not None else nullcontext(),
         asked_at_home(asked, given.get("infinity_reference")),
-        _naming_the_row(inputs),
     ):
         trainer = kind(
             model=model,
@@ -304,15 +326,12 @@ def make_preference_job(
     if args.resume:
         saved = saved_extra(args.checkpoint)
         check_fixed_values(args.checkpoint, fixed, saved)
-        if saved.get("step", 0) >= args.steps:
-            raise UsageError(
-                f"The checkpoint {args.checkpoint} is at step {saved['step']} of {args.steps}.\n"
-                "Give more to --steps or start fresh, with --overwrite in place of --resume"
-            )
+        check_not_past(args.checkpoint, saved.get("step", 0), args.steps)
     return PreferenceJob(
         args=args,
         fixed_values=fixed,
         unlearned=unlearned,
+        cut=_count_cut(trainer.train_dataset, inputs.tokenizer, inputs.length),
         method=method,
         trainer=trainer,
         tokenizer=inputs.tokenizer,
@@ -321,29 +340,6 @@ def make_preference_job(
         ranks=ranks,
         closing=closing,
     )
-
-
-@contextmanager
-def _naming_the_row(inputs: PreferenceInputs) -> Iterator[None]:
-    """Raises ConfigError with the row for which the chat template raises."""
-    try:
-        yield
-    except TemplateError as error:
-        for at, row in enumerate(inputs.preferred.rows, 1):
-            how = {"tools": json.loads(row.get("tools") or "null")}
-            how |= row.get("chat_template_kwargs") or {}
-            for answer in (row.get(name) for name in ("chosen", "rejected", "completion")):
-                try:
-                    if answer:
-                        said = [*row["prompt"], *answer]
-                        inputs.tokenizer.apply_chat_template(said, tokenize=False, **how)
-                except TemplateError as own:
-                    raise ConfigError(
-                        f"--data: {inputs.preferred.source}: row {at}: the chat template ends in"
-                        f" {type(own).__name__}: {own}. Change the row, or give the tokenizer"
-                        " another template."
-                    ) from None
-        raise ConfigError(f"the chat template ends in {type(error).__name__}: {error}") from error
 
 
 def _overhead(args: argparse.Namespace) -> float | None:
@@ -405,6 +401,10 @@ class quiet(ExitStack):
         return self
 
 
+class _NothingLeft(Exception):
+    """Ends a trainer that has loaded a checkpoint of the last step."""
+
+
 def _watching(job: PreferenceJob, interrupt: Interrupt, console: Console) -> Any:
     """Returns the callback that tells the steps, notes the losses and ends an interrupted job."""
     import transformers
@@ -416,6 +416,10 @@ def _watching(job: PreferenceJob, interrupt: Interrupt, console: Console) -> Any
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             job.first_step = state.global_step
             self.start = EdgeCounts.of(job.model)
+            job.counts = self.start.since(self.start)
+            if state.global_step >= state.max_steps:
+                console.print("Nothing is left to do")
+                raise _NothingLeft  # the trainer's loop would take a step before it looks
             rows = format_count(len(job.trainer.train_dataset), "row")
             console.print(
                 f"TRL's {job.method.trainer}: {rows}, {format_count(state.max_steps, 'step')},"

@@ -21,6 +21,7 @@ from .columns import KNOWN, PAIRS, first_filled, is_empty, known
 from .example_files import ExampleFiles, is_padded, load_examples
 from .examples import PLAIN_TEMPLATE, libraries
 from .methods import METHODS, Method
+from .prompts import Prompts
 
 PROMPTS = tuple(dict.fromkeys(question for question, _ in PAIRS))
 UNREAD = ""  # in a row that is being made: keys that the template does not read
@@ -83,7 +84,7 @@ def read_preferred(
             f"--method {method}: {files.source} has samples, which need a model with a tokenizer:"
             " give --model a folder that has one."
         )
-    with libraries() as (datasets, _):
+    with libraries() as (datasets, trl):
         data = load_examples(datasets, files)
         form = choose_preferred(data, files.source, METHODS[method])
         has_template = bool(tokenizer.chat_template)
@@ -91,6 +92,11 @@ def read_preferred(
         made, empty, same, unread = [], 0, 0, set[str]()
         digest = hashlib.sha256(template.encode())
         digest.update(json.dumps(sorted(tokenizer.get_vocab().items())).encode())
+        prompts = Prompts(
+            tokenizer=tokenizer,
+            source=files.source,
+            adds_special=METHODS[method].refers,  # as TRL's trainers have it
+        )
         for at, row in enumerate(data.select_columns(form.used), 1):
             if all(is_empty(row[name]) for name in form.used if name != form.label):
                 empty += 1
@@ -98,10 +104,12 @@ def read_preferred(
             try:
                 found = _row(row, form, template, padded=is_padded(datasets, files))
                 _check_kind(made, found)
+                if _is_chat(found):
+                    unread |= found.pop(UNREAD)
+                    tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
+                prompts.read(found if "prompt" in found else trl.extract_prompt(found))
             except ConfigError as error:
                 raise ConfigError(f"--data: {files.source}, sample {at}: {error}") from None
-            if _is_chat(found):
-                unread |= found.pop(UNREAD)
             made.append(found)
             same += found.get("chosen") == found.get("rejected") and "chosen" in found
             digest.update(json.dumps(found, sort_keys=True, default=str).encode())
@@ -115,13 +123,12 @@ def read_preferred(
         _check_labels(made, files.source, method)
         chat = _is_chat(made[0])
         rows = datasets.Dataset.from_list(made, features=_features(datasets, made, files.source))
-    if chat and not has_template:
-        tokenizer.chat_template = PLAIN_TEMPLATE
+        told = _told(form, data.column_names, unread, chat=chat, empty=empty, same=same)
     return Preferred(
         source=files.source,
         rows=rows,
         chat=chat,
-        told=_told(form, data.column_names, unread, chat=chat, empty=empty, same=same),
+        told=[*told, *prompts.told()],
         has_own_template=has_template or not chat,
         fingerprint=digest.hexdigest()[:16],
     )

@@ -8,6 +8,7 @@ row      tokens, and labels for those that are learned; of a template that is no
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +22,10 @@ EMPTY = "empty, or with other columns than the first"
 UNANSWERED = "no answer in it"
 UNLEARNED = "no answer in it is to be learned"
 UNMARKED = "no answer in it that the chat template marks"
+LOST_THOUGHTS = (
+    "what answers think is left out, or some of it, by the chat template"
+    " (reasoning_content, thinking, or </think> in the text)"
+)
 # What a template may lack when it ends in an error of Python.
 LACKED = ("tools", "documents")
 PLACES = re.compile(r"<(?:image|video|audio)>")
@@ -77,7 +82,7 @@ class Renderer:
     def _shows_text(self) -> bool:
         """Tries whether the template renders what is said."""
         try:
-            written = self._written(TRIED, TRIED.messages)
+            written = self.written(TRIED, TRIED.messages)
         except ConfigError:
             return False
         return all(each["content"] in written for each in TRIED.messages)
@@ -162,20 +167,22 @@ class Renderer:
             rows = [self._of_answer(sample, at, at + 1, notes) for at in ends]
         if not any(_any_learned(labels) for _, labels in rows):
             return [], UNMARKED if self.marked and rows else UNANSWERED, notes
-        if self._loses_thoughts(sample):
-            notes.append(
-                "what answers think is left out, or some of it, by the chat template"
-                " (reasoning_content, thinking, or </think> in the text)"
-            )
+        if self.loses_thoughts(sample):
+            notes.append(LOST_THOUGHTS)
         cut = [(tokens[: self.length], labels[: self.length]) for tokens, labels in rows]
         kept = [each for each in cut if _any_learned(each[1])]
         if not kept:
             return [], f"nothing to learn within {self.length} tokens", notes
-        if len(kept) < len(rows):
-            notes.append(f"answers beyond {self.length} tokens are not learned")
+        if any(_any_learned(labels[self.length :]) for _, labels in rows):
+            beyond = f"beyond {self.length} tokens"
+            notes.append(
+                f"answers {beyond} are not learned"
+                if sample.text is None
+                else f"text {beyond} is not learned"
+            )
         return kept, "", notes
 
-    def _loses_thoughts(self, sample: Sample) -> bool:
+    def loses_thoughts(self, sample: Sample) -> bool:
         """Whether the template does not render what learned answers think, as templates do that
         forget it in earlier turns."""
         for at, message in enumerate(sample.messages):
@@ -186,7 +193,7 @@ class Renderer:
                 said.append(message["content"])
             if said:
                 last = len(sample.messages) if self.marked or sample.start else at + 1
-                written = self._written(sample, sample.messages[:last])
+                written = self.written(sample, sample.messages[:last])
                 if any(each.strip() not in written for each in said):
                     return True
         return False
@@ -220,30 +227,36 @@ class Renderer:
         before, whole = sample.messages[:first], sample.messages[:last]
         tokens, _ = self._tokens(sample, whole)
         asked, _ = self._tokens(sample, before, add_generation_prompt=True)
-        start = next(
-            (at for at, (one, other) in enumerate(zip(asked, tokens)) if one != other),
-            min(len(asked), len(tokens)),
-        )
-        if start < len(asked):
-            # What it adds to ask for an answer may differ, but not what comes before.
-            known, full = self._written(sample, before), self._written(sample, whole)
-            if not full.startswith(known.rstrip()):
-                at = next(
-                    (at for at, (one, other) in enumerate(zip(known, full)) if one != other), 0
-                )
-                raise ConfigError(
-                    "the chat template renders what comes before an answer otherwise once the"
-                    f" answer follows ({known[at : at + 40]!r} becomes {full[at : at + 40]!r}), so"
-                    " that the question would be learned. Give the tokenizer a chat template"
-                    " with {% generation %} around answers, or remove what it moves, as a system"
-                    " message."
-                )
-            if not full.startswith(self._written(sample, before, add_generation_prompt=True)):
-                notes.append(
-                    "the chat template asks for an answer with"
-                    f" {self.tokenizer.decode(asked[start:])!r}, which is not in these rows"
-                )
+        start = _first_difference(asked, tokens)
+        if start < len(asked) and (lost := self.unlike(sample, before, whole)):
+            notes.append(lost)
         return tokens, _labels(tokens, [at >= start for at in range(len(tokens))])
+
+    def unlike(
+        self, sample: Sample, before: list[dict[str, Any]], whole: list[dict[str, Any]]
+    ) -> str:
+        """Returns what is told of an answer that is asked for by words which do not come before it
+        in the ``whole``; "" if it is not so. Raises ConfigError if the question is another one."""
+        asked = self.written(sample, before, add_generation_prompt=True)
+        full = self.written(sample, whole)
+        start = _first_difference(asked, full)
+        if start == len(asked):
+            return ""
+        # What it adds to ask for an answer may differ, but not what comes before.
+        known = self.written(sample, before)
+        if not full.startswith(known.rstrip()):
+            at = _first_difference(known, full)
+            raise ConfigError(
+                "the chat template renders what comes before an answer otherwise once the"
+                f" answer follows ({known[at : at + 40]!r} becomes {full[at : at + 40]!r}), so"
+                " that the question would be learned. Give the tokenizer a chat template"
+                " with {% generation %} around answers, or remove what it moves, as a system"
+                " message."
+            )
+        return (
+            f"the chat template asks for an answer with {asked[start:]!r}, which is not in these"
+            " rows"
+        )
 
     def _tokens(
         self,
@@ -263,7 +276,7 @@ class Renderer:
         )
         return list(found["input_ids"]), list(found["assistant_masks"]) if marked else []
 
-    def _written(self, sample: Sample, messages: list[dict[str, Any]], **how: Any) -> str:
+    def written(self, sample: Sample, messages: list[dict[str, Any]], **how: Any) -> str:
         return self._rendered(sample, messages, tokenize=False, **how)
 
     def _rendered(self, sample: Sample, messages: list[dict[str, Any]], **how: Any) -> Any:
@@ -343,6 +356,11 @@ def _thinking(message: dict[str, Any]) -> dict[str, Any]:
     """Gives the thoughts of a message the names that templates read, as transformers 5 does."""
     said = next((message[key] for key in THOUGHTS if message.get(key)), None)
     return message if said is None else {"thinking": said, **message, "reasoning_content": said}
+
+
+def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+    shorter = min(len(one), len(other))
+    return next((at for at in range(shorter) if one[at] != other[at]), shorter)
 
 
 def _any_learned(labels: list[int]) -> bool:

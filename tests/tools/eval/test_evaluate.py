@@ -156,6 +156,14 @@ def test_the_loss_is_what_train_reports_of_the_same_data(data, words, evaluate, 
     assert evaluate(*both)[0]["held_out_loss"] != told["held_out_loss_before"]
 
 
+def test_answers_that_are_cut_are_counted(evaluate):
+    """Method: every answer ends beyond the length. Twin: the length that holds them all."""
+    for length, told in ((17, True), (40, False)):
+        _, err = evaluate("--data", "messages.jsonl", "--sequence-length", str(length))
+        said = f"answers beyond {length} tokens are not learned, in {3 * len(PAIRS)} of the samples"
+        assert (said in err) == told, err
+
+
 def test_bytes_have_bits_each(evaluate):
     """A folder without a tokenizer. Twin: the same folder with it has tokens, and none."""
     shutil.copytree("base", "mute")

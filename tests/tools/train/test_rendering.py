@@ -201,6 +201,30 @@ def test_samples_are_counted_not_rows(reading):
         reading([{"messages": said}] * 8, PLAIN, sequence_length=5)
 
 
+@pytest.mark.parametrize("kind", ["marked", "unmarked", "completion", "text"])
+def test_what_is_cut_within_a_row_is_counted(kind, reading):
+    """Method: of four samples three end beyond the length, each in its only row. Twin: a length
+    that holds them all, of which nothing is told."""
+    texts = ["b", *["b" * 60] * 3]
+    rows = {
+        "completion": [{"prompt": "1+1?", "completion": text} for text in texts],
+        "text": [{"text": text} for text in texts],
+    }.get(kind, [{"messages": chat_of("1+1?", text)} for text in texts])
+    template = MARKED if kind == "marked" else PLAIN
+    said = f"{'text' if kind == 'text' else 'answers'} beyond 40 tokens"
+    for length, told in ((40, True), (999, False)):
+        found, made = reading(rows, template, sequence_length=length)
+        assert len(made) == 4
+        assert (
+            any(
+                line.startswith(said) and "not learned, in 3 of the samples" in line
+                for line in found.told
+            )
+            == told
+        )
+        assert any("beyond" in line for line in found.told) == told
+
+
 def test_a_role_that_neither_side_knows_is_refused(reading):
     """Twin: one that the template names is rendered by it."""
     said = [{"role": "critic", "content": "Bad."}, *CHAT]
