@@ -22,17 +22,11 @@ def parse_nbytes(value: int | str | None, name: str) -> int | None:
     ConfigError that names ``name``."""
     if value is None:
         return None
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_NBYTES:
-        return value
-    if isinstance(value, str) and (
-        match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+    if (
+        not isinstance(value, (bool, float))
+        and 0 <= (number := _number(value, _UNITS)) <= MOST_NBYTES
     ):
-        number, unit = match.groups()
-        if (
-            unit.lower() in _UNITS
-            and (nbytes := float(number) * _UNITS[unit.lower()]) <= MOST_NBYTES
-        ):
-            return int(nbytes)
+        return int(number)
     shown = repr(value) if len(str(value)[:100]) < 100 else f"{str(value)[:60]!r}..."
     raise ConfigError(
         f"{name}={shown} is not a size: give bytes as a whole number, or text such as '48GiB' or"
@@ -43,17 +37,20 @@ def parse_nbytes(value: int | str | None, name: str) -> int | None:
 def parse_seconds(value: float | str, name: str) -> float:
     """Parses a duration from seconds, or text as ``"30s"``, ``"15m"``, ``"6h"``, ``"2d"``. Raises
     ConfigError that names ``name``."""
-    if isinstance(value, str) and (
-        match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
-    ):
-        value = float(match[1]) * _SECONDS.get(match[2].lower(), math.nan)
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if 0 <= value <= MOST_SECONDS:
-            return float(value)
+    if not isinstance(value, bool) and 0 <= (number := _number(value, _SECONDS)) <= MOST_SECONDS:
+        return float(number)
     raise ConfigError(
         f"{name}={str(value)[:60]!r} is not a duration: give seconds, or text such as '30s', '15m',"
         " '6h' or '2d'"
     )
+
+
+def _number(value: object, units: dict[str, int]) -> float:
+    """Reads text of a number and one of ``units``; NaN for what is neither this nor a number."""
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
+        return float(match[1]) * units.get(match[2].lower(), math.nan) if match else math.nan
+    return value if isinstance(value, (int, float)) else math.nan
 
 
 def format_nbytes(nbytes: float) -> str:
