@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -22,26 +22,8 @@ logger = logging.getLogger(__name__)
 UPDATES = "optimizer"  # what the compute waits for if weights are still being updated
 DATA = "data"  # what the loop waits for before a step
 OTHER_RANKS = "other ranks"
-COMPUTE = "compute"  # and Python: what is no wait
 # What a step waits for -> the edges
 WAITS = {"copies": ("host->device", "device->host"), "disk": ("nvme->host", "host->nvme")}
-
-
-def shares_of(seconds: float, waits: Mapping[str, float]) -> dict[str, float]:
-    """Returns the share of ``seconds`` that each of ``waits`` took, and the compute. They sum to
-    1."""
-    waited = sum(waits.values())
-    total = max(seconds, waited)
-    if not total:
-        return {COMPUTE: 1.0} | dict.fromkeys(waits, 0.0)
-    return {COMPUTE: (total - waited) / total} | {
-        name: wait / total for name, wait in waits.items()
-    }
-
-
-def shares_text(shares: Mapping[str, float]) -> str:
-    """Writes shares as "compute 62 %, disk 11 %", without those below half a percent."""
-    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share >= 0.005)
 
 
 @dataclass

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import infinity
 
-from ...core.machine.traffic import DATA, Traffic, shares_of
+from ...core.machine.traffic import DATA, Traffic
+from ..watch.time_shares import shares_of
 
 if TYPE_CHECKING:
     from torch import nn

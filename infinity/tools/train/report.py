@@ -18,9 +18,9 @@ import infinity
 
 from ...core.machine.sizes import format_nbytes, format_seconds
 from ...core.machine.tiers import Tier
-from ...core.machine.traffic import shares_text
 from ..cli.values import columns
 from ..cost.cost import FORMAT as PROFILE
+from ..watch.time_shares import shares_text
 from .counts import EdgeCounts
 from .job import Job
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from ...core.machine.sizes import format_seconds
-from ...core.machine.traffic import shares_text
 from ...errors import ConfigError, UsageError
 from ...files.outputs import Output, check_outputs
 from ...untrusted import parse_json, read_text
 from ..cli.values import a_count, a_path, add_rating, rating_of
 from ..eval.scores import line_of
 from . import svg
+from .time_shares import shares_text
 from .top import endurance_line
 
 WIDTH, HEIGHT, MARGIN = 860, 240, 84

@@ -146,8 +146,8 @@ def lines(jobs: list[dict[str, Any]], rating: float | None = None) -> Iterator[s
 
 def _rank(status: dict[str, Any]) -> Iterator[str]:
     from ...core.machine.sizes import format_nbytes
-    from ...core.machine.traffic import shares_text
     from ...untrusted import printable
+    from .time_shares import shares_text
 
     def number(value: Any, form: str = ",.0f") -> str:
         return f"{value:{form}}" if is_number(value) else "-"

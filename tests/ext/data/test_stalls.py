@@ -13,7 +13,7 @@ from torch import nn
 
 import infinity
 from infinity.core.machine.rates import memory_rate
-from infinity.core.machine.traffic import DATA, shares_of, shares_text
+from infinity.core.machine.traffic import DATA
 from infinity.ext.data.stalls import Stalls, forget, measure_stalls
 
 
@@ -21,14 +21,6 @@ def test_shares_are_those_of_the_three_measurements():
     assert Stalls(10, 15, 40).shares == {"compute": 0.25, "prepare": 0.125, "fetch": 0.625}
     assert Stalls(2, 1.5, 1).shares == {"compute": 1.0, "prepare": 0.0, "fetch": 0.0}  # noise
     assert Stalls(0, 0, 0).shares == {"compute": 0.0, "prepare": 0.0, "fetch": 0.0}
-
-
-def test_shares_of_waits_sum_to_one():
-    found = shares_of(10.0, {"disk": 2.0, "data": 3.0, "copies": 0.0})
-    assert found == {"compute": 0.5, "disk": 0.2, "data": 0.3, "copies": 0.0}
-    assert shares_text(found) == "compute 50%, disk 20%, data 30%"
-    assert sum(shares_of(1.0, {"disk": 2.0, "data": 3.0}).values()) == pytest.approx(1.0)
-    assert shares_of(0.0, {"disk": 0.0}) == {"compute": 1.0, "disk": 0.0}
 
 
 class Net(nn.Module):
@@ -120,7 +112,7 @@ def test_a_loop_tells_what_it_waited_for(monkeypatch):
         with monkeypatch.context() as patch:
             clock = Clock(patch)
             job = parts_of(net._infinity).job
-            job.updates.clock._last = 0.0
+            job.updates.clock.ended = 0.0
 
             def loader(clock=clock):
                 for _ in range(4):
