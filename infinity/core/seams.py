@@ -172,7 +172,7 @@ class Events:
     pass_ended: list[Callable[[Any, Any], None]] = field(default_factory=list)
     # All gradients that the backward awaited of a unit have landed: the unit.
     unit_landed: list[Callable[[Any], None]] = field(default_factory=list)
-    # A step's updates are submitted: the number of steps so far.
+    # A step's updates are submitted: the number of steps so far, of each optimizer.
     step_ended: list[Callable[[int], None]] = field(default_factory=list)
     # Work has ended: lane, name, start and end in seconds of :func:`time.perf_counter`, and when
     # all was ready that it starts from.

@@ -244,11 +244,11 @@ class Engine:
 
     # --- what the optimizer asks ---
 
-    def end_step(self) -> None:
-        """Ends a step whose updates are submitted. Starts reading the next forward's first units
-        from disk."""
+    def end_step(self, place: int = 0) -> None:
+        """Ends a step of the optimizer at ``place``, whose updates are submitted. Starts reading
+        the next forward's first units from disk."""
         self.job.prefetcher.fetch_ahead(self.job.schedule.first(), time.perf_counter())
-        self.job.updates.end_step()
+        self.job.updates.end_step(place)
         for listener in self.job.events.step_ended:
             listener(self.steps.index)
 

@@ -52,7 +52,7 @@ class StepContext:
     steps_apart: Callable[[], bool]  # other stages may be at other batches
     # Sends units home, before their bytes there change
     release: Callable[[Iterable[ParamUnit]], None]
-    end_step: Callable[[], None]  # after all updates of a step are submitted
+    end_step: Callable[[int], None]  # of the optimizer at a place: its updates are submitted
     # Starts to step parameters that were frozen, or raises with nothing changed: Engine.admit.
     admit: Callable[..., None]
 

@@ -98,7 +98,7 @@ class OptimizerStep:
             }
             steps = [step for unit in units for step in planned[unit]]
             self._carry_out(stepper, steps, version, partial(self._meet, groups, clip))
-        context.end_step()
+        context.end_step(context.place)
         context.lents.refresh()
 
     def _carry_out(self, stepper: Any, steps: list, version: int, meet: Meet) -> None:

@@ -50,11 +50,10 @@ class Updates:
             stepped = [flat for unit in units for flat in unit.flat_params if flat.spec.stepped]
             self.stepper.choose_share(stepped, waits, rate)
 
-    def end_step(self) -> None:
-        """Ends a step, after its updates are submitted."""
-        began = self.clock.tick(self._traffic.waits())
+    def end_step(self, place: int = 0) -> None:
+        """Ends what the optimizer at ``place`` makes of a step, after its updates are submitted."""
+        self.clock.tick(self._traffic.waits(), place)
         if self._traffic.moved:
-            self._traffic.tell("step", f"step {self.clock.steps}", began)
             self.draw()
 
     def draw(self) -> None:

@@ -24,6 +24,7 @@ def make_optimizer(engine: Engine, given: Recognised, place: int) -> InfinityOpt
     over their gradients."""
     optimizer, moments = given.optimizer, given.moments
     stepping = InfinityOptimizer(engine.make_step_context(place), optimizer, given.known)
+    engine.job.updates.clock.stepped = set()  # it steps from the next step on
     for param in moved_by(given):
         handle, state = managed(param), optimizer.state.get(param, {})
         handle.step = saved_step(state, moments)

@@ -17,9 +17,10 @@ from ...core.machine import disk_profile
 from ...core.machine.rates import memory_rate
 from ...core.machine.sizes import format_seconds
 from ...core.machine.tiers import Tier
-from ...core.machine.traffic import DATA, PAST_HOST, EdgeTraffic, shares_of
+from ...core.machine.traffic import DATA, PAST_HOST, EdgeTraffic
 from ...core.run.job import Job
 from ...core.run.registry import wrapped
+from .time_shares import shares_of
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,10 @@ class Stats:
     buffers_nbytes
         Bytes that stay with the model's modules: buffers, and weights that the engine does not
         move. They count in "device", or in "host" if the processor computes.
+    steps
+        Rounds of the loop so far: in a step each optimizer steps once, at most.
     step_seconds, bound_seconds
-        Of the last step. ``bottleneck`` is one sentence.
+        Of the last step, until its last ``step()``. ``bottleneck`` is one sentence.
     shares
         What the steps so far waited for: "copies", "disk", "optimizer", "other ranks" and "data"
         (of a loader that is watched). The rest is "compute", with Python. They sum to 1.

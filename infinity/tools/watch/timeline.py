@@ -10,6 +10,8 @@ import json
 import logging
 import os
 import time
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,8 @@ class Timeline(Extension):
         # Per row, when it is free again
         self._rows: dict[str, list[float]] = {lane: [] for lane in LANES}
         self._places = {lane: place for place, lane in enumerate(LANES)}
+        self._job: Callable[[], Any] = lambda: None
+        self._step: tuple[str, float, float] | None = None  # the last one, until it is added
         self._lines = ["["]
         self._write(FIRST)
         self._write({"ph": "M", "name": "format", "args": FORMAT.numbered({})})
@@ -60,9 +64,31 @@ class Timeline(Extension):
             return None
         timeline = cls(trace_path(config.trace, collectives.ranks))
         events.moved.append(timeline.add)
-        events.step_ended.append(lambda steps: timeline.flush())
+        events.step_ended.append(timeline.note_step)
         events.closed.append(timeline.close)
         return timeline
+
+    def install(self, job: Any, model: Any) -> None:
+        """Reads the steps on the job's clock."""
+        self._job = weakref.ref(job)  # whose end closes this
+
+    def note_step(self, steps: int) -> None:
+        """Adds the step that an optimizer has ended, once no other one can step in it, and writes
+        what there is to the file."""
+        job = self._job()
+        clock = job.updates.clock
+        step = f"step {clock.steps}", clock.began, clock.ended
+        if self._step is not None and self._step[0] != step[0]:
+            self._add_step()
+        self._step = step
+        if clock.stepped >= {handle.flat_param.spec.optimizer for handle in job.trained}:
+            self._add_step()
+        self.flush()
+
+    def _add_step(self) -> None:
+        if self._step is not None:
+            self.add("step", *self._step)
+            self._step = None
 
     def add(
         self,
@@ -135,6 +161,7 @@ class Timeline(Extension):
         # In a forked child the file is its parent's
         if self._descriptor is None or os.getpid() != self._pid:
             return
+        self._add_step()
         self._lines.append(
             json.dumps({"pid": 1, "ph": "M", "name": "process_labels", "args": {"labels": "ended"}})
         )

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten
 from ...core.machine import disk_profile
 from ...core.machine.kernel import process_space
 from ...core.machine.tiers import Tier
-from ...core.machine.traffic import DATA, Traffic, shares_of
+from ...core.machine.traffic import DATA, Traffic
 from ...core.run.job import Job
 from ...core.run.registry import is_wrapped, wrapped
 from ...core.units.unit import ParamUnit
@@ -33,6 +33,7 @@ from ...errors import ConfigError, UsageError
 from ...files.outputs import folder_of
 from . import run_files
 from .stats import edges_of, stats
+from .time_shares import shares_of
 
 EVERY_SECONDS = 1.0
 # Of the history: at the limit every other point is dropped, and the stride doubles.
