@@ -23,7 +23,16 @@ from torch import nn
 
 from ...errors import ConfigError
 
-STYLES = ("colwise", "rowwise", "colwise_gather_output", "embedding_rowwise", "replicate")
+SUMMED = "replicated_with_grad_allreduce"  # of norms of a rank's own heads
+STYLES = (
+    "colwise",
+    "rowwise",
+    "colwise_gather_output",
+    "embedding_rowwise",
+    "replicate",
+    SUMMED,
+)
+COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep")
 ATTENTION_LAYERS = 3  # minimum of layers from width to width before one counts as the way back
 SUMS_OF_HEADS = ("inner_dim", "all_head_size")  # features of all heads together
 HEADS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ...core.units.forms import form_of
 from ...errors import ConfigError
 from .agreement import agree_over, check_axis, describe_model
+from .input_sums import share_inputs
 from .plans import (
+    COLUMNS,
+    SUMMED,
     check_divisible,
     count_heads_here,
     describe_plan,
@@ -125,46 +128,27 @@ def _tell_adapters(model: nn.Module, plan: dict[str, str], mesh: DeviceMesh) -> 
 
 
 def _apply(model: nn.Module, mesh: DeviceMesh, styles: dict[str, str]) -> None:
-    shared = _SharedInput()
+    share_inputs(model, mesh, *_sharing(model, styles))  # before torch's hooks, which make DTensors
     for name, style in styles.items():
         module = model.get_submodule(name)
-        if style == "replicate":
-            continue
-        parallelize_module(module, mesh, _style(module, style, shared))
-        if style == "rowwise":
-            module.register_forward_pre_hook(shared.forget)
-            shared = _SharedInput()
+        if style not in ("replicate", SUMMED):
+            parallelize_module(module, mesh, _style(module, style))
 
 
-class _SharedInput:
-    """Makes one DTensor of the common input of several column layers, so that their gradients are
-    added locally first: one all-reduce in the backward of an attention instead of three (the g of
-    Megatron-LM's section 3)."""
-
-    def __init__(self) -> None:
-        self._given: tuple[torch.Tensor, Any, DTensor] | None = (
-            None  # the tensor, its version and grad mode, and the DTensor
-        )
-
-    def prepare(
-        self, style: ColwiseParallel, module: nn.Module, inputs: tuple, mesh: DeviceMesh
-    ) -> Any:
-        """Prepares a layer's input as ``style`` does, or returns the one prepared from the same
-        tensor."""
-        given = inputs[0]
-        known = (
-            (given._version, torch.is_grad_enabled()) if isinstance(given, torch.Tensor) else None
-        )
-        if self._given is None or self._given[0] is not given or self._given[1] != known:
-            prepared = style._prepare_input_fn(
-                style.input_layouts, style.desired_input_layouts, module, inputs, mesh
-            )
-            self._given = given, known, prepared
-        return self._given[2]
-
-    def forget(self, *_: Any) -> None:
-        """Drops the input: the row layer is next."""
-        self._given = None
+def _sharing(model: nn.Module, styles: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Lists the linear layers that ``styles`` shard by columns, and the norms beside them whose
+    gradients are partial."""
+    columns = [
+        name
+        for name, style in styles.items()
+        if style in COLUMNS and shape_of(model.get_submodule(name)) is not None
+    ]
+    parents = {name.rpartition(".")[0] for name in columns}
+    return columns, [
+        name
+        for name, style in styles.items()
+        if style == SUMMED and name.rpartition(".")[0] in parents
+    ]
 
 
 def check_own_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> None:
@@ -262,7 +246,11 @@ def cut_by_own_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) ->
         module = model.get_submodule(owner)
         style.validate_param(module, key, mesh, parameter_name=f"{owner}.{key}")
         style.shard_param(module, key, mesh)
-    theirs.apply_tensor_parallelism(model, mesh, styles)
+    columns, norms = _sharing(model, of_modules)
+    theirs.apply_tensor_parallelism(
+        model, mesh, {name: style for name, style in styles.items() if name not in norms}
+    )
+    share_inputs(model, mesh, columns, norms)
     mark_cut(model, mesh, tp_size=mesh.size(), tp_plan=plan)
     _finish(model, mesh, plan, ties)
 
@@ -275,15 +263,9 @@ def mark_cut(model: nn.Module, mesh: DeviceMesh, **options: Any) -> None:
     model._device_mesh = mesh
 
 
-def _style(module: nn.Module, style: str, shared: _SharedInput) -> Any:
+def _style(module: nn.Module, style: str) -> Any:
     if is_conv1d(module):
-        return (
-            _Columns(shared, {"weight": Shard(1), "bias": Shard(0)})
-            if style == "colwise"
-            else _Conv1DRows()
-        )
-    if style == "colwise" and isinstance(module, nn.Linear):
-        return _Columns(shared, {"weight": Shard(0), "bias": Shard(0)})
+        return _Conv1DColumns() if style == "colwise" else _Conv1DRows()
     if style == "embedding_rowwise":
         return RowwiseParallel(input_layouts=Replicate())
     if style == "colwise_gather_output":
@@ -291,17 +273,11 @@ def _style(module: nn.Module, style: str, shared: _SharedInput) -> Any:
     return ColwiseParallel() if style == "colwise" else RowwiseParallel()
 
 
-class _Columns(ColwiseParallel):
-    """Shards a linear layer by its outputs, including GPT-2's, whose weight has shape [in, out]."""
-
-    def __init__(self, shared: _SharedInput, placements: dict[str, Any]):
-        super().__init__()
-        self._shared, self._placements = shared, placements
+class _Conv1DColumns(ColwiseParallel):
+    """Shards GPT-2's linear layer, whose weight has shape [in, out], by its outputs."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return _distribute(
-            self, module, device_mesh, self._placements, partial(self._shared.prepare, self)
-        )
+        return _distribute(self, module, device_mesh, {"weight": Shard(1), "bias": Shard(0)})
 
 
 class _Conv1DRows(RowwiseParallel):
@@ -309,14 +285,11 @@ class _Conv1DRows(RowwiseParallel):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         self.desired_input_layouts = (Shard(-1),)
-        prepare = partial(self._prepare_input_fn, self.input_layouts, self.desired_input_layouts)
-        return _distribute(
-            self, module, device_mesh, {"weight": Shard(0), "bias": Replicate()}, prepare
-        )
+        return _distribute(self, module, device_mesh, {"weight": Shard(0), "bias": Replicate()})
 
 
 def _distribute(
-    style: Any, module: nn.Module, mesh: DeviceMesh, placements: dict[str, Any], prepare: Callable
+    style: Any, module: nn.Module, mesh: DeviceMesh, placements: dict[str, Any]
 ) -> nn.Module:
     def partition(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for key, param in list(module.named_parameters(recurse=False)):
@@ -330,6 +303,7 @@ def _distribute(
             style.output_layouts, style.use_local_output, module, outputs, mesh
         )
 
+    prepare = partial(style._prepare_input_fn, style.input_layouts, style.desired_input_layouts)
     return distribute_module(module, mesh, partition, prepare, prepare_output)
 
 

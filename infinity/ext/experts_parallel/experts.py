@@ -8,19 +8,22 @@ import math
 import re
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ...errors import ConfigError
 from ..dtensor.agreement import agree_over, check_axis
+from ..dtensor.input_sums import sum_gradients
 from ..dtensor.plans import describe_plan, general, own_plan
 from ..dtensor.tensors import check_own_plan, cut_by_own_plan, describe_cut, mark_cut
 from ..rows.experts import mark_divided
 
 WEIGHTS = "grouped_gemm"  # transformers' style of a parameter with one slice for each expert
 EXCHANGES = {"outputs": "all_reduce", "tokens": "all_to_all"}  # our name -> transformers' name
+ONE_SUM = "infinity_all_reduce"  # the name of our own way to exchange outputs, for transformers
 
 
 def expert_parallel(
@@ -126,15 +129,36 @@ def _divide(model: nn.Module, mesh: DeviceMesh, styles: dict[str, str], exchange
     """Makes transformers give this rank its experts, and each layer's experts their tokens."""
     theirs = importlib.import_module("transformers.distributed.expert_parallel")
     sharing = mesh if exchange == "outputs" else _Alone()
-    theirs.apply_expert_parallelism(
-        model, mesh, sharing, styles, ep_implementation=EXCHANGES[exchange]
-    )
+    way = EXCHANGES[exchange]
+    if exchange == "outputs":
+        way = ONE_SUM
+        theirs.EPImplementationInterface.register(way, _one_sum(theirs.AllReduceEP))
+    theirs.apply_expert_parallelism(model, mesh, sharing, styles, ep_implementation=way)
     for name in (
         {name.rpartition(".")[0] for name, style in styles.items() if style == WEIGHTS}
         if exchange == "tokens"
         else ()
     ):
         mark_divided(model.get_submodule(name))
+
+
+def _one_sum(theirs: type) -> type:
+    """Makes a class of transformers' ``AllReduceEP`` that sums the gradients of the tokens and of
+    their routing weights by one all-reduce; theirs has one for each."""
+
+    class OneSum(theirs):  # type: ignore[misc]
+        def __call__(
+            self, tokens: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+        ) -> torch.Tensor:
+            mesh, count = self.ep_mesh, self.num_local_experts
+            tokens, weights = sum_gradients(mesh, tokens, weights)
+            elsewhere = experts // count != mesh.get_local_rank()
+            own = (experts % count).masked_fill(elsewhere, count)
+            output = self.experts_forward(tokens, own, weights.masked_fill(elsewhere, 0.0))
+            partial = DTensor.from_local(output, mesh, [Partial()], run_check=False)
+            return partial.redistribute(placements=[Replicate()]).to_local()
+
+    return OneSum
 
 
 class _Alone:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,22 +22,32 @@ from parallel_jobs import adamw, loss_of, mesh_of, off, plainly, tokens, train, 
 from ranks import serve, told
 
 import infinity
+from infinity.ext.dtensor import tensors
 
 
-def family(name: str, dropout: float = 0.0) -> nn.Module:
+def family(name: str, dropout: float = 0.0, layers: int = 2) -> nn.Module:
     """A small model of transformers with fresh weights, the same on every rank."""
     import transformers as hf
 
     torch.manual_seed(11)
     small = {
         "vocab_size": 98,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "hidden_size": 64,
         "intermediate_size": 128,
     }
     if name == "llama":
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**small, num_key_value_heads=2))
+    elif name == "mistral":
+        model = hf.MistralForCausalLM(hf.MistralConfig(**small, num_key_value_heads=2))
+    elif name == "gemma3":
+        model = hf.Gemma3ForCausalLM(
+            hf.Gemma3TextConfig(**small, num_key_value_heads=2, head_dim=16)
+        )
+    elif name == "opt":
+        small["ffn_dim"] = small.pop("intermediate_size")
+        model = hf.OPTForCausalLM(hf.OPTConfig(**small, word_embed_proj_dim=64, dropout=dropout))
     elif name == "qwen3":
         model = hf.Qwen3ForCausalLM(
             hf.Qwen3Config(**small, num_key_value_heads=2, head_dim=16, tie_word_embeddings=True)
@@ -46,7 +57,7 @@ def family(name: str, dropout: float = 0.0) -> nn.Module:
             "d_model": 64,
             "d_kv": 16,
             "d_ff": 128,
-            "num_layers": 2,
+            "num_layers": layers,
             "num_heads": 4,
             "vocab_size": 98,
             "decoder_start_token_id": 0,
@@ -58,7 +69,7 @@ def family(name: str, dropout: float = 0.0) -> nn.Module:
         model = hf.BertForMaskedLM(hf.BertConfig(**small, **rates))
     else:
         rates = {"attn_pdrop": dropout, "embd_pdrop": dropout, "resid_pdrop": dropout}
-        rest = {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 98, "n_positions": 32}
+        rest = {"n_embd": 64, "n_layer": layers, "n_head": 4, "vocab_size": 98, "n_positions": 32}
         model = hf.GPT2LMHeadModel(hf.GPT2Config(**rest, **rates))
     return model.train()
 
@@ -113,14 +124,14 @@ def families(name: str, configs: list[dict]) -> dict[str, Any]:
     return found
 
 
-def mixture(name: str) -> nn.Module:
+def mixture(name: str, layers: int = 2) -> nn.Module:
     """A small mixture of four experts with fresh weights, the same on every rank."""
     import transformers as hf
 
     torch.manual_seed(3)
     small = {
         "vocab_size": 98,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "hidden_size": 64,
@@ -182,6 +193,122 @@ def experts(name: str, configs: list[dict]) -> dict[str, Any]:
             found[rest] |= {"grads off": off(grads, theirs), "share": here / everything}
             infinity.unwrap_model(model, optimizer)
     return found
+
+
+def sharded(name: str, mesh: Any, layers: int = 2) -> nn.Module:
+    """A small model, sharded over ``mesh`` by its own plan, or one that was found."""
+    if name in ("mixtral", "qwen3_moe"):
+        model = mixture(name, layers)
+        return infinity.parallel.expert_parallel(model, mesh, cut_rest=True, quiet=True)
+    return infinity.parallel.tensor_parallel(family(name, layers=layers), mesh, quiet=True)
+
+
+def all_reduces(name: str, engine: bool, apart: bool = False) -> dict[str, list[int]]:
+    """All-reduces of a layer in a forward and in a backward, by torch's count: what three layers
+    have more than two, and all other collectives. ``apart``: without the sharing of inputs."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh, found = mesh_of(), {"forward": [], "backward": []}
+    with pytest.MonkeyPatch.context() as patch:
+        if apart:
+            patch.setattr(tensors, "share_inputs", lambda *_: None)
+        for layers in (2, 3):
+            model = sharded(name, mesh["tp"], layers)
+            optimizer = adamw(model)
+            if engine:
+                config = {"params": "host", "optimizer": "host"}
+                model, optimizer = infinity.wrap_model(model, optimizer, config, mesh=mesh)
+            batch = torch.randint(0, 98, (2, 12), generator=torch.Generator().manual_seed(0))
+            with CommDebugMode() as forward:
+                loss = model(input_ids=batch, labels=batch).loss
+            with CommDebugMode() as backward:
+                loss.backward()
+            for which, counted in (("forward", forward), ("backward", backward)):
+                found[which].append(sum(all_reduces_in(counted.get_comm_counts())))
+            if engine:
+                infinity.unwrap_model(model, optimizer)
+    return {which: few[1] - few[0] for which, few in found.items()}
+
+
+def all_reduces_in(counts: dict) -> list[int]:
+    """How often each kind of all-reduce is among what CommDebugMode has counted."""
+    return [count for kind, count in counts.items() if "reduce" in str(kind)]
+
+
+def sums_of_norms(name: str, how: str) -> dict[str, Any]:
+    """Gradients of two batches, added up, of one process and of two ranks from their homes."""
+    mesh, batches = mesh_of(), [tokens(step) % 98 for step in range(2)]
+    alone = mixture(name) if name == "qwen3_moe" else family(name)
+    for batch in batches:
+        alone(input_ids=batch, labels=batch).loss.backward()
+    expected = {key: p.grad.clone() for key, p in alone.named_parameters()}
+    model = sharded(name, mesh["tp"])
+    config = {"params": "host", "optimizer": "host"}
+    if how == "small units":
+        config["units"] = ["Linear"]
+    elif how != "plain":
+        model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
+    model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh)
+    for batch in batches:
+        model(input_ids=batch, labels=batch).loss.backward()
+    found = {key: plainly(p.grad).clone() for key, p in model.named_parameters()}
+    infinity.unwrap_model(model, optimizer)
+    return {"off": off(expected, found), "norms off": off_of(expected, found, "_norm.weight")}
+
+
+class Heads(nn.Module):
+    """Three layers with one input, and a norm of what the first one puts out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(16, 32, bias=False) for _ in range(3))
+        self.norm = nn.LayerNorm(8, bias=False)
+
+    def forward(self, x: torch.Tensor, count: int = 1) -> torch.Tensor:
+        heads = [layer(x).unflatten(-1, (-1, 8)) for layer in (self.q, self.k, self.v)]
+        return sum(self.norm(heads[0]).square().sum() for _ in range(count)) + sum(
+            head.square().sum() for head in heads[1:]
+        )
+
+
+def input_sum_bits() -> dict[str, torch.Tensor]:
+    """The gradients of an input and of a norm: ours, those that each rank has by itself, added up,
+    and the sum of what each layer has over all ranks, as it was made before."""
+    mesh = mesh_of()["tp"]
+    torch.manual_seed(5)
+    model, x = Heads(), torch.randn(3, 5, 16, requires_grad=True)
+    rank, size = mesh.get_rank(), mesh.size()
+    by_hand = Heads()
+    by_hand.norm.load_state_dict(model.norm.state_dict())
+    for name in "qkv":
+        part = model.get_submodule(name).weight.chunk(size)[rank].detach().clone()
+        by_hand.get_submodule(name).weight = nn.Parameter(part)
+    own = x.detach().clone().requires_grad_()
+    by_hand(own, 2).backward()
+    layers = []
+    for name in "qkv":  # the gradient by one layer alone
+        alone = x.detach().clone().requires_grad_()
+        heads = by_hand.get_submodule(name)(alone).unflatten(-1, (-1, 8))
+        loss = 2 * by_hand.norm(heads).square().sum() if name == "q" else heads.square().sum()
+        layers.append(torch.autograd.grad(loss, alone)[0])
+    sums = [own.grad, by_hand.norm.weight.grad, *layers]
+    for each in sums:
+        dist.all_reduce(each)
+    plan = dict.fromkeys("qkv", "colwise") | {"norm": "replicated_with_grad_allreduce"}
+    infinity.parallel.tensor_parallel(model, mesh, plan, quiet=True)
+    model(x, 2).backward()
+    ours = x.grad, model.norm.weight.grad.clone()
+    model.norm.weight.grad = None
+    # Outside of the layers' module
+    model.norm(torch.arange(24.0).view(3, 8)).square().sum().backward()
+    outside = model.norm.weight.grad
+    return {
+        "ours": ours,
+        "added up": sums[:2],
+        "apart": sums[2] + sums[3] + sums[4],
+        "outside": outside,
+        "hides": "weight" not in model.norm.__dict__,
+    }
 
 
 def experts_refused() -> dict[str, str]:
