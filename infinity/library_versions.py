@@ -61,6 +61,14 @@ def refuse_older(name: str) -> None:
         )
 
 
+def is_newer(name: str, least: str) -> bool:
+    """Returns whether the library ``name`` is installed in version ``least`` or a later one."""
+    try:
+        return _numbers(importlib.metadata.version(name)) >= _numbers(least)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     release = re.match(r"[\d.]*", version.removeprefix("v"))
     return tuple(int(part) for part in release[0].split(".") if part) if release else ()

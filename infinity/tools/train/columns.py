@@ -6,6 +6,7 @@ form   the columns that samples are read from: a conversation, a question with i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,11 +85,20 @@ KNOWN = (
     ),
     Known(
         "column",
+        "pictures",
+        ("image", "images"),
+        "pictures of the sample, for a model of images and text; refused for others, unless empty",
+        "has pictures, and the model is given text alone. Give --model a folder of a model of"
+        " images and text, for no --method takes pictures. Or remove the samples that need them,"
+        " and the column.",
+    ),
+    Known(
+        "column",
         "media",
-        ("image", "images", "video", "videos", "audio", "audios"),
+        ("video", "videos", "audio", "audios"),
         "refused, unless empty",
-        "has pictures, videos or sounds, and `infinity train` gives a model text alone. Remove the"
-        " samples that need them, and the column.",
+        "has videos or sounds, and `infinity train` gives a model text and pictures alone. Remove"
+        " the samples that need them, and the column.",
     ),
     Known(
         "column",
@@ -154,7 +164,12 @@ KNOWN = (
         " row, as messages, or remove the column.",
     ),
     Known("key", "role", ("role", "from"), "who speaks"),
-    Known("key", "content", ("content", "value", "text"), "what is said; parts of text are joined"),
+    Known(
+        "key",
+        "content",
+        ("content", "value", "text"),
+        "what is said; parts of text are joined, and pictures keep their places",
+    ),
     Known(
         "key",
         "mark",
@@ -251,6 +266,7 @@ class Form:
     thoughts: str | None = None
     variables: str | None = None
     last: str | None = None
+    pictures: str | None = None
 
     @property
     def main(self) -> list[str]:
@@ -265,6 +281,7 @@ class Form:
             self.thoughts,
             self.variables,
             self.last,
+            self.pictures,
         )
         return [*self.main, *self.more, *(name for name in beside if name)]
 
@@ -280,8 +297,9 @@ class Form:
         return found
 
 
-def choose_form(data: Any, source: str) -> Form:
+def choose_form(data: Any, source: str, *, pictures: bool = False) -> Form:
     """Chooses the columns that samples are read from. ``data``: a `datasets.Dataset`.
+    ``pictures``: the model takes them.
 
     Raises ConfigError if none are known, or if a column has what cannot be used."""
     names = {name.strip().lower(): name for name in data.column_names}
@@ -300,7 +318,9 @@ def choose_form(data: Any, source: str) -> Form:
     if ("query", "answers") in pairs and not first("tools"):
         pairs.remove(("query", "answers"))
     text = names.get("text")
-    _refuse(data, names, source, chat=bool(messages), beside_answers=bool(messages or pairs))
+    shown = first("pictures") if pictures else None
+    refused = {name: own for name, own in names.items() if own != shown}
+    _refuse(data, refused, source, chat=bool(messages), beside_answers=bool(messages or pairs))
     if not (messages or pairs or text):
         only = data.column_names[0] if len(data.column_names) == 1 else ""
         hint = " Is ; its separator? Columns are separated by commas, or tabs in .tsv."
@@ -310,12 +330,12 @@ def choose_form(data: Any, source: str) -> Form:
             f" and answer; text.{hint * (';' in only)}"
         )
     if not (messages or pairs):
-        return Form(text=text)
+        return Form(text=text, pictures=shown)
     for name in known("column", "thoughts"):
-        if name in names and not any(map(_is_written, _values(data, names[name]))):
+        if name in names and not any(map(_is_written, values_of(data, names[name]))):
             names.pop(name)
     uses = ("tools", "system", "history", "thoughts", "variables", "last")
-    beside = {use: first(use) for use in uses}
+    beside = {use: first(use) for use in uses} | {"pictures": shown}
     if messages:
         for name in (names[name] for name in known("column", "more") if name in names):
             if not pairs and (at := first_filled(data, name)):
@@ -365,9 +385,11 @@ def _refuse(
 
 def first_filled(data: Any, name: str) -> int | None:
     """Returns the number of the first sample, from 1, that has something in a column."""
-    values = _values(data, name)
+    values = values_of(data, name)
     return next((at for at, value in enumerate(values, 1) if not is_empty(value)), None)
 
 
-def _values(data: Any, name: str) -> list[Any]:
-    return data.select_columns([name]).with_format("arrow")[:].column(0).to_pylist()
+def values_of(data: Any, name: str) -> Iterator[Any]:
+    """Yields the values of a column as they are stored: a picture is a path or bytes."""
+    for part in data.select_columns([name]).with_format("arrow").iter(100):
+        yield from part.column(0).to_pylist()

@@ -283,9 +283,10 @@ class Batches:
             for at in range(0, wanted_count, self.batch_size)
         ]
 
-    def prompt(self, ntokens: int) -> torch.Tensor:
-        """Returns the start of the held-out part: int64 [1, ntokens]."""
-        return self.held_out(1)[0]["input_ids"][:1, :ntokens]
+    def prompt(self, ntokens: int) -> dict[str, torch.Tensor]:
+        """Returns the start of the held-out part, as a model takes it: input_ids int64 [1,
+        ntokens]."""
+        return {"input_ids": self.held_out(1)[0]["input_ids"][:1, :ntokens]}
 
     def _windows(self, starts: list[int]) -> dict[str, torch.Tensor]:
         import torch  # here, so that `infinity --help` starts fast

@@ -74,9 +74,26 @@ class Examples:
     def train_count(self) -> int:
         return len(self.rows) - self.held_out_count
 
+    def batch(self, places: list[int]) -> dict[str, Any]:
+        """Returns rows as the tensors that a model takes."""
+        return dict(self.collate([self.rows[place] for place in places]))
+
+    def tokens(self, place: int) -> dict[str, list[int]]:
+        """Returns a row's input_ids and labels."""
+        return self.rows[place]
+
+    def prompt(self, place: int, ntokens: int) -> dict[str, Any]:
+        """Returns what a row has before its first learned token, or else its first ``ntokens``
+        tokens, as a model takes it: input_ids int64 [1, tokens]."""
+        import torch
+
+        row = self.rows[place]
+        learned = [label != NOT_LEARNED for label in row["labels"]]
+        return {"input_ids": torch.tensor([row["input_ids"][: learned.index(True) or ntokens]])}
+
     def first(self, tokenizer: Any) -> list[tuple[str, bool]]:
         """Returns the first row's text in pieces, each with whether it is learned."""
-        row = self.rows[0]
+        row = self.tokens(0)
         pieces: list[tuple[list[int], bool]] = []
         for token, label in zip(row["input_ids"], row["labels"]):
             if not pieces or pieces[-1][1] != (label != NOT_LEARNED):
@@ -114,7 +131,7 @@ def read_examples(
             tokenizer.chat_template = PLAIN_TEMPLATE
         renderer = Renderer.of(
             tokenizer,
-            None if form.text else _training_template(tokenizer),
+            None if form.text else training_template(tokenizer),
             form=form,
             source=files.source,
             length=sequence_length,
@@ -191,7 +208,7 @@ def _counts(rows: Any) -> tuple[list[int], list[int], str]:
     return sizes, learned, digest.hexdigest()[:16]
 
 
-def _training_template(tokenizer: Any) -> str | None:
+def training_template(tokenizer: Any) -> str | None:
     """Returns TRL's variant of a known chat template, which marks answers; None if the tokenizer's
     own does so, or if TRL has none for it."""
     own = tokenizer.chat_template
@@ -298,26 +315,21 @@ class ExampleBatches:
     def train(self, step: int, micro_batch: int = 0) -> dict[str, torch.Tensor]:
         """Returns a micro-batch, determined by (seed, step, micro_batch)."""
         first = (step * self.per_step + micro_batch) * self.batch_size
-        return self._collated([self._place(at) for at in range(first, first + self.batch_size)])
+        return self.corpus.batch([self._place(at) for at in range(first, first + self.batch_size)])
 
     def held_out(self, batch_count: int) -> list[dict[str, torch.Tensor]]:
         """Returns at most ``batch_count`` batches of the held-out rows."""
         first, last = self.corpus.train_count, len(self.corpus.rows)
         rows = list(range(first, last))[: batch_count * self.batch_size]
         return [
-            self._collated(rows[at : at + self.batch_size])
+            self.corpus.batch(rows[at : at + self.batch_size])
             for at in range(0, len(rows), self.batch_size)
         ]
 
-    def prompt(self, ntokens: int) -> torch.Tensor:
+    def prompt(self, ntokens: int) -> dict[str, torch.Tensor]:
         """Returns what the first held-out row has before its first learned token, or else its first
-        ``ntokens`` tokens: int64 [1, tokens]."""
-        import torch
-
-        row = self.corpus.rows[self.corpus.train_count]
-        learned = [label != NOT_LEARNED for label in row["labels"]]
-        count = learned.index(True) or ntokens
-        return torch.tensor([row["input_ids"][:count]])
+        ``ntokens`` tokens, as a model takes it: input_ids int64 [1, tokens]."""
+        return self.corpus.prompt(self.corpus.train_count, ntokens)
 
     def steps_of(self, epochs: float) -> int:
         """Counts the steps of so many epochs, the last one whole."""
@@ -330,10 +342,6 @@ class ExampleBatches:
         count = self.corpus.train_count
         epoch, at = divmod(number, count)
         return int(_order(self.seed, epoch, count)[at])
-
-    def _collated(self, places: list[int]) -> dict[str, torch.Tensor]:
-        batch = self.corpus.collate([self.corpus.rows[place] for place in places])
-        return dict(batch)
 
 
 @functools.lru_cache(maxsize=2)

@@ -4,16 +4,19 @@ batches."""
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...core.machine.sizes import format_count, parse_nbytes
 from ...errors import ConfigError
 from .corpus import Batches, TextFiles, find_text_files, read_corpus
 from .example_files import ExampleFiles, find_examples
-from .examples import ExampleBatches, read_examples
+from .examples import ExampleBatches, Examples, read_examples
 from .model import check_vocabulary, choose_sequence_length, read_model_config, read_tokenizer
 from .options import DEFAULT_ROW_LENGTH, DEFAULT_STEPS, set_defaults
+from .pictures import read_pictures, read_processor, takes_pictures
 from .progress import show_examples
 from .ranks import Ranks
 
@@ -71,7 +74,9 @@ def read_inputs(
     tokenizer = read_tokenizer(args.model, trust=args.trust_remote_code)
     check_vocabulary(model_config, tokenizer)
     per_step = args.accumulate * ranks.count
-    batches = read_batches(args, files, model_config, tokenizer, per_step=per_step)
+    batches = read_batches(
+        args, files, model_config, tokenizer, per_step=per_step, say=console.print
+    )
     of_samples = isinstance(batches, ExampleBatches)
     if args.minutes is None:
         epoch = batches.steps_of(args.epochs or 1.0) if of_samples else DEFAULT_STEPS
@@ -90,15 +95,21 @@ def read_batches(
     *,
     per_step: int = 1,
     whole: bool = False,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Batches | ExampleBatches:
     """Reads the data. ``per_step``: batches of a step, on all ranks. ``whole``: all of it is held
     out. Raises ConfigError."""
     if isinstance(files, ExampleFiles):
         length = choose_sequence_length(args.sequence_length, model_config, DEFAULT_ROW_LENGTH)
+        how = {"sequence_length": length, "pack": args.pack, "whole": whole}
+        corpus: Examples | None = None
+        if takes_pictures(model_config, args.model):
+            processor = partial(read_processor, args.model, trust=args.trust_remote_code)
+            corpus = read_pictures(
+                files, model_config, processor, batch_size=args.batch_size, say=say, **how
+            )
         return ExampleBatches(
-            corpus=read_examples(
-                files, tokenizer, sequence_length=length, pack=args.pack, whole=whole
-            ),
+            corpus=corpus or read_examples(files, tokenizer, **how),
             batch_size=args.batch_size,
             sequence_length=length,
             seed=args.seed,

@@ -9,6 +9,7 @@ continuation  the text it generates
 from __future__ import annotations
 
 import time
+from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
 from .model import max_positions
@@ -29,20 +30,29 @@ def sample(job: Any, *, prompt: str | None, ntokens: int) -> tuple[str, str]:
     model, tokenizer = job.model.eval(), job.tokenizer
     limit = max_positions(model.config)
     count = min(ntokens, limit // 2)  # leaves at least half of the positions to the prompt
-    tokens = _prompt_tokens(prompt, tokenizer, job.batches)[:, -(limit - count) :]
-    tokens = tokens.to(next(model.parameters()).device)
+    given = _prompt(prompt, tokenizer, job.batches)
+    if len(given) == 1:
+        given["input_ids"] = given["input_ids"][:, -(limit - count) :]
+    else:  # none of its pictures is cut
+        count = min(count, limit - given["input_ids"].shape[1])
+    device = next(model.parameters()).device
+    given = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in given.items()
+    }
+    tokens = given["input_ids"]
     options = {"do_sample": True, "temperature": TEMPERATURE, "max_new_tokens": count}
     if model.generation_config.pad_token_id is None:
         options["pad_token_id"] = 0  # unused with one sequence, but transformers asks for it
     torch.manual_seed(job.seed)
     with torch.no_grad():
         result = model.generate(
-            input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
+            **{"attention_mask": torch.ones_like(tokens)} | given,
             stopping_criteria=[_limit(job)],
             **options,
         )[0]
-    return _decode(tokens[0], tokenizer), _decode(result[tokens.shape[1] :], tokenizer)
+    shown = without_repeats(tokens[0].tolist(), getattr(job.batches.corpus, "image_tokens", ()))
+    return _decode(tokens[0, shown], tokenizer), _decode(result[tokens.shape[1] :], tokenizer)
 
 
 def _limit(job: Any) -> Any:
@@ -58,7 +68,7 @@ def _limit(job: Any) -> Any:
     return is_over
 
 
-def _prompt_tokens(prompt: str | None, tokenizer: Any, batches: Any) -> torch.Tensor:
+def _prompt(prompt: str | None, tokenizer: Any, batches: Any) -> dict[str, Any]:
     import torch
 
     from .examples import ExampleBatches
@@ -66,10 +76,19 @@ def _prompt_tokens(prompt: str | None, tokenizer: Any, batches: Any) -> torch.Te
     if not prompt:
         return batches.prompt(PROMPT_NTOKENS)
     if tokenizer is None:
-        return torch.tensor([list(prompt.encode())])
+        return {"input_ids": torch.tensor([list(prompt.encode())])}
     if isinstance(batches, ExampleBatches) and tokenizer.chat_template:
-        return prompt_of(tokenizer, [{"role": "user", "content": prompt}])
-    return torch.tensor([tokenizer(prompt)["input_ids"]])
+        return {"input_ids": prompt_of(tokenizer, [{"role": "user", "content": prompt}])}
+    return {"input_ids": torch.tensor([tokenizer(prompt)["input_ids"]])}
+
+
+def without_repeats(tokens: list[int], image_tokens: Container[int]) -> list[int]:
+    """Returns the places of tokens, of the tokens of a picture only the first of a run."""
+    return [
+        at
+        for at, token in enumerate(tokens)
+        if token not in image_tokens or not at or tokens[at - 1] != token
+    ]
 
 
 def prompt_of(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:

@@ -18,6 +18,8 @@ NEEDED = 'must be a list of messages, as [{"role": "user", "content": "..."}].'
 # Names of one key, which templates read by the first or the second
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 PARTS = (None, "text", "input_text", "output_text")  # types of parts that are said
+PICTURES = ("image", "image_url", "input_image")  # types of parts that are pictures
+PICTURE_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")  # of such a part
 # The place of a picture, video or sound in a question; closed again, it is HTML
 MEDIA = re.compile(r"\s*<(image|video|audio)>(?!.*</\1>)|.*<(image|video|audio)>\s*$", re.S)
 
@@ -43,11 +45,14 @@ class Sample:
         return {key for key in keys if not re.search(rf"""(\.|['"]){re.escape(key)}\b""", template)}
 
 
-def read_sample(row: dict[str, Any], form: Form, *, template: str, padded: bool) -> Sample | None:
+def read_sample(
+    row: dict[str, Any], form: Form, *, template: str, padded: bool, pictures: bool = False
+) -> Sample | None:
     """Reads a row. Returns None if it is empty.
 
     ``template``: the chat template's text. ``padded``: the file's format fills keys that other
-    rows have with None. Raises ConfigError if the row cannot be used whole."""
+    rows have with None. ``pictures``: what is said may be a list of parts, text and pictures.
+    Raises ConfigError if the row cannot be used whole."""
     if form.text:
         return Sample(text=_text(row, form.text)) if row[form.text] else None
     start: int | None = None
@@ -76,7 +81,7 @@ def read_sample(row: dict[str, Any], form: Form, *, template: str, padded: bool)
         given, start = [*given[:said_first], *pairs, *given[said_first:]], None
     if system := system_of(row, form.system, given[0] if said_first else None):
         given, start = [system, *given], None if start is None else start + 1
-    read = [message_of(each, template, padded) for each in given]
+    read = [message_of(each, template, padded, pictures=pictures) for each in given]
     messages = [message for message, _ in read]
     if thoughts := row.get(form.thoughts or ""):
         _think(messages, thoughts, str(form.thoughts))
@@ -220,10 +225,11 @@ def system_of(
 
 
 def message_of(
-    given: dict[str, Any], template: str, padded: bool
+    given: dict[str, Any], template: str, padded: bool, *, pictures: bool = False
 ) -> tuple[dict[str, Any], bool | None]:
     """Reads a message as chat templates take it, and whether its author wants it learned: None if
-    that is not said. All keys of other meaning are kept for the template."""
+    that is not said. All keys of other meaning are kept for the template. ``pictures``: of a
+    question with pictures the content is a list of parts."""
     message = {key: value for key, value in given.items() if value is not None}
     by = "from" if "from" in message else "role"
     speaker = message.pop(by, None)
@@ -263,24 +269,53 @@ def message_of(
             said, message["tool_calls"] = "", calls
         elif not isinstance(said, str):
             said = json.dumps(said, ensure_ascii=False)
-    said = _joined_parts(said)
-    if said is not None and not isinstance(said, str):
+    said = _with_pictures(said, speaker, role) if pictures else _joined_parts(said)
+    if said is not None and not isinstance(said, (str, list) if pictures else str):
         raise ConfigError(
             f"a message has {texts[0]} {str(said)[:40]!r}, of type {type(said).__name__}: it must"
             " be a text, or a list of parts of text."
         )
-    if isinstance(said, str) and role != "assistant" and (place := MEDIA.match(said)):
-        raise ConfigError(
-            f"a message of the role {speaker} has <{place[1] or place[2]}>, the place of a picture,"
-            " video or sound, and `infinity train` gives a model text alone. Remove the sample, or"
-            " the word."
-        )
+    if not pictures:
+        check_places(said, role, speaker)
     if said is None and not message.get("tool_calls"):
         raise ConfigError(f"a message needs {needs}, and one has no {needs.split()[-1]}.")
     found = {"role": role}
     if said is not None or "content" in given:
         found["content"] = said
     return found | message, mark
+
+
+def check_places(said: Any, role: str, speaker: str) -> None:
+    """Raises ConfigError for a question that begins or ends with the place of what is not there."""
+    if isinstance(said, str) and role != "assistant" and (place := MEDIA.match(said)):
+        raise ConfigError(
+            f"a message of the role {speaker} has <{place[1] or place[2]}>, the place of a picture,"
+            " video or sound, and the model is given none. Remove the sample, or the word."
+        )
+
+
+def is_picture(part: Any) -> bool:
+    """Tells whether a part of a message is a picture."""
+    return isinstance(part, dict) and part.get("type") in PICTURES
+
+
+def _with_pictures(said: Any, speaker: str, role: str) -> Any:
+    """Returns what is said: a text, or if pictures are in it, its parts in their order."""
+    if not isinstance(said, list) or not any(map(is_picture, said)):
+        return _joined_parts(said)
+    if role not in ("user", "system"):
+        raise ConfigError(
+            f"a message of the role {speaker} has a picture, and pictures are in questions alone."
+            " Write it into the question, or remove the sample."
+        )
+    found: list[dict[str, Any]] = []
+    for part in said:
+        if is_picture(part):
+            there = [part[key] for key in PICTURE_KEYS if not is_empty(part.get(key))]
+            found.append({"type": "image", "image": there[0]} if there else {"type": "image"})
+        elif text := _joined_parts([part]):
+            found.append({"type": "text", "text": text})
+    return found
 
 
 def _joined_parts(said: Any) -> Any:
@@ -292,7 +327,7 @@ def _joined_parts(said: Any) -> Any:
             raise ConfigError(
                 f"a message has a part of type {part['type']}, which is not text that is said: a"
                 " picture, a call or a thought. Give calls as tool_calls and thoughts as"
-                " reasoning_content of the message."
+                " reasoning_content of the message, and pictures to a model of images and text."
             )
         if marks := [key for key in known("key", "mark") if part.get(key) is not None]:
             raise ConfigError(

@@ -52,6 +52,7 @@ from .model import (
     no_cache,
 )
 from .options import add_options, check_options, set_defaults
+from .pictures import PictureExamples
 from .places import (
     check_fixed_values,
     check_places,
@@ -143,7 +144,8 @@ def _train(
     trackers: Trackers,
 ) -> int:
     """Makes the job, runs it to its end, and saves what it made. Every rank calls this."""
-    model, _ = _make_model(args, settings, inputs.model_config, console)
+    shown = isinstance(inputs.batches.corpus, PictureExamples)
+    model, _ = _make_model(args, settings, inputs.model_config, console, whole=shown)
     config = engine_config(settings, model)
     compute = _time_compute(args, model, inputs, config)
     with no_cache(model):
@@ -266,12 +268,20 @@ def _time_compute(
 
 
 def _make_model(
-    args: argparse.Namespace, settings: dict[str, Any], model_config: Any, console: Console
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    model_config: Any,
+    console: Console,
+    *,
+    whole: bool = False,
 ) -> tuple[Any, Any]:
     """Makes the model, with adapters if it shall have them; with ``--method`` these are a
-    configuration beside it. Weights that are streamed go into ``settings``. Raises ConfigError."""
+    configuration beside it. Weights that are streamed go into ``settings``. ``whole``: trains what
+    text alone does not touch, too. Raises ConfigError."""
     check_packed(args.model, model_config, args.quantize, trains_all=args.lora_rank is None)
-    text = touched(model_config, args.model, trust=args.trust_remote_code)
+    text = None
+    if not whole:
+        text = touched(model_config, args.model, trust=args.trust_remote_code)
     model = build_model(
         args.model,
         model_config,

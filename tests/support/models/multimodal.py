@@ -79,6 +79,34 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"model_type": "clip_vision_model"},
         {"image_token_index": 300},
     ),
+    "llava_next": (
+        {"model_type": "llama"},
+        {"model_type": "clip_vision_model"},
+        {"image_token_index": 300, "image_grid_pinpoints": [[28, 56], [56, 28]]},
+    ),
+    "mistral3": (
+        {"model_type": "mistral"},
+        {"model_type": "pixtral", "head_dim": 8},
+        {"image_token_index": 300, "vision_feature_layer": -1},
+    ),
+    "aya_vision": (
+        {"model_type": "cohere2", "layer_types": ["full_attention"] * 2},
+        {"model_type": "siglip_vision_model"},
+        {"image_token_index": 300, "vision_feature_layer": -1},
+    ),
+    "qwen2_5_vl": (
+        {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2], "rope_type": "default"}},
+        {"depth": 1, "num_heads": 4, "out_hidden_size": 32, "fullatt_block_indexes": [0]},
+        OF_IMAGES,
+    ),
+    "qwen3_vl": (
+        {
+            "rope_scaling": {"mrope_section": [1, 1, 2], "rope_type": "default"},
+        },
+        {"depth": 1, "num_heads": 4, "out_hidden_size": 32, "num_position_embeddings": 16}
+        | {"deepstack_visual_indexes": [0]},
+        OF_IMAGES,
+    ),
     "idefics3": ({"model_type": "llama"}, {}, {"image_token_id": 300, "scale_factor": 2}),
     "paligemma": (
         {"model_type": "gemma"},
