@@ -25,12 +25,19 @@ class Known:
     refused: str = ""
 
 
-_REMOVE = "Or remove the column, and the answers that are not to be learned."
 KNOWN = (
     Known(
         "column",
         "messages",
-        ("messages", "conversations", "conversation", "dialog", "dialogue", "interactions"),
+        (
+            "messages",
+            "conversations",
+            "conversation",
+            "dialog",
+            "dialogue",
+            "interactions",
+            "trajectory",
+        ),
         "a conversation, as a list or JSON text; every answer is learned",
     ),
     Known(
@@ -71,8 +78,9 @@ KNOWN = (
         "preferences",
         ("chosen", "rejected", "rejected_response", "rejected_messages"),
         "a pair of answers for `--method dpo`, `orpo`, `simpo` or `kto`; refused without",
-        "has preferred answers: add --method dpo to `infinity train` to learn of them by DPO."
-        f" {_REMOVE}",
+        "has preferred answers: add --method dpo to `infinity train` to learn of them by DPO. To"
+        " learn or measure one of two answers alone, name its column completion (messages, if the"
+        " question is in it) and remove the column of the other.",
     ),
     Known(
         "column",
@@ -81,7 +89,7 @@ KNOWN = (
         "tells a good answer from a bad one for `--method kto`; refused beside answers without."
         " Beside a text it is not used",
         "tells good answers from bad ones: add --method kto to `infinity train` to learn of both by"
-        f" KTO. {_REMOVE}",
+        " KTO. To learn or measure the good ones alone, remove the others. Then remove the column.",
     ),
     Known(
         "column",

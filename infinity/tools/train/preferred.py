@@ -59,6 +59,7 @@ class PreferredForm:
     system: str | None = None
     tools: str | None = None
     variables: str | None = None
+    chat: bool = False  # texts are turns of a chat, since something beside them is of one
 
     @property
     def said(self) -> list[str]:
@@ -107,7 +108,13 @@ def read_preferred(
                 if _is_chat(found):
                     unread |= found.pop(UNREAD)
                     tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
-                prompts.read(found if "prompt" in found else trl.extract_prompt(found))
+                asked = found if "prompt" in found else trl.extract_prompt(found)
+                if not asked["prompt"]:
+                    raise ConfigError(
+                        "no question comes before the answers, which begin with no word that both"
+                        " have. Add a prompt."
+                    )
+                prompts.read(asked)
             except ConfigError as error:
                 raise ConfigError(f"--data: {files.source}, sample {at}: {error}") from None
             made.append(found)
@@ -217,6 +224,8 @@ def choose_preferred(data: Any, source: str, method: Method) -> PreferredForm:
     chosen, rejected = names.get("chosen"), first(known("column", "preferences")[1:])
     label = first(known("column", "label"))
     messages = first(known("column", "messages"))
+    if label and not any(name and first_filled(data, name) for name in (chosen, rejected)):
+        chosen = rejected = None  # of a library that writes both forms into one
     paired = rejected is not None and bool(chosen or messages)
     if not paired and (method.paired or label is None):
         raise ConfigError(
@@ -266,6 +275,7 @@ def choose_preferred(data: Any, source: str, method: Method) -> PreferredForm:
         answer=answer,
         label=label,
         bad=label is not None and label.strip().lower() == "is_rejected",
+        chat=any(name and first_filled(data, name) for name in beside.values()),
         **beside,
     )
 
@@ -300,7 +310,9 @@ def _row(
                 f"{columns_of[key] or form.messages} is empty. {other}, or remove the sample."
             )
     chat = any(not isinstance(each, str) for each in (*found.values(), before or ""))
-    if chat:
+    if form.prompt and isinstance(before, str) and not before.strip() and not chat:
+        raise ConfigError(f"{form.prompt} is empty. Give the question, or remove the sample.")
+    if chat or form.chat:
         answers = {
             key: value
             if key in ("chosen", "completion") and columns_of[key] is None
@@ -312,7 +324,7 @@ def _row(
         made: dict[str, Any] = _without_prompt(before, answers)
         said = samples.system_of(row, form.system, _first_system(made["prompt"]))
         made["prompt"] = [*([said] if said else []), *made["prompt"]]
-        if not made["prompt"]:
+        if not made["prompt"] or made["prompt"][-1]["role"] == "system":
             raise ConfigError("no question comes before the answers. Add a prompt.")
         bare = any(map(_is_bare, (row[name] for name in form.said)))
         if tools := samples.tools_of(row, form.tools, bare=bare, padded=padded):
@@ -323,14 +335,6 @@ def _row(
         whole = samples.Sample(messages=turns, tools=tools)
         made[UNREAD] = samples.check_rendered(whole, template, form.tools)
     else:
-        for name in (form.system, form.tools, form.variables):
-            if name and not is_empty(row[name]):
-                raise ConfigError(
-                    f"{name} is for a chat, and the prompt and answers are texts. Write them as"
-                    " messages, or remove the column."
-                )
-        if form.prompt and not (before or "").strip():
-            raise ConfigError(f"{form.prompt} is empty. Give the question, or remove the sample.")
         made = ({"prompt": before} if form.prompt else {}) | found
     if form.label:
         made["label"] = _truth(row[form.label], form.label) != form.bad
@@ -369,7 +373,7 @@ def _turns(
         return [{"role": role, "content": value}] if chat else value
     if not all(isinstance(each, dict) for each in value or ()):
         raise ConfigError(f"{name} {samples.NEEDED}")
-    read = [samples.message_of(each, template, padded) for each in value or ()]
+    read = [samples.message_of(each, template, padded) for each in samples.spread(value or ())]
     if role == "assistant" and any(mark is False for _, mark in read):
         raise ConfigError(
             f"a message of {name} has a weight of 0, and answers are learned whole. Remove the"

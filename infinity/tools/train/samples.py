@@ -62,7 +62,7 @@ def read_sample(
             return None
         if not all(isinstance(one, dict) for one in given):
             raise ConfigError(f"{form.messages} {NEEDED}")
-        bare_tools = "from" in given[0]
+        given, bare_tools = spread(given), "from" in given[0]
     else:
         assert form.pair is not None
         question, answer = (
@@ -189,6 +189,20 @@ def _history(row: dict[str, Any], column: str | None) -> list[dict[str, Any]]:
         ):
             raise ConfigError(f'{column} must be a list of pairs, as [["question", "answer"]].')
         found += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return found
+
+
+def spread(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Makes two messages of each turn that has a question and its answer."""
+    found = []
+    for turn in turns:
+        if turn.keys() == {"input", "output"}:
+            found += [
+                {"role": role, "content": turn[key]}
+                for key, role in (("input", "user"), ("output", "assistant"))
+            ]
+        else:
+            found.append(turn)
     return found
 
 

@@ -164,6 +164,17 @@ def test_answers_that_are_cut_are_counted(evaluate):
         assert (said in err) == told, err
 
 
+@pytest.mark.parametrize("column", ["rejected", "label"])
+def test_preferred_answers_are_refused_with_what_can_be_measured(column, evaluate):
+    """The way out is one that this command takes. Twin: the file without the column is measured."""
+    row = {"prompt": "1+1?", "completion": "2."}
+    save_rows(Path("pairs.jsonl"), [row | {column: "3." if column == "rejected" else True}] * 2)
+    _, err = evaluate("--data", "pairs.jsonl", status=2)
+    assert f"the column {column} (first in sample 1)" in err and "or measure" in err, err
+    save_rows(Path("pairs.jsonl"), [row] * 2)
+    assert evaluate("--data", "pairs.jsonl")[0]["predicted_tokens"] == 6
+
+
 def test_bytes_have_bits_each(evaluate):
     """A folder without a tokenizer. Twin: the same folder with it has tokens, and none."""
     shutil.copytree("base", "mute")

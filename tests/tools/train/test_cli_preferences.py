@@ -283,6 +283,100 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # method, samp
     ),
 }
 
+BOTH = {"chosen": [*ASKED, GOOD], "rejected": [*ASKED, BAD]}
+TOLD = [
+    {"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in TALK
+]
+HUMAN = "\n\nHuman: 1+1?\n\nAssistant: 2.\n\nHuman: 1+2?\n\nAssistant:"
+# The columns of data on the hub, by its documentation
+PUBLIC: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "Intel/orca_dpo_pairs": (
+        "dpo",
+        {"system": "Be brief.", "question": "What is 1+2?", "chosen": "3.", "rejected": "4."},
+        AS_CHAT | {"prompt": [BRIEF, *ASKED]},
+    ),
+    "Intel/orca_dpo_pairs without a system message": (
+        "dpo",
+        {"system": "", "question": "What is 1+2?", "chosen": "3.", "rejected": "4."},
+        PAIRED[0] | {"prompt": "What is 1+2?", "chosen": "3.", "rejected": "4."},
+    ),
+    "jondurbin/truthy-dpo-v0.1": (
+        "orpo",
+        {"id": "a", "source": "b", "system": "Be brief.", "prompt": "What is 1+2?"}
+        | {"chosen": "3.", "rejected": "4."},
+        AS_CHAT | {"prompt": [BRIEF, *ASKED]},
+    ),
+    "Anthropic/hh-rlhf": (
+        "dpo",
+        {"chosen": f"{HUMAN} 3.", "rejected": f"{HUMAN} 4."},
+        {"chosen": f"{HUMAN} 3.", "rejected": f"{HUMAN} 4."},
+    ),
+    "argilla/dpo-mix-7k": (
+        "simpo",
+        {"dataset": "a", "chosen_rating": 5.0, "rejected_rating": 3.0, **BOTH},
+        AS_CHAT,
+    ),
+    "HuggingFaceH4/ultrafeedback_binarized": (
+        "dpo",
+        {"prompt": "What is 1+2?", "prompt_id": "a", "messages": BOTH["chosen"], **BOTH}
+        | {"score_chosen": 8.0, "score_rejected": 5.0},
+        AS_CHAT,
+    ),
+    "openbmb/UltraInteract_pair": (
+        "dpo",
+        {"task": "Math", "dataset": "a", "trajectory": TOLD, "id": "b", "parent_id": "c"}
+        | {"chosen": "3.", "rejected": "4."},
+        {"prompt": TALK, "chosen": [GOOD], "rejected": [BAD]},
+    ),
+    "argilla/distilabel-capybara-dpo-7k-binarized": (
+        "dpo",
+        {"source": "a", "conversation": [{"input": "What is 1+2?", "output": "3."}]}
+        | {"prompt": "What is 1+2?", "original_response": "3.", **BOTH},
+        AS_CHAT,
+    ),
+    "trl-lib/kto-mix-14k": (
+        "kto",
+        {"prompt": ASKED, "completion": [GOOD], "label": True},
+        {"prompt": ASKED, "completion": [GOOD], "label": True},
+    ),
+    "answers with a label beside empty pairs": (
+        "kto",
+        {"prompt": ASKED, "completion": [GOOD], "label": True, "chosen": None, "rejected": None},
+        {"prompt": ASKED, "completion": [GOOD], "label": True},
+    ),
+    "lvwerra/stack-exchange-paired, renamed": (
+        "dpo",
+        {"qid": 1, "question": "What is 1+2?", "date": "d", "metadata": ["m"]}
+        | {"chosen": "3.", "rejected": "4."},
+        {"prompt": "What is 1+2?", "chosen": "3.", "rejected": "4."},
+    ),
+    "NousResearch/hermes tools beside texts": (
+        "dpo",
+        {"tools": '[{"name": "f"}]', "prompt": "What is 1+2?", "chosen": "3."} | {"rejected": "4."},
+        AS_CHAT | {"tools": json.dumps([{"type": "function", "function": {"name": "f"}}])},
+    ),
+}
+
+
+@pytest.mark.parametrize("source", PUBLIC)
+def test_pairs_of_public_data_make_the_rows_that_trl_takes(source, base, tmp_path):
+    """Method: a sample with the documented columns of the data, beside the row that TRL's trainer
+    takes; TRL renders both to the same tokens. Twin: with another question they differ."""
+    method, sample, row = PUBLIC[source]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    tokenizer.chat_template = f"{{{{ tools | tojson if tools }}}}{TEMPLATE}"
+    samples = [sample, sample | ({"label": False} if "label" in sample else {})]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(each) + "\n" for each in samples))
+    found = read_preferred(find_examples(path), tokenizer, method)
+    assert dict(found.rows[0]) == row
+    unused = set(sample) - set(row) - {"system", "question", "trajectory", "conversation"}
+    left = next((line for line in found.told if line.startswith("Columns left out")), "")
+    assert all(name in left for name in unused - {"messages"}), found.told
+    altered = json.loads(json.dumps(samples).replace("1+2", "1+5").replace("Q2", "Q5"))
+    path.write_text("".join(json.dumps(each) + "\n" for each in altered))
+    assert dict(read_preferred(find_examples(path), tokenizer, method).rows[0]) != row
+
 
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_pairs_makes_the_rows_that_trl_takes(form, base, tmp_path):
@@ -387,6 +481,42 @@ REFUSED: dict[str, tuple[str, list[dict], str, str]] = {  # method, rows, what i
         [PAIR, PAIR | {"rejected": ""}],
         "sample 2: rejected is empty",
         "Give both answers, or remove the sample",
+    ),
+    "texts that begin with nothing alike": (
+        "dpo",
+        [{"chosen": "Yes.", "rejected": "No.", "trace": "1+1?"}],
+        "sample 1: no question comes before the answers, which begin with no word that both",
+        "Add a prompt",
+    ),
+    "a system message alone": (
+        "orpo",
+        [AS_CHAT | {"prompt": [BRIEF]}],
+        "sample 1: no question comes before the answers",
+        "Add a prompt",
+    ),
+    "an empty question beside a system message": (
+        "dpo",
+        [PAIR | {"system": "Be brief.", "prompt": " "}],
+        "sample 1: prompt is empty",
+        "Give the question",
+    ),
+    "PKU-Alignment/PKU-SafeRLHF": (
+        "dpo",
+        [{"prompt": "a", "response_0": "b", "response_1": "c", "better_response_id": 1}],
+        "has the columns prompt, response_0, response_1, better_response_id",
+        "Needed is chosen and rejected",
+    ),
+    "berkeley-nest/Nectar": (
+        "dpo",
+        [{"prompt": "a", "answers": [{"answer": "b", "rank": 1.0}], "turns": 1}],
+        "has the columns prompt, answers, turns",
+        "Needed is chosen and rejected",
+    ),
+    "stanfordnlp/SHP": (
+        "dpo",
+        [{"history": "a", "human_ref_A": "b", "human_ref_B": "c", "labels": 1}],
+        "has the columns history, human_ref_A, human_ref_B, labels",
+        "Needed is chosen and rejected",
     ),
     "no question": ("orpo", [PAIR, PAIR | {"prompt": ""}], "sample 2: prompt is empty", "Give"),
     "numbers": ("dpo", [PAIR | {"chosen": 3}], "sample 1: chosen is '3'", "must be a text, or a"),
