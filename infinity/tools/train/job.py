@@ -46,7 +46,36 @@ FINAL_LR_SHARE = 0.1  # of the peak learning rate, at the end of the cosine
 
 
 @dataclass(kw_only=True)
-class Job:
+class Measured:
+    """What the loop of a job of any kind measures."""
+
+    ranks: Ranks
+    fixed_values: dict[str, Any]
+    first_step: int = 0
+    loss_before: float | None = None
+    load_seconds: float | None = None  # of the checkpoint it goes on from
+    losses: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    stalls: Any = None  # what its data costs (data.stalls.Stalls), if it was measured
+
+    if TYPE_CHECKING:
+        model: Any
+        checkpoint: Path | None
+        steps: int
+        next_step: int
+        tokens_per_step: int  # of all ranks
+        lr: float  # of the last step
+        figures: dict[str, float]  # of the last step, beside its loss and rate
+        total_save_seconds: float | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        seconds = sum(self.step_seconds)
+        return len(self.step_seconds) * self.tokens_per_step / seconds if seconds else 0.0
+
+
+@dataclass(kw_only=True)
+class Job(Measured):
     """The loop's inputs and measurements."""
 
     model: Any
@@ -56,26 +85,18 @@ class Job:
     seed: int
     accumulate: int
     max_grad_norm: float | None  # None: the engine clips
-    fixed_values: dict[str, Any]
     checkpoint: Path | None
     out: Path | None
     checkpoint_every: int | None  # None: as often as `interval` says
     interval: Interval
-    ranks: Ranks
     tokenizer: Any = None  # saved with each checkpoint, for a model made of it
     model_folder: Path | None = None  # whose processor's files are saved with it, too
     schedulers: list[Any] = field(default_factory=list)
     steps: int = 0  # set with the schedulers
-    first_step: int = 0
     next_step: int = 0
-    loss_before: float | None = None
-    load_seconds: float | None = None  # of the checkpoint it goes on from
-    losses: list[float] = field(default_factory=list)
     grad_norm: Any = None  # of the last step before clipping, if the loop clips
-    step_seconds: list[float] = field(default_factory=list)
     saving: Any = None  # infinity.save_checkpoint's, beside the steps
     save_seconds: float = 0.0  # of the call that began it
-    stalls: Any = None  # what its data costs (data.stalls.Stalls), if it was measured
 
     def waiting_for_data(self) -> AbstractContextManager:
         """Returns a block in which the loop waits for its data, on the record."""
@@ -87,13 +108,23 @@ class Job:
         gc.collect()
 
     @property
+    def lr(self) -> float:
+        """The learning rate of the last step."""
+        rates = self.schedulers[0]  # it has the rate of the next step already
+        return rates.base_lrs[0] * rates.lr_lambdas[0](rates.last_epoch - 1)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """What the last step measured beside its loss and rate."""
+        return {} if self.grad_norm is None else {"grad_norm": float(self.grad_norm)}
+
+    @property
     def tokens_per_step(self) -> int:
         return self.batches.tokens_per_batch * self.accumulate * self.ranks.count
 
     @property
-    def tokens_per_second(self) -> float:
-        seconds = sum(self.step_seconds)
-        return len(self.step_seconds) * self.tokens_per_step / seconds if seconds else 0.0
+    def total_save_seconds(self) -> float | None:
+        return self.interval.total_seconds or None
 
 
 def make_job(
@@ -280,9 +311,12 @@ def measure_stalls(job: Job, steps: int) -> Any:
 def check_finite(loss: float, job: Job) -> None:
     """Raises InfinityError for a loss that is not finite."""
     if not math.isfinite(loss):
-        raise InfinityError(
-            f"The loss is {loss} at step {job.next_step}. Lower --lr or lengthen --warmup-steps"
-        )
+        raise InfinityError(not_finite(loss, job.next_step))
+
+
+def not_finite(loss: float, step: int) -> str:
+    """Returns what is told of such a loss."""
+    return f"The loss is {loss} at step {step}. Lower --lr or lengthen --warmup-steps"
 
 
 def learned_count(batch: dict[str, torch.Tensor]) -> int:

@@ -58,8 +58,6 @@ _UNUSED = {
     "minutes": "Give --steps or --epochs",
     "stalls": "Leave it out.",
     "prompt": "Leave it out, and talk to the result: infinity generate OUT --chat",
-    "tensorboard": "Leave it out; --json has each step's loss.",
-    "log": "Leave it out; --json has each step's loss.",
     "quantize": "Leave it out: --lora alone streams the base from its home.",
 }
 _OPTIMIZERS = {"adamw": "adamw_torch_fused", "adafactor": "adafactor"}

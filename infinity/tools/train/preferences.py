@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext, suppress
@@ -25,7 +26,7 @@ from .counts import EdgeCounts
 from .example_files import ExampleFiles
 from .examples import libraries
 from .interrupt import Interrupt
-from .job import FINAL_LR_SHARE
+from .job import FINAL_LR_SHARE, Measured, not_finite
 from .methods import METHODS, Method, optimizer_of
 from .model import (
     check_vocabulary,
@@ -45,8 +46,11 @@ from .places import (
     trainer_checkpoint,
 )
 from .preferred import Preferred, read_preferred
+from .progress import make_progress
 from .ranks import Ranks
+from .report import measurements
 from .settings import engine_config
+from .trackers import Trackers
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,7 +98,7 @@ def read_preference_inputs(
 
 
 @dataclass(kw_only=True)
-class PreferenceJob:
+class PreferenceJob(Measured):
     """A trainer of TRL over a model at home, and what the job measured."""
 
     args: argparse.Namespace
@@ -103,14 +107,13 @@ class PreferenceJob:
     tokenizer: Any
     preferred: Preferred
     config: infinity.Config
-    ranks: Ranks
     closing: ExitStack
+    tokens_per_step: int  # of all ranks, on average
     counts: EdgeCounts | None = None
-    losses: list[float] = field(default_factory=list)
-    first_step: int = 0
+    figures: dict[str, float] = field(default_factory=dict)  # of the last step, as TRL logs them
     unlearned: int = 0  # samples whose prompt leaves no room for an answer
     cut: int = 0  # answers whose end is not learned
-    fixed_values: dict[str, Any] = field(default_factory=dict)
+    total_save_seconds: float | None = None
 
     @property
     def model(self) -> Any:
@@ -118,13 +121,39 @@ class PreferenceJob:
         return self.trainer.model
 
     @property
-    def step(self) -> int:
+    def next_step(self) -> int:
         """The number of steps that were taken."""
         return self.trainer.state.global_step
 
-    def train(self, interrupt: Interrupt, console: Console) -> None:
+    @property
+    def steps(self) -> int:
+        return self.args.steps
+
+    @property
+    def checkpoint(self) -> Path | None:
+        return self.args.checkpoint
+
+    @property
+    def lr(self) -> float:
+        return self.figures["learning_rate"]
+
+    def held_out(self) -> dict[str, float]:
+        """Measures the held-out rows, as TRL does, without a trace in what follows. Every rank
+        calls this. Raises InfinityError for a loss that is not finite."""
+        from ...ext.checkpoint.random_state import keep_random_state  # imports torch
+
+        if not len(self.trainer.eval_dataset):
+            return {}
+        with keep_random_state(), no_cache(self.model), quiet():
+            found = self.trainer.evaluate()
+        loss = found["eval_loss"]
+        if not math.isfinite(loss):
+            raise InfinityError(not_finite(loss, self.next_step))
+        return {name: value for name, value in found.items() if math.isfinite(value)}
+
+    def train(self, interrupt: Interrupt, console: Console, trackers: Trackers) -> None:
         """Steps until done or interrupted. Every rank calls this."""
-        self.trainer.add_callback(_watching(self, interrupt, console))
+        self.trainer.add_callback(_watching(self, interrupt, console, trackers))
         if self.unlearned:
             console.print(
                 f"Of {format_count(self.unlearned, 'answer')} nothing is learned: the prompt leaves"
@@ -146,6 +175,14 @@ class PreferenceJob:
                 if found
                 else f"No checkpoint in {checkpoint}: starting fresh"
             )
+        if found:
+            self.loss_before = saved_extra(checkpoint).get("loss_before")
+        elif measured := self.held_out():
+            self.loss_before = measured["eval_loss"]
+            console.print(f"held-out loss {self.loss_before:.4f}")
+            trackers.held_out(self, self.loss_before)
+        else:
+            console.print("No held-out loss: the prompts held out leave no room for an answer")
         with self.closing, no_cache(self.model), quiet(), suppress(_NothingLeft):
             self.trainer.train(resume_from_checkpoint=found and str(found))
 
@@ -156,14 +193,15 @@ class PreferenceJob:
             if self.args.checkpoint
             else "nothing saved (no --checkpoint)"
         )
-        console.print(f"Interrupted after step {self.step} of {self.args.steps}: {saved}")
+        console.print(f"Interrupted after step {self.next_step} of {self.args.steps}: {saved}")
         if self.args.json and self.ranks.is_first:
-            print(json.dumps({"interrupted": True, "steps": self.step, "losses": self.losses}))
+            print(json.dumps({"interrupted": True, "steps": self.next_step, "losses": self.losses}))
         return 128 + signum
 
-    def report(self) -> dict[str, Any]:
-        """Returns the job's numbers."""
+    def report(self, measured_disk: dict[str, float] | None) -> dict[str, Any]:
+        """Measures the held-out rows, and returns the job's numbers. Every rank calls this."""
         assert self.counts is not None
+        after = self.held_out()
         last = next((e for e in reversed(self.trainer.state.log_history) if "loss" in e), {})
         return {
             "interrupted": False,
@@ -172,37 +210,42 @@ class PreferenceJob:
                 "source": self.preferred.source,
                 "samples": len(self.preferred.rows),
                 "rows": len(self.trainer.train_dataset),
+                "held_out_rows": len(self.trainer.eval_dataset),
                 "unlearned_answers": self.unlearned,
                 "cut_answers": self.cut,
             },
             "options": self.fixed_values,
             "homes": {"params": self.config.params, "optimizer": self.config.optimizer},
             "first_step": self.first_step,
-            "steps": self.step,
+            "steps": self.next_step,
             "losses": self.losses,
+            "held_out_loss_before": self.loss_before,
+            "held_out_loss_after": after.get("eval_loss"),
+            "held_out": after,
             "last": last,
-            "train_seconds": self.counts.at_seconds,
-            "edges": self.counts.edges,
-            "stall_share": self.counts.stall_share,
+            **measurements(self, self.counts, self.config, measured_disk),
         }
 
 
-def _count_unlearned(trainer: Any, inputs: PreferenceInputs, method: Method) -> tuple[int, int]:
-    """Counts the rows whose prompt leaves no room for an answer: all, and those among the trainer's
-    rows. TRL leaves them out, or learns nothing of them; of ORPO's and CPO's it makes nan, so they
-    are left out here."""
+def _without_unlearned(rows: Any) -> Any:
+    """Returns the rows of ORPO's and CPO's of which something is learned: others make nan."""
+    if "chosen_labels" not in rows.column_names:
+        return rows
+    labels = zip(rows["chosen_labels"], rows["rejected_labels"])
+    learned = [
+        at for at, each in enumerate(labels) if all(max(its, default=-100) >= 0 for its in each)
+    ]
+    return rows if len(learned) == len(rows) else rows.select(learned)
+
+
+def _count_unlearned(
+    trainer: Any, given: int, inputs: PreferenceInputs, method: Method
+) -> tuple[int, int]:
+    """Counts the rows whose prompt leaves no room for an answer: all of the ``given``, and those
+    among the trainer's rows. TRL leaves them out, or learns nothing of them."""
     rows = trainer.train_dataset
     is_unpaired = not method.paired and "rejected" in inputs.preferred.rows.column_names
-    left_out = len(inputs.preferred.rows) * (1 + is_unpaired) - len(rows)
-    if "chosen_labels" in rows.column_names:
-        labels = zip(rows["chosen_labels"], rows["rejected_labels"])
-        learned = [
-            at for at, each in enumerate(labels) if all(max(its, default=-100) >= 0 for its in each)
-        ]
-        left_out += len(rows) - len(learned)
-        if len(learned) < len(rows):
-            trainer.train_dataset = rows.select(learned)
-        return left_out, 0 if learned else len(rows)
+    left_out = given * (1 + is_unpaired) - len(rows)
     if "prompt_ids" not in rows.column_names:
         return left_out, 0 if len(rows) else 1
     kept = sum(len(prompt) >= inputs.length for prompt in rows["prompt_ids"])
@@ -223,6 +266,26 @@ def _count_cut(rows: Any, tokenizer: Any, length: int) -> int:
                 len(row) >= length and row[-1] != tokenizer.eos_token_id for row in rows[name]
             )
     return count
+
+
+def _ntokens(rows: Any, length: int) -> int:
+    """Counts the tokens that the model sees of the trainer's rows, each answer with its prompt."""
+    names, count = rows.column_names, 0
+    for name in ("chosen_ids", "rejected_ids", "completion_ids"):
+        if name in names:
+            pairs = zip(rows["prompt_ids"], rows[name])
+            count += sum(min(length, len(asked) + len(said)) for asked, said in pairs)
+    for name in ("chosen_input_ids", "rejected_input_ids", "completion_input_ids"):
+        if name in names:
+            count += sum(min(length, len(row)) for row in rows[name])
+    return count
+
+
+def _held_out(rows: Any, inputs: PreferenceInputs, args: argparse.Namespace) -> Any:
+    """Returns the rows that are measured and not learned: of the last ones as many as
+    ``--eval-batches`` says, as without ``--method``."""
+    first = inputs.preferred.train_count
+    return rows.select(range(first, min(len(rows), first + args.eval_batches * args.batch_size)))
 
 
 def _fingerprint_of(model: str) -> str:
@@ -288,6 +351,8 @@ def make_preference_job(
     folder = args.checkpoint or closing.enter_context(
         tempfile.TemporaryDirectory(prefix="infinity-train-")
     )
+    rows = inputs.preferred.rows
+    learned, held = rows.select(range(inputs.preferred.train_count)), _held_out(rows, inputs, args)
     transformers.set_seed(args.seed)  # TRL 1.1 draws adapters without doing so itself
     with (
         quiet(),
@@ -297,7 +362,8 @@ def make_preference_job(
         trainer = kind(
             model=model,
             args=arguments(**_arguments(args, method, config, inputs.length, str(folder))),
-            train_dataset=inputs.preferred.rows,
+            train_dataset=learned,
+            eval_dataset=held,
             processing_class=inputs.tokenizer,
             infinity=config,
             infinity_overhead=_overhead(args),
@@ -310,16 +376,17 @@ def make_preference_job(
     trainer.create_model_card = lambda *_, **__: None  # it would replace the folder's README.md
     trainer.remove_callback(transformers.PrinterCallback)  # standard output is the command's
     name_base(trainer.model, args.model)
-    rows = len(trainer.train_dataset)
-    unlearned, kept = _count_unlearned(trainer, inputs, method)
-    if kept >= rows:
+    trainer.train_dataset = _without_unlearned(trainer.train_dataset)
+    trainer.eval_dataset = _without_unlearned(trainer.eval_dataset)
+    unlearned, kept = _count_unlearned(trainer, len(learned), inputs, method)
+    if kept >= len(trainer.train_dataset):
         raise ConfigError(
             f"--data: no prompt of {inputs.preferred.source} leaves room for an answer in"
             f" {inputs.length} tokens. Give a larger --sequence-length"
         )
-    rows = len(trainer.train_dataset)
+    count = len(trainer.train_dataset)
     per_step = args.batch_size * args.accumulate * ranks.count
-    args.steps = args.steps or max(1, math.ceil((args.epochs or 1.0) * rows / per_step))
+    args.steps = args.steps or max(1, math.ceil((args.epochs or 1.0) * count / per_step))
     set_defaults(args)
     trainer.args.max_steps, trainer.args.warmup_steps = args.steps, args.warmup_steps
     fixed = _fixed_values(args, inputs, config, ranks)
@@ -330,6 +397,7 @@ def make_preference_job(
     return PreferenceJob(
         args=args,
         fixed_values=fixed,
+        tokens_per_step=per_step * _ntokens(trainer.train_dataset, inputs.length) // count,
         unlearned=unlearned,
         cut=_count_cut(trainer.train_dataset, inputs.tokenizer, inputs.length),
         method=method,
@@ -357,6 +425,7 @@ def _arguments(
     found = {
         "output_dir": folder,
         "per_device_train_batch_size": args.batch_size,
+        "per_device_eval_batch_size": args.batch_size,
         "gradient_accumulation_steps": args.accumulate,
         "learning_rate": args.lr,
         "weight_decay": args.weight_decay,
@@ -405,12 +474,12 @@ class _NothingLeft(Exception):
     """Ends a trainer that has loaded a checkpoint of the last step."""
 
 
-def _watching(job: PreferenceJob, interrupt: Interrupt, console: Console) -> Any:
+def _watching(
+    job: PreferenceJob, interrupt: Interrupt, console: Console, trackers: Trackers
+) -> Any:
     """Returns the callback that tells the steps, notes the losses and ends an interrupted job."""
     import transformers
     from transformers.trainer_callback import ExportableState
-
-    every = max(1, job.args.steps // 20)
 
     class Watching(transformers.TrainerCallback, ExportableState):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -422,9 +491,16 @@ def _watching(job: PreferenceJob, interrupt: Interrupt, console: Console) -> Any
                 raise _NothingLeft  # the trainer's loop would take a step before it looks
             rows = format_count(len(job.trainer.train_dataset), "row")
             console.print(
-                f"TRL's {job.method.trainer}: {rows}, {format_count(state.max_steps, 'step')},"
-                f" learning rate {job.args.lr:g}"
+                f"TRL's {job.method.trainer}: {rows}, {len(job.trainer.eval_dataset):,} held out,"
+                f" {format_count(state.max_steps, 'step')}, learning rate {job.args.lr:g}"
             )
+            self.progress = job.closing.enter_context(make_progress(console, job))
+            self.watch = job.closing.enter_context(
+                infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
+            )
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.began = time.perf_counter()
 
         def on_log(
             self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any
@@ -433,15 +509,18 @@ def _watching(job: PreferenceJob, interrupt: Interrupt, console: Console) -> Any
                 return
             loss = float(logs["loss"])
             if not math.isfinite(loss):
-                raise InfinityError(
-                    f"The loss is {loss} at step {state.global_step}. Lower --lr or lengthen"
-                    " --warmup-steps"
-                )
+                raise InfinityError(not_finite(loss, state.global_step))
             job.losses.append(loss)
-            if state.global_step % every == 0 or state.global_step == state.max_steps:
-                console.print(f"step {state.global_step}/{state.max_steps}  loss {loss:.4g}")
+            job.figures = {
+                name: float(value) for name, value in logs.items() if not isinstance(value, str)
+            }
+            assert job.counts is not None
+            self.progress.show(job, job.counts)
+            self.watch.update(loss=loss, tokens=job.tokens_per_step)
+            trackers.show(job, job.counts)
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            job.step_seconds.append(time.perf_counter() - self.began)
             job.counts = EdgeCounts.of(job.model).since(self.start)
             interrupt.signum = job.ranks.largest(interrupt.signum or 0) or None
             asked, interrupt.saves = interrupt.saves, False
@@ -454,6 +533,7 @@ def _watching(job: PreferenceJob, interrupt: Interrupt, console: Console) -> Any
             """Returns what each checkpoint says of its job."""
             out = job.args.out and os.path.realpath(job.args.out)
             said = {"fixed_values": job.fixed_values, "steps": job.args.steps, "out": out}
+            said["loss_before"] = job.loss_before
             return {"args": {}, "attributes": said}
 
     Watching.__name__ = NOTED

@@ -18,6 +18,7 @@ from typing import Any
 from ...errors import ConfigError
 from . import samples
 from .columns import KNOWN, PAIRS, first_filled, is_empty, known
+from .corpus import HELD_OUT_SHARE
 from .example_files import ExampleFiles, is_padded, load_examples
 from .examples import PLAIN_TEMPLATE, libraries
 from .methods import METHODS, Method
@@ -38,6 +39,7 @@ class Preferred:
 
     source: str
     rows: Any = field(repr=False)  # a datasets.Dataset
+    train_count: int  # the first rows, which are learned
     chat: bool
     told: list[str]
     has_own_template: bool
@@ -127,13 +129,20 @@ def read_preferred(
                 f"--data: the answers of {files.source} are texts, and the tokenizer has no token"
                 " that ends one. Write them as messages, or give it an eos_token."
             )
-        _check_labels(made, files.source, method)
+        held_out = max(1, int(len(made) * HELD_OUT_SHARE))
+        if held_out == len(made):
+            raise ConfigError(
+                f"--data: 2 samples are needed, one to train on and one held out, and"
+                f" {files.source} has 1. Give more data."
+            )
+        _check_labels(made[:-held_out], files.source, method)
         chat = _is_chat(made[0])
         rows = datasets.Dataset.from_list(made, features=_features(datasets, made, files.source))
         told = _told(form, data.column_names, unread, chat=chat, empty=empty, same=same)
     return Preferred(
         source=files.source,
         rows=rows,
+        train_count=len(made) - held_out,
         chat=chat,
         told=[*told, *prompts.told()],
         has_own_template=has_template or not chat,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ...core.machine.sizes import format_count
 from .counts import EdgeCounts
 from .examples import Examples
-from .job import Job
+from .job import Measured
 from .sample import printable
 
 if TYPE_CHECKING:
@@ -57,14 +57,14 @@ def tell_read(console: Console, examples: Examples) -> None:
         console.print(f"{format_count(count, 'sample')} left out ({why})")
 
 
-def make_progress(console: Console, job: Job) -> ProgressBar | ProgressLines:
+def make_progress(console: Console, job: Measured) -> ProgressBar | ProgressLines:
     return (ProgressBar if console.is_terminal else ProgressLines)(console, job)
 
 
 class ProgressBar:
     """One line on a terminal, redrawn after every step."""
 
-    def __init__(self, console: Console, job: Job):
+    def __init__(self, console: Console, job: Measured):
         from rich.progress import (
             BarColumn,
             MofNCompleteColumn,
@@ -89,14 +89,14 @@ class ProgressBar:
     def __exit__(self, *exc_info):
         self._progress.stop()
 
-    def show(self, job: Job, counts: EdgeCounts) -> None:
+    def show(self, job: Measured, counts: EdgeCounts) -> None:
         self._progress.update(self._task, completed=job.next_step, text=progress_text(job, counts))
 
 
 class ProgressLines:
     """About 20 lines per run, at regular steps and after the last."""
 
-    def __init__(self, console: Console, job: Job):
+    def __init__(self, console: Console, job: Measured):
         self._console = console
         self._every = max(1, (job.steps - job.first_step) // LINES_PER_RUN)
 
@@ -106,12 +106,12 @@ class ProgressLines:
     def __exit__(self, *exc_info):
         pass
 
-    def show(self, job: Job, counts: EdgeCounts) -> None:
+    def show(self, job: Measured, counts: EdgeCounts) -> None:
         if job.next_step % self._every == 0 or job.next_step == job.steps:
             self._console.print(f"step {job.next_step}/{job.steps}  {progress_text(job, counts)}")
 
 
-def progress_text(job: Job, counts: EdgeCounts) -> str:
+def progress_text(job: Measured, counts: EdgeCounts) -> str:
     loss = job.losses[-1]
     shown = f"{loss:.3f}" if abs(loss) >= 0.01 else f"{loss:.2g}"
     text = f"loss {shown}  {job.tokens_per_second:,.0f} tokens/s"

@@ -22,7 +22,7 @@ from ..cli.values import columns
 from ..cost.cost import FORMAT as PROFILE
 from ..watch.time_shares import shares_text
 from .counts import EdgeCounts
-from .job import Job
+from .job import Job, Measured
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 LEAST_PREDICTED = 0.2  # seconds of a step that are worth a line
 
 
-def measure_disks(job: Job) -> dict[str, float] | None:
+def measure_disks(job: Measured) -> dict[str, float] | None:
     """Returns the disks' rates in bytes per second, summed over the striped folders; None if no
     state is at home there. May probe the disks."""
     from ...core.machine.disk_profile import rates
@@ -40,7 +40,7 @@ def measure_disks(job: Job) -> dict[str, float] | None:
     return dict(zip(("read", "write"), rates(folders))) if folders else None
 
 
-def _folders(job: Job) -> Sequence[str]:
+def _folders(job: Measured) -> Sequence[str]:
     """Returns the folders that state is at home in."""
     from ...core.run.registry import wrapped
 
@@ -79,8 +79,6 @@ def make_report(
     loss_after: float,
 ) -> dict[str, Any]:
     corpus = job.batches.corpus
-    stats = infinity.stats(job.model)
-    steps_count = len(job.step_seconds)
     in_bits = (lambda nats: nats / math.log(2)) if corpus.byte_level else (lambda nats: None)
     return {
         "interrupted": False,
@@ -100,10 +98,24 @@ def make_report(
         "held_out_loss_after": loss_after,
         "bits_per_byte_before": in_bits(job.loss_before),
         "bits_per_byte_after": in_bits(loss_after),
+        "predicted_step_seconds": predicted_step_seconds,
+        **measurements(job, counts, config, measured_disk),
+    }
+
+
+def measurements(
+    job: Measured,
+    counts: EdgeCounts,
+    config: infinity.Config,
+    measured_disk: dict[str, float] | None,
+) -> dict[str, Any]:
+    """Returns the numbers of a report that a job of any loop has."""
+    stats = infinity.stats(job.model)
+    steps_count = len(job.step_seconds)
+    return {
         "train_seconds": counts.at_seconds,
         "step_seconds": sum(job.step_seconds) / steps_count if steps_count else None,
         "median_step_seconds": statistics.median(job.step_seconds) if job.step_seconds else None,
-        "predicted_step_seconds": predicted_step_seconds,
         "tokens_per_second": job.tokens_per_second,
         "stall_share": counts.stall_share,
         "shares": counts.shares(job.stalls),
@@ -116,7 +128,7 @@ def make_report(
     }
 
 
-def _profile(job: Job, device: str | None) -> dict[str, Any]:
+def _profile(job: Measured, device: str | None) -> dict[str, Any]:
     """Returns what `infinity cost` reads: tokens a second by GPU, and what a checkpoint takes."""
     import torch
 
@@ -125,7 +137,7 @@ def _profile(job: Job, device: str | None) -> dict[str, Any]:
     files = [] if job.checkpoint is None else job.checkpoint.rglob("*")
     return {
         "gpus": {f"{name}:{job.ranks.count}": job.tokens_per_second},
-        "save_seconds": job.interval.total_seconds or None,
+        "save_seconds": job.total_save_seconds,
         "load_seconds": job.load_seconds,
         "checkpoint_nbytes": sum(each.stat().st_size for each in files if each.is_file()) or None,
     }
@@ -192,14 +204,14 @@ def print_stalls(console: Console, stalls: Any) -> None:
 
 
 def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    yield (
-        "held-out loss",
-        (
-            f"{report['held_out_loss_before']:.4f} -> {report['held_out_loss_after']:.4f} nats per"
-            " token"
-        ),
-    )
-    if report["bits_per_byte_after"] is not None:
+    before, after = report["held_out_loss_before"], report["held_out_loss_after"]
+    if "method" not in report:
+        yield "held-out loss", f"{before:.4f} -> {after:.4f} nats per token"
+    elif after is not None:
+        yield "held-out loss", f"{before or math.nan:.4f} -> {after:.4f}"
+        if (share := report["held_out"].get("eval_rewards/accuracies")) is not None:
+            yield "", f"{share:.0%} of its pairs told apart"
+    if report.get("bits_per_byte_after") is not None:
         yield (
             "",
             (
@@ -214,7 +226,7 @@ def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
         yield "speed", f"{speed}, stalled {report['stall_share']:.0%}"
         yield "time", shares_text(report["shares"])
-        measured, predicted = report["median_step_seconds"], report["predicted_step_seconds"]
+        measured, predicted = report["median_step_seconds"], report.get("predicted_step_seconds", 0)
         if predicted >= LEAST_PREDICTED:
             yield (
                 "prediction",

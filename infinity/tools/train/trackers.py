@@ -15,7 +15,7 @@ import infinity
 from ...errors import ConfigError
 from ...library_versions import refuse_older
 from .counts import EdgeCounts
-from .job import Job
+from .job import Measured
 from .places import TENSORBOARD
 from .ranks import Ranks
 from .wording import first_line
@@ -99,7 +99,7 @@ class Trackers:
             ) from error
         self._open[name] = tracker
 
-    def tell_options(self, args: argparse.Namespace, job: Job) -> None:
+    def tell_options(self, args: argparse.Namespace, job: Measured) -> None:
         """Sends the options as hyperparameters, with what was chosen for those that were not
         given."""
         given = {name: value for name, value in vars(args).items() if not callable(value)}
@@ -110,25 +110,22 @@ class Trackers:
         }
         self._each(lambda tracker: tracker.store_init_configuration(told))
 
-    def held_out(self, job: Job, loss: float | None) -> None:
+    def held_out(self, job: Measured, loss: float | None) -> None:
         """Sends a held-out loss of this step."""
         if loss is not None:
             self._log({"eval/loss": loss}, job.next_step)
 
-    def show(self, job: Job, counts: EdgeCounts) -> None:
+    def show(self, job: Measured, counts: EdgeCounts) -> None:
         """Sends a step's figures: loss, rate, gradients' norm, speed, stalls, traffic since the
         start, and each tier's peak."""
         if not self._open:
             return
-        rates = job.schedulers[0]  # it has the rate of the next step already
-        values = {
+        values = {f"train/{name}": value for name, value in job.figures.items()} | {
             "train/loss": job.losses[-1],
-            "train/lr": rates.base_lrs[0] * rates.lr_lambdas[0](rates.last_epoch - 1),
+            "train/lr": job.lr,
             "speed/tokens_per_second": job.tokens_per_step / job.step_seconds[-1],
             "speed/stall_share": counts.stall_share,
         }
-        if job.grad_norm is not None:
-            values["train/grad_norm"] = float(job.grad_norm)
         for edge, moved in counts.edges.items():
             values[f"moved/{edge}_GB"] = moved["nbytes"] / 1e9
         for tier, held in infinity.stats(job.model).tiers.items():

@@ -207,11 +207,15 @@ def _learn_preferences(
     )
     if args.push is not None and ranks.is_first:
         make_repository(args.push)
-    with Interrupt() as interrupt:
-        job.train(interrupt, console)
-    if interrupt.signum is not None:
-        return job.end_interrupted(interrupt.signum, console)
-    report = job.report()
+    with begin_trackers(args, ranks, console.print) as trackers:
+        trackers.tell_options(args, job)
+        with Interrupt() as interrupt:
+            job.train(interrupt, console, trackers)
+        if interrupt.signum is not None:
+            return job.end_interrupted(interrupt.signum, console)
+        report = job.report(measure_disks(job))
+        trackers.held_out(job, report["held_out_loss_after"])
+    print_report(console, report)
     if args.out is not None:
         report["out"] = str(args.out)
         _save(args, job.model, job.tokenizer, ranks, console)

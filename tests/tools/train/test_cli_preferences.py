@@ -82,7 +82,8 @@ def train(base, tmp_path, monkeypatch, capsys):
 
 
 def theirs(base: Path, method: str, rows: list, folder: Path, **changes: Any) -> list[float]:
-    """Trains with TRL alone, saves to ``folder`` and returns the losses."""
+    """Trains with TRL alone on all rows but the held-out last one, saves to ``folder`` and returns
+    the losses."""
     place, kind, own, _ = METHODS[method]
     module = importlib.import_module(place)
     given = {
@@ -105,16 +106,22 @@ def theirs(base: Path, method: str, rows: list, folder: Path, **changes: Any) ->
         "disable_tqdm": True,
     }
     peft = changes.pop("peft_config", None)
+    held, evaluated = changes.pop("held", None), changes.pop("evaluated", [])
     model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     transformers.set_seed(SEED)  # TRL 1.1 draws adapters without doing so itself
     trainer = getattr(module, f"{kind}Trainer")(
         model=model,
         args=getattr(module, f"{kind}Config")(str(folder), **{**given, **own, **changes}),
-        train_dataset=datasets.Dataset.from_list(rows),
+        train_dataset=datasets.Dataset.from_list(rows[:-1]),
         processing_class=transformers.AutoTokenizer.from_pretrained(base),
         **({} if peft is None else {"peft_config": peft}),
+        **({} if held is None else {"eval_dataset": datasets.Dataset.from_list(held)}),
     )
+    if held is not None:
+        evaluated.append(trainer.evaluate()["eval_loss"])
+        transformers.set_seed(SEED)  # as without it
     trainer.train()
+    evaluated += [] if held is None else [trainer.evaluate()["eval_loss"]]
     trainer.save_model(str(folder))
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
@@ -365,7 +372,7 @@ def test_pairs_of_public_data_make_the_rows_that_trl_takes(source, base, tmp_pat
     method, sample, row = PUBLIC[source]
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = f"{{{{ tools | tojson if tools }}}}{TEMPLATE}"
-    samples = [sample, sample | ({"label": False} if "label" in sample else {})]
+    samples = [sample, sample | ({"label": False} if "label" in sample else {})] * 2
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(each) + "\n" for each in samples))
     found = read_preferred(find_examples(path), tokenizer, method)
@@ -465,10 +472,10 @@ def test_a_label_tells_good_answers_from_bad_ones(name, base, tmp_path):
     values = ((True, False), (1, 0), ("True", "false"), (1.0, 0.0))
     for at, (said, turned) in enumerate(values):
         rows = [{"prompt": "1+1?", "completion": "2."}, {"messages": chat_of("1+1?", "2.")}]
-        both = [rows[at % 2] | {name: value} for value in (said, turned)]
+        both = [rows[at % 2] | {name: value} for value in (said, turned)] * 2  # one is held out
         files = find_examples(save_rows(tmp_path / f"{at}.jsonl", both))
         labels = read_preferred(files, tokenizer, "kto").rows["label"]
-        assert list(labels) == ([False, True] if name == "is_rejected" else [True, False])
+        assert list(labels) == ([False, True] if name == "is_rejected" else [True, False]) * 2
 
 
 # --- bad input ---
@@ -600,7 +607,7 @@ REFUSED: dict[str, tuple[str, list[dict], str, str]] = {  # method, rows, what i
     "tools": ("orpo", [AS_CHAT | {"tools": [{"name": "f"}]}], "column tools", "--method dpo"),
     "no room": (
         "dpo",
-        [PAIR | {"prompt": "long " * 20}],
+        [PAIR | {"prompt": "long " * 20}] * 2,
         "no prompt of data.jsonl",
         "Give a larger",
     ),
@@ -634,7 +641,7 @@ def test_models_of_one_shape_are_told_apart_by_their_weights(base, tmp_path):
 def test_rows_of_which_nothing_is_learned_make_no_nan(method, train):
     """Method: a prompt that is longer than a row, beside others; its row is left out and counted.
     Twin: without it nothing is told."""
-    save_rows(Path("data.jsonl"), [*PAIRED, PAIRED[0] | {"prompt": "long " * 80}])
+    save_rows(Path("data.jsonl"), [PAIRED[0] | {"prompt": "long " * 80}, *PAIRED])
     words = ("--method", method, "--data", "data.jsonl", *SAID, "--steps", "4", "--json")
     status, out, err = train(*words)
     assert status == 0 and "Of 1 answer nothing is learned" in err, err
@@ -642,9 +649,9 @@ def test_rows_of_which_nothing_is_learned_make_no_nan(method, train):
 
 
 def test_half_of_the_prompts_may_be_too_long(train):
-    """Method: three of six pairs leave no room; the others are learned. Twin: all six, refused."""
+    """Method: three of seven pairs leave no room; the others are learned. Twin: all, refused."""
     long = [row | {"prompt": "long " * 20} for row in PAIRED]
-    save_rows(Path("data.jsonl"), [*PAIRED[:3], *long[3:]])
+    save_rows(Path("data.jsonl"), [*PAIRED[:3], *long[3:], PAIRED[0]])
     words = ("--method", "dpo", "--data", "data.jsonl", *SAID, "--steps", "1")
     status, out, err = train(*words)
     assert status == 0 and "Of 3 answers nothing is learned" in out, err
@@ -679,7 +686,7 @@ def test_prompts_that_leave_no_room_are_counted(method, train):
     """Of pairs KTO learns each answer. Twin: with room, nothing is told."""
     if method == "kto" and trl.__version__.startswith("1.1."):
         pytest.skip("KTO of TRL 1.1 shortens prompts")
-    save_rows(Path("data.jsonl"), [*PAIRED, PAIRED[0] | {"prompt": "long " * 20}])
+    save_rows(Path("data.jsonl"), [PAIRED[0] | {"prompt": "long " * 20}, *PAIRED])
     words = ("--method", method, "--data", "data.jsonl", *SAID, "--steps", "1")
     status, out, err = train(*words)
     count = "2 answers" if method == "kto" else "1 answer"
@@ -806,6 +813,66 @@ def test_a_trainer_that_this_trl_lacks_is_named(monkeypatch):
         trainer_over_home("None")
 
 
+# --- held-out rows, and who watches ---
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_held_out_losses_are_those_of_trls_own_trainer(method, base, train, tmp_path):
+    """Method: the last row is measured before the first step and after the last, as TRL does in
+    memory; bits compared. Twin: TRL's loss of the first row is another."""
+    rows = METHODS[method][3]
+    save_rows(tmp_path / "data.jsonl", rows)
+    status, out, err = train("--method", method, "--data", "data.jsonl", "--json", *SAID)
+    assert status == 0, err
+    told = json.loads(out)
+    measured: dict[str, list[float]] = {}
+    for name, held in (("last", rows[-1:]), ("first", rows[:1])):
+        evaluated: list[float] = []
+        theirs(base, method, rows, tmp_path / "theirs", held=held, evaluated=evaluated)
+        measured[name] = evaluated
+    ours = [told["held_out_loss_before"], told["held_out_loss_after"]]
+    assert ours == measured["last"] != measured["first"]
+    assert told["data"]["held_out_rows"] == 1 and f"held-out loss {ours[0]:.4f}" in err
+    assert told["tokens_per_second"] > 0 and len(told["edges"]) and told["gpus"]
+    assert f"{ours[0]:.4f} -> {ours[1]:.4f}" in err and "tokens/s" in err
+
+
+def test_a_job_that_goes_on_knows_its_first_held_out_loss(train):
+    """Method: the whole job, and one that its checkpoint continues. Twin: one that starts later
+    has another."""
+    save_rows(Path("data.jsonl"), PAIRED)
+    words = ["--method", "dpo", "--data", "data.jsonl", *SAID, "--json", "--accumulate", "1"]
+    saved = [*words, "--checkpoint", "saved", "--steps", "2"]
+    first = json.loads(train(*saved)[1])
+    again = json.loads(train(*saved, "--resume")[1])
+    for name in ("held_out_loss_before", "held_out_loss_after"):
+        assert first[name] == again[name]
+    assert first["held_out_loss_before"] != first["held_out_loss_after"]
+
+
+def test_top_and_trackers_see_the_steps(train, monkeypatch):
+    """Method: TensorBoard's file has each step's figures and both held-out losses; a status has the
+    last step. Twin: a job without --log writes no file."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monkeypatch.setenv("INFINITY_CACHE", str(Path("cache").resolve()))
+    save_rows(Path("data.jsonl"), PAIRED)
+    words = ("--method", "dpo", "--data", "data.jsonl", *SAID, "--json")
+    assert train(*words)[0] == 0 and not Path("board").exists()
+    status, out, err = train(*words, "--tensorboard", "board")
+    assert status == 0, err
+    found = EventAccumulator("board").Reload()
+    losses = [each.value for each in found.Scalars("train/loss")]
+    told = json.loads(out)
+    assert losses == pytest.approx(told["losses"]) and len(losses) == 3
+    held = [each.value for each in found.Scalars("eval/loss")]
+    assert held == pytest.approx([told["held_out_loss_before"], told["held_out_loss_after"]])
+    assert len(found.Scalars("train/rewards/margins")) == len(found.Scalars("train/lr")) == 3
+    states = [json.loads(path.read_text()) for path in Path("cache/runs").glob("*/status*.json")]
+    assert [(each["step"], each["loss"]) for each in states] == [(3, told["losses"][-1])]
+
+
 # --- checkpoints ---
 
 
@@ -874,14 +941,14 @@ def stop_after(patch: pytest.MonkeyPatch, steps: int) -> None:
 
     train = PreferenceJob.train
 
-    def stopped(job: PreferenceJob, interrupt: Interrupt, console: Any) -> None:
+    def stopped(job: PreferenceJob, interrupt: Interrupt, *more: Any) -> None:
         class Stop(transformers.TrainerCallback):
             def on_step_begin(self, args: Any, state: Any, *rest: Any, **more: Any) -> None:
                 if state.global_step == steps - 1:
                     interrupt.signum = int(signal.SIGTERM)
 
         job.trainer.add_callback(Stop())
-        train(job, interrupt, console)
+        train(job, interrupt, *more)
 
     patch.setattr(PreferenceJob, "train", stopped)
 
