@@ -183,7 +183,7 @@ class Renderer:
         return kept, "", notes
 
     def loses_thoughts(self, sample: Sample) -> bool:
-        """Whether the template does not render what learned answers think, as templates do that
+        """Tells whether the template leaves out what learned answers think, as templates do that
         forget it in earlier turns."""
         for at, message in enumerate(sample.messages):
             if not sample.learned[at] or message["role"] != "assistant":
