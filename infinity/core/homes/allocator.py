@@ -104,6 +104,14 @@ class ArrayAllocator:
         self._ledger.accounts[tier].planned_nbytes += round_up(nbytes, native.BLOCK_NBYTES)
         return array
 
+    def make_room(self, tier: Tier, nbytes: int, what: str) -> None:
+        """Makes room for arrays of ``nbytes`` in all, before the first of them is allocated, so
+        that the error names all. Charges disk space alone. Raises CapacityError."""
+        if tier is Tier.NVME:
+            self.space.make_room(nbytes, what)
+        else:
+            self._ledger.reserve(tier, nbytes, what).release()
+
     def allocate_later(self, tier: Tier, dtype: torch.dtype, numel: int, what: str) -> StateArray:
         """Allocates an array as :meth:`allocate` does, after :meth:`open`. :meth:`free_more` frees
         it."""

@@ -77,6 +77,13 @@ class SwapSpace:
         self._places[array] = space
         return array
 
+    def make_room(self, nbytes: int, what: str) -> None:
+        """Adds a volume of ``nbytes``, if that is not free."""
+        if nbytes > sum(
+            size for volume, _, size in self.free_spaces if not self.added[volume].folder
+        ):
+            self._grow(nbytes, what, None)
+
     def free(self, array: StateArray, after: Sequence[native.Ticket]) -> None:
         """Frees the space of an array of :meth:`allocate`, which is reused once the transfers
         ``after`` complete. Idempotent."""

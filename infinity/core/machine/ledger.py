@@ -73,11 +73,6 @@ class Ledger:
         error.needed = {name: charged + nbytes}
         return error
 
-    def check(self, tier: Tier, nbytes: int, what: str) -> None:
-        """Raises CapacityError if :meth:`reserve` would, with nothing charged. Before several are
-        made, so that the error names all of them."""
-        self.reserve(tier, nbytes, what).release()
-
     def room(self, tier: Tier) -> int | None:
         """Returns the bytes of ``tier`` that may still be charged; None without a limit."""
         account = self.accounts[tier]

@@ -13,8 +13,6 @@ for _power, _letter in enumerate("kmgt", start=1):
     _UNITS[_letter + "b"] = 1000**_power
 
 MOST_NBYTES = 1 << 60  # of a budget
-_SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
-MOST_SECONDS = 1e10  # of a duration: 300 years
 
 
 def parse_nbytes(value: int | str | None, name: str) -> int | None:
@@ -24,7 +22,7 @@ def parse_nbytes(value: int | str | None, name: str) -> int | None:
         return None
     if (
         not isinstance(value, (bool, float))
-        and 0 <= (number := _number(value, _UNITS)) <= MOST_NBYTES
+        and 0 <= (number := number_of(value, _UNITS)) <= MOST_NBYTES
     ):
         return int(number)
     shown = repr(value) if len(str(value)[:100]) < 100 else f"{str(value)[:60]!r}..."
@@ -34,18 +32,7 @@ def parse_nbytes(value: int | str | None, name: str) -> int | None:
     )
 
 
-def parse_seconds(value: float | str, name: str) -> float:
-    """Parses a duration from seconds, or text as ``"30s"``, ``"15m"``, ``"6h"``, ``"2d"``. Raises
-    ConfigError that names ``name``."""
-    if not isinstance(value, bool) and 0 <= (number := _number(value, _SECONDS)) <= MOST_SECONDS:
-        return float(number)
-    raise ConfigError(
-        f"{name}={str(value)[:60]!r} is not a duration: give seconds, or text such as '30s', '15m',"
-        " '6h' or '2d'"
-    )
-
-
-def _number(value: object, units: dict[str, int]) -> float:
+def number_of(value: object, units: dict[str, int]) -> float:
     """Reads text of a number and one of ``units``; NaN for what is neither this nor a number."""
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)

@@ -11,6 +11,7 @@ home is :attr:`HomeArrays.kept`.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -140,15 +141,15 @@ class KeptArrays:
         found = self.stepped if flat_params is None else flat_params
         kept = Kept(self, name, dtype, keeper, saved_as or name)
         wanted = {each: kept.dtype_of(each) for each in found}
-        self.check_room(wanted.items(), what or name, otherwise=otherwise)
+        tiers = self.make_room(wanted.items(), what or name, otherwise=otherwise)
         self._kept.append(kept)
         for tier, terms in self._planned.plan.terms.items():
             if term := terms.get(name):  # a keeper's, of these arrays
                 self._planned.add(tier, name, -term)
                 self.store.ledger.accounts[tier].planned_nbytes -= term
         try:
-            for flat_param, each in wanted.items():
-                self._allocate(kept, flat_param, each, what or name, otherwise)
+            for (flat_param, each), tier in zip(wanted.items(), tiers):
+                self._allocate(kept, flat_param, each, what or name, tier)
         except BaseException:
             self.free(kept)
             raise
@@ -169,37 +170,32 @@ class KeptArrays:
         found = (flat_param for unit in self._units for flat_param in unit.flat_params)
         return [flat_param for flat_param in found if flat_param.spec.stepped]
 
-    def check_room(
+    def make_room(
         self,
         wanted: Iterable[tuple[FlatParam, torch.dtype]],
         what: str,
         *,
         on_host_nbytes: int = 0,
         otherwise: Tier | None = None,
-    ) -> None:
-        """Raises CapacityError, which names the need of all of them, if there is no room for
-        ``on_host_nbytes``, and for the ``wanted`` arrays as :meth:`keep` makes them."""
-        needed = {Tier.HOST: on_host_nbytes}
+    ) -> list[Tier]:
+        """Makes room for ``on_host_nbytes``, and for the ``wanted`` arrays as :meth:`keep` makes
+        them. Returns their tiers. Raises CapacityError, which names the need of all of them."""
+        needed, tiers = Counter({Tier.HOST: on_host_nbytes}), []
         for flat_param, dtype in wanted:
-            tier = _tier_of(flat_param)
-            needed[tier] = needed.get(tier, 0) + _nbytes_of(flat_param, dtype)
+            tier, nbytes = _tier_of(flat_param), _nbytes_of(flat_param, dtype)
+            room = self.store.ledger.room(tier)
+            if room is not None and needed[tier] + nbytes > room:
+                tier = otherwise or tier
+            needed[tier] += nbytes
+            tiers.append(tier)
         for tier, nbytes in needed.items():
-            if tier is not Tier.NVME and otherwise in (None, tier):
-                self.store.ledger.check(tier, nbytes, what)
+            self.store.arrays.make_room(tier, nbytes, what)
+        return tiers
 
     def _allocate(
-        self,
-        kept: Kept,
-        flat_param: FlatParam,
-        dtype: torch.dtype,
-        what: str,
-        otherwise: Tier | None,
+        self, kept: Kept, flat_param: FlatParam, dtype: torch.dtype, what: str, tier: Tier
     ) -> None:
-        tier, numel = _tier_of(flat_param), flat_param.layout.shard_numel
-        room = self.store.ledger.room(tier)
-        if room is not None and _nbytes_of(flat_param, dtype) > room:
-            tier = otherwise or tier
-        array = self.store.arrays.allocate_later(tier, dtype, numel, what)
+        array = self.store.arrays.allocate_later(tier, dtype, flat_param.layout.shard_numel, what)
         flat_param.homes.kept[kept.name] = array
         kept.flat_params[flat_param] = None
         self._planned.add(tier, kept.name, _nbytes_of(flat_param, dtype))

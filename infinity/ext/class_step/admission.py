@@ -12,6 +12,7 @@ it is interrupted.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -203,11 +204,11 @@ def _sizes(plan: MemoryPlan, growths: Mapping[FlatParam, Growth]) -> list[tuple[
 
 
 def _check_room(job: Job, growths: Mapping[FlatParam, Growth], asked: str) -> None:
-    """Raises CapacityError if free memory does not hold the growth. The ledger checks budgets."""
-    needed: dict[Tier, int] = {}
+    """Raises CapacityError if free memory or a budget does not hold the whole growth."""
+    needed, budgeted = Counter[Tier](), Counter[Tier]()
     for tier, _, nbytes in _sizes(job.planned.plan, growths):
-        shared = Tier.HOST if tier is Tier.DEVICE else tier  # one memory: the CPU is the device
-        needed[shared] = needed.get(shared, 0) + nbytes
+        needed[Tier.HOST if tier is Tier.DEVICE else tier] += nbytes  # the CPU is the device
+        budgeted[tier] += nbytes
     for tier, nbytes in needed.items():
         free = measured_free(tier, job.config, job.device)
         if nbytes > free:
@@ -217,6 +218,8 @@ def _check_room(job: Job, growths: Mapping[FlatParam, Growth], asked: str) -> No
                 f" {format_nbytes(free)} may be used. Free as much, or give them a farther home:"
                 " Config(optimizer='nvme', nvme_paths=[...])"
             )
+    for tier, nbytes in budgeted.items():
+        job.store.arrays.make_room(tier, nbytes, f"{asked} of these parameters")
 
 
 def _terms(plan: MemoryPlan, growths: Mapping[FlatParam, Growth]) -> dict[Tier, dict[str, int]]:

@@ -12,10 +12,12 @@ bytes a parameter in bf16.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from ...core.machine.tiers import Tier
 from ...core.run.job import Job
 from ...core.run.operations import Activity, Right, StateKind
 from ...core.seams import Extension
@@ -79,6 +81,11 @@ class StaleWeights(Extension):
         made, before = list[ParamUnit](), self._allocated
         try:
             with job.collectives.together("taking room for more versions of the weights"):
+                needed = Counter[Tier]()
+                for _, flat in flat_params:
+                    needed[flat.weight.tier] += (kept - before) * flat.weight.nbytes
+                for tier, nbytes in needed.items():
+                    job.store.arrays.make_room(tier, nbytes, "weights of older versions")
                 for slot in range(before, kept):
                     for unit, flat_param in flat_params:
                         flat_param.homes.wait_idle()

@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core.machine.sizes import parse_nbytes
+from ...core.machine.sizes import number_of, parse_nbytes
 from ...errors import ConfigError
 
 MOST = 2**31 - 1  # of a count: more is a typo
 MOST_TOKENS = 1e18
+SECONDS = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+MOST_SECONDS = 1e10  # of a duration: 300 years
 
 
 def a_path(text: str) -> Path:
@@ -51,6 +53,17 @@ def positive_real(text: str) -> float:
 def real_from_zero(text: str) -> float:
     """Parses a number from 0 on."""
     return _real(text, 0.0, "0 or more")
+
+
+def parse_seconds(value: float | str, name: str) -> float:
+    """Parses a duration from seconds, or text as ``"30s"``, ``"15m"``, ``"6h"``, ``"2d"``. Raises
+    ConfigError that names ``name``."""
+    if not isinstance(value, bool) and 0 <= (number := number_of(value, SECONDS)) <= MOST_SECONDS:
+        return float(number)
+    raise ConfigError(
+        f"{name}={str(value)[:60]!r} is not a duration: give seconds, or text such as '30s', '15m',"
+        " '6h' or '2d'"
+    )
 
 
 def _whole(text: str, low: int, high: int, why: str = "") -> int:

@@ -15,12 +15,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ...core.machine.sizes import format_count, format_seconds, parse_seconds
+from ...core.machine.sizes import format_count, format_seconds
 from ...errors import ConfigError
 from ...ext.checkpoint.interval import steps_between
 from ...files.outputs import Output, check_outputs
 from ...untrusted import parse_json, printable, read_text
-from ..cli.values import a_number_of_tokens, a_path, columns
+from ..cli.values import a_number_of_tokens, a_path, columns, parse_seconds
 from ..plan import sky
 from .cost import DAY, FORMAT, Bill, Move, Profile, Rental, Saves
 from .prices import Offer, parse_time, read_lifetimes, read_prices

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from ...core.machine.sizes import parse_seconds
 from ...errors import ConfigError
 from ...untrusted import printable, read_table
-from ..cli.values import a_path, columns
+from ..cli.values import a_path, columns, parse_seconds
 from .fleet import (
     POLICIES,
     Allocation,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from infinity.config import Config
 from infinity.core.machine.ledger import Ledger
-from infinity.core.machine.sizes import format_nbytes, parse_nbytes, parse_seconds, round_up
+from infinity.core.machine.sizes import format_nbytes, parse_nbytes, round_up
 from infinity.core.machine.tiers import Tier
 from infinity.errors import CapacityError, ConfigError
 
@@ -46,18 +46,6 @@ GIB = 1024**3
 def test_sizes_are_read_as_they_are_written(text, nbytes):
     """Reads numbers, binary and decimal units in either case, with and without a space."""
     assert parse_nbytes(text, "host_memory") == nbytes
-
-
-@pytest.mark.parametrize(
-    "text, seconds",
-    [(0, 0), (1.5, 1.5), ("90", 90), ("30s", 30), ("15 min", 900), ("1.5H", 5400), ("2d", 172800)],
-)
-def test_durations_are_read_as_they_are_written(text, seconds):
-    """Reads numbers and units in either case. Twin: what is none is refused by name."""
-    assert parse_seconds(text, "notice") == seconds
-    for wrong in ("", "-5", "5 weeks", "1e9", "9" * 400, -1, True, None, float("nan"), [], "h"):
-        with pytest.raises(ConfigError, match="notice=.*is not a duration"):
-            parse_seconds(wrong, "notice")
 
 
 def test_no_size_stays_no_size():

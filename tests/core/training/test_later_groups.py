@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +286,28 @@ def test_a_group_over_the_budget_is_refused_with_the_numbers(tmp_path):
     )
     with pytest.raises(infinity.CapacityError, match="host_memory"):
         thaw(model, optimizer, 0)
+    assert torch.isfinite(step(model, optimizer, 0)[0])
+
+
+@pytest.mark.parametrize("home, budget", [("host", "host_memory"), ("nvme", "nvme_capacity")])
+def test_the_budget_that_the_error_of_a_group_names_is_enough(home, budget, tmp_path):
+    """For all its parameters together. Twin: a block less is refused again."""
+
+    def wrapped(**more: Any) -> tuple[nn.Module, Any]:
+        model = frozen()
+        config = home_of(tmp_path, home, **more)
+        return infinity.wrap_model(model, adamw(model.head.parameters()), config)
+
+    given = infinity.stats(wrapped()[0]).tiers[home].planned_nbytes
+    model, optimizer = wrapped(**{budget: given})
+    with pytest.raises(infinity.CapacityError, match="add_param_group of these") as raised:
+        thaw(model, optimizer, 0)
+    named = int(re.search(rf"Config\({budget}=(\d+)\)", str(raised.value))[1])
+    model, optimizer = wrapped(**{budget: named - 4096})
+    with pytest.raises(infinity.CapacityError):
+        thaw(model, optimizer, 0)
+    model, optimizer = wrapped(**{budget: named})
+    thaw(model, optimizer, 0)
     assert torch.isfinite(step(model, optimizer, 0)[0])
 
 

@@ -7,6 +7,7 @@ the plain model.
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -388,6 +389,36 @@ def test_an_average_keeps_within_the_budget(tmp_path):
         with pytest.raises(infinity.CapacityError, match="the average needs"):
             infinity.ema(full, 0.9)
     step(full, its, 0)
+
+
+@pytest.mark.parametrize(
+    "home, budget, start",
+    [
+        ("host", "host_memory", "peak_nbytes"),
+        ("nvme", "nvme_capacity", "peak_nbytes"),
+        ("host", "host_memory", "half"),  # some of its arrays would fit
+    ],
+)
+def test_the_budget_that_the_error_of_an_average_names_is_enough(tmp_path, home, budget, start):
+    """For all arrays of the average: it is taken as the error says, and the average is made. On
+    disk it takes no more than its bytes. Twin: a block less is refused again."""
+    model, _ = pair(home, tmp_path)
+    tier = infinity.stats(model).tiers[home]
+    whole = 4 * sum(param.numel() for param in model.parameters())
+    given = tier.planned_nbytes + (whole // 2 if start == "half" else 0)
+    small, _ = pair(home, tmp_path, **{budget: given})
+    with pytest.raises(infinity.CapacityError, match="the average needs") as raised:
+        infinity.ema(small, 0.9)
+    named = int(re.search(rf"Config\({budget}=(\d+)\)", str(raised.value))[1])
+    assert named >= tier.planned_nbytes + whole
+    tight, _ = pair(home, tmp_path, **{budget: named - 4096})
+    with pytest.raises(infinity.CapacityError, match="the average needs"):
+        infinity.ema(tight, 0.9)
+    fits, its = pair(home, tmp_path, **{budget: named})
+    infinity.ema(fits, 0.9)
+    step(fits, its, 0)
+    if home == "nvme":
+        assert infinity.stats(fits).tiers["nvme"].planned_nbytes == named
 
 
 def test_averages_that_copy_the_model_are_refused_by_name(tmp_path):
