@@ -40,6 +40,7 @@ EVERY_SECONDS = 1.0
 MOST_POINTS = 512
 HISTORY_EVERY = 10  # in statuses
 OF_TIERS = ("charged_nbytes", "peak_nbytes", "planned_nbytes", "budget_nbytes")
+LATER = "taken since the wrap"  # in the memory map: what has no part of its own
 SMOOTHING = 0.2  # weight of the last step in the mean step time
 
 
@@ -119,7 +120,8 @@ class Watch:
             listeners.append(listener)
         if job.ranks.is_first and folder is None:
             run_files.remove_old(self._root)
-        self._write(run_files.PLAN, _plan(job) | {"model": type(model).__name__})
+        self._plan = _plan(job) | {"model": type(model).__name__}
+        self._write(run_files.PLAN, self._plan)
         self._tell("starting", "", now=True)
 
     def __enter__(self) -> Watch:
@@ -199,6 +201,9 @@ class Watch:
         if model is None or not is_wrapped(model):  # the counters are final
             return (self._told or {}) | doing
         job = wrapped(model).engine.job
+        if (tiers := _memory_map(job)) != self._plan["tiers"]:  # an average came, for example
+            self._plan["tiers"] = tiers
+            self._write(run_files.PLAN, self._plan)
         counted = edges_of(job) | ({} if job.ranks.alone else job.traffic.collectives)
         edges = {name: asdict(moved) for name, moved in counted.items()}
         before_at, before = self._before or (now, edges)
@@ -311,13 +316,20 @@ def _limits(job: Job) -> dict[str, float]:
 
 def _plan(job: Job) -> dict[str, Any]:
     """Returns the data of the report: the memory map, and the path of the timeline."""
-    plan = job.planned.plan
     return {
-        "tiers": {
-            str(tier): {"nbytes": plan.planned_nbytes(tier), "parts": dict(plan.terms[tier])}
-            for tier in Tier
-        },
+        "tiers": _memory_map(job),
         "trace": job.config.trace,
         "nvme_paths": list(job.config.nvme_paths),
         "parameters": sum(handle.param.numel() for unit in job.units for handle in unit.handles),
     }
+
+
+def _memory_map(job: Job) -> dict[str, dict[str, Any]]:
+    """Returns the planned bytes of every tier, by part. They are those of :func:`stats`."""
+    found = {}
+    for tier, account in job.ledger.accounts.items():
+        parts = {name: nbytes for name, nbytes in job.planned.plan.terms[tier].items() if nbytes}
+        if (more := account.planned_nbytes - sum(parts.values())) > 0:
+            parts[LATER] = more
+        found[str(tier)] = {"nbytes": sum(parts.values()), "parts": parts}
+    return found

@@ -10,7 +10,7 @@ import pytest
 import torch
 from containers import Lists, batches
 from inside import parts_of
-from models import seeded
+from models import at_home, seeded
 from torch import nn
 
 import infinity
@@ -261,3 +261,52 @@ def test_an_error_of_the_loader_is_the_loops(tmp_path):
             list(watch.data(broken()))
         with pytest.raises(infinity.UsageError, match="a int cannot be iterated over"):
             watch.data(3)
+
+
+def add_average(model, optimizer, folder) -> None:
+    infinity.ema(model, 0.9)
+
+
+def add_and_remove(model, optimizer, folder) -> None:
+    infinity.swa(model).remove()
+
+
+def add_group(model, optimizer, folder) -> None:
+    model[-1].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model[-1].parameters())})
+
+
+def keep_data(model, optimizer, folder) -> None:
+    (folder / "data").write_bytes(bytes(1 << 16))
+    data = infinity.data.NeverEvict([folder / "data"], memory="1MiB")
+    model.kept = [data[0], data]
+
+
+@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+@pytest.mark.parametrize("add", [add_average, add_and_remove, add_group, keep_data])
+def test_the_memory_map_has_what_came_after_the_wrap(home, add, tmp_path):
+    """Method: the plan of a watched run, before and after, beside stats(). Twin: as the model is
+    wrapped no byte is without a part of its own."""
+    torch.manual_seed(SEED)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    model[-1].requires_grad_(False)
+    config = at_home(home, home, tmp_path)
+    params = [param for param in model.parameters() if param.requires_grad]
+    model, optimizer = infinity.wrap_model(model, torch.optim.AdamW(params), config)
+
+    def shown() -> dict[str, dict]:
+        return next(run_files.read(tmp_path / "run", run_files.PLAN))["tiers"]
+
+    with infinity.Watch(model, folder=tmp_path / "run", every=0.0) as watch:
+        first = shown()
+        add(model, optimizer, tmp_path)
+        watch.update()
+        last = shown()
+    assert not any(watch_module.LATER in of_tier["parts"] for of_tier in first.values())
+    for tier, planned in infinity.stats(model).tiers.items():
+        assert last[tier]["nbytes"] == planned.planned_nbytes == sum(last[tier]["parts"].values())
+    if add is add_average:
+        nbytes = sum(4 * param.numel() for param in params)
+        assert (
+            nbytes <= last[home]["parts"]["average"] == last[home]["nbytes"] - first[home]["nbytes"]
+        )
