@@ -10,7 +10,7 @@ from ..watch import svg
 from .plan_next import next_line
 
 BAR = 48  # characters of the memory map
-WIDTH, ROW, LEFT = 900, 64, 70
+WIDTH, ROW, LEFT = 900, 70, 100
 SHOWN = 5  # units at each end of a timeline
 KINDS = (
     "read",
@@ -24,7 +24,6 @@ KINDS = (
     "save",
 )
 COLOURS = {"weights": "#1f6fb2", "optimizer state": "#8a6d1b", "gradients": "#7a4fb0"}
-OTHER_COLOURS = ("#2a8c4a", "#a8443c", "#3c8f96", "#6b6b6b", "#b0588f")  # neighbours differ
 
 
 def text(found: dict[str, Any], *, timetable: bool = False) -> Iterator[str]:
@@ -98,7 +97,7 @@ def _homes(units: list[dict[str, Any]]) -> Iterator[str]:
 def _memory_map(tiers: dict[str, Any]) -> Iterator[str]:
     for tier, of_tier in tiers.items():
         yield f"{tier}: {format_nbytes(of_tier['nbytes'])}"
-        for what, nbytes in sorted(of_tier["parts"].items(), key=lambda part: -part[1]):
+        for what, nbytes in parts_of(of_tier):
             if nbytes:
                 filled = max(1, round(BAR * nbytes / of_tier["nbytes"]))
                 yield f"  {what:<28}{format_nbytes(nbytes):>11}  {'#' * filled}"
@@ -162,28 +161,31 @@ def _beside_deepspeed(found: dict[str, Any]) -> Iterator[str]:
         yield f"  {'moved in a step, ' + edge:<40}{format_nbytes(nbytes):>12}{ours:>12}"
 
 
-def colour_of(what: str, place: int) -> str:
-    """Returns the colour of a part of a tier, the ``place``-th by its bytes."""
-    other = OTHER_COLOURS[place % len(OTHER_COLOURS)]
-    return next((colour for kind, colour in COLOURS.items() if what.startswith(kind)), other)
+def parts_of(of_tier: dict[str, Any]) -> list[tuple[str, int]]:
+    """Returns the parts of a tier and their bytes, the largest first."""
+    return sorted(of_tier["parts"].items(), key=lambda part: -part[1])
+
+
+def colours_of(tiers: dict[str, Any]) -> dict[str, str]:
+    """Returns the colour of each part: the same on all tiers, and no other part's."""
+    names = [what for of_tier in tiers.values() for what, _ in parts_of(of_tier)]
+    return svg.colours_of(names, COLOURS)
 
 
 def draw(tiers: dict[str, dict]) -> str:
     """Draws the memory map as an SVG picture: a bar per tier, all on one scale. Parts have their
     names if they fit."""
-    largest = max(of_tier["nbytes"] for of_tier in tiers.values()) or 1
-    marks = []
+    largest = max((of_tier["nbytes"] for of_tier in tiers.values()), default=0) or 1
+    marks, colours = [], colours_of(tiers)
     for number, (tier, of_tier) in enumerate(tiers.items()):
         y, x = 12 + number * ROW, float(LEFT)
         marks.append(svg.text(LEFT - 8, y + 20, tier, anchor="end"))
-        parts = sorted(of_tier["parts"].items(), key=lambda part: -part[1])
-        for place, (what, nbytes) in enumerate(parts):
+        for what, nbytes in parts_of(of_tier):
             width = (WIDTH - LEFT - 20) * nbytes / largest
-            colour = colour_of(what, place)
             title = f"{what}, {format_nbytes(nbytes)}"
-            marks.append(svg.bar(x, y, max(0.5, width), 30, colour, title=title, edged=True))
+            marks.append(svg.bar(x, y, max(0.5, width), 30, colours[what], title=title, edged=True))
             if width > 7.5 * len(what):
-                marks.append(svg.text(x + 5, y + 19, what, colour="#fff"))
+                marks.append(svg.text(x + 5, y + 19, what, colour="#fff", inside=True))
             x += width
-        marks.append(svg.text(LEFT, y + 45, format_nbytes(of_tier["nbytes"])))
+        marks.append(svg.text(LEFT, y + 52, format_nbytes(of_tier["nbytes"])))
     return svg.picture(WIDTH, 12 + ROW * len(tiers), marks)

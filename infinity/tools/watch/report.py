@@ -24,8 +24,8 @@ from . import svg
 from .time_shares import shares_text
 from .top import endurance_line
 
-WIDTH, HEIGHT, MARGIN = 860, 240, 84
-CURVE_COLOUR = "#1f6fb2"
+WIDTH, HEIGHT, LEFT, RIGHT = 860, 240, 140, 30
+CURVE_COLOURS = {"curve": "#0b4f8a", "pace": "#8a2f5c"}
 LEAST_STALL = 0.1  # seconds over the whole run
 WORDS = {"tier", "part", "edge", ""}  # columns that are not numbers
 HEAD = "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
@@ -33,9 +33,10 @@ VIEWPORT = "<meta name='viewport' content='width=device-width, initial-scale=1'>
 # The rules for `svg` override the pictures' own light colours, so that they follow a dark page.
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #222; --soft: #555; --line: #bbb;
-  --curve: #1f6fb2; }
+  --curve: #0b4f8a; --pace: #8a2f5c; }
 @media (prefers-color-scheme: dark) { :root { --paper: #16181c; --ink: #e4e4e4; --soft: #b0b4ba;
-  --line: #4a4e55; --curve: #6cb2eb; } }
+  --line: #4a4e55; --curve: #6cb2eb;
+  --pace: #e59abf; } }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
   background: var(--paper); color: var(--ink); }
 h1 { font-size: 1.6rem; overflow-wrap: anywhere; } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem; }
@@ -45,12 +46,15 @@ td, th { padding: .2rem 1.5rem .2rem 0; text-align: left; }
 th { border-bottom: 1px solid var(--line); font-weight: 600; color: var(--soft); }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 .swatch { display: inline-block; width: .8em; height: .8em; vertical-align: -.05em; }
-svg { display: block; width: 100%; min-width: 54rem; height: auto; }
+svg { display: block; width: 100%; height: auto; }
 svg text { fill: var(--soft); } svg .paper { fill: var(--paper); }
 svg .part { stroke: var(--paper); }
 svg .axis { stroke: var(--line); } svg .curve { stroke: var(--curve); }
+svg .pace { stroke: var(--pace); }
 @media (prefers-color-scheme: dark) { svg rect { fill-opacity: 1; } }
-@media (max-width: 40rem) { td, th { padding-right: .8rem; } }
+/* On a narrow screen a picture is whole and small, so its text is large beside it. */
+@media (max-width: 40rem) { td, th { padding-right: .8rem; } svg text { font-size: 24px; }
+  svg text.inside { font-size: 12px; visibility: hidden; } }
 """
 
 
@@ -208,13 +212,15 @@ def page(found: dict[str, Any], timeline: str | None, rating: float | None = Non
 
 
 def _checked(tiers: dict[str, Any]) -> dict[str, dict]:
-    """Returns the tiers with whole numbers. Raises TypeError, ValueError or LookupError if not."""
+    """Returns the tiers that have something, with whole numbers. Raises TypeError, ValueError or
+    LookupError for others."""
     return {
         tier: {
             "nbytes": int(of_tier["nbytes"]),
             "parts": {what: int(n) for what, n in of_tier["parts"].items()},
         }
         for tier, of_tier in tiers.items()
+        if of_tier["nbytes"]
     }
 
 
@@ -259,9 +265,9 @@ def _pace(status: dict[str, Any], points: list[tuple]) -> list[str]:
     tokens = float(status["tokens_per_second"]) * float(status["step_seconds"])  # of a step
     if tokens > 0:
         rates = [(step, tokens / seconds) for step, _, seconds in points if seconds]
-        return [f"<h2>Tokens a second</h2>{_wide(curve(rates))}"] if rates else []
+        return [f"<h2>Tokens a second</h2>{_wide(curve(rates, 'pace'))}"] if rates else []
     paces = [(step, seconds) for step, _, seconds in points]
-    return [f"<h2>Seconds a step</h2>{_wide(curve(paces))}"]
+    return [f"<h2>Seconds a step</h2>{_wide(curve(paces, 'pace'))}"]
 
 
 @dataclass(frozen=True)
@@ -276,14 +282,13 @@ class _Swatch:
 
 def _parts(tiers: dict[str, dict]) -> list[tuple]:
     from ...core.machine.sizes import format_nbytes
-    from ..plan.plan_view import colour_of
+    from ..plan.plan_view import colours_of, parts_of
 
+    colours = colours_of(tiers)
     return [
-        (tier, _Swatch(colour_of(what, place)), what, format_nbytes(nbytes))
+        (tier, _Swatch(colours[what]), what, format_nbytes(nbytes))
         for tier, of_tier in tiers.items()
-        for place, (what, nbytes) in enumerate(
-            sorted(of_tier["parts"].items(), key=lambda part: -part[1])
-        )
+        for what, nbytes in parts_of(of_tier)
         if nbytes
     ]
 
@@ -306,6 +311,7 @@ def _tiers(ranks: list[dict]) -> list[tuple]:
         )
         for status in ranks
         for tier, of_tier in status["tiers"].items()
+        if of_tier["peak_nbytes"] or of_tier["planned_nbytes"]
     ]
 
 
@@ -342,17 +348,17 @@ def _cell(cell: Any) -> str:
 
 
 def _wide(content: str) -> str:
-    """Makes ``content`` scroll sideways by itself: on a narrow screen a picture stays readable, and
-    the page does not move."""
+    """Makes ``content`` scroll sideways by itself, if it is a table that is wider than the
+    screen."""
     return f"<div class='wide'>{content}</div>"
 
 
-def curve(points: list[tuple[float, float]]) -> str:
-    """Draws a value over its steps as an SVG picture."""
+def curve(points: list[tuple[float, float]], kind: str = "curve") -> str:
+    """Draws a value over its steps as an SVG picture. ``kind``: of :data:`CURVE_COLOURS`."""
     steps, values = [float(step) for step, _ in points], [float(value) for _, value in points]
     low, high = min(values), max(values)
     across, up = max(steps[-1] - steps[0], 1.0), max(high - low, 1e-12)
-    left, right, bottom = MARGIN, WIDTH - MARGIN, HEIGHT - 28
+    left, right, bottom = LEFT, WIDTH - RIGHT, HEIGHT - 28
     places = [
         (
             left + (right - left) * (step - steps[0]) / across,
@@ -365,8 +371,8 @@ def curve(points: list[tuple[float, float]]) -> str:
         HEIGHT,
         [
             svg.axes(left, 10, right, bottom),
-            svg.line(places, CURVE_COLOUR, width=1.5),
-            svg.text(left - 6, 18, f"{high:.4g}", anchor="end"),
+            svg.line(places, CURVE_COLOURS[kind], width=1.5, kind=kind),
+            svg.text(left - 6, 24, f"{high:.4g}", anchor="end"),
             svg.text(left - 6, HEIGHT - 30, f"{low:.4g}", anchor="end"),
             svg.text(left, HEIGHT - 8, f"step {steps[0]:,.0f}"),
             svg.text(right, HEIGHT - 8, f"{steps[-1]:,.0f}", anchor="end"),

@@ -4,25 +4,50 @@ mark      one element of a picture, as text; positions are in pixels from the up
 chart     axes with marks by value: x evenly by position, y from 0 to the top
 
 Callers pass unescaped text: all text is escaped here. A page can style the classes paper, part,
-axis and curve.
+axis, curve, pace and inside.
 """
 
 from __future__ import annotations
 
+import colorsys
 import html
+import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...files.outputs import PICTURE
 
-COLOURS = ("#1f6fb2", "#c4511d", "#2a8c4a", "#7a4fb0", "#8a6d1b")  # of a chart's lines, in order
+# In their order; white text is readable on them. `colours` goes on where they end.
+COLOURS = (
+    *("#1f6fb2", "#c4511d", "#277f45", "#7a4fb0", "#8a6d1b", "#a8443c", "#2f7f86", "#6b6b6b"),
+    *("#b0457f", "#4d5fc4", "#5f7a1f", "#8c5a3c", "#166b5b", "#3d5a73", "#7d4a94", "#a12f2f"),
+)
 STYLE = "<style>text { font: 12px system-ui, sans-serif; fill: #444; }</style>"
 PAPER = "<rect class='paper' width='100%' height='100%' fill='#fff'/>"
 EDGED = "class='part' stroke='#fff' "
 NOT_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 Point = tuple[float, float]
+
+
+def colours() -> Iterator[str]:
+    """Yields colours without end, each once."""
+    yield from COLOURS
+    seen = set(COLOURS)
+    for number in itertools.count():
+        hue, turn = 0.618034 * number % 1.0, number % 7  # the golden section: far from the others
+        channels = colorsys.hls_to_rgb(hue, 0.18 + 0.015 * turn, 0.45 + 0.05 * turn)
+        colour = "#" + "".join(f"{round(255 * each):02x}" for each in channels)
+        if colour not in seen:
+            seen.add(colour)
+            yield colour
+
+
+def colours_of(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
+    """Gives each of ``names`` a colour that no other one has: that of ``known``, if it is there."""
+    free = (each for each in colours() if each not in known.values())
+    return {name: known.get(name) or next(free) for name in dict.fromkeys(names)}
 
 
 def picture(width: int, height: int, marks: Iterable[str]) -> str:
@@ -32,11 +57,20 @@ def picture(width: int, height: int, marks: Iterable[str]) -> str:
 
 
 def text(
-    x: float, y: float, content: str, *, anchor: str = "", colour: str = "", bold: bool = False
+    x: float,
+    y: float,
+    content: str,
+    *,
+    anchor: str = "",
+    colour: str = "",
+    bold: bool = False,
+    inside: bool = False,
 ) -> str:
-    """Draws text that starts at ``x``, or has its middle or end there, by ``anchor``."""
+    """Draws text that starts at ``x``, or has its middle or end there, by ``anchor``. ``inside``: a
+    page may leave it out where the picture is small."""
     more = (
-        (f" text-anchor='{anchor}'" if anchor else "")
+        (" class='inside'" if inside else "")
+        + (f" text-anchor='{anchor}'" if anchor else "")
         + (f" style='fill:{colour}'" if colour else "")
         + (" font-weight='bold'" if bold else "")
     )
@@ -67,10 +101,12 @@ def line(
     colour: str,
     *,
     width: float = 2.0,
+    kind: str = "curve",
     dashed: bool = False,
     dots: bool = False,
 ) -> str:
-    """Draws straight lines from point to point, with a dot on each if ``dots``."""
+    """Draws straight lines from point to point, with a dot on each if ``dots``. ``kind``: its
+    class."""
     points = list(points)
     places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     style = " stroke-dasharray='5 4'" if dashed else ""
@@ -80,7 +116,7 @@ def line(
         else ""
     )
     return (
-        f"<polyline class='curve' points='{places}' fill='none' stroke='{colour}'"
+        f"<polyline class='{kind}' points='{places}' fill='none' stroke='{colour}'"
         f" stroke-width='{width:g}'{style}/>{marks}"
     )
 
@@ -128,7 +164,7 @@ class Chart:
 
     def line(self, values: Sequence[float], name: str, order: int, *, dashed: bool = False) -> str:
         """Draws a line through ``values``, with its name in the corner, in colour ``order``."""
-        colour = COLOURS[order % len(COLOURS)]
+        colour = next(itertools.islice(colours(), order, None))
         points = [(self.x(position), self.y(value)) for position, value in enumerate(values)]
         name = text(
             self.width - self.margin, self.margin + 16 * order, name, anchor="end", colour=colour

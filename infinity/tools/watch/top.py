@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +19,8 @@ from .prometheus import place_of
 from .prometheus import run as publish
 from .run_files import is_number
 
-BAR = 24  # characters
+WIDTH = 80  # characters of a line, at most
+BAR, EDGE_BAR = 24, 12
 STALE_SECONDS = 30  # without an update: the process computes one long unit, or waits
 
 
@@ -123,8 +126,20 @@ def _live(args: argparse.Namespace) -> None:
 
 
 def lines(jobs: list[dict[str, Any]], rating: float | None = None) -> Iterator[str]:
-    """Yields the lines of a screen. Text from files is made printable. Values of a wrong type are
-    shown as a dash, or left out. ``rating``: bytes that a drive may be written in all."""
+    """Yields the lines of a screen, which fit :data:`WIDTH`. Text from files is made printable.
+    Values of a wrong type are shown as a dash, or left out. ``rating``: bytes that a drive may be
+    written in all."""
+    for line in _lines(jobs, rating):
+        yield from _folded(line)
+
+
+def _folded(line: str) -> list[str]:
+    """Breaks a line that is too wide between its words, and a word that is too wide."""
+    begin = line[: len(line) - len(line.lstrip())] + "  "
+    return textwrap.wrap(line, WIDTH, subsequent_indent=begin, break_on_hyphens=False) or [""]
+
+
+def _lines(jobs: list[dict[str, Any]], rating: float | None) -> Iterator[str]:
     if not jobs:
         yield (
             "No running job is found: `infinity train` is one once its model is built, and a loop"
@@ -135,13 +150,20 @@ def lines(jobs: list[dict[str, Any]], rating: float | None = None) -> Iterator[s
             str(status.get("phase", "")).startswith("ended") for status in job["ranks"]
         )
         state = ("ended, its process runs" if is_over else "running") if job["running"] else "over"
-        yield f"{job['folder']}  {state}"
+        yield f"{_shortened(job['folder'], WIDTH - len(state) - 2)}  {state}"
         if "refused" in job:
             yield f" {job['refused']}"
         for status in job["ranks"]:
             yield from _rank(status)
             if (line := endurance_line(status, rating)) is not None:
                 yield f"   {line}"
+
+
+def _shortened(path: str, width: int) -> str:
+    """Writes a path in ``width`` characters: from the home folder, or its end."""
+    home = f"{Path('~').expanduser()}{os.sep}"
+    path = path.replace(home, f"~{os.sep}", 1) if path.startswith(home) else path
+    return path if len(path) <= width else f"...{path[3 - width :]}"
 
 
 def _rank(status: dict[str, Any]) -> Iterator[str]:
@@ -178,13 +200,13 @@ def _rank(status: dict[str, Any]) -> Iterator[str]:
         rate, limit = moved.get("rate"), moved.get("limit")
         if is_number(rate) and moved.get("nbytes"):
             share = (
-                f"{bar(rate / limit)} {rate / limit:>4.0%} of {limit / 1e9:.2f} GB/s"
+                f"{bar(rate / limit, EDGE_BAR)} {rate / limit:>4.0%} of {limit / 1e9:.2f} GB/s"
                 if is_number(limit) and limit > 0
                 else ""
             )
             yield (
-                f"   {printable(edge):<22}{rate / 1e9:>6.2f} GB/s  stalled"
-                f" {number(moved.get('stalled'), '.0%'):>4}  {share}"
+                f"   {printable(edge):<18} {rate / 1e9:>6.2f} GB/s  stalled"
+                f" {number(moved.get('stalled'), '.0%'):>4}  {share}".rstrip()
             )
 
 
@@ -209,10 +231,10 @@ def _tables(value: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from ((name, entry) for name, entry in value.items() if isinstance(entry, dict))
 
 
-def bar(share: float) -> str:
-    """Draws a share, clamped to 0 to 1, as a bar."""
-    filled = round(BAR * min(1.0, max(0.0, share)))
-    return "#" * filled + "." * (BAR - filled)
+def bar(share: float, width: int = BAR) -> str:
+    """Draws a share, clamped to 0 to 1, as a bar of ``width`` characters."""
+    filled = round(width * min(1.0, max(0.0, share)))
+    return "#" * filled + "." * (width - filled)
 
 
 def remaining(seconds: Any) -> str:

@@ -26,16 +26,15 @@ from .trace_ready import idle_while_ready
 
 Interval = tuple[float, float]
 COMPUTE = ("forward", "backward")
-WIDTH, LANE_HEIGHT, MARGIN = 1000, 26, 110
+WIDTH, LANE_HEIGHT, LETTER = 1000, 26, 13  # of the largest text that a page shows
 COLOURS = {
     "step": "#8b9098",
-    "forward": "#2a8c4a",
+    "forward": "#277f45",
     "backward": "#7a4fb0",
     "optimizer": "#8a6d1b",
     "stalled": "#c4511d",
 }
 GIVE = "give the file that Config(trace=...) or `infinity train --trace` wrote"
-EDGE_COLOUR = "#1f6fb2"
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -230,16 +229,17 @@ def draw(events: list[dict]) -> str:
     begin, end = min(event["start"] for event in events), max(event["end"] for event in events)
     used = dict.fromkeys(event["lane"] for event in events)  # those of extensions as well
     lanes = [lane for lane in dict.fromkeys((*LANES, *used)) if lane in used]
-    across = WIDTH - MARGIN - 10
+    left = 16 + LETTER * min(20, max(map(len, lanes)))
+    across, colours = WIDTH - left - 10, svg.colours_of(lanes, COLOURS)
     scale = across / max(end - begin, 1e-9)
     marks = []
     for number, lane in enumerate(lanes):
-        y, colour = 10 + number * LANE_HEIGHT, COLOURS.get(lane, EDGE_COLOUR)
-        marks.append(svg.text(MARGIN - 8, y + 15, lane, anchor="end"))
+        y, colour = 10 + number * LANE_HEIGHT, colours[lane]
+        marks.append(svg.text(left - 8, y + 16, lane, anchor="end"))
         for event in events:
             if event["lane"] == lane:
                 x, seconds = (
-                    MARGIN + scale * (event["start"] - begin),
+                    left + scale * (event["start"] - begin),
                     event["end"] - event["start"],
                 )
                 title = f"{event['name']}, {1e3 * seconds:.1f} ms"
@@ -251,7 +251,7 @@ def draw(events: list[dict]) -> str:
         anchor = "middle" if tenth < 10 else "end"
         marks.append(
             svg.text(
-                MARGIN + across * tenth / 10,
+                left + across * tenth / 10,
                 height - 6,
                 f"{(end - begin) * tenth / 10:.2f} s",
                 anchor=anchor,

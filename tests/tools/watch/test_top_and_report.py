@@ -66,6 +66,61 @@ def test_top_shows_every_rank(watched, capsys):
     assert "rank 0  step 3" in screen and "rank 1  step 2" in screen
 
 
+WIDE = {
+    "rank": 127,
+    "step": 1_234_567,
+    "steps": 12_345_678,
+    "loss": 12.34567,
+    "tokens_per_second": 1_234_567.0,
+    "remaining_seconds": 359_999,
+    "phase": "backward",
+    "unit": "model.language_model.layers.117.mlp.experts.63",
+    "shares": dict.fromkeys(
+        ("compute", "copies", "disk", "optimizer", "other ranks", "data", "something else"), 1 / 7
+    ),
+    "tiers": {
+        "device": {"charged_nbytes": 85_899_345_920, "planned_nbytes": 85_899_345_920},
+        "host": {"charged_nbytes": 999 << 30, "planned_nbytes": 1023 << 30},
+    },
+    "edges": {
+        "all-gather in node": {"nbytes": 1, "rate": 450e9, "limit": 900e9, "stalled": 1.0},
+        "nvme->host": {"nbytes": 1, "rate": 12e9, "limit": 14.12e9, "stalled": 0.5},
+    },
+    "written": {"nbytes": 10**12, "seconds": 100.0, "drives": 4},
+}
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_top_fits_80_columns(tmp_path, monkeypatch, capsys, refused):
+    """Whatever the numbers and names are, and nothing is cut: the words come one behind the other.
+    Twin: the same words do not fit on a line each."""
+    folder = tmp_path / ("a folder whose name is long, " * 5) / "node-with-a-long-name-12345-67890"
+    status = WIDE | ({"format": 10**6} if refused else {})
+    run_files.write(folder, run_files.STATUS, 0, status)
+    monkeypatch.setattr(run_files, "runs", lambda root: [folder])
+    monkeypatch.setattr(run_files, "is_running", lambda folder: True)
+    if refused:
+        path = folder / "status-rank0.json"
+        path.write_text(path.read_text().replace('"format": 1,', '"format": 1000000,'))
+    assert main(["top", "--once"]) == 0
+    screen = capsys.readouterr().out
+    assert max(map(len, screen.splitlines())) <= 80, screen
+    words = " ".join(screen.split())
+    if refused:
+        assert "newer" in words
+        return
+    for text in (
+        "step 1,234,567 of 12,345,678 loss 12.3457 1,234,567 tokens/s 99h59m left backward",
+        "model.language_model.layers.117.mlp.experts.63",
+        "other ranks 14%, data 14%, something else 14%",
+        "node-with-a-long-name-12345-67890 running",
+        "all-gather in node 450.00 GB/s stalled 100% ######...... 50% of 900.00 GB/s",
+        "999.0 GiB of 1023.0 GiB",
+    ):
+        assert text in words, screen
+    assert len(words) > 8 * 80
+
+
 def test_without_a_job_top_says_what_tells(tmp_path, monkeypatch, capsys):
     """The twin, and a folder that is no run."""
     monkeypatch.setenv("INFINITY_CACHE", str(tmp_path))
@@ -249,7 +304,8 @@ def test_the_report_is_drawn_by_a_browser_without_a_network(watched, tmp_path):
     """Method: the page in a headless browser, wide and narrow, light and dark: nothing is
     complained of, nothing but the page is asked for, every bar and label lies inside its picture,
     the bars of the memory map are as long as this run's plan says, the timeline has the three
-    steps, text stands out from its ground, and the page itself needs no scrolling sideways.
+    steps, pictures are no wider than the screen, text stands out from its ground, and the page
+    itself needs no scrolling sideways.
     """
     page = tmp_path / "page.html"
     assert main(["report", "--out", str(page)]) == 0
@@ -261,7 +317,7 @@ def test_the_report_is_drawn_by_a_browser_without_a_network(watched, tmp_path):
     }
     largest = max(nbytes for of_tier in tiers.values() for nbytes in of_tier["parts"].values())
     with browser.browsing(tmp_path) as shown:
-        for width, dark in ((1200, False), (1200, True), (390, False), (390, True)):
+        for width, dark in ((1200, False), (1200, True), (420, False), (420, True)):
             shown.open(page, width=width, dark=dark)
             look = shown.evaluate(LOOK)
             assert shown.complaints == [] and shown.requests == [page.as_uri()]
@@ -270,12 +326,12 @@ def test_the_report_is_drawn_by_a_browser_without_a_network(watched, tmp_path):
                 and min(look["contrasts"]) >= 4.5
                 and set(look["papers"]) == {1}
             )
-            loss, memory, timeline = look["pictures"]
-            assert [loss["name"], memory["name"], timeline["name"]] == [
-                "Loss",
-                "Memory map",
-                "Timeline",
+            loss, pace, memory, timeline = look["pictures"]
+            assert [each["name"] for each in look["pictures"]] == [
+                *("Loss", "Tokens a second", "Memory map", "Timeline")
             ]
+            for picture in look["pictures"]:  # whole, without scrolling
+                assert 0 <= picture["x"] and picture["x"] + picture["width"] <= width
             for picture in look["pictures"]:
                 for each in (*picture["bars"], *picture["texts"], picture["line"]):
                     right, bottom = (
