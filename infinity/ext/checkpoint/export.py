@@ -46,16 +46,21 @@ from .saved_tensors import SavedTensors
 
 KINDS = {str(kind).removeprefix("torch."): kind for kind in FILE_DTYPES.values()}
 MASTERS = {kind.name: dtype for kind, dtype in MASTER_DTYPES.items()}
-BESIDE = (
-    "config.json",
-    "generation_config.json",
+OF_TOKENIZER = (
     "tokenizer*",
-    "chat_template*",
-    "*processor*.json",
+    "chat_template.jinja",
     "special_tokens_map.json",
+    "added_tokens.json",
     "vocab*",
     "merges.txt",
     "*.model",
+)
+BESIDE = (
+    "config.json",
+    "generation_config.json",
+    "chat_template*",
+    "*processor*.json",
+    *OF_TOKENIZER,
 )
 
 
@@ -64,7 +69,7 @@ OF_MODEL = "model"  # a folder in a checkpoint of `infinity train`: what belongs
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OF_ADAPTER = re.compile(r"(\.lora_\w+|\.modules_to_save)\.\w+(?=\.|$)")  # with PEFT's own name
 Change = Callable[[dict[str, Source]], dict[str, Source]]
-Write = Callable[[dict[str, Source], nn.Module | None, Path | None], object]
+Write = Callable[[dict[str, Source], nn.Module | None, Path | None, Path | None], object]
 
 
 def export(
@@ -75,6 +80,7 @@ def export(
     model: Path | None = None,
     change: Change | None = None,
     write: Write | None = None,
+    tokenizer: Path | None = None,
 ) -> dict[str, int]:
     """Writes the weights of ``checkpoint``, of any number of ranks, to ``folder`` as safetensors.
     Also accepts checkpoints of DeepSpeed, torch.distributed.checkpoint (FSDP), ``torch.save``.
@@ -90,7 +96,10 @@ def export(
         Maps the tensors that are read to others, for example to merge an adapter.
     write
         Writes the tensors in another form: gets them by the names in a folder of transformers, the
-        model on meta, if there is one, and the folder of its tokenizer. None: safetensors.
+        model on meta, if there is one, and the folders of its configuration and of its tokenizer.
+        None: safetensors.
+    tokenizer
+        A folder whose tokenizer, if it has one, is taken in place of that of ``model``.
 
     A transformers ``model`` gets the names, shapes and ``config.json`` of
     :func:`infinity.save_pretrained`; its configuration names the dtype. Tensors that it keeps in
@@ -99,7 +108,9 @@ def export(
     bytes. Raises UsageError without a checkpoint, CorruptionError if damaged, StorageError.
     """
     _check_folders(checkpoint, folder, model)
-    target = _Target(folder, dtype, model, described_model(model), change, write)
+    if tokenizer is not None and not (tokenizer / "tokenizer_config.json").is_file():
+        tokenizer = None
+    target = _Target(folder, dtype, model, described_model(model), change, write, tokenizer)
     if not (checkpoint / MANIFEST).exists():
         if is_foreign(checkpoint):
             if change is not None:
@@ -148,6 +159,7 @@ class _Target:
     model: nn.Module | None  # built from the configuration, on meta
     change: Change | None
     writes: Write | None = None
+    tokenizer: Path | None = None  # the folder with another tokenizer
 
     def dtypes(self) -> Callable[[str], torch.dtype | None]:
         """Returns a function from a tensor's name to its target dtype. None: its own dtype, also if
@@ -162,7 +174,7 @@ class _Target:
         dtype = self._main_dtype(sources)
         sources = self._as_saved(sources)
         if self.writes is not None:
-            self.writes(sources, self.model, self.beside)
+            self.writes(sources, self.model, self.beside, self.tokenizer or self.beside)
         else:
             numel = self.model.num_parameters() if self.model is not None else None
             size = SHARD_SIZE if self.model is None else flat_param_size_of(self.model)
@@ -245,14 +257,22 @@ class _Target:
     def _write_beside(self, dtype: torch.dtype | None) -> None:
         if self.model is not None:
             write_configs(self.model, self.folder, dtype=dtype)
-        if self.beside is None:
+        found = _matching(self.beside, BESIDE)
+        if self.tokenizer is not None:  # whole: a template of the one is not for the other
+            found -= _matching(self.beside, OF_TOKENIZER)
+            found |= _matching(self.tokenizer, OF_TOKENIZER)
+        if not found:
             return
         with replacing(self.folder) as made:
-            for path in (
-                path for pattern in BESIDE for path in self.beside.glob(pattern) if path.is_file()
-            ):
+            for path in found:
                 if self.model is None or path.name != "config.json":
                     shutil.copy(path, made / path.name)
+
+
+def _matching(folder: Path | None, patterns: tuple[str, ...]) -> set[Path]:
+    if folder is None:
+        return set()
+    return {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
 
 
 def _has_all(model: nn.Module, own: dict[str, torch.Tensor], sources: Mapping[str, Source]) -> bool:

@@ -7,13 +7,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..cli.values import a_path
 
-KEPT = b"replaced with --overwrite only"  # no file begins so
+GGUF = b"GGUF"  # such a file begins so
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
@@ -41,7 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         "--merge",
         type=a_path,
         metavar="ADAPTER",
-        help="merge an adapter of peft, a layer at a time; a checkpoint needs --model too",
+        help="merge an adapter of peft, a layer at a time, and take the tokenizer in its folder, if"
+        " any; a checkpoint needs --model too",
     )
     parser.add_argument(
         "--gguf",
@@ -59,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     """Writes the folder and prints the number of parameters and bytes."""
     from ...choices import DTYPES
     from ...core.machine.sizes import format_nbytes
+    from ...errors import ConfigError
     from ...ext.checkpoint.export import export
     from ...files.outputs import MODEL_NAMES, Output, check_outputs
 
@@ -76,9 +79,14 @@ def run(args: argparse.Namespace) -> int:
     output = (
         Output("OUT", args.out, replaces=MODEL_NAMES)
         if args.gguf is None
-        else Output("OUT", args.out, made=KEPT)
+        else Output("OUT", args.out, made=GGUF)
     )
-    check_outputs([output], read.items(), overwrite=args.overwrite)
+    check_outputs([output], read.items(), overwrite=args.overwrite or output.is_file)
+    if output.is_file and not args.overwrite and args.out.is_file():
+        raise ConfigError(
+            f"OUT {args.out} is a file that is there already, and a model in GGUF is replaced only"
+            " when asked to. Give another name, or --overwrite to replace it."
+        )
     change = None if args.merge is None else _merging(model, args.merge)
     told: dict[str, Any] = {}
     written = export(
@@ -88,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         model=model,
         change=change,
         write=None if args.gguf is None else partial(_write_gguf, args, told),
+        tokenizer=args.merge,
     )
     written |= told
     if args.json:
@@ -102,12 +111,10 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _write_gguf(
-    args: argparse.Namespace, told: dict[str, Any], sources: dict, model: Any, beside: Path | None
-) -> None:
+def _write_gguf(args: argparse.Namespace, told: dict[str, Any], sources: dict, *given: Any) -> None:
     from .gguf_model import write_gguf
 
-    told |= write_gguf(sources, model, beside, out=args.out, kind=args.gguf)
+    told |= write_gguf(sources, *given, out=args.out, kind=args.gguf)
 
 
 def _check_inputs(args: argparse.Namespace) -> None:
@@ -120,6 +127,14 @@ def _check_inputs(args: argparse.Namespace) -> None:
     found = args.checkpoint
     if not found.exists():
         raise UsageError(f"there is no {found}: CHECKPOINT comes first, then OUT")
+    if in_gguf := _in_gguf(found):
+        name = in_gguf.name if in_gguf.suffix == ".gguf" else f"{in_gguf.name}.gguf"
+        raise UsageError(
+            f"{in_gguf} is a model in GGUF, which export does not read. llama.cpp and Ollama run"
+            f" it; transformers loads it by from_pretrained({str(in_gguf.parent)!r},"
+            f" gguf_file={name!r}){'' if name == in_gguf.name else ', under that name'}."
+            " For another form, export the model it was made of."
+        )
     if (args.gguf is not None) != (args.out.suffix == ".gguf"):
         raise UsageError(
             f"--gguf {args.gguf} writes one file: give its name, {args.out}.gguf"
@@ -148,6 +163,17 @@ def _check_inputs(args: argparse.Namespace) -> None:
                     " give the model that it was made of, or one in bitsandbytes' 4 bits, FP8 or"
                     " MXFP4"
                 )
+
+
+def _in_gguf(found: Path) -> Path | None:
+    """Returns the GGUF file that ``found`` is, or holds without another form."""
+    if found.is_file():
+        with suppress(OSError), found.open("rb") as file:
+            return found if file.read(len(GGUF)) == GGUF else None
+    others = ("*.safetensors", "*.bin", "*.json")
+    if any(each.name != "config.json" for form in others for each in found.glob(form)):
+        return None
+    return next(iter(sorted(found.glob("*.gguf"))), None)
 
 
 def _merging(model: Path | None, adapter: Path) -> Callable:

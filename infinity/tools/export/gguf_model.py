@@ -82,6 +82,7 @@ def write_gguf(
     sources: dict[str, Source],
     model: nn.Module | None,
     beside: Path | None,
+    of_tokenizer: Path | None,
     *,
     out: Path,
     kind: str,
@@ -92,8 +93,8 @@ def write_gguf(
         The model's tensors, under the names that transformers saves.
     model
         The transformers model on meta, for its configuration.
-    beside
-        The folder of the tokenizer.
+    beside, of_tokenizer
+        The folders of the model's configuration and of the tokenizer.
     kind
         One of ``KINDS``. A tensor whose rows are not whole blocks is written in f16.
 
@@ -107,7 +108,7 @@ def write_gguf(
     assert model is not None
     rope = _Rope.of(model.config, family, remedy)
     named = _named(gguf, family, model, sources, rope, remedy)
-    tokenizer = read_tokenizer(beside, remedy)
+    tokenizer = read_tokenizer(of_tokenizer, remedy)
     notes = _notes_of_window(model.config)
     with replacing(out.parent) as made:
         writer = gguf.GGUFWriter(made / out.name, family.arch)

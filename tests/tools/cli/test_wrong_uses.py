@@ -355,7 +355,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "job --tensorboard text.txt": ("--tensorboard text.txt is a file", "Give a folder"),
     "job --log wanbd": ("--log wanbd is not a tracker of accelerate", "Known are .*wandb"),
     "job --log tensorboard,wandb": ("--log tensorboard,wandb is not a tracker", "once for each"),
-    "job --method dpo --log wandb": ("--log is not for the method dpo", "Leave it out"),
+    "job --method dpo --stalls 2": ("--stalls is not for the method dpo", "Leave it out"),
     "job --push mine": ("--push sends the saved folder", "add --out FOLDER"),
     "job --out new --push a/b/c": ("--push a/b/c is no name on the", "as NAME or USER/NAME"),
     "job --out new --checkpoint new/kept --push a": ("new/kept lies in --out new", "another place"),

@@ -372,6 +372,77 @@ def test_an_adapter_is_merged_into_the_file(saved, tmp_path):
     }
 
 
+@pytest.mark.parametrize("has", ["template", "template in its configuration", "nothing"])
+def test_the_tokenizer_of_an_adapter_goes_with_it(has, saved, tmp_path):
+    """Method: an adapter whose folder has a tokenizer with another template and end token, merged
+    to a file and to a folder. Twin: one without, whose base's tokenizer is taken."""
+    peft = pytest.importorskip("peft")
+    base, adapter = saved("qwen2"), tmp_path / "adapter"
+    adapted = peft.get_peft_model(model_of(base, dtype=torch.float32), peft.LoraConfig(r=2))
+    adapted.save_pretrained(adapter)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    assert (base / "chat_template.jinja").is_file()
+    template, end = tokenizer.chat_template, tokenizer.eos_token_id
+    if has != "nothing":
+        tokenizer.chat_template = template = "{{ messages[0].content }}, as it was learned"
+        tokenizer.eos_token = tokenizer.pad_token
+        end = tokenizer.eos_token_id
+        tokenizer.save_pretrained(adapter, save_jinja_files=has == "template")
+    merge = "--merge", str(adapter)
+    assert export(base, tmp_path / "out.gguf", "f16", *merge) == 0
+    fields = fields_of(tmp_path / "out.gguf")
+    assert fields["tokenizer.chat_template"] == template
+    assert fields["tokenizer.ggml.eos_token_id"] == end
+    assert main(["export", str(base), str(tmp_path / "merged"), *merge]) == 0
+    merged = transformers.AutoTokenizer.from_pretrained(tmp_path / "merged")
+    assert (merged.chat_template, merged.eos_token_id) == (template, end)
+    assert merged.get_vocab() == tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("form", ["file", "folder", "file with another name", "to a file"])
+def test_a_file_that_export_wrote_is_named_with_what_reads_it(form, saved, tmp_path, capsys):
+    """Method: the file, or a folder that has it alone, as CHECKPOINT; transformers loads it as the
+    message says. Twin: beside safetensors it is left alone."""
+    folder = tmp_path / "made"
+    folder.mkdir()
+    name = "model" if form == "file with another name" else "model.gguf"
+    assert export(saved("qwen2"), tmp_path / "out.gguf", "bf16") == 0
+    (tmp_path / "out.gguf").rename(folder / name)
+    given = folder if form == "folder" else folder / name
+    out = ["out.gguf", "--gguf", "f16"] if form == "to a file" else ["out"]
+    words = ["export", str(given), str(tmp_path / out[0]), *out[1:]]
+    capsys.readouterr()
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert f"{folder / name} is a model in GGUF" in error and "llama.cpp and Ollama run it" in error
+    assert f"from_pretrained('{folder}', gguf_file='model.gguf')" in error
+    assert ("under that name" in error) == (name == "model")
+    (folder / name).rename(folder / "model.gguf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, gguf_file="model.gguf")
+    assert model.num_parameters() > 0
+    for file in saved("qwen2").iterdir():
+        shutil.copy(file, folder)
+    assert main(["export", str(folder), str(tmp_path / out[0]), *out[1:]]) == 0
+
+
+def test_an_existing_file_is_replaced_only_when_asked_to(saved, tmp_path, capsys):
+    """Method: the same command again, onto its own file, and onto another's. Twin: --overwrite."""
+    out = tmp_path / "out.gguf"
+    for made in (
+        lambda: export(saved("qwen2"), out, "bf16"),
+        lambda: out.write_text("notes") and 0,
+    ):
+        assert made() == 0
+        before = out.read_bytes()
+        capsys.readouterr()
+        assert export(saved("qwen2"), out, "f16") == 2
+        error = capsys.readouterr().err
+        assert "is there already, and a model in GGUF is replaced only when asked" in error
+        assert out.read_bytes() == before
+        assert export(saved("qwen2"), out, "f16", "--overwrite") == 0 and out.read_bytes() != before
+        out.unlink()
+
+
 def test_special_tokens_are_at_their_ids(saved, tmp_path):
     """Reads the vocabulary back: each of the tokenizer's tokens at its id, and its special ids."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(saved("llama"))
