@@ -22,6 +22,7 @@ from torch.autograd.function import BackwardCFunction
 
 from ...errors import InternalError, UsageError
 from ...torch_private import FakeTensor, current_task, neg_view, push_hooks, top_hooks
+from ..units.forms import is_plain
 from ..units.handle import DisableTorchFunction
 from ..units.inner import has_inner, inner_tensors
 from ..units.unit import ParamUnit
@@ -106,10 +107,9 @@ class SavedSubclass:
     def of(cls, tensor: Any, pack: Callable[[torch.Tensor], Any]) -> SavedSubclass:
         """Saves the inner tensors of ``tensor`` by ``pack``."""
         names, context = tensor.__tensor_flatten__()
-        tensors = {name: getattr(tensor, name) for name in names}
         inner = {
-            name: cls.of(each, pack) if has_inner(each) else pack(each)
-            for name, each in tensors.items()
+            name: cls.of(each, pack) if has_inner(each := getattr(tensor, name)) else pack(each)
+            for name in names
         }
         return cls(type(tensor), inner, (context, tensor.size(), tensor.stride()))
 
@@ -203,13 +203,13 @@ def saving_hooks(
                 return saved
         return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
 
-    def pack(tensor: torch.Tensor) -> Any:
+    def pack_local(tensor: torch.Tensor) -> Any:
         if type(tensor) is torch.Tensor or not has_inner(tensor):
             return pack_one(tensor)
-        if all(storages.find(each) is None for each in inner_tensors(tensor)):
-            return pack_one(tensor)
-        # Its inner tensors are parameters, too, but the Function gets the subclass.
-        return SavedSubclass.of(tensor, partial(pack_one, inner=True))
+        if any(map(storages.find, inner_tensors(tensor))):
+            # Its inner tensors are parameters, too, but the Function gets the subclass.
+            return SavedSubclass.of(tensor, partial(pack_one, inner=True))
+        return pack_one(tensor)
 
     def unpack_one(saved: Any) -> torch.Tensor:
         if not isinstance(saved, SavedWeight):
@@ -226,7 +226,9 @@ def saving_hooks(
             saved.unit.arrival.rows.want(saved.there)
         hold(saved.unit, True)
         if torch.is_grad_enabled() and current_task() != -1:
-            _save_in_graph_of_backward(storages, hold)
+            # The graph of this backward saves weights as references, too, before the node computes
+            # with them. Autograd restores the thread's hooks at the end of each node.
+            push_hooks(*saving_hooks(top_hooks(True), storages, hold))
         value = saved.tensor()
         if params is not None:
             params.append((_place(value), None))
@@ -237,19 +239,13 @@ def saving_hooks(
             return saved.tensor()
         return saved.tensor(unpack_one) if isinstance(saved, SavedSubclass) else unpack_one(saved)
 
-    pack, unpack = through_forms(pack, unpack)
+    def pack_whole(tensor: torch.Tensor) -> Any:
+        return (pack_local if is_plain(tensor) else outer_pack)(tensor)
+
+    pack, unpack = through_forms(pack_local, unpack)
+    # What a checkpoint counts, it compares as well: parts differ from what is saved without hooks.
+    pack = pack_whole if counted else pack
     pack.storages, pack.is_counted, pack.gives_params = storages, counted, gives_params
     if count is not outer_pack:  # the tensors are kept, too
         pack.count = count
     return pack, unpack
-
-
-def _save_in_graph_of_backward(
-    storages: WeightStorages, hold: Callable[[ParamUnit, bool], None]
-) -> None:
-    """Saves weights as references in the graph of a backward (``create_graph=True``), too.
-
-    Called as a node of the graph takes its saved weights out, before it computes with them. Nobody
-    takes the hooks off: autograd restores the thread's hooks at the end of each node.
-    """
-    push_hooks(*saving_hooks(top_hooks(True), storages, hold))

@@ -15,6 +15,7 @@ import pytest
 from ranks import Jobs, near, run_all
 
 FAMILIES = ("llama", "qwen3", "t5", "bert", "gpt2")
+RECOMPUTED = ("llama", "qwen3", "gpt2")
 MIXTURES = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
@@ -25,6 +26,10 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
     configs = [models.at_home(home, home, swap) for home in ("host", "nvme")]
     jobs: dict[str, dict] = {
         f"families:{name}": {"name": name, "configs": configs} for name in FAMILIES
+    }
+    jobs |= {
+        f"families:{name}-again": {"name": name, "configs": configs, "recomputes": True}
+        for name in RECOMPUTED
     }
     jobs |= {
         f"generates:{name}": {"name": name, "config": configs[0], "folder": str(launch_folder)}
@@ -52,6 +57,16 @@ def test_models_of_transformers_train_under_their_own_or_a_found_plan(two, name)
         for other in others:
             assert other["losses"] == first["losses"]
             assert not models.differing(other["weights"], first["weights"])
+
+
+@pytest.mark.parametrize("name", RECOMPUTED)
+def test_layers_that_run_again_in_the_backward_change_no_bit(two, name):
+    """Checkpoints each layer by transformers: a checkpoint compares what is saved with what the
+    layer saves when it runs again. Twin: the same model without."""
+    for rank, twin in zip(two[f"families:{name}-again"], two[f"families:{name}"]):
+        for found, expected in zip(rank["homes"], twin["homes"]):
+            assert found["losses"] == expected["losses"]
+            assert not models.differing(found["weights"], expected["weights"])
 
 
 @pytest.mark.parametrize("rest", ["whole", "cut"])

@@ -94,9 +94,9 @@ def family_losses(
     return losses, grads
 
 
-def families(name: str, configs: list[dict]) -> dict[str, Any]:
+def families(name: str, configs: list[dict], recomputes: bool = False) -> dict[str, Any]:
     """One process, then tensor_parallel with the engine at every home: the model's own plan, or one
-    that was found."""
+    that was found. ``recomputes``: the backward runs each layer again."""
     model = family(name)
     losses, grads = family_losses(model, adamw(model))
     mesh = mesh_of()["tp"]
@@ -104,6 +104,8 @@ def families(name: str, configs: list[dict]) -> dict[str, Any]:
     for config in configs:
         model = infinity.parallel.tensor_parallel(family(name), mesh, quiet=True)
         names = len(model.state_dict())
+        if recomputes:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
         model, optimizer = infinity.wrap_model(model, adamw(model), config, mesh=mesh)
         mine, theirs = family_losses(model, optimizer)
         found["homes"].append(
