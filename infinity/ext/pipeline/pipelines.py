@@ -156,7 +156,7 @@ class Pipeline:
         self._teller = self._between.rank_of(choice.last_rank)  # it has the losses
         # (batch shapes and trained chunks, whether it trains) -> schedule; most recently used last.
         self._schedules = OrderedDict[tuple, Any]()
-        self._counted = 1  # labels of the batch that the loss counts
+        self._counted: float = 1  # labels of the batch that the loss counts
         shares = axis_that_shares(chunks[0], mesh)
         self._boundaries = (
             Boundaries(chunks, self._numbers, choice.chunks, shares, self._engine.job.collectives)
@@ -175,6 +175,10 @@ class Pipeline:
         all ranks of the pp axis; the loss is that of the whole batch, as in one process. For others
         ``step(inputs, target)``. Lengths may differ between steps: the first step of each length
         runs one more micro-batch, in which stages exchange the shapes of their tensors.
+
+        ``num_items_in_batch=``: of a transformers model, labels to divide the loss by, in place of
+        the batch's own. Data ranks whose batches have unlike many give the mean of theirs, so that
+        every label counts the same.
 
         Raises UsageError for a batch that does not divide, or differs between stages.
         """
@@ -296,7 +300,9 @@ class Pipeline:
                 f"a batch of {len(inputs)} does not divide into {self._choice.micro_batches}"
                 " micro-batches: give a multiple"
             )
-        self._counted = int((target[..., 1:] != IGNORED).sum()) if self._loss_fn is None else 1
+        if self._loss_fn is None:
+            counted = int((target[..., 1:] != IGNORED).sum())
+            self._counted = batch.pop("num_items_in_batch", counted)
         return inputs, target, batch
 
     def _agree_on(
@@ -317,6 +323,7 @@ class Pipeline:
                 }
                 digests = {name: digest_of(value) for name, value in tensors.items()}
                 digests |= {name: repr(given[name]) for name in given if is_plain(given[name])}
+                digests["num_items_in_batch"] = repr(self._counted)
                 mode = "train()" if self.chunks[0].training else "eval()"
                 mine = dist.get_rank(), digests | {MODE: mode}
             channels = [each for each in (ranks.tp_group, ranks.pp_group) if each is not None]
