@@ -9,7 +9,7 @@ ring     the ranks of one group, each of which sends to the next one
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from ...errors import ConfigError
@@ -145,15 +145,14 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def parse_mesh(text: str, ranks: int) -> MeshShape:
-    """Parses a mesh as "pp=4,tp=8": axes that are left out have one rank, and dp has the rest.
-    Raises ConfigError, with all degrees, for one that does not have ``ranks``."""
+def parse_axes(text: str, axes: Collection[str] = AXES) -> dict[str, int]:
+    """Parses a mesh as "pp=4,tp=8": the ranks of its ``axes``. Raises ConfigError."""
     given: dict[str, int] = {}
     for part in text.split(","):
         name, sign, value = (each.strip() for each in part.partition("="))
-        if name not in AXES:
+        if name not in axes:
             raise ConfigError(
-                f"--mesh {text}: there is no axis {name!r} here; axes are {', '.join(AXES)}, as"
+                f"--mesh {text}: there is no axis {name!r} here; axes are {', '.join(axes)}, as"
                 " --mesh pp=4,tp=8"
             )
         if not sign or not value.isascii() or not value.isdigit() or int(value) < 1:
@@ -161,7 +160,13 @@ def parse_mesh(text: str, ranks: int) -> MeshShape:
         if name in given:
             raise ConfigError(f"--mesh {text}: {name} is given twice")
         given[name] = int(value)
-    sizes = {"pp": 1, "ep": 1, "tp": 1} | given
+    return given
+
+
+def parse_mesh(text: str, ranks: int) -> MeshShape:
+    """Parses a mesh as "pp=4,tp=8": axes that are left out have one rank, and dp has the rest.
+    Raises ConfigError, with all degrees, for one that does not have ``ranks``."""
+    sizes = {"pp": 1, "ep": 1, "tp": 1} | parse_axes(text)
     if sizes["ep"] > 1 < sizes["tp"]:
         raise ConfigError(
             f"--mesh {text}: ranks of ep have batches of their own, and ranks of tp share one:"

@@ -73,7 +73,7 @@ def read_inputs(
     model_config = read_model_config(args.model, trust=args.trust_remote_code)
     tokenizer = read_tokenizer(args.model, trust=args.trust_remote_code)
     check_vocabulary(model_config, tokenizer)
-    per_step = args.accumulate * ranks.count
+    per_step = args.accumulate * ranks.data_count
     batches = read_batches(
         args, files, model_config, tokenizer, per_step=per_step, say=console.print
     )

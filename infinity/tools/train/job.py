@@ -32,6 +32,7 @@ from .corpus import Batches
 from .counts import EdgeCounts, traffic_of
 from .examples import NOT_LEARNED, ExampleBatches
 from .interrupt import Interrupt
+from .mesh import axes_of, divide, joined, wrap
 from .optimizers import make_optimizers
 from .options import DEFAULT_MAX_GRAD_NORM
 from .places import check_fixed_values, check_not_past, saved_extra
@@ -89,6 +90,7 @@ class Job(Measured):
     out: Path | None
     checkpoint_every: int | None  # None: as often as `interval` says
     interval: Interval
+    pipe: Any = None  # the pipeline of a mesh with stages, whose chunks are then the model
     tokenizer: Any = None  # saved with each checkpoint, for a model made of it
     model_folder: Path | None = None  # whose processor's files are saved with it, too
     schedulers: list[Any] = field(default_factory=list)
@@ -104,7 +106,7 @@ class Job(Measured):
 
     def let_go(self) -> None:
         """Drops model and optimizer, and with them the engine's memory and swap files."""
-        self.model, self.optimizers, self.schedulers = None, [], []
+        self.model, self.pipe, self.optimizers, self.schedulers = None, None, [], []
         gc.collect()
 
     @property
@@ -119,8 +121,13 @@ class Job(Measured):
         return {} if self.grad_norm is None else {"grad_norm": float(self.grad_norm)}
 
     @property
+    def parts(self) -> list[Any]:
+        """The modules that are called: the model, or the chunks of this rank's stage."""
+        return [self.model] if self.pipe is None else self.pipe.chunks
+
+    @property
     def tokens_per_step(self) -> int:
-        return self.batches.tokens_per_batch * self.accumulate * self.ranks.count
+        return self.batches.tokens_per_batch * self.accumulate * self.ranks.data_count
 
     @property
     def total_save_seconds(self) -> float | None:
@@ -134,15 +141,18 @@ def make_job(
     config: infinity.Config,
     ranks: Ranks,
     tokenizer: Any = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Job:
-    """Wraps the model with its optimizers. The job has no length yet (:func:`set_length`)."""
+    """Divides the model over the mesh, if there is one, and wraps it with its optimizers. The job
+    has no length yet (:func:`set_length`)."""
     from ...ext.packed.packed import dense_numel
 
     if args.lora_rank is None:
         model.config.architectures = [type(model).__name__]
-    optimizers = make_optimizers(model, args.optim, lr=args.lr, weight_decay=args.weight_decay)
     parameters_count = sum(map(dense_numel, model.parameters()))
-    model, optimizers = infinity.wrap_model(model, optimizers, config)
+    model = divide(model, ranks.mesh, say)
+    optimizers = make_optimizers(model, args.optim, lr=args.lr, weight_decay=args.weight_decay)
+    model, optimizers, pipe = wrap(args, model, optimizers, config, ranks.mesh, say)
     max_grad_norm = args.max_grad_norm or (None if config.max_grad_norm else DEFAULT_MAX_GRAD_NORM)
     return Job(
         model=model,
@@ -157,6 +167,7 @@ def make_job(
         checkpoint_every=args.checkpoint_every,
         interval=Interval(args.checkpoint_overhead),
         ranks=ranks,
+        pipe=pipe,
         tokenizer=tokenizer,
         model_folder=args.model,
         fixed_values=_fixed_values(args, batches, config, ranks)
@@ -181,8 +192,8 @@ def _fixed_values(
         "moments": config.moments,
         "batch_size": args.batch_size,
         "sequence_length": batches.sequence_length,
-        # A job can resume on fewer ranks with more micro-batches each.
-        "accumulate": args.accumulate * ranks.count,
+        # A job can resume on fewer ranks with more micro-batches each, and on another mesh.
+        "accumulate": args.accumulate * ranks.data_count,
         "optim": args.optim,
         "lr": args.lr,
         "weight_decay": args.weight_decay,
@@ -212,7 +223,8 @@ def lr_share(step: int, *, steps: int, warmup_steps: int) -> float:
 def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], None]) -> EdgeCounts:
     """Steps until done or interrupted; then saves a checkpoint if the job has a folder for it.
     Every rank calls this."""
-    job.model.train()
+    for part in job.parts:
+        part.train()
     start = EdgeCounts.of(job.model)
     while job.next_step < job.steps and not _interrupted(job, interrupt):
         started_at = time.perf_counter()
@@ -258,22 +270,24 @@ def train_step(job: Job, step: int) -> float:
     loss that is not finite, before the weights change. Every rank calls this."""
     import torch
 
-    # Dropout depends on (seed, step, rank) alone, so a resumed job repeats it.
-    torch.manual_seed((job.seed * 1_000_003 + step + 7_919 * job.ranks.rank) % 2**63)
+    # Dropout depends on (seed, step, data rank) alone, so a resumed job repeats it.
+    torch.manual_seed((job.seed * 1_000_003 + step + 7_919 * job.ranks.data_rank) % 2**63)
     with job.waiting_for_data():
         batches = batches_of(job, step)
     counts = [learned_count(batch) for batch in batches]
     # Of a micro-batch in a step, so that every learned token counts the same
     mean = job.ranks.mean(float(sum(counts)))
     loss_sum = 0.0
-    for batch, count in zip(batches, counts):
+    if job.pipe is not None:
+        loss_sum = job.pipe.step(**_joined(job, batches), num_items_in_batch=mean).item()
+        check_finite(loss_sum, job)
+    for batch, count in zip(batches, counts) if job.pipe is None else ():
         loss = _loss(job.model, batch) / (mean / count)
         loss_sum += loss.item()
         check_finite(loss_sum, job)  # the other ranks' next collective raises too
         loss.backward()
     if job.max_grad_norm is not None:
-        parameters = job.model.parameters()
-        job.grad_norm = torch.nn.utils.clip_grad_norm_(parameters, job.max_grad_norm)
+        job.grad_norm = _clip(job)
     for stepping in (*job.optimizers, *job.schedulers):
         stepping.step()
     for optimizer in job.optimizers:
@@ -281,9 +295,26 @@ def train_step(job: Job, step: int) -> float:
     return job.ranks.mean(loss_sum)
 
 
+def _clip(job: Job) -> torch.Tensor:
+    """Clips the gradients, and returns their norm before."""
+    import torch
+
+    if {"pp", "ep", "tp"} & {*axes_of(job.ranks.mesh)}:  # over all parts and stages
+        return infinity.clip_grad_norm_(job.optimizers[0], job.max_grad_norm)
+    return torch.nn.utils.clip_grad_norm_(job.model.parameters(), job.max_grad_norm)
+
+
+def _joined(job: Job, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Joins micro-batches into a pipeline's batch, on its device."""
+    device = next(job.parts[0].parameters()).device
+    whole = joined(batches, job.accumulate * job.batches.batch_size)
+    return {name: tensor.to(device) for name, tensor in whole.items()}
+
+
 def batches_of(job: Job, step: int) -> list[dict[str, torch.Tensor]]:
-    """Returns the micro-batches of this rank in a step."""
-    turns = [at * job.ranks.count + job.ranks.rank for at in range(job.accumulate)]
+    """Returns the micro-batches of this rank in a step: those that it shares with others, if a mesh
+    divides the model."""
+    turns = [at * job.ranks.data_count + job.ranks.data_rank for at in range(job.accumulate)]
     return [job.batches.train(step, turn) for turn in turns]
 
 
@@ -351,6 +382,25 @@ def held_out_loss(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> f
     return loss_sum / count
 
 
+def held_out(job: Job) -> float:
+    """Computes the held-out loss of the job's model: of a pipeline by batches as large as its
+    steps'. Every rank calls this."""
+    if job.pipe is None:
+        return held_out_loss(job.model, job.held_out)
+    modes = [part.training for part in job.parts]
+    for part in job.parts:
+        part.eval()
+    loss_sum, counted = 0.0, 0
+    for at in range(0, len(job.held_out), job.accumulate):
+        batches = job.held_out[at : at + job.accumulate]
+        if learned := sum(map(learned_count, batches)):
+            loss_sum += job.pipe.eval(**_joined(job, batches)).item() * learned
+            counted += learned
+    for part, mode in zip(job.parts, modes):
+        part.train(mode)
+    return loss_sum / counted
+
+
 def save_checkpoint(job: Job, *, wait: bool = True) -> None:
     """Saves the job if it has a folder for it; without ``wait`` beside the next step. Every rank
     calls this."""
@@ -378,11 +428,11 @@ def save_checkpoint(job: Job, *, wait: bool = True) -> None:
         job.interval.end_save(job.save_seconds, job.save_seconds)
     if job.ranks.is_first:
         with replacing(job.checkpoint / OF_MODEL) as made:
-            for part in (job.tokenizer, *getattr(job.model, "peft_config", {}).values()):
+            for part in (job.tokenizer, *getattr(job.parts[0], "peft_config", {}).values()):
                 if part is not None:
                     part.save_pretrained(made)
             copy_processors(job.model_folder, made)
-            if carried := job.model.__dict__.get(CARRIED):
+            if carried := job.parts[0].__dict__.get(CARRIED):
                 told = {"folder": os.path.realpath(str(job.model_folder)), "tensors": list(carried)}
                 (made / ELSEWHERE).write_text(json.dumps(told))
 

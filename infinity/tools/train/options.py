@@ -47,6 +47,8 @@ PREFERENCE_SHARE = 20  # of it with --method: 1e-6 for all weights, as TRL has i
 DEFAULT_WARMUP_STEPS = 10
 DEFAULT_MAX_GRAD_NORM = 1.0
 LORA_RANK = 16
+# Of torch's, those that evaluate as well, which the held-out loss needs.
+SCHEDULES = ("auto", "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -204,6 +206,18 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="under torchrun, how long a rank waits for the others (default: torch's)",
     )
+    add(
+        "--mesh",
+        metavar="AXES",
+        help="divide the model over torchrun's ranks, as tp=2,pp=2,dp=4: tensors (tp), layers (pp),"
+        " experts (ep), sequences (cp) and batches (dp, the rest)",
+    )
+    add(
+        "--pipeline-schedule",
+        choices=SCHEDULES,
+        help="of the stages of pp, with a micro-batch for each of --accumulate (default LoopedBFS)",
+    )
+    add("--pipeline-chunks", **NUMBER, help="of the model on each rank of pp (default: as it fits)")
     add(
         "--seed",
         type=a_seed,

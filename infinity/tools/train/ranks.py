@@ -2,14 +2,19 @@
 
 rank    this process among those that torchrun started; 0 without torchrun
 first   rank 0, which prints, samples and writes the files that exist once
+data    a rank that reads batches of its own; those of tp, cp and pp share a data rank's batches
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 BY_TORCHRUN = "Start the job with torchrun, or unset RANK and WORLD_SIZE."
 
@@ -33,6 +38,9 @@ class Ranks:
         """
         self.count = _number("WORLD_SIZE", 1) if os.environ.get("RANK") else 1
         self.rank = _number("RANK", 0) if self.count > 1 else 0
+        self.mesh: DeviceMesh | None = None  # of --mesh, which has axes beside dp
+        # Those that have batches of their own, and this one's place among them
+        self.data_count, self.data_rank = self.count, self.rank
         if self.count > 1:
             import torch
             import torch.distributed as dist
@@ -49,6 +57,17 @@ class Ranks:
                     f"the {self.count} ranks of RANK and WORLD_SIZE do not come together:"
                     f" {error}. {BY_TORCHRUN}"
                 ) from error
+
+    def join(self, mesh: DeviceMesh | None) -> None:
+        """Has only the ranks of dp and ep of a mesh read batches of their own."""
+        if mesh is None:
+            return
+        self.mesh, self.data_count, self.data_rank = mesh, 1, 0
+        for name in ("dp", "ep"):
+            if name in (mesh.mesh_dim_names or ()):
+                size = mesh[name].size()
+                self.data_count *= size
+                self.data_rank = self.data_rank * size + mesh.get_local_rank(name)
 
     @property
     def is_first(self) -> bool:

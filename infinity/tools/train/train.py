@@ -4,7 +4,7 @@ The modules of `training/`. Each imports only modules above it:
 
   places                      checks of the output files and folders
   options, interrupt          the command line's options; signals, deferred to the end of a step
-  ranks                       the processes that torchrun started
+  ranks, mesh                 the processes that torchrun started, and how they divide a model
   settings, model, compute    the engine's options; the transformers model; its compute time
   job                         the loop and its checkpoints
   progress, report, sample    output: during the job, its numbers, a sample of its result
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -36,13 +37,14 @@ from .interrupt import Interrupt
 from .job import (
     Job,
     check_finite,
-    held_out_loss,
+    held_out,
     make_job,
     measure_stalls,
     resume,
     set_length,
     train,
 )
+from .mesh import axes_of, check_batches, check_mesh, make_mesh, mesh_sizes
 from .model import (
     adapters_config,
     add_adapters,
@@ -50,6 +52,7 @@ from .model import (
     checkpoint_activations,
     find_model,
     no_cache,
+    read_model_config,
 )
 from .options import add_options, check_options, set_defaults
 from .pictures import PictureExamples
@@ -112,14 +115,15 @@ def run(args: argparse.Namespace) -> int:
     check_options(args)
     ranks = Ranks(args.timeout)
     try:
+        sizes = mesh_sizes(args, ranks.count)
         with warnings.catch_warnings():  # what libraries will rename is no news to their users
             warnings.simplefilter("ignore", FutureWarning)
-            return _run(args, ranks)
+            return _run(args, ranks, sizes)
     finally:
         ranks.end()
 
 
-def _run(args: argparse.Namespace, ranks: Ranks) -> int:
+def _run(args: argparse.Namespace, ranks: Ranks, sizes: dict[str, int] | None) -> int:
     settings = engine_settings(args)
     check_places(args, settings)
     check_trackers(args.log)
@@ -128,9 +132,15 @@ def _run(args: argparse.Namespace, ranks: Ranks) -> int:
     console = _prepare(args, ranks)
     tell_skipped(files, console)
     _check_engine(args, settings, console)
+    config = engine_config(settings)
+    ranks.join(make_mesh(sizes, config.device))
+    if axes_of(ranks.mesh):
+        model_config = read_model_config(args.model, trust=args.trust_remote_code)
+        check_mesh(args, ranks.mesh, model_config, config)
     if args.method is not None:
         return _learn_preferences(args, settings, files, ranks, console)
     inputs = read_inputs(args, files, ranks, console)
+    check_batches(ranks.mesh, inputs.batches)
     with begin_trackers(args, ranks, console.print) as trackers:
         return _train(args, ranks, settings, inputs, console, trackers)
 
@@ -154,9 +164,12 @@ def _train(
             make_way(args)
             if args.push is not None:
                 make_repository(args.push)
-        job = make_job(args, model, inputs.batches, config, ranks, inputs.tokenizer)
+        job = make_job(
+            args, model, inputs.batches, config, ranks, inputs.tokenizer, say=console.print
+        )
         measured_disk = measure_disks(job)
-        predicted = predict_step(job, compute.seconds * args.accumulate)
+        parts = math.prod(ranks.mesh[name].size() for name in axes_of(ranks.mesh) if name != "ep")
+        predicted = predict_step(job, compute.seconds * args.accumulate / parts)
         if predicted >= LEAST_PREDICTED:
             console.print(
                 f"A step should take about {format_seconds(predicted)} (predicted; its compute is"
@@ -177,7 +190,7 @@ def _train(
             counts = train(job, interrupt=interrupt, show=_watchers(progress, trackers, watch))
         if interrupt.signum is not None:
             return _end_interrupted(args, job, console, interrupt.signum)
-        loss_after = held_out_loss(job.model, job.held_out)
+        loss_after = held_out(job)
         check_finite(loss_after, job)
         trackers.held_out(job, loss_after)
     report = make_report(
@@ -419,7 +432,12 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
             f" {corpus.held_out_ntokens:,} held out"
         )
     trained, whole = (
-        sum(dense_numel(param) for param in job.model.parameters() if param.requires_grad or every)
+        sum(
+            dense_numel(param)
+            for part in job.parts
+            for param in part.parameters()
+            if param.requires_grad or every
+        )
         for every in (False, True)
     )
     if trained < whole:  # as PEFT tells it
@@ -436,7 +454,7 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
         console.print(f"No checkpoint in {args.checkpoint}: starting fresh")
     elif has_checkpoint(args.checkpoint):
         console.print(f"Starting fresh; the checkpoint in {args.checkpoint} will be replaced")
-    job.loss_before = held_out_loss(job.model, job.held_out)
+    job.loss_before = held_out(job)
     console.print(f"held-out loss {job.loss_before:.4f}")
 
 
@@ -478,7 +496,9 @@ def _save(
 def _save_and_sample(args: argparse.Namespace, job: Job, console: Console) -> dict[str, str]:
     _save(args, job.model, job.tokenizer, job.ranks, console)
     result = {"out": str(args.out)}
-    if args.sample_bytes:
+    if {"cp", "pp"} & {*axes_of(job.ranks.mesh)}:
+        console.print(f"Not sampled on this mesh: infinity generate {args.out}")
+    elif args.sample_bytes:
         given = args.prompt or (DEFAULT_PROMPT if args.data is None else None)
         prompt, text = sample(job, prompt=given, ntokens=args.sample_bytes)
         console.print(f"A sample of it:\n{printable(prompt + text)}")

@@ -298,6 +298,7 @@ def test_learned_tokens_count_the_same_in_every_micro_batch(base, tokenizer, tmp
             accumulate=accumulate,
             seed=0,
             ranks=Ranks(None),
+            pipe=None,
             max_grad_norm=None,
             optimizers=[optimizer],
             schedulers=[optimizer],
