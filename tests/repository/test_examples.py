@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy
 import prepared
 import pytest
+import strikes
 import torch
 from ranks import end_session, run_torchrun
 from safetensors.torch import save_file
@@ -399,37 +401,111 @@ for source in json.load(open(sys.argv[1])):
     ), done.stderr[-2000:]
 
 
-def test_the_slurm_script_starts_torchrun_on_every_machine(tmp_path):
-    """Method: bash runs it with proxies for Slurm's commands: the ranks of all machines meet at
-    the first, and a signal is handed on."""
-    for name, text in {
-        "scontrol": "echo first; echo second",
-        "srun": 'trap "kill \\$!; echo saved; exit 0" TERM; echo "$@"; sleep 30 > /dev/null & wait',
-    }.items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
-        (tmp_path / name).chmod(0o755)
+# Stand-ins of Slurm's commands. srun ends when it gets a signal, as a step does.
+SLURM = {
+    "scontrol": '[ "$1" = requeue ] && echo "$@" || { echo first; echo second; }',
+    "scancel": 'echo scancel "$@"',
+    "srun": 'trap "kill \\$!; echo saved; exit 1" TERM; echo "$@"\n'
+    "sleep $LASTS > /dev/null & wait; exit $ENDS",
+}
+
+
+def slurm_script(folder: Path, **more: str) -> subprocess.Popen:
+    """Starts `slurm.sh` between stand-ins of Slurm's commands, which say what they were asked."""
+    for name, text in SLURM.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
     variables = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PATH": f"{folder}:{os.environ['PATH']}",
         "SLURM_NNODES": "2",
         "SLURM_GPUS_ON_NODE": "8",
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "x",
+        "LASTS": "30",
+        "ENDS": "0",
     }
-    job = subprocess.Popen(
+    return subprocess.Popen(
         ["bash", EXAMPLES / "slurm.sh", "train.py", "saved"],
-        env=variables,
+        env=variables | more,
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
     )
+
+
+def test_the_slurm_script_starts_torchrun_on_every_machine(tmp_path):
+    """Method: bash runs it with stand-ins for Slurm's commands: the ranks of all machines meet at
+    the first, in a container if one is named. A job that is cancelled ends, and is not queued."""
+    job = slurm_script(tmp_path, IMAGE="tuned.sqsh")
     while (line := job.stdout.readline()) and "torchrun" not in line:
         pass
     assert (
         "--nnodes 2 --nproc-per-node 8" in line
         and "first:29500" in line
+        and "--container-image tuned.sqsh" in line
         and line.split()[-2:] == ["train.py", "saved"]
     )
     job.terminate()
-    assert "saved" in job.communicate(timeout=20)[0]
+    subprocess.run(
+        ["pkill", "-TERM", "--parent", str(job.pid), "srun"], check=True
+    )  # as Slurm does
+    said = job.communicate(timeout=20)[0]
+    assert "saved" in said and "requeue" not in said
+
+
+def test_the_slurm_script_saves_before_its_time_is_over_and_is_queued_again(tmp_path):
+    """Method: the script gets Slurm's signal. It has the ranks save, which torchrun does not hear
+    of, and then queues the job again; it ends when the step has ended."""
+    job = slurm_script(tmp_path, SAVE_SECONDS="0.1", LASTS="1")
+    while (line := job.stdout.readline()) and "torchrun" not in line:
+        pass
+    assert 'trap "" USR1; exec torchrun' in line
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=20)[0].splitlines()
+    assert said == ["scancel --signal=USR1 7", "requeue 7"] and job.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("ends", "least", "restarts", "is_queued"),
+    [
+        ("1", "-1", "0", True),
+        ("137", "-1", "3", True),
+        ("1", "60", "0", False),  # within a minute, as a wrong option
+        ("1", "-1", "100", False),
+        ("0", "-1", "0", False),
+    ],
+)
+def test_the_slurm_script_queues_a_job_that_failed_after_a_while(
+    tmp_path, ends, least, restarts, is_queued
+):
+    """Method: the step ends with a status. The last three cases are twins."""
+    more = {"LASTS": "0", "ENDS": ends, "LEAST_SECONDS": least, "SLURM_RESTART_COUNT": restarts}
+    job = slurm_script(tmp_path, **more)
+    assert ("requeue 7" in job.communicate(timeout=20)[0]) == is_queued
+    assert job.returncode == int(ends)
+
+
+@pytest.mark.slow
+def test_ray_train_gives_the_bits_of_torchrun(tmp_path):
+    """Method: `ray_train.py` with two workers on this machine, and torchrun with two ranks: the
+    same files. The twin has another seed. What happens to killed workers: `test_strikes.py`."""
+    pytest.importorskip("ray", reason="ray is not installed")
+    job = strikes.Job(tmp_path / "job", 6)
+    places = {"disk/saved": tmp_path / "saved"}
+    places |= {name: job.folder / name for name in ("model.json", "text.txt", "out")}
+    options = [str(places.get(each, each)) for each in job.options]
+    by_ray = [sys.executable, str(EXAMPLES / "ray_train.py"), "2", *options]
+    done = subprocess.run(by_ray, cwd=job.folder, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = job.saved()
+    shutil.rmtree(tmp_path / "saved")
+    for seed, is_same in (("0", True), ("1", False)):
+        out = ["--overwrite", "--out", str(tmp_path / f"out-{seed}"), "--seed", seed]
+        words = [each for each in options if each != "--resume"]
+        by_torchrun = run_torchrun(2, ["-m", "infinity", "train", *words, *out])
+        assert by_torchrun.returncode == 0, by_torchrun.stderr[-3000:]
+        model = tmp_path / f"out-{seed}" / "model.safetensors"
+        assert (model.read_bytes() == found["model.safetensors"]) == is_same
 
 
 def test_every_example_is_listed_and_tested():

@@ -34,7 +34,7 @@ def task(found: dict[str, Any]) -> str:
         "file_mounts:",
         "  /checkpoints:",
         "    name: infinity-checkpoints  # a bucket of your own",
-        "    mode: MOUNT",
+        "    mode: MOUNT_CACHED",  # MOUNT takes no writes in the middle of a file
         "setup: pip install 'infinity-engine[train]'",
         "run: infinity train --config job.toml --checkpoint /checkpoints/job --resume",
     ]

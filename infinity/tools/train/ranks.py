@@ -1,14 +1,16 @@
-"""Ranks of `infinity train` under torchrun.
+"""Ranks of `infinity train` under torchrun or Ray Train.
 
-rank    this process among those that torchrun started; 0 without torchrun
+rank    this process among those that the launcher started; 0 without one
 first   rank 0, which prints, samples and writes the files that exist once
 data    a rank that reads batches of its own; those of tp, cp and pp share a data rank's batches
 """
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
+import signal
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
@@ -16,6 +18,7 @@ from ...errors import ConfigError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 BY_TORCHRUN = "Start the job with torchrun, or unset RANK and WORLD_SIZE."
 
 
@@ -31,7 +34,7 @@ class Ranks:
     """The process group of the job. With one process, no group is created."""
 
     def __init__(self, timeout_seconds: float | None = None) -> None:
-        """Joins the process group if torchrun started several ranks; blocks until all have joined.
+        """Joins the process group if there are several ranks; blocks until all have joined.
 
         ``timeout_seconds``: of waiting for other ranks (None: torch's half an hour). Raises
         ConfigError if they do not join.
@@ -41,10 +44,17 @@ class Ranks:
         self.mesh: DeviceMesh | None = None  # of --mesh, which has axes beside dp
         # Those that have batches of their own, and this one's place among them
         self.data_count, self.data_rank = self.count, self.rank
+        self._made_group = False
         if self.count > 1:
             import torch
             import torch.distributed as dist
 
+            if "TORCHELASTIC_RUN_ID" in os.environ:
+                # Else ranks outlive a torchrun that is killed, and write to the same folders as the
+                # job that was started in its place.
+                ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
+            if dist.is_initialized():
+                return  # by Ray Train, whose group it is
             try:
                 timeout = (
                     None if timeout_seconds is None else datetime.timedelta(seconds=timeout_seconds)
@@ -57,6 +67,7 @@ class Ranks:
                     f"the {self.count} ranks of RANK and WORLD_SIZE do not come together:"
                     f" {error}. {BY_TORCHRUN}"
                 ) from error
+            self._made_group = True
 
     def join(self, mesh: DeviceMesh | None) -> None:
         """Has only the ranks of dp and ep of a mesh read batches of their own."""
@@ -92,8 +103,8 @@ class Ranks:
         return whole.item()
 
     def end(self) -> None:
-        """Leaves the process group."""
-        if self.count > 1:
+        """Leaves the process group, if this job has made it."""
+        if self._made_group:
             import torch.distributed as dist
 
             dist.destroy_process_group()
