@@ -97,7 +97,11 @@ def what_it_is(root: Path) -> str:
     if not root.exists():
         return f"there is no {root}: give the folder that save_checkpoint wrote"
     if not root.is_dir():
-        return f"{root} is a file, not a checkpoint's folder"
+        return (
+            f"{root} is a file, not a checkpoint's folder. Load weights of torch.save by"
+            " model.load_state_dict(torch.load(...)); `infinity export FOLDER OUT` writes those of"
+            " a checkpoint as safetensors"
+        )
     known = next((OTHERS[name] for name in OTHERS if (root / name).exists()), None)
     if known is not None:
         return f"{root} is not a checkpoint of Infinity; it is {known}"
@@ -114,10 +118,12 @@ def read_manifest(root: Path) -> dict[str, Any]:
         raise CorruptionError(f"{path} cannot be read: {error}") from error
     try:
         content = parse_json(text)
+        if "crc32c" not in content:
+            raise ValueError("it has no checksum")
         intact = content.pop("crc32c") == _content_checksum(content)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptionError(
-            f"{path} is not a checkpoint's manifest, or damaged ({error!r}): take an older save"
+            f"{path} is not a checkpoint's manifest, or damaged ({error}): take an older save"
         ) from error
     if not intact:
         raise CorruptionError(

@@ -1,13 +1,16 @@
-"""Presets and option files: words inserted before the command line's own, which override them.
+"""Presets, option files and checkpoints: words inserted before the command line's own, which
+override them.
 
-preset  options of `infinity train` under one name
-file    TOML, JSON or YAML: the fields of Config and, in the table ``train``, options of the command
+preset      options of `infinity train` under one name
+file        TOML, JSON or YAML: the fields of Config and, in the table ``train``, options
+checkpoint  has the options of the job that saved it, with which --resume goes on
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,21 @@ from ...errors import ConfigError
 from ...untrusted import read_table
 
 TABLE = "train"
+# Options that a job which goes on is given anew, or never by a file: some send data away, or run
+# code.
+APART = (
+    *("resume", "overwrite", "checkpoint", "json", "trace", "config", "preset", "help"),
+    *("trust_remote_code", "push", "log", "tensorboard"),
+)
+INSTEAD = (
+    {"--steps", "--epochs", "--minutes"},
+    {"--lora", "--lora-rank"},
+    {"--checkpoint-every", "--checkpoint-overhead"},
+)
 PRESETS = {
-    "full": ["--dtype", "auto"],
-    "lora": ["--dtype", "auto", "--lora-rank", "16", "--lr", "2e-4"],
-    "cpu-only": ["--dtype", "auto", "--device", "cpu", "--gradient-checkpointing"],
+    "full": [],
+    "lora": ["--lora-rank", "16", "--lr", "2e-4"],
+    "cpu-only": ["--device", "cpu", "--gradient-checkpointing"],
 }
 
 
@@ -33,7 +47,43 @@ def expanded(argv: Sequence[str]) -> list[str]:
     file, preset = value_of("--config", rest), value_of("--preset", rest)
     of_file = words_of_table(Path(file), rest) if file is not None and Path(file).is_file() else []
     preset = preset or value_of("--preset", of_file)
-    return ["train", *PRESETS.get(preset or "", ()), *of_file, *rest]
+    words = [*PRESETS.get(preset or "", ()), *of_file, *rest]
+    if "--resume" in words and (checkpoint := value_of("--checkpoint", words)):
+        words = [*_words_of_checkpoint(Path(checkpoint), words), *words]
+    return ["train", *words]
+
+
+def words_of(args: argparse.Namespace) -> list[str]:
+    """Returns the words of the options of `infinity train` that differ from their defaults, but
+    :data:`APART`. Paths that are there are whole: a job may go on in another folder."""
+    from . import build_parser, command_of
+
+    found = []
+    for action in command_of(build_parser(), "train")._actions:
+        value = getattr(args, action.dest, None)
+        if value is None or value == action.default or action.dest in APART:
+            continue
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Path) and (each.exists() or action.dest == "out"):
+                each = os.path.abspath(each)
+            option = action.option_strings[0]
+            found.append(option if action.nargs == 0 else f"{option}={each}")
+    return found
+
+
+def _words_of_checkpoint(folder: Path, given: Sequence[str]) -> list[str]:
+    """Returns the options of the job that saved a checkpoint, without those that are ``given`` anew
+    or that no file may give; none if it is damaged, or a script's."""
+    from ..train.places import saved_extra
+    from . import build_parser, command_of, option_names
+
+    saved = saved_extra(folder).get("words", [])
+    known = set(option_names(command_of(build_parser(), "train")))
+    known -= {f"--{name.replace('_', '-')}" for name in APART}
+    for option in {word.partition("=")[0] for word in given}:
+        known -= {option}.union(*(others for others in INSTEAD if option in others))
+    words = saved if isinstance(saved, list) else []
+    return [word for word in words if isinstance(word, str) and word.partition("=")[0] in known]
 
 
 def value_of(option: str, words: Sequence[str]) -> str | None:

@@ -52,6 +52,7 @@ class Measured:
 
     ranks: Ranks
     fixed_values: dict[str, Any]
+    words: list[str] = field(default_factory=list)  # the command's options
     first_step: int = 0
     loss_before: float | None = None
     load_seconds: float | None = None  # of the checkpoint it goes on from
@@ -170,6 +171,7 @@ def make_job(
         pipe=pipe,
         tokenizer=tokenizer,
         model_folder=args.model,
+        words=args.words,
         fixed_values=_fixed_values(args, batches, config, ranks)
         | {
             "parameters": parameters_count,
@@ -417,6 +419,7 @@ def save_checkpoint(job: Job, *, wait: bool = True) -> None:
         "schedulers": [scheduler.state_dict() for scheduler in job.schedulers],
         "loss_before": job.loss_before,
         "fixed_values": job.fixed_values,
+        "words": job.words,
         "out": job.out and os.path.realpath(job.out),  # a restarted job may replace it
     }
     began = time.perf_counter()

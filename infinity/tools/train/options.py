@@ -89,13 +89,11 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
     add(
         "--dtype",
         choices=("auto", "bf16", "fp32"),
-        default="bf16",
-        help=(
-            "of the model's weights (default bf16); auto: fp32 on a processor that has no fast bf16"
-            " products"
-        ),
+        default="auto",
+        help="of the model's weights (default auto: bf16, or fp32 on a processor that has no fast"
+        " bf16 products)",
     )
-    add("--preset", choices=tuple(PRESETS), help="options under one name, which others go over")
+    add("--preset", choices=tuple(PRESETS), help="a preset; other options override it")
     add(
         "--lora-rank",
         **NUMBER,
@@ -109,19 +107,20 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
 def add_memory_options(group: argparse._ArgumentGroup) -> None:
     """Adds the options of the engine, which `infinity run` has, too."""
     add = group.add_argument
-    add("--params", **HOME, help="home of the parameters (default auto)")
+    add("--params", **HOME, help="where the parameters live, their home (default auto)")
     add("--optimizer", **HOME, help="home of master weights and moments (default auto)")
     add(
         "--shard",
         choices=("optimizer", "gradients", "parameters"),
-        help="under torchrun, what each rank has only its part of (default parameters)",
+        help="under torchrun, what is split over the ranks: optimizer = ZeRO-1, gradients = ZeRO-2,"
+        " parameters = ZeRO-3 (default)",
     )
     add(
         "--activations",
         **HOME,
         help="home of what the forward saves for the backward (default auto)",
     )
-    add("--micro-batch", **NUMBER, help="samples that a unit runs at once (default all)")
+    add("--micro-batch", **NUMBER, help="run each layer on N samples at a time (default all)")
     add(
         "--nvme-path",
         action="append",
@@ -132,7 +131,8 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
     add(
         "--host-memory",
         metavar="BYTES",
-        help='budget, as "256MiB", or "25%%": that share of the training state',
+        help='budget, as "256MiB", or "25%%" of weights, gradients and optimizer state, not of the'
+        " RAM",
     )
     add("--device-memory", metavar="BYTES", help='budget, as "8GiB"')
     masters, moments = ("split", "fp32", "none"), ("fp32", "bf16", "int8")
@@ -142,10 +142,15 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         "--config",
         **FILE,
         help=(
-            "TOML, JSON or YAML: the engine's fields, options in a table train; options go over it"
+            "TOML, JSON or YAML: the engine's fields, options in a table train; options here"
+            " override it"
         ),
     )
-    add("--deepspeed", **FILE, help="homes and clipping of a DeepSpeed JSON; options go over it")
+    add(
+        "--deepspeed",
+        **FILE,
+        help="homes and clipping of a DeepSpeed JSON; options here override it",
+    )
     add("--trace", **FILE, help="write a timeline here, for `infinity trace` or Perfetto")
 
 

@@ -533,7 +533,7 @@ def _watching(
             """Returns what each checkpoint says of its job."""
             out = job.args.out and os.path.realpath(job.args.out)
             said = {"fixed_values": job.fixed_values, "steps": job.args.steps, "out": out}
-            said["loss_before"] = job.loss_before
+            said |= {"loss_before": job.loss_before, "words": job.args.words}
             return {"args": {}, "attributes": said}
 
     Watching.__name__ = NOTED

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 LEAST_PREDICTED = 0.2  # seconds of a step that are worth a line
+LEAST_SHOWN = 0.05  # seconds that a table does not show as zero
 
 
 def measure_disks(job: Measured) -> dict[str, float] | None:
@@ -170,7 +171,7 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     steps_count = max(1, report["steps"] - report["first_step"])
     edges = [("edge", "moved", "a step", "rate", "waited for it")]
     for edge, counts in report["edges"].items():
-        if not (counts["nbytes"] or counts["stall_seconds"]):
+        if not counts["nbytes"] and counts["stall_seconds"] < LEAST_SHOWN:
             continue
         busy = counts["busy_seconds"]
         moved = [

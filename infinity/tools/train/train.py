@@ -27,6 +27,7 @@ from ...core.machine.sizes import format_count, format_seconds
 from ...errors import ConfigError
 from ...files.outputs import replacing
 from ...library_versions import refuse_older
+from ..cli.presets import words_of
 from .classes import freeze_untouched, touched
 from .compute import Compute, compute_time, multiplies_bf16
 from .corpus import Corpus
@@ -86,7 +87,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-KNOWN_AT_ONCE = ("method", "seed", "batch_size", "lora_rank", "quantize")  # before any data is read
+KNOWN_AT_ONCE = (
+    "method",
+    "seed",
+    "batch_size",
+    "lora_rank",
+    "quantize",
+    "optim",
+)  # before any data is read
 DEFAULT_PROMPT = "def "  # for the default data, which is Python
 
 DESCRIPTION = """\
@@ -110,6 +118,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the whole job and returns the exit status. Bad input raises before the model is built.
     Under torchrun, every rank calls this."""
+    args.words = words_of(args)
     if args.model is not None:
         args.model = find_model(args.model)
     check_options(args)
@@ -130,6 +139,8 @@ def _run(args: argparse.Namespace, ranks: Ranks, sizes: dict[str, int] | None) -
     check_push(args)
     files = find_files(args)
     console = _prepare(args, ranks)
+    if args.resume and (saved := saved_extra(args.checkpoint).get("words")):
+        console.print(f"Options of the checkpoint, unless given anew: {' '.join(map(str, saved))}")
     tell_skipped(files, console)
     _check_engine(args, settings, console)
     config = engine_config(settings)
@@ -389,10 +400,9 @@ def _choose_dtype(args: argparse.Namespace, device: str | None, console: Console
     fast = multiplies_bf16(device)
     if args.dtype == "auto":
         args.dtype = "bf16" if fast else "fp32"
-        console.print(
-            f"--dtype auto: {args.dtype}"
-            + ("" if fast else ", for this processor has no fast bf16 products")
-        )
+        args.words.append(f"--dtype={args.dtype}")  # the job may go on on another machine
+        if not fast:
+            console.print("--dtype auto: fp32, for this processor has no fast bf16 products")
     elif args.dtype == "bf16" and not fast:
         console.print(
             "This processor has no fast bf16 products: --dtype fp32 may be many times faster"

@@ -8,6 +8,7 @@ file that cannot be written is skipped.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import threading
@@ -34,6 +35,8 @@ from ...files.outputs import folder_of
 from . import run_files
 from .stats import edges_of, stats
 from .time_shares import shares_of
+
+logger = logging.getLogger(__name__)
 
 EVERY_SECONDS = 1.0
 # Of the history: at the limit every other point is dropped, and the stride doubles.
@@ -120,6 +123,7 @@ class Watch:
             listeners.append(listener)
         if job.ranks.is_first and folder is None:
             run_files.remove_old(self._root)
+        self._has_failed = False
         self._plan = _plan(job) | {"model": type(model).__name__}
         self._write(run_files.PLAN, self._plan)
         self._tell("starting", "", now=True)
@@ -243,8 +247,15 @@ class Watch:
             return  # without a home folder; the current folder is the user's
         try:
             run_files.write(self.folder, kind, self._rank, content)
-        except OSError:  # a full disk, for example: the training continues
-            return
+        except OSError as error:  # a full disk, for example: the training continues
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning(
+                    "no status is written to %s: %s. `infinity top` and `report` do not show this"
+                    " job; INFINITY_CACHE, or Watch(folder=...), names another folder.",
+                    self.folder,
+                    os.strerror(error.errno or 0),
+                )
 
 
 class WatchedData:

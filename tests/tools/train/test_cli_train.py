@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -381,7 +382,7 @@ def test_a_job_of_another_optimizer_learns_and_resumes_to_the_same_bits(place, r
     with pytest.MonkeyPatch.context() as patch:
         interrupt_at(3, patch, signal.SIGINT)
         assert run(checkpoint="saved", optim=optim) == 130
-    assert run("--resume", checkpoint="saved") == 2  # AdamW's
+    assert run("--resume", checkpoint="saved", optim="adamw") == 2
     resumed = report("--resume", checkpoint="saved", out="resumed", optim=optim)
     assert resumed["losses"] == whole["losses"][4:]
     assert_same_bits(weights("resumed"), weights("whole"))
@@ -408,6 +409,68 @@ def test_resume_refuses_to_continue_another_job(place, capsys, changes, message)
     assert run(checkpoint="saved", steps=2) == 0
     assert run("--resume", checkpoint="saved", **({"steps": 2} | changes)) == 2
     assert message in capsys.readouterr().err
+
+
+BARE = dict.fromkeys((name[2:].replace("-", "_") for name in OPTIONS), None)
+
+
+@pytest.mark.parametrize("given", [{}, {"steps": STEPS + 2}, {"seed": SEED}], ids=str)
+def test_what_is_not_given_comes_from_the_checkpoint(place, report, monkeypatch, given):
+    """Method: a job is resumed by --resume and --checkpoint alone, in another folder; it ends where
+    one with all options does. An option that is given counts, also in place of another one."""
+    assert run(checkpoint="saved", steps=2, out="trained", optim="muon") == 0
+    (place / "other").mkdir()
+    shutil.copytree("saved", "again")
+    expected = report("--resume", checkpoint="again", optim="muon", **({"steps": 2} | given))
+    monkeypatch.chdir(place / "other")
+    found = report("--resume", checkpoint="../saved", **(BARE | given))
+    for name in ("first_step", "steps", "losses", "options", "held_out_loss_after"):
+        assert found[name] == expected[name], name
+    assert found["out"] == str(place / "trained")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"seed": SEED + 1}, "seed"),
+        ({"batch_size": 2}, "--batch-size 4 (now 2)"),
+        ({"optim": "muon"}, "--optim adamw (now muon)"),
+    ],
+)
+def test_a_job_of_other_options_is_refused_before_anything_is_built(
+    place, capsys, monkeypatch, changes, message
+):
+    """Twin: with the checkpoint's own it is built."""
+    from infinity.tools.train import train
+
+    assert run(checkpoint="saved", steps=2) == 0
+    built, make = [], train._make_model
+
+    def making(*given, **how):
+        built.append(1)
+        return make(*given, **how)
+
+    monkeypatch.setattr(train, "_make_model", making)
+    assert run("--resume", checkpoint="saved", **(BARE | changes)) == 2
+    assert message in capsys.readouterr().err and not built
+    assert run("--resume", checkpoint="saved", **(BARE | {"steps": 3})) == 0 and built
+
+
+def test_a_checkpoint_gives_no_options_that_run_code_or_send_data(place):
+    """Method: words of a manifest that somebody wrote. Twin: the others are taken."""
+    from infinity.tools.cli import presets
+    from infinity.tools.train import places
+
+    words = ["--trust-remote-code", "--push=mine", "--log=wandb", "--overwrite", "--seed=4", 3]
+    words += ["-x", "--steps=6"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(places, "saved_extra", lambda folder: {"words": words})
+        found = presets.expanded(["train", "--resume", "--checkpoint", "saved"])
+        assert found == ["train", "--seed=4", "--steps=6", "--resume", "--checkpoint", "saved"]
+        found = presets.expanded(["train", "--resume", "--checkpoint=a", "--epochs", "1"])
+        assert "--steps=6" not in found and "--seed=4" in found  # one in place of the other
+        patch.setattr(places, "saved_extra", lambda folder: {"words": "--seed=4"})
+        assert presets.expanded(["train", "--resume", "--checkpoint", "a"])[1] == "--resume"
 
 
 # --- the data ---
@@ -769,7 +832,8 @@ def test_auto_is_the_dtype_that_the_processor_multiplies(place, report, monkeypa
     from infinity.tools.train import train
 
     monkeypatch.setattr(train, "multiplies_bf16", lambda device: fast)
-    report(dtype="auto", out="trained")
+    for dtype in ("auto", None):
+        report("--overwrite", dtype=dtype, out="trained")
     assert {value.dtype for value in weights("trained").values()} == {
         torch.bfloat16 if fast else torch.float32
     }

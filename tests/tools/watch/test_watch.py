@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import time
@@ -310,3 +311,27 @@ def test_the_memory_map_has_what_came_after_the_wrap(home, add, tmp_path):
         assert (
             nbytes <= last[home]["parts"]["average"] == last[home]["nbytes"] - first[home]["nbytes"]
         )
+
+
+@pytest.mark.parametrize("folder", ["/proc/none", "a file/below", "full"])
+def test_a_status_that_cannot_be_written_is_told_once(folder, tmp_path, caplog, monkeypatch):
+    """With the way out, and the training goes on. Twin: of one that is written nothing is told."""
+
+    def refusing(*given) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    (tmp_path / "a file").write_text("")
+    model, optimizer = make()
+    for where in (tmp_path / folder, tmp_path / "fine"):
+        caplog.clear()
+        with (
+            infinity.Watch(model, folder=where, every=0.0) as watch,
+            monkeypatch.context() as patch,
+        ):
+            if where.name == "full":
+                patch.setattr(run_files, "write", refusing)
+            for _ in range(2):
+                watch.update(loss=step(model, optimizer).item())
+        told = [each for each in caplog.messages if "no status is written" in each]
+        assert len(told) == (where.name != "fine")
+        assert not told or "INFINITY_CACHE" in told[0]
