@@ -3,7 +3,7 @@
 input   a path that a command or a function reads
 output  a path that it writes: a file, or a folder in which it creates and replaces files
 
-No output is an input, is inside one or has one inside it, whatever the names are. Paths are
+An output must not be, contain or lie in an input, whatever the names are. Paths are
 compared by what they lead to, so symbolic links, mounts and hard links change nothing.
 
 Existing files are not replaced without ``overwrite``. A page, a picture or a timeline made by

@@ -74,7 +74,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save",
         metavar="PATH",
-        help="a file that ends in .json, or a folder, where the run gets a file of its own",
+        help="write the JSON to PATH: a file that ends in .json, or a folder",
     )
     parser.add_argument(
         "--resume", metavar="FILE", help="measure what an interrupted run left, into its file"
@@ -94,7 +94,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=a_count,
         default=5,
         metavar="N",
-        help="of which the median is given (default 5)",
+        help="repeat N times, report the median (default 5)",
     )
     parser.add_argument(
         "--seconds",

@@ -46,7 +46,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--notice",
         default="0",
         metavar="S",
-        help="between the warning and the end of a machine, as 30s",
+        help="seconds of warning before a spot machine is taken away, as 30s",
     )
     add("--sky", type=a_path, metavar="FILE", help="write a task of SkyPilot for the best offers")
     add("--overwrite", action="store_true", help="replace a file of --sky that is no task of ours")

@@ -63,12 +63,9 @@ def explain(link: str, compute_seconds: float, link_seconds: float) -> str:
     "" if it moves nothing."""
     if link_seconds <= 0 or compute_seconds <= 0:
         return ""
-    cap = compute_seconds / (compute_seconds + link_seconds)
+    apart = compute_seconds / (compute_seconds + link_seconds)
     beside = min(1.0, compute_seconds / link_seconds)
-    said = (
-        f"{link}: caps the devices at {beside:.0%} of their rate if all of it overlaps, at"
-        f" {cap:.0%} if nothing does"
-    )
+    said = f"GPU use: {apart:.0%} to {beside:.0%}, by how much of the time of the {link} hides"
     times = 1
     while times < LARGEST and times * compute_seconds < GOOD * (
         times * compute_seconds + link_seconds
@@ -77,4 +74,4 @@ def explain(link: str, compute_seconds: float, link_seconds: float) -> str:
     if times == 1:
         return said
     better = times * compute_seconds / (times * compute_seconds + link_seconds)
-    return f"{said}; {times} x the tokens for the same bytes would give {better:.0%}"
+    return f"{said}; with a batch {times} times as large at least {better:.0%}"

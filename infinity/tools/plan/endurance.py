@@ -47,7 +47,7 @@ class Endurance:
         drives = "the drive" if self.drives == 1 else f"each of {self.drives} drives"
         said = f"endurance: {self.daily_nbytes / TB:,.3g} TB written a day to {drives}"
         if self.years is None or self.rating is None:
-            return f"{said}; how long one lasts: --drive-rating 1200TB"
+            return f"{said}; for its life in years: --drive-rating 1200TB"
         days = self.years * DAYS
         lasts = f"{days:,.0f} days" if days < 2 * DAYS else f"{self.years:,.3g} years"
         said = f"{said}; its rating of {self.rating / TB:,.0f} TB is used up in {lasts}"

@@ -26,6 +26,7 @@ SHARES = {
     "tensor parallel": "tensor traffic",
     "expert parallel": "tokens to experts and back",
 }
+PLACES = {Tier.DEVICE: "on the GPU", Tier.HOST: "in RAM", Tier.NVME: "on disk"}
 SHOWN = 5  # meshes
 
 
@@ -129,13 +130,15 @@ class MeshPlan:
         ]
         found = [f"bound by {slowest.bottleneck}", *shares]
         below = [
-            f"{what} on {' and '.join(str(tier) for tier in Tier if str(tier) in tiers)}"
+            f"{what} {' and '.join(PLACES[tier] for tier in Tier if str(tier) in tiers)}"
             for what, tiers in self._homes.items()
             if tiers != {str(Tier.DEVICE)}
         ]
         if below:
-            slower = f"{self.slower:.3g} x slower" if self.slower >= 1.005 else "no slower"
-            found.append(f"fits with {', '.join(below)}, {slower}")
+            slower = f"{self.slower:.3g} x slower" if self.slower >= 1.005 else "at the same speed"
+            found.append(
+                f"does not fit with all state on the GPU; with {', '.join(below)} it does, {slower}"
+            )
         return "; ".join(found)
 
     @property

@@ -209,16 +209,14 @@ def _print(found: dict[str, Any]) -> None:
     for name, seconds in found["waited_for"].items():
         print(f"waited {format_seconds(seconds)} for {printable(name)}")
     idle = found["idle_while_ready"]
-    worst = idle["worst"]
-    lane = max(idle["lanes"], key=idle["lanes"].__getitem__, default="")
+    if (worst := idle["worst"]) is None:
+        print("each lane ran as soon as it could")
+        return
+    lane = max(idle["lanes"], key=idle["lanes"].__getitem__)
     print(
-        f"idle while ready {idle['share']:.1%}{f' of lane {printable(lane)}' if worst else ''}"
-        + (
-            f" (worst: {printable(worst['lane'])}, {printable(worst['name'])},"
-            f" {format_seconds(worst['seconds'])})"
-            if worst
-            else ""
-        )
+        f"{printable(lane)} could have run, and did not, {idle['share']:.1%} of the time (longest:"
+        f" {printable(worst['lane'])}, {printable(worst['name'])},"
+        f" {format_seconds(worst['seconds'])})"
     )
 
 

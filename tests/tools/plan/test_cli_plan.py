@@ -215,7 +215,7 @@ def test_the_next_parts_gain_is_that_of_the_machine_with_it(run, place):
     assert (
         found["next"].keys() == {"disk", "memory", "device"} and found["next"]["disk"]["times"] > 1
     )
-    assert "disks: caps the devices at" in found["explanation"]
+    assert "by how much of the time of the disks hides" in found["explanation"]
     text = (Path(machine_file.MACHINES) / "rtx4090.toml").read_text()
     wider = re.sub(r"(disks = \{count = |\[disks\]\ncount = )1", r"\g<1>2", text)
     assert wider != text
