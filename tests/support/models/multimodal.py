@@ -107,6 +107,29 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         | {"deepstack_visual_indexes": [0]},
         OF_IMAGES,
     ),
+    "smolvlm": ({"model_type": "llama"}, {}, {"image_token_id": 300, "scale_factor": 2}),
+    "internvl": (
+        {"model_type": "qwen2"},
+        {"image_size": [28, 28], "patch_size": [7, 7]},
+        {"image_token_id": 300, "image_seq_length": 4},
+    ),
+    "gemma4": (
+        {
+            "layer_types": ["sliding_attention", "full_attention"],
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": VOCABULARY,
+            "global_head_dim": 8,
+            "sliding_window": 16,
+        },
+        {"num_key_value_heads": 4, "head_dim": 8, "patch_size": 14, "pooling_kernel_size": 2}
+        | {"position_embedding_size": 64},
+        {"image_token_id": 300, "audio_config": None},
+    ),
+    "llava_onevision": (
+        {"model_type": "qwen2"},
+        {"model_type": "siglip_vision_model"},
+        {"image_token_index": 300, "image_grid_pinpoints": [[28, 56], [56, 28]]},
+    ),
     "idefics3": ({"model_type": "llama"}, {}, {"image_token_id": 300, "scale_factor": 2}),
     "paligemma": (
         {"model_type": "gemma"},

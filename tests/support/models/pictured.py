@@ -109,6 +109,52 @@ PROCESSORS: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, 
         {"image_token": "<|image|>", "python_tag": "<|python_tag|>"},
         "<|image|>",
     ),
+    "smolvlm": (
+        "SmolVLMProcessor",
+        "SmolVLMImageProcessor",
+        {
+            "size": {"longest_edge": EDGE},
+            "max_image_size": {"longest_edge": EDGE},
+            "do_image_splitting": False,
+        },
+        {"image_seq_len": 1},
+        {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>"}
+        | {"global_image_token": "<global-img>", "video_token": "<video>"}
+        | {"end_of_utterance_token": "<end_of_utterance>"},
+        "<image>",
+    ),
+    "internvl": (
+        "InternVLProcessor",
+        "GotOcr2ImageProcessor",
+        {"size": SQUARE, "crop_to_patches": False},
+        {"image_seq_length": 4},
+        {
+            "image_token": "<IMG_CONTEXT>",
+            "context_image_token": "<IMG_CONTEXT>",
+            "start_image_token": "<img>",
+            "end_image_token": "</img>",
+            "video_token": "<video>",
+        },
+        "<IMG_CONTEXT>",
+    ),
+    "gemma4": (
+        "Gemma4Processor",
+        "Gemma4ImageProcessor",
+        {"patch_size": 14, "pooling_kernel_size": 2, "max_soft_tokens": 70},
+        {"image_seq_length": 70},
+        GEMMA
+        | {"image_token": "<|image|>", "audio_token": "<|audio|>"}
+        | {"boa_token": "<|audio>", "eoa_token": "<audio|>"},
+        "<|image|>",
+    ),
+    "llava_onevision": (
+        "LlavaOnevisionProcessor",
+        "LlavaOnevisionImageProcessor",
+        {"size": SQUARE, "image_grid_pinpoints": [[EDGE, 2 * EDGE], [2 * EDGE, EDGE]]},
+        {"num_image_tokens": 4, "vision_feature_select_strategy": "full"},
+        {"image_token": "<image>", "video_token": "<video>"},
+        "<image>",
+    ),
     **{
         kind: (
             name,
@@ -135,6 +181,7 @@ VIDEOS = {  # kinds whose processor is of videos, too, which needs torchvision
     "smolvlm": "SmolVLMVideoProcessor",
     "internvl": "InternVLVideoProcessor",
     "gemma4": "Gemma4VideoProcessor",
+    "llava_onevision": "LlavaOnevisionVideoProcessor",
 }
 
 
@@ -160,13 +207,15 @@ def processor_of(kind: str) -> Any:
     """Makes the processor of a kind."""
     name, images, how, own, tokens, shown = PROCESSORS[kind]
     tokenizer = tokenizer_of(tokens)
-    videos = {"video_processor": getattr(transformers, VIDEOS[kind])()} if kind in VIDEOS else {}
+    others = {"video_processor": getattr(transformers, VIDEOS[kind])()} if kind in VIDEOS else {}
+    if kind == "gemma4":
+        others["feature_extractor"] = transformers.Gemma4AudioFeatureExtractor()
     return getattr(transformers, name)(
         image_processor=getattr(transformers, images)(**how),
         tokenizer=tokenizer,
         chat_template=TEMPLATE % shown,
         **own,
-        **videos,
+        **others,
     )
 
 
@@ -184,11 +233,9 @@ def save_pictured(kind: str, folder: Path) -> Path:
     for name in ("image_token_id", "image_token_index"):
         if getattr(config, name, None) is not None:
             setattr(config, name, token)
-    for name in ("video_token", "vision_start_token", "vision_end_token"):
-        if hasattr(config, f"{name}_id"):
-            setattr(
-                config, f"{name}_id", tokenizer.convert_tokens_to_ids(PROCESSORS[kind][4][name])
-            )
+    for name, token in PROCESSORS[kind][4].items():
+        if name != "image_token" and getattr(config, f"{name}_id", None) is not None:
+            setattr(config, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
     torch.manual_seed(0)
     model = transformers.AutoModelForImageTextToText.from_config(config)
     model.config.architectures = [type(model).__name__]
