@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from mimetypes import guess_type
 from typing import TYPE_CHECKING, Any
 
 from ...core.machine.sizes import format_count, parse_nbytes
@@ -46,6 +47,8 @@ def tell_skipped(files: TextFiles | ExampleFiles, console: Console) -> None:
     """Prints which files of the data are left out."""
     if isinstance(files, ExampleFiles):
         skipped, why = files.left_out, "no samples in it"
+        if any((guess_type(name)[0] or "").startswith("image/") for name in skipped):
+            why += "; pictures are read by the paths that samples name"
     else:
         skipped, why = files.skipped, "not UTF-8 text"
     if skipped:

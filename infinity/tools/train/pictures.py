@@ -22,7 +22,7 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from ...core.machine.sizes import format_count
-from ...errors import ConfigError
+from ...errors import ConfigError, InfinityError
 from ...library_versions import is_newer
 from .classes import auto_class
 from .columns import PAIRS, Form, choose_form, first_filled, is_empty, known, values_of
@@ -282,6 +282,26 @@ def _split(said: str | None) -> list[dict[str, str]]:
     return found
 
 
+@contextmanager
+def naming_batches(corpus: Any) -> Iterator[None]:
+    """Raises ConfigError if the model does not take the batches of pictures that the libraries make
+    for it, before anything is trained."""
+    import torch
+
+    try:
+        yield
+    except (ValueError, IndexError, RuntimeError, TypeError) as error:
+        is_ours = isinstance(error, (InfinityError, torch.OutOfMemoryError))
+        if is_ours or not isinstance(corpus, PictureExamples):
+            raise
+        raise ConfigError(
+            f"--data: {corpus.source}: the model cannot take what its processor and TRL's collator"
+            f" make of these samples ({type(error).__name__}: {first_line(error)}). Write them as"
+            " text, or give the folder of --model a chat_template.jinja with {% generation %}"
+            " around answers."
+        ) from error
+
+
 def takes_pictures(model_config: Any, path: Path | None) -> bool:
     """Tells whether the class of a configuration takes pictures beside text."""
     import transformers
@@ -498,9 +518,10 @@ class _Looked:
                 if isinstance(value := made[name], torch.Tensor):
                     self.digest.update(value.numpy().tobytes())
         if cut:
+            more = f", and those of {format_count(len(cut) - 1, 'further row')}" * (len(cut) > 1)
             raise ConfigError(
                 f"--data: {self.source}: sample {cut[0]}: --sequence-length {self.length} cuts its"
-                f" pictures, and those of {format_count(len(cut) - 1, 'further row')}. Give"
+                f" pictures{more}. Give"
                 f" --sequence-length {needed} or more, or smaller pictures."
             )
         self.rows = replace(self.rows, places=tuple(kept))

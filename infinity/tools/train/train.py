@@ -56,7 +56,7 @@ from .model import (
     read_model_config,
 )
 from .options import add_options, check_options, set_defaults
-from .pictures import PictureExamples
+from .pictures import PictureExamples, naming_batches
 from .places import (
     check_fixed_values,
     check_places,
@@ -464,7 +464,8 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
         console.print(f"No checkpoint in {args.checkpoint}: starting fresh")
     elif has_checkpoint(args.checkpoint):
         console.print(f"Starting fresh; the checkpoint in {args.checkpoint} will be replaced")
-    job.loss_before = held_out(job)
+    with naming_batches(corpus):
+        job.loss_before = held_out(job)
     console.print(f"held-out loss {job.loss_before:.4f}")
 
 
