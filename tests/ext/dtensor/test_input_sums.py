@@ -16,6 +16,7 @@ from ranks import Jobs
 ALL = ("llama", "mistral", "qwen3", "gemma3", "opt", "bert", "mixtral", "qwen3_moe")
 NORMS = [("qwen3", "plain"), ("qwen3", "small units"), ("qwen3", "reentrant")]
 NORMS += [("qwen3_moe", "plain"), ("qwen3_moe", "reentrant"), ("gemma3", "plain")]
+NORMS += [(name, "checkpointed") for name in ("llama", "qwen3", "opt", "mixtral")]
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def two(launch_folder, standing_ranks) -> Mapping[str, Any]:
             jobs[f"all_reduces:{name}-{engine}"] = {"name": name, "engine": engine}
     for name in ("llama", "opt"):
         jobs[f"all_reduces:{name}-apart"] = {"name": name, "engine": False, "apart": True}
-    jobs |= {f"sums_of_norms:{name}-{how}": {"name": name, "how": how} for name, how in NORMS}
+    jobs |= {f"two_batches:{name}-{how}": {"name": name, "how": how} for name, how in NORMS}
     jobs["input_sum_bits"] = {}
     return Jobs(standing_ranks(2), "parallel_families", jobs)
 
@@ -75,6 +76,7 @@ def test_a_norm_without_its_layers_has_a_sum_of_its_own(two):
 @pytest.mark.parametrize(("name", "how"), NORMS)
 def test_gradients_of_two_batches_are_those_of_one_process(two, name, how):
     """Each batch's are summed over the ranks once. By transformers' own hook, which sums what is
-    there already with what came, those of q_norm and k_norm are not."""
-    for rank in two[f"sums_of_norms:{name}-{how}"]:
+    there already with what came, those of q_norm and k_norm are not. Checkpointed: a layer's
+    recomputation calls its forward alone, beside the engine, and saves the same DTensors."""
+    for rank in two[f"two_batches:{name}-{how}"]:
         assert rank["off"] < 1e-5 and rank["norms off"] < 1e-5

@@ -197,9 +197,12 @@ def experts(name: str, configs: list[dict]) -> dict[str, Any]:
     return found
 
 
+MIXED = ("mixtral", "qwen3_moe")
+
+
 def sharded(name: str, mesh: Any, layers: int = 2) -> nn.Module:
     """A small model, sharded over ``mesh`` by its own plan, or one that was found."""
-    if name in ("mixtral", "qwen3_moe"):
+    if name in MIXED:
         model = mixture(name, layers)
         return infinity.parallel.expert_parallel(model, mesh, cut_rest=True, quiet=True)
     return infinity.parallel.tensor_parallel(family(name, layers=layers), mesh, quiet=True)
@@ -237,10 +240,10 @@ def all_reduces_in(counts: dict) -> list[int]:
     return [count for kind, count in counts.items() if "reduce" in str(kind)]
 
 
-def sums_of_norms(name: str, how: str) -> dict[str, Any]:
+def two_batches(name: str, how: str) -> dict[str, Any]:
     """Gradients of two batches, added up, of one process and of two ranks from their homes."""
     mesh, batches = mesh_of(), [tokens(step) % 98 for step in range(2)]
-    alone = mixture(name) if name == "qwen3_moe" else family(name)
+    alone = mixture(name) if name in MIXED else family(name)
     for batch in batches:
         alone(input_ids=batch, labels=batch).loss.backward()
     expected = {key: p.grad.clone() for key, p in alone.named_parameters()}
