@@ -133,13 +133,14 @@ class _Summed(torch.autograd.Function):
         given = [(place, grad) for place, grad in enumerate(grads) if grad is not None]
         for dtype in dict.fromkeys(grad.dtype for _, grad in given):
             same = [(place, grad) for place, grad in given if grad.dtype == dtype]
-            parts = torch.cat([grad.reshape(-1) for _, grad in same])
+            flat = [grad.reshape(-1) for _, grad in same]
+            parts = torch.cat(flat) if len(flat) > 1 else flat[0]
             whole = (
                 DTensor.from_local(parts, ctx.mesh, [Partial()], run_check=False)
                 .redistribute(placements=[Replicate()])
                 .to_local()
             )
-            for (place, grad), summed in zip(same, whole.split([g.numel() for _, g in same])):
+            for (place, grad), summed in zip(same, whole.split([g.numel() for g in flat])):
                 found[place] = summed.view(grad.shape)
         return None, None, *found
 

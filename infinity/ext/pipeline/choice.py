@@ -27,6 +27,7 @@ ONE_CHUNK = ("GPipe", "1F1B")  # schedules with one chunk a rank; all others her
 # The last rank has the middle chunks, the first one both ends.
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")
 INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble", *IN_A_V)
+WEIGHTS_APART = ("InterleavedZeroBubble", *IN_A_V)  # of the weights' gradients, by an op of its own
 NAMES = (*ONE_CHUNK, "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", *IN_A_V)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,7 +25,7 @@ from ..dtensor.agreement import MODE, is_plain, refuse_other_batches
 from ..versions_2bw.continuous import without_flush
 from .between import Between
 from .boundaries import Boundaries, axis_that_shares
-from .choice import Choice
+from .choice import WEIGHTS_APART, Choice
 from .choose_together import choose_together
 from .operations import PipelineOperation
 from .schedules import COMPARED, attach, empty
@@ -72,7 +73,8 @@ def pipeline(
     loss_fn
         For other models than transformers': takes outputs and targets; its losses are averaged.
 
-    Prints the choice, unless ``quiet``. Raises ConfigError on every rank, with the model unchanged:
+    Prints the choice, unless ``quiet``. Warns of a schedule that computes the weights' gradients
+    apart, with gradient checkpointing. Raises ConfigError on every rank, with the model unchanged:
     for a mesh without ``pp``, an unknown chain, inputs that the schedule or device_memory (two
     chunks) does not fit, and inputs that differ between ranks.
     """
@@ -80,6 +82,15 @@ def pipeline(
     chain, checked, choice = choose_together(
         model, mesh, optimizer, config, loss_fn, costs=costs, **asked
     )
+    if choice.name in WEIGHTS_APART and any(
+        getattr(module, "gradient_checkpointing", False) for module in model.modules()
+    ):
+        warnings.warn(
+            f"{choice.name} with gradient checkpointing: torch computes a block again for each"
+            " group of its weights, about six times. Use schedule='Interleaved1F1B', or leave"
+            " checkpointing out.",
+            stacklevel=2,
+        )
     if not quiet and dist.get_rank() == 0:
         print(choice.describe(chain), flush=True)
     return _build(chain, choice, mesh, optimizer, checked, loss_fn)

@@ -47,6 +47,7 @@ class Machine:
     latency: float
     sources: tuple[str, ...] = ()
     device_bandwidth: float | None = None  # of its memory; None: unknown, its time is not counted
+    product_flops: float | None = None  # of large matrix products; None: as of blocks, of any size
     device: str = "cuda"  # its kind, as torch calls it
     drive_rating: float | None = None  # bytes that one drive may be written, as its maker says
 
@@ -81,10 +82,16 @@ class Machine:
         }
         optional = {
             (part, key): _value(found, part, key, given) if key in found[part] else None
-            for part, key in (("devices", "bandwidth"), ("disks", "rating"))
+            for part, key in (
+                ("devices", "bandwidth"),
+                ("devices", "products"),
+                ("disks", "rating"),
+            )
         }
         return cls(
             device_bandwidth=optional["devices", "bandwidth"],
+            product_flops=values["devices", "flops"] * (optional["devices", "products"] or 0)
+            or None,
             drive_rating=optional["disks", "rating"],
             name=str(found.get("name", given)),
             devices=int(values["devices", "count"]),

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Iterator
 
 from ...core.machine.sizes import format_seconds
 from ...errors import CapacityError, ConfigError
-from ...ext.pipeline.choice import Choice, check_counts, choose
+from ...ext.pipeline.choice import WEIGHTS_APART, Choice, check_counts, choose
 from .mesh_choice import SHOWN, MeshPlan, best_of
-from .mesh_shape import MeshShape
+from .mesh_shape import UNFLUSHED, MeshShape
 from .mesh_way import Job, Way
 
-# Of one stage there is nothing to choose.
 TRIED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS")
 
 
@@ -35,7 +34,7 @@ class Search:
         best: MeshPlan | None = None
         refused: ConfigError | CapacityError | None = None
         ways: list[Way] = []
-        for name in TRIED if mesh.pp > 1 else TRIED[:1]:
+        for name in self._names(mesh):
             for way in self._ways(mesh, name, limit):
                 if isinstance(way, Way):
                     ways.append(way)
@@ -58,6 +57,34 @@ class Search:
             raise refused or ConfigError(f"{mesh}: no schedule fits")
         return best
 
+    def _names(self, mesh: MeshShape) -> tuple[str, ...]:
+        """Returns the schedules to try. Raises ConfigError for one that is asked for and is not to
+        be had."""
+        job, asked = self._job, self._job.schedule
+        if mesh.pp == 1:
+            if asked is not None:
+                raise ConfigError(f"{mesh}: one stage has no schedule: leave out --schedule")
+            return TRIED[:1]  # there is nothing to choose
+        apart = job.batch.recomputes
+        if asked is None:
+            return tuple(name for name in TRIED if not (apart and name in WEIGHTS_APART))
+        if apart and asked in WEIGHTS_APART:
+            raise ConfigError(
+                f"--schedule {asked} with --gradient-checkpointing: torch computes a block again"
+                " for each group of its weights, about six times. Leave one of both out"
+            )
+        if asked == UNFLUSHED and job.config.max_grad_norm is not None:
+            raise ConfigError(
+                f"--schedule {UNFLUSHED} takes no max_grad_norm: a norm is of all"
+                " stages, which would wait for each other"
+            )
+        if asked == UNFLUSHED and job.paper.is_tied:
+            raise ConfigError(
+                f"--schedule {UNFLUSHED}: this model's embedding table is also its head, which two"
+                " stages would update apart. Choose a schedule with a flush"
+            )
+        return (asked,)
+
     def _ways(
         self, mesh: MeshShape, name: str, limit: float
     ) -> Iterator[Way | ConfigError | CapacityError]:
@@ -72,7 +99,8 @@ class Search:
         each, samples = self._job.batch.samples // mesh.data, 1
         while each % samples == 0:
             try:
-                way = Way(self._job, mesh, self._choose(mesh, name, each // samples), samples)
+                choice = self._choose(mesh, "1F1B" if name == UNFLUSHED else name, each // samples)
+                way = Way(self._job, mesh, choice, samples, flushes=name != UNFLUSHED)
                 if way.least_seconds >= limit:
                     yield ConfigError(
                         f"{mesh}: takes {format_seconds(way.least_seconds)} or more, others less"

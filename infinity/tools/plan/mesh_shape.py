@@ -15,6 +15,17 @@ from dataclasses import dataclass
 from ...errors import ConfigError
 from .machine_file import Machine
 
+UNFLUSHED = "without_flush"  # PipeDream-2BW's rule, in the order of 1F1B
+SCHEDULES = (  # of a pipeline, that can be asked for
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+    UNFLUSHED,
+)
 AXES = ("pp", "dp", "ep", "tp")
 
 

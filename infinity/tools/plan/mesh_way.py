@@ -29,7 +29,7 @@ from .cluster import OnPaper, edges_of
 from .machine_file import Machine
 from .mesh_bytes import all_gather_nbytes, boundary_nbytes
 from .mesh_choice import Batch, MeshPlan, RankPlan, count_gathers, seconds_of
-from .mesh_shape import MeshShape
+from .mesh_shape import UNFLUSHED, MeshShape
 from .on_paper import PaperModel
 from .orders import orders_of, step_of
 from .pipeline_clock import (
@@ -42,6 +42,9 @@ from .pipeline_clock import (
     run_long,
 )
 
+# Parts of a whole backward, by torch's functions for both on blocks of Llama: medians on one
+# processor. The first chunk's inputs have no gradient, and torch computes all with the weights.
+OF_INPUTS, OF_WEIGHTS = 0.58, 0.46
 ARRAYS = {"weights": "weight", "moments": "exp_avg", "gradients": "grad"}
 
 
@@ -55,6 +58,7 @@ class Job:
     config: Config
     machine: Machine
     batch: Batch
+    schedule: str | None = None  # None: the fastest of those that are tried
     known: dict[tuple, list[list[Op]]] = dataclasses.field(default_factory=dict)
 
     @cached_property
@@ -72,9 +76,12 @@ class Job:
 
 
 class Way:
-    """One way to train on a mesh."""
+    """One way to train on a mesh. ``flushes``: a step ends with an empty pipeline."""
 
-    def __init__(self, job: Job, mesh: MeshShape, choice: Choice, samples: int):
+    def __init__(
+        self, job: Job, mesh: MeshShape, choice: Choice, samples: int, *, flushes: bool = True
+    ):
+        self._flushes = flushes
         self._job, self._mesh, self._choice, self.samples = job, mesh, choice, samples
         self._tokens = samples * job.batch.length
         self._trials = [job.paper.trial_of(choice.layers_of(n)) for n in range(choice.chunks)]
@@ -108,14 +115,31 @@ class Way:
         return extrapolated(lambda few: at(self._orders(few)), count, step)
 
     def _chunk_seconds(self) -> list[ChunkSeconds]:
-        job, choice, batch = self._job, self._choice, self._job.batch
-        forward = 1 / 4 if batch.recomputes else 1 / 3
-        rate, found = self._mesh.tp * job.machine.device_flops, []
+        recomputes, found = self._job.batch.recomputes, []
         for number, (ahead, back) in enumerate(self._sending):
-            share = sum(job.shares[n] for n in choice.layers_of(number))
-            compute = batch.flops * share * self.samples / batch.samples / rate
-            found.append(ChunkSeconds(compute * forward + ahead, compute * (1 - forward) + back))
+            forward, backward = self._compute_seconds(number)
+            back += recomputes * forward
+            halves = (OF_INPUTS, OF_WEIGHTS) if number else (0.0, 1.0)
+            found.append(ChunkSeconds(forward + ahead, backward + back, *halves))
         return found
+
+    def _compute_seconds(self, number: int) -> tuple[float, float]:
+        """Computes the seconds of a chunk's forward and of its gradients: by the sizes of its
+        products, or by its share of all operations if these or their rate are not known."""
+        job, batch, trial = self._job, self._job.batch, self._trials[number]
+        machine = job.machine
+        if trial.is_counted and machine.product_flops and machine.device_bandwidth:
+            rates = {"flops": machine.product_flops, "bandwidth": machine.device_bandwidth}
+            forward, backward = (
+                work.seconds(self.samples, batch.length, **rates)
+                for work in (trial.forward_work, trial.backward_work)
+            )
+            return forward, backward
+        share = sum(job.shares[n] for n in self._choice.layers_of(number))
+        rate = self._mesh.tp * machine.device_flops
+        compute = batch.flops * share * self.samples / batch.samples / rate
+        forward = compute / (4 if batch.recomputes else 3)
+        return forward, 2 * forward
 
     @property
     def least_seconds(self) -> float:
@@ -137,7 +161,18 @@ class Way:
             a, b = choice.rank_of(number), choice.rank_of(number + 1)
             hops.append(pp.hop_seconds(nbytes, a, b) + joined * (a != b))
         count, step = choice.micro_batches, step_of(choice)
-        return run_long(self._orders, count, step, self._seconds, hops)
+        if self._flushes:
+            return run_long(self._orders, count, step, self._seconds, hops)
+        # A batch of many: what one more takes.
+        few, more = (
+            run_long(self._orders, batches * count, step, self._seconds, hops) for batches in (2, 3)
+        )
+        return dataclasses.replace(
+            more,
+            seconds=more.seconds - few.seconds,
+            busy=tuple(b - a for a, b in zip(few.busy, more.busy)),
+            messages=more.messages - few.messages,
+        )
 
     @property
     def _boundary_nbytes(self) -> float:
@@ -174,7 +209,7 @@ class Way:
         choice = self._choice
         return MeshPlan(
             mesh=self._mesh,
-            schedule=choice.name,
+            schedule=choice.name if self._flushes else UNFLUSHED,
             lengths=choice.lengths,
             micro_batch=self.samples,
             micro_batches=choice.micro_batches,
@@ -211,13 +246,25 @@ class Way:
             for number in self._choice.chunks_of(rank)
         ]
         config = dataclasses.replace(job.config, device_memory=self._room(rank))
-        plan, units = _lay_out(
-            chunks,
-            job.optimizers,
-            config,
-            _ranks_on_paper(mesh, job),
-            reuses=mesh.pp > 1 or self._choice.micro_batches > 1,
-        )
+
+        def laid_out(config: Config) -> tuple[MemoryPlan, list[UnitSize]]:
+            reuses = mesh.pp > 1 or self._choice.micro_batches > 1
+            ranks = _ranks_on_paper(mesh, job)
+            return _lay_out(chunks, job.optimizers, config, ranks, reuses=reuses)
+
+        plan, units = laid_out(config)
+        versions: dict[Tier, int] = {}
+        if not self._flushes:
+            versions = _versions(plan, units)
+            if not _has_room(plan, versions, config):
+                plan, units = laid_out(_less(config, versions))
+                versions = _versions(plan, units)
+            if not _has_room(plan, versions, config):
+                raise CapacityError(
+                    f"{mesh}: {UNFLUSHED} keeps a second version of the weights,"
+                    f" {format_nbytes(sum(versions.values()))} on a rank, for which there is no"
+                    " room: choose a schedule with a flush, or more ranks"
+                )
         gathers = self._gathers(rank, plan, units, chunks)
         edges = edges_of(plan, units, gathers)
         sent = self._sent(rank)
@@ -235,7 +282,7 @@ class Way:
             stage=rank,
             activations=activations,
             buffers=buffers,
-            tiers={str(tier): plan.planned_nbytes(tier) for tier in Tier},
+            tiers={str(tier): plan.planned_nbytes(tier) + versions.get(tier, 0) for tier in Tier},
             homes=_homes(plan, units),
             edges=edges,
             sent=sent,
@@ -328,6 +375,42 @@ def _lay_out(
             stack.callback(give_back, optimizer, keep_own(optimizer, chunks))
         model = Parts(chunks) if len(chunks) > 1 else chunks[0]
         return lay_out(model, optimizers, config, ranks, OnPaper(), reuses=reuses, explains=False)
+
+
+BUDGETS = {
+    Tier.DEVICE: "device_memory",
+    Tier.HOST: "host_memory",
+    Tier.NVME: "nvme_capacity",
+}
+
+
+def _versions(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[Tier, int]:
+    """Counts the bytes of a second version of the weights, at the home of each (Narayanan et al.,
+    PipeDream-2BW, 2021, section 3.1)."""
+    found = dict.fromkeys(BUDGETS, 0)
+    for index, unit in enumerate(units):
+        nbytes = sum(flat.nbytes("weight") for flat in unit.flat_params)
+        if nbytes:
+            found[plan.tiers_of(index)["weight"]] += nbytes
+    return found
+
+
+def _has_room(plan: MemoryPlan, versions: dict[Tier, int], config: Config) -> bool:
+    return all(
+        budget is None or plan.planned_nbytes(tier) + versions[tier] <= budget
+        for tier, name in BUDGETS.items()
+        if (budget := getattr(config, name)) is None or versions[tier]
+    )
+
+
+def _less(config: Config, versions: dict[Tier, int]) -> Config:
+    """Returns ``config`` with budgets that leave room for ``versions``."""
+    left = {
+        name: max(0, int(budget) - versions[tier])
+        for tier, name in BUDGETS.items()
+        if (budget := getattr(config, name)) is not None
+    }
+    return dataclasses.replace(config, **left)
 
 
 def _units_of(units: Sequence[UnitSize], chunks: list[nn.Module]) -> list[list[int]]:

@@ -15,7 +15,7 @@ import multiprocessing.connection
 import os
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -33,9 +33,9 @@ from ...ext.experts_parallel.experts import chosen_of, expert_parallel, expert_p
 from ...ext.pipeline.boundaries import axis_that_shares
 from ...ext.pipeline.stages import Chain, chain_of
 from .mesh_bytes import all_gather_nbytes, all_reduce_nbytes, expert_nbytes
+from .work import TOKENS, CountingWork, Work
 
 T = TypeVar("T")
-TOKENS = 61  # of a trial: no model has this width
 EXCHANGES = 2  # all-to-alls of a layer of experts: to them and back
 SAVED_WIDTHS, OF_PARTS = 10, 24  # bytes of 2 a token and width: whole, and of the parts
 
@@ -105,23 +105,25 @@ def _run(work: Callable[[], Any], ranks: int, there: Connection) -> None:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one token costs in a part of a model: bytes that its forward saves, and the bytes and
-    messages that a rank sends over tp, or over ep."""
+    """What one token costs in a part of a model: bytes that its forward saves, the bytes and
+    messages that a rank sends over tp, or over ep, and what it computes."""
 
     saved: float = 0.0
     forward_nbytes: float = 0.0
     backward_nbytes: float = 0.0
     forward_messages: int = 0  # of a micro-batch, whatever its tokens
     backward_messages: int = 0
+    forward_work: Work = field(default_factory=Work)
+    backward_work: Work = field(default_factory=Work)
     is_counted: bool = True  # False: estimated, the model cannot run on meta
 
     def plus(self, other: Trial, times: int = 1) -> Trial:
         """Adds ``other``, ``times`` over."""
-        sums = {
-            each.name: getattr(self, each.name) + times * getattr(other, each.name)
-            for each in fields(self)
-        }
-        return Trial(**sums | {"is_counted": self.is_counted and other.is_counted})
+        found: dict[str, Any] = {}
+        for each in fields(self):
+            a, b = getattr(self, each.name), getattr(other, each.name)
+            found[each.name] = a.plus(b, times) if isinstance(a, Work) else a + times * b
+        return Trial(**found | {"is_counted": self.is_counted and other.is_counted})
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,13 @@ class PaperModel:
     before: Trial = Trial()
     after: Trial = Trial()
     uncut: str = ""
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the embedding table is also the head."""
+        return bool(
+            getattr(self.chain.model.config.get_text_config(), "tie_word_embeddings", False)
+        )
 
     def trial_of(self, layers: range) -> Trial:
         """Returns what a token costs in a chunk."""
@@ -234,14 +243,17 @@ def _try(chain: Chain, layers: range, tp: int) -> Trial:
         return tensor
 
     forward, backward = CountingSends(tp), CountingSends(tp)
+    config = chain.model.config.get_text_config()
+    scores = getattr(config, "_attn_implementation", None) == "eager"
+    ahead, back = CountingWork(scores=scores), CountingWork(scores=scores)
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
-    with forward, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+    with forward, ahead, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = chunk(given, attention_mask=mask)
         output = output if isinstance(output, torch.Tensor) else output.logits
         if layers.stop == len(chain.layers):
             labels = torch.zeros(TOKENS, dtype=torch.long, device="meta")
             output = nn.functional.cross_entropy(output.flatten(0, 1).float(), labels)
-    with backward:
+    with backward, back:
         output.backward(torch.empty_like(output))
     for param in chunk.parameters():
         param.grad = None
@@ -252,6 +264,8 @@ def _try(chain: Chain, layers: range, tp: int) -> Trial:
         backward_nbytes=backward.nbytes / TOKENS,
         forward_messages=forward.messages,
         backward_messages=backward.messages,
+        forward_work=ahead.work,
+        backward_work=back.work,
     )
 
 

@@ -22,6 +22,7 @@ from ..train.optimizers import OPTIM, OPTIM_HELP, make_optimizers
 from ..train.options import DEFAULT_SEQUENCE_LENGTH, FILE, FLAG, FOLDER, HOME, NUMBER, PATH
 from ..train.settings import AUTO, engine_config, engine_settings, translated
 from .machine_file import Machine, known_machines
+from .mesh_shape import SCHEDULES
 from .plan_job import Job, plan_cluster, plan_here
 from .plan_next import plan_next
 from .plan_view import draw, text
@@ -111,6 +112,13 @@ def _add_machine(add: Callable[..., Any]) -> None:
         help="compare all meshes of these machines (auto), or plan one, as pp=4,tp=8; a step's"
         " tokens are then those of all ranks",
     )
+    add(
+        "--schedule",
+        choices=SCHEDULES,
+        metavar="NAME",
+        help="with --mesh: the pipelines' schedule, one of"
+        f" {', '.join(SCHEDULES)} (default: the fastest that changes no training)",
+    )
     add_rating(add, "default: of the machine file")
 
 
@@ -181,7 +189,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     batch = {"batch": samples, "length": length, "checkpointing": checkpointing}
     job = Job(model, model_config, make_all(model), config, batch)
     if machine is not None and args.mesh is not None:
-        return plan_meshes(job, machine, args.nodes, args.mesh, make_all)
+        return plan_meshes(job, machine, args.nodes, args.mesh, make_all, args.schedule)
     if machine is not None:
         found = plan_cluster(job, machine, args.nodes)
         return found | plan_next(job, found, machine, args.nodes, configure)
@@ -195,6 +203,8 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
 def _machine_of(args: argparse.Namespace) -> Machine | None:
     """Reads the machine that is planned for; None: this one. Raises ConfigError for options that
     do not fit it or each other."""
+    if args.schedule is not None and args.mesh is None:
+        raise ConfigError("--schedule is of a mesh: add --mesh auto, or a mesh with pp")
     if args.machine is None and (args.nodes > 1 or args.timetable or args.mesh is not None):
         option = (
             "--nodes" if args.nodes > 1 else "--mesh" if args.mesh is not None else "--timetable"

@@ -12,7 +12,7 @@ from ...errors import CapacityError, ConfigError
 from .efficiency import explain_slowest
 from .machine_file import Machine
 from .mesh_choice import CHAIN, Batch, MeshPlan, best_of
-from .mesh_shape import MeshShape, meshes_of, parse_mesh
+from .mesh_shape import UNFLUSHED, MeshShape, meshes_of, parse_mesh
 from .plan_job import Job, endurance
 
 LENGTH = 4096  # tokens of a sample, if neither the user nor the model says less
@@ -23,10 +23,16 @@ Tried = list[tuple[MeshShape, MeshPlan | None, Exception | None]]
 
 
 def plan_meshes(
-    job: Job, machine: Machine, nodes: int, wanted: str, make_optimizers: Callable[[Any], list]
+    job: Job,
+    machine: Machine,
+    nodes: int,
+    wanted: str,
+    make_optimizers: Callable[[Any], list],
+    schedule: str | None = None,
 ) -> dict[str, Any]:
     """Plans the mesh ``wanted``, or with "auto" all of them, as plain data. The batch of ``job`` is
-    that of all ranks. Raises ConfigError or CapacityError if no mesh fits."""
+    that of all ranks. ``schedule``: of the pipelines; None: the fastest. Raises ConfigError or
+    CapacityError if no mesh fits."""
     from ...ext.experts_parallel.experts import experts_of
     from . import mesh_plans  # noqa: F401 - each child would import it by itself
     from .on_paper import in_children
@@ -38,7 +44,9 @@ def plan_meshes(
     parts: dict[tuple[int, int], list[MeshShape]] = {}
     for mesh in meshes:
         parts.setdefault((mesh.tp, mesh.ep), []).append(mesh)
-    works = [_work(job, machine, batch, parts[each], make_optimizers) for each in sorted(parts)]
+    works = [
+        _work(job, machine, batch, parts[each], make_optimizers, schedule) for each in sorted(parts)
+    ]
     tried: Tried = [each for found in in_children(works, ranks) for each in found]
     best = best_of(plan for _, plan, _ in tried if plan is not None)
     if not best:
@@ -88,6 +96,7 @@ def _work(
     batch: Batch,
     meshes: list[MeshShape],
     make_optimizers: Callable[[Any], list],
+    schedule: str | None,
 ) -> Callable[[], Tried]:
     """Returns what a child does: shards the model once, and plans all meshes with these parts."""
 
@@ -100,7 +109,8 @@ def _work(
             paper = shard_on_paper(job.model, meshes[0].tp, meshes[0].ep)
         except ConfigError as error:
             return [(mesh, None, error) for mesh in meshes]
-        planned = MeshJob(paper, make_optimizers(job.model), job.config, machine, batch)
+        optimizers = make_optimizers(job.model)
+        planned = MeshJob(paper, optimizers, job.config, machine, batch, schedule)
         return plan_meshes(planned, meshes)
 
     return work
@@ -153,8 +163,7 @@ def _described(plan: MeshPlan, machine: Machine, batch: Batch) -> dict[str, Any]
 
 def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
     found = [
-        f"{machine.name}: rates of the machine file, which names its sources; devices reach"
-        f" {machine.device_flops / 1e12:.3g} TFLOP/s, with any number of parts and samples",
+        f"{machine.name}: rates of the machine file, which names its sources; {_rate_of(machine)}",
         "each schedule's own order runs on a clock; collectives of tp and what passes between"
         " stages are waited for, all others and the homes' traffic run beside",
         "ranks are numbered node by node, with tp inside and pp outside; only messages between"
@@ -172,6 +181,19 @@ def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
             " width"
         )
     return found
+
+
+def _rate_of(machine: Machine) -> str:
+    if machine.product_flops and machine.device_bandwidth:
+        return (
+            f"devices reach {machine.product_flops / 1e12:.3g} TFLOP/s in large products and less"
+            " in small ones, by their sizes; all other operations move their bytes at"
+            f" {machine.device_bandwidth / 1e12:.3g} TB/s, each by a kernel of its own"
+        )
+    return (
+        f"devices reach {machine.device_flops / 1e12:.3g} TFLOP/s, with any number of parts and"
+        " samples"
+    )
 
 
 def text(found: dict[str, Any]) -> Iterator[str]:
@@ -228,8 +250,11 @@ def _batches(plan: dict[str, Any]) -> str:
     lengths = plan["layers"]
     chunks = len(lengths) // plan["mesh"]["pp"]
     layers = " to ".join(map(str, sorted({min(lengths), max(lengths)})))
+    late = plan["schedule"] == UNFLUSHED
+    schedule = "1F1B" if late else plan["schedule"]
+    said += " without flush, by pipe.run(batches, optimizer): gradients are one update old" * late
     return (
-        f'{said}; pipeline(..., schedule="{plan["schedule"]}",'
+        f'{said}; pipeline(..., schedule="{schedule}",'
         f" micro_batches={plan['micro_batches']}, chunks={chunks}), layers a chunk:"
         f" {layers}, idle {plan['idle_share']:.1%}, at most"
         f" {format_count(plan['in_flight'], 'chunk')} in flight"

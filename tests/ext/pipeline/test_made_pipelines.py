@@ -425,3 +425,18 @@ def test_checkpoints_pass_between_3d_and_everything_else(tmp_path):
             }
         )
     assert not models.differing(*states)
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_weights_apart_with_checkpointing_are_warned_of(schedule, standing_ranks):
+    """Torch computes a block again for each group of its weights. Twins: without checkpointing, and
+    by another schedule."""
+    ranks = standing_ranks(2)
+
+    def said(schedule: str, recomputes: bool) -> list[list[str]]:
+        given = {"schedule": schedule, "recomputes": recomputes}
+        return ranks.run("made_pipeline_jobs", "recomputing", given)
+
+    for found in said(schedule, True):
+        assert len(found) == 1 and f"{schedule} with gradient checkpointing" in found[0]
+    assert said(schedule, False) == said("Interleaved1F1B", True) == [[], []]

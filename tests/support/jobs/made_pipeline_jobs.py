@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -588,6 +589,21 @@ def refused_pipelines() -> dict[str, str]:
     found["no labels"] = told(lambda: pipe.step(input_ids=torch.zeros(8, 4, dtype=torch.long)))
     infinity.unwrap_model(pipe.chunks)
     return found
+
+
+def recomputing(schedule: str, recomputes: bool) -> list[str]:
+    """What pipeline warns of."""
+    model = causal("llama")
+    if recomputes:
+        model.gradient_checkpointing_enable()
+    homes = {"params": "host", "optimizer": "host"}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe, _ = infinity.parallel.pipeline(
+            model, mesh_of(2), None, homes, schedule=schedule, micro_batches=4, quiet=True
+        )
+    infinity.unwrap_model(pipe.chunks)
+    return [str(each.message) for each in caught if "checkpointing" in str(each.message)]
 
 
 def reviewed(config: dict) -> dict[str, Any]:

@@ -120,15 +120,39 @@ def test_one_mesh_is_what_all_of_them_have_for_it(planned):
 
 
 def test_recomputation_saves_less_and_computes_more(planned):
-    """One mesh with and without it."""
+    """One mesh with and without it: a forward more, which takes less than half of a backward, whose
+    other operations move more bytes than its."""
     words = ("--machine", "dgx-a100", "--batch-size", 8, "--mesh", "pp=2,tp=2")
     plain, again = (
         planned(*words, *more)["meshes"][0]["ranks"][0]
         for more in ((), ("--gradient-checkpointing",))
     )
     assert again["activations"] < plain["activations"]
-    assert again["seconds"]["compute"] == pytest.approx(4 / 3 * plain["seconds"]["compute"])
+    assert 1.2 < again["seconds"]["compute"] / plain["seconds"]["compute"] <= 4 / 3
     assert again["sent"]["tp"] > plain["sent"]["tp"] and again["sent"]["pp"] == plain["sent"]["pp"]
+
+
+def test_a_schedule_that_is_asked_for_is_planned(planned):
+    """Each by the same mesh. Without flush ranks wait less than by 1F1B, and hold a second version
+    of the weights: of 2 bytes each at their home. Twin: with recomputation weights' gradients are
+    not computed apart."""
+    words = ("--machine", "dgx-a100", "--batch-size", 16, "--mesh", "pp=2")
+    homes = ("--params", "host", "--optimizer", "host")
+    found = {
+        name: planned(*words, *homes, "--schedule", name)["meshes"][0]
+        for name in ("1F1B", "Interleaved1F1B", "without_flush", "InterleavedZeroBubble")
+    }
+    assert all(plan["schedule"] == name for name, plan in found.items())
+    flushed, late = found["1F1B"], found["without_flush"]
+    assert late["idle_share"] < flushed["idle_share"]
+    assert late["step_seconds"] < flushed["step_seconds"]
+    more = late["ranks"][0]["tiers"]["host"] - flushed["ranks"][0]["tiers"]["host"]
+    assert (
+        more > 0 and late["ranks"][0]["tiers"]["device"] == flushed["ranks"][0]["tiers"]["device"]
+    )
+    apart = "InterleavedZeroBubble"
+    again = planned(*words, *homes, "--gradient-checkpointing")["meshes"][0]
+    assert again["schedule"] not in (None, apart)
 
 
 def test_state_on_nvme_wears_the_drives(run, planned):
@@ -157,6 +181,12 @@ def test_state_on_nvme_wears_the_drives(run, planned):
         (("--mesh", "pp=8"), "4 layers cannot be cut"),
         (("--mesh", "dp=8", "--batch-size", 9), "9 samples of a step do not divide by the 8 data"),
         (("--mesh", "auto", "--svg", "a.svg"), "--svg is of one rank"),
+        (("--mesh", "pp=1", "--schedule", "1F1B"), "one stage has no schedule"),
+        (
+            ("--mesh", "pp=2", "--gradient-checkpointing", "--schedule", "ZBVZeroBubble"),
+            "computes a block again",
+        ),
+        (("--schedule", "1F1B"), "--schedule is of a mesh"),
         (("--mesh", "auto", "--timetable"), "--timetable is of one rank"),
         (("--mesh", "auto", "--activations", "host"), "--activations"),
         (("--mesh", "auto", "--batch-tokens", "100"), "multiple of --sequence-length"),

@@ -15,6 +15,8 @@ from infinity.ext.pipeline.choice import IN_A_V, NAMES, Choice
 from infinity.tools.plan.orders import orders_of, step_of
 from infinity.tools.plan.pipeline_clock import (
     FORWARD,
+    INPUTS,
+    WEIGHTS,
     ChunkSeconds,
     Op,
     in_flight,
@@ -73,6 +75,16 @@ def test_weights_apart_shorten_the_wait_and_breadth_first_lengthens_it():
     assert shares == pytest.approx(
         {"InterleavedZeroBubble": 0.0625, "LoopedBFS": 0.1875, "Interleaved1F1B": 0.1875}
     )
+
+
+def test_halves_of_a_backward_take_their_own_shares():
+    """A chunk whose inputs have no gradient computes nothing for them. Twin: equal halves."""
+    orders = [[Op(FORWARD, 0, 0), Op(INPUTS, 0, 0), Op(WEIGHTS, 0, 0)]]
+    first, equal = ChunkSeconds(1.0, 2.0, inputs=0.0, weights=1.0), ChunkSeconds(1.0, 2.0)
+    assert run_orders(orders[:1], [first]).seconds == run_orders(orders, [equal]).seconds == 3.0
+    assert [first.of(kind) for kind in (INPUTS, WEIGHTS)] == [0.0, 2.0]
+    other = ChunkSeconds(1.0, 2.0, inputs=0.58, weights=0.46)
+    assert run_orders(orders, [other]).seconds == pytest.approx(1 + 2 * 1.04)
 
 
 @pytest.mark.parametrize("name", NAMES)
