@@ -10,6 +10,7 @@ Training").
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import time
@@ -26,6 +27,7 @@ from ..checkpoint.content import buffers_of
 from ..checkpoint.random_state import keep_random_state
 
 Batch = TypeVar("Batch")
+NOISE = 0.02  # of a pass: what is shorter is not told
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,44 @@ class Stalls:
         parts = {"compute": self.made_up, "prepare": prepare, "fetch": fetch}
         total = sum(parts.values()) or 1.0
         return {name: seconds / total for name, seconds in parts.items()}
+
+    @property
+    def remedy(self) -> Remedy | None:
+        """What would hide the data behind the compute, if the loop computed beside its workers.
+        None: there is nothing to hide."""
+        prepare = max(0.0, self.cached - self.made_up)
+        fetch = max(0.0, self.cold - self.cached)
+        if self.made_up <= 0 or prepare + fetch <= NOISE * self.made_up:
+            return None
+        kept = max(0.0, 1 - self.made_up / fetch) if fetch else 0.0
+        work = prepare + (1 - kept) * fetch  # of a worker, for a batch
+        workers = max(1, math.ceil(work / self.made_up - NOISE))
+        return Remedy(workers, kept, (self.made_up + prepare + fetch) / self.made_up)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """What hides the data of a step: processes that read and prepare batches, the part of the data
+    kept in memory, and how many times as fast a cold pass becomes.
+
+    A step then takes as long as the longest of compute, preparation divided by the workers, and the
+    reads of what is not kept, which share one disk (Mohan et al. 2021, section 3.3).
+    """
+
+    workers: int
+    kept: float
+    times: float
+
+    def __str__(self) -> str:
+        workers = f"{self.workers} worker{'s' * (self.workers > 1)}"
+        would = f"would hide it: {self.times:.2f} times as fast"
+        if not self.kept:
+            return f"{workers} {would}"
+        disk = 1 / (1 - self.kept)
+        return (
+            f"{workers} with {self.kept:.0%} of the data kept in memory (or a disk {disk:.1f} times"
+            f" as fast) {would}"
+        )
 
 
 def measure_stalls(

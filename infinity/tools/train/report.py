@@ -202,6 +202,8 @@ def print_stalls(console: Console, stalls: Any) -> None:
     for line in columns(rows):
         console.print(line)
     console.print(f"A cold pass: {shares_text(stalls.shares)}")
+    if stalls.remedy is not None:
+        console.print(f"A loader beside the loop: {stalls.remedy}")
 
 
 def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -103,6 +103,49 @@ def test_ds_analyzer_finds_what_is_injected(seed, monkeypatch):
     assert sum(found.shares.values()) == pytest.approx(1.0)
 
 
+def late_step(workers: int, compute: float, prepare: float, fetch: float, kept: float) -> float:
+    """Seconds of a step late in a loop beside so many workers, which share one disk: by moving each
+    batch through it."""
+    free, disk, step, ends, in_memory = [0.0] * workers, 0.0, 0.0, [], 0.0
+    for _ in range(600):
+        in_memory += kept
+        reads = 0.0 if in_memory >= 1 else fetch
+        in_memory -= in_memory >= 1
+        worker = min(range(workers), key=free.__getitem__)
+        begins = max(free[worker], disk) if reads else free[worker]
+        disk = begins + reads if reads else disk
+        free[worker] = begins + reads + prepare
+        step = max(step, free[worker]) + compute
+        ends.append(step)
+    return (ends[-1] - ends[299]) / 300
+
+
+@pytest.mark.parametrize(
+    ("compute", "prepare", "fetch"), [(1.0, 3.4, 0.5), (1.0, 0.2, 0.1), (0.5, 1.7, 2.0), (2, 0, 3)]
+)
+def test_ds_analyzer_says_what_would_hide_the_data(compute, prepare, fetch):
+    """Method: the loop moves batch after batch through workers and one disk. Twins: a worker less,
+    or less of the data in memory, is slower."""
+    remedy = Stalls(compute, compute + prepare, compute + prepare + fetch).remedy
+    given = compute, prepare, fetch
+    assert late_step(remedy.workers, *given, remedy.kept) == pytest.approx(compute, rel=0.02)
+    assert remedy.times == pytest.approx((compute + prepare + fetch) / compute)
+    if remedy.workers > 1:
+        assert late_step(remedy.workers - 1, *given, remedy.kept) > 1.05 * compute
+    if remedy.kept:
+        assert late_step(remedy.workers, *given, remedy.kept - 0.1) > 1.05 * compute
+
+
+def test_the_remedy_is_told_in_a_line():
+    assert str(Stalls(1.0, 4.4, 4.9).remedy) == "4 workers would hide it: 4.90 times as fast"
+    assert str(Stalls(1.0, 1.1, 1.2).remedy) == "1 worker would hide it: 1.20 times as fast"
+    assert str(Stalls(1.0, 1.0, 3.0).remedy) == (
+        "1 worker with 50% of the data kept in memory (or a disk 2.0 times as fast) would hide it:"
+        " 3.00 times as fast"
+    )
+    assert Stalls(1.0, 1.01, 1.01).remedy is None and Stalls(0.0, 0.0, 0.0).remedy is None
+
+
 def test_a_loop_tells_what_it_waited_for(monkeypatch):
     """Claim: the shares are of the time until the last step, and sum to one. The twin: a loader
     that is not watched is no wait."""
