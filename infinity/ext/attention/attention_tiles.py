@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,6 +20,9 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError
+
+QUERY_TILE = {1: (256,), 2: (16, 16), 3: (8, 8, 8)}  # of our own, by the number of axes
+SAMPLED, AT_ONCE = 8, 4096  # tiles of a stride, and strides, that are looked at together
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,22 @@ class Axis:
 
     def pairs(self) -> int:
         """Counts the pairs of a query and a key in its window."""
-        first, last = self.windows_in_tokens()
-        return int(((last - first) // self.dilation + 1).sum())
+        found = 0
+        for size, count in Counter(self.group_sizes).items():
+            first, last = self.windows(np.arange(size), size)
+            found += count * int((last - first + 1).sum())
+        return found
+
+    def pairs_of_tiles(self, query_tile: int) -> int:
+        """Counts the pairs of a query and a key in the hull of its tile, which has ``query_tile``
+        tokens of a group."""
+        found = 0
+        for size, count in Counter(self.group_sizes).items():
+            begin = np.arange(0, size, query_tile)
+            end = np.minimum(begin + query_tile, size)
+            first, last = self.windows(begin, size)[0], self.windows(end - 1, size)[1]
+            found += count * int(((end - begin) * (last - first + 1)).sum())
+        return found
 
 
 def axes_of(
@@ -146,9 +164,7 @@ def worth_reading(
     many queries share a window. The last are the least that are block-sparse, if any are."""
     choices = [_strides_of(*each) for each in zip(axes, query_tile, key_tile)]
     readings = [
-        read_tiles(
-            [replace(axis, stride=s) for axis, s in zip(axes, strides)], query_tile, key_tile
-        )
+        read_tiles(with_strides(axes, strides), query_tile, key_tile)
         for strides in product(*choices)
     ]
     readings.sort(key=lambda each: (math.prod(each.strides), each.tiles, each.strides))
@@ -160,10 +176,22 @@ def worth_reading(
     return found
 
 
+def with_strides(axes: Sequence[Axis], strides: Sequence[int]) -> list[Axis]:
+    """Returns the axes with other strides."""
+    return [replace(axis, stride=stride) for axis, stride in zip(axes, strides)]
+
+
 def end_to_end(bound: float, share: float) -> float:
     """Returns how much faster a job becomes if ``share`` of its time is attention that gains
     ``bound`` (Amdahl's law)."""
     return 1 / (1 - share + share / bound)
+
+
+def own_bound(axes: Sequence[Axis]) -> float:
+    """Returns how many times as many pairs dense attention computes as our own tiles, which read
+    the keys of their hulls and no others."""
+    tiles = zip(axes, QUERY_TILE[len(axes)])
+    return math.prod(axis.tokens**2 / axis.pairs_of_tiles(tile) for axis, tile in tiles)
 
 
 def _of_axis(axis: Axis, query_tile: int, key_tile: int) -> tuple[int, bool]:
@@ -172,23 +200,62 @@ def _of_axis(axis: Axis, query_tile: int, key_tile: int) -> tuple[int, bool]:
     most, sparse = 0, True
     for size in {axis.group_sizes[0], axis.group_sizes[-1]}:
         begin = np.arange(0, size, query_tile)
-        first, last = axis.windows(begin, size)
-        last_first, last = axis.windows(np.minimum(begin + query_tile, size) - 1, size)
-        most = max(most, int((last // key_tile - first // key_tile).max()) + 1)
-        at_edges = (first % key_tile == 0) & (((last + 1) % key_tile == 0) | (last + 1 == size))
-        sparse &= bool(((first == last_first) & at_edges).all())
+        tiles, at_edges = _read(axis, begin, size, query_tile, key_tile)
+        most, sparse = max(most, int(tiles.max())), sparse and bool(at_edges.all())
     return most, sparse and not axis.causal
+
+
+def _read(
+    axis: Axis, begin: np.ndarray, size: int, query_tile: int, key_tile: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tiles of keys that the tiles of queries from ``begin`` on read, and whether each
+    has one window between edges of tiles. The axis's stride may be an array, with a row for
+    each."""
+    first, last = axis.windows(begin, size)
+    last_first, last = axis.windows(np.minimum(begin + query_tile, size) - 1, size)
+    at_edges = (first % key_tile == 0) & (((last + 1) % key_tile == 0) | (last + 1 == size))
+    return last // key_tile - first // key_tile + 1, (first == last_first) & at_edges
 
 
 def _strides_of(axis: Axis, query_tile: int, key_tile: int) -> list[int]:
     """Returns the strides with which an axis reads fewer tiles than with any smaller one, and the
-    least with which it is block-sparse."""
+    least with which it is block-sparse.
+
+    Most strides are ruled out by a few of their tiles: those that begin a window, where the keys of
+    two windows are read.
+    """
     found, least = [], math.inf
-    for stride in range(1, axis.window + 1):
-        tiles, sparse = _of_axis(replace(axis, stride=stride), query_tile, key_tile)
-        if tiles < least or sparse:
-            found.append(stride)
-            least = tiles
-        if sparse:
-            break
+    fewest = -(-axis.window // key_tile)  # of any window
+    for start in range(1, axis.window + 1, AT_ONCE):
+        if axis.causal and least == fewest:
+            break  # no further one reads less, and none is block-sparse
+        strides = np.arange(start, min(start + AT_ONCE, axis.window + 1))
+        tiles, sparse = _least_of(axis, strides, query_tile, key_tile)
+        for stride, reads, may_be in zip(strides.tolist(), tiles.tolist(), sparse.tolist()):
+            if reads >= least and not may_be:
+                continue
+            exact, is_sparse = _of_axis(replace(axis, stride=stride), query_tile, key_tile)
+            if exact < least or is_sparse:
+                found.append(stride)
+                least = exact
+            if is_sparse:
+                return found
     return found
+
+
+def _least_of(
+    axis: Axis, strides: np.ndarray, query_tile: int, key_tile: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tiles that each stride reads at least, and whether it may be block-sparse, by
+    some of its tiles."""
+    least = np.zeros(len(strides), dtype=np.int64)
+    sparse = np.full(len(strides), not axis.causal)
+    rows = replace(axis, stride=strides[:, None])  # type: ignore[arg-type]
+    for size in {axis.group_sizes[0], axis.group_sizes[-1]}:
+        windows = (size - 1) // strides[:, None]  # that begin after the first
+        number = np.arange(SAMPLED)[None] * np.maximum(windows, 1) // SAMPLED + 1
+        begin = np.minimum(number, windows) * strides[:, None] // query_tile * query_tile
+        tiles, at_edges = _read(rows, begin, size, query_tile, key_tile)
+        least = np.maximum(least, tiles.max(axis=1))
+        sparse &= at_edges.all(axis=1)
+    return least, sparse

@@ -21,9 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from .attention_tiles import Axis
-
-QUERY_TILE = {1: (256,), 2: (16, 16), 3: (8, 8, 8)}  # in tokens, by the number of axes
+from .attention_tiles import QUERY_TILE, Axis
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """`infinity attention`: counts the tiles of keys that a kernel of neighborhood attention reads, and
 says which strides are worth it (Hassani et al. 2025, arXiv 2504.16922).
 
-bound     how many times as many tiles dense attention reads: no kernel gains more
+bound     how many times as many tiles dense attention reads: no kernel with such tiles gains more
+own       the same of infinity.neighborhood_attention, whose tiles read no key beside their windows
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ def simulate(args: argparse.Namespace) -> dict[str, Any]:
                 "tiles": each.tiles,
                 "all_tiles": each.all_tiles,
                 "bound": each.bound,
+                "own_bound": tiles.own_bound(tiles.with_strides(axes, each.strides)),
                 "end_to_end": None if share is None else tiles.end_to_end(each.bound, share),
                 "block_sparse": each.block_sparse,
             }
@@ -124,13 +126,14 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
 
     has_share = found["rows"][0]["end_to_end"] is not None
     last = "end to end" if has_share else ""
-    yield f"{'stride':<14}{'tiles of keys':>16}{'bound':>9}{last:>13}".rstrip()
+    yield f"{'stride':<14}{'tiles of keys':>16}{'bound':>9}{'own tiles':>11}{last:>13}".rstrip()
     for row in found["rows"]:
         counts = f"{row['tiles']} of {row['all_tiles']}"
         gain = f"{row['end_to_end']:.2f}x" if has_share else ""
         mark = "   block-sparse" if row["block_sparse"] else ""
         yield (
-            f"{strides(row['stride']):<14}{counts:>16}{row['bound']:>8.2f}x{gain:>13}".rstrip()
+            f"{strides(row['stride']):<14}{counts:>16}{row['bound']:>8.2f}x"
+            f"{row['own_bound']:>10.2f}x{gain:>13}".rstrip()
             + mark
         )
     yield f"By operations, windows gain at most {found['bound_by_operations']:.2f}x."

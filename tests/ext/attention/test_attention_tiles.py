@@ -7,6 +7,8 @@ strides that are worth it, against published rows and against counting.
 from __future__ import annotations
 
 import math
+import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -15,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from infinity.errors import ConfigError
+from infinity.ext.attention import attention_tiles, neighborhood
 from infinity.ext.attention.attention_tiles import axes_of, end_to_end, read_tiles, worth_reading
 
 HUNYUAN = ((30, 48, 80), (18, 24, 24), (4, 8, 8), (2, 8, 8), 0.607)
@@ -173,3 +176,61 @@ def test_windows_that_do_not_exist_are_refused_with_their_numbers(wrong, said):
     assert axes_of(**right)
     with pytest.raises(ConfigError, match=said):
         axes_of(**right | wrong)
+
+
+def test_strides_are_those_of_trying_all_one_by_one():
+    """Method: random axes, tiles, dilations, causal or not. The twin: half of the strides."""
+    draw, differing = random.Random(20261129), 0
+    for _ in range(300):
+        tokens = draw.randint(2, 400)
+        dilation = draw.randint(1, max(1, min(4, tokens // 2)))
+        window = draw.randint(2, max(2, tokens // dilation))
+        if window > tokens // dilation:
+            continue
+        (axis,) = axes_of(tokens, window, 1, dilation, draw.random() < 0.3)
+        tiles = draw.choice([1, 3, 8, 16, 61]), draw.choice([1, 4, 8, 31, 128])
+        expected, least = [], math.inf
+        for stride in range(1, window + 1):
+            reads, sparse = attention_tiles._of_axis(replace(axis, stride=stride), *tiles)
+            if reads < least or sparse:
+                expected.append(stride)
+                least = reads
+            if sparse:
+                break
+        assert attention_tiles._strides_of(axis, *tiles) == expected, (axis, tiles)
+        differing += expected[-1] > window // 2
+    assert differing > 10
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_window_of_half_a_million_looks_at_few_strides(causal, monkeypatch):
+    """Method: counts the strides that are looked at with all their tiles. Twin: there are half a
+    million."""
+    looked, of_axis = [], attention_tiles._of_axis
+    monkeypatch.setattr(
+        attention_tiles, "_of_axis", lambda *given: looked.append(1) or of_axis(*given)
+    )
+    (axis,) = axes_of(1_000_000, 500_000, 1, 1, causal)
+    assert attention_tiles._strides_of(axis, 64, 64)[:2] == [1, 32]
+    assert len(looked) < 20_000
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "stride", "causal"),
+    [(1000, 300, 1, False), ((40, 50), (9, 20), (3, 1), True), ((12, 20, 17), 6, 2, False)],
+)
+def test_the_bound_of_own_tiles_counts_the_keys_that_they_read(shape, window, stride, causal):
+    """Method: the spans of the kernel itself. With tiles of one key a simulated kernel may read
+    less for its largest tile only."""
+    axes = axes_of(shape, window, stride, 1, causal)
+    pairs = [
+        sum(
+            len(range(axis.tokens)[span.queries]) * span.nkeys
+            for span in neighborhood.spans_of(axis, tile)
+        )
+        for axis, tile in zip(axes, attention_tiles.QUERY_TILE[len(axes)])
+    ]
+    dense = math.prod(axis.tokens**2 for axis in axes)
+    assert attention_tiles.own_bound(axes) == pytest.approx(dense / math.prod(pairs))
+    operations = dense / math.prod(axis.pairs() for axis in axes)
+    assert 1 <= attention_tiles.own_bound(axes) <= operations
