@@ -385,22 +385,23 @@ def _counting() -> int:
 _WORDS = 40  # prefix of a TensorImpl with the keys, in all supported torches
 
 
-def set_python_key(tensor: torch.Tensor) -> None:
-    """Has operations on ``tensor`` call ``__torch_dispatch__`` of its class, until
+def set_python_key(*tensors: torch.Tensor) -> None:
+    """Has operations on ``tensors`` call ``__torch_dispatch__`` of their classes, until
     :func:`clear_python_key`."""
     if (place := DISPATCH_KEYS.found) is not None:
         with DisableTorchFunction():
-            ctypes.c_uint64.from_address(tensor._cdata + place).value |= _python()
+            for tensor in tensors:
+                ctypes.c_uint64.from_address(tensor._cdata + place).value |= _python()
 
 
-def clear_python_key(tensor: torch.Tensor) -> None:
-    """Has operations on ``tensor`` run as on a plain one. A wrapper (a DTensor) has the key of its
+def clear_python_key(*tensors: torch.Tensor) -> None:
+    """Has operations on ``tensors`` run as on plain ones. A wrapper (a DTensor) has the key of its
     own, and keeps it: without it torch would read memory that a wrapper does not have."""
-    if hasattr(type(tensor), "__tensor_flatten__"):
-        return
     if (place := DISPATCH_KEYS.found) is not None:
         with DisableTorchFunction():
-            ctypes.c_uint64.from_address(tensor._cdata + place).value &= ~_python()
+            for tensor in tensors:
+                if not hasattr(type(tensor), "__tensor_flatten__"):
+                    ctypes.c_uint64.from_address(tensor._cdata + place).value &= ~_python()
 
 
 def has_python_key(tensor: torch.Tensor) -> bool:

@@ -22,7 +22,7 @@ import torch
 
 from ... import native
 from ...errors import CapacityError, UsageError
-from ...torch_private import running_node
+from ...torch_private import current_task, running_node
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
 from ..params.apart import apart, has_bytes, refuse_without_bytes
@@ -31,7 +31,14 @@ from ..run.job import Job
 from ..run.operations import Operation
 from ..run.tasks import AutogradTasks
 from ..units.forms import is_plain, part_of
-from ..units.handle import ParamHandle, managed, raw_grad, set_raw_grad
+from ..units.handle import (
+    DisableTorchFunction,
+    ParamHandle,
+    managed,
+    raw_grad,
+    set_raw_grad,
+    take_raw_grad,
+)
 from ..units.unit import ParamUnit
 from .record import GradState
 
@@ -82,21 +89,28 @@ class Backward:
     def hold(self, unit: ParamUnit) -> None:
         """Holds ``unit`` until its gradients of the running backward have landed. May block on disk
         and on other ranks."""
-        self.job.uses.check(Operation.BACKWARD, "this backward")
-        refuse_without_bytes("a backward")
-        self.track_task()
-        if unit in self._pass.awaited:
-            self._pass.awaited[unit] = self._pass.awaited.pop(unit)  # most recently used
-            self.job.prefetcher.complete(unit)
+        awaited = self._pass.awaited
+        if unit not in awaited or current_task() not in self._pass.tokens:
+            self.job.uses.check(Operation.BACKWARD, "this backward")
+            refuse_without_bytes("a backward")
+            self.track_task()
+        if unit in awaited:
+            awaited[unit] = awaited.pop(unit)  # most recently used
+            if unit.arrival.rows is not None:
+                self.job.prefetcher.complete(unit)
             return
         if self.gathers_with_ranks:
             taken = self._taken_by_node()
             for other in [each for each in self._pass.awaited if each not in taken][:-1]:
                 self.unhold(other)
-        trained = zip(unit.handles, (param for flat in unit.flat_params for param in flat.params))
-        expected = {
-            h for h, p in trained if h.grad is not None and p.requires_grad
-        } - self._without_grad.get(unit, set())
+        with DisableTorchFunction():  # parameters at rest are asked as plain ones
+            expected = {
+                handle
+                for flat in unit.flat_params
+                for handle, param in zip(flat.handles, flat.params)
+                if handle.grad is not None and param.requires_grad
+            }
+        expected -= self._without_grad.get(unit, set())
         with self.job.store.guard:
             self.gather(unit, shows=False)
             self._pass.gradients = self._make_gradient_room(unit)
@@ -202,16 +216,21 @@ class Backward:
         pass, it is this rank's sum, which then replaces what had landed before.
         """
         handle = managed(param)
-        if not hooks or not self._begin_landing(handle):
-            self.landed(param)
+        if not hooks:
+            self.landed(handle, param)
             return
+        land = apart(self._land)
+        if not apart(self._begins)(handle, grad := take_raw_grad(param)):
+            return
+        self.job.gradients.changes.begin(handle)
+        set_raw_grad(param, grad)  # for the hooks
         sums_first = self._pass.is_accumulating or not self.job.ranks.alone
         if sums_first:
             # With tensor parallelism hooks of transformers sum what comes over the mesh, once.
             if self.job.ranks.tp_group is None:
-                self._sum_before(handle)
+                self._sum_before(handle, param)
         else:
-            self._land(handle)
+            land(handle, take_raw_grad(param))
         try:
             handle.is_in_hooks = sums_first
             for hook in tuple(hooks.values()):
@@ -219,69 +238,63 @@ class Backward:
                     raise RuntimeError("Tensor post accumulate grad hooks should return None.")
         finally:
             handle.is_in_hooks = False
-        if sums_first and raw_grad(param) is not None:
-            self._land(handle)
-        self._has_landed(handle)
-
-    def landed(self, param: torch.Tensor) -> None:
-        """Sends home a gradient that autograd accumulated in ``param``."""
-        handle = managed(param)
-        if self._begin_landing(handle):
-            self._land(handle)
-            self._has_landed(handle)
+        if sums_first and (grad := take_raw_grad(param)) is not None:
+            land(handle, grad)
+        apart(self._has_landed)(handle)
 
     @apart
-    def _begin_landing(self, handle: ParamHandle) -> bool:
-        """Begins a change of the gradient of ``handle``. Returns whether autograd accumulated
-        any."""
+    def landed(self, handle: ParamHandle, param: torch.Tensor) -> None:
+        """Sends home a gradient that autograd accumulated in ``param``, which no user's hook
+        sees."""
         # Before recovery clears gradients: this one belongs to the running backward.
-        grad = raw_grad(handle.param)
+        grad = take_raw_grad(param)
+        if self._begins(handle, grad):
+            self._land(handle, grad)
+            self._has_landed(handle)
+
+    def _begins(self, handle: ParamHandle, grad: torch.Tensor | None) -> bool:
+        """Prepares for a landing. Returns False if autograd accumulated nothing."""
         refuse_without_bytes("a backward")
         if grad is not None and not has_bytes(grad):
-            set_raw_grad(handle.param, None)
             raise UsageError(
                 f"the gradient of {handle.name} is a {type(grad).__name__} on {grad.device}, which"
                 " has no bytes to send home: run the backward with real tensors, or of a model"
                 " that is not wrapped."
             )
-        self.track_task()
-        if grad is None:
-            return False  # a weight that runs in tiles: its gradient has landed
-        self.job.gradients.changes.begin(handle)
-        return True
+        if current_task() not in self._pass.tokens:
+            self.track_task()
+        return grad is not None  # else a weight that runs in tiles: its gradient has landed
 
     @apart
-    def _sum_before(self, handle: ParamHandle) -> None:
+    def _sum_before(self, handle: ParamHandle, param: torch.Tensor) -> None:
         """Makes what autograd accumulated the sum with this rank's gradients before, which are no
         longer there."""
-        grad = raw_grad(handle.param)
+        grad = raw_grad(param)
         if is_plain(grad):
             with self.job.store.guard:
-                set_raw_grad(handle.param, self.job.gradients.take_sum(handle, grad))
+                set_raw_grad(param, self.job.gradients.take_sum(handle, grad))
 
-    @apart
-    def _land(self, handle: ParamHandle) -> None:
+    def _land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Sends home what autograd accumulated."""
-        grad = raw_grad(handle.param)
         if not is_plain(grad):
             # Sums partial gradients over the ranks.
+            self.job.gradients.changes.begin(handle)
             grad = part_of(handle.param, grad, f"the gradient of {handle.name}")
-        set_raw_grad(handle.param, None)
         with self.job.store.guard:
             self.job.gradients.land(handle, grad)
 
-    @apart
     def _has_landed(self, handle: ParamHandle) -> None:
         """Counts a landed gradient: releases its unit after the last one."""
-        self._pass.reached.add(handle.unit)
-        self._without_grad.get(handle.unit, set()).discard(handle)
-        awaited = (self._pass.expected if self.gathers_with_ranks else self._pass.awaited).get(
-            handle.unit
-        )
+        unit, running = handle.unit, self._pass
+        running.reached.add(unit)
+        if (without := self._without_grad.get(unit)) is not None:
+            without.discard(handle)
+        gathers = self.job.reducer is not None and self.gathers_with_ranks
+        awaited = (running.expected if gathers else running.awaited).get(unit)
         if awaited is not None:
             awaited.discard(handle)
             if not awaited:
-                self._complete(handle.unit)
+                self._complete(unit)
 
     def _complete(self, unit: ParamUnit) -> None:
         """Releases and reduces a unit whose gradients of this backward have all landed."""

@@ -18,7 +18,7 @@ from ..params.assigned_grads import AssignedGrads
 from ..run.operations import Operation
 from ..units.flat_param import FlatParam
 from ..units.forms import is_common, like, part_of
-from ..units.handle import ParamHandle, handle_of, set_raw_grad
+from ..units.handle import ParamHandle, drop_raw_grads, handle_of
 from ..units.unit import ParamUnit
 from .homes import GradHomes
 from .lander import Lander
@@ -145,26 +145,26 @@ class GradientBank:
         place = handle.flat_param.spec.optimizer
         self._average(of=lambda flat: flat.spec.optimizer == place)
 
-    def clear(self, handle: ParamHandle) -> None:
+    def clear(self, *handles: ParamHandle) -> None:
         """Sets ``p.grad = None``. Clearing the last gradient also forgets the backwards since the
         last step, of which ranks may have had different ones."""
-        was_there = handle.grad.state is not GradState.ABSENT
-        handle.grad = GradRecord()
+        were_there = [h for h in handles if h.grad.state is not GradState.ABSENT]
+        for handle in handles:
+            handle.grad = GradRecord()
         # Also drop what autograd accumulated when an exception kept it from landing.
-        set_raw_grad(handle.param, None)
-        # Reversed, because gradients are cleared from the front.
-        if (
-            was_there
-            and not handle.engine.computing
-            and not any(map(_is_there, reversed(self.values.handles)))
-        ):
+        drop_raw_grads([handle.param for handle in handles])
+        if were_there and not (engine := were_there[0].engine).computing:
+            # Reversed, because gradients are cleared from the front.
+            for other in reversed(self.values.handles):
+                if other.grad.state is not GradState.ABSENT:
+                    return
             self._average(are_gone=True)
             self.clips.clear()
-            handle.engine.steps.forget_backwards()
+            engine.steps.forget_backwards()
 
     def zero_here(self, handle: ParamHandle) -> None:
         """Zeroes the gradient if there is one, without asking other ranks."""
-        if _is_there(handle):
+        if handle.grad.state is not GradState.ABSENT:
             self.assigned.zero(handle)
 
     def reduce_with(
@@ -211,13 +211,11 @@ class GradientBank:
                 charge.release()
                 self.homes.close_all([flat_param])
 
-    def _waits(self, handle: ParamHandle, grad: torch.Tensor) -> bool:
-        """Adds ``grad`` to the sums that land at the end of the pass. Returns False if it can be
-        added at home, or the device has no room."""
+    def _waits(self, handle: ParamHandle, grad: torch.Tensor, sums: WholeGradients) -> bool:
+        """Adds ``grad`` to the ``sums`` that land at the end of the pass. Returns False if it can
+        be added at home, or the device has no room."""
         is_on_disk = handle.flat_param.arrays["grad"].tier is Tier.NVME
-        if self._waiting is None or not (self.homes.is_remote(handle) or is_on_disk):
-            return False
-        return self._waiting.add_if_room(handle, grad)
+        return (self.homes.is_remote(handle) or is_on_disk) and sums.add_if_room(handle, grad)
 
     def rebuild(self) -> None:
         """Marks gradients that an exception interrupted as torn, and sends opened gradients home.
@@ -238,34 +236,38 @@ class GradientBank:
             raise UsageError(
                 f"{handle.name} got a sparse gradient; build the embedding with sparse=False"
             )
-        if self._waiting is None and self.assigned.has_graph(handle, grad):
-            if handle.grad.state is not GradState.TORN:
+        record = handle.grad
+        may_have = grad.requires_grad or record.with_graph is not None
+        if may_have and self._waiting is None and torch.is_grad_enabled() and self.ranks.alone:
+            if record.state is not GradState.TORN:
                 self.reopen(handle)
                 self._set(handle, grad := self.assigned.sum_with_graph(handle, grad))
                 self.changes.begin(handle)
                 handle.grad.with_graph = grad
             return
-        if (meeting := self._meetings.get((handle, current_task()))) is not None:
-            meeting.begin(is_first=handle.grad.state is GradState.ABSENT)
+        if self._meetings and (meeting := self._meetings.get((handle, current_task()))) is not None:
+            meeting.begin(is_first=record.state is GradState.ABSENT)
             grad = meeting.keep_rows(grad)
-        assigned = self.assigned.lands_on(handle)
-        self.reopen(handle)
+        assigned = None if record.assigned is None else self.assigned.lands_on(handle)
+        if record.state is GradState.CONSUMED:
+            self.reopen(handle)
         self.changes.begin(handle)
         if self.takes_samples and is_common(handle.param):
-            handle.grad.take_sample(grad)
+            record.take_sample(grad)
         if self._add_whole is not None and not self.ranks.keeps_gradients:
             self._add_whole(handle, grad)
             return
-        if handle.grad.state is GradState.TORN:
+        if record.state is GradState.TORN:
             return
         if assigned is not None:
             self.assigned.add_to(handle, assigned, grad)
-        elif not self._waits(handle, grad):
+        elif self._waiting is None or not self._waits(handle, grad, self._waiting):
             self._land(handle, grad)
 
     def _land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         record = handle.grad
-        _refuse_averaged(handle)
+        if record.averaged:
+            raise _averaged_early(handle)
         self._lander.land(handle, grad, adds=record.state is not GradState.ABSENT)
         record.move(GradState.LANDED)
 
@@ -305,8 +307,9 @@ class GradientBank:
         UsageError as :meth:`land` does."""
         record, sums = handle.grad, self._waiting or self._sums
         if record.state in (GradState.LANDED, GradState.CONSUMED):
-            if is_local := self.ranks.keeps_gradients:
-                _refuse_averaged(handle)
+            is_local = self.ranks.keeps_gradients
+            if is_local and record.averaged:
+                raise _averaged_early(handle)
             self.reopen(handle)
             self.assigned.part_from(handle)
             before = (
@@ -412,17 +415,12 @@ class GradientBank:
         record.move(GradState.LANDED)
 
 
-def _is_there(handle: ParamHandle) -> bool:
-    return handle.grad.state is not GradState.ABSENT
-
-
-def _refuse_averaged(handle: ParamHandle) -> None:
-    if handle.grad.averaged:
-        raise UsageError(
-            f"a backward through {handle.name} after its gradient was read: with"
-            " shard='optimizer' reading averages it over the ranks. Read gradients after the"
-            " last backward of a step, or use shard='gradients'."
-        )
+def _averaged_early(handle: ParamHandle) -> UsageError:
+    return UsageError(
+        f"a backward through {handle.name} after its gradient was read: with shard='optimizer'"
+        " reading averages it over the ranks. Read gradients after the last backward of a step, or"
+        " use shard='gradients'."
+    )
 
 
 def _check_value(handle: ParamHandle, value: object) -> None:

@@ -7,13 +7,13 @@ remote     the home is memory that the device cannot compute with
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import torch
 
 from ... import native
 from ..homes.store import ArrayStore
-from ..machine.device import Device, Event
+from ..machine.device import Device
 from ..machine.tiers import Tier
 from ..units.flat_param import FlatParam
 from ..units.handle import ParamHandle
@@ -52,8 +52,9 @@ class GradHomes:
     def view(self, handle: ParamHandle, *, write: bool, wait: bool = True) -> torch.Tensor:
         """Returns the whole gradient of ``handle`` as a tensor over its home. ``write``: it is
         about to change. ``wait``: block until landing gradients have arrived."""
-        return handle.flat_param.layout.placements[handle.index].view(
-            self._flat(handle.flat_param, write=write, wait=wait)
+        flat_param = handle.flat_param
+        return flat_param.layout.placements[handle.index].view(
+            self._flat(flat_param, write=write, wait=wait)
         )
 
     def flat_view(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
@@ -70,48 +71,34 @@ class GradHomes:
         first = flat_param.layout.own("grad")[0]
         return self._flat(flat_param, write=write, wait=wait)[begin - first : end - first]
 
-    def _flat(self, flat_param: FlatParam, *, write: bool, wait: bool) -> torch.Tensor:
-        """Returns the flat gradient at home. All of its bytes are defined."""
-        flat = self._bytes(flat_param, write=write, wait=wait)
-        for handle in flat_param.handles if flat_param.homes.rows is not None else ():
+    def _flat(
+        self, flat_param: FlatParam, *, write: bool, wait: bool, defines: bool = True
+    ) -> torch.Tensor:
+        """Returns the flat gradient at home. ``defines``: rows that have no gradient become
+        zeros."""
+        if wait and self.queue.landing:
+            self.queue.wait(flat_param)
+        array = flat_param.homes.arrays["grad"]
+        flat = (
+            array.flat
+            if array.tier is not Tier.NVME
+            else self._opened.flat(flat_param, write=write)
+        )
+        for handle in flat_param.handles if defines and flat_param.homes.rows is not None else ():
             record = handle.grad
             if record is not None and not record.are_others_zero:
-                flat = self._bytes(flat_param, write=True, wait=True)
-                for begin, end in self._spans_of(handle, without=record.rows or ()):
-                    flat[begin:end].zero_()
+                rows = self.rows_view(handle)
+                for row in set(range(len(rows))).difference(record.rows or ()):
+                    rows[row].zero_()
                 record.are_others_zero = True
             if record is not None and write:
                 record.rows = None
         return flat
 
-    def _bytes(self, flat_param: FlatParam, *, write: bool, wait: bool) -> torch.Tensor:
-        if wait:
-            self.queue.wait(flat_param)
-        array = flat_param.arrays["grad"]
-        return (
-            array.flat
-            if array.tier is not Tier.NVME
-            else self._opened.flat(flat_param, write=write)
-        )
-
-    @staticmethod
-    def _spans_of(handle: ParamHandle, *, without: Collection[int]) -> list[tuple[int, int]]:
-        """Returns the elements of the rows of ``handle`` that are not in ``without``."""
-        rows, place = (
-            handle.flat_param.homes.rows,
-            handle.flat_param.layout.placements[handle.index],
-        )
-        each = place.numel // rows.count
-        return [
-            (place.offset + row * each, place.offset + (row + 1) * each)
-            for row in range(rows.count)
-            if row not in without
-        ]
-
     def rows_view(self, handle: ParamHandle, *, wait: bool = True) -> torch.Tensor:
         """Returns the gradient of rows at home, ``[rows, elements]``, of which single rows are
         about to be set: the others are as they are."""
-        flat = self._bytes(handle.flat_param, write=True, wait=wait)
+        flat = self._flat(handle.flat_param, write=True, wait=wait, defines=False)
         place = handle.flat_param.layout.placements[handle.index]
         return flat[place.offset : place.end].view(handle.flat_param.homes.rows.count, -1)
 
@@ -139,8 +126,3 @@ class GradHomes:
         self.queue.begin()
         for flat_param in flat_params:
             self._opened.close(flat_param)
-
-    def landing_of(self, flat_param: FlatParam) -> list[Event]:
-        """Lists the events that must complete before the device can read a flat param's gradients
-        at home."""
-        return self.queue.of(flat_param)

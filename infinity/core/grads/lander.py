@@ -6,6 +6,7 @@ home       a tensor over the bytes at home; a function if they are first brought
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +14,7 @@ import torch
 
 from ..homes.store import ArrayStore
 from ..machine.tiers import Tier
+from ..units.flat_param import FlatParam
 from ..units.handle import ParamHandle
 from .changes import GradChanges, multiply
 from .homes import GradHomes
@@ -37,13 +39,15 @@ class Lander:
 
     def land(self, handle: ParamHandle, grad: torch.Tensor, *, adds: bool) -> None:
         """Sets the gradient of ``handle`` to ``grad``, or adds ``grad`` to it (``adds``)."""
-        if _lands_by_rows(handle, adds=adds):
+        flat_param = handle.flat_param
+        if flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
             self._land_rows(handle, grad, self._norms.of, adds=adds)
-        elif self._device.overlaps and handle.flat_param.arrays["grad"].tier is not Tier.DEVICE:
+        elif self._device.overlaps and flat_param.arrays["grad"].tier is not Tier.DEVICE:
             self.beside(handle, *self._flat(handle, grad), adds=adds)
         else:
             self._here(
                 handle,
+                flat_param,
                 partial(self._homes.view, handle, write=True),
                 grad,
                 self._norms.of,
@@ -126,15 +130,17 @@ class Lander:
         """Sets this rank's shard of the gradient to ``own``, or adds it (``adds``). ``own`` is
         flat, in storage order."""
         is_remote = self._homes.is_remote(handle)
-        if _lands_by_rows(handle, adds=adds):
+        flat_param = handle.flat_param
+        if flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
             self._land_rows(handle, own, self._norms.of_shard, adds=adds)
         elif is_remote:
-            handle.flat_param.homes.wait_running()
+            flat_param.homes.wait_running()
             home = self._homes.shard(handle, write=True, wait=False)
             self.beside(handle, home, own, self._norms.of_shard, adds=adds)
         else:
             self._here(
                 handle,
+                flat_param,
                 partial(self._homes.shard, handle, write=True),
                 own,
                 self._norms.of_shard,
@@ -147,6 +153,7 @@ class Lander:
     def _here(
         self,
         handle: ParamHandle,
+        flat_param: FlatParam,
         home: Callable[[], torch.Tensor],
         value: torch.Tensor,
         take_norm: TakeNorm,
@@ -155,19 +162,18 @@ class Lander:
     ) -> None:
         """Lands ``value`` at ``home()``. Also takes the requested norm while the bytes are in
         cache, which saves a second read, perhaps from disk."""
-        record, flat_param = handle.grad, handle.flat_param
-        # 0: it stays on the device
-        nbytes = value.numel() * flat_param.spec.grad_dtype.itemsize if self._device.is_host else 0
-        with self._store.traffic.copying("device->host", nbytes, handle.name):
+        record, order, start = handle.grad, self._norms.order, time.perf_counter()
+        if flat_param.homes.update is not None:
             flat_param.homes.wait_running()
-            there = home()
-            if adds:
-                self._changes.apply_factors(handle, there)
-                there.add_(value)
-            else:
-                there.copy_(value)
-            order = self._norms.order
-            record.norm = None if order is None else (order, take_norm(there, order))
+        there = home()
+        if adds:
+            self._changes.apply_factors(handle, there)
+            there.add_(value)
+        else:
+            there.copy_(value)
+        record.norm = None if order is None else (order, take_norm(there, order))
+        nbytes = there.nbytes if self._device.is_host else 0  # 0: it stays on the device
+        self._store.traffic.copied_here("device->host", nbytes, handle.name, start)
         if self._device.is_host:
             self._device.note_freed(value.nbytes)  # by the caller
 
@@ -234,11 +240,6 @@ class Lander:
             grad.detach().as_strided((place.numel,), (1,), grad.storage_offset()),
             take_norm,
         )
-
-
-def _lands_by_rows(handle: ParamHandle, *, adds: bool) -> bool:
-    is_whole_at_home = adds and handle.grad.rows is None
-    return handle.flat_param.homes.rows is not None and not is_whole_at_home
 
 
 def _rows_of(handle: ParamHandle, grad: torch.Tensor) -> frozenset[int]:

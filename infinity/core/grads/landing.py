@@ -23,7 +23,7 @@ class LandingQueue:
 
     def __init__(self, device: Device, traffic: Traffic, in_flight_nbytes: int):
         self._device, self._traffic = device, traffic
-        self._landing: dict[FlatParam, _Job] = {}
+        self.landing: dict[FlatParam, _Job] = {}
         self._in_flight = InFlight(in_flight_nbytes)  # gradients that the queue still reads
         self._shared_nbytes = min(SHARED_NBYTES, in_flight_nbytes)
         self._next = _Job()
@@ -46,7 +46,7 @@ class LandingQueue:
             self.begin()
         job = self._next
         job.add(send, nbytes, what, read, behind=self._device.now(), begin=self.begin)
-        self._landing[flat_param] = job
+        self.landing[flat_param] = job
         if job.nbytes >= self._shared_nbytes:
             self.begin()
         return job
@@ -60,27 +60,27 @@ class LandingQueue:
     def wait(self, flat_param: FlatParam) -> None:
         """Blocks until the landing gradients of ``flat_param`` have arrived: the host is about to
         use them."""
-        if (landing := self._landing.get(flat_param)) is not None:
+        if (landing := self.landing.get(flat_param)) is not None:
             self.begin()
             with self._traffic.stalled("device->host", "gradients"):
                 landing.wait()
-            del self._landing[flat_param]
+            del self.landing[flat_param]
 
     def of(self, flat_param: FlatParam) -> list[Event]:
         """Lists the events that must complete before the device can read a flat param's gradients
         at home."""
-        if flat_param not in self._landing:
+        if flat_param not in self.landing:
             return []
         self.begin()
-        return [self._landing[flat_param].end]
+        return [self.landing[flat_param].end]
 
     def forget(self, flat_param: FlatParam) -> None:
         """Treats the landing gradients of ``flat_param`` as landed."""
-        self._landing.pop(flat_param, None)
+        self.landing.pop(flat_param, None)
 
     def rebuild(self) -> None:
         """Forgets everything after an exception. Only while no transfer is running."""
-        self._landing.clear()
+        self.landing.clear()
         self._next.give_up()
         self._next = _Job()
         self._in_flight = self._in_flight.emptied()

@@ -317,18 +317,15 @@ class Reducer:
         while self._pending:
             pending = self._pending.pop(0)
             if isinstance(pending, ParamUnit):
-                self._end_unit(pending)
+                # It stays incomplete if more may come on a rank.
+                if pending in self._late:
+                    self._late.remove(pending)
+                    self._incomplete.append(pending)
+                else:
+                    self._on_reduced(pending)
                 continue
             with self._collectives.traffic.stalled("reduce-scatter"):
                 pending.wait()
-
-    def _end_unit(self, unit: ParamUnit) -> None:
-        """Ends the reductions of ``unit``. It stays incomplete if more may come on a rank."""
-        if unit in self._late:
-            self._late.remove(unit)
-            self._incomplete.append(unit)
-        else:
-            self._on_reduced(unit)
 
     # --- gradients kept whole until someone looks (ZeRO-1) ---
 

@@ -51,13 +51,11 @@ class Reduction:
         for handle, has in zip(self._wanted, self._anywhere):
             begin, end = self._flat_param.layout.shard_part(handle.index)
             part = average[begin - first : end - first]
-            if has and (self._is_decided or handle.index in self._got or not _is_nothing(part)):
+            if has and not (self._is_decided or handle.index in self._got):
+                # Negative zeros alone, if no rank had a gradient
+                has = not (part.view(torch.int32) == torch.iinfo(torch.int32).min).all()
+            if has:
                 land(handle, part)
             elif not self._is_decided:
                 undecided.append(handle)
         return undecided
-
-
-def _is_nothing(average: torch.Tensor) -> bool:
-    """Whether an fp32 average consists of negative zeros, as it does if no rank had a gradient."""
-    return bool((average.view(torch.int32) == torch.iinfo(torch.int32).min).all())

@@ -84,10 +84,6 @@ class Table:
         self._find, self.param = find, param
         self._uses: list[weakref.ref] = []  # of graphs that may still run backward
 
-    def is_tracked(self) -> bool:
-        """Tells whether the running forward's use of the weight gets a gradient of its own."""
-        return torch.is_grad_enabled() and self.param.requires_grad and not are_running()
-
     @property
     def is_cast(self) -> bool:
         """Whether layers use autocast's copy of the weight. All of them share it, and autograd adds
@@ -223,7 +219,8 @@ def _forward(module: nn.Module, table: Table) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def told_apart(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not table.is_tracked():
+        gets_gradient = torch.is_grad_enabled() and table.param.requires_grad
+        if torch.compiler.is_compiling() or not gets_gradient or are_running():
             return forward(*args, **kwargs)
         with _Uses(table):
             return forward(*args, **kwargs)

@@ -128,7 +128,10 @@ class GradProxy(AtHome):
         borrowed_args, borrowed_kwargs = tree_map_only(GradProxy, borrowed.lend, (args, kwargs))
         result = func(*borrowed_args, **borrowed_kwargs)
         if func.namespace == "c10d":
-            _wait_for(result)
+            # It may be asynchronous, and writes to a copy.
+            for each in result if isinstance(result, (list, tuple)) else (result,):
+                if hasattr(each, "wait"):
+                    each.wait()
         borrowed.end()
         return (
             borrowed.mutated[0] if borrowed.mutated and isinstance(result, torch.Tensor) else result
@@ -167,13 +170,6 @@ class _Borrowed:
             grad._values.note_edit(grad._infinity_grad, self._borrowed[id(grad)])
             if len(self.from_disk) > 1 or id(grad) in self.copied:
                 grad._values.put(grad._infinity_grad, self._borrowed[id(grad)])
-
-
-def _wait_for(result: Any) -> None:
-    """Waits for a collective that may be asynchronous: it writes to a copy."""
-    for each in result if isinstance(result, (list, tuple)) else (result,):
-        if hasattr(each, "wait"):
-            each.wait()
 
 
 def _norm(grad: GradProxy, order: float) -> torch.Tensor:

@@ -236,8 +236,12 @@ class Accelerator(Device):
         self.memory.note_kept(nbytes)
 
     def begin_pass(self) -> None:
-        if self.where.type == "cuda":
-            _refuse_capture()
+        if self.where.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise UsageError(
+                "this forward is recorded as a CUDA graph, but weights come to other places each"
+                " time, which a graph cannot follow. Run it outside of torch.cuda.graph(), and"
+                ' compile without mode="reduce-overhead".'
+            )
         if self.memory.was_given_back():
             with contextlib.suppress(CapacityError):  # the units then take it one by one
                 self.warm(self.memory.kept_nbytes)
@@ -279,15 +283,6 @@ def no_room(device: Device, what: str, error: BaseException) -> CapacityError:
         " process took it. Lower device_memory, or run fewer samples at once. The device says:"
         f" {str(error).splitlines()[0]}"
     )
-
-
-def _refuse_capture() -> None:
-    if torch.cuda.is_current_stream_capturing():
-        raise UsageError(
-            "this forward is recorded as a CUDA graph, but weights come to other places each time,"
-            " which a graph cannot follow. Run it outside of torch.cuda.graph(), and compile"
-            ' without mode="reduce-overhead".'
-        )
 
 
 def _backend_of(where: torch.device) -> str | None:

@@ -40,7 +40,8 @@ class CardMemory:
         if free is None:
             return None
         # What torch keeps and no tensor has. The driver's context is taken already.
-        free += self._reserved_nbytes() - self._allocated_nbytes()
+        of_tensors = torch.cuda.memory_allocated(self._where) if self._where.type == "cuda" else 0
+        free += self._reserved_nbytes() - of_tensors
         return max(0, free - LIBRARIES_NBYTES - several_ranks * NCCL_NBYTES)
 
     def unused_nbytes(self) -> int:
@@ -65,7 +66,3 @@ class CardMemory:
     def _reserved_nbytes(self) -> int:
         """Returns what the allocator has from the driver; 0 if it does not tell."""
         return torch.cuda.memory_reserved(self._where) if self._where.type == "cuda" else 0
-
-    def _allocated_nbytes(self) -> int:
-        """Returns what living tensors have of that."""
-        return torch.cuda.memory_allocated(self._where) if self._where.type == "cuda" else 0

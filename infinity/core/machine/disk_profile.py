@@ -258,22 +258,18 @@ def _alone(folder: str) -> Iterator[None]:
         time.monotonic() + WAIT_SECONDS,
     )
     try:
-        while not _is_locked_by(descriptor) and time.monotonic() < deadline:
-            time.sleep(0.02)
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.02)
+                continue
+            except OSError:
+                pass  # the file system has no locks
+            break
         yield
     finally:
         os.close(descriptor)
-
-
-def _is_locked_by(descriptor: int) -> bool:
-    """Tries to take the lock. Returns False if it is taken; True if the file system has none."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
 
 
 def _measure(folder: str, kind: str) -> DiskProfile:

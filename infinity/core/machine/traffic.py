@@ -152,10 +152,14 @@ class Traffic:
         try:
             yield
         finally:
-            seconds = time.perf_counter() - start
-            traffic = self.edges[edge]
-            traffic.nbytes += nbytes
-            traffic.busy_seconds += seconds
-            traffic.stall_seconds += seconds
-            self.timed[edge] += nbytes
+            self.copied_here(edge, nbytes, what, start)
+
+    def copied_here(self, edge: str, nbytes: int, what: str, start: float) -> None:
+        """Counts a copy that the training thread itself has made, from ``start`` to now."""
+        seconds, traffic = time.perf_counter() - start, self.edges[edge]
+        traffic.nbytes += nbytes
+        traffic.busy_seconds += seconds
+        traffic.stall_seconds += seconds
+        self.timed[edge] += nbytes
+        if self.moved:
             self.tell(edge, what, start, nbytes=nbytes)

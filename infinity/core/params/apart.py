@@ -90,7 +90,7 @@ def leave_graph(what: str) -> None:
 def has_bytes(tensor: torch.Tensor) -> bool:
     """Tells whether ``tensor`` has bytes of its own: not on meta, of FakeTensorMode, or of a
     transform."""
-    local = local_of(tensor)
+    local = tensor if type(tensor) is torch.Tensor else local_of(tensor)
     return not (local.is_meta or isinstance(local, FakeTensor) or is_of_transform(local))
 
 

@@ -167,12 +167,6 @@ class AssignedGrads:
 
     # --- landing ---
 
-    def has_graph(self, handle: ParamHandle, grad: torch.Tensor) -> bool:
-        """Tells whether the landing ``grad`` is of a backward with ``create_graph``: the gradient
-        is then a tensor with its graph, as in torch, so that a loss may be made of it."""
-        has_graph = grad.requires_grad or handle.grad.with_graph is not None
-        return has_graph and torch.is_grad_enabled() and self.ranks.alone
-
     def sum_with_graph(self, handle: ParamHandle, grad: torch.Tensor) -> torch.Tensor:
         """Adds ``grad``, with its graph, to a gradient that is there."""
         if handle.grad.state is GradState.ABSENT:

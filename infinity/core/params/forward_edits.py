@@ -102,19 +102,18 @@ class ForwardEdits:
             return []
         changed = self._counted()
         params = [param for flat in self._flat_params for param in flat.params]
-        return [param for param in params if param in changed or self._differs(param)]
+        changed |= {
+            param
+            for param, before in self._watched.items()
+            if before is None or not same_bits(own_bytes(param), local_of(before)).all()
+        }
+        return [param for param in params if param in changed]
 
     def take_back(self) -> None:
         """Restores the values before of the parameters that home would not have."""
         for param, before in self._watched.items():
             if before is not None:
                 own_bytes(param).copy_(local_of(before))
-
-    def _differs(self, param: torch.nn.Parameter) -> bool:
-        before = self._watched.get(param)
-        if before is None:
-            return param in self._watched
-        return not same_bits(own_bytes(param), local_of(before)).all()
 
     def write(
         self,

@@ -65,7 +65,11 @@ def install_state_dict(engine: Engine, roots: Sequence[nn.Module]) -> list:
 
     for module in dict.fromkeys(module for root in roots for module in root.modules()):
         is_owner = any(handle_of(param) is not None for param in own_tensors(module))
-        own_dicts = _with_own_state_dicts(module) if module in roots else ()
+        own_dicts = [  # of modules whose class makes its state dict itself, and calls no hook (HQQ)
+            path
+            for path, inner in (module.named_modules() if module in roots else ())
+            if ADDED in inner.__dict__ and type(inner).state_dict is not nn.Module.state_dict
+        ]
         if is_owner:
             removers.append(module._register_state_dict_hook(fill))
             removers.append(_raise_as_they_are(module))
@@ -99,16 +103,6 @@ def _raise_as_they_are(module: nn.Module) -> ReplacedForward:
             args[-1].extend(found)
 
     return ReplacedForward(module, load, "_load_from_state_dict")
-
-
-def _with_own_state_dicts(root: nn.Module) -> list[str]:
-    """Lists the paths of modules with added tensors inside ``root`` whose class makes its state
-    dict itself, and so calls no hook (HQQ)."""
-    return [
-        path
-        for path, module in root.named_modules()
-        if ADDED in module.__dict__ and type(module).state_dict is not nn.Module.state_dict
-    ]
 
 
 def _fill_own(paths: list[str], _module: nn.Module, state: dict, prefix: str, _: dict) -> None:

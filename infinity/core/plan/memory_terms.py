@@ -78,7 +78,11 @@ class MemoryTerms:
         backend = self._backend if staging else ThroughHost
         self._add(Tier.DEVICE, "staged weights", backend.device_nbytes(staging))
         slot, service = self._slot(), self._service()
-        self._add(self._tier_of_buffers, BUFFERS, self._buffers_nbytes)
+        # They stay on the compute device. If the CPU computes that is the host, unless only the
+        # device's budget was given.
+        only_device = self._config.host_memory is None and self._config.device_memory is not None
+        at = Tier.DEVICE if only_device or not self._device.is_host else Tier.HOST
+        self._add(at, BUFFERS, self._buffers_nbytes)
         for kind in kinds():
             for term in kind.terms(self._config, self._units, self._device):
                 self._add(*term)
@@ -101,14 +105,6 @@ class MemoryTerms:
             device_slot_nbytes=device_slot,
             terms=self.terms,
         )
-
-    @property
-    def _tier_of_buffers(self) -> Tier:
-        """The tier charged for the model's buffers, which stay on the compute device. If the CPU
-        computes that is the host, unless only the device's budget was given."""
-        config = self._config
-        only_device = config.host_memory is None and config.device_memory is not None
-        return Tier.DEVICE if only_device or not self._device.is_host else Tier.HOST
 
     def _add(self, tier: Tier, what: str, nbytes: int) -> int:
         if nbytes:

@@ -78,11 +78,6 @@ class _Choices:
     buffers_nbytes: int
     reuses: bool
 
-    @property
-    def are_stepped(self) -> bool:
-        """Whether the optimizer steps any of the units."""
-        return any(flat.spec.stepped for unit in self.units for flat in unit.flat_params)
-
     def plans(self) -> tuple[list[MemoryPlan], MemoryPlan | None, Budgets]:
         """Makes the plans that fit, at most one for each choice of homes. Also returns the one that
         exceeds its budgets least, None if none does, and those budgets."""
@@ -90,7 +85,9 @@ class _Choices:
         least: MemoryPlan | None = None
         least_budgets = self.budgets
         for homes in self._homes():
-            budgets = self._budgets_of(homes)
+            budgets, asked = self.budgets, (self.config.params, self.config.optimizer)
+            if any(home is Tier.DEVICE and given == AUTO for home, given in zip(homes, asked)):
+                budgets = budgets.of_one_memory()
             for rung in LADDER:
                 plan = self._plan_of(homes, rung)
                 if not budgets.over(plan):
@@ -100,15 +97,10 @@ class _Choices:
                     least, least_budgets = plan, budgets
         return fitting, least, least_budgets
 
-    def _budgets_of(self, homes: tuple[Tier, Tier, Tier]) -> Budgets:
-        chosen = zip(homes, (self.config.params, self.config.optimizer))
-        if any(home is Tier.DEVICE and given == AUTO for home, given in chosen):
-            return self.budgets.of_one_memory()
-        return self.budgets
-
     def _homes(self) -> Iterator[tuple[Tier, Tier, Tier]]:
         config, device = self.config, self.device
-        for params, optimizer in _homes(config, device, stepped=self.are_stepped):
+        stepped = any(flat.spec.stepped for unit in self.units for flat in unit.flat_params)
+        for params, optimizer in _homes(config, device, stepped=stepped):
             for grad in _grad_homes(params, optimizer, self.units, config, device):
                 yield params, optimizer, grad
 

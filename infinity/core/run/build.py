@@ -173,7 +173,13 @@ def _make_job(
     """Makes the parts that run while the model runs, and the job of all."""
     store, steps, journal, collectives = base.store, base.steps, base.journal, base.collectives
     trained: list[ParamHandle] = []
-    uses = _make_uses(base, later)
+    uses = Uses(
+        base.scopes,
+        check_process=base.store.check_process,
+        wait=partial(wait_for_others, base.scopes),
+        prepare=lambda repairing: later.engine.prepare(repairing),
+        settle=lambda: later.engine.job.lents.settle(),
+    )
     lents = Lents(steps, collectives.ranks, uses)
     gradients = GradientBank(
         store, resources.grad_staging, collectives, in_flight_nbytes=base.plan.landing_nbytes
@@ -212,17 +218,6 @@ def _make_job(
         events=base.events,
         extensions=base.extensions,
         running=base.running,
-    )
-
-
-def _make_uses(base: _Base, later: Later) -> Uses:
-    """Makes the entry for all uses of the engine."""
-    return Uses(
-        base.scopes,
-        check_process=base.store.check_process,
-        wait=partial(wait_for_others, base.scopes),
-        prepare=lambda repairing: later.engine.prepare(repairing),
-        settle=lambda: later.engine.job.lents.settle(),
     )
 
 

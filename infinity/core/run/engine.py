@@ -68,7 +68,6 @@ class Engine:
             is_only=lambda: all(h.flat_param.spec.optimizer == place for h in job.trained),
             config=job.config,
             units=job.units,
-            trained_in_job=job.trained,
             collectives=job.collectives,
             device=job.device,
             store=job.store,

@@ -44,7 +44,13 @@ class FixedForm:
 
         def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
             module = reference()
-            _refuse_conversion(fn, module.parameters(recurse))
+            for param in module.parameters(recurse):
+                if (handle := handle_of(param)) is None:
+                    continue
+                with torch.no_grad():
+                    converted = fn(param)  # a parameter at home raises, or comes back unchanged
+                if converted is not param:
+                    raise handle.engine.refusal(handle, "a conversion of the model")
             return (
                 type(module)._apply(module, fn, recurse)
                 if of_class is None
@@ -66,19 +72,6 @@ class FixedForm:
             module.__dict__["_apply"] = self._apply
         module.__dict__["_parameters"] = dict(module._parameters)
         module.__dict__["_modules"] = dict(module._modules)
-
-
-def _refuse_conversion(
-    fn: Callable[[torch.Tensor], torch.Tensor], params: Iterable[nn.Parameter]
-) -> None:
-    """Raises UsageError if ``fn`` would make another tensor of a managed parameter."""
-    for param in params:
-        if (handle := handle_of(param)) is None:
-            continue
-        with torch.no_grad():
-            converted = fn(param)  # a parameter at home raises here, or comes back unchanged
-        if converted is not param:
-            raise handle.engine.refusal(handle, "a conversion of the model")
 
 
 class FixedParameters(dict):

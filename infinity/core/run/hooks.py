@@ -13,7 +13,7 @@ from ...errors import UsageError
 from ...torch_private import current_task
 from ..params import mistakes
 from ..params.apart import makes_hooks
-from ..params.parameter import USERS_HOOKS, users_hooks
+from ..params.parameter import USERS_HOOKS
 from ..units.handle import raw_hooks, set_raw_hooks
 from ..units.unit import ParamUnit
 from .engine import Engine
@@ -98,7 +98,7 @@ class LandingHooks:
 
         def landed(param: torch.Tensor) -> None:
             if (running := backward()) is not None:
-                running.accumulated(param, users_hooks(param))
+                running.accumulated(param, param.__dict__.get(USERS_HOOKS))
 
         self._landed = landed  # holds only a weak reference to the backward: see LandingHook
 
@@ -113,21 +113,19 @@ class LandingHooks:
             hook.remove()
 
 
-def _chooses_by_weights(module: torch.nn.Module) -> bool:
-    """Returns whether a module's forward checks the type of its first layer's weights before it
-    calls that layer. TransformerEncoder uses nested tensors, whose padded rows are 0, only for
-    plain tensors."""
-    return isinstance(module, torch.nn.TransformerEncoder) and len(module.layers) > 0
-
-
 def install_hooks(
     engine: Engine, roots: Sequence[torch.nn.Module], owners: dict[torch.nn.Module, list[ParamUnit]]
 ) -> list:
     """Installs hooks on ``roots``, every owner, and every stepped parameter. Returns objects whose
     ``remove`` undoes that, each idempotent."""
     removers: list = []
+    # TransformerEncoder checks the type of its first layer's weights before it calls that layer: it
+    # uses nested tensors, whose padded rows are 0, only for plain tensors.
     encoders = [
-        module for root in roots for module in root.modules() if _chooses_by_weights(module)
+        module
+        for root in roots
+        for module in root.modules()
+        if isinstance(module, torch.nn.TransformerEncoder) and len(module.layers)
     ]
     for module in dict.fromkeys([*roots, *owners, *encoders]):
         units, is_root = owners.get(module, []), module in roots

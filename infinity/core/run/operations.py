@@ -140,7 +140,7 @@ class Operation(OperationKind):
         True,
     )
     STEP_IN_BACKWARD = Call("step_in_backward()", IDLE, True)
-    ZERO_GRAD = Call("zero_grad()", NO_STEP_RUNS | {Right.WHOLE_GRADS}, True)
+    ZERO_GRAD = Call("zero_grad()", NO_STEP_RUNS | {Right.WHOLE_GRADS, Right.WHOLE_STEP}, True)
     USE_GRAD = Call("param.grad", frozenset({Right.WHOLE_GRADS}), True)
     SET_GRAD = Call("setting param.grad", frozenset({Right.WHOLE_GRADS, Right.WHOLE_STEP}), True)
     ADD_PARAM_GROUP = Call("add_param_group()", IDLE, True)

@@ -25,7 +25,7 @@ from ..grads.backward import Backward
 from ..machine.sizes import format_nbytes
 from ..params.apart import makes_hooks
 from ..units.forms import local_of
-from ..units.handle import ParamHandle, handle_of, own_bytes, set_raw_grad
+from ..units.handle import ParamHandle, drop_raw_grads, handle_of, own_bytes
 from ..units.rows import ChosenRows
 from ..units.unit import ParamUnit
 from .context import too_late
@@ -102,7 +102,11 @@ class Passes:
             self._begin(training=torch.is_grad_enabled())
         # Before any unit is held: this may raise, for a module with tensors of an unknown kind.
         keeping = self.job.activations if torch.is_grad_enabled() and begins else None
-        foreign = self._foreign_storages(module) if keeping is not None else set()
+        foreign = {  # that the module keeps itself: buffers, and parameters that nothing moves
+            local_of(tensor).untyped_storage()._cdata
+            for tensor in ((*module.buffers(), *module.parameters()) if keeping is not None else ())
+            if handle_of(tensor) is None and tensor.layout is torch.strided
+        }
         held: list[ParamUnit] = []
         for unit in (self.job.units if is_root else units) if begins else ():
             unit.arrival.begin_pass()
@@ -143,26 +147,16 @@ class Passes:
         if not self._pass.is_accumulating:
             job.uses.check(Operation.LONE_FORWARD)
         job.device.begin_pass()
-        for handle in job.trained if training else ():
-            # Left by a backward that was interrupted before the engine knew of it.
-            set_raw_grad(handle.param, None)
         if training:
+            # Left by a backward that was interrupted before the engine knew of it.
+            flats = [flat for unit in job.units for flat in unit.flat_params]
+            drop_raw_grads([p for flat in flats if flat.homes.spec.stepped for p in flat.params])
             job.gradients.assigned.let_go_unheld()
             if not self._has_told and torch.is_autocast_enabled(job.device.where.type):
                 self._has_told = True
                 _tell_of_autocast(job)
         job.schedule.begin(self._pass.kind if training else "infer")
         job.prefetcher.begin_pass(training=training)
-
-    @staticmethod
-    def _foreign_storages(module: torch.nn.Module) -> set[int]:
-        """Returns the storages that the module keeps itself: buffers, and parameters that the
-        engine does not move."""
-        return {
-            local_of(tensor).untyped_storage()._cdata
-            for tensor in (*module.buffers(), *module.parameters())
-            if handle_of(tensor) is None and tensor.layout is torch.strided
-        }
 
     def leave(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         """Ends the forward of ``module``, with an output or with an exception (then the output is
@@ -196,7 +190,10 @@ class Passes:
             self._watch_backward(frame, args, kwargs, output)
         self._unhold(frame)
         if self.frames and self.frames[-1].looked_at:
-            self._unhold_looked_at(self.frames[-1], frame.units)
+            looked_at = self.frames[-1].looked_at
+            for unit in (each for each in frame.units if each in looked_at):
+                looked_at.remove(unit)
+                self.job.prefetcher.unhold(unit)
         if not self.frames:
             if output is not None:  # a forward that failed uses no gather; recovery drops them
                 self.job.collectives.bulk.wait_for_ordered()
@@ -214,12 +211,6 @@ class Passes:
         for unit in units:
             self.job.prefetcher.hold(unit)
             self.frames[-1].looked_at.append(unit)
-
-    def _unhold_looked_at(self, frame: Frame, units: list[ParamUnit]) -> None:
-        for unit in units:
-            if unit in frame.looked_at:
-                frame.looked_at.remove(unit)
-                self.job.prefetcher.unhold(unit)
 
     def _unhold(self, frame: Frame) -> None:
         for unit in (*frame.units, *frame.looked_at):

@@ -396,11 +396,12 @@ class Prefetcher:
         """
         idle = [other for other in self._pass.resident if other not in self._pass.holds]
         if self._ranks.size == 1 or self._collectives.passes.wait_traces_agree():
-            idle.sort(key=lambda other: -self.schedule.next_use(other.index))
+            if len(idle) > 1:
+                idle.sort(key=lambda other: -self.schedule.next_use(other.index))
         return idle
 
     def _resident_nbytes(self) -> int:
-        return sum(unit.weight_nbytes for unit in self._pass.resident)
+        return sum([unit.weight_nbytes for unit in self._pass.resident])
 
     def _finish(self, unit: ParamUnit) -> None:
         try:

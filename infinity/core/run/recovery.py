@@ -58,7 +58,13 @@ def recover(job: Job, *, finishing: bool) -> None:
     for handle in job.trained:
         set_raw_grad(handle.param, None)
     if job.store.guard.failure is None:  # else the disk gets no more transfers
-        _rebuild_homes(job, finishing=finishing)
+        with job.store.guard:
+            job.gradients.rebuild()
+            if job.activations is not None:
+                job.activations.rebuild()
+            job.store.rebuild()
+            if finishing:
+                job.journal.finish()
     for extension in job.extensions:  # the journal may have swapped two versions of weights
         extension.drop(job)
     if not finishing:
@@ -68,14 +74,3 @@ def recover(job: Job, *, finishing: bool) -> None:
             job.uses.halt("an exception inside step_in_backward left part of a step done")
         job.steps.give_up()
     job.scopes.interrupted = False  # the last thing
-
-
-def _rebuild_homes(job: Job, *, finishing: bool) -> None:
-    with job.store.guard:
-        job.gradients.rebuild()
-        if job.activations is not None:
-            job.activations.rebuild()
-        job.store.rebuild()
-        if not finishing:
-            return
-        job.journal.finish()

@@ -174,7 +174,13 @@ class Resources:
         """Makes the store of activations, or returns None if torch keeps them. ``placed``: an
         extension places what blocks save; ``local_size``: ranks on this machine."""
         home = self._config.activations
-        most = self._most_on_host(local_size)
+        most = None  # bytes of host memory: without a budget, what the plan leaves of what was free
+        if self._config.host_memory is None:
+            planned = self._plan.planned_nbytes(Tier.HOST)
+            if self._store.device.is_host:
+                of_device = self._plan.planned_nbytes(Tier.DEVICE)
+                planned += max(of_device, self._config.device_memory or 0)
+            most = max(0, self._host_left_nbytes // local_size - planned)
         if home in ("host", "nvme"):
             return ActivationStore(
                 self._store,
@@ -189,16 +195,6 @@ class Resources:
         return ActivationStore(
             self._store, Tier.HOST, None, spare_nbytes=max(0, spare), most_nbytes=most
         )
-
-    def _most_on_host(self, local_size: int) -> int | None:
-        """Returns the bytes of host memory for activations: without a budget, what the plan leaves
-        of what was free, as plans measure it."""
-        if self._config.host_memory is not None:
-            return None
-        planned = self._plan.planned_nbytes(Tier.HOST)
-        if self._store.device.is_host:
-            planned += max(self._plan.planned_nbytes(Tier.DEVICE), self._config.device_memory or 0)
-        return max(0, self._host_left_nbytes // local_size - planned)
 
     def _spare_for_activations(self, placed: bool) -> int | None:
         """Returns the bytes that the plan leaves to activations on the device; None: torch keeps

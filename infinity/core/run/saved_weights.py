@@ -21,13 +21,21 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from ...errors import InternalError, UsageError
-from ...torch_private import FakeTensor, current_task, neg_view, push_hooks, top_hooks
-from ..units.forms import is_plain
+from ...torch_private import (
+    FakeTensor,
+    current_task,
+    is_of_transform,
+    neg_view,
+    push_hooks,
+    top_hooks,
+)
+from ..params.apart import makes_hooks
+from ..units.forms import PLAIN, form_of
 from ..units.handle import DisableTorchFunction
 from ..units.inner import has_inner, inner_tensors
 from ..units.unit import ParamUnit
-from ..units.weight_storages import WeightStorages
-from .saved_tensor import SavedTensor, through_forms
+from ..units.weight_storages import WeightStorages, untyped_storage
+from .saved_tensor import SavedLocal, SavedTensor
 
 
 @dataclass(eq=False)
@@ -65,8 +73,8 @@ class SavedWeight:
 
     def check(self) -> None:
         """Raises UsageError if the bytes that the forward computed with are not available in this
-        backward."""
-        if self.version != (self.unit.in_use or self.unit).version and self._is_changed():
+        backward: the unit has another version."""
+        if self._is_changed():
             raise UsageError(
                 f"this backward needs weights of unit {self.unit.name} as they were in its forward,"
                 " but they were changed since (by optimizer.step(), load_state_dict() or an edit)."
@@ -168,6 +176,7 @@ def _place(tensor: torch.Tensor | None) -> tuple | None:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
+@makes_hooks
 def saving_hooks(
     outer: tuple | None, storages: WeightStorages, hold: Callable[[ParamUnit, bool], None]
 ) -> tuple[Callable, Callable]:
@@ -192,29 +201,41 @@ def saving_hooks(
 
     # No function refers to itself, which only the garbage collector would free.
     def pack_one(tensor: torch.Tensor, *, inner: bool = False) -> Any:
-        if tensor.layout is torch.strided and type(tensor) not in OPAQUE:
-            entry = storages.find(tensor)
-            if entry is not None:
-                if counted:
-                    count(tensor)
-                saved = SavedWeight.of(tensor, *entry)
-                if gives_params and not inner and isinstance(tensor, torch.nn.Parameter):
-                    saved.param = weakref.ref(tensor)
-                return saved
+        kind = type(tensor)
+        if (
+            tensor.layout is torch.strided
+            and kind not in OPAQUE
+            and not is_of_transform(tensor)  # which has no storage
+            and untyped_storage(tensor)._cdata in storages.entries
+            and (entry := storages.find(tensor)) is not None
+        ):
+            if counted:
+                count(tensor)
+            saved = SavedWeight.of(tensor, *entry)
+            if gives_params and not inner and issubclass(kind, torch.nn.Parameter):
+                saved.param = weakref.ref(tensor)
+            return saved
         return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
 
-    def pack_local(tensor: torch.Tensor) -> Any:
-        if type(tensor) is torch.Tensor or not has_inner(tensor):
+    def pack(tensor: torch.Tensor) -> Any:
+        if type(tensor) is torch.Tensor:
             return pack_one(tensor)
-        if any(map(storages.find, inner_tensors(tensor))):
+        if (form := form_of(tensor)) is not PLAIN and counted:
+            # A checkpoint compares what it counts: parts differ from what is saved without hooks.
+            return outer_pack(tensor)
+        local = tensor if form is PLAIN else form.local(tensor)
+        if has_inner(local) and any(storages.find(each) for each in inner_tensors(local)):
             # Its inner tensors are parameters, too, but the Function gets the subclass.
-            return SavedSubclass.of(tensor, partial(pack_one, inner=True))
-        return pack_one(tensor)
+            packed: Any = SavedSubclass.of(local, partial(pack_one, inner=True))
+        else:
+            packed = pack_one(local)
+        return packed if form is PLAIN else SavedLocal(packed, form, form.spec(tensor))
 
     def unpack_one(saved: Any) -> torch.Tensor:
         if not isinstance(saved, SavedWeight):
             return saved.tensor() if isinstance(saved, SavedTensor) else outer_unpack(saved)
-        saved.check()
+        if saved.version != (saved.unit.in_use or saved.unit).version:
+            saved.check()
         params = getattr(_unpacked, "params", None)
         if params is not None and saved.param is not None and (param := saved.param()) is not None:
             # The Function gets the parameter, and each use of that brings it again.
@@ -237,14 +258,10 @@ def saving_hooks(
     def unpack(saved: Any) -> torch.Tensor:
         if isinstance(saved, SavedTensor):
             return saved.tensor()
-        return saved.tensor(unpack_one) if isinstance(saved, SavedSubclass) else unpack_one(saved)
+        inner = saved.packed if isinstance(saved, SavedLocal) else saved
+        value = inner.tensor(unpack_one) if isinstance(inner, SavedSubclass) else unpack_one(inner)
+        return saved.form.build(saved.spec, value) if isinstance(saved, SavedLocal) else value
 
-    def pack_whole(tensor: torch.Tensor) -> Any:
-        return (pack_local if is_plain(tensor) else outer_pack)(tensor)
-
-    pack, unpack = through_forms(pack_local, unpack)
-    # What a checkpoint counts, it compares as well: parts differ from what is saved without hooks.
-    pack = pack_whole if counted else pack
     pack.storages, pack.is_counted, pack.gives_params = storages, counted, gives_params
     if count is not outer_pack:  # the tensors are kept, too
         pack.count = count

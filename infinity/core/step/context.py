@@ -33,7 +33,6 @@ class StepContext:
     place: int
     config: Config
     units: list[ParamUnit]
-    trained_in_job: list[ParamHandle]  # the parameters that have optimizer state
     collectives: Collectives
     device: Device
     store: ArrayStore
@@ -58,9 +57,12 @@ class StepContext:
 
     def steps_flat_param(self, flat_param: FlatParam) -> bool:
         """Tells whether ``flat_param`` is this optimizer's to step."""
-        return flat_param.spec.stepped and flat_param.spec.optimizer == self.place
+        spec = flat_param.homes.spec
+        return spec.stepped and spec.optimizer == self.place
 
     @property
     def trained(self) -> list[ParamHandle]:
         """The parameters that this optimizer has state of."""
-        return [h for h in self.trained_in_job if h.flat_param.spec.optimizer == self.place]
+        flats = [flat for unit in self.units for flat in unit.flat_params]
+        own = filter(self.steps_flat_param, flats)
+        return [h for flat in own for h in flat.handles if h.grad is not None]

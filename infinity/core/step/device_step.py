@@ -86,7 +86,11 @@ class DeviceStepper:
         """Chooses which elements of ``flat_params``, which come in order of next use, the device
         steps. ``waits``: see :class:`DeviceShare`. ``processor_rate``: elements per second; 0 if
         unknown."""
-        passing = [flat_param for flat_param in flat_params if self._may_pass(flat_param)]
+        passing = [
+            flat
+            for flat in (flat_params if self._slots else ())
+            if all(array.tier is Tier.HOST for array in flat.arrays.values())
+        ]
         link, rates = self._traffic.rate("host->device"), None
         if passing and processor_rate and link is not None:
             per_element = max(
@@ -96,12 +100,6 @@ class DeviceStepper:
             rates = Rates(processor_rate, link / per_element, numel)
         self.share.note(waits, rates)
         self.share.divide(passing)
-
-    def _may_pass(self, flat_param: FlatParam) -> bool:
-        """Returns whether the state of ``flat_param`` can pass the device."""
-        return bool(self._slots) and all(
-            array.tier is Tier.HOST for array in flat_param.arrays.values()
-        )
 
     def step(
         self,

@@ -77,7 +77,11 @@ class Given:
         """Lets it step by itself again, with the state of ``state_dict`` and of parameters
         ``outside`` of its groups. The group objects, which schedulers refer to, stay the same.
         Idempotent."""
-        self._give_back_calls()
+        for name, own in self._own.items():
+            if own is not None:
+                setattr(self.optimizer, name, own)
+            else:
+                vars(self.optimizer).pop(name, None)
         try:
             # Hooks of users' loads must not run
             vars(self.optimizer).update({kind: OrderedDict() for kind in self.SHARED})
@@ -103,13 +107,6 @@ class Given:
                 error,
             )
             torch.optim.Optimizer.load_state_dict(self.optimizer, state_dict)
-
-    def _give_back_calls(self) -> None:
-        for name, own in self._own.items():
-            if own is not None:
-                setattr(self.optimizer, name, own)
-            else:
-                vars(self.optimizer).pop(name, None)
 
 
 def _ask_instead(

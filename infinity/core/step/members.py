@@ -10,6 +10,7 @@ import torch
 
 from ...errors import UsageError
 from ..grads.record import GradState
+from ..units.flat_param import FlatParam
 from ..units.handle import ParamHandle, handle_of
 from .context import StepContext
 
@@ -23,6 +24,7 @@ class Members:
         self._context, self._has_outside = context, has_outside
         self._params: list[list[torch.Tensor]] = []
         self.group_of: dict[ParamHandle, int] = {}
+        self._flat_params: set[FlatParam] = set()  # of those
 
     def read(self, groups: list[dict[str, Any]]) -> None:
         """Reads the groups. Raises UsageError, with nothing changed, for unknown parameters."""
@@ -31,7 +33,7 @@ class Members:
             len(now) == len(before) and all(map(is_, now, before))
             for now, before in zip(lists, self._params)
         )
-        if is_same and all(self._context.steps_flat_param(h.flat_param) for h in self.group_of):
+        if is_same and all(map(self._context.steps_flat_param, self._flat_params)):
             return
         found: dict[ParamHandle, int] = {}
         for index, params in enumerate(lists):
@@ -47,6 +49,7 @@ class Members:
                     )
                 found[handle] = index
         self._params, self.group_of = [list(params) for params in lists], found
+        self._flat_params = {handle.flat_param for handle in found}
 
     @property
     def are_consumed(self) -> bool:

@@ -23,7 +23,7 @@ from ..params.state_entry import GONE
 from ..run.operations import Operation
 from ..seams import OutsideSteps, kinds
 from ..units.forms import gathered
-from ..units.handle import handle_of
+from ..units.handle import HANDLE, ParamHandle, handle_of
 from ..units.unit import ParamUnit
 from .clipping import clip_factor
 from .context import StepContext
@@ -289,21 +289,27 @@ class InfinityOptimizer(torch.optim.Optimizer):
 
     def unit_landed(self, unit: ParamUnit) -> None:
         """Steps a unit that the backward has left, if it steps units: its gradients landed."""
-        self._stepping.unit_landed(unit, self.param_groups)
+        if self.context.steps.streaming:
+            self._stepping.unit_landed(unit, self.param_groups)
 
     @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Sets gradients to None, or to zeros that the next step applies, as torch does."""
         with self.context.uses.operation(Operation.ZERO_GRAD):
-            for group in self.param_groups:
-                for param in group["params"]:
-                    if set_to_none:
-                        param.grad = None
-                    elif (handle := handle_of(param)) is not None and handle.grad is not None:
-                        self.context.gradients.zero_here(handle)
-                    elif param.grad is not None:
-                        param.grad.zero_()
-            if not set_to_none:
+            own: list[ParamHandle] = []  # cleared at once
+            for param in [param for group in self.param_groups for param in group["params"]]:
+                handle = param.__dict__.get(HANDLE)
+                if set_to_none and handle in self._members.group_of and not handle.is_in_hooks:
+                    own.append(handle)
+                elif set_to_none:
+                    param.grad = None
+                elif handle is not None and handle.grad is not None:
+                    self.context.gradients.zero_here(handle)
+                elif param.grad is not None:
+                    param.grad.zero_()
+            if set_to_none:
+                self.context.gradients.clear(*own)
+            else:
                 self.context.gradients.clips.clear()
                 self.context.steps.forget_backwards()
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ...errors import UsageError
-from ..grads.record import refuse_torn
+from ..grads.record import GradState, refuse_torn
 from ..params.books import OptimizerBooks
 from ..run.journal import Meet
 from ..run.operations import Operation
@@ -78,7 +78,8 @@ class OptimizerStep:
         if not context.steps.begun:
             self.members.reopen_consumed()
         for handle in context.trained:
-            refuse_torn(handle)
+            if handle.grad.state is GradState.TORN:
+                refuse_torn(handle)
 
     def make(self, groups: Groups, clip: float) -> None:
         """Steps all units, after :meth:`prepare`. ``clip``: the factor of all gradients. It is a
@@ -192,12 +193,10 @@ class OptimizerStep:
 
     @torch.no_grad()
     def unit_landed(self, unit: ParamUnit, groups: Groups) -> None:
-        """Steps a unit whose gradients have landed and which the backward has left, if units are
-        stepped there. Not one with frozen parameters: the backward may still need them, and a
-        unit's values change together."""
+        """Steps a unit whose gradients have landed and which the backward has left. Not one with
+        frozen parameters: the backward may still need them, and a unit's values change
+        together."""
         context = self.context
-        if not context.steps.streaming:
-            return
         params = [param for flat in unit.flat_params for param in flat.params]
         if all(flat.spec.stepped for flat in unit.flat_params) and all(
             param.requires_grad for param in params

@@ -98,7 +98,9 @@ def check_torchs(optimizer: torch.optim.Optimizer, base: type, step: str) -> Non
     name = path_of(kind := type(optimizer))
     if not is_torchs(runs := plain_step(kind.step), step):
         raise other_step(name, "is not torch's", runs)
-    if kind is not base and (other := _overridden(kind, base)):
+    between = kind.__mro__[: kind.__mro__.index(base)]
+    names = ("_init_group", "__getattribute__", "__setattr__")
+    if other := next((name for name in names for each in between if name in vars(each)), ""):
         raise ConfigError(
             f"optimizer {name} has a {other}() of its own, which would not run: its update runs"
             f" in the engine's kernels. Use torch.optim.{base.__name__}, or keep this model"
@@ -156,13 +158,6 @@ def refuse_wrapper(optimizer: Any) -> None:
         )
 
 
-def _check_lr(index: int, lr: Any) -> None:
-    """Raises ConfigError for a learning rate that is not a number."""
-    value = lr.item() if isinstance(lr, torch.Tensor) and lr.numel() == 1 else lr
-    if value is not None and (not isinstance(value, (int, float)) or math.isnan(value)):
-        raise ConfigError(f"the optimizer's group {index} has lr={lr!r}: set it to a number")
-
-
 def check_groups(
     known: Known,
     groups: Iterable[Mapping[str, Any]],
@@ -180,8 +175,18 @@ def check_groups(
     for i, group in enumerate(groups):
         if missing := [name for name in needed if name not in group]:
             raise ConfigError(f"the optimizer's group {i} lacks {', '.join(missing)}")
-        _check_lr(i, group.get("lr"))
-        _check_settings(known, i, group)
+        value = lr = group.get("lr")
+        if isinstance(lr, torch.Tensor) and lr.numel() == 1:
+            value = lr.item()
+        if value is not None and (not isinstance(value, (int, float)) or math.isnan(value)):
+            raise ConfigError(f"the optimizer's group {i} has lr={lr!r}: set it to a number")
+        for key, names in known.settings.items():
+            if not isinstance(names, str) and len(group[key]) != len(names):
+                raise ConfigError(
+                    f"the optimizer's group {i} has {key}={group[key]!r}: give {len(names)} numbers"
+                )
+        if known.counters is not None and (unusable := known.counters.unusable(group)):
+            raise ConfigError(f"the optimizer's group {i} has {unusable}")
         for flag in unknown:
             if group.get(flag):
                 raise ConfigError(
@@ -197,30 +202,16 @@ def check_groups(
                     " first, change it, and wrap again."
                 )
         for moment, key in known.only_with.items() if moments is not None else ():
-            if group.get(key) and not _has_room(moments, moment, group):
+            if not group.get(key):
+                continue
+            handles = [handle for handle in map(handle_of, group["params"]) if handle is not None]
+            flats = {each.flat_param for each in handles if each.flat_param.spec.stepped}
+            if moment not in moments or any(moments[moment] not in flat.arrays for flat in flats):
                 raise ConfigError(
                     f"the optimizer's group {i} has {key}={group[key]}, and it was wrapped without"
                     f" {key}, so that there is no room for {moment}. unwrap_model first, set"
                     f" {key}, and wrap again."
                 )
-
-
-def _check_settings(known: Known, index: int, group: Mapping[str, Any]) -> None:
-    """Raises ConfigError for settings of ``group`` that have no step, or none by the rule."""
-    for key, names in known.settings.items():
-        if not isinstance(names, str) and len(group[key]) != len(names):
-            raise ConfigError(
-                f"the optimizer's group {index} has {key}={group[key]!r}: give {len(names)} numbers"
-            )
-    if known.counters is not None and (unusable := known.counters.unusable(group)):
-        raise ConfigError(f"the optimizer's group {index} has {unusable}")
-
-
-def _has_room(moments: Mapping[str, str], moment: str, group: Mapping[str, Any]) -> bool:
-    """Tells whether all parameters of ``group`` that are stepped have an array for ``moment``."""
-    handles = [handle for handle in map(handle_of, group["params"]) if handle is not None]
-    flat_params = {handle.flat_param for handle in handles if handle.flat_param.spec.stepped}
-    return moment in moments and all(moments[moment] in flat.arrays for flat in flat_params)
 
 
 def saved_step(state: Mapping[str, Any], moments: Iterable[str]) -> int:
@@ -232,13 +223,6 @@ def saved_step(state: Mapping[str, Any], moments: Iterable[str]) -> int:
 def is_torchs(step: Callable, name: str) -> bool:
     """Tells whether ``step`` is torch's function of that ``name``."""
     return bool(file_of(step)) and step.__code__.co_qualname == name
-
-
-def _overridden(kind: type, base: type) -> str:
-    """Returns the first method of a step that ``kind`` overrides from ``base``, or ""."""
-    between = kind.__mro__[: kind.__mro__.index(base)]
-    names = ("_init_group", "__getattribute__", "__setattr__")
-    return next((name for name in names for each in between if name in vars(each)), "")
 
 
 def other_step(name: str, how: str, step: Callable) -> ConfigError:

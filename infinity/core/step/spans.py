@@ -13,7 +13,7 @@ import torch
 
 from ... import native
 from ...errors import UsageError
-from ..grads.record import has_landed
+from ..grads.record import GradState
 from ..params.books import OptimizerBooks
 from ..units.flat_param import FlatParam
 from ..units.handle import ParamHandle
@@ -67,20 +67,20 @@ class Spans:
         self._books = books
         self._counted: dict[ParamHandle, tuple[dict[str, float], Numbers]] = {}
 
-    def is_stepped(self, handle: ParamHandle) -> bool:
-        """Tells whether a parameter has a gradient and is in a group."""
-        return has_landed(handle) and handle in self._group_of
+    def stepped(self, flat_param: FlatParam) -> list[ParamHandle]:
+        """Lists the parameters that have a landed gradient and are in a group."""
+        own = [handle for handle in flat_param.handles if handle in self._group_of]
+        return [handle for handle in own if handle.grad.state is GradState.LANDED]
 
     def of(self, flat_param: FlatParam, clip: float = 1.0) -> Iterator[Span]:
         """Yields the spans of landed gradients. Neighbours with the same key form one. ``clip``:
         applied after the gradients' own factors."""
         last = () if clip == 1.0 else (clip,)
         key, begin, end = None, 0, 0
-        first = flat_param.layout.own_shard[0]
-        for handle in flat_param.handles:
-            low, high = flat_param.layout.shard_part(handle.index)
+        first, stepped = flat_param.layout.own_shard[0], set(self.stepped(flat_param))
+        for handle, (low, high) in zip(flat_param.handles, flat_param.layout.shard_parts):
             current = None
-            if self.is_stepped(handle) and low < high:
+            if handle in stepped and low < high:
                 current = self.key(handle, (*handle.grad.factors, *last))
             if current != key:
                 if key is not None:
@@ -92,7 +92,9 @@ class Spans:
 
     def key(self, handle: ParamHandle, factors: tuple[float, ...]) -> Key:
         """Returns what the hyperparameters of a parameter's next step are made of."""
-        counters = tuple(self.counted(handle)[0].items())
+        counters: tuple[tuple[str, float], ...] = ()
+        if self._known.counters is not None:
+            counters = tuple(self.counted(handle)[0].items())
         if self._known.counts_in_groups:
             counters += (("fresh", not handle.has_state),)
         return self._group_of[handle], self._number(handle), factors, counters

@@ -81,24 +81,25 @@ class Stepper:
         for flat in filter(context.steps_flat_param, unit.flat_params):
             draft = flat.homes.draft()
             # Fresh bytes need all weights: parameters without a gradient are copied there.
-            if draft.fresh is not None or any(map(self._spans.is_stepped, flat.handles)):
-                planned.append((flat, draft))
+            stepped = self._spans.stepped(flat)
+            if draft.fresh is not None or stepped:
+                planned.append((flat, draft, stepped))
                 in_place |= draft.fresh is None
         if in_place:  # else gathered weights stay valid
             context.release([unit])
         if context.steps.streaming:
             context.gradients.assigned.settle_early(unit.handles)
         steps = []
-        for flat_param, draft in planned:
+        for flat_param, draft, stepped in planned:
             flat_param.homes.wait_running()
             for handle in flat_param.handles if clip != 1.0 else ():
                 if has_landed(handle):
                     context.gradients.values.prepare_factor(handle, clip)
             after = context.gradients.homes.close_flat_param(flat_param)
-            stepped = list(filter(self._spans.is_stepped, flat_param.handles))
             landed = [(handle, handle.step + 1) for handle in stepped]
             step = FlatParamStep(flat_param, unit.index, version, landed, draft)
-            step.counted = {handle: self._spans.counted(handle)[1] for handle in stepped}
+            if self._known.counters is not None:
+                step.counted = {handle: self._spans.counted(handle)[1] for handle in stepped}
             if flat_param.homes.rows is not None and draft.fresh is None:
                 self._plan_rows(step, after, clip)
             else:
@@ -132,7 +133,8 @@ class Stepper:
                 homes.commit(step.draft, update, behind)
             for handle, number in step.landed:
                 handle.step = number
-                self._books.put_own(handle.param, step.counted.get(handle, {}))
+                if step.counted:
+                    self._books.put_own(handle.param, step.counted.get(handle, {}))
                 handle.changed()
                 handle.grad.move(GradState.CONSUMED)
 
@@ -182,7 +184,7 @@ class Stepper:
                 own,
                 step.draft,
                 version=step.version,
-                behind=self._context.gradients.homes.landing_of(flat_param),
+                behind=self._context.gradients.homes.queue.of(flat_param),
             )
 
     def _processor_update(

@@ -31,7 +31,7 @@ from ..params.tensors import fingerprint
 from .flat_param import FlatParam
 from .forms import form_of, local_of
 from .handle import DisableTorchFunction
-from .weight_storages import WeightStorages
+from .weight_storages import WeightStorages, untyped_storage
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,8 @@ class DeviceBuffer:
         """Whether the parameters are views of this buffer, not of another version of the
         weights."""
         with DisableTorchFunction():
-            shown = storage_guard.identity(local_of(self.flat_param.params[0]))
-        return shown == storage_guard.identity(self.flat)
+            shown = untyped_storage(local_of(self.flat_param.params[0]))._cdata
+        return shown == untyped_storage(self.flat)._cdata
 
     @property
     def is_held(self) -> bool:

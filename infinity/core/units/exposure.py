@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -21,6 +23,8 @@ from .flat_param import FlatParam
 from .forms import form_of
 from .handle import own_bytes
 from .unit_buffers import UnitBuffers
+
+CLASSES = ResidentParameter, StoredParameter
 
 
 class Exposure:
@@ -88,20 +92,19 @@ class Exposure:
                 param.__class__ = class_at_rest(param)
         self.end()
 
+    @cached_property
+    def _switched(self) -> list[tuple[torch.nn.Parameter, Any]]:
+        """The parameters that do not always rest, each with the classes of its form."""
+        params = (param for flat_param in self._flat_params for param in flat_param.params)
+        return [(each, form_of(each).classes) for each in params if not always_rests(each)]
+
     def _switch(self, *, rests: bool) -> None:
-        plain = StoredParameter if rests else ResidentParameter
-        for flat_param in self._flat_params:
-            for param in flat_param.params:
-                if always_rests(param):
-                    continue
-                if (classes := form_of(param).classes) is not None:
-                    param.__class__ = classes[rests]
-                    continue
-                # A class that is asked has to answer.
-                clear_python_key(param)
-                param.__class__ = plain
-                if rests:
-                    set_python_key(param)
+        plain = [param for param, classes in self._switched if classes is None]
+        clear_python_key(*plain)  # a class that is asked has to answer
+        for param, classes in self._switched:
+            param.__class__ = (classes or CLASSES)[rests]
+        if rests:
+            set_python_key(*plain)
 
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor, *, stays: bool) -> None:
         """Watches for changes through ``data``, the ``param.data`` that a user got: torch does not

@@ -108,6 +108,11 @@ class FlatLayout:
         begin, end = max(place.offset, first), min(place.end, first + self.shard_numel)
         return begin, max(begin, end)
 
+    @cached_property  # read in each step
+    def shard_parts(self) -> list[tuple[int, int]]:
+        """The elements of each parameter in this rank's shard."""
+        return [self.shard_part(index) for index in range(len(self.placements))]
+
     def own(self, name: str, rank: int | None = None) -> tuple[int, int]:
         """Returns the elements of the whole array ``name`` at home here (or on ``rank``)."""
         if name == "grad" and self.ranks.keeps_gradients:

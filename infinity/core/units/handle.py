@@ -6,7 +6,7 @@ Owner and Unit: the interfaces that a parameter needs of its engine and its unit
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
@@ -22,6 +22,7 @@ from .flat_param import FlatParam
 from .forms import local_of
 
 DisableTorchFunction = DisableTorchFunction
+HANDLE = "_infinity"  # attribute of a managed parameter and its aliases: their handle
 # Attribute of a parameter with a copy on another rank that makes the same steps: whether norms and
 # checkpoints include this copy.
 COUNTS = "_infinity_counts"
@@ -152,8 +153,9 @@ class ParamHandle:
         ranks."""
         self.edits = 0 if by_load else self.edits
         self.version += 1
-        self.unit.version += 1
-        self.changed_at = self.unit.version
+        unit = self.unit
+        unit.version += 1
+        self.changed_at = unit.version
         self.has_loaded_master = False
         for view in self._views or ():
             torch.autograd.graph.increment_version(view)
@@ -183,13 +185,13 @@ class ParamHandle:
 
 def handle_of(param: torch.Tensor | None) -> ParamHandle | None:
     """Returns the handle of a managed parameter (or of its alias), None for any other tensor."""
-    return param.__dict__.get("_infinity") if isinstance(param, torch.Tensor) else None
+    return param.__dict__.get(HANDLE) if isinstance(param, torch.Tensor) else None
 
 
 def managed(param: torch.Tensor) -> ParamHandle:
     """Returns the handle of a parameter that is known to be managed. Raises InternalError for any
     other tensor."""
-    handle = handle_of(param)
+    handle = param.__dict__.get(HANDLE)
     if handle is None:
         raise InternalError(f"a tensor of shape {tuple(param.shape)} is not managed")
     return handle
@@ -212,6 +214,21 @@ def set_raw_grad(param: torch.Tensor, value: torch.Tensor | None) -> None:
     """Replaces the tensor that autograd accumulates into."""
     with DisableTorchFunction():
         torch.Tensor.grad.__set__(param, value)
+
+
+def take_raw_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Returns the value that autograd accumulated into ``param.grad``, and takes it from there."""
+    with DisableTorchFunction():
+        if (value := torch.Tensor.grad.__get__(param)) is not None:
+            torch.Tensor.grad.__set__(param, None)
+    return value
+
+
+def drop_raw_grads(params: Iterable[torch.Tensor]) -> None:
+    """Drops the values that autograd accumulated into ``param.grad``."""
+    with DisableTorchFunction():
+        for param in params:
+            torch.Tensor.grad.__set__(param, None)
 
 
 def raw_hooks(param: torch.Tensor) -> dict[Any, Callable] | None:

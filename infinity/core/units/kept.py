@@ -137,9 +137,16 @@ class KeptArrays:
         Raises CapacityError without room, with nothing changed; InternalError for names that are
         taken, or that no file can have.
         """
-        self._check_names(name, saved_as or name, keeper)
+        saved_as = saved_as or name
+        keepers = {kept.saved_as: kept.keeper for kept in self._kept}
+        # Those of arrays and terms of the engine's own
+        names = {*ARRAYS, "weights", "gradients", "buffers", *(each.name for each in self._kept)}
+        if name in names or saved_as == UNIT or keepers.get(saved_as, keeper) is not keeper:
+            raise InternalError(f"other arrays are called {name!r}, saved as {saved_as!r}")
+        if not (NAME.fullmatch(name) and NAME.fullmatch(saved_as)):
+            raise InternalError(f"arrays {name!r}, saved as {saved_as!r}: use a-z, 0-9 and _")
         found = self.stepped if flat_params is None else flat_params
-        kept = Kept(self, name, dtype, keeper, saved_as or name)
+        kept = Kept(self, name, dtype, keeper, saved_as)
         wanted = {each: kept.dtype_of(each) for each in found}
         tiers = self.make_room(wanted.items(), what or name, otherwise=otherwise)
         self._kept.append(kept)
@@ -154,15 +161,6 @@ class KeptArrays:
             self.free(kept)
             raise
         return kept
-
-    def _check_names(self, name: str, saved_as: str, keeper: Extension | None) -> None:
-        keepers = {kept.saved_as: kept.keeper for kept in self._kept}
-        # Those of arrays and terms of the engine's own
-        names = {*ARRAYS, "weights", "gradients", "buffers", *(each.name for each in self._kept)}
-        if name in names or saved_as == UNIT or keepers.get(saved_as, keeper) is not keeper:
-            raise InternalError(f"other arrays are called {name!r}, saved as {saved_as!r}")
-        if not (NAME.fullmatch(name) and NAME.fullmatch(saved_as)):
-            raise InternalError(f"arrays {name!r}, saved as {saved_as!r}: use a-z, 0-9 and _")
 
     @property
     def stepped(self) -> list[FlatParam]:

@@ -18,19 +18,19 @@ class WeightStorages:
 
     def __init__(self) -> None:
         # Weak: a unit's buffers refer to this object.
-        self._entries: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}
+        self.entries: dict[int, tuple[weakref.ref[Any], torch.Tensor]] = {}
 
     def enter(self, unit: Any, flat: torch.Tensor) -> None:
         """Registers the storage of ``flat``, a device buffer of ``unit``."""
-        self._entries[storage_guard.identity(flat)] = (weakref.ref(unit), flat)
+        self.entries[storage_guard.identity(flat)] = (weakref.ref(unit), flat)
 
     def replace(self, flat: torch.Tensor, other: torch.UntypedStorage) -> None:
         """Registers ``other``, which is about to become the storage of ``flat``."""
-        self._entries = {
+        self.entries = {
             key: entry
-            for key, entry in self._entries.items()
+            for key, entry in self.entries.items()
             if storage_guard.identity(entry[1]) == key
-        } | {other._cdata: self._entries[storage_guard.identity(flat)]}
+        } | {other._cdata: self.entries[storage_guard.identity(flat)]}
 
     def find(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor] | None:
         """Returns the unit and the device buffer of strided ``tensor``, a weight or a view of one;
@@ -38,7 +38,7 @@ class WeightStorages:
         if is_of_transform(tensor):
             return None  # it has no storage
         key = untyped_storage(tensor)._cdata
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         # The address may belong to another storage by now.
         if entry is None or untyped_storage(entry[1])._cdata != key:
             return None

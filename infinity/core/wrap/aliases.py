@@ -70,7 +70,10 @@ def warn_of_aliases(
             [
                 tensor
                 for tensor in others[key]
-                if id(tensor) in of_dicts or _is_of_graph(tensor, params)
+                # As a forward makes a view of one of them: a graph may keep it.
+                if id(tensor) in of_dicts
+                or tensor.grad_fn is not None
+                or any(tensor._base is local_of(p) and not p.requires_grad for p in params)
             ]
         )
         if others[key] and passed.keys() >= {id(tensor) for tensor in others[key]}:
@@ -280,16 +283,12 @@ def _owner_address(array: np.ndarray) -> int:
 
 def _contains(param: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether all of ``view`` lies in the span of ``param``, of the same storage."""
-    (begin, end), (first, last) = (
-        (at := tensor.storage_offset() * tensor.itemsize, at + _span_nbytes(tensor))
-        for tensor in (param, view)
-    )
-    return begin <= first and last <= end
-
-
-def _span_nbytes(tensor: torch.Tensor) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride()))
-    return (last + 1) * tensor.itemsize
+    spans = []
+    for tensor in (param, view):
+        last = sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride()))
+        begin = tensor.storage_offset()
+        spans += [begin * tensor.itemsize, (begin + last + 1) * tensor.itemsize]
+    return spans[0] <= spans[2] and spans[3] <= spans[1]
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:
@@ -356,14 +355,6 @@ def _in_state_dicts(tensors: list[torch.Tensor], names: set[str]) -> set[int]:
         if isinstance(each, dict) and 2 * len(names & each.keys()) >= len(names):
             found |= {id(each[name]) for name in names & each.keys()}
     return found
-
-
-def _is_of_graph(tensor: torch.Tensor, params: list[nn.Parameter]) -> bool:
-    """Returns whether ``tensor`` is a view of one of ``params`` as a forward makes it: a graph may
-    keep it."""
-    if tensor.grad_fn is not None:
-        return True
-    return any(tensor._base is local_of(param) and not param.requires_grad for param in params)
 
 
 def _may_be_saved(param: nn.Parameter) -> bool:

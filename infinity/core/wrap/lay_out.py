@@ -154,7 +154,11 @@ class Ways:
             if split is not None and surely and not split.is_sure:
                 break
             if split is not None and config.device_memory is None:
-                if not splits or not _is_device_short(refused, config):
+                # What is free of the device is too small, or of the memory that it shares with the
+                # host. Splits do little for budgets that were given.
+                if not splits or refused is None:
+                    break
+                if any(getattr(config, name) is not None for name in refused.needed):
                     break
             way = self._way(config, split)
             if way is None:
@@ -240,12 +244,6 @@ class Ways:
         yield None
         for kind in kinds():
             yield from kind.splits(config, free, self)
-
-
-def _is_device_short(refused: CapacityError | None, config: Config) -> bool:
-    """Whether what is free of the device is too small, or of the memory that it shares with the
-    host; splits do little for budgets that were given."""
-    return refused is not None and all(getattr(config, name) is None for name in refused.needed)
 
 
 class _Way(NamedTuple):

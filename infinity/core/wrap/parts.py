@@ -25,7 +25,9 @@ class Parts(nn.Module):
             )
         ):
             self.__dict__["_init_weights"] = draw
-        if _have_names_in_common(parts):
+        tensors: dict[str, object] = {}
+        named = (each for part in parts for each in part.named_parameters())
+        if any(tensors.setdefault(name, param) is not param for name, param in named):
             for number, part in enumerate(parts):
                 self._modules[str(number)] = part
         else:
@@ -41,15 +43,6 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
 def merged_in(model: nn.Module) -> dict[nn.Module, list[nn.Module]]:
     """Returns the modules of ``model`` that others are merged into, and these."""
     return model.__dict__["merged_of"] if isinstance(model, Parts) else {}
-
-
-def _have_names_in_common(parts: Sequence[nn.Module]) -> bool:
-    tensors: dict[str, object] = {}
-    return any(
-        tensors.setdefault(name, param) is not param
-        for part in parts
-        for name, param in part.named_parameters()
-    )
 
 
 def _merge(

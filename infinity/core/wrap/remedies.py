@@ -103,7 +103,11 @@ def _changes(
         yield {"weights_on_host": None}, "let the engine choose what it caches"
     if config.activations in LOWER:
         yield {"activations": AUTO}, "leave activations on the device"
-    folder = {} if config.nvme_paths else _a_folder()
+    usable = (
+        [] if config.nvme_paths else [each for each in scratch.candidates() if not each.refusal]
+    )
+    found = max(usable, key=lambda each: each.usable_nbytes, default=None)
+    folder: dict[str, Any] = {"nvme_paths": (found.folder,)} if found is not None else {}
     if folder and AUTO in (config.params, config.optimizer):
         yield folder, "add a folder on a disk"
     for homes in _homes(config, steps):
@@ -138,13 +142,6 @@ def _homes(config: Config, steps: bool) -> list[dict[str, Any]]:
     return sorted(
         (each for each in found if each), key=lambda each: (len(each), sorted(each.items()))
     )
-
-
-def _a_folder() -> dict[str, Any]:
-    """Returns a folder on a disk of this machine, if there is one, as Config has it."""
-    usable = [each for each in scratch.candidates() if not each.refusal]
-    found = max(usable, key=lambda each: each.usable_nbytes, default=None)
-    return {"nvme_paths": (found.folder,)} if found is not None else {}
 
 
 def _as_config(fields: Mapping[str, Any]) -> str:

@@ -17,6 +17,7 @@ from ..run.registry import RECORD, Wrapped, wrapped
 from ..step.optimizer import InfinityOptimizer
 from ..step.recognised import as_given, like_given
 from ..units.forms import form_of, local_of, plain_class
+from ..units.handle import HANDLE
 from .parts import parts_of
 
 
@@ -114,7 +115,7 @@ def _plan_unwrap(record: Wrapped, managed: Sequence[InfinityOptimizer]) -> Calla
         for param, (value, grad) in values.items():
             clear_python_key(param)
             param.__class__ = plain_class(param)
-            param.__dict__.pop("_infinity", None)
+            param.__dict__.pop(HANDLE, None)
             form_of(param).show(param, value)
             param.grad = grad
         record.release()

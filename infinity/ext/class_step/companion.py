@@ -18,7 +18,7 @@ from ...core.seams import Extension, OutsideSteps
 from ...core.step.given import Given
 from ...core.step.known import Known
 from ...core.step.rules import plain_step
-from ...core.units.handle import handle_of
+from ...core.units.handle import HANDLE
 from ...core.wrap.described_model import can_step
 from ...errors import ConfigError, UsageError
 from .entries import OwnCode
@@ -28,7 +28,7 @@ Groups = list[dict[str, Any]]
 
 def outside_of(group: dict[str, Any]) -> list[torch.Tensor]:
     """Lists the parameters of ``group`` that the engine does not move."""
-    return [param for param in group["params"] if handle_of(param) is None]
+    return [param for param in group["params"] if HANDLE not in param.__dict__]
 
 
 class Outside(Extension):

@@ -112,15 +112,15 @@ def test_what_must_end_before_gradients_are_read_is_told(monkeypatch):
     job, homes, gate = held_up(monkeypatch)
     first, second = (handle.flat_param for handle in job.handles[:2])
     homes.queue.wait(second)
-    assert homes.landing_of(second) == [] and homes.close_flat_param(second) == []
-    (event,) = homes.landing_of(first)
+    assert homes.queue.of(second) == [] and homes.close_flat_param(second) == []
+    (event,) = homes.queue.of(first)
     (ticket,) = homes.close_flat_param(first)
     assert not event.done and not ticket.done
     gate.set()
     ticket.wait()
     assert event.done
     homes.queue.wait(first)
-    assert homes.close_flat_param(first) == [] == homes.landing_of(first)
+    assert homes.close_flat_param(first) == [] == homes.queue.of(first)
 
 
 def test_after_an_exception_nothing_is_waited_for(monkeypatch):
@@ -128,10 +128,10 @@ def test_after_an_exception_nothing_is_waited_for(monkeypatch):
     job, homes, gate = held_up(monkeypatch)
     first = job.handles[0].flat_param
     gate.set()
-    homes.landing_of(first)[0].wait()
-    assert len(homes.landing_of(first)) == 1
+    homes.queue.of(first)[0].wait()
+    assert len(homes.queue.of(first)) == 1
     homes.rebuild()
-    assert homes.landing_of(first) == []
+    assert homes.queue.of(first) == []
 
 
 def test_the_whole_gradient_is_read_after_it_has_landed(monkeypatch):

@@ -132,10 +132,10 @@ def test_only_a_device_with_transfers_of_its_own_lands_beside_the_compute(job):
     """Method: whether the gradient's arrival is still listed."""
     flat_param = job.handles[0].flat_param
     land(job, ODD, adds=False)
-    assert len(parts_of(job).gradients.homes.landing_of(flat_param)) == is_beside(job)
+    assert len(parts_of(job).gradients.homes.queue.of(flat_param)) == is_beside(job)
     parts_of(job).gradients.homes.queue.wait(flat_param)
     land(job, ODD, adds=False, whole=False)
-    assert len(parts_of(job).gradients.homes.landing_of(flat_param)) == is_beside(job)
+    assert len(parts_of(job).gradients.homes.queue.of(flat_param)) == is_beside(job)
 
 
 def test_a_landed_gradient_counts_as_freed_where_the_host_computes(job, monkeypatch):
