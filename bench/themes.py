@@ -95,6 +95,7 @@ THEMES = {
             "loops over parameters",
             ("infinity/core/params", "infinity/core/homes"),
         ),
+        "small": Part("bench.small", "what small models cost beside plain torch", ENGINE),
     },
     "train": {
         "train": Part("bench.endtoend", "systems in processes of their own", ENGINE),
