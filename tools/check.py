@@ -7,7 +7,7 @@ order     first the test files that are named after the module, then those that 
           rest of the room
 
 Slow tests and those of several ranks are left out. A test whose turn comes too late is skipped and
-counted.
+counted. The exit status is 1 if no test ran.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = ROOT / "tests"
@@ -121,7 +123,30 @@ def main(arguments: list[str]) -> int:
         "OMP_NUM_THREADS": "1",
         "INFINITY_TEST_SECONDS": os.environ.get("INFINITY_TEST_SECONDS", str(SECONDS)),
     }
-    return subprocess.run(command, cwd=ROOT, env=environment).returncode
+    report = ROOT / "build" / "check.xml"
+    report.unlink(missing_ok=True)
+    command.append(f"--junitxml={report}")
+    status = subprocess.run(command, cwd=ROOT, env=environment).returncode
+    return status or none_ran(report)
+
+
+def none_ran(report: Path) -> int:
+    """Returns 1 if pytest's ``report`` has no test that ran, and says what to do; else 0."""
+    tests = list(ElementTree.parse(report).getroot().iter("testcase"))
+    if any(test.find("skipped") is None for test in tests):
+        return 0
+    reasons = Counter(
+        test.find("skipped").get("message", "")
+        for test in tests
+        if test.find("skipped") is not None
+    )
+    told = "; ".join(f"{count} skipped: {reason}" for reason, count in reasons.most_common(3))
+    print(
+        f"No test ran ({told or 'none was chosen'}). Raise INFINITY_TEST_SECONDS, leave out other"
+        " options, or run `make test`.",
+        file=sys.stderr,
+    )
+    return 1
 
 
 if __name__ == "__main__":

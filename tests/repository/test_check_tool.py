@@ -92,3 +92,41 @@ def test_files_that_start_processes_have_their_marks():
     assert marks.marks_of(tests / "ranks" / "test_ranks.py") == ("ranks", "processes")
     assert marks.marks_of(tests / "core" / "homes" / "test_failures.py") == ("processes",)
     assert marks.marks_of(tests / "core" / "params" / "test_mistakes.py") == ()
+
+
+@pytest.mark.parametrize(
+    "cases, status, told",
+    [
+        (["skipped", "skipped"], 1, "2 skipped: too late"),
+        ([], 1, "none was chosen"),
+        (["skipped", "passed"], 0, ""),
+        (["failed"], 0, ""),  # pytest's own status says so
+    ],
+)
+def test_a_run_without_a_test_fails_and_says_what_to_do(
+    tool, tmp_path, capsys, cases, status, told
+):
+    """Method: reports as pytest writes them."""
+    inside = {"skipped": "<skipped message='too late'/>", "failed": "<failure/>", "passed": ""}
+    found = "".join(f"<testcase name='a'>{inside[each]}</testcase>" for each in cases)
+    (tmp_path / "report.xml").write_text(f"<testsuites><testsuite>{found}</testsuite></testsuites>")
+    assert tool.none_ran(tmp_path / "report.xml") == status
+    said = capsys.readouterr().err
+    assert told in said and ("INFINITY_TEST_SECONDS" in said) == bool(status)
+
+
+def test_time_counts_from_the_first_test(monkeypatch):
+    """Method: a clock of the test's: an hour passes before the first test, then more than there is.
+    Twin: without the variable nothing is skipped."""
+    now = [3600.0]
+    monkeypatch.setattr(marks, "STARTED", [])
+    monkeypatch.setattr(marks.time, "monotonic", lambda: now[0])
+    monkeypatch.setenv("INFINITY_TEST_SECONDS", "45")
+    marks.skip_after_time()
+    now[0] += 44
+    marks.skip_after_time()
+    now[0] += 2
+    with pytest.raises(pytest.skip.Exception, match="the 45 seconds"):
+        marks.skip_after_time()
+    monkeypatch.delenv("INFINITY_TEST_SECONDS")
+    marks.skip_after_time()
