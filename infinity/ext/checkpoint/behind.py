@@ -94,16 +94,14 @@ class SaveBuffers:
                     raise
                 continue
             break
-        self._account, self._more = ledger.accounts[Tier.HOST], max(0, held - planned_nbytes)
-        self._account.planned_nbytes += self._more
+        self.more_nbytes = max(0, held - planned_nbytes)  # than was planned
         self.slots = make_slots(slots - SLOT_NBYTES)
         self.service = native.PinnedPool(native.Region(SERVICE_NBYTES))
 
     def free(self) -> None:
         """Frees the memory. Idempotent."""
         self._charge.release()
-        self._account.planned_nbytes -= self._more
-        self._more, self.slots, self.service = 0, None, None
+        self.slots, self.service = None, None
 
 
 def save_beside(draft: Draft, engine: Engine) -> Saving | None:
@@ -119,7 +117,11 @@ def save_beside(draft: Draft, engine: Engine) -> Saving | None:
         if all(job.collectives.collect(buffers is not None, "room for a save beside the training")):
             for values, name, value in exposed:
                 values[name] = value.copy(), values[name][1]
-            return Saving(draft, engine, updates, buffers).start(engine)
+            saving = Saving(draft, engine, updates, buffers).start(engine)
+            # From now on: the next save takes it again, and peaks are compared with the plan.
+            job.planned.add(Tier.HOST, SAVE, buffers.more_nbytes)
+            job.ledger.accounts[Tier.HOST].planned_nbytes += buffers.more_nbytes
+            return saving
     except BaseException:
         if buffers is not None:
             buffers.free()

@@ -289,8 +289,9 @@ infinity.save_checkpoint(sys.argv[1], net, optimizer, extra="the last", wait=Fal
 
 
 def test_memory_is_charged_and_without_room_it_waits(tmp_path, swap, caplog, monkeypatch):
-    """Claim: the buffers are in the plan while they are held, and given back. The twin: a budget
-    without room for them makes the save wait, with one line that says so."""
+    """Claim: the buffers are given back, and stay in the plan, with which a peak is compared; the
+    next save adds nothing. The twin: a budget without room for them makes the save wait, with one
+    line that says so."""
     job = started(("nvme", "nvme"), swap, 1)
     account = parts_of(job.model).ledger.accounts[Tier.HOST]
     before = account.charged_nbytes, account.planned_nbytes
@@ -302,8 +303,12 @@ def test_memory_is_charged_and_without_room_it_waits(tmp_path, swap, caplog, mon
             held_nbytes >= 20 * 2**20
             and before[1] < account.planned_nbytes <= before[1] + held_nbytes
         )
+        planned = account.planned_nbytes
     saving.wait()
-    assert (account.charged_nbytes, account.planned_nbytes) == before
+    job.save(tmp_path / "saved", wait=False).wait()
+    assert (account.charged_nbytes, account.planned_nbytes) == (before[0], planned)
+    assert account.peak_nbytes <= planned
+    assert sum(parts_of(job.model).planned.plan.terms[Tier.HOST].values()) == planned
     account.budget_nbytes = account.charged_nbytes + 2**20
     assert job.run(2).save(tmp_path / "saved", wait=False) is None
     assert "waits for this save: beside it, a save needs 20.0 MiB of host_memory" in caplog.text
