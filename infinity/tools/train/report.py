@@ -175,8 +175,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
             continue
         busy = counts["busy_seconds"]
         moved = [
-            _size(counts["nbytes"]),
-            _size(counts["nbytes"] / steps_count),
+            _size(counts["nbytes"]) if counts["nbytes"] else "-",
+            _size(counts["nbytes"] / steps_count) if counts["nbytes"] else "-",
             f"{counts['nbytes'] / busy / 1e9:.2f} GB/s" if busy else "-",
         ]
         edges.append((edge, *moved, f"{counts['stall_seconds']:.1f} s"))
