@@ -137,10 +137,15 @@ def _lines(
     ends: dict[str, Finish],
     rounds: list[dict[str, list[str]]],
 ) -> list[str]:
-    objective = float(allocation.objective)
+    least = f"every job gets at least {float(allocation.objective):.4g} times its equal share"
+    if any(job.weight != 1 for job in fleet.jobs.values()):
+        least += ", times its weight"
+    if any(job.gpus != 1 for job in fleet.jobs.values()):
+        least += ", divided by its GPUs"
     told = {
-        "max-min": f"every job gets at least {objective:.4g} times its equal share",
-        "makespan": f"the last job ends after {_hours(objective)}",
+        "max-min": least,
+        # Of the table: shares are found anew when a job ends, so the last one ends earlier
+        "makespan": f"the last job ends after {_hours(max(end.seconds for end in ends.values()))}",
         "cheapest": "the most steps for a dollar",
     }[policy]
     table = [("job", *fleet.workers, "steps/s", "ends after", "dollars")]
