@@ -20,7 +20,7 @@ from ...errors import ConfigError
 from ...ext.checkpoint.interval import steps_between
 from ...files.outputs import Output, check_outputs
 from ...untrusted import parse_json, printable, read_text
-from ..cli.values import a_number_of_tokens, a_path, columns, parse_seconds
+from ..cli.values import a_count, a_number_of_tokens, a_path, columns, parse_seconds
 from ..plan import sky
 from .cost import DAY, FORMAT, Bill, Move, Profile, Rental, Saves
 from .prices import Offer, parse_time, read_lifetimes, read_prices
@@ -37,11 +37,23 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add("--profile", type=a_path, required=True, metavar="FILE", help="report of `infinity train`")
     add("--prices", type=a_path, required=True, metavar="FILE", help="a CSV file of offers")
     add("--tokens", type=a_number_of_tokens, required=True, metavar="N", help="to train, as 2B")
+    add(
+        "--nodes",
+        type=a_count,
+        default=1,
+        metavar="N",
+        help="machines of an offer that train together; each loss is one of the job (default 1)",
+    )
     add("--start", metavar="TIME", help="of the job (default: the first time of the prices)")
     add("--move", metavar="TEXT", help="plan moves, of 'seconds=auto dollars=9' each")
     loss = parser.add_mutually_exclusive_group()
     loss.add_argument("--between-failures", metavar="S", help="mean life of a spot machine, as 6h")
     loss.add_argument("--lifetimes", type=a_path, metavar="FILE", help="a CSV file of such lives")
+    add(
+        "--on-demand-failures",
+        metavar="S",
+        help="mean time between failures of an on-demand machine, as 60d (default: it has none)",
+    )
     add(
         "--notice",
         default="0",
@@ -106,7 +118,8 @@ def _rental(
     args: argparse.Namespace, profile: Profile, offers: list[Offer]
 ) -> tuple[Rental, dict[str, str]]:
     """Returns the job on the offers whose GPU the profile knows, and why others are left out."""
-    rated = [(each, profile.tokens_per_second(each.gpu, each.count)) for each in offers]
+    nodes = args.nodes
+    rated = [(each, profile.tokens_per_second(each.gpu, nodes * each.count)) for each in offers]
     left_out = {each.gpu: "is not in the profile" for each, rate in rated if rate is None}
     known, rates = [each for each, rate in rated if rate], [rate for _, rate in rated if rate]
     if not known:
@@ -114,15 +127,13 @@ def _rental(
             f"{args.prices} has no GPU of {args.profile}: it has {', '.join(sorted(left_out))};"
             f" the profile has {', '.join(profile.gpus)}"
         )
-    losses = [0.0] * len(known)
-    if args.between_failures is not None:
-        between = parse_seconds(args.between_failures, "--between-failures")
-        if not between:
-            raise ConfigError("--between-failures 0: give seconds above 0")
-        losses = [1 / between if each.market == "spot" else 0.0 for each in known]
-    elif args.lifetimes is not None:
-        lives = read_lifetimes(args.lifetimes)
-        losses = [lives.per_second(each) if each.market == "spot" else 0.0 for each in known]
+    spot = _per_second(args.between_failures, "--between-failures")
+    on_demand = _per_second(args.on_demand_failures, "--on-demand-failures")
+    lives = None if args.lifetimes is None else read_lifetimes(args.lifetimes)
+    losses = [
+        nodes * (on_demand if each.market != "spot" else lives.per_second(each) if lives else spot)
+        for each in known
+    ]
     saves = None
     if most := max(losses):
         save = profile.known_save("the loss of a machine")
@@ -136,8 +147,18 @@ def _rental(
         losses=losses,
         saves=saves,
         notice=parse_seconds(args.notice, "--notice"),
+        nodes=nodes,
     )
     return job, left_out
+
+
+def _per_second(given: str | None, option: str) -> float:
+    """Returns how often a machine is lost; 0 for what is not given."""
+    if given is None:
+        return 0.0
+    if not (between := parse_seconds(given, option)):
+        raise ConfigError(f"{option} 0: give seconds above 0")
+    return 1 / between
 
 
 def _first_time(offers: list[Offer]) -> float:
@@ -177,9 +198,12 @@ def report(job: Rental, left_out: dict[str, str], move: Move | None) -> dict[str
     rows, left_out = [], dict(left_out)
     for offer, rate, losses, bill in zip(job.offers, job.expected_rates, job.losses, job.stays()):
         if bill is None:
-            left_out[offer.name] = "has no price yet" if rate else "is lost too often to get ahead"
+            left_out[job.name_of(offer)] = (
+                "has no price yet" if rate else "is lost too often to get ahead"
+            )
             continue
         row = {name: getattr(offer, name) for name in OFFER_KEYS}
+        row |= {"name": job.name_of(offer), "nodes": job.nodes}
         lost = bill.seconds * losses if job.saves else None  # None: no rate of losses was given
         row |= {"tokens_per_second": float(rate), "losses": lost}
         rows.append(row | {"hours": bill.seconds / 3600, "dollars": bill.dollars})
@@ -193,6 +217,7 @@ def report(job: Rental, left_out: dict[str, str], move: Move | None) -> dict[str
         "start": _iso(job.start),
         "saves": job.saves and dataclasses.asdict(job.saves),
         "lost_seconds": job.saves and job.saves.lost_seconds(job.notice),
+        "lost_seconds_on_demand": job.saves and job.saves.lost_seconds(0.0),
         "notice_seconds": job.notice,
         "notice_suffices": job.saves and job.saves.fit(job.notice),
         "offers": rows,
@@ -208,7 +233,7 @@ def _plan(job: Rental, bill: Bill) -> dict[str, Any]:
         {
             "day": day,
             "time": _iso(job.start + day * DAY),
-            "offer": job.offers[at].name,
+            "offer": job.name_of(job.offers[at]),
             "dollars_per_hour": float(prices[day, at]),
         }
         for day, at in enumerate(bill.path)
@@ -244,6 +269,11 @@ def _lines(found: dict[str, Any]) -> list[str]:
             f" {format_seconds(found['notice_seconds'])}, and saves are"
             f" {format_seconds(saves['interval_seconds'])} apart.",
         ]
+        if any(row["market"] != "spot" and row["losses"] for row in rows):
+            lost = format_seconds(found["lost_seconds_on_demand"])
+            lines.append(
+                f"A failure of an on-demand machine comes without notice, and costs {lost}."
+            )
     if plan:
         lines += ["", *_plan_lines(plan, rows[0]["dollars"], found["move"])]
     if left_out := [f"left out: {name} {why}" for name, why in found["left_out"].items()]:

@@ -71,8 +71,8 @@ class Profile:
         number was not measured, the rate of the nearest one grows with the number."""
         rates = [(*_name_and_count(name), rate) for name, rate in self.gpus.items()]
         same = [each for each in rates if each[0].lower() == gpu.lower()]
-        if not same and (words := _words(gpu)):
-            same = [each for each in rates if words <= _words(each[0])]
+        if not same and (words := {*_words(gpu)}):
+            same = [each for each in rates if words <= _runs(_words(each[0]))]
         if not same:
             return None
         _, measured, rate = min(same, key=lambda each: abs(each[1] - count))
@@ -100,9 +100,14 @@ def _name_and_count(name: str) -> tuple[str, int]:
     return (gpu, int(count)) if gpu and re.fullmatch("[1-9][0-9]{0,5}", count) else (name, 1)
 
 
-def _words(text: str) -> set[str]:
-    """Returns the words of a name, so that H100 is found in "NVIDIA H100 80GB HBM3"."""
-    return set(re.findall(r"[a-z0-9]+", text.lower()))
+def _words(text: str) -> list[str]:
+    """Lists the words of a name, so that H100 is found in "NVIDIA H100 80GB HBM3"."""
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def _runs(words: list[str]) -> set[str]:
+    """Returns words and neighbours in one, so that RTX4090 is found in "GeForce RTX 4090"."""
+    return {*words, *map("".join, zip(words, words[1:]))}
 
 
 @dataclass(frozen=True)
@@ -140,11 +145,13 @@ class Rental:
     start
         Seconds since 1970.
     rates, losses
-        Of each offer: tokens per second, and losses expected per second.
+        Of each offer: tokens per second, and losses expected per second, on all its machines.
     saves
         None if no machine is lost; then the job need not save.
     notice
-        Seconds from the warning of a loss to the end of the machine.
+        Seconds from the warning of a loss to the end of a spot machine. Others have none.
+    nodes
+        Machines of an offer that train together. The loss of one is a loss of the job.
     """
 
     tokens: float
@@ -154,20 +161,27 @@ class Rental:
     losses: Sequence[float]
     saves: Saves | None = None
     notice: float = 0.0
+    nodes: int = 1
+
+    def name_of(self, offer: Offer) -> str:
+        """Returns the name of an offer with the number of machines, if there are several."""
+        return offer.name if self.nodes == 1 else f"{self.nodes} x {offer.name}"
 
     @property
     def expected_rates(self) -> np.ndarray:
         """Tokens per second with saves and losses [offers]; 0 where the job would never end."""
         shares = [
-            self.saves.training_share(losses, self.notice) if self.saves and losses else 1.0
-            for losses in self.losses
+            self.saves.training_share(losses, self.notice if offer.market == "spot" else 0.0)
+            if self.saves and losses
+            else 1.0
+            for offer, losses in zip(self.offers, self.losses)
         ]
         return np.array(self.rates) * shares
 
     @cached_property
     def prices(self) -> np.ndarray:
-        """Dollars per hour when each day begins [days, offers]; infinite before the first one that
-        was seen. Raises ConfigError for more than ten years."""
+        """Dollars per hour of all machines when each day begins [days, offers]; infinite before the
+        first one that was seen. Raises ConfigError for more than ten years."""
         last = max(each.times[-1] for each in self.offers)
         days = 1 + max(0, math.ceil((last - self.start) / DAY)) if last > self.start else 1
         if days > MOST_DAYS:
@@ -176,7 +190,8 @@ class Rental:
                 " others, or give a later start"
             )
         times = [self.start + day * DAY for day in range(days)]
-        return np.array([[each.price_at(time) for each in self.offers] for time in times])
+        found = [[each.price_at(time) for each in self.offers] for time in times]
+        return self.nodes * np.array(found)
 
     def stays(self) -> list[Bill | None]:
         """Returns the bill for staying at each offer; None where it has no price at the start, or

@@ -20,7 +20,9 @@ def task(found: dict[str, Any]) -> str:
     lines = [f"{HEAD}: `sky jobs launch` takes it."]
     for stay in plan["stays"][1:] if plan else ():
         lines.append(f"# On day {stay['day']} ({stay['time']}) move to {stay['offer']}.")
-    lines += ["name: infinity", "resources:", "  ordered:"]
+    nodes = rows[0].get("nodes", 1)
+    lines += ["name: infinity", *([f"num_nodes: {nodes}"] if nodes > 1 else [])]
+    lines += ["resources:", "  ordered:"]
     for row in rows[:OFFERS]:
         accelerators = f"{row['gpu']}:{row['count']}"
         lines += [
@@ -36,9 +38,23 @@ def task(found: dict[str, Any]) -> str:
         "    name: infinity-checkpoints  # a bucket of your own",
         "    mode: MOUNT_CACHED",  # MOUNT takes no writes in the middle of a file
         "setup: pip install 'infinity-engine[train]'",
-        "run: infinity train --config job.toml --checkpoint /checkpoints/job --resume",
+        *_run(nodes),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _run(nodes: int) -> list[str]:
+    """Writes the job's line: of several machines, torchrun's."""
+    job = "infinity train --config job.toml --checkpoint /checkpoints/job --resume"
+    if nodes == 1:
+        return [f"run: {job}"]
+    return [
+        "run: |",
+        "  torchrun --nnodes $SKYPILOT_NUM_NODES --node-rank $SKYPILOT_NODE_RANK \\",
+        "    --nproc-per-node $SKYPILOT_NUM_GPUS_PER_NODE --master-port 29400 \\",
+        '    --master-addr "$(echo "$SKYPILOT_NODE_IPS" | head -n1)" \\',
+        f"    -m {job}",
+    ]
 
 
 def _quoted(text: str) -> str:

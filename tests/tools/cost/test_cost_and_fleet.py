@@ -163,6 +163,70 @@ def test_lives_of_machines_give_their_rate(place, capsys):
     assert lost["gcp"] == 0 and lost["aws"] > 0
 
 
+def test_several_machines_cost_and_fail_together(place, capsys):
+    """By hand: three machines train three times as fast, cost three times as much an hour, and one
+    of them is lost three times as often. Twins: one machine, and a rate of its own for as many
+    GPUs."""
+    lost = ("--between-failures", "90000", "--notice", "25s")
+    one = {row["market"]: row for row in reported(capsys, *COST, *lost)["offers"]}
+    found = reported(capsys, *COST, *lost, "--nodes", "3")
+    three = {row["market"]: row for row in found["offers"]}
+    assert three["on-demand"]["tokens_per_second"] == 3 * one["on-demand"]["tokens_per_second"]
+    assert three["on-demand"]["dollars"] == pytest.approx(one["on-demand"]["dollars"])
+    spot = three["spot"]
+    assert spot["losses"] == pytest.approx(3 * spot["hours"] * 3600 / 90000)
+    assert spot["name"].startswith("3 x ") and spot["nodes"] == 3 and one["spot"]["nodes"] == 1
+    own = {"NVIDIA A100-SXM4-80GB:1": 2000.0, "A100:24": 30000.0}
+    (place / "run.json").write_text(json.dumps(PROFILE | {"gpus": own}))
+    rows = reported(capsys, *COST, "--nodes", "3")["offers"]
+    assert {row["tokens_per_second"] for row in rows if row["count"] == 8} == {30000.0}
+    assert main([*COST, "--nodes", "3", "--sky", "task.yaml"]) == 0
+    assert "num_nodes: 3" in (task := (place / "task.yaml").read_text()) and "torchrun" in task
+
+
+def test_machines_on_demand_fail_without_notice(place, capsys):
+    """By hand: a save fits the notice of a spot machine, and an on-demand one gives none: it loses
+    half the time between two saves. Twins: none is given, and a mean life of 0."""
+    options = ("--on-demand-failures", "15000", "--notice", "25s")
+    found = reported(capsys, *COST, *options)
+    rows = {row["market"]: row for row in found["offers"]}
+    share = 775 / 795 * (1 - (775 / 2 + 10) / 15000)
+    assert rows["on-demand"]["tokens_per_second"] == pytest.approx(8 * 2000 * share)
+    assert rows["on-demand"]["losses"] > 0 and rows["spot"]["losses"] == 0
+    assert found["lost_seconds"] == 30.0 and found["lost_seconds_on_demand"] == 775 / 2 + 10
+    assert main([*COST, *options]) == 0
+    assert "comes without notice, and costs" in capsys.readouterr().out
+    assert {row["losses"] for row in reported(capsys, *COST)["offers"]} == {None}
+    assert "above 0" in refused(capsys, [*COST, "--on-demand-failures", "0"])
+
+
+def test_a_plan_is_a_profile(place, capsys):
+    """The rate of a planned machine prices its GPU: of one, of two, and of a mesh. Twin: a GPU that
+    was not planned is named."""
+    (place / "prices.csv").write_text(
+        PRICES.partition("\n")[0] + "\nbox,home,rig,RTX3090,2,on-demand,,1.0\n"
+        "box,home,pod,H100,8,on-demand,,9.0\n"
+    )
+    shape = ("--model", "llama-1b", "--gradient-checkpointing")
+    for words in (
+        ("--machine", "rtx3090"),
+        ("--machine", "two-rtx3090"),
+        ("--machine", "two-rtx3090", "--mesh", "dp=2", "--sequence-length", "256"),
+    ):
+        plan = reported(capsys, "plan", *shape, *words)
+        (place / "run.json").write_text(json.dumps(plan))
+        found = reported(capsys, *COST)
+        (row,) = found["offers"]
+        (rate,) = plan["gpus"].values()
+        ranks = plan["ranks"]
+        assert row["gpu"] == "RTX3090" and row["tokens_per_second"] == pytest.approx(
+            rate * 2 / ranks
+        )
+        assert found["left_out"] == {"H100": "is not in the profile"}
+        move = reported(capsys, *COST, "--move", "seconds=60 dollars=0.01/GB")["move"]
+        assert move["dollars"] == pytest.approx(plan["checkpoint_nbytes"] / 1e11)
+
+
 def test_a_task_of_skypilot(place, capsys):
     """Method: read as YAML: offers in order, the plan's first. Our own file is replaced. Twin: one
     of another kind stays."""
@@ -246,6 +310,34 @@ def test_a_fleet_is_allocated(place, capsys, policy):
     assert main(["fleet", "jobs.toml", "--policy", policy]) == 0
     said = capsys.readouterr().out
     assert f"{jobs['big']['finish_seconds'] / 3600:,.2f} h" in said and "round" in said
+
+
+def test_the_headline_is_what_the_table_has(place, capsys):
+    """Divides each job's rate of the table by its equal share: what the headline says of it, with
+    GPUs and weights. Twins: a fleet of neither, and the ends of a makespan."""
+    from infinity.tools.fleet.command import read_fleet
+
+    weighted = FLEET.replace("gpus = 2", "gpus = 2\nweight = 0.5")
+    for text, more in ((FLEET, ", divided by its GPUs"), (weighted, ", times its weight, divided")):
+        (place / "jobs.toml").write_text(text.replace('deadline = "6h"', ""))
+        fleet = read_fleet(place / "jobs.toml")
+        jobs = reported(capsys, "fleet", "jobs.toml")["jobs"]
+        assert main(["fleet", "jobs.toml"]) == 0
+        said = capsys.readouterr().out.splitlines()[0]
+        least = float(re.search(r"at least ([\d.]+) times its equal share", said)[1])
+        assert more in said
+        of_jobs = zip(fleet.jobs.values(), fleet.equal_shares, jobs.values())
+        progress = [
+            row["steps_per_second"] / share / job.weight * job.gpus for job, share, row in of_jobs
+        ]
+        assert min(progress) == pytest.approx(least, rel=1e-3)
+    (place / "jobs.toml").write_text(FLEET.replace("gpus = 2\n", ""))
+    assert main(["fleet", "jobs.toml"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("times its equal share")
+    assert main(["fleet", "jobs.toml", "--policy", "makespan"]) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    ends = [float(end) for end in re.findall(r"([\d.]+) h\b", "\n".join(rest))]
+    assert first.endswith(f"after {max(ends):,.2f} h")
 
 
 def test_a_job_of_several_gpus_that_waits_for_them_is_named(place, capsys):
