@@ -39,6 +39,7 @@ from .timeline import Timeline, UnitSeconds, plan_gathers, simulate
 
 MEETINGS = 2  # barriers in a step: at the end of its backward and at its beginning
 CHILDREN = 32  # of a rank in the tree of a barrier
+UNCHECKED = "no run on several GPUs has checked this"  # as long as bench/results has none
 
 
 class OnPaper(Device):
@@ -163,6 +164,7 @@ def _assumptions(machine: Machine, ranks: int, gathers: float, plan: MemoryPlan)
             f" {machine.latency * 1e6:g} us each between nodes",
             "devices, links, network, disks and the processor work beside each other; a device"
             " computes, then steps what is at home on it; meetings are waited for",
+            UNCHECKED,
         ]
     if plan.device_window_nbytes:
         found.append(

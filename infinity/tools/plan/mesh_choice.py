@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ...config import Config
 from ...core.machine.tiers import Tier
 from ...core.plan.memory_plan import MemoryPlan
 from ...core.plan.step_traffic import optimizer_traffic
@@ -61,6 +62,10 @@ class RankPlan:
     edges: dict[str, int]
     sent: dict[str, int]
     seconds: dict[str, float]
+
+    def room(self, config: Config) -> int:
+        """Returns the bytes of a device's budget that what waits there leaves to the state."""
+        return int(config.device_memory or 0) - self.activations - self.buffers
 
     @property
     def step_seconds(self) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
@@ -71,6 +71,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     _add_batch(add)
     _add_machine(add)
     add("--timetable", **FLAG, help="print when each unit is moved and computed in a step")
+    add(
+        "--script",
+        **FLAG,
+        help="print what starts the planned job with `infinity train` instead, as lines for bash",
+    )
     add("--svg", type=svg_path, metavar="FILE", help="draw the memory map")
     add("--overwrite", **FLAG, help="replace a file of --svg that is not a picture of ours")
     add("--json", **FLAG, help="the plan as one JSON object on stdout")
@@ -80,13 +85,12 @@ def _add_batch(add: Callable[..., Any]) -> None:
     add(
         "--batch-size",
         **NUMBER,
-        help="samples of a step, of each rank or with --mesh of all (default 4 each)",
+        help="samples of a step, of all ranks together (default 4 of each)",
     )
     add(
         "--batch-tokens",
         metavar="N",
-        help="tokens of a step and rank (with --mesh of all ranks), as 32768 or 32K, instead of"
-        " --batch-size",
+        help="tokens of a step, of all ranks together, as 32768 or 32K, instead of --batch-size",
     )
     length = {"type": at_least_two, "metavar": "N"}
     add("--sequence-length", **length, help="tokens of a sample (default 256, with --mesh 4096)")
@@ -109,8 +113,7 @@ def _add_machine(add: Callable[..., Any]) -> None:
     add(
         "--mesh",
         metavar="AXES",
-        help="compare all meshes of these machines (auto), or plan one, as pp=4,tp=8; a step's"
-        " tokens are then those of all ranks",
+        help="compare all meshes of these machines (auto), or plan one, as pp=4,tp=8",
     )
     add(
         "--schedule",
@@ -135,10 +138,13 @@ def run(args: argparse.Namespace) -> int:
         check_outputs(
             [Output("--svg", args.svg, made=PICTURE)], read.items(), overwrite=args.overwrite
         )
+    given = copy(args)
     found = make(args)
     from . import plan_mesh  # as torch, which only the plan needs
 
-    if args.json:
+    if args.script:
+        print("\n".join(_script(given, found)))
+    elif args.json:
         print(json.dumps(found))
     elif args.mesh is not None:
         print("\n".join(plan_mesh.text(found)))
@@ -147,6 +153,39 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         args.svg.write_text(draw(found["tiers"]) + "\n")
     return 0
+
+
+def _script(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[str]:
+    """Yields the script of a plan. ``args``: as they were given, without a machine's budgets."""
+    from ..train.model import choose_sequence_length
+    from .plan_mesh import LENGTH
+    from .script import script
+
+    args.micro_batch = args.trace = args.max_grad_norm = None
+    settings = engine_settings(args)
+    if settings.get("nvme_paths") == AUTO:
+        del settings["nvme_paths"]
+    if args.nvme_capacity is not None:
+        settings["nvme_capacity"] = args.nvme_capacity
+    if "meshes" in found:
+        settings["device_memory"] = found["meshes"][0]["device_memory"]
+    model_config = find_config(args.model, trust=args.trust_remote_code)
+    default = LENGTH if args.mesh is not None else DEFAULT_SEQUENCE_LENGTH
+    train = {
+        "dtype": args.dtype,
+        "optim": args.optim,
+        "sequence_length": choose_sequence_length(args.sequence_length, model_config, default),
+    }
+    for option in ("gradient_checkpointing", "trust_remote_code"):
+        if getattr(args, option):
+            train[option] = True
+    model = args.model
+    if str(model) in SHAPES and not model.exists():
+        model = model_config
+    elif model is not None and model.exists():
+        has_weights = model.is_file() or any(model.glob("*.safetensors"))
+        model = (model if has_weights else model / "config.json").resolve()
+    return script(found, settings, train, model)
 
 
 def make(args: argparse.Namespace) -> dict[str, Any]:
@@ -168,13 +207,14 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     length = choose_sequence_length(args.sequence_length, model_config, default)
     if getattr(model_config.get_text_config(), "vocab_size", 1) == 0:
         raise ConfigError(f"{args.model}: a model with a vocabulary of 0 has nothing to predict")
-    samples = args.batch_size or DEFAULT_SAMPLES * (
-        _ranks_of(args, machine) if args.mesh is not None else 1
-    )
+    ranks = _ranks_of(args, machine)
+    samples = args.batch_size or DEFAULT_SAMPLES * ranks
     if args.batch_tokens is not None and args.batch_size is not None:
         raise ConfigError("--batch-size and --batch-tokens both size a step: give one of them")
     if args.batch_tokens is not None:
         samples = _samples_of(args.batch_tokens, length)
+    if args.mesh is None:
+        samples = _samples_each(samples, ranks)
     dtype = getattr(torch, DTYPES[args.dtype])
     model = _build(args, model_config, dtype)
     text = touched(model_config, args.model, trust=args.trust_remote_code)
@@ -205,13 +245,15 @@ def _machine_of(args: argparse.Namespace) -> Machine | None:
     do not fit it or each other."""
     if args.schedule is not None and args.mesh is None:
         raise ConfigError("--schedule is of a mesh: add --mesh auto, or a mesh with pp")
-    if args.machine is None and (args.nodes > 1 or args.timetable or args.mesh is not None):
-        option = (
-            "--nodes" if args.nodes > 1 else "--mesh" if args.mesh is not None else "--timetable"
-        )
+    given = {"--nodes": args.nodes > 1, "--mesh": args.mesh is not None}
+    given |= {"--timetable": args.timetable, "--script": args.script}
+    if args.machine is None and any(given.values()):
+        option = next(option for option, is_given in given.items() if is_given)
         raise ConfigError(f"{option} is of a machine that is named: add --machine")
     if args.machine is None:
         return None
+    if args.script and args.json:
+        raise ConfigError("--script and --json both print the plan: give one of them")
     for option in ("svg", "deepspeed", "timetable") if args.mesh is not None else ():
         if getattr(args, option):
             raise ConfigError(f"--{option} is of one rank: leave out --mesh")
@@ -244,6 +286,16 @@ def _samples_of(given: str, length: int) -> int:
             f" {max(1, tokens // length) * length}"
         )
     return tokens // length
+
+
+def _samples_each(samples: int, ranks: int) -> int:
+    """Returns the samples of a step on each rank. Raises ConfigError for a rest."""
+    if samples % ranks:
+        raise ConfigError(
+            f"{samples} samples of a step do not divide by the {ranks} ranks: give --batch-size"
+            f" {max(1, samples // ranks) * ranks} or another multiple of {ranks}, or --mesh auto"
+        )
+    return samples // ranks
 
 
 def _build(args: argparse.Namespace, model_config: Any, dtype: Any) -> Any:

@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from ...core.machine.tiers import Tier
+from ..cost.cost import FORMAT as PROFILE
 from ..train.optimizers import muon_cost
 from .efficiency import explain_slowest
 
@@ -61,6 +62,26 @@ def endurance(
     return {"endurance": asdict(wear) | {"years": wear.years, "line": wear.line}}
 
 
+def profile(job: Job, gpu: str, tokens: int, step_seconds: float) -> dict[str, Any]:
+    """Returns what `infinity cost` reads of a plan: the rate of ``gpu``, as ``NAME:COUNT``, in a
+    step of so many tokens, and the bytes of a checkpoint."""
+    from ..train.settings import training_state_nbytes
+
+    found = {
+        "gpus": {gpu: tokens / step_seconds},
+        "checkpoint_nbytes": training_state_nbytes(job.model, job.config),
+        "median_step_seconds": step_seconds,
+    }
+    return PROFILE.numbered(found)
+
+
+def _name_of(device: str | None) -> str:
+    import torch
+
+    on_gpu = torch.device(device or "cpu").type == "cuda"
+    return torch.cuda.get_device_name(device) if on_gpu else "cpu"
+
+
 def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None) -> dict[str, Any]:
     """Plans the training on this machine, and measures its rates. ``unknown``: what of the plan is
     another machine's, for which there is no time. ``rating``: of a drive, in bytes."""
@@ -100,6 +121,7 @@ def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None
             "tokens_per_second": job.tokens / prediction.step_seconds,
             "bottleneck": prediction.bottleneck,
         }
+        | profile(job, _name_of(job.config.device), job.tokens, prediction.step_seconds)
     )
 
 
@@ -148,8 +170,10 @@ def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
         "rates": rates,
         "step_seconds": step_seconds,
         "tokens_per_step": tokens,
+        "samples_per_step": job.batch["batch"] * found.ranks,
         "tokens_per_second": tokens / step_seconds,
         "bottleneck": bound,
+        **profile(job, f"{machine.name}:{found.ranks}", tokens, step_seconds),
         "assumptions": list(found.assumptions),
         "sources": list(machine.sources),
     }

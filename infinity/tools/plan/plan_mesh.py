@@ -9,11 +9,12 @@ from typing import Any
 
 from ...core.machine.sizes import format_count, format_nbytes, format_seconds
 from ...errors import CapacityError, ConfigError
+from .cluster import UNCHECKED
 from .efficiency import explain_slowest
 from .machine_file import Machine
 from .mesh_choice import CHAIN, Batch, MeshPlan, best_of
 from .mesh_shape import UNFLUSHED, MeshShape, meshes_of, parse_mesh
-from .plan_job import Job, endurance
+from .plan_job import Job, endurance, profile
 
 LENGTH = 4096  # tokens of a sample, if neither the user nor the model says less
 REFUSED, LONGEST = 6, 150  # reasons that are printed, and their characters
@@ -59,7 +60,12 @@ def plan_meshes(
         "parameters": sum(param.numel() for param in job.model.parameters()),
         "tokens_per_step": batch.tokens,
         "samples_per_step": batch.samples,
-        "meshes": [_described(plan, machine, batch) for plan in best],
+        "meshes": [
+            _described(plan, machine, batch)
+            | {"device_memory": min(each.room(job.config) for each in plan.ranks)}
+            for plan in best
+        ],
+        **profile(job, f"{machine.name}:{ranks}", batch.tokens, best[0].step_seconds),
         "slower": {
             str(plan.mesh): plan.step_seconds
             for _, plan, _ in tried
@@ -170,6 +176,8 @@ def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
         f" nodes have a latency, {machine.latency * 1e6:g} us; rings",
         "attention saves no scores; what forwards save stays on the device",
     ]
+    if any(plan.mesh.ranks > 1 for plan in plans):
+        found.append(UNCHECKED)
     if any(plan.mesh.ep > 1 for plan in plans):
         found.append(
             "ranks of ep send tokens to their experts and back, by expert_parallel(...,"
@@ -211,6 +219,8 @@ def text(found: dict[str, Any]) -> Iterator[str]:
         )
         yield f"   {plan['paste']}"
         yield f"   {_batches(plan)}"
+        if found["ranks"] > 1:
+            yield f"   {UNCHECKED}"
         for axis in ("tp", "ep"):
             if axis in plan["network_axes"]:
                 yield f"   warning: a group of {axis} leaves its node, and waits for the network"

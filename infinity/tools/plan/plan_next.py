@@ -1,4 +1,4 @@
-"""What a machine's next part would bring: the same plan with a disk, a device or memory more."""
+"""What a machine's next part would bring: the same plan with a disk or memory more."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...errors import CapacityError, ConfigError
 from .machine_file import Machine
 from .plan_job import Job, plan_cluster
 
-PARTS = {"disk": "one more disk", "memory": "twice the memory", "device": "one more device"}
+PARTS = {"disk": "one more disk", "memory": "twice the memory"}
 
 
 def plan_next(
@@ -40,7 +40,6 @@ def _larger(machine: Machine, found: dict[str, Any]) -> Iterator[tuple[str, Mach
     if found["edges"]["nvme->host"] or found["edges"]["host->nvme"]:
         yield "disk", replace(machine, disks=machine.disks + 1)
         yield "memory", replace(machine, host_memory=2 * machine.host_memory)
-    yield "device", replace(machine, devices=machine.devices + 1)
 
 
 def next_line(rows: dict[str, dict[str, float]], nodes: int) -> str:

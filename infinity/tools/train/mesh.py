@@ -79,8 +79,8 @@ def _check_options(args: argparse.Namespace, sizes: dict[str, int]) -> None:
     divided = {"ep", "tp"} | ({"pp"} if args.optim == "muon" else set())  # two optimizers
     if args.optim != "adamw" and divided & {*apart}:
         raise UsageError(
-            f"--optim {args.optim} does not go with {said}: it steps whole matrices, of which a rank"
-            " has parts. Give dp and cp alone, or --optim adamw"
+            f"--optim {args.optim} does not go with {said}: it steps whole matrices, of which a"
+            " rank has parts. Give dp and cp alone, or --optim adamw"
         )
     if "cp" in apart and len(apart) > 1:
         others = [name for name in apart if name != "cp"]

@@ -46,6 +46,10 @@ KEYS = {
     "tokens_per_step",
     "tokens_per_second",
     "bottleneck",
+    "format",  # of a profile for `infinity cost`
+    "gpus",
+    "checkpoint_nbytes",
+    "median_step_seconds",
 }
 SVG = "{http://www.w3.org/2000/svg}"
 FIXED = {
@@ -144,6 +148,23 @@ def test_one_device_has_a_timeline(run):
     assert "(--json has all)" not in run(*words, model="llama-1b", budgets={})[1]
 
 
+@pytest.mark.parametrize("machine, ranks", [("h200", 1), ("two-rtx3090", 2), ("dgx-a100", 8)])
+def test_a_step_has_the_tokens_that_were_given_on_any_number_of_ranks(run, machine, ranks):
+    """The tokens of the job, with and without a mesh. Twins: samples that do not divide by the
+    ranks, and a line that no run has checked plans of several."""
+    words = ("--machine", machine, "--batch-tokens", "1K", "--sequence-length", "64", "--json")
+    for more in ((), ("--mesh", f"dp={ranks}")):
+        found = json.loads(run(*words, *more, budgets={})[1])
+        assert found["tokens_per_step"] == 1024 and found["ranks"] == ranks
+        unchecked = "no run on several GPUs has checked this" in found["assumptions"]
+        assert unchecked == (ranks > 1)
+    if ranks > 1:
+        answer = run("--machine", machine, "--batch-size", ranks + 1, budgets={})
+        check_refused(
+            answer, f"{ranks + 1} samples", f"the {ranks} ranks: give --batch-size {ranks}"
+        )
+
+
 @pytest.mark.parametrize("tokens", ["33K", "0", "many", "-64", "1.5K"])
 def test_tokens_that_are_no_samples_are_refused(run, tokens):
     words = ("--machine", "h200", "--sequence-length")
@@ -212,9 +233,7 @@ def test_the_next_parts_gain_is_that_of_the_machine_with_it(run, place):
     """Twin: with nothing on disk, a disk is not offered."""
     words = ("--machine", "rtx4090", "--params", "nvme", "--optimizer", "nvme")
     found = json.loads(run(*words, "--json", budgets={})[1])
-    assert (
-        found["next"].keys() == {"disk", "memory", "device"} and found["next"]["disk"]["times"] > 1
-    )
+    assert found["next"].keys() == {"disk", "memory"} and found["next"]["disk"]["times"] > 1
     assert "by how much of the time of the disks hides" in found["explanation"]
     text = (Path(machine_file.MACHINES) / "rtx4090.toml").read_text()
     wider = re.sub(r"(disks = \{count = |\[disks\]\ncount = )1", r"\g<1>2", text)
@@ -227,7 +246,7 @@ def test_the_next_parts_gain_is_that_of_the_machine_with_it(run, place):
     )
     assert " x with one more disk (" in run(*words, budgets={})[1]
     words = ("--machine", "rtx4090", "--params", "host", "--optimizer", "host")
-    assert json.loads(run(*words, "--json", budgets={})[1])["next"].keys() == {"device"}
+    assert json.loads(run(*words, "--json", budgets={})[1])["next"] == {}
 
 
 def test_json_has_its_keys_and_they_agree(planned):
