@@ -29,6 +29,7 @@ INSTEAD = (
     {"--steps", "--epochs", "--minutes"},
     {"--lora", "--lora-rank"},
     {"--checkpoint-every", "--checkpoint-overhead"},
+    {"--mesh", "--pipeline-schedule", "--pipeline-chunks"},
 )
 PRESETS = {
     "full": [],

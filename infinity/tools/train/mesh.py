@@ -53,7 +53,8 @@ def mesh_sizes(args: argparse.Namespace, ranks: int) -> dict[str, int] | None:
         raise ConfigError(
             f"--mesh {args.mesh}: {said} is {count} {'rank' if count == 1 else 'ranks'}, and"
             f" {ranks} {'was' if ranks == 1 else 'were'} started: torchrun --standalone"
-            f" --nproc-per-node {count} -m infinity train ... starts {count}"
+            f" --nproc-per-node {count} -m infinity train ... starts {count};"
+            f" a mesh of {ranks} is --mesh dp={ranks}"
         )
     _check_options(args, sizes)
     return sizes

@@ -302,3 +302,18 @@ def test_micro_batches_become_one_batch_of_which_no_token_more_is_learned():
     assert not found["attention_mask"][:2, 3:].any() and (found["labels"][4:] == -100).all()
     same = joined(made[:1], 2)
     assert all(torch.equal(same[name], made[0][name]) for name in same)
+
+
+# --- what a checkpoint knows of its mesh ---
+
+
+def test_a_mesh_that_is_given_anew_replaces_the_checkpoints_with_its_stages(tmp_path, monkeypatch):
+    """Reads the words of a checkpoint of two stages. Twin: without --mesh they are all taken."""
+    from infinity.tools.cli import presets
+
+    saved = ["--mesh=pp=2", "--pipeline-chunks=1", "--lr=0.1"]
+    monkeypatch.setattr("infinity.tools.train.places.saved_extra", lambda folder: {"words": saved})
+    words = ["train", "--resume", "--checkpoint", str(tmp_path)]
+    assert presets.expanded(words)[1:4] == saved
+    found = presets.expanded([*words, "--mesh", "tp=2"])
+    assert found[1] == "--lr=0.1" and "--pipeline-chunks=1" not in found
