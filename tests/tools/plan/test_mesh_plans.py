@@ -210,7 +210,7 @@ def test_what_does_not_fit_the_device_fits_with_its_state_elsewhere():
 
     roomy, tight, refused = on_paper(work)
     assert "host" not in roomy
-    assert "on host" in tight and "x slower" in tight
+    assert "in RAM" in tight and "x slower" in tight
     assert "a device has 1000 B" in refused and "--gradient-checkpointing" in refused
 
 
