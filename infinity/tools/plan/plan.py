@@ -244,7 +244,7 @@ def _machine_of(args: argparse.Namespace) -> Machine | None:
     """Reads the machine that is planned for; None: this one. Raises ConfigError for options that
     do not fit it or each other."""
     if args.schedule is not None and args.mesh is None:
-        raise ConfigError("--schedule is of a mesh: add --mesh auto, or a mesh with pp")
+        raise ConfigError("--schedule is of a mesh: add a mesh with pp, or --mesh auto")
     given = {"--nodes": args.nodes > 1, "--mesh": args.mesh is not None}
     given |= {"--timetable": args.timetable, "--script": args.script}
     if args.machine is None and any(given.values()):

@@ -13,6 +13,7 @@ from shlex import quote
 from typing import Any
 
 from ...errors import ConfigError
+from ..train.options import SCHEDULES
 
 FILE, MODEL, PORT = "job.toml", "model.json", 29400
 
@@ -65,6 +66,11 @@ def _mesh_options(found: Mapping[str, Any]) -> dict[str, Any]:
         "accumulate": plan["micro_batches"],
     }
     if plan["schedule"] is not None:
+        if plan["schedule"] not in SCHEDULES:
+            raise ConfigError(
+                f"--script: infinity train does not run the schedule {plan['schedule']}: plan with one"
+                f" of {', '.join(SCHEDULES[1:])} by --schedule"
+            )
         options["pipeline_schedule"] = plan["schedule"]
         options["pipeline_chunks"] = len(plan["layers"]) // plan["mesh"]["pp"]
     return options

@@ -161,3 +161,12 @@ def test_a_script_starts_the_planned_job(place, capsys, mesh):
     assert len(json.loads(out.splitlines()[-1])["losses"]) == 2
     _, found = transformers.LlamaForCausalLM.from_pretrained("tuned", output_loading_info=True)
     assert not found["missing_keys"]
+
+
+def test_a_schedule_that_train_does_not_run_has_no_script(place, capsys):
+    """A pipeline without flush is another training. Twin: a schedule that runs."""
+    words = ("--batch-size", 8, "--model", "llama", "--mesh", "pp=2", "--schedule")
+    given = ["plan", "--machine", "two.toml", "--sequence-length", "32", *map(str, words)]
+    assert main([*given, "without_flush", "--script"]) == 2
+    assert "infinity train does not run the schedule" in capsys.readouterr().err
+    assert 'pipeline_schedule = "GPipe"' in script(capsys, *words, "GPipe")
