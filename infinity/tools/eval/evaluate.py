@@ -22,6 +22,7 @@ from ..train.job import held_out_loss, learned_count
 from ..train.model import check_vocabulary, no_cache
 from ..train.options import COUNT, DEFAULT_DATA_LIMIT, FLAG, FOLDER, NUMBER, PATH
 from ..train.progress import tell_read
+from ..train.ranks import refuse_several
 from .harness import find_tasks, score
 from .scores import finite, rows_of
 
@@ -92,6 +93,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the results on stdout. Raises ConfigError for bad input before weights are read."""
+    refuse_several("eval")
     _check(args)
     from rich.console import Console
 

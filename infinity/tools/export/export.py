@@ -64,7 +64,9 @@ def run(args: argparse.Namespace) -> int:
     from ...errors import ConfigError
     from ...ext.checkpoint.export import export
     from ...files.outputs import MODEL_NAMES, Output, check_outputs
+    from ..train.ranks import refuse_several
 
+    refuse_several("export")
     model = (
         args.model
         if args.model or not (args.checkpoint / "config.json").is_file()

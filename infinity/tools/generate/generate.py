@@ -12,6 +12,7 @@ from ...errors import ConfigError
 from ..cli.values import a_seed, real_from_zero
 from ..train.model import check_vocabulary, max_positions
 from ..train.options import FLAG, NUMBER
+from ..train.ranks import refuse_several
 from ..train.sample import printable, prompt_of
 from .opened import MODEL, add_home_options, find, opened, quiet, with_tokenizer
 
@@ -49,6 +50,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the answers to stdout. Raises ConfigError for bad input before the model is read."""
+    refuse_several("generate")
     _check(args)
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if prompt is not None and not prompt.strip():

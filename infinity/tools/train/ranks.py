@@ -13,7 +13,7 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from ...errors import ConfigError
+from ...errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,6 +30,20 @@ def _number(name: str, least: int) -> int:
     return int(text)
 
 
+def count_of() -> int:
+    """Returns how many ranks torchrun started; 1 without it. Raises ConfigError."""
+    return _number("WORLD_SIZE", 1) if os.environ.get("RANK") else 1
+
+
+def refuse_several(command: str) -> None:
+    """Raises UsageError under torchrun with several ranks, for a command that is one process."""
+    if (count := count_of()) > 1:
+        raise UsageError(
+            f"`infinity {command}` is one process, and {count} ranks were started, which would each"
+            " do all of it. Start it without torchrun; weights need not fit a GPU."
+        )
+
+
 class Ranks:
     """The process group of the job. With one process, no group is created."""
 
@@ -39,7 +53,7 @@ class Ranks:
         ``timeout_seconds``: of waiting for other ranks (None: torch's half an hour). Raises
         ConfigError if they do not join.
         """
-        self.count = _number("WORLD_SIZE", 1) if os.environ.get("RANK") else 1
+        self.count = count_of()
         self.rank = _number("RANK", 0) if self.count > 1 else 0
         self.mesh: DeviceMesh | None = None  # of --mesh, which has axes beside dp
         # Those that have batches of their own, and this one's place among them

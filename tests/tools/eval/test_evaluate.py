@@ -175,6 +175,33 @@ def test_preferred_answers_are_refused_with_what_can_be_measured(column, evaluat
     assert evaluate("--data", "pairs.jsonl")[0]["predicted_tokens"] == 6
 
 
+ONE_PROCESS = {
+    "eval": ("--data", "text.txt", "--sequence-length", "32"),
+    "generate": ("--prompt", "1+1?", "--max-new-tokens", "2"),
+    "export": ("out",),
+}
+
+
+@pytest.mark.parametrize("command", ONE_PROCESS)
+def test_a_command_that_is_one_process_refuses_ranks_before_it_reads_a_weight(
+    command, evaluate, monkeypatch, capsys
+):
+    """Method: what torchrun sets, for each rank of two; a folder without weights. Twin: one rank of
+    one, with the weights."""
+    words = [command, "bare", *ONE_PROCESS[command]]
+    shutil.copytree("base", "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        assert main(words) == 2
+        error = capsys.readouterr().err
+        assert f"`infinity {command}` is one process, and 2 ranks were started" in error
+        assert "Start it without torchrun" in error and not Path("out").exists()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert main([command, "base", *ONE_PROCESS[command]]) == 0
+
+
 def test_bytes_have_bits_each(evaluate):
     """A folder without a tokenizer. Twin: the same folder with it has tokens, and none."""
     shutil.copytree("base", "mute")
