@@ -158,7 +158,7 @@ class ParallelDims:
     def channels(self) -> list[Channel]:
         """The channels that together reach all ranks: shard group, replicas, tensor-parallel group,
         pipeline group."""
-        return [*self.unit_channels, *([self.pp_group] if self.pp_group is not None else [])]
+        return [*filter(None, (*self.unit_channels, self.pp_group))]
 
     @property
     def all_channels(self) -> list[Channel]:
@@ -174,7 +174,7 @@ class ParallelDims:
             self.node_group,
             of_experts,
         )
-        return [channel for channel in found if channel is not None]
+        return [*filter(None, found)]
 
     @property
     def dp_group(self) -> Channel | None:
@@ -184,27 +184,19 @@ class ParallelDims:
     @property
     def sharing(self) -> list[Channel]:
         """The channels of the data ranks that have the same values of these tensors."""
-        return (
-            self.data_channels
-            if self.ep_size > 1
-            else [channel for channel in [self.dp_group] if channel is not None]
-        )
+        return self.data_channels if self.ep_size > 1 else [*filter(None, (self.dp_group,))]
 
     @property
     def places(self) -> list[Channel]:
         """The channels on which this rank meets all others: data, tensor-parallel, sequence and
         pipeline ranks."""
-        return [
-            channel
-            for channel in (self.dp_group, self.tp_group, self.cp_group, self.pp_group)
-            if channel is not None
-        ]
+        return [*filter(None, (self.dp_group, self.tp_group, self.cp_group, self.pp_group))]
 
     @property
     def unit_places(self) -> list[Channel]:
         """The channels on which it meets ranks with the same units, or other local parts of
         them."""
-        return [channel for channel in (self.dp_group, self.tp_group) if channel is not None]
+        return [*filter(None, (self.dp_group, self.tp_group))]
 
     def place_of(self, channel: Channel) -> Channel:
         """Returns the channel on which the ranks of ``channel`` meet before a transfer over it. All
@@ -215,12 +207,10 @@ class ParallelDims:
     def unit_channels(self) -> list[Channel]:
         """The channels for transfers between ranks with the same units, or other local parts of
         them."""
-        return [*self.data_channels, *([self.tp_group] if self.tp_group is not None else [])]
+        return [*filter(None, (*self.data_channels, self.tp_group))]
 
     @property
     def data_channels(self) -> list[Channel]:
         """The channels for transfers between data ranks, which have the same local part of every
         tensor."""
-        return [
-            channel for channel in (self.shard_group, self.replicate_group) if channel is not None
-        ]
+        return [*filter(None, (self.shard_group, self.replicate_group))]

@@ -68,8 +68,9 @@ class PassAgreement:
     from the thread that runs the model."""
 
     def __init__(self, ranks: ParallelDims, progress: Progress):
-        self._ranks, self._progress = ranks, progress
-        self._traces_agree = False
+        self._place, self._progress = ranks.dp_group, progress
+        self._gathers = ranks.size > 1  # else each rank has all weights, and may measure alone
+        self._traces_agree = self._is_alone = False
         self._count = 0  # of passes started since the last backward or step
         self._is_after_step = True  # no backward since the last step
         self._found_after_step: list[int] = []  # gathered units at the first forward after a step
@@ -80,20 +81,21 @@ class PassAgreement:
 
     def begin(self, trace: Iterable[int], resident: Iterable[int], *, training: bool) -> None:
         """Starts a pass that expects to use the units of ``trace`` in order, and finds ``resident``
-        gathered. Every data rank calls this. A later collective waits for the comparison."""
-        place = self._ranks.dp_group
-        if place is None:
+        gathered. Every data rank calls this, unless it trains nothing and has all weights. A later
+        collective waits for the comparison."""
+        self._is_alone = not (training or self._gathers)
+        if self._place is None or self._is_alone:
             return
         self._count += training
-        found = sorted(resident)
+        found = sorted(resident) if self._gathers else []
         key = _key_of(trace, found, self._count if training else 0)
         if training and self._count == 1 and self._is_after_step:
             self._found_after_step = found
         self.enter()
-        if not place.collective_trace.enter(key):
-            place.start_sync(
+        if not self._place.collective_trace.enter(key):
+            self._place.start_sync(
                 f"a forward {self._progress}",
-                _flags_of(place.collective_trace, key),
+                _flags_of(self._place.collective_trace, key),
                 then=partial(self._begin, key),
             )
 
@@ -104,33 +106,34 @@ class PassAgreement:
         verified = all(same) and bool(found[DIGEST_NBYTES:SAID_NBYTES].any())
         if verified or not predicted:
             self._traces_agree = all(same[:DIGEST_NBYTES])
-            self._ranks.dp_group.collective_trace.begin(key, verified=verified, predicted=predicted)
+            self._place.collective_trace.begin(key, verified=verified, predicted=predicted)
 
     def predict(self, what: str, trace: Iterable[int], then: Callable[[], None]) -> None:
         """Meets the data ranks before the step ``what``. A forward of ``trace`` may follow: if all
         ranks predict the same, it needs no barrier. ``then``: as of :meth:`Collectives.same`."""
-        place, key = self._ranks.dp_group, _key_of(trace, self._found_after_step, 1)
+        key = _key_of(trace, self._found_after_step, 1)
         # After a divergence gathered units may differ over ranks: this rank does not vote.
         flags = [255] * (2 * SAID_NBYTES)
-        if place.collective_trace.was_followed:
-            flags = _flags_of(place.collective_trace, key)
+        if self._place.collective_trace.was_followed:
+            flags = _flags_of(self._place.collective_trace, key)
 
         def go_on(found: torch.Tensor) -> None:
             self._begin(key, found, predicted=True)
             then()
 
-        place.barrier(f"{what} {self._progress}", flags, then=go_on)
+        self._place.barrier(f"{what} {self._progress}", flags, then=go_on)
 
     def enter(self) -> None:
         """Completes the sync point of a pass that has just started."""
-        if self._ranks.dp_group is not None:
-            self._ranks.dp_group.finish_sync()
+        if self._place is not None:
+            self._place.finish_sync()
 
     def end(self) -> None:
         """Ends the pass: later collectives do not belong to it."""
-        if self._ranks.dp_group is not None:
+        if self._place is not None and not self._is_alone:
             self.enter()
-            self._ranks.dp_group.collective_trace.end()
+            self._place.collective_trace.end()
+        self._is_alone = False
 
     def meet_before(self, what: str) -> None:
         """Meets the data ranks before the collective ``what``, unless it is next in a verified
@@ -141,7 +144,7 @@ class PassAgreement:
     def is_next(self, what: str) -> bool:
         """Returns whether the collective ``what`` is next in a verified pass."""
         self.enter()
-        following = self._ranks.dp_group.collective_trace.next
+        following = self._place.collective_trace.next
         return following is not None and following.what == what
 
     def wait_traces_agree(self) -> bool:
@@ -152,15 +155,14 @@ class PassAgreement:
 
     def meet_for(self, what: str) -> None:
         """Meets the data ranks. Each rank's next operation is to start a collective."""
-        place = self._ranks.dp_group
-        place.start_sync(
-            f"{what} {self._progress}", then=lambda found: place.collective_trace.expect()
+        self._place.start_sync(
+            f"{what} {self._progress}", then=lambda found: self._place.collective_trace.expect()
         ).wait()
 
     def goes_on_with(self, collective: Collective) -> bool:
         """Returns whether ``collective`` is next in a verified pass."""
         self.enter()
-        return self._ranks.dp_group.collective_trace.next == collective
+        return self._place.collective_trace.next == collective
 
 
 def _key_of(trace: Iterable[int], resident: list[int], number: int) -> bytes:

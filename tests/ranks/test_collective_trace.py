@@ -39,6 +39,9 @@ HOWS = [
 ]
 
 
+SHARDS = ("parameters", "optimizer")
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     """Everything that two ranks do here."""
@@ -59,6 +62,8 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
         **{f"unlike_the_last:{parts}": {"parts": parts} for parts in (False, True)},
     }
     jobs |= {f"goes_back:{how}-{zeros}": {"how": how, "zeros": zeros} for how, zeros in CLEARED}
+    jobs |= {f"measured:{tight}": {"tight": tight} for tight in (False, True)}
+    jobs |= {f"measured:{shard}": {"tight": False, "shard": shard} for shard in SHARDS}
     jobs["goes_back:twin"] = {"how": "by the optimizer", "counts_on": True}
     jobs |= {f"struck:{name}": {"every": 9, **how} for name, how in STRUCK.items()}
     jobs["moved:nvme"] = {
@@ -110,6 +115,17 @@ def test_ranks_that_part_in_an_agreed_pass_are_told_and_go_on(two, how):
 @pytest.mark.parametrize("how", ["raises in a backward", "evaluates"])
 def test_ranks_that_keep_their_weights_are_told_too(two, how):
     check_parted(two[f"parts:whole-{how}"], how)
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_a_rank_that_has_all_weights_measures_alone(two, tight):
+    """Two replicas: the first one's losses and all weights are those of plain torch. Twins: ranks
+    with shards are told."""
+    first, second = two[f"measured:{tight}"]
+    assert first["off"] < 1e-6 and second["off"] < 1e-6
+    assert (first["count"], second["count"]) == (14, 0)
+    for shard in SHARDS:
+        assert all("all ranks must run" in found["said"] for found in two[f"measured:{shard}"])
 
 
 @pytest.mark.slow

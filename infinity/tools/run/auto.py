@@ -32,6 +32,7 @@ from ...core.step.optimizer import InfinityOptimizer
 from ...core.step.rules import WAITS
 from ...core.units.handle import handle_of
 from ...core.wrap.wrap import wrap_model
+from ..train.ranks import count_of
 from .copies import plain_copies
 from .meeting import STEPPING, Together, find_root, hand_over, params_of
 from .places import Places, release
@@ -184,6 +185,8 @@ class Auto:
                 moves = any(handle_of(param) is not None for param in root.parameters())
                 stays = "wrapped, but no weight moves (fp64, complex and sparse ones stay)"
                 self._tell(f"{'at home now' if moves else stays}: {self.wrapped[-1]}")
+                if self._shards and count_of() > 1:
+                    self._tell("each rank has its shard: all of them have to evaluate and save")
             self._waiting.remove(optimizers)
             # What no optimizer steps is used beside the model from now on: a copy for an average
             stepped = set(params_of(self._waiting))

@@ -198,6 +198,47 @@ def parts(
     return {"said": said, "off": off, "agreed": verified}
 
 
+def measured(tight: bool, shard: str | None = None) -> dict[str, Any]:
+    """The first rank measures alone, before steps, between two micro-batches and after the last
+    step, as scripts do that keep all weights on each rank. ``shard``: the twin, in which it has
+    not all of them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    names = ("dp_replicate", "dp_shard")
+    mesh = dist.init_device_mesh("cpu", (world, 1), mesh_dim_names=names) if not shard else None
+    model, optimizer = wrap(shard or "parameters", tight=tight, mesh=mesh)
+    single = build()
+    stepping = adamw(single)
+    losses, expected = [], []
+
+    def measure(step: int) -> None:
+        if rank == 0:
+            with torch.no_grad():
+                losses.extend(model.eval()(data(step, 7)).item() for _ in range(2))
+            model.train()
+
+    try:
+        for step in range(AGREED + 4):
+            for micro in range(2):
+                if (step + micro) % 3 == 1:
+                    measure(step)
+                    with torch.no_grad():
+                        expected += [single(data(step, 7)).item()] * 2
+                (model(data(step, 2 * rank + micro)) / 2).backward()
+            for of_rank in range(2 * world):
+                (single(data(step, of_rank)) / (2 * world)).backward()
+            for each in (optimizer, stepping):
+                each.step()
+                each.zero_grad()
+    except infinity.UsageError as error:
+        return {"said": str(error)}
+    measure(AGREED)
+    expected += [single(data(AGREED, 7)).item()] * 2
+    weights, plain = state_of(model), state_of(single)
+    off = max(float((weights[name] - plain[name]).abs().max()) for name in plain)
+    apart = max((abs(one - other) for one, other in zip(losses, expected)), default=0.0)
+    return {"off": max(off, apart), "count": len(losses)}
+
+
 def left_in_a_backward() -> list[str]:
     """The last rank leaves without a word in a backward whose gradients torch adds up; what the
     others are told, then and of all they do next."""

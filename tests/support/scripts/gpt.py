@@ -1,5 +1,7 @@
 """A small GPT, trained as nanoGPT does: groups with and without decay, micro-steps, a scaler,
-clipping, a schedule by hand, estimates of the loss, a checkpoint to resume from."""
+clipping, a schedule by hand, estimates of the loss, a checkpoint to resume from. Under torchrun in
+DistributedDataParallel, whose synchronisation it switches; the first rank alone estimates, saves
+and generates."""
 
 import math
 import os
@@ -7,8 +9,10 @@ import sys
 from contextlib import nullcontext
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 iterations, batch_size, block_size, micro_steps = 4, 2, 8, 2
 learning_rate, min_lr, warmup, grad_clip, fused = 1e-3, 1e-4, 2, 1.0, True
@@ -84,8 +88,14 @@ class GPT(nn.Module):
         return idx
 
 
+rank, world = int(os.environ.get("RANK", -1)), int(os.environ.get("WORLD_SIZE", 1))
+if ddp := rank != -1:
+    dist.init_process_group("gloo")
+    micro_steps //= world
+is_first = rank <= 0
 torch.manual_seed(1337)
 data = torch.randint(32, (400,))
+torch.manual_seed(1337 + max(0, rank))
 ctx = nullcontext() if device == "cpu" else torch.amp.autocast(device)
 
 
@@ -109,6 +119,8 @@ checkpoint, raw_model = None, model
 if compile_model:
     print("compiling the model...")
     model = torch.compile(model, backend="eager")
+if ddp:
+    model = DDP(model)
 
 
 @torch.no_grad()
@@ -128,16 +140,19 @@ def get_lr(it):
 
 
 x, y = get_batch()
+raw_model = model.module if ddp else raw_model
 for iteration in range(begin, iterations):
     for group in optimizer.param_groups:
         group["lr"] = get_lr(iteration)
-    if iteration % 2 == 0:
+    if iteration % 2 == 0 and is_first:
         print(f"step {iteration}: val loss {estimate_loss():.4f}")
         if iteration > 0:
             state = {"model": raw_model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state | {"iteration": iteration}, out)
             print(f"saving checkpoint to {os.path.basename(out)}")
-    for _ in range(micro_steps):
+    for micro_step in range(micro_steps):
+        if ddp:
+            model.require_backward_grad_sync = micro_step == micro_steps - 1
         with ctx:
             loss = model(x, y)[1] / micro_steps
         x, y = get_batch()
@@ -148,5 +163,9 @@ for iteration in range(begin, iterations):
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
-    print(f"iter {iteration}: loss {loss.item() * micro_steps:.{digits}f}")
-print(raw_model.generate(torch.zeros(1, 1, dtype=torch.long), 6).tolist())
+    if is_first:
+        print(f"iter {iteration}: loss {loss.item() * micro_steps:.{digits}f}")
+if is_first:
+    print(raw_model.generate(torch.zeros(1, 1, dtype=torch.long), 6).tolist())
+if ddp:
+    dist.destroy_process_group()

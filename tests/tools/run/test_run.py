@@ -313,6 +313,31 @@ def test_ranks_print_the_same(place):
     assert done.stderr.count("at home now") == 2 and "no model" not in done.stderr
 
 
+@pytest.mark.slow  # launches of ranks
+@pytest.mark.timeout(600)
+def test_a_gpt_over_ranks_prints_the_same(place):
+    """Method: the script plain under torchrun, and at two homes; its first rank alone estimates the
+    loss, saves and generates. Twin: with its shard alone, it is told so before its first step, and
+    ends by name when the first rank estimates."""
+    ours = ["--no-python", sys.executable, "-m", "infinity", "run"]
+    script = [str(SCRIPTS / "gpt.py"), "--micro_steps=4", "--digits=5"]
+    found = []
+    for command in (
+        script,
+        [*ours, "--params", "host", "--optimizer", "host", *script],
+        [*ours, "--params", "nvme", "--optimizer", "nvme", "--nvme-path", ".", *script],
+    ):
+        done = run_torchrun(2, command, seconds=180)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append(sorted(done.stdout.splitlines()))
+    assert found[0] == found[1] == found[2]
+    assert len([line for line in found[0] if line.startswith(("iter", "step", "saving"))]) == 7
+    sharded = ["--params", "host", "--optimizer", "host", "--shard", "parameters"]
+    done = run_torchrun(2, [*ours, *sharded, *script], seconds=180)
+    assert done.returncode != 0 and "all ranks must run the same modules" in done.stderr
+    assert "each rank has its shard: all of them have to evaluate and save" in done.stderr
+
+
 def said(text: str) -> list[str]:
     """What the ranks print, whose lines may run together."""
     return sorted(re.findall(r"\[\d\] epoch \d step \d: \d\.\d{6}|\{'0\.weight'[^}]*\}", text))
