@@ -68,8 +68,8 @@ def _mesh_options(found: Mapping[str, Any]) -> dict[str, Any]:
     if plan["schedule"] is not None:
         if plan["schedule"] not in SCHEDULES:
             raise ConfigError(
-                f"--script: infinity train does not run the schedule {plan['schedule']}: plan with one"
-                f" of {', '.join(SCHEDULES[1:])} by --schedule"
+                f"--script: infinity train does not run the schedule {plan['schedule']}: plan with"
+                f" one of {', '.join(SCHEDULES[1:])} by --schedule"
             )
         options["pipeline_schedule"] = plan["schedule"]
         options["pipeline_chunks"] = len(plan["layers"]) // plan["mesh"]["pp"]
