@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,12 +30,11 @@ class Attempt:
 
     def __init__(self, members: Sequence[int], what: str = "wraps") -> None:
         self._me, self._count = dist.get_rank(), len(members)
-        # Torch may keep one store over restarts
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         ranks = hashlib.blake2b(str([*members]).encode(), digest_size=6).hexdigest()
         self._of = "" if self._count == dist.get_world_size() else f" of {ranks}"
+        # No key has the count of restarts: each machine's torchrun counts those of its own ranks
         self._store = dist.PrefixStore(
-            f"infinity/{start}/{what}{self._of}", dist.distributed_c10d._get_default_store()
+            f"infinity/{what}{self._of}", dist.distributed_c10d._get_default_store()
         )
         self.number = self._store.add("over", 0)
         while not self._joins():

@@ -191,10 +191,8 @@ def _channel(
         for family in family_of(ranks.index(dist.get_rank()), len(ranks))
     ]
     own_groups += [family for family in families if family is not None]
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     alarms = dist.PrefixStore(
-        f"infinity/{start}/alarms of {what}, ranks {ranks}",
-        dist.distributed_c10d._get_default_store(),
+        f"infinity/alarms of {what}, ranks {ranks}", dist.distributed_c10d._get_default_store()
     )
     return Channel(group, Tree(*families), reductions=reductions, alarms=alarms)
 

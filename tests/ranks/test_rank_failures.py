@@ -126,6 +126,18 @@ def test_torchrun_restarts_from_the_checkpoint(tmp_path):
     infinity.unwrap_model(model, optimizer)
 
 
+@pytest.mark.parametrize("keys", [False, True])
+def test_ranks_come_together_though_their_torchruns_counted_other_restarts(tmp_path, keys):
+    """On several machines only the torchrun whose rank died counts a restart. Twin: with that count
+    in their keys, ranks wait for each other until the limit."""
+    jobs = {"counted_apart": {"keys": keys}}
+    results, _ = launch_without(tmp_path, 2, jobs, environment={"RANK_TIMEOUT": "4"})
+    if keys:
+        assert {failed.kind for failed in results["counted_apart"]} == {"PeerError"}
+    else:
+        assert results["counted_apart"] == [1, 1]
+
+
 @pytest.mark.slow
 def test_the_command_line_trains_under_torchrun_and_exports(tmp_path):
     """`torchrun -m infinity train` on two ranks: the folder that it saves, and `infinity export` of

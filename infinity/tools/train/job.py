@@ -272,18 +272,20 @@ def train_step(job: Job, step: int) -> float:
     loss that is not finite, before the weights change. Every rank calls this."""
     import torch
 
-    # Dropout depends on (seed, step, data rank) alone, so a resumed job repeats it.
-    torch.manual_seed((job.seed * 1_000_003 + step + 7_919 * job.ranks.data_rank) % 2**63)
     with job.waiting_for_data():
         batches = batches_of(job, step)
     counts = [learned_count(batch) for batch in batches]
     # Of a micro-batch in a step, so that every learned token counts the same
     mean = job.ranks.mean(float(sum(counts)))
     loss_sum = 0.0
+    # Dropout depends on (seed, step, turn) alone: a resumed job repeats it, also on other ranks.
+    seeds = [job.seed * 1_000_003 + step + 7_919 * turn for turn in _turns(job)]
+    torch.manual_seed(seeds[0] % 2**63)
     if job.pipe is not None:
         loss_sum = job.pipe.step(**_joined(job, batches), num_items_in_batch=mean).item()
         check_finite(loss_sum, job)
-    for batch, count in zip(batches, counts) if job.pipe is None else ():
+    for batch, count, seed in zip(batches, counts, seeds) if job.pipe is None else ():
+        torch.manual_seed(seed % 2**63)
         loss = _loss(job.model, batch) / (mean / count)
         loss_sum += loss.item()
         check_finite(loss_sum, job)  # the other ranks' next collective raises too
@@ -316,8 +318,13 @@ def _joined(job: Job, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch
 def batches_of(job: Job, step: int) -> list[dict[str, torch.Tensor]]:
     """Returns the micro-batches of this rank in a step: those that it shares with others, if a mesh
     divides the model."""
-    turns = [at * job.ranks.data_count + job.ranks.data_rank for at in range(job.accumulate)]
-    return [job.batches.train(step, turn) for turn in turns]
+    return [job.batches.train(step, turn) for turn in _turns(job)]
+
+
+def _turns(job: Job) -> list[int]:
+    """Returns which micro-batches of a step are this rank's: with other ranks, the step has the
+    same ones."""
+    return [at * job.ranks.data_count + job.ranks.data_rank for at in range(job.accumulate)]
 
 
 def measure_stalls(job: Job, steps: int) -> Any:
@@ -420,6 +427,7 @@ def save_checkpoint(job: Job, *, wait: bool = True) -> None:
         "loss_before": job.loss_before,
         "fixed_values": job.fixed_values,
         "words": job.words,
+        "data_ranks": job.ranks.data_count,
         "out": job.out and os.path.realpath(job.out),  # a restarted job may replace it
     }
     began = time.perf_counter()

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import infinity
 
 from ...core.machine.sizes import format_count, format_seconds
-from ...errors import ConfigError
+from ...errors import ConfigError, UsageError
 from ...files.outputs import replacing
 from ...library_versions import refuse_older
 from ..cli.presets import words_of
@@ -145,6 +145,8 @@ def _run(args: argparse.Namespace, ranks: Ranks, sizes: dict[str, int] | None) -
     _check_engine(args, settings, console)
     config = engine_config(settings)
     ranks.join(make_mesh(sizes, config.device))
+    if args.resume and args.method is None:
+        _divide_steps(args, ranks, console)
     if axes_of(ranks.mesh):
         model_config = read_model_config(args.model, trust=args.trust_remote_code)
         check_mesh(args, ranks.mesh, model_config, config)
@@ -277,6 +279,27 @@ def _check_engine(args: argparse.Namespace, settings: dict[str, Any], console: C
     if args.resume:
         known = {name: getattr(args, name) for name in KNOWN_AT_ONCE}
         check_fixed_values(args.checkpoint, known, saved_extra(args.checkpoint))
+
+
+def _divide_steps(args: argparse.Namespace, ranks: Ranks, console: Console) -> None:
+    """Divides the micro-batches of a checkpoint's steps over the ranks, if it was saved by another
+    number of them: under an elastic torchrun the options stay. Raises UsageError."""
+    saved = saved_extra(args.checkpoint)
+    before, count = saved.get("data_ranks"), ranks.data_count
+    if before in (None, count):
+        return
+    total = saved["fixed_values"]["accumulate"]
+    if total % count:
+        raise UsageError(
+            f"The steps of {args.checkpoint} have {total} micro-batches, which"
+            f" {count} ranks do not divide. Start it on {before} ranks, or on another number that"
+            " does."
+        )
+    args.accumulate = total // count
+    console.print(
+        f"{format_count(count, 'rank')} in place of {before}: --accumulate {args.accumulate}, so"
+        " that a step has the same samples"
+    )
 
 
 def _time_compute(

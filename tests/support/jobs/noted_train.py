@@ -1,5 +1,7 @@
 """`infinity train` that notes each step in a file: when it ended, in which process, and its loss.
 
+A process ends, with a save, after the step that ENDS_AFTER names.
+
 Started as the command line is, after the file's name: `noted_train.py NOTES train --model ...`; or
 on Ray Train as the example is: `noted_train.py NOTES ray 2 --model ...`.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -28,6 +31,8 @@ def note_steps(path: str) -> None:
         row = {"time": time.time(), "pid": os.getpid(), "rank": job.ranks.rank}
         with open(path, "a") as file:  # one write, which others' do not split
             file.write(json.dumps(row | {"step": step, "loss": loss.hex()}) + "\n")
+        if str(step) == os.environ.get("ENDS_AFTER"):
+            os.kill(os.getpid(), signal.SIGTERM)
         return loss
 
     of_train.train_step = noted

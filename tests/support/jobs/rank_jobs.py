@@ -825,5 +825,19 @@ def restarted(folder: str) -> dict[str, Any]:
     return {"first": first, "weights": weights}
 
 
+def counted_apart(keys: bool) -> int:
+    """A step on ranks whose torchruns have counted other numbers of restarts. ``keys``: those of
+    the store have the count in them."""
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = count = str(dist.get_rank())
+    plain = dist.PrefixStore
+    if keys:
+        dist.PrefixStore = lambda name, store: plain(f"{count}/{name}", store)
+    model = build()
+    model, optimizer = infinity.wrap_model(model, adamw(model), {"params": "host"})
+    train(model, optimizer, steps=1)
+    infinity.unwrap_model(model, optimizer)
+    return 1
+
+
 if __name__ == "__main__":
     serve(globals())

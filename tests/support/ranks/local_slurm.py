@@ -1,5 +1,6 @@
 """A Slurm of two machines on this one: its own controller and two of its node daemons.
 
+A job that is queued again starts after ten seconds, not after two minutes (``cred_expire``).
 Their names are two by which this machine finds itself, so that ranks of both meet.
 """
 
@@ -26,6 +27,7 @@ SlurmctldPort={controller}
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/none
+AuthInfo=cred_expire=10
 CredType=cred/none
 MpiDefault=none
 ProctrackType=proctrack/linuxproc
@@ -61,6 +63,7 @@ class Slurm:
     """A running cluster: ``nodes`` are its machines' names."""
 
     def __init__(self, folder: Path):
+        self.folder = folder
         self.variables = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": PATH}
         self.nodes = (socket.gethostname().partition(".")[0], "localhost")
 
@@ -69,6 +72,7 @@ class Slurm:
         done = subprocess.run(
             list(map(str, command)),
             env=self.variables,
+            cwd=self.folder,  # from which jobs are submitted
             capture_output=True,
             text=True,
             timeout=60,

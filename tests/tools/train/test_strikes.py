@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+
 import local_slurm
 import pytest
 import strikes
+from ranks import run_ranks
+
+from infinity import UsageError
+from infinity.tools.train import train as of_train
 
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
@@ -36,6 +42,68 @@ def test_a_job_of_ray_survives_three_strikes_with_the_bits_of_torchrun(tmp_path)
     pytest.importorskip("ray", reason="ray is not installed")
     found = strikes.strike(tmp_path, launcher="ray", strikes=3, seed=5, steps=100)
     assert sum(map(len, found["seconds"].values())) == 3
+
+
+def run(job: strikes.Job, ranks: int, *options: str, ends_after: str = "") -> int:
+    """Runs a job on so many ranks, with the options that an elastic torchrun repeats."""
+    places = {name: str(job.folder / name) for name in ("model.json", "text.txt", "out")}
+    words = [places.get(each, each).replace("disk/", f"{job.folder}/disk/") for each in job.command]
+    words += ["--dtype", "fp32", "--max-grad-norm", "1e9", *options]
+    done = run_ranks(ranks, words, environment={"ENDS_AFTER": ends_after})
+    (job.folder / "said").write_text(done.stdout + done.stderr)
+    return done.returncode
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after", "total"), [(2, 1, 2), (1, 2, 2), (2, 4, 4)])
+def test_a_job_goes_on_with_another_number_of_ranks(tmp_path, before, after, total):
+    """Method: a job with the options of one that was left alone on two ranks, but other ranks after
+    its third step. The same samples and masks: of two micro-batches the sum and its bits are the
+    same, of four the losses within fp32 rounding."""
+    alone, elastic = (strikes.Job(tmp_path / name, 6) for name in ("alone", "elastic"))
+    assert run(alone, 2, "--accumulate", str(total // 2)) == 0
+    options = ("--accumulate", str(total // before))
+    assert run(elastic, before, *options, ends_after="2") == 143
+    assert run(elastic, after, *options) == 0
+    said = (elastic.folder / "said").read_text()
+    assert f"in place of {before}: --accumulate {total // after}" in said
+    assert (elastic.saved() == alone.saved()) == (total == 2)
+    found, wanted = elastic.losses(), alone.losses()
+    assert {step for step, _ in found} == {step for step, _ in wanted} == {*range(6)}
+    for (step, _), losses in found.items():
+        near = pytest.approx(float.fromhex(*wanted[step, 0]), rel=1e-5)
+        assert [float.fromhex(loss) for loss in losses] == [near]
+
+
+@pytest.mark.parametrize(
+    ("saved", "count", "options", "becomes"),
+    [
+        ((2, 4), 1, 2, 4),
+        ((1, 2), 2, 2, 1),
+        ((3, 6), 2, 2, 3),
+        ((2, 4), 2, 3, 3),  # the same ranks: another option is refused later
+        (None, 2, 3, 3),  # a checkpoint of a script
+        ((2, 4), 3, 2, None),  # twins: no whole number for each rank
+        ((8, 8), 6, 1, None),
+    ],
+)
+def test_other_ranks_divide_the_micro_batches_of_a_step(
+    monkeypatch, saved, count, options, becomes
+):
+    """Method: what the checkpoint tells is put in its place."""
+    told = (
+        {} if saved is None else {"data_ranks": saved[0], "fixed_values": {"accumulate": saved[1]}}
+    )
+    monkeypatch.setattr(of_train, "saved_extra", lambda folder: told)
+    args = argparse.Namespace(checkpoint="saved", accumulate=options)
+    ranks = argparse.Namespace(data_count=count)
+    console = argparse.Namespace(print=lambda line: None)
+    if becomes is None:
+        with pytest.raises(UsageError, match=f"which {count} ranks do not divide. Start it on"):
+            of_train._divide_steps(args, ranks, console)
+    else:
+        of_train._divide_steps(args, ranks, console)
+    assert args.accumulate == (becomes or options)
 
 
 def test_a_job_with_another_bit_is_found(tmp_path):
