@@ -24,6 +24,7 @@ from pathlib import Path
 
 import pytest
 from chatty import PAIRS, ROWS, save_base, save_rows
+from pictured import picture, save_pictured
 from ranks import run_torchrun
 
 from infinity import Config, ConfigError
@@ -61,6 +62,9 @@ FILLED = {  # what a document leaves open -> what is meant
     ),
     "infinity train --model <folder> --data <chat.jsonl> --lora": (
         "infinity train --model base --data chat.jsonl --lora"
+    ),
+    "<folder> --data <pictures.jsonl> --out <tuned> --sequence-length 4096": (
+        "pictured --data pictures.jsonl --out tuned --sequence-length 128"
     ),
     "<folder> --data <pairs.jsonl> --out <tuned>": "base --data pairs.jsonl --out tuned",
     "--steps 2 --checkpoint <checkpoint>": "--steps 2 --checkpoint saved",
@@ -181,6 +185,13 @@ def test_the_commands_run(command, tmp_path):
         save_rows(tmp_path / "chat.jsonl", [ROWS["messages"](*pair) for pair in PAIRS])
         pairs = [{"prompt": q, "chosen": a, "rejected": f"{a}0"} for q, a in PAIRS]
         save_rows(tmp_path / "pairs.jsonl", pairs)
+    if "<pictures.jsonl>" in command:
+        pytest.importorskip("PIL")
+        save_pictured("llava", tmp_path / "pictured")
+        picture().save(tmp_path / "1.png")
+        save_rows(
+            tmp_path / "pictures.jsonl", [ROWS["messages"](*PAIRS[0]) | {"image": "1.png"}] * 4
+        )
     for open_, meant in FILLED.items():
         command = command.replace(open_, meant)
     assert "<" not in command and "..." not in command, "a command that this test cannot fill in"
