@@ -61,7 +61,7 @@ def refuse_older(name: str) -> None:
         )
 
 
-def is_newer(name: str, least: str) -> bool:
+def is_at_least(name: str, least: str) -> bool:
     """Returns whether the library ``name`` is installed in version ``least`` or a later one."""
     try:
         return _numbers(importlib.metadata.version(name)) >= _numbers(least)

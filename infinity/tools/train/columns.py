@@ -314,6 +314,8 @@ def choose_form(data: Any, source: str, *, pictures: bool = False) -> Form:
 
     def first(use: str) -> str | None:
         found = [names[name] for name in known("column", use) if name in names]
+        if len(found) > 1 and use == "pictures":
+            found = [name for name in found if first_filled(data, name)]
         if len(found) > 1 and use != "messages":
             raise ConfigError(
                 f"--data: {source} has the columns {' and '.join(found)}, which are one thing by"

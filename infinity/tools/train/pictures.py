@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlparse
 
 from ...core.machine.sizes import format_count
 from ...errors import ConfigError, InfinityError
-from ...library_versions import is_newer
+from ...library_versions import is_at_least
 from .classes import auto_class
 from .columns import PAIRS, Form, choose_form, first_filled, is_empty, known, values_of
 from .corpus import HELD_OUT_SHARE
@@ -184,7 +184,7 @@ class PictureRows:
             return there[0]
         if BASE64.fullmatch(given):
             return _decoded(given)
-        where = ", ".join(map(str, self.folders))
+        where = ", ".join(str(folder.resolve()) for folder in self.folders)
         raise ConfigError(
             f"no picture {name[:80]!r} in {where}: paths are relative to the file of samples. Give"
             " the file, or remove the sample."
@@ -568,7 +568,7 @@ class _Looked:
         from trl.trainer.sft_trainer import DataCollatorForVisionLanguageModeling
 
         fields = DataCollatorForVisionLanguageModeling.__dataclass_fields__
-        if "chat_template" not in fields or not is_newer("transformers", "5.18"):
+        if "chat_template" not in fields or not is_at_least("transformers", "5.18"):
             return False
         own = self.processor.chat_template
         if MARK.search(own if isinstance(own, str) else own.get("default", "")):

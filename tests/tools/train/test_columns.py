@@ -104,6 +104,16 @@ def test_one_thing_by_two_names_is_refused():
     assert form_of(ANSWER | {"system_prompt": "b"}).system == "system_prompt"
 
 
+def test_an_empty_column_of_pictures_is_not_in_the_way_of_another():
+    """Beside one that has pictures. Twin: both have some."""
+    data = [ANSWER | {"image": None, "images": ["a.png"]}, ANSWER | {"image": "b.png"}]
+    for rows, said in ((data[:1], "images"), (data[1:], "image")):
+        read = datasets.Dataset.from_list(rows)
+        assert choose_form(read, "data.jsonl", pictures=True).pictures == said
+    with pytest.raises(ConfigError, match="image and images, which are one thing"):
+        choose_form(datasets.Dataset.from_list(data), "data.jsonl", pictures=True)
+
+
 def test_text_for_a_question_is_refused_beside_a_conversation():
     """The question is in the conversation. Twins: empty; of another form, which is listed."""
     chat = {"messages": [{"role": "user", "content": "a"}]}
