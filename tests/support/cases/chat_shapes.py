@@ -475,3 +475,108 @@ SHAPES = {
         said=TOOLS + ASKED + '<|assistant|>[<call>add{"a": 1}<|end|>]',
     ),
 }
+
+HERMES = [("human", "1+1?"), ("gpt", '<tool_call>{"name": "add"}</tool_call>'), ("tool", "2")]
+# Data of public projects on the hub, with the columns that their cards document
+PUBLIC = {
+    "LDJnr/Capybara": Shape(
+        {
+            "source": "a",
+            "conversation": [
+                {"input": "1+1?", "output": "2."},
+                {"input": "2+2?", "output": "4."},
+            ],
+        },
+        said=ANSWERED + SECOND,
+        told="left out: source",
+    ),
+    "HuggingFaceTB/smoltalk": Shape({"messages": LONG, "source": "a"}, told="left out: source"),
+    "HuggingFaceH4/no_robots": Shape(
+        {"prompt": "1+1?", "prompt_id": "a", "messages": CHAT, "category": "Chat"},
+        said=ANSWERED,
+        told="left out: prompt, prompt_id, category",
+    ),
+    "allenai/tulu-3-sft-mixture": Shape(
+        {"id": "a", "messages": CHAT, "source": "b"}, told="left out: id, source"
+    ),
+    "teknium/OpenHermes-2.5": Shape(
+        {
+            "conversations": [{**each, "weight": None} for each in _from(("human", "1+1?"), A)],
+            "system_prompt": None,
+            "source": "a",
+            "skip_prompt_formatting": False,
+        },
+        said=ANSWERED,
+        told="left out: source, skip_prompt_formatting",
+    ),
+    "Open-Orca/OpenOrca": Shape(
+        {"id": "a", "system_prompt": "Be brief.", "question": "1+1?", "response": "2."},
+        said="<|system|>Be brief.<|end|>" + ANSWERED,
+    ),
+    "bespokelabs/Bespoke-Stratos-17k": Shape(
+        {
+            "system": "Be brief.",
+            "conversations": _from(Q, ("assistant", "<think>One and one.</think>2.")),
+        },
+        said="<|system|>Be brief.<|end|>" + THOUGHT,
+    ),
+    "open-r1/OpenR1-Math-220k": Shape(
+        {
+            "problem": "1+1?",
+            "solution": "2.",
+            "answer": "2",
+            "generations": ["<think>One and one.</think>2."],
+            "messages": _said(Q, ("assistant", "<think>One and one.</think>2.")),
+        },
+        said=THOUGHT,
+        told="left out: problem, solution, answer, generations",
+    ),
+    "tatsu-lab/alpaca": Shape(
+        {"instruction": "1+1?", "input": "", "output": "2.", "text": "Below is 1+1?"},
+        said=ANSWERED,
+        told="left out: text",
+    ),
+    "databricks/databricks-dolly-15k": Shape(
+        {"instruction": "1+1?", "context": "One.", "response": "2.", "category": "qa"},
+        said=ANSWERED.replace("1+1?", "1+1?\n\nOne."),
+        told="left out: category",
+    ),
+    "openai/gsm8k": Shape({"question": "1+1?", "answer": "2."}, said=ANSWERED),
+    "meta-math/MetaMathQA": Shape(
+        {"type": "a", "query": "1+1?", "original_question": "1+?", "response": "2."},
+        said=ANSWERED,
+        told="left out: type, original_question",
+    ),
+    "Salesforce/xlam-function-calling-60k": SHAPES["xlam"],
+    "Team-ACE/ToolACE": SHAPES["toolace"],
+    "NousResearch/hermes-function-calling-v1": Shape(
+        {
+            "id": "a",
+            "conversations": _from(*HERMES, ("gpt", "2.")),
+            "tools": json.dumps([TOOL]),
+            "category": "b",
+        },
+        said=TOOLS
+        + ASKED
+        + '<|assistant|>[<tool_call>{"name": "add"}</tool_call><|end|>]<|tool|>2<|end|>'
+        + "<|assistant|>[2.<|end|>]",
+    ),
+    "roneneldan/TinyStories": Shape({"text": "Once upon a time."}),
+    "glaiveai/glaive-function-calling-v2": Shape(
+        {"system": "SYSTEM: You have add.", "chat": "USER: 1+1? ASSISTANT: 2. <|endoftext|>"},
+        refused=("has the columns system, chat", "Needed is one of"),
+    ),
+    "simplescaling/s1K": Shape(
+        {"solution": "2.", "question": "1+1?", "thinking_trajectories": ["One."], "attempt": "2"},
+        refused=("has the columns solution, question", "Needed is one of"),
+    ),
+    "OpenAssistant/oasst1": SHAPES["open assistant"],
+    "cais/mmlu": Shape(
+        {"question": "1+1?", "subject": "a", "choices": ["1", "2"], "answer": 1},
+        refused=("choices",),
+    ),
+    "liuhaotian/LLaVA-Instruct-150K": Shape(
+        {"id": "a", "image": "a.jpg", "conversations": _from(("human", "<image>\n1+1?"), A)},
+        refused=("image",),
+    ),
+}

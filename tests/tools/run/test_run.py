@@ -103,8 +103,9 @@ def test_a_checkpoint_of_either_run_is_resumed_by_the_other():
         assert rest == again
 
 
-def test_an_agent_that_is_never_called_is_wrapped_as_a_whole(capfd):
-    assert at_home("nvme", "ppo.py") == plain("ppo.py")
+@pytest.mark.parametrize("home", HOMES)
+def test_an_agent_that_is_never_called_is_wrapped_as_a_whole(home, capfd):
+    assert at_home(home, "ppo.py") == plain("ppo.py")
     assert "at home now: Agent (211 parameters) and Adam" in capfd.readouterr().err
 
 

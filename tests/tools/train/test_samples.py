@@ -13,7 +13,7 @@ pytest.importorskip("datasets")
 import datasets
 import transformers
 import trl
-from chat_shapes import CALLED, CHAT, LONG, MARKED, SHAPES, TOOL
+from chat_shapes import CALLED, CHAT, LONG, MARKED, PUBLIC, SHAPES, TOOL
 from chatty import save_base
 
 from infinity.errors import ConfigError
@@ -73,11 +73,11 @@ def of_trl(path: Path, tokenizer, model, folder: Path) -> list[tuple[list[int], 
     return [(each["input_ids"][0].tolist(), each["labels"][0].tolist()) for each in batches]
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [*SHAPES, *PUBLIC])
 def test_each_shape_has_its_owners_rows_or_is_refused_by_name(name, tokenizer, model, tmp_path):
     """Three samples of the shape, beside TRL's rows of the same file where TRL takes it, or the
-    text with what is learned."""
-    shape = SHAPES[name]
+    text with what is learned. A public file has the same rows as Parquet."""
+    shape = (SHAPES | PUBLIC)[name]
     path = write(tmp_path / "data.jsonl", [shape.row] * 3)
     if shape.refused:
         with pytest.raises(ConfigError) as refusal:
@@ -92,6 +92,10 @@ def test_each_shape_has_its_owners_rows_or_is_refused_by_name(name, tokenizer, m
         assert rows == of_trl(path, tokenizer, model, tmp_path / "trl")
     assert any(shape.told in line for line in found.told), found.told
     assert found.sample_count == len(found.rows) == 3
+    if name in PUBLIC:
+        datasets.Dataset.from_list([shape.row] * 3).to_parquet(tmp_path / "data.parquet")
+        again = read(tmp_path / "data.parquet", tokenizer)
+        assert again.fingerprint == found.fingerprint and again.told == found.told
 
 
 def test_a_format_that_fills_keys_has_the_rows_of_one_that_does_not(tokenizer, tmp_path):
