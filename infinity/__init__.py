@@ -139,6 +139,7 @@ _HOMES = {
     "park": "ext.park.park",
     "dequantize": "ext.coded.coded_weights",
     "quantize": "ext.packed.quantize",
+    "receipt": "tools.verify.receipts",
     "resume": "ext.park.park",
     "save_checkpoint": "ext.checkpoint.save",
     "save_pretrained": "ext.checkpoint.pretrained",

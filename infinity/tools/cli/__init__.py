@@ -50,6 +50,7 @@ SUBCOMMANDS = {
     "top": "watch.top",
     "trace": "watch.trace",
     "train": "train.train",
+    "verify": "verify.command",
 }
 BAD_INPUT_STATUS = 2
 INTERRUPTED_STATUS = 128 + signal.SIGINT
@@ -100,6 +101,14 @@ class Parser(argparse.ArgumentParser):
         return found
 
 
+class Subcommands(argparse.HelpFormatter):
+    """Lists the subcommands without a line above them, so that one screen has room for all."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        text = super()._format_action(action)
+        return text if action.metavar != "<subcommand>" else text.partition("\n")[2]
+
+
 def command_of(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
     """Returns the parser of a subcommand."""
     (commands,) = (
@@ -122,7 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=(
             "Exit status: 0 done; 1 a defect; 2 bad input, or a system error; 130, 143 interrupted"
         ),
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=16, width=100),
+        formatter_class=lambda prog: Subcommands(prog, max_help_position=16, width=100),
     )
     parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
     version = f"infinity {__version__}"

@@ -100,6 +100,8 @@ class Job(Measured):
     grad_norm: Any = None  # of the last step before clipping, if the loop clips
     saving: Any = None  # infinity.save_checkpoint's, beside the steps
     save_seconds: float = 0.0  # of the call that began it
+    receipt: Any = None  # the file of --receipt
+    stops_at: int | None = None  # of a stretch that is repeated, and saved nowhere
 
     def waiting_for_data(self) -> AbstractContextManager:
         """Returns a block in which the loop waits for its data, on the record."""
@@ -228,7 +230,8 @@ def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], N
     for part in job.parts:
         part.train()
     start = EdgeCounts.of(job.model)
-    while job.next_step < job.steps and not _interrupted(job, interrupt):
+    last = job.steps if job.stops_at is None else job.stops_at
+    while job.next_step < last and not _interrupted(job, interrupt):
         started_at = time.perf_counter()
         job.losses.append(train_step(job, job.next_step))
         job.step_seconds.append(time.perf_counter() - started_at)
@@ -239,7 +242,7 @@ def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], N
             int(job.ranks.is_first and job.saving.done)
         ):
             finish_save(job)
-        if job.next_step < job.steps and _is_save_due(job, interrupt):
+        if job.next_step < last and _is_save_due(job, interrupt):
             save_checkpoint(job, wait=False)
     finish_save(job, raises=False)
     if job.losses or job.next_step == 0:  # otherwise the checkpoint it resumed from is current
@@ -250,7 +253,7 @@ def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], N
 def _is_save_due(job: Job, interrupt: Interrupt) -> bool:
     """Whether to save after this step: as the first rank's interval says, or SIGUSR1 to any rank. A
     collective."""
-    if job.checkpoint is None:
+    if job.checkpoint is None or job.stops_at is not None:
         return False
     if job.checkpoint_every is not None:
         is_due = job.next_step % job.checkpoint_every == 0
@@ -416,7 +419,9 @@ def save_checkpoint(job: Job, *, wait: bool = True) -> None:
     from ...ext.checkpoint.export import ELSEWHERE, OF_MODEL
     from ...ext.checkpoint.pretrained import CARRIED
 
-    if job.checkpoint is None:
+    if job.receipt is not None:
+        job.receipt.note(job)
+    if job.checkpoint is None or job.stops_at is not None:
         return
     finish_save(job, raises=False)
     job.interval.begin_save()

@@ -253,6 +253,12 @@ def _add_result_options(group: argparse._ArgumentGroup) -> None:
     )
     add("--overwrite", **FLAG, help="replace what --checkpoint, --out and --trace hold")
     add(
+        "--receipt",
+        **FILE,
+        help="write versions, options, losses and a digest of each weight here at each save, for"
+        " `infinity verify`",
+    )
+    add(
         "--stalls",
         **NUMBER,
         help="measure what the data costs in three times so many passes, before the first step",

@@ -47,6 +47,8 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
         ),
         "trace": args.trace and Output("--trace", args.trace, made=BEGIN),
         "tensorboard": args.tensorboard and Output("--tensorboard", args.tensorboard),
+        # No file of this kind is replaced without being asked for.
+        "receipt": args.receipt and Output("--receipt", args.receipt, made=b"\0"),
     }
     given = [output for output in outputs.values() if output is not None]
     weights = settings.get("weights")
@@ -65,7 +67,7 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
             " with --overwrite or give --checkpoint another folder."
         )
     for output in given:
-        if output is outputs["checkpoint"] and args.resume:
+        if output in (outputs["checkpoint"], outputs["receipt"]) and args.resume:
             continue
         if (
             output is outputs["out"]
@@ -146,15 +148,18 @@ def check_fixed_values(checkpoint: Path, now: dict[str, Any], extra: dict[str, A
     saved = extra.get("fixed_values")
     if not isinstance(saved, dict):
         return  # of a script, whose values are its own
-    saved = {"optim": "adamw"} | saved  # of before there were others
-    different = [name for name, value in now.items() if saved.get(name) != value]
-    if different:
-        pairs = ", ".join(_difference(name, saved.get(name), now[name]) for name in different)
+    if told := differences({"optim": "adamw"} | saved, now):  # of before there were others
         raise UsageError(
-            f"The checkpoint {checkpoint} was made with {pairs}.\n"
+            f"The checkpoint {checkpoint} was made with {told}.\n"
             "Give the same options and data to continue it, or --overwrite instead of --resume to"
             " start fresh."
         )
+
+
+def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
+    """Returns what a job was made with that is not as it is ``now``; "" if all of it is."""
+    different = [name for name, value in now.items() if saved.get(name) != value]
+    return ", ".join(_difference(name, saved.get(name), now[name]) for name in different)
 
 
 def check_not_past(checkpoint: Path, step: int, steps: int) -> None:

@@ -150,6 +150,8 @@ def _run(args: argparse.Namespace, ranks: Ranks, sizes: dict[str, int] | None) -
     if axes_of(ranks.mesh):
         model_config = read_model_config(args.model, trust=args.trust_remote_code)
         check_mesh(args, ranks.mesh, model_config, config)
+    if args.receipt is not None and (args.method or "pp" in axes_of(ranks.mesh)):
+        raise ConfigError("--receipt is not for --method, nor for a mesh with pp: leave it out")
     if args.method is not None:
         return _learn_preferences(args, settings, files, ranks, console)
     inputs = read_inputs(args, files, ranks, console)
@@ -198,11 +200,20 @@ def _train(
         if args.stalls is not None:
             job.stalls = measure_stalls(job, args.stalls)
             print_stalls(console, job.stalls)
+        if args.receipt is not None:
+            from ..verify.receipts import ReceiptFile
+
+            job.receipt = ReceiptFile(args.receipt, args, job)
+        if (repeat := getattr(args, "repeats", None)) is not None:
+            job.stops_at = repeat.begin(job)
         watch = infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
         with Interrupt() as interrupt, make_progress(console, job) as progress, watch:
             counts = train(job, interrupt=interrupt, show=_watchers(progress, trackers, watch))
         if interrupt.signum is not None:
             return _end_interrupted(args, job, console, interrupt.signum)
+        if repeat is not None:
+            repeat.end(job)
+            return 0
         loss_after = held_out(job)
         check_finite(loss_after, job)
         trackers.held_out(job, loss_after)
@@ -439,7 +450,7 @@ def _check_room(args: argparse.Namespace, model: Any, config: infinity.Config) -
     weights = sum(map(nbytes_of, model.parameters()))
     if args.out is not None:
         check_room("--out", args.out, weights, "the trained model")
-    if args.checkpoint is not None:
+    if args.checkpoint is not None and not hasattr(args, "repeats"):
         state = training_state_nbytes(model, config)
         both = (
             "a checkpoint"
@@ -495,7 +506,7 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
 def _end_interrupted(args: argparse.Namespace, job: Job, console: Console, signum: int) -> int:
     saved = (
         f"saved to {args.checkpoint}; --resume continues"
-        if args.checkpoint
+        if args.checkpoint and job.stops_at is None
         else "nothing saved (no --checkpoint)"
     )
     console.print(f"Interrupted after step {job.next_step} of {job.steps}: {saved}")

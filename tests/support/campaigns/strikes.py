@@ -327,7 +327,7 @@ def compare(alone: Job, struck: Job) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
+    parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n\n")[0])
     parser.add_argument("--launcher", choices=LAUNCHERS, default="torchrun")
     parser.add_argument("--strikes", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=1)

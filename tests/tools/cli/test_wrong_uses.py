@@ -122,6 +122,10 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "run --nvme-path none text.txt": ("No such folder for swap files", "mkdir -p none"),
     # --- eval ---
     "eval": ("required: PATH", HELP),
+    # --- verify ---
+    "verify": ("required: RECEIPT", HELP),
+    "verify nowhere.json": ("no such receipt: nowhere.json", "--receipt has written|no such"),
+    "verify model.json": ("model.json is no receipt", "give a file that --receipt has written"),
     "eval base": ("give --tasks NAME,NAME or --data PATH", "what is to be measured"),
     "eval base --data text.txt --tasks arc_easy": ("--data PATH, not both", "to be measured"),
     "eval nowhere --data text.txt": ("No such model: nowhere", MODELS),

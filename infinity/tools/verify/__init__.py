@@ -1,0 +1,1 @@
+"""`infinity verify`, and the receipts that it reads."""

@@ -1,0 +1,140 @@
+"""Receipts: what a job ran with, its losses, and digests of its weights at each save. With one,
+another machine repeats a stretch of the job and compares the bits.
+
+digest   of one weight: of its elements, which no home changes
+stretch  the steps between two saves
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...config import Config
+from ...core.params.tensors import digest_of
+from ...core.run.registry import engine_of
+from ...core.units.forms import gathered
+from ...core.wrap.named_weights import named_weights
+from ...errors import ConfigError
+from ...files.outputs import replacing
+from ..bench.facts import commit, machine, versions
+
+FORMAT = 1
+# Options of `infinity train` that change no bit of what it trains, and are of one run.
+OF_ONE_RUN = {
+    *("help", "epochs", "minutes", "threads", "timeout", "stalls", "json", "trace"),
+    *("out", "checkpoint", "checkpoint_overhead", "checkpoint_every", "resume", "overwrite"),
+    *("prompt", "sample_bytes", "tensorboard", "log", "push", "receipt", "preset"),
+}
+
+
+def receipt(model: nn.Module) -> dict[str, Any]:
+    """Returns what a wrapped ``model`` trains with now, as values for JSON.
+
+    ``versions``, ``commit`` and ``machine``; ``config``: the fields that differ from the defaults;
+    ``ranks``; ``step``: optimizer steps since the wrap or since the first one of the checkpoint
+    that was loaded; ``weights``: 16 hex digits of BLAKE2b over the elements of each weight, by its
+    name. Reads all weights, one at a time. Every rank calls this, and all get the same digests.
+    Raises UsageError for a model that is not wrapped.
+    """
+    job = engine_of(model).job
+    return facts() | {
+        "config": _changed(job.config),
+        "ranks": job.ranks.size,
+        "step": job.steps.index,
+        "weights": digests(model),
+    }
+
+
+def facts() -> dict[str, Any]:
+    """Returns versions and machine, which do not change while a job runs."""
+    return {"versions": versions(), "commit": commit(), "machine": machine()}
+
+
+def _changed(config: Config) -> dict[str, str]:
+    default = Config()
+    names = (field.name for field in dataclasses.fields(config))
+    values = {name: getattr(config, name) for name in names}
+    return {name: str(each) for name, each in values.items() if each != getattr(default, name)}
+
+
+def digests(model: nn.Module) -> dict[str, str]:
+    """Returns the digest of each weight of a wrapped ``model``, by name. Every rank calls this."""
+    return {name: digest_of(gathered(value))[2].hex() for name, value in named_weights(model)}
+
+
+class ReceiptFile:
+    """The file of ``--receipt``, which the first rank writes anew at each save."""
+
+    def __init__(self, path: Path, args: argparse.Namespace, job: Any):
+        """Goes on with the file of the job that this one resumes. Raises ConfigError if the file is
+        another job's."""
+        self._path, self._losses_told = path, 0
+        self._content = facts() | {
+            "receipt": FORMAT,
+            "options": options_of(args),
+            "fixed_values": job.fixed_values,
+            "ranks": job.ranks.count,
+            "config": _changed(engine_of(job.model).job.config),
+            "steps": job.steps,
+            "saves": [],
+        }
+        if job.first_step and path.is_file():
+            before = read_receipt(path)
+            if before["fixed_values"] != self._content["fixed_values"]:
+                raise ConfigError(f"--receipt {path} is of another job: give another file")
+            # A save that the checkpoint does not have is repeated.
+            self._content["saves"] = [s for s in before["saves"] if s["step"] <= job.first_step]
+
+    def note(self, job: Any) -> None:
+        """Adds the weights as they are now, and the losses since the last save. Every rank calls
+        this."""
+        saves = self._content["saves"]
+        if saves and saves[-1]["step"] == job.next_step:
+            return  # the same on all ranks
+        weights = digests(job.model)
+        losses, self._losses_told = job.losses[self._losses_told :], len(job.losses)
+        saves.append({"step": job.next_step, "losses": losses, "weights": weights})
+        if job.ranks.is_first:
+            with replacing(self._path.parent) as made:
+                (made / self._path.name).write_text(json.dumps(self._content, indent=1))
+
+
+def options_of(args: argparse.Namespace) -> list[str]:
+    """Returns the options by which `infinity train` trains the same. Paths are absolute."""
+    from ..train.options import add_options
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_options(parser)
+    words = []
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        if action.dest in OF_ONE_RUN or value is None or value == action.default:
+            continue
+        (name, *_), values = action.option_strings, value if isinstance(value, list) else [value]
+        absolute = (each.resolve() if isinstance(each, Path) else each for each in values)
+        words += [name] if action.nargs == 0 else [f"{name}={each}" for each in absolute]
+    return words
+
+
+def read_receipt(path: Path) -> dict[str, Any]:
+    """Reads a receipt. Raises ConfigError for a file that is none, or of a later version."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ConfigError(f"no such receipt: {path}") from None
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("receipt"), int):
+        raise ConfigError(f"{path} is no receipt: give a file that --receipt has written")
+    if found["receipt"] > FORMAT:
+        raise ConfigError(
+            f"{path} has format {found['receipt']}, and this version reads up to {FORMAT}: upgrade"
+            " infinity-engine"
+        )
+    return found
