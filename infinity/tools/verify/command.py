@@ -47,8 +47,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Makes the steps of the stretch again. Returns 0 for the same bits, 1 for others. Every rank calls
-    this."""
+    """Makes the steps of the stretch again. Returns 0 for the same bits, 1 for others. Every rank
+    calls this."""
     from ..cli import Parser
     from ..train import train
     from ..train.options import add_options
