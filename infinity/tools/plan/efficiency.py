@@ -1,50 +1,16 @@
 """Efficiency: explains how much of a device's rate a link allows, and what would help.
 
-intensity  operations for every byte that passes the link
-cap        the share of the device's rate if nothing overlaps: intensity x bandwidth over the same
-           plus the device's rate (Rajbhandari et al., ZeRO-Infinity, 2021, section 4)
+cap   the share of the device's rate if nothing overlaps (Rajbhandari et al., ZeRO-Infinity, 2021,
+      section 4)
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping
 
-from ...errors import ConfigError
-
 GOOD = 0.9  # a cap from which more tokens help little
 LARGEST = 1 << 20  # times the tokens
 SMALL = 0.02  # of the compute: a link that needs less is not explained
-
-
-def efficiency(intensity: float, bandwidth: float, peak: float) -> float:
-    """Computes the cap. ``bandwidth`` in bytes per second, ``peak`` in operations per second.
-    Raises ConfigError for a rate that is not above 0."""
-    if min(intensity, bandwidth, peak) <= 0:
-        raise ConfigError(
-            f"rates are above 0: intensity {intensity}, bandwidth {bandwidth}, peak {peak}"
-        )
-    return intensity * bandwidth / (intensity * bandwidth + peak)
-
-
-def bandwidth_for(share: float, intensity: float, peak: float) -> float:
-    """Computes the bandwidth at which the cap is ``share``."""
-    return share / (1 - share) * peak / intensity
-
-
-def intensity_of_weights(tokens: float) -> float:
-    """Returns the operations for a byte of weights and gradients, of a step of ``tokens`` on a
-    device that computes its blocks again."""
-    return tokens
-
-
-def intensity_of_state(tokens: float) -> float:
-    """Returns the operations for a byte of master weights and moments."""
-    return tokens / 4
-
-
-def intensity_of_activations(width: int, interval: int = 1) -> float:
-    """Returns the operations for a byte of the inputs kept every ``interval`` blocks."""
-    return 24 * width * interval
 
 
 def explain_slowest(seconds: Mapping[str, float], besides: Container[str] = ()) -> str:

@@ -7,16 +7,16 @@ allows of a device's rate.
 from __future__ import annotations
 
 import pytest
-
-from infinity.errors import ConfigError
-from infinity.tools.plan.efficiency import (
+from paper_formulas import (
     bandwidth_for,
     efficiency,
-    explain,
     intensity_of_activations,
     intensity_of_state,
     intensity_of_weights,
 )
+
+from infinity.errors import ConfigError
+from infinity.tools.plan.efficiency import explain
 
 # T parameters, layers, width, heads; TiB of states, of all that is saved, of checkpoints; GiB of
 # the largest gathered layer, and of what is saved between checkpoints
@@ -83,9 +83,9 @@ def test_the_line_of_a_plan_says_what_helps():
     """71 % without overlap becomes 91 % with four times the tokens. Twins: a link that moves
     nothing, one that is good enough, and rates of 0."""
     said = explain("host's links", 71.0, 29.0)
-    assert said.endswith("4 x the tokens for the same bytes would give 91%")
-    assert "at 100% of their rate if all of it overlaps, at 71% if nothing does" in said
+    assert said.endswith("with a batch 4 times as large at least 91%")
+    assert "GPU use: 71% to 100%, by how much of the time of the host's links hides" in said
     assert explain("disks", 1.0, 0.0) == ""
-    assert "tokens" not in explain("disks", 95.0, 5.0)
+    assert "batch" not in explain("disks", 95.0, 5.0)
     with pytest.raises(ConfigError, match="above 0"):
         efficiency(1024, 0.0, PEAK)

@@ -12,9 +12,10 @@ import random
 from pathlib import Path
 
 import pytest
+from paper_formulas import Layer, Level, partition
 
 from infinity.errors import ConfigError
-from infinity.ext.pipeline.cuts import Layer, Level, cut_evenly, partition
+from infinity.ext.pipeline.cuts import cut_evenly
 
 PROFILES = json.loads((Path(__file__).parent / "pipedream.json").read_text())
 SEED = 20261123

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-
-from infinity.tools.plan.mesh_bytes import Dense, crossover, grid_seconds, grid_words
+from paper_formulas import Dense, crossover, grid_seconds, grid_words
 
 
 def convolution(side: int, inputs: int, outputs: int, kernel: int) -> Dense:

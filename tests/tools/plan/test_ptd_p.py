@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import pytest
 import transformers
+from paper_formulas import Transformer, tensor_nbytes
 
 from infinity.ext.pipeline.choice import Choice
-from infinity.tools.plan.mesh_bytes import (
-    Transformer,
-    boundary_nbytes,
-    expert_nbytes,
-    tensor_nbytes,
-)
+from infinity.tools.plan.mesh_bytes import boundary_nbytes, expert_nbytes
 from infinity.tools.plan.orders import orders_of
 from infinity.tools.plan.pipeline_clock import ChunkSeconds, run_long
 

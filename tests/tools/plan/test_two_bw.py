@@ -10,9 +10,9 @@ from __future__ import annotations
 import random
 
 import pytest
+from paper_formulas import unflushed_nbytes, unflushed_seconds
 
 from infinity.ext.versions_2bw.continuous import order_of
-from infinity.tools.plan.mesh_bytes import unflushed_nbytes, unflushed_seconds
 from infinity.tools.plan.pipeline_clock import BACKWARD, FORWARD, ChunkSeconds, Op, Sums, run_orders
 
 SEED, BATCHES = 20261128, 12
