@@ -16,6 +16,7 @@ from ...ext.pipeline.choice import WEIGHTS_APART, Choice, check_counts, choose
 from .mesh_choice import SHOWN, MeshPlan, best_of
 from .mesh_shape import UNFLUSHED, MeshShape
 from .mesh_way import Job, Way
+from .on_paper import tell
 
 TRIED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS")
 
@@ -141,4 +142,6 @@ def plan_meshes(
             found.append((mesh, search.best(mesh, limit), None))
         except (ConfigError, CapacityError) as error:
             found.append((mesh, None, error))
+        plan = found[-1][1]
+        tell((str(mesh), plan and plan.step_seconds))
     return found

@@ -36,13 +36,19 @@ from .mesh_bytes import all_gather_nbytes, all_reduce_nbytes, expert_nbytes
 from .work import TOKENS, CountingWork, Work
 
 T = TypeVar("T")
+_to_parent: list[Connection] = []  # of a child
 EXCHANGES = 2  # all-to-alls of a layer of experts: to them and back
 SAVED_WIDTHS, OF_PARTS = 10, 24  # bytes of 2 a token and width: whole, and of the parts
 
 
-def in_children(works: Sequence[Callable[[], T]], ranks: int) -> list[T]:
+def in_children(
+    works: Sequence[Callable[[], T]],
+    ranks: int,
+    heard: Callable[[Any], None] = lambda value: None,
+) -> list[T]:
     """Runs each of ``works`` in a child of its own, where it is rank 0 of ``ranks``. Returns the
-    results, in order. They run at the same time, as many as there are processors.
+    results, in order. They run at the same time, as many as there are processors. ``heard`` gets
+    what they :func:`tell` meanwhile.
 
     Raises what a child raised; InternalError if one ended.
     """
@@ -59,8 +65,17 @@ def in_children(works: Sequence[Callable[[], T]], ranks: int) -> list[T]:
                 there.close()
                 running[here] = number, child
             for here in multiprocessing.connection.wait(list(running)):
-                number, child = running.pop(here)  # type: ignore[arg-type]
-                found[number] = _received(here, child)  # type: ignore[arg-type]
+                number, child = running[here]  # type: ignore[index]
+                is_told, value = _received(here, child)  # type: ignore[arg-type]
+                if is_told:
+                    heard(value)
+                    continue
+                del running[here]  # type: ignore[arg-type]
+                child.join()
+                result, error = value
+                if error is not None:
+                    raise error
+                found[number] = result
     finally:
         for _, child in running.values():
             child.kill()
@@ -68,22 +83,26 @@ def in_children(works: Sequence[Callable[[], T]], ranks: int) -> list[T]:
     return [found[number] for number in range(len(works))]
 
 
-def _received(here: Connection, child: Any) -> Any:
+def _received(here: Connection, child: Any) -> tuple[bool, Any]:
+    """Returns the next message of a child, and whether more follow."""
     try:
-        result, error = pickle.loads(here.recv_bytes())
+        return pickle.loads(here.recv_bytes())
     except EOFError:
         child.join()
         raise InternalError(
             f"a process that plans ended with status {child.exitcode} and said nothing"
         ) from None
-    child.join()
-    if error is not None:
-        raise error
-    return result
+
+
+def tell(value: Any) -> None:
+    """Sends ``value`` from a child to its parent, beside what the work returns."""
+    if _to_parent:
+        _to_parent[-1].send_bytes(pickle.dumps((True, value)))
 
 
 def _run(work: Callable[[], Any], ranks: int, there: Connection) -> None:
     """Runs in a child: begins its own process group and sends what ``work`` returns or raises."""
+    _to_parent.append(there)
     try:
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -98,7 +117,7 @@ def _run(work: Callable[[], Any], ranks: int, there: Connection) -> None:
         sent = None, error
     except Exception as error:  # noqa: BLE001 - told in the parent
         sent = None, InternalError(f"planning on paper: {type(error).__name__}: {error}")
-    there.send_bytes(pickle.dumps(sent))
+    there.send_bytes(pickle.dumps((False, sent)))
     there.close()
     os._exit(0)  # nothing of the parent is to be shut down here
 

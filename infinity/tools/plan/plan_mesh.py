@@ -3,6 +3,8 @@ paper."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -17,6 +19,7 @@ from .mesh_shape import UNFLUSHED, MeshShape, meshes_of, parse_mesh
 from .plan_job import Job, endurance, profile
 
 LENGTH = 4096  # tokens of a sample, if neither the user nor the model says less
+EVERY = 5.0  # seconds between two lines of progress
 REFUSED, LONGEST = 6, 150  # reasons that are printed, and their characters
 NO_LINKS = (*CHAIN, "meetings", "devices' links")
 
@@ -48,7 +51,9 @@ def plan_meshes(
     works = [
         _work(job, machine, batch, parts[each], make_optimizers, schedule) for each in sorted(parts)
     ]
-    tried: Tried = [each for found in in_children(works, ranks) for each in found]
+    progress = _Progress(len(meshes))
+    tried: Tried = [each for found in in_children(works, ranks, progress.note) for each in found]
+    progress.end()
     best = best_of(plan for _, plan, _ in tried if plan is not None)
     if not best:
         raise _none_fits(tried, machine, ranks)
@@ -76,6 +81,35 @@ def plan_meshes(
         "assumptions": _assumptions(machine, best),
         "sources": list(machine.sources),
     }
+
+
+class _Progress:
+    """Shows on stderr how many of several meshes are planned, and the best so far: on a terminal in
+    one line, else every few seconds."""
+
+    def __init__(self, count: int):
+        self._count, self._done, self._shown = count, 0, time.monotonic()
+        self._best: tuple[str, float] | None = None
+        self._in_place = sys.stderr.isatty() and count > 1
+
+    def note(self, told: tuple[str, float | None]) -> None:
+        """Notes a mesh, and the seconds of its step if it fits."""
+        (name, seconds), now = told, time.monotonic()
+        self._done += 1
+        if seconds is not None and (self._best is None or seconds < self._best[1]):
+            self._best = name, seconds
+        if not self._in_place and (now - self._shown < EVERY or self._count == 1):
+            return
+        self._shown, text = now, f"{self._done} of {_count(self._count, 'mesh')} planned"
+        if self._best is not None:
+            text += f"; best so far: {self._best[0]}, {format_seconds(self._best[1])} a step"
+        text = f"\r\x1b[K{text}" if self._in_place else f"{text}\n"
+        print(text, end="", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """Clears the line."""
+        if self._in_place:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _batch_of(job: Job) -> Batch:

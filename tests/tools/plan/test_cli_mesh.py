@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("transformers")
 
 import infinity.tools.cli
+from infinity.tools.plan import plan_mesh
 from infinity.tools.plan.machine_file import MACHINES
 
 SEED = 20261201
@@ -34,6 +35,7 @@ TINY = {
 def run(tmp_path, monkeypatch, capsys):
     """Status, stdout and stderr of ``infinity plan`` with the tiny model."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plan_mesh, "EVERY", 1e9)  # a busy machine shows no more
     (tmp_path / "model.json").write_text(json.dumps(TINY))
 
     def run(*words: str):
@@ -53,6 +55,20 @@ def planned(run):
         return json.loads(out)
 
     return planned
+
+
+def test_progress_and_the_best_so_far_are_shown(run, monkeypatch):
+    """Shows a line for each mesh of two devices. Twins: one mesh alone shows none, and no line
+    comes before some seconds have passed."""
+    words = ("--machine", "two-rtx3090", "--batch-size", "8", "--mesh")
+    assert "planned" not in run(*words, "auto")[2]
+    monkeypatch.setattr(plan_mesh, "EVERY", 0.0)
+    status, out, err = run(*words, "auto")
+    lines = [line for line in err.splitlines() if "planned" in line]
+    assert status == 0 and len(lines) == 3 and lines[-1].startswith("3 of 3 meshes planned; best")
+    best = re.search(r"^1\. ([^:]+): ([^,]+ a step)", out, re.MULTILINE)
+    assert lines[-1].endswith(f"so far: {best[1]}, {best[2]}")
+    assert "planned" not in run(*words, "dp=2")[2]
 
 
 def test_all_meshes_are_compared_and_the_best_is_told(run, planned):
