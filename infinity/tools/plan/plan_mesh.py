@@ -107,7 +107,7 @@ class _Progress:
         print(text, end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """Clears the line."""
+        """Removes the line."""
         if self._in_place:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 

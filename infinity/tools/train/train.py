@@ -308,8 +308,8 @@ def _divide_steps(args: argparse.Namespace, ranks: Ranks, console: Console) -> N
         )
     args.accumulate = total // count
     console.print(
-        f"{format_count(count, 'rank')} in place of {before}: --accumulate {args.accumulate}, so"
-        " that a step has the same samples"
+        f"{format_count(count, 'rank')} in place of {before}: --accumulate {args.accumulate}"
+        " keeps the samples of a step"
     )
 
 

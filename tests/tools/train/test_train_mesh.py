@@ -165,8 +165,9 @@ def test_a_checkpoint_of_a_mesh_goes_on_on_another(mesh, other, alone, trained, 
     assert found["first_step"] == STEPS and len(found["losses"]) == 2
     assert found["losses"] == pytest.approx(alone[1]["losses"], rel=2e-6)
     is_whole(place / f"out-{name}", place / "out-resumed")
-    with pytest.raises(AssertionError, match="accumulate"):
-        run(2, words_of("no", *words, "--accumulate", 3 * count, **more))
+    if mesh == "pp=2":  # other data ranks would divide the same samples
+        with pytest.raises(AssertionError, match="accumulate"):
+            run(2, words_of("no", *words, "--accumulate", 3 * count, **more))
 
 
 @pytest.mark.slow
