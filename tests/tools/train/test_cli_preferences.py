@@ -981,7 +981,7 @@ def test_two_ranks_learn_what_one_learns_of_the_same_samples(base, tmp_path, mon
     """One rank with two micro-batches in a step, beside two ranks with one each. Twin: one alone
     with one."""
     monkeypatch.chdir(tmp_path)
-    save_rows(tmp_path / "data.jsonl", PAIRED + PAIRED[:2])
+    save_rows(tmp_path / "data.jsonl", PAIRED + PAIRED[:3])  # the last one is held out
     words = ["train", "--model", str(base), "--method", "dpo", "--data", "data.jsonl", *SAID]
     words += ["--params", "host", "--optimizer", "host", "--steps", "2"]
     done = run_torchrun(2, ["-m", "infinity", *words, "--accumulate", "1", "--out", "two"])
