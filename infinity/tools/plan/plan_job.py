@@ -31,6 +31,13 @@ class Job:
         """Tokens of a step on one rank."""
         return self.batch["batch"] * self.batch["length"]
 
+    def saves(self, write: float | None, read: float | None) -> dict[str, Any]:
+        """Describes a checkpoint on disks of these rates, in bytes per second."""
+        from ..train.settings import training_state_nbytes
+        from .saves import Saves
+
+        return Saves(training_state_nbytes(self.model, self.config), write, read).described()
+
     def describe(self, plan: Any, units: list[Any], ranks: int = 1) -> dict[str, Any]:
         """Describes where the state is at home, and what Muon costs one of ``ranks``."""
         from ..train.compute import step_flops
@@ -98,6 +105,7 @@ def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None
         return (
             dict.fromkeys(("compute", "step_seconds", "tokens_per_second", "bottleneck"))
             | job.describe(plan, units)
+            | job.saves(None, None)
             | {"edges": traffic(plan, units), "tokens_per_step": job.tokens}
             | {"seconds": {}, "rates": {}, "unknown": unknown}
         )
@@ -111,6 +119,7 @@ def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None
     return (
         job.describe(plan, units)
         | wear
+        | job.saves(rates.disk_write, rates.disk_read)
         | {
             "edges": prediction.edges,
             "seconds": prediction.seconds,
@@ -159,6 +168,8 @@ def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
     rates = {key: value for key, value in asdict(machine).items() if type(value) in (int, float)}
     written = found.edges["host->nvme"] * machine.devices
     described |= endurance(written, step_seconds, machine.disks, machine.drive_rating)
+    disks = nodes * machine.disks
+    described |= job.saves(disks * machine.disk_write, disks * machine.disk_read)
     return described | {
         "explanation": explain_slowest(seconds, NO_LINKS),
         "machine": machine.name,

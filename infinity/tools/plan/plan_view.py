@@ -35,6 +35,8 @@ def text(found: dict[str, Any], *, timetable: bool = False) -> Iterator[str]:
     yield from filter(None, (found.get("explanation"),))
     if found.get("next"):
         yield next_line(found["next"], found["nodes"])
+    if "checkpoint" in found:
+        yield found["checkpoint"]["line"]
     if "endurance" in found:
         yield found["endurance"]["line"]
     if "muon" in found:

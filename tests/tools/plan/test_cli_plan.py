@@ -35,6 +35,7 @@ TINY = {
     "n_head": 2,
 }
 KEYS = {
+    "checkpoint",
     "parameters",
     "units",
     "tiers",
