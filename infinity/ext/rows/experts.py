@@ -132,7 +132,8 @@ def _has_own_code(module: Any) -> bool:
 
 
 def _is_known(function: Any) -> bool:
-    """Tells whether the code of ``function``, and of what it wraps, is torch's or transformers'."""
+    """Tells whether the code of ``function``, and of what it wraps, is torch's or transformers', or
+    of our own exchange."""
     while function is not None:
         code = getattr(function, "__code__", None)
         if code is None or not code.co_filename.startswith(_folders()):
@@ -142,7 +143,8 @@ def _is_known(function: Any) -> bool:
 
 
 def _folders() -> tuple[str, ...]:
-    found = (sys.modules.get(name) for name in ("torch", "transformers"))
+    names = ("torch", "transformers", "infinity.ext.experts_parallel")
+    found = (sys.modules.get(name) for name in names)
     return tuple(f"{os.path.dirname(each.__file__)}{os.sep}" for each in found if each is not None)
 
 
