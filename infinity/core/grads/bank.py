@@ -237,8 +237,12 @@ class GradientBank:
                 f"{handle.name} got a sparse gradient; build the embedding with sparse=False"
             )
         record = handle.grad
-        may_have = grad.requires_grad or record.with_graph is not None
-        if may_have and self._waiting is None and torch.is_grad_enabled() and self.ranks.alone:
+        if (
+            (grad.requires_grad or record.with_graph is not None)
+            and self._waiting is None
+            and torch.is_grad_enabled()
+            and self.ranks.alone
+        ):
             if record.state is not GradState.TORN:
                 self.reopen(handle)
                 self._set(handle, grad := self.assigned.sum_with_graph(handle, grad))

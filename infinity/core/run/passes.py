@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import is_dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,6 +57,7 @@ class Passes:
                 raise too_late()
 
         self._hold = hold
+        self._lone_hooks = saving_hooks(None, job.storages, hold)
 
     @property
     def frames(self) -> list[Frame]:
@@ -342,10 +342,6 @@ class Passes:
     def _saving_hooks(self) -> tuple[Callable, Callable]:
         outer = top_hooks(True)
         return saving_hooks(outer, self.job.storages, self._hold) if outer else self._lone_hooks
-
-    @cached_property
-    def _lone_hooks(self) -> tuple[Callable, Callable]:
-        return saving_hooks(None, self.job.storages, self._hold)
 
 
 def _rows_of(units: Iterable[ParamUnit]) -> list[ChosenRows]:

@@ -7,7 +7,7 @@ journal. If recovery is interrupted or not finished, the next use starts it over
 from __future__ import annotations
 
 from ..grads.record import GradState
-from ..units.handle import set_raw_grad
+from ..units.handle import drop_raw_grads
 from .job import Job, wait_idle
 
 
@@ -55,8 +55,7 @@ def recover(job: Job, *, finishing: bool) -> None:
     for unit in job.prefetcher.units:
         unit.rebuild()
     job.ledger.forget_passing()
-    for handle in job.trained:
-        set_raw_grad(handle.param, None)
+    drop_raw_grads([handle.param for handle in job.trained])
     if job.store.guard.failure is None:  # else the disk gets no more transfers
         with job.store.guard:
             job.gradients.rebuild()

@@ -56,12 +56,13 @@ class SavedTensor:
     """A saved tensor that stays in place, with torch's check for in-place changes, which hooks
     disable."""
 
-    __slots__ = ("_tensor", "_version")
+    __slots__ = ("_tensor", "_version", "param")
 
     def __init__(self, tensor: torch.Tensor):
         # Detached: the tensor itself would form a cycle with its graph.
         self._tensor = tensor.detach()
         self._version = tensor._version
+        self.param: weakref.ref[torch.nn.Parameter] | None = None  # as in a SavedWeight
 
     def tensor(self) -> torch.Tensor:
         """Returns the tensor. Raises RuntimeError, as torch does, if it was changed since."""

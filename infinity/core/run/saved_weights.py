@@ -211,11 +211,14 @@ def saving_hooks(
         ):
             if counted:
                 count(tensor)
-            saved = SavedWeight.of(tensor, *entry)
-            if gives_params and not inner and issubclass(kind, torch.nn.Parameter):
-                saved.param = weakref.ref(tensor)
-            return saved
-        return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
+            saved: Any = SavedWeight.of(tensor, *entry)
+        elif outer_pack:
+            return outer_pack(tensor)
+        else:
+            saved = SavedTensor(tensor)
+        if gives_params and not inner and kind is not torch.Tensor:
+            saved.param = weakref.ref(tensor) if isinstance(tensor, torch.nn.Parameter) else None
+        return saved
 
     def pack(tensor: torch.Tensor) -> Any:
         if type(tensor) is torch.Tensor:
@@ -257,7 +260,10 @@ def saving_hooks(
 
     def unpack(saved: Any) -> torch.Tensor:
         if isinstance(saved, SavedTensor):
-            return saved.tensor()
+            value, params = saved.tensor(), getattr(_unpacked, "params", None)
+            if params is not None:
+                params.append((_place(value), saved.param and saved.param()))
+            return value
         inner = saved.packed if isinstance(saved, SavedLocal) else saved
         value = inner.tensor(unpack_one) if isinstance(inner, SavedSubclass) else unpack_one(inner)
         return saved.form.build(saved.spec, value) if isinstance(saved, SavedLocal) else value

@@ -64,5 +64,5 @@ class StepContext:
     def trained(self) -> list[ParamHandle]:
         """The parameters that this optimizer has state of."""
         flats = [flat for unit in self.units for flat in unit.flat_params]
-        own = filter(self.steps_flat_param, flats)
-        return [h for flat in own for h in flat.handles if h.grad is not None]
+        flats = filter(self.steps_flat_param, flats)
+        return [h for flat in flats for h in flat.handles if h.grad is not None]

@@ -43,11 +43,6 @@ def _parts(optimizer: weakref.ref[InfinityOptimizer]) -> tuple[StepContext, list
     return alive.context, alive.param_groups
 
 
-def _unit_landed(optimizer: weakref.ref[InfinityOptimizer], unit: ParamUnit) -> None:
-    if (alive := optimizer()) is not None:
-        alive.unit_landed(unit)
-
-
 class InfinityOptimizer(torch.optim.Optimizer):
     """Steps a wrapped optimizer's state at home. Shares its ``param_groups``."""
 
@@ -73,7 +68,8 @@ class InfinityOptimizer(torch.optim.Optimizer):
             setattr(self, kind, getattr(wrapped, kind))
         self.read_groups()  # shared from now on: a scheduler made for the wrapped one works here
         # A weak reference, so that nothing keeps the optimizer.
-        context.events.unit_landed.append(partial(_unit_landed, weakref.ref(self)))
+        me = weakref.ref(self)
+        context.events.unit_landed.append(lambda unit: (alive := me()) and alive.unit_landed(unit))
         self._made_with = frozenset(vars(self))
 
     def __getattr__(self, name: str) -> Any:

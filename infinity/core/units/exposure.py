@@ -95,8 +95,12 @@ class Exposure:
     @cached_property
     def _switched(self) -> list[tuple[torch.nn.Parameter, Any]]:
         """The parameters that do not always rest, each with the classes of its form."""
-        params = (param for flat_param in self._flat_params for param in flat_param.params)
-        return [(each, form_of(each).classes) for each in params if not always_rests(each)]
+        return [
+            (param, form_of(param).classes)
+            for flat_param in self._flat_params
+            for param in flat_param.params
+            if not always_rests(param)
+        ]
 
     def _switch(self, *, rests: bool) -> None:
         plain = [param for param, classes in self._switched if classes is None]

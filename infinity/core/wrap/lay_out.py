@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import logging
 import os
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -150,7 +151,9 @@ class Ways:
         plan fits."""
         refused: CapacityError | None = None
         whole: partial[MemoryPlan] | None = None
-        for split in self._splits(config, free):
+        for split in itertools.chain(
+            [None], *(each.splits(config, free, self) for each in kinds())
+        ):
             if split is not None and surely and not split.is_sure:
                 break
             if split is not None and config.device_memory is None:
@@ -238,12 +241,6 @@ class Ways:
             {id(group): size.weight_nbytes for group, size in zip(groups, sizes)},
         )
         return _Way(groups, flat_params, sizes, held)
-
-    def _splits(self, config: Config, free: Mapping[Tier, int] | None) -> Iterator[Any]:
-        """Yields the splits to try, None first."""
-        yield None
-        for kind in kinds():
-            yield from kind.splits(config, free, self)
 
 
 class _Way(NamedTuple):

@@ -202,6 +202,59 @@ class WithViews(torch.autograd.Function):
         return dy @ weight, dy.t() @ x
 
 
+class Accumulating(Tagged):
+    """Adds the weight's gradient itself, as fused layers do."""
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        weight.grad = dy.t() @ x if weight.grad is None else weight.grad + dy.t() @ x
+        return dy @ weight, None
+
+
+class Subclass(torch.Tensor):
+    """A tensor that the engine does not move."""
+
+
+class Around(nn.Module):
+    """Uses a parameter that is not its own, inside of its own forward."""
+
+    def __init__(self, other: nn.Parameter) -> None:
+        super().__init__()
+        self.weight, self.others = nn.Parameter(torch.ones(4, 4)), [other]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Accumulating.apply(x @ self.weight, self.others[0])
+
+
+@pytest.mark.parametrize(
+    "home, make",
+    [
+        ("host", lambda: nn.Parameter(torch.ones(4, 4))),
+        ("nvme", lambda: nn.Parameter(torch.ones(4, 4).as_subclass(Subclass))),
+        ("device", lambda: nn.Linear(4, 4, bias=False).weight),
+    ],
+)
+def test_a_users_function_finds_a_parameter_that_is_not_the_models(home, make, tmp_path):
+    """Its gradient is set on the parameter itself, over two backwards, as in plain torch. Twin: a
+    tensor that is saved detached gets none."""
+    torch.manual_seed(0)
+    other, grads = make(), []
+    for wraps in (False, True):
+        other.grad, model = None, Around(other)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if wraps:
+            homes = {"params": home, "optimizer": home, "nvme_paths": [str(tmp_path)]}
+            model, optimizer = infinity.wrap_model(model, optimizer, homes)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+        grads.append(other.grad.clone())
+    assert torch.equal(*grads)
+    model.others[0], other.grad = other.detach(), None
+    model(torch.ones(2, 4)).sum().backward()
+    assert other.grad is None
+
+
 class Layer(nn.Module):
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         super().__init__()
