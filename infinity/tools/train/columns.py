@@ -102,6 +102,18 @@ KNOWN = (
     ),
     Known(
         "column",
+        "pictures of another name",
+        tuple(
+            f"{name}{end}"
+            for name in ("image_path", "image_file", "image_url", "picture", "photo", "img")
+            for end in ("", "s")
+        ),
+        "refused, unless empty: pictures are in `images`",
+        "has pictures, and `infinity train` reads those in the column images or image. Rename the"
+        " column; or remove it, if the answers do not need the pictures.",
+    ),
+    Known(
+        "column",
         "media",
         ("video", "videos", "audio", "audios"),
         "refused, unless empty",

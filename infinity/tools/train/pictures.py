@@ -34,6 +34,7 @@ from .sample import without_repeats
 from .samples import THOUGHTS, Sample, check_places, is_picture, read_sample
 from .wording import first_line
 
+DEEP = ("I", "F")  # modes of pictures with 16 or 32 bits for each color
 WORD = re.compile(r"<image>(?!.*</image>)", re.S)  # closed again, it is HTML
 BASE64 = re.compile(r"[A-Za-z0-9+/\s]{32,}={0,2}\s*")
 NEEDED = "pip install 'infinity-engine[pictures]'"
@@ -118,8 +119,7 @@ class PictureRows:
             return {"messages": messages} | shown
         before = messages[:first]
         count = sum(is_picture(part) for each in before for part in _parts(each))
-        if count and count < len(pictures):  # those of later questions
-            shown["images"] = shown["images"][:count]
+        shown["images"] = shown["images"][:count]  # the others are of later questions
         return {"prompt": before, "completion": messages[first:last]} | shown
 
     def sample(self, number: int) -> tuple[Sample | None, list[Any]]:
@@ -150,7 +150,7 @@ class PictureRows:
             )
         is_file = isinstance(given, Path)
         try:
-            return self.decode(
+            picture = self.decode(
                 {
                     "path": str(given) if is_file else None,
                     "bytes": None if is_file else bytes(given),
@@ -163,6 +163,12 @@ class PictureRows:
                 f"the picture {what} cannot be read ({why}): it is damaged, or of another kind."
                 " Replace it, or remove the sample."
             ) from None
+        if picture.mode.startswith(DEEP):
+            raise ConfigError(
+                f"a picture of mode {picture.mode} has more than 8 bits for each color, which a"
+                " processor would clip. Convert it to 8 bits, or remove the sample."
+            )
+        return picture
 
     def _found(self, given: str) -> Path | bytes:
         """Returns the file or the bytes that a text names."""
@@ -186,8 +192,8 @@ class PictureRows:
             return _decoded(given)
         where = ", ".join(str(folder.resolve()) for folder in self.folders)
         raise ConfigError(
-            f"no picture {name[:80]!r} in {where}: paths are relative to the file of samples. Give"
-            " the file, or remove the sample."
+            f"no picture {name[:80]!r} in {where}: paths are relative to the file of samples, or to"
+            " --data if its files are in several folders. Give the file, or remove the sample."
         )
 
 
@@ -406,6 +412,10 @@ def read_pictures(
             looked.try_both()
     count = len(looked.rows)
     held_out = count if whole else max(1, int(count * HELD_OUT_SHARE))
+    samples = [number for number, *_ in looked.rows.places]
+    # All rows of a sample, whose picture training would see else, unless there is no other.
+    if not whole and samples[0] != samples[-1]:
+        held_out = count - (samples.index(samples[-held_out]) or samples.count(samples[0]))
     return PictureExamples(
         source=files.source,
         fingerprint=looked.digest.hexdigest()[:16],
@@ -630,10 +640,12 @@ def _image_tokens(processor: Any, model_config: Any) -> frozenset[int]:
 
 
 def _folders(files: ExampleFiles) -> tuple[Path, ...]:
-    """Returns the folders that paths of pictures may be relative to."""
-    given = [path if path.is_dir() else path.parent for path in files.paths]
+    """Returns the folders that paths of pictures may be relative to. Of files in several folders
+    it is that of --data: the same name may stand for another picture in each."""
+    given = {path if path.is_dir() else path.parent for path in files.paths}
     source = Path(files.source)
-    return tuple(dict.fromkeys([*given, *([source] if source.is_dir() else [])]))
+    whole = [source] if source.is_dir() else []
+    return tuple(dict.fromkeys([*(given if len(given) == 1 else ()), *whole]))
 
 
 def _undecoded(datasets: Any, feature: Any) -> Any:

@@ -37,6 +37,7 @@ from infinity.tools.train.model import no_cache
 from infinity.tools.train.optimizers import make_optimizers
 from infinity.tools.train.pictures import read_pictures, read_processor
 
+PIL = Lazily("PIL", "PIL.Image")
 datasets = Lazily("datasets")
 sft = Lazily("trl.trainer.sft_trainer", "trl")
 
@@ -496,6 +497,8 @@ def spoiled(name: str) -> Any:
         "on the network": {"images": ["https://example.com/0.png"]},
         "no base64": {"images": ["data:image/png;base64,###"]},
         "a number": {"images": [{"bytes": None, "path": None, "url": 7}]},
+        "of 16 bits": {"images": ["deep.png"]},
+        "of floats": {"images": ["deep.tiff"]},
         "two for one place": {
             "images": ["0.png", "1.png"],
             "messages": chat_of([IMAGE, ASKED], "A."),
@@ -519,6 +522,8 @@ REFUSED = {
     "on the network": "download it",
     "no base64": "is no base64",
     "a number": "of type int",
+    "of 16 bits": "a picture of mode I;16",
+    "of floats": "a picture of mode F",
     "two for one place": "2 pictures in images and 1 place",
     "one for two words": "1 picture in images and 2 places",
     "none for a place": "0 pictures in images and 1 place",
@@ -537,6 +542,8 @@ def test_a_sample_that_cannot_be_used_is_refused_by_its_number(name, folder_of, 
     for at in range(2):
         picture(at).save(tmp_path / f"{at}.png")
     (tmp_path / "damaged.png").write_bytes(png(0)[:200])
+    PIL.Image.new("I;16", (8, 8)).save(tmp_path / "deep.png")
+    PIL.Image.new("F", (8, 8)).save(tmp_path / "deep.tiff")
     rows = spoiled(name)
     save_rows(tmp_path, rows)
     status, _, err = train(base, "--steps", 1, "--out", "out")
@@ -544,6 +551,50 @@ def test_a_sample_that_cannot_be_used_is_refused_by_its_number(name, folder_of, 
     assert any(way in err for way in ("emove", "eplace", "Give", "give", "Write"))
     assert not (tmp_path / "out").exists()
     assert len(read(save_rows(tmp_path, rows[::2]), base).rows) == 2
+
+
+def test_pictures_of_files_in_several_folders_are_looked_for_in_that_of_data(folder_of, tmp_path):
+    """A name may stand for another picture in each folder. Twins: paths from --data are read, and
+    a missing one is refused."""
+    base = folder_of("llava")
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        picture(1).save(tmp_path / name / "x.png")
+        for path, read_as in (("x.png", False), (f"{name}/x.png", True)):
+            rows = [{"images": [path], "messages": chat_of("What?", "A.")}] * 2
+            (tmp_path / name / f"{read_as}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ConfigError, match="no picture 'x.png' in"):
+        read(tmp_path, base)
+    for name in ("a", "b"):
+        (tmp_path / name / "False.jsonl").unlink()
+    assert len(read(tmp_path, base).rows) == 4
+
+
+def test_a_picture_of_a_later_question_is_in_its_row_alone(folder_of, tmp_path):
+    """Rows of one answer each, the first without a picture. All rows of a sample are held out
+    together. Twin: the picture in the first question is in both rows."""
+    base = folder_of("llava")
+    picture(0).save(tmp_path / "0.png")
+    turns = [*chat_of("Hi", "Hello."), *chat_of("<image>What?", "A cat.")]
+    later = {"images": ["0.png"], "messages": turns}
+    found = read(save_rows(tmp_path, [later] * 3), base)
+    counts = [len(found.rows[at]["images"]) for at in range(len(found.rows))]
+    assert counts == [0, 1] * 3 and found.held_out_count == 2
+    first = {"images": ["0.png"], "messages": [*chat_of("<image>Hi", "A."), *chat_of("And?", "B.")]}
+    found = read(save_rows(tmp_path, [first] * 3), base)
+    assert [len(found.rows[at]["images"]) for at in range(len(found.rows))] == [1] * 6
+
+
+@pytest.mark.parametrize("column", ["image_path", "image_urls", "picture"])
+def test_a_column_of_pictures_by_another_name_is_refused(column, folder_of, train, tmp_path):
+    """Else answers about pictures would be learned without them. Twin: an empty one is not."""
+    base = folder_of("llava")
+    row = {"messages": chat_of("What?", "A.")}
+    save_rows(tmp_path, [row | {column: "0.png"}] * 2)
+    status, _, err = train(base, "--steps", 1)
+    assert status == 2 and column in err and "Rename" in err
+    save_rows(tmp_path, [row | {column: None}] * 4)
+    assert train(base, "--steps", 1, "--eval-batches", 1, "--batch-size", 1)[0] == 0
 
 
 def test_a_length_that_cuts_pictures_is_refused_with_one_that_does_not(folder_of, tmp_path):
