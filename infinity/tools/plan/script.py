@@ -6,6 +6,7 @@ node. Words after the script's name are options of `infinity train`: `--data`, `
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,12 +36,25 @@ def script(
         yield from _file(MODEL, model.to_json_string(use_diff=True).rstrip())
         model = Path(MODEL)
     options = ({} if model is None else {"model": str(model)}) | dict(train) | _mesh_options(found)
+    _check_train(options, found["ranks"])
     lines = [f"{name} = {_value(value)}" for name, value in settings.items()]
     lines += ["", "[train]", *(f"{name} = {_value(value)}" for name, value in options.items())]
     yield from _file(FILE, "\n".join(lines).strip())
     if nodes > 1:
         yield "# On each node, with NODE_RANK from 0 on, and MASTER_ADDR the first one's address:"
     yield " ".join(_torchrun(nodes, found["ranks"] // nodes))
+
+
+def _check_train(options: Mapping[str, Any], ranks: int) -> None:
+    """Raises what `infinity train` would raise for these options on ``ranks``."""
+    from ..train.mesh import mesh_sizes
+    from ..train.options import add_options
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_options(parser)
+    args = parser.parse_args([])
+    vars(args).update(options)
+    mesh_sizes(args, ranks)
 
 
 def _torchrun(nodes: int, devices: int) -> Iterator[str]:

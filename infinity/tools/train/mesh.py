@@ -77,8 +77,12 @@ def _check_options(args: argparse.Namespace, sizes: dict[str, int]) -> None:
         if getattr(args, option) is not None:
             name = option.replace("_", "-")
             raise UsageError(f"--{name} does not go with {said}: {remedy}")
-    divided = {"ep", "tp"} | ({"pp"} if args.optim == "muon" else set())  # two optimizers
-    if args.optim != "adamw" and divided & {*apart}:
+    if "pp" in apart and args.optim == "muon":
+        raise UsageError(
+            f"--optim muon does not go with {said}: it comes with a second optimizer, and a"
+            " pipeline takes one. Leave out pp, or give --optim adamw"
+        )
+    if args.optim != "adamw" and {"ep", "tp"} & {*apart}:
         raise UsageError(
             f"--optim {args.optim} does not go with {said}: it steps whole matrices, of which a"
             " rank has parts. Give dp and cp alone, or --optim adamw"

@@ -169,4 +169,6 @@ def test_a_schedule_that_train_does_not_run_has_no_script(place, capsys):
     given = ["plan", "--machine", "two.toml", "--sequence-length", "32", *map(str, words)]
     assert main([*given, "without_flush", "--script"]) == 2
     assert "infinity train does not run the schedule" in capsys.readouterr().err
+    assert main([*given, "1F1B", "--optim", "muon", "--script"]) == 2
+    assert "--optim muon does not go with --mesh pp=2" in capsys.readouterr().err
     assert 'pipeline_schedule = "GPipe"' in script(capsys, *words, "GPipe")
