@@ -65,7 +65,7 @@ def words_of(args: argparse.Namespace) -> list[str]:
         if value is None or value == action.default or action.dest in APART:
             continue
         for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, Path) and (each.exists() or action.dest == "out"):
+            if isinstance(each, Path) and (each.exists() or action.dest in ("out", "receipt")):
                 each = os.path.abspath(each)
             option = action.option_strings[0]
             found.append(option if action.nargs == 0 else f"{option}={each}")

@@ -67,7 +67,13 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
             " with --overwrite or give --checkpoint another folder."
         )
     for output in given:
-        if output in (outputs["checkpoint"], outputs["receipt"]) and args.resume:
+        if output is outputs["checkpoint"] and args.resume:
+            continue
+        if output is outputs["receipt"] and args.resume and has_checkpoint(args.checkpoint):
+            if output.path.is_file():
+                from ..verify.receipts import read_receipt
+
+                read_receipt(output.path)
             continue
         if (
             output is outputs["out"]

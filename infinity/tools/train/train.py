@@ -139,7 +139,8 @@ def _run(args: argparse.Namespace, ranks: Ranks, sizes: dict[str, int] | None) -
     check_push(args)
     files = find_files(args)
     console = _prepare(args, ranks)
-    if args.resume and (saved := saved_extra(args.checkpoint).get("words")):
+    saved = saved_extra(args.checkpoint if args.resume else None).get("words")
+    if saved and not hasattr(args, "repeats"):
         console.print(f"Options of the checkpoint, unless given anew: {' '.join(map(str, saved))}")
     tell_skipped(files, console)
     _check_engine(args, settings, console)
@@ -205,7 +206,8 @@ def _train(
 
             job.receipt = ReceiptFile(args.receipt, args, job)
         if (repeat := getattr(args, "repeats", None)) is not None:
-            job.stops_at = repeat.begin(job)
+            repeat.begin(job)
+            job.stops_at = repeat.to
         watch = infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
         with Interrupt() as interrupt, make_progress(console, job) as progress, watch:
             counts = train(job, interrupt=interrupt, show=_watchers(progress, trackers, watch))

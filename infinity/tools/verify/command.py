@@ -42,7 +42,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--options",
         default="",
         metavar="TEXT",
-        help='options of `infinity train` that go over those of the receipt: "--params nvme"',
+        help="options of `infinity train` that go over those of the receipt, as one word:"
+        " --options='--params nvme'",
     )
 
 
@@ -52,75 +53,104 @@ def run(args: argparse.Namespace) -> int:
     from ..cli import Parser
     from ..train import train
     from ..train.options import add_options
-    from ..train.places import has_checkpoint
+    from ..train.places import has_checkpoint, saved_extra
     from .receipts import read_receipt
 
     found = read_receipt(args.receipt)
-    parser = Parser(prog="infinity verify --options")
-    add_options(parser)
-    options = parser.parse_args([*found["options"], *shlex.split(args.options)])
-    if options.out or options.checkpoint or options.receipt:
-        raise ConfigError("verify writes no model, checkpoint or receipt: leave these options out")
     if args.checkpoint is not None and not has_checkpoint(args.checkpoint):
         raise ConfigError(f"--checkpoint {args.checkpoint} has no checkpoint")
+    first_step = saved_extra(args.checkpoint).get("step", 0)
+    saves = _stretch(found["saves"], first_step, args.to)
+    parser = Parser(prog="infinity verify --options")
+    add_options(parser)
+    try:
+        given = shlex.split(args.options)
+    except ValueError as error:
+        raise ConfigError(f"--options {args.options!r}: {error}") from None
+    options = parser.parse_args([*map(str, saves[-1]["options"]), *given])
+    if options.out or options.checkpoint or options.receipt:
+        raise ConfigError("verify writes no model, checkpoint or receipt: leave these options out")
     options.checkpoint, options.resume = args.checkpoint, args.checkpoint is not None
-    options.json, options.sample_bytes, options.steps = args.json, 0, found["steps"]
-    options.repeats = Repeat(found, args.to)
+    options.json, options.sample_bytes = args.json, 0
+    options.repeats = Repeat(found, first_step, saves)
     if status := train.run(options):
         return status
     return options.repeats.tell(as_json=args.json)
 
 
+def _stretch(saves: list[dict[str, Any]], first_step: int, to: int | None) -> list[dict[str, Any]]:
+    """Lists the saves after ``first_step``, up to that at step ``to`` (None: the first). Raises
+    UsageError if there are none, or the job went on with other options between them."""
+    steps = [save["step"] for save in saves]
+    if first_step not in (0, *steps):
+        raise UsageError(
+            f"the checkpoint is at step {first_step}, and the receipt has saves at {steps}: give a"
+            " checkpoint of one of these steps"
+        )
+    ends = [step for step in steps if step > first_step]
+    if not ends or (to is not None and to not in ends):
+        raise UsageError(
+            f"the receipt has no save after step {first_step}"
+            + (f" at step {to}: give --to one of {ends}" if ends else "")
+        )
+    found = [save for save in saves if first_step < save["step"] <= (to or ends[0])]
+    ways = [(save["options"], save["ranks"]) for save in found]
+    if before := [save["step"] for save, way in zip(found, ways) if way != ways[-1]]:
+        raise UsageError(
+            f"the job went on with other options, or ranks, after step {before[-1]}: give"
+            f" --to {before[-1]} at most, or a --checkpoint of that step"
+        )
+    return found
+
+
 @dataclass
 class Repeat:
-    """A stretch that is trained again. ``to``: the step of the save at its end; None: of the first
-    save after its start."""
+    """A stretch that is trained again. ``saves``: those of the receipt after its first step."""
 
     receipt: dict[str, Any]
-    to: int | None = None
-    first_step: int = 0
+    first_step: int
+    saves: list[dict[str, Any]]
     is_first: bool = True  # of the ranks
     other_losses: list[str] = field(default_factory=list)
     other_weights: list[str] = field(default_factory=list)
     other_facts: list[str] = field(default_factory=list)
     count: int = 0  # of the weights
 
-    def begin(self, job: Any) -> int:
-        """Checks the job at its first step. Returns the step to stop at. Every rank calls this.
+    @property
+    def to(self) -> int:
+        """The step to stop at."""
+        return self.saves[-1]["step"]
 
-        Raises UsageError for another job, a checkpoint that the receipt does not know, or a receipt
-        without a save after it.
-        """
+    def begin(self, job: Any) -> None:
+        """Checks the job at its first step. Every rank calls this. Raises UsageError for another
+        job, or a checkpoint with other weights than the receipt's."""
         from ..train.places import differences
         from .receipts import digests
 
         if told := differences(self.receipt["fixed_values"], job.fixed_values):
-            raise UsageError(f"The job of the receipt had {told}. Give the same options and data.")
-        self.first_step, saves = job.first_step, self.receipt["saves"]
-        ends = [save["step"] for save in saves if save["step"] > self.first_step]
-        if not ends or (self.to is not None and self.to not in ends):
+            ranks = self.saves[-1]["ranks"]
             raise UsageError(
-                f"the receipt has no save after step {self.first_step}"
-                + (f" at step {self.to}: give --to one of {ends}" if ends else "")
+                f"The job of the receipt had {told}, on {format_count(ranks, 'rank')}. Give the"
+                " same options and data."
             )
-        self.to = self.to or ends[0]
-        here = [save["weights"] for save in saves if save["step"] == self.first_step > 0]
+        here = [
+            save["weights"] for save in self.receipt["saves"] if save["step"] == self.first_step > 0
+        ]
         if here and (wrong := _different(here[0], digests(job.model))):
             raise UsageError(
-                f"the checkpoint at step {self.first_step} is not the job's: {wrong[0]} and"
-                f" {len(wrong) - 1} more have other bits than the receipt"
+                f"the checkpoint at step {self.first_step} is not the job's:"
+                f" {format_count(len(wrong), 'weight')} ({wrong[0]}, ...) have other bits than in"
+                " the receipt"
             )
-        return self.to
 
     def end(self, job: Any) -> None:
         """Compares the losses and the weights at the end. Every rank calls this."""
         from ..bench.facts import differences
         from .receipts import digests, facts
 
-        saves = [s for s in self.receipt["saves"] if self.first_step < s["step"] <= self.to]
         known = {
             step: loss
-            for save in saves
+            for save in self.saves
             for step, loss in enumerate(save["losses"], save["step"] - len(save["losses"]))
         }
         self.other_losses = [
@@ -130,7 +160,7 @@ class Repeat:
         ]
         found = digests(job.model)
         self.count = len(found)
-        self.other_weights = _different(saves[-1]["weights"], found)
+        self.other_weights = _different(self.saves[-1]["weights"], found)
         self.other_facts = differences(self.receipt, facts())
         self.is_first = job.ranks.is_first
 

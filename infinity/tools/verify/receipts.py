@@ -13,6 +13,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...config import Config
@@ -27,7 +28,7 @@ from ..bench.facts import commit, machine, versions
 FORMAT = 1
 # Options of `infinity train` that change no bit of what it trains, and are of one run.
 OF_ONE_RUN = {
-    *("help", "epochs", "minutes", "threads", "timeout", "stalls", "json", "trace"),
+    *("help", "epochs", "minutes", "timeout", "stalls", "json", "trace"),
     *("out", "checkpoint", "checkpoint_overhead", "checkpoint_every", "resume", "overwrite"),
     *("prompt", "sample_bytes", "tensorboard", "log", "push", "receipt", "preset"),
 }
@@ -53,7 +54,8 @@ def receipt(model: nn.Module) -> dict[str, Any]:
 
 def facts() -> dict[str, Any]:
     """Returns versions and machine, which do not change while a job runs."""
-    return {"versions": versions(), "commit": commit(), "machine": machine()}
+    here = machine() | {"threads": torch.get_num_threads()}  # sums are divided among them
+    return {"versions": versions(), "commit": commit(), "machine": here}
 
 
 def _changed(config: Config) -> dict[str, str]:
@@ -77,13 +79,13 @@ class ReceiptFile:
         self._path, self._losses_told = path, 0
         self._content = facts() | {
             "receipt": FORMAT,
-            "options": options_of(args),
             "fixed_values": job.fixed_values,
-            "ranks": job.ranks.count,
             "config": _changed(engine_of(job.model).job.config),
-            "steps": job.steps,
             "saves": [],
         }
+        args.threads = torch.get_num_threads()
+        # A resumed job may have others.
+        self._run = {"options": options_of(args), "ranks": job.ranks.count}
         if job.first_step and path.is_file():
             before = read_receipt(path)
             if before["fixed_values"] != self._content["fixed_values"]:
@@ -99,7 +101,7 @@ class ReceiptFile:
             return  # the same on all ranks
         weights = digests(job.model)
         losses, self._losses_told = job.losses[self._losses_told :], len(job.losses)
-        saves.append({"step": job.next_step, "losses": losses, "weights": weights})
+        saves.append({"step": job.next_step, "losses": losses, "weights": weights} | self._run)
         if job.ranks.is_first:
             with replacing(self._path.parent) as made:
                 (made / self._path.name).write_text(json.dumps(self._content, indent=1))
@@ -130,11 +132,21 @@ def read_receipt(path: Path) -> dict[str, Any]:
         raise ConfigError(f"no such receipt: {path}") from None
     except ValueError:
         found = None
+    no_receipt = ConfigError(f"{path} is no receipt: give a file that --receipt has written")
     if not isinstance(found, dict) or not isinstance(found.get("receipt"), int):
-        raise ConfigError(f"{path} is no receipt: give a file that --receipt has written")
+        raise no_receipt
     if found["receipt"] > FORMAT:
         raise ConfigError(
             f"{path} has format {found['receipt']}, and this version reads up to {FORMAT}: upgrade"
             " infinity-engine"
         )
+    saves, fixed = found.get("saves"), found.get("fixed_values")
+    kinds = {"step": int, "losses": list, "weights": dict, "options": list, "ranks": int}
+    if not isinstance(fixed, dict) or not isinstance(saves, list):
+        raise no_receipt
+    for save in saves:
+        if not isinstance(save, dict) or any(
+            not isinstance(save.get(name), kind) for name, kind in kinds.items()
+        ):
+            raise no_receipt
     return found

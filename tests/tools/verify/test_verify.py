@@ -102,6 +102,7 @@ def test_a_repeated_stretch_has_the_bits_of_the_receipt(finished, monkeypatch, c
         ("--options=--batch-size=1", "--batch-size 2 (now 1)"),
         ("--to 3", "--to one of [2, 4]"),
         ("--checkpoint saved", "no save after step 4"),
+        ("--options=--threads='", "No closing quotation"),
         ("--checkpoint nowhere", "has no checkpoint"),
         ("--options=--out=model", "leave these options out"),
     ],
@@ -118,12 +119,11 @@ def test_a_checkpoint_of_another_job_is_refused(finished, monkeypatch, capsys):
     flipped(monkeypatch, 1)
     other = [*WORDS.replace("job.json", "other.json").split(), "--overwrite"]
     assert main(other) == 0
-    Path("one.json").write_text(Path("job.json").read_text().replace('"steps": 4', '"steps": 5'))
-    receipt = read_receipt(Path("one.json"))
+    receipt = read_receipt(Path("job.json"))
     receipt["saves"].append(receipt["saves"][-1] | {"step": 5, "losses": [1.0]})
     Path("one.json").write_text(json.dumps(receipt))
     assert main(["verify", "one.json", "--checkpoint", "saved"]) == 2
-    assert "have other bits than the receipt" in capsys.readouterr().err
+    assert "have other bits than in the receipt" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b'{"receipt": "1"}', b"\xff\xfe"])
@@ -136,6 +136,9 @@ def test_a_file_that_is_no_receipt_is_refused(content, tmp_path, capsys):
     path.write_text('{"receipt": 99}')
     assert main(["verify", str(path)]) == 2
     assert "upgrade" in capsys.readouterr().err
+    for rest in ('"saves": []', '"fixed_values": {}', '"fixed_values": {}, "saves": [{"step": 2}]'):
+        path.write_text(f'{{"receipt": 1, {rest}}}')
+        assert main(["verify", str(path)]) == 2 and "is no receipt" in capsys.readouterr().err
 
 
 def test_a_receipt_is_not_replaced_without_being_asked_for(finished, capsys):
@@ -146,6 +149,28 @@ def test_a_receipt_is_not_replaced_without_being_asked_for(finished, capsys):
     assert Path("job.json").read_bytes() == before
     assert main([*fresh, "--overwrite"]) == 0
     assert [save["step"] for save in read_receipt(Path("job.json"))["saves"]] == [4]
+    Path("notes.txt").write_text("mine")
+    words = [*WORDS.replace("saved", "new").replace("job.json", "notes.txt").split(), "--resume"]
+    assert main(words) == 2 and Path("notes.txt").read_text() == "mine"
+
+
+def test_a_job_that_went_on_with_other_steps_is_repeated_by_its_stretches(finished, capsys):
+    """Method: --steps changes the learning rates, so a stretch over the change is refused."""
+    assert main([*WORDS.replace("--steps 4", "--steps 6").split(), "--resume"]) == 0
+    assert main(["verify", "job.json"]) == 0
+    assert main(["verify", "job.json", "--to", "6"]) == 2
+    assert "give --to 4 at most" in capsys.readouterr().err
+
+
+def test_a_checkpoint_between_saves_is_refused(finished, capsys):
+    """Method: a job of the same options that was saved at another step."""
+    words = WORDS.replace("saved", "third").replace("--checkpoint-every 2", "--checkpoint-every 3")
+    assert main(words.replace("job.json", "other.json").split()) == 0
+    receipt = read_receipt(Path("job.json"))
+    receipt["saves"] = receipt["saves"][:1]
+    Path("job.json").write_text(json.dumps(receipt))
+    assert main(["verify", "job.json", "--checkpoint", "third"]) == 2
+    assert "the checkpoint is at step 4" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("home", ["device", "host", "nvme"])
