@@ -13,6 +13,7 @@ from typing import Any
 from ...core.machine.sizes import format_nbytes
 from ...errors import CapacityError, ConfigError, InfinityError, UsageError
 from ...files.outputs import MODEL_NAMES, Output, check_free, check_outputs, existing
+from ..verify.reading import read_receipt
 from ..watch.timeline import BEGIN
 
 TENSORBOARD = "tensorboard"
@@ -71,8 +72,6 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
             continue
         if output is outputs["receipt"] and args.resume and has_checkpoint(args.checkpoint):
             if output.path.is_file():
-                from ..verify.receipts import read_receipt
-
                 read_receipt(output.path)
             continue
         if (

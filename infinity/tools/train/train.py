@@ -139,11 +139,11 @@ def _run(args: argparse.Namespace, ranks: Ranks, sizes: dict[str, int] | None) -
     check_push(args)
     files = find_files(args)
     console = _prepare(args, ranks)
+    tell_skipped(files, console)
+    _check_engine(args, settings, console)
     saved = saved_extra(args.checkpoint if args.resume else None).get("words")
     if saved and not hasattr(args, "repeats"):
         console.print(f"Options of the checkpoint, unless given anew: {' '.join(map(str, saved))}")
-    tell_skipped(files, console)
-    _check_engine(args, settings, console)
     config = engine_config(settings)
     ranks.join(make_mesh(sizes, config.device))
     if args.resume and args.method is None:
@@ -152,7 +152,7 @@ def _run(args: argparse.Namespace, ranks: Ranks, sizes: dict[str, int] | None) -
         model_config = read_model_config(args.model, trust=args.trust_remote_code)
         check_mesh(args, ranks.mesh, model_config, config)
     if args.receipt is not None and (args.method or "pp" in axes_of(ranks.mesh)):
-        raise ConfigError("--receipt is not for --method, nor for a mesh with pp: leave it out")
+        raise ConfigError("--receipt goes with neither --method nor a mesh with pp: leave it out")
     if args.method is not None:
         return _learn_preferences(args, settings, files, ranks, console)
     inputs = read_inputs(args, files, ranks, console)

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from ..train import train
     from ..train.options import add_options
     from ..train.places import has_checkpoint, saved_extra
-    from .receipts import read_receipt
+    from .reading import read_receipt
 
     found = read_receipt(args.receipt)
     if args.checkpoint is not None and not has_checkpoint(args.checkpoint):

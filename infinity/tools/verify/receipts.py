@@ -24,8 +24,8 @@ from ...core.wrap.named_weights import named_weights
 from ...errors import ConfigError
 from ...files.outputs import replacing
 from ..bench.facts import commit, machine, versions
+from .reading import FORMAT, read_receipt
 
-FORMAT = 1
 # Options of `infinity train` that change no bit of what it trains, and are of one run.
 OF_ONE_RUN = {
     *("help", "epochs", "minutes", "timeout", "stalls", "json", "trace"),
@@ -122,31 +122,3 @@ def options_of(args: argparse.Namespace) -> list[str]:
         absolute = (each.resolve() if isinstance(each, Path) else each for each in values)
         words += [name] if action.nargs == 0 else [f"{name}={each}" for each in absolute]
     return words
-
-
-def read_receipt(path: Path) -> dict[str, Any]:
-    """Reads a receipt. Raises ConfigError for a file that is none, or of a later version."""
-    try:
-        found = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ConfigError(f"no such receipt: {path}") from None
-    except ValueError:
-        found = None
-    no_receipt = ConfigError(f"{path} is no receipt: give a file that --receipt has written")
-    if not isinstance(found, dict) or not isinstance(found.get("receipt"), int):
-        raise no_receipt
-    if found["receipt"] > FORMAT:
-        raise ConfigError(
-            f"{path} has format {found['receipt']}, and this version reads up to {FORMAT}: upgrade"
-            " infinity-engine"
-        )
-    saves, fixed = found.get("saves"), found.get("fixed_values")
-    kinds = {"step": int, "losses": list, "weights": dict, "options": list, "ranks": int}
-    if not isinstance(fixed, dict) or not isinstance(saves, list):
-        raise no_receipt
-    for save in saves:
-        if not isinstance(save, dict) or any(
-            not isinstance(save.get(name), kind) for name, kind in kinds.items()
-        ):
-            raise no_receipt
-    return found

@@ -196,7 +196,7 @@ UNFIT = {  # the words -> a part of the message
     "--mesh tp=": "tp needs a number of ranks",
     "--mesh tp=2 --lora 4": "--lora-rank does not go with --mesh tp=2: give dp alone",
     "--mesh dp=4 --method dpo --data a.jsonl": "leave out --mesh",
-    "--mesh pp=2 --optim muon": "it steps whole matrices",
+    "--mesh pp=2 --optim muon": "it comes with a second optimizer",
     "--mesh tp=2 --optim adafactor": "--optim adafactor does not go with --mesh tp=2",
     "--mesh pp=2 --stalls 3": "--stalls does not go with --mesh pp=2",
     "--mesh tp=2,cp=2": "cp goes with dp alone here",

@@ -19,7 +19,8 @@ import infinity
 from infinity.errors import UsageError
 from infinity.tools.cli import main
 from infinity.tools.train import job as jobs
-from infinity.tools.verify.receipts import digests, read_receipt
+from infinity.tools.verify.reading import read_receipt
+from infinity.tools.verify.receipts import digests
 
 TINY = {"model_type": "gpt2", "vocab_size": 256, "n_positions": 32}
 TINY |= {"n_embd": 16, "n_layer": 1, "n_head": 2}
