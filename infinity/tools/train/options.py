@@ -52,6 +52,7 @@ SCHEDULES = ("auto", "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(repeats=None)  # the stretch that `infinity verify` repeats
     _add_model_and_data_options(parser.add_argument_group("model and data"))
     add_memory_options(parser.add_argument_group("where the state lives"))
     _add_training_options(parser.add_argument_group("training"))

@@ -142,7 +142,7 @@ def _run(args: argparse.Namespace, ranks: Ranks, sizes: dict[str, int] | None) -
     tell_skipped(files, console)
     _check_engine(args, settings, console)
     saved = saved_extra(args.checkpoint if args.resume else None).get("words")
-    if saved and not hasattr(args, "repeats"):
+    if saved and args.repeats is None:
         console.print(f"Options of the checkpoint, unless given anew: {' '.join(map(str, saved))}")
     config = engine_config(settings)
     ranks.join(make_mesh(sizes, config.device))
@@ -205,7 +205,7 @@ def _train(
             from ..verify.receipts import ReceiptFile
 
             job.receipt = ReceiptFile(args.receipt, args, job)
-        if (repeat := getattr(args, "repeats", None)) is not None:
+        if (repeat := args.repeats) is not None:
             repeat.begin(job)
             job.stops_at = repeat.to
         watch = infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
@@ -452,7 +452,7 @@ def _check_room(args: argparse.Namespace, model: Any, config: infinity.Config) -
     weights = sum(map(nbytes_of, model.parameters()))
     if args.out is not None:
         check_room("--out", args.out, weights, "the trained model")
-    if args.checkpoint is not None and not hasattr(args, "repeats"):
+    if args.checkpoint is not None and args.repeats is None:
         state = training_state_nbytes(model, config)
         both = (
             "a checkpoint"

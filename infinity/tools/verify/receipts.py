@@ -83,9 +83,10 @@ class ReceiptFile:
             "config": _changed(engine_of(job.model).job.config),
             "saves": [],
         }
-        args.threads = torch.get_num_threads()
         # A resumed job may have others.
-        self._run = {"options": options_of(args), "ranks": job.ranks.count}
+        threads = {"threads": torch.get_num_threads()}
+        options = options_of(argparse.Namespace(**vars(args) | threads))
+        self._run = {"options": options, "ranks": job.ranks.count}
         if job.first_step and path.is_file():
             before = read_receipt(path)
             if before["fixed_values"] != self._content["fixed_values"]:
