@@ -122,7 +122,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
                 time.sleep(0.2)
             yield cluster
         finally:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(OSError, subprocess.SubprocessError, AssertionError):
                 _cancel_all(cluster)
             for daemon in reversed(daemons):
                 daemon.terminate()

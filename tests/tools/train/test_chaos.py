@@ -14,6 +14,7 @@ from pathlib import Path
 
 import prepared
 import pytest
+from strikes import MODEL
 
 pytest.importorskip("transformers")
 pytest.importorskip("rich")
@@ -77,23 +78,7 @@ print(json.dumps({"kills": made, "launches": launches, "statuses": statuses, "le
 def chaos(folder: Path, kills: int, steps: int, seed: int) -> dict:
     (folder / "text").mkdir(parents=True)
     (folder / "nvme").mkdir()
-    (folder / "model.json").write_text(
-        json.dumps(
-            {
-                "model_type": "gpt2",
-                "vocab_size": 256,
-                "n_positions": 64,
-                "n_embd": 32,
-                "n_layer": 2,
-                "n_head": 2,
-                "bos_token_id": 0,
-                "eos_token_id": 0,
-                "embd_pdrop": 0.1,
-                "resid_pdrop": 0.0,
-                "attn_pdrop": 0.0,
-            }
-        )
-    )
+    (folder / "model.json").write_text(json.dumps(MODEL))
     (folder / "text" / "0.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 300)
     command = ["-c", PROGRAM, folder, kills, LONGEST, seed, steps]
     done = prepared.run(*command, seconds=3600, imports=prepared.LANGUAGE_MODELS)

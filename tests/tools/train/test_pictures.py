@@ -417,8 +417,7 @@ def test_a_resumed_job_of_pictures_has_the_bits_of_an_uninterrupted_one(
 
 @pytest.mark.slow
 def test_two_ranks_learn_what_one_learns_from_two_micro_batches(mixed, folder_of, train, tmp_path):
-    """In the third step one rank has a picture and the other has none: the same losses, but for the
-    order of sums."""
+    """Rows with a picture and rows without one: the same losses, but for the order of sums."""
     base = folder_of("llava")
     words = ["--batch-size", "1", "--steps", "4", "--lr", str(LR), "--warmup-steps", "0", "--json"]
     status, out, err = train(base, *words, "--accumulate", 2)
