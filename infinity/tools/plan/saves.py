@@ -1,4 +1,4 @@
-"""Saves: what a checkpoint takes to write, and to read when a struck job comes back."""
+"""Saves: how long writing a checkpoint takes, and reading it when a job restarts."""
 
 from __future__ import annotations
 
