@@ -23,6 +23,7 @@ import torch
 from doubles import fault_plan
 from io_cases import BLOCK, CHECKED, kind  # noqa: F401
 from native_arrays import MIB, Disk, Staging, from_bits, outcome_in_child, random_bytes, seeded
+from opened import left_open, opened
 
 from infinity import native
 from infinity.errors import StorageError, UsageError
@@ -301,21 +302,20 @@ def test_dropping_the_engine_closes_its_descriptors_and_ends_its_threads(tmp_pat
     engine is dropped."""
     staging = Staging(MIB)
     gc.collect()
-    descriptors, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    before = opened()
     disk = Disk(tmp_path, kind, block_nbytes=BLOCK, faults=fault_plan(51, delay=0.02, reorder=0.2))
     staging.bytes.fill_(7)
     extent = disk.extent(MIB)
     ticket = disk.engine.write(extent, 0, staging.address, MIB)
     behind = disk.engine.read(extent, 0, staging.address, MIB, after=ticket)
-    assert len(os.listdir("/proc/self/fd")) > descriptors
-    assert len(os.listdir("/proc/self/task")) > threads
+    under_way = opened()
+    assert under_way.descriptors > before.descriptors and under_way.threads > before.threads
     path = disk.path
     del disk
     gc.collect()
     assert ticket.done and behind.done, "the engine went before its transfers"
     assert path.read_bytes()[:MIB] == bytes([7]) * MIB
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-    assert len(os.listdir("/proc/self/task")) == threads
+    assert left_open(before) == (0, 0)
 
 
 LEAKED: list[Disk] = []  # never closed: closing one whose transfers cannot end would wait for them

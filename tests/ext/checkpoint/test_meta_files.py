@@ -39,6 +39,7 @@ from models import (
     prescribed,
     seeded,
 )
+from opened import left_open, opened
 from runs import adamw
 from torch import nn
 
@@ -288,7 +289,7 @@ def test_a_stream_that_ends_early_gives_everything_back(
         )
         streamed(path)
         gc.collect()
-        before = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+        before = opened()
         faulty_files(monkeypatch, seed=SEED, delay=1.0, delay_seconds=0.02)
         for _ in range(5):
             for piece in WeightFiles(path).stream({"a"}):
@@ -301,7 +302,7 @@ def test_a_stream_that_ends_early_gives_everything_back(
         assert raised.value.errno == errno.EIO
         del raised
         gc.collect()
-        assert (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))) == before
+        assert left_open(before) == (0, 0)
 
     in_child(work)
 

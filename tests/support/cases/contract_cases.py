@@ -23,6 +23,7 @@ from models import (
     transformer,
     with_least,
 )
+from opened import opened
 from runs import adamw
 from torch import nn
 
@@ -81,4 +82,4 @@ def held(folder: Path) -> tuple[int, int, list[str]]:
         with contextlib.suppress(OSError):
             targets.append(os.readlink(f"/proc/self/fd/{name}"))
     swap = [target for target in targets if target.startswith(f"{folder}/") or "io_uring" in target]
-    return len(targets), len(os.listdir("/proc/self/task")), swap
+    return len(targets), opened().threads, swap
