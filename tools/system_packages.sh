@@ -23,8 +23,9 @@ if [ "$(id -u)" != 0 ]; then
 fi
 if command -v apt-get >/dev/null 2>&1 && [ "$as_root" != refused ]; then
     export DEBIAN_FRONTEND=noninteractive
+    apt() { $as_root apt-get -qq -o DPkg::Lock::Timeout=60 "$@"; } # another installation may be under way
     # shellcheck disable=SC2086
-    $as_root apt-get update -qq && $as_root apt-get install -y -qq --no-install-recommends $wanted >/dev/null && exit 0
+    apt update && apt install -y --no-install-recommends $wanted >/dev/null && exit 0
 fi
 if [ $# != 0 ]; then
     echo "Not installed (no permission, or no apt-get):$wanted. As root: apt install$wanted"
