@@ -8,7 +8,6 @@ AUTO = "auto"  # chosen by what the machine has
 
 HOMES = ("auto", "device", "host", "nvme")
 SHARDED = ("optimizer", "gradients", "parameters")
-REDUCTIONS = ("ordered", "fast")
 SAMPLED = "sampled"  # checksums of a part, if a device cannot compute them
 
 MASTERS = ("split", "fp32", "none")

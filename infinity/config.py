@@ -21,7 +21,6 @@ from .choices import (
     MASTERS,
     MOMENT_DTYPES,
     QUANTIZED,
-    REDUCTIONS,
     SAMPLED,
     SHARDED,
 )
@@ -74,10 +73,6 @@ class Config:
         themselves, so the backward gathers inside the machine (ZeRO++'s secondary partition).
         ``compress_gathers``: weights are gathered as 8-bit codes with a scale per 256 elements.
         Their error is up to 1/254 of the block's largest value.
-    reduction
-        How ranks sum gradients. ``"ordered"``: in fp32, in the order of the ranks, as one process
-        would. ``"fast"``: by the backend's reduce-scatter, in the gradients' dtype and its own
-        order. It is the same on all ranks, but can differ between runs, machines and rank counts.
     share_homes
         Whether ranks that compute on the CPUs of one machine read each other's weights in shared
         memory instead of sending them. The bits are the same. None: if the machine allows it.
@@ -128,7 +123,6 @@ class Config:
     shard: str = "parameters"
     shard_in_node: bool = False
     compress_gathers: bool = False
-    reduction: str = "ordered"
     share_homes: bool | None = None
     device: str | torch.device | None = None
     update_threads: int | None = None
@@ -149,7 +143,6 @@ class Config:
         self._choose("master", MASTERS)
         self._choose("moments", MOMENT_DTYPES)
         self._choose("shard", SHARDED)
-        self._choose("reduction", REDUCTIONS)
         self._choose("quantize", QUANTIZED)
         for name in ("device_memory", "host_memory", "nvme_capacity"):
             self._set(name, parse_nbytes(getattr(self, name), name))

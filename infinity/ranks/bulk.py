@@ -2,8 +2,7 @@
 
 Bytes travel in their own dtype, weights perhaps in an encoding. Sums are taken in
 fp32, in rank order, and rounded once. The transport never adds, so the result does not depend on
-its algorithm. Exception: with Config(reduction="fast") it adds in the gradients' dtype and its own
-order.
+its algorithm.
 
 ordered gathers   of a device (:mod:`.pending`): the host is some of them ahead, so that it can
                   launch compute while they run. It waits for all where a pass ends
@@ -31,6 +30,11 @@ from .pass_agreement import PassAgreement, Progress, Weighing
 from .pending import Pending, ranks_lost
 
 MOST_ORDERED = 4  # gathers that the host may be ahead of
+GATHERS = {  # as what traffic counts them
+    Kind.GATHER: "all-gather",
+    Kind.GATHER_IN_NODE: "all-gather in node",
+    Kind.READ: "shared memory",
+}
 
 
 class Bulk:
@@ -108,7 +112,7 @@ class Bulk:
             note_used(whole, mine)  # decoded on another stream than the transport's
 
         pending = self._pending([work], what, None if then is None else finish, whole.device)
-        edge = "all-gather in node" if kind is Kind.GATHER_IN_NODE else "all-gather"
+        edge = GATHERS[kind]
         nbytes = whole.numel() - mine.numel()
         pending.count = partial(self.traffic.received, edge, nbytes, what, start)
         if not pending.is_on_host:
@@ -165,34 +169,20 @@ class Bulk:
 
         Precondition: after :meth:`agree`, or the next collective of a verified pass.
         """
-        start = time.perf_counter()
-        works, is_fast, weights = [], self.ranks.reduction == "fast", self._weights()
-        if is_fast and weights is not None:
-            # A copy: what a failed reduction leaves must not be weighed twice.
-            flat, weights = flat * weights[self.ranks.rank], None
-        raw, received = bytes_of(flat), flat
+        works, start, weights, received = [], time.perf_counter(), self._weights(), flat
         if self.ranks.size > 1:
-            received = (
-                flat.new_empty(flat.numel() // self.ranks.size)
-                if is_fast
-                else torch.empty_like(flat)
-            )
+            received = torch.empty_like(flat)
             works.append(self._go_on_with(what, Kind.REDUCE, flat, received))
         elif self.ranks.ep_size > 1:
             self._go_on_with(what, Kind.NOTHING, flat, flat)  # keeps its place in the order
 
         def finish() -> None:
-            moved = raw.numel() - raw.numel() // self.ranks.size
-            total = (
-                received.float()
-                if is_fast
-                else _ordered_sum(received.view(self.ranks.size, -1), weights)
-            )
+            if self.ranks.size > 1:
+                moved = flat.nbytes - flat.nbytes // self.ranks.size
+                self.traffic.received("reduce-scatter", moved, what, start)
+            total = _ordered_sum(received.view(self.ranks.size, -1), weights)
             if self.ranks.replicate_group is not None:
-                everyones = self._gather_over_replicas(total, what)
-                total = _ordered_sum(everyones)
-                moved += everyones.nbytes - total.nbytes
-            self.traffic.received("reduce-scatter", moved, what, start)
+                total = _ordered_sum(self._gather_over_replicas(total, what))
             done(total.div_(self.ranks.data_size))
 
         return self._pending(works, what, finish, flat.device)
@@ -228,10 +218,11 @@ class Bulk:
     ) -> Pending:
         """Sends ``flags`` to the shard group's ranks, without blocking. The wait calls ``done``
         with the flags that any rank has set. Precondition: as for :meth:`reduce`."""
-        mine = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        mine, start = torch.tensor(flags, dtype=torch.uint8, device="cpu"), time.perf_counter()
         everyones = mine.new_empty(self.ranks.size * mine.numel())
 
         def finish() -> None:
+            self.traffic.received("flags", everyones.nbytes - mine.nbytes, what, start)
             done(everyones.view(self.ranks.size, -1).amax(0).bool().tolist())
 
         return self._pending(
@@ -239,12 +230,14 @@ class Bulk:
         )
 
     def _gather_over_replicas(self, total: torch.Tensor, what: str) -> torch.Tensor:
-        what = f"{what} over replicas"
+        what, start = f"{what} over replicas", time.perf_counter()
         everyones = total.new_empty(self.ranks.replicate_group.size, total.numel())
         work = self._go_on_with(
             what, Kind.GATHER_OVER_REPLICAS, bytes_of(total), bytes_of(everyones.view(-1))
         )
         self._pending([work], what, None, total.device).wait()
+        moved = everyones.nbytes - total.nbytes
+        self.traffic.received("all-gather over replicas", moved, what, start)
         return everyones
 
     def _go_on_with(

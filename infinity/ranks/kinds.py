@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from enum import IntEnum
 from functools import partial
 
@@ -20,7 +19,6 @@ from .parallel_dims import ParallelDims
 
 # Renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 # That collectives may pass
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -45,13 +43,9 @@ def begin(ranks: ParallelDims, kind: Kind, given: torch.Tensor, taken: torch.Ten
     if kind is Kind.READ:
         return ranks.shard_group.homes.complete(taken, given.numel())
     group = _group_of(ranks, kind)
-    if kind is not Kind.REDUCE:
-        return all_gather(taken, given, group=group, async_op=True)
-    if ranks.reduction == "fast" and given.device.type == "cpu":
-        return _Summed(given, taken, group)
-    if ranks.reduction == "fast":
-        return reduce_scatter(taken, given, group=group, async_op=True)
-    return dist.all_to_all_single(bytes_of(taken), bytes_of(given), group=group, async_op=True)
+    if kind is Kind.REDUCE:
+        return dist.all_to_all_single(bytes_of(taken), bytes_of(given), group=group, async_op=True)
+    return all_gather(taken, given, group=group, async_op=True)
 
 
 def count_begun(ranks: ParallelDims, kind: Kind, where: torch.device) -> int:
@@ -134,23 +128,4 @@ class _Over(dist.Work):
     """A completed collective: no other rank has these tensors."""
 
     def wait(self, *_: object) -> bool:
-        return True
-
-
-class _Summed(dist.Work):
-    """Adds up ``given`` over a group and keeps this rank's part, as torch does on the host. Torch's
-    own work object never reports completion, and its wait has no limit."""
-
-    def __init__(self, given: torch.Tensor, taken: torch.Tensor, group: dist.ProcessGroup):
-        super().__init__()
-        self._taken, self._rank = taken, dist.get_rank(group)
-        self._total = given.clone()
-        self._work = dist.all_reduce(self._total, group=group, async_op=True)
-
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
-    def wait(self, *limit: timedelta) -> bool:
-        self._work.wait(*limit)
-        self._taken.copy_(self._total.view(-1, self._taken.numel())[self._rank])
         return True

@@ -47,7 +47,6 @@ class ParallelDims:
     local_size: int = 1  # ranks on this machine, which share its memory and disks
     shard: str = "parameters"  # also sharded: "optimizer" < "gradients" < "parameters"
     encoding: Any = None  # in which gathered weights are sent, with losses; None: as they are
-    reduction: str = "ordered"  # sums of gradients: "ordered" by rank, or "fast" in the transport
     shard_group: Channel | None = None
     replicate_group: Channel | None = None
     # All data ranks, if there are both a shard group and a replicate group.

@@ -38,6 +38,7 @@ class Tree:
     def __init__(self, below: dist.ProcessGroup | None, above: dist.ProcessGroup | None):
         self._below, self._above = below, above
         self._last: tuple[int, Transfer] | None = None  # the last merge, and the count before it
+        self.sent_nbytes = 0  # by the merges so far
 
     def close(self) -> None:
         """Releases the groups: no merge is possible afterwards."""
@@ -70,6 +71,7 @@ class Tree:
         def completed() -> torch.Tensor:
             return result if above is not None else result.copy_(combined())
 
+        self.sent_nbytes += message.nbytes * (max(0, len(parts) - 1) + (above is not None))
         phases: list[Phase] = []
         if below is not None:
             phases.append(lambda: [gather(below, message, parts)])

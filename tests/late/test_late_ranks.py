@@ -17,7 +17,7 @@ CASES = {
     "optimizer": {"way": "plain", "config": {**HOST, "shard": "optimizer"}},
     "window": {"way": "plain", "config": {**NVME, "device_memory": "480KiB"}},
     "shares": {"way": "shared", "config": NVME},
-    "shares-fast": {"way": "shared", "config": {**HOST, "reduction": "fast"}},
+    "shares-host": {"way": "shared", "config": HOST},
     "activations": {"way": "accumulated", "config": {**NVME, "activations": "host"}},
 }
 

@@ -21,6 +21,7 @@ import torch
 from fake_cufile import build_cufile, skip_beside_real
 from gpu_stand_in import build_stand_in
 from inside import parts_of
+from passed import passed
 from rank_jobs import moments
 from ranks import Jobs
 
@@ -132,7 +133,6 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     jobs["parity:compressed"] = {
         "config": {"params": "host", "optimizer": "host", "compress_gathers": True}
     }
-    jobs["parity:fast"] = {"config": {"params": "host", "optimizer": "host", "reduction": "fast"}}
     jobs["parity:int8"] = {"config": {"params": "host", "optimizer": "host", "moments": "int8"}}
     jobs |= {f"other_values:{same}": {"same": same} for same in (True, False)}
     jobs["overflow"] = {}
@@ -159,12 +159,6 @@ def four(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     (folder / "swap").mkdir()
     host = {"params": "host", "optimizer": "host"}
     jobs = {f"parity:{mode}": {"config": host | {"shard": mode}} for mode in MODES}
-    jobs["parity:fast"] = {"config": host | {"reduction": "fast"}}
-    jobs["parity:fast-hybrid"] = {
-        "config": host | {"reduction": "fast"},
-        "shape": (2, 2),
-        "names": ("dp_replicate", "dp_shard"),
-    }
     jobs["parity:hybrid"] = {"config": host, "shape": (2, 2), "names": ("dp_replicate", "dp_shard")}
     jobs["elsewhere:hybrid"] = jobs["parity:hybrid"]
     jobs["elsewhere:nodes"] = {"config": host | {"shard_in_node": True}, "nodes": True}
@@ -229,37 +223,6 @@ def test_ranks_on_devices_of_their_own_have_the_same_bits(two, mode, what):
         assert (of_rank["stats"]["edges"].get("nvme->device", {"nbytes": 0})["nbytes"] > 0) == (
             what == "past"
         )
-
-
-def check_fast(found: list[dict], world: int) -> None:
-    """All ranks have the same bits, near those of one process; but for the keys' biases, whose
-    gradients are nothing but rounding, of which Adam makes whole steps."""
-    weights, _, _ = one_process(world)
-    for of_rank in found:
-        assert not models.differing(of_rank["weights"], found[0]["weights"])
-        distance = {
-            name: float((of_rank["weights"][name] - value).abs().max())
-            for name, value in weights.items()
-        }
-        assert (
-            max(off for name, off in distance.items() if not name.endswith("qkv.bias")) < 2e-4
-            and max(distance.values()) < 1e-2
-        )
-
-
-def test_the_fast_reduction_is_near_and_the_same_on_all_ranks(two):
-    check_fast(two["parity:fast"], 2)
-    passed = [
-        two[name][0]["stats"]["collectives"]["reduce-scatter"]["nbytes"]
-        for name in ("parity:fast", "parity:parameters-host")
-    ]
-    assert passed[0] == passed[1] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["fast", "fast-hybrid"])
-def test_the_fast_reduction_of_four_ranks_and_of_replicas(four, case):
-    check_fast(four[f"parity:{case}"], 4)
 
 
 @pytest.mark.slow
@@ -514,7 +477,7 @@ def test_zero_passes_the_papers_volume_between_ranks(two, mode, gathers, reduces
     )  # bytes of fp32 weights that one rank receives when all are gathered
     there = 4 * (2 * max(of_units) + min(of_units)) // 2  # two blocks and the head
     for found in two[name]:
-        moved = {edge: counted["nbytes"] for edge, counted in found["stats"]["collectives"].items()}
+        moved = passed(found["stats"]["collectives"])
         assert moved["reduce-scatter"] == STEPS * reduces * psi
         assert (
             STEPS * (gathers * psi - micro * there) <= moved["all-gather"] <= STEPS * gathers * psi
@@ -539,10 +502,10 @@ def test_second_slices_change_no_bit_and_keep_the_backwards_gather_in_the_machin
     for found, plain in zip(four[f"in_nodes:{home}"], four["parity:parameters"]):
         assert not models.differing(found["weights"], plain["weights"])
         far, near = (
-            found["stats"]["collectives"][edge]["nbytes"]
+            passed(found["stats"]["collectives"])[edge]
             for edge in ("all-gather", "all-gather in node")
         )
-        alone = plain["stats"]["collectives"]["all-gather"]["nbytes"]
+        alone = passed(plain["stats"]["collectives"])["all-gather"]
         psi = STEPS * 4 * sum(elements_of_units(4)) * 3 // 4
         assert far == psi, "forward: each unit once from everywhere"
         assert near == (alone - psi) * 2 // 3, (
@@ -563,9 +526,7 @@ def test_compressed_gathers_pass_a_quarter_of_the_bytes_within_the_stated_error(
     assert models.differing(first["weights"], exact["weights"]), "nothing was compressed"
     for ours, theirs in zip(first["losses"], exact["losses"]):
         assert ours == pytest.approx(theirs, rel=0.02)
-    moved, whole = (
-        found["stats"]["collectives"]["all-gather"]["nbytes"] for found in (first, exact)
-    )
+    moved, whole = (passed(found["stats"]["collectives"])["all-gather"] for found in (first, exact))
     assert moved == whole * (256 + 4) // 1024
     values = torch.randn(4 * 256, generator=torch.Generator().manual_seed(5)) * torch.logspace(
         -20, 20, 4

@@ -207,7 +207,7 @@ def test_a_devices_work_gets_no_wait_with_a_limit(how):
 
 
 def test_a_work_that_fails_and_never_says_that_it_is_over_ends_the_wait():
-    """As those of torch's reduce_scatter on the host do. Twin: one that ends."""
+    """As works of torch's reduce_scatter on the host do. Twin: one that ends."""
     with pytest.raises(RuntimeError, match="closed by peer"):
         wait_for(failing := Work([], "fails", "fails"))
     assert failing.waits == 1
@@ -215,7 +215,7 @@ def test_a_work_that_fails_and_never_says_that_it_is_over_ends_the_wait():
 
 
 def test_what_follows_a_rank_that_left_in_a_backward_ends(tmp_path):
-    """With gradients that torch adds up: the backward, and whatever is called next."""
+    """The backward, and whatever is called next."""
     jobs: dict[str, dict] = {"left_in_a_backward": {}}
     found, ends = launch_without(
         tmp_path, 2, jobs, script="parting_jobs.py", environment={"RANK_TIMEOUT": "15"}

@@ -15,7 +15,14 @@ from dataclasses import dataclass, field
 
 EDGES = ("nvme->host", "host->nvme", "host->device", "device->host")
 PAST_HOST = "nvme->device"  # if available
-COLLECTIVES = ("all-gather", "all-gather in node", "reduce-scatter")
+COLLECTIVES = (
+    "all-gather",
+    "all-gather in node",
+    "all-gather over replicas",
+    "reduce-scatter",
+    "flags",
+    "shared memory",
+)
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +43,22 @@ class EdgeTraffic:
 
 
 @dataclass
+class CollectiveTraffic(EdgeTraffic):
+    """Totals of one kind of exchange between ranks, since then."""
+
+    operations: int = 0
+
+
+@dataclass
 class Traffic:
-    """The four edges of one engine, the bytes received from other ranks, the waits for updates
+    """The four edges of one engine, the exchanges with other ranks, the waits for updates
     since they were last taken."""
 
     edges: dict[str, EdgeTraffic] = field(
         default_factory=lambda: {edge: EdgeTraffic() for edge in EDGES}
     )
-    collectives: dict[str, EdgeTraffic] = field(
-        default_factory=lambda: {name: EdgeTraffic() for name in COLLECTIVES}
+    collectives: dict[str, CollectiveTraffic] = field(
+        default_factory=lambda: {name: CollectiveTraffic() for name in COLLECTIVES}
     )
     # Bytes of the transfers whose seconds are counted: a device's are counted when they are over.
     timed: Counter[str] = field(default_factory=Counter)
@@ -61,14 +75,13 @@ class Traffic:
 
     def waits(self) -> dict[str, float]:
         """Returns the seconds that the training thread has waited, by what for."""
-        found = {
-            name: sum(self.edges[edge].stall_seconds for edge in edges)
-            for name, edges in WAITS.items()
-        }
-        others = sum(collective.stall_seconds for collective in self.collectives.values())
-        return found | {
+        return {
+            **{
+                name: sum(self.edges[edge].stall_seconds for edge in edges)
+                for name, edges in WAITS.items()
+            },
             UPDATES: self.updates.stall_seconds,
-            OTHER_RANKS: others,
+            OTHER_RANKS: sum(each.stall_seconds for each in self.collectives.values()),
             DATA: self.data.stall_seconds,
         }
 
@@ -84,10 +97,9 @@ class Traffic:
     ) -> None:
         """Tells listeners of work that ended now (or at ``end``). ``ready``: when all was there
         that it starts from."""
-        if self.moved:
-            end = time.perf_counter() if end is None else end
-            for listener in self.moved:
-                listener(lane, name, start, end, ready=ready, **details)
+        end = end or time.perf_counter()
+        for listener in self.moved:
+            listener(lane, name, start, end, ready=ready, **details)
 
     @contextmanager
     def stalled(self, edge: str, what: str = "") -> Iterator[None]:
@@ -136,10 +148,11 @@ class Traffic:
         self.tell(edge, what, start, end)
 
     def received(self, collective: str, nbytes: int, what: str, start: float | None) -> None:
-        """Counts bytes received from other ranks by a collective that ends now. ``start``: None if
-        the host does not know its duration, which is then not counted."""
+        """Counts a collective that ends now, and the bytes that others sent to this rank.
+        ``start``: None if the host does not know its duration, which is then not counted."""
         now, traffic = time.perf_counter(), self.collectives[collective]
         traffic.nbytes += nbytes
+        traffic.operations += 1
         if start is None:
             return
         traffic.busy_seconds += now - start

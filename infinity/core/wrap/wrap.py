@@ -141,9 +141,7 @@ def _wrap(
             kind.check_model(described, config, ranks)
         tables = declare(described, given, config, ranks)
     local_size, share, prefix = agree(tables, described.nbytes, collectives)
-    ranks = dataclasses.replace(
-        ranks, local_size=local_size, shard=config.shard, reduction=config.reduction
-    )
+    ranks = dataclasses.replace(ranks, local_size=local_size, shard=config.shard)
     for kind in kinds():
         ranks = kind.describe_ranks(config, ranks)
     ranks = join_node(ranks, mesh) if config.shard_in_node else ranks

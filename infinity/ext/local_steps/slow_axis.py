@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...core.machine.traffic import EdgeTraffic, Traffic
+from ...core.machine.traffic import CollectiveTraffic, Traffic
 from ...errors import ConfigError, UsageError
 from ...ranks import failure_report
 from ...ranks.attempt import Attempt
@@ -50,7 +50,7 @@ class SlowAxis:
         self.ranks = sorted(mesh.mesh.tolist())
         self.size, self.group_index = len(self.ranks), self.ranks.index(dist.get_rank())
         self.compresses, self._traffic = compresses, traffic
-        traffic.collectives.setdefault(SLOW_AXIS, EdgeTraffic())
+        traffic.collectives.setdefault(SLOW_AXIS, CollectiveTraffic())
         self._groups: list[dist.ProcessGroup] = []
         if self.size > 1:
             store = dist.distributed_c10d._get_default_store()

@@ -17,7 +17,7 @@ from ...core.machine import disk_profile
 from ...core.machine.rates import memory_rate
 from ...core.machine.sizes import format_seconds
 from ...core.machine.tiers import Tier
-from ...core.machine.traffic import DATA, PAST_HOST, EdgeTraffic
+from ...core.machine.traffic import DATA, PAST_HOST, CollectiveTraffic, EdgeTraffic
 from ...core.run.job import Job
 from ...core.run.registry import wrapped
 from .time_shares import shares_of
@@ -41,8 +41,13 @@ class Stats:
         "nvme->host", "host->nvme", "host->device", "device->host", and "nvme->device" if reads
         bypass host memory.
     collectives
-        "all-gather", "all-gather in node" and "reduce-scatter", with the bytes that this rank
-        received; empty without other ranks. "slow axis": of :class:`infinity.LocalSteps`.
+        Operations, and the bytes that this rank sent: as many as it received. Weights:
+        "all-gather", "all-gather in node", and "shared memory", where they are read and not sent.
+        Gradients: "reduce-scatter", by ranks that add up what others send them, "all-gather over
+        replicas" (also sums), "flags" (who has which). "sync points": all meetings of ranks.
+        "slow axis": of :class:`infinity.LocalSteps`. Not counted: what is sent outside of steps
+        (at the wrap, by saves), and what the model itself sends (tensor parallelism, pipelines).
+        Empty without other ranks.
     tiers
         "device", "host", "nvme".
     blocks
@@ -61,7 +66,7 @@ class Stats:
     """
 
     edges: dict[str, EdgeTraffic]
-    collectives: dict[str, EdgeTraffic]
+    collectives: dict[str, CollectiveTraffic]
     tiers: dict[str, TierStats]
     steps: int
     step_seconds: float
@@ -125,12 +130,17 @@ def stats(model: nn.Module) -> Stats:
     )
 
 
-def _collectives(job: Job) -> dict[str, EdgeTraffic]:
-    return {
+def _collectives(job: Job) -> dict[str, CollectiveTraffic]:
+    found = {
         name: dataclasses.replace(traffic)
         for name, traffic in job.traffic.collectives.items()
         if traffic.nbytes or not job.ranks.alone
     }
+    if trees := [place.tree for place in job.ranks.places]:
+        found["sync points"] = CollectiveTraffic(
+            sum(tree.sent_nbytes for tree in trees), operations=sum(tree.begun for tree in trees)
+        )
+    return found
 
 
 def edges_of(job: Job) -> dict[str, EdgeTraffic]:

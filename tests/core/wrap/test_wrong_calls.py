@@ -158,7 +158,7 @@ USES: dict[str, Row] = {  # use -> its error, patterns of the cause and of the r
     "Config(shard='FULL_SHARD')": (ConfigError, "shard='FULL_SHARD'", "'gradients', 'parameters'"),
     "Config(shard=3)": (ConfigError, "shard=3", "one of 'optimizer', 'gradients', 'parameters'"),
     "Config(shard_in_node='yes')": (ConfigError, "shard_in_node='yes'", "must be True or False"),
-    "Config(reduction='mean')": (ConfigError, "reduction='mean'", "one of 'ordered', 'fast'"),
+    "Config.make({'reduction': 'fast'})": (ConfigError, "key 'reduction'", "unknown config key"),
     "Config(share_homes='auto')": (ConfigError, "share_homes='auto'", "must be True, False, or"),
     "Config(device=1.5)": (ConfigError, "device=1.5 is not a device", DEVICES),
     "Config(device='gpu')": (ConfigError, "device='gpu' is not a device", DEVICES),

@@ -26,8 +26,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "parameters": {"config": HOST},
     "gradients": {"config": HOST | {"shard": "gradients"}},
     "optimizer": {"config": HOST | {"shard": "optimizer"}},
-    "fast": {"config": HOST | {"reduction": "fast"}},
-    "fast-optimizer": {"config": HOST | {"reduction": "fast", "shard": "optimizer"}},
     "replicas": {"config": HOST, "shape": (2, 1), "names": ("dp_replicate", "dp_shard")},
     "clip": {"config": HOST, "clip": 0.5},
     "max_grad_norm": {"config": HOST | {"max_grad_norm": 0.5}},

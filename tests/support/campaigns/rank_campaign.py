@@ -64,7 +64,6 @@ SETUPS: dict[
 ] = {  # ranks, what they share a model for, the configuration
     "dp2": (2, "blocks", {"shard": "parameters"}),
     "dp2 whole": (2, "blocks", {"shard": "gradients"}),
-    "dp2 fast": (2, "blocks", {"shard": "gradients", "reduction": "fast"}),
     "dp2 late": (2, "blocks", {"shard": "optimizer"}),
     "dp2 nvme": (2, "blocks", {"shard": "parameters", "params": "nvme", "optimizer": "nvme"}),
     "tp2": (2, "tensors", FLAT),

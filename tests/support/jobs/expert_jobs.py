@@ -23,6 +23,7 @@ if __name__ == "__main__":
 import models
 from parallel_families import family, mixture
 from parallel_jobs import adamw, off, plainly, values_of, whole
+from passed import passed
 from ranks import serve, told
 
 import infinity
@@ -118,9 +119,7 @@ def divided(
     )
     for step in range(STEPS):
         meetings.clear()
-        passed = {
-            edge: counted.nbytes for edge, counted in parts_of(engine).traffic.collectives.items()
-        }
+        sent = passed(parts_of(engine).traffic.collectives)
         loss = model(input_ids=batch(step, rank), labels=batch(step, rank)).loss
         loss.backward()
         if not step:
@@ -149,8 +148,8 @@ def divided(
     }  # the last step's
     found["weights"] = whole(model.state_dict())
     found["passed"] = {
-        edge: (counted.nbytes - passed[edge]) / (sharded / 2)
-        for edge, counted in parts_of(engine).traffic.collectives.items()
+        edge: (nbytes - sent[edge]) / (sharded / 2)
+        for edge, nbytes in passed(parts_of(engine).traffic.collectives).items()
     }
     of_experts = torch.stack(
         [grad.norm() for key, grad in twin["grads"].items() if ".experts." in key]

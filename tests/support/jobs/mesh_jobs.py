@@ -16,6 +16,7 @@ if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
 from made_pipeline_jobs import causal, cut, data_rank_of, labelled, mesh_with
+from passed import passed
 from ranks import serve, told
 
 import infinity
@@ -92,15 +93,14 @@ def executed(axes: dict[str, int]) -> dict[str, Any]:
     counting("get_fwd_send_ops")
     counting("get_bwd_send_ops")
     traffic = parts_of(pipe.chunks).traffic.collectives
-    names = ("all-gather", "reduce-scatter")
-    before = {name: traffic[name].nbytes for name in names if name in traffic}
+    names, before = ("all-gather", "reduce-scatter"), passed(traffic)
     with SendsInside(mesh[inner].get_group()) as inside:
         pipe.step(**batch)
     found = {
         "done": done,
         "pp": sum(sent),
         inner: round(inside.nbytes),
-        "dp": {name: traffic[name].nbytes - before[name] for name in before},
+        "dp": {name: passed(traffic)[name] - before[name] for name in names},
     }
     optimizer.zero_grad()
     infinity.unwrap_model(pipe.chunks, optimizer)

@@ -25,6 +25,7 @@ if __name__ == "__main__":
     sys.path[:0] = map(str, Path(__file__).parents[1].glob("*/"))
 
 from lines import is_line
+from passed import passed
 from ranks import serve
 
 import infinity
@@ -240,10 +241,10 @@ def measured(tight: bool, shard: str | None = None) -> dict[str, Any]:
 
 
 def left_in_a_backward() -> list[str]:
-    """The last rank leaves without a word in a backward whose gradients torch adds up; what the
-    others are told, then and of all they do next."""
+    """The last rank leaves without a word in a backward; what the others are told, then and of all
+    they do next."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    model, optimizer = wrap("gradients", tight=True, reduction="fast")
+    model, optimizer = wrap("gradients", tight=True)
     for step in range(2):
         model(data(step, rank)).backward()
         optimizer.step()
@@ -623,11 +624,8 @@ def moved(config: dict, blocks: int = 8) -> dict[str, Any]:
         engine.wait_idle()
         stats = infinity.stats(model).as_dict()
         counted.append(
-            {
-                name: edge["nbytes"]
-                for edges in (stats["edges"], stats["collectives"])
-                for name, edge in edges.items()
-            }
+            {name: edge["nbytes"] for name, edge in stats["edges"].items()}
+            | passed(stats["collectives"])
         )
     found = {name: nbytes - counted[-2].get(name, 0) for name, nbytes in counted[-1].items()}
     gathers = gathers_of(parts_of(engine).planned.plan, parts_of(engine).planned.sizes)

@@ -29,6 +29,7 @@ import doubles
 import parallel_jobs
 from decoder import VOCABULARY, WIDTH, Decoder
 from parallel_jobs import adamw, whole
+from passed import passed
 from ranks import serve, told
 
 import infinity
@@ -219,16 +220,13 @@ def counted(kind: str, config: dict) -> dict[str, Any]:
     Channel.start_sync = counting
     weights, found = sum(unit.weight_nbytes for unit in parts_of(engine).units), []
     for number in range(4):
-        edges = {
-            name: parts_of(engine).traffic.collectives[name].nbytes
-            for name in ("all-gather", "reduce-scatter")
-        }
+        edges = passed(parts_of(engine).traffic.collectives)
         misses = parts_of(engine).prefetcher.misses
         meetings.clear()
         step(schedule, numbers, count, number, mesh.get_local_rank("dp"))
         told = {
-            name: (parts_of(engine).traffic.collectives[name].nbytes - before) / (weights / 2)
-            for name, before in edges.items()
+            name: (nbytes - edges[name]) / (weights / 2)
+            for name, nbytes in passed(parts_of(engine).traffic.collectives).items()
         }
         found.append(
             told
