@@ -3,6 +3,8 @@
 keep       on the device, as far as its budget reaches
 send       to the host, and back for the backward
 recompute  only the block's input is kept; the backward runs the block's forward again
+products   of a block that is recomputed, the results of its matrix products and attention may be
+           kept or sent: only elementwise operations run again
 """
 
 from __future__ import annotations
@@ -18,17 +20,61 @@ class ActivationChoice(Enum):
     KEEP = "kept"
     SEND = "sent"
     RECOMPUTE = "recomputed"
+    KEEP_PRODUCTS = "products_kept"
+    SEND_PRODUCTS = "products_sent"
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether something goes home."""
+        return self in (ActivationChoice.SEND, ActivationChoice.SEND_PRODUCTS)
+
+    @property
+    def has_products(self) -> bool:
+        """Whether elementwise operations only run again."""
+        return self in (ActivationChoice.KEEP_PRODUCTS, ActivationChoice.SEND_PRODUCTS)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the block's forward runs again."""
+        return self is ActivationChoice.RECOMPUTE or self.has_products
 
 
 @dataclass(frozen=True)
 class Measured:
     """One block: bytes its forward saves, seconds it takes, and whether it may be recomputed.
-    ``input_nbytes``: of those, what stays if it is."""
+    ``input_nbytes``: of those, what stays if it is. ``product_nbytes``, ``product_seconds``: of
+    its matrix products and attention."""
 
     nbytes: int
     seconds: float
     is_repeatable: bool
     input_nbytes: int = 0
+    product_nbytes: int = 0
+    product_seconds: float = 0.0
+
+    @property
+    def splits(self) -> bool:
+        """Whether keeping its products takes less than keeping all."""
+        return self.is_repeatable and 0 < self.product_nbytes < self.nbytes - self.input_nbytes
+
+    @property
+    def elementwise_seconds(self) -> float:
+        """Seconds of what runs again if products are there."""
+        return max(0.0, self.seconds - self.product_seconds)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Keeps more of block ``index`` on the device: ``nbytes`` more, for ``seconds`` saved."""
+
+    index: int
+    choice: ActivationChoice
+    nbytes: int
+    seconds: float
+
+    @property
+    def worth(self) -> float:
+        return self.seconds / max(1, self.nbytes)
 
 
 def choose(
@@ -39,17 +85,12 @@ def choose(
     send_rate: float,
     is_beside: bool = False,
 ) -> list[ActivationChoice]:
-    """Chooses greedily: blocks that cost most per byte to send or recompute stay on the device.
+    """Chooses greedily: what costs most per byte to send or recompute stays on the device.
 
     Of equal blocks the last stay: the backward needs them first. ``send_rate``: bytes per second of
     the round trip. Blocks that cannot be recomputed are sent even beyond ``host_nbytes``.
     ``is_beside``: ``device_nbytes`` are beside all that a pass needs which keeps no block.
     """
-
-    def cost(block: Measured) -> float:
-        sending = block.nbytes / send_rate
-        return min(sending, block.seconds) if block.is_repeatable else sending
-
     needed_nbytes = _kept_nbytes if is_beside else _peak_nbytes
     if needed_nbytes(blocks, all_kept := [ActivationChoice.KEEP] * len(blocks)) <= device_nbytes:
         return all_kept
@@ -60,24 +101,54 @@ def choose(
         ActivationChoice.RECOMPUTE if block.is_repeatable else ActivationChoice.SEND
         for block in blocks
     ]
-    for index in sorted(
-        range(len(blocks)),
-        key=lambda i: (cost(blocks[i]) / max(1, blocks[i].nbytes), i),
+    steps = sorted(
+        (step for index, block in enumerate(blocks) for step in _steps(index, block, send_rate)),
+        key=lambda step: (step.worth, step.index),
         reverse=True,
-    ):
-        block, otherwise = blocks[index], choices[index]
-        if block.nbytes <= room:
-            choices[index] = ActivationChoice.KEEP
+    )
+    for step in steps:
+        before = choices[step.index]
+        if step.nbytes <= room:
+            choices[step.index] = step.choice
             if needed_nbytes(blocks, choices) <= device_nbytes:
-                room -= block.nbytes
+                room -= step.nbytes
                 continue
-            choices[index] = otherwise
-        if not block.is_repeatable or not (
-            block.seconds < block.nbytes / send_rate or block.nbytes > host_nbytes
-        ):
-            choices[index] = ActivationChoice.SEND
-            host_nbytes -= block.nbytes
+            choices[step.index] = before
+    for index in dict.fromkeys(step.index for step in steps):
+        block = blocks[index]
+        if choices[index] in (ActivationChoice.KEEP, ActivationChoice.KEEP_PRODUCTS):
+            continue
+        for _, choice, nbytes in _away(block, send_rate):
+            if not block.is_repeatable or nbytes <= host_nbytes:
+                choices[index] = choice
+                host_nbytes -= nbytes
+                break
     return choices
+
+
+def _away(block: Measured, send_rate: float) -> list[tuple[float, ActivationChoice, int]]:
+    """Lists what may happen to a block that is not on the device, the cheapest first: seconds, the
+    choice, bytes on the host."""
+    found = [(block.nbytes / send_rate, ActivationChoice.SEND, block.nbytes)]
+    if block.splits:
+        seconds = block.elementwise_seconds + block.product_nbytes / send_rate
+        found.append((seconds, ActivationChoice.SEND_PRODUCTS, block.product_nbytes))
+    if block.is_repeatable:
+        found.append((block.seconds, ActivationChoice.RECOMPUTE, 0))
+    return sorted(found, key=lambda option: option[0])
+
+
+def _steps(index: int, block: Measured, send_rate: float) -> list[_Step]:
+    """Lists the steps that keep ``block`` on the device: its products first if their bytes save
+    more each than those of the rest."""
+    seconds = _away(block, send_rate)[0][0]
+    whole = _Step(index, ActivationChoice.KEEP, block.nbytes, seconds)
+    if not block.splits or seconds <= block.elementwise_seconds:
+        return [whole]
+    left = block.elementwise_seconds
+    products = _Step(index, ActivationChoice.KEEP_PRODUCTS, block.product_nbytes, seconds - left)
+    rest = _Step(index, ActivationChoice.KEEP, block.nbytes - block.product_nbytes, left)
+    return [products, rest] if products.worth > rest.worth else [whole]
 
 
 def least_nbytes(blocks: Sequence[Measured]) -> int:
@@ -92,11 +163,11 @@ def least_nbytes(blocks: Sequence[Measured]) -> int:
 
 
 def _kept_nbytes(blocks: Sequence[Measured], choices: Sequence[ActivationChoice]) -> int:
-    return sum(
-        max(0, block.nbytes - block.input_nbytes)
-        for block, choice in zip(blocks, choices)
-        if choice is ActivationChoice.KEEP
-    )
+    kept = {
+        ActivationChoice.KEEP: lambda block: max(0, block.nbytes - block.input_nbytes),
+        ActivationChoice.KEEP_PRODUCTS: lambda block: block.product_nbytes,
+    }
+    return sum(kept[choice](block) for block, choice in zip(blocks, choices) if choice in kept)
 
 
 def _peak_nbytes(blocks: Sequence[Measured], choices: Sequence[ActivationChoice]) -> int:
@@ -104,8 +175,11 @@ def _peak_nbytes(blocks: Sequence[Measured], choices: Sequence[ActivationChoice]
     each block, from the last: it frees what the later ones had."""
     stays = peak = 0
     for block, choice in zip(blocks, choices):
-        peak = max(peak, stays + block.nbytes)
-        if choice is not ActivationChoice.SEND:
-            is_kept = choice is ActivationChoice.KEEP
-            stays += block.nbytes if is_kept else block.input_nbytes
+        # Some products are not among what autograd saves
+        products = block.product_nbytes if choice.has_products else 0
+        peak = max(peak, stays + block.nbytes + products)
+        if choice is ActivationChoice.KEEP_PRODUCTS:
+            stays += block.input_nbytes + products
+        elif choice is not ActivationChoice.SEND:
+            stays += block.nbytes if choice is ActivationChoice.KEEP else block.input_nbytes
     return max(peak, stays)

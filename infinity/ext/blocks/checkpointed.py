@@ -18,6 +18,7 @@ from ...core.run.journal import Journal
 from ...core.units.unit import ParamUnit
 from ...errors import UsageError
 from ...torch_private import current_task, top_hooks
+from .products import Counted, Products
 
 
 class Checkpointed:
@@ -33,17 +34,26 @@ class Checkpointed:
         """The journal of the job. Raises UsageError if the engine is gone."""
         return self._context().journal
 
-    def run(self, leaves: list, spec: Any, *, forward: Any = None, held: Held | None = None) -> Any:
+    def run(
+        self,
+        leaves: list,
+        spec: Any,
+        *,
+        forward: Any = None,
+        held: Held | None = None,
+        products: Counted | Products | None = None,
+    ) -> Any:
         """Runs the forward, and again in the backward. Without grad mode, runs it once.
 
         ``forward``: in place of the block's. ``held``: keeps what the forward saves, until it is
-        dropped.
+        dropped. ``products``: counts, or keeps, those of this call.
         """
         if not torch.is_grad_enabled():
             return self.compute(spec, *leaves, forward=forward)
         versions = [unit.version for unit in self._units]
         compute = partial(self.compute, versions=versions, forward=forward, held=held)
-        return checkpoint(compute, spec, *leaves, use_reentrant=False)
+        contexts = {"context_fn": products.contexts} if products is not None else {}
+        return checkpoint(compute, spec, *leaves, use_reentrant=False, **contexts)
 
     def compute(
         self,
@@ -77,7 +87,9 @@ class Held:
     """What one forward saves inside a checkpoint. It is held, so that nothing is computed again,
     until :meth:`drop`: whether a block may run again, and finds room, is known once it has run."""
 
-    def __init__(self) -> None:
+    def __init__(self, note_saved: Callable[[], None]) -> None:
+        """``note_saved``: is called before each tensor is saved."""
+        self._note_saved = note_saved
         # How a tensor is saved outside of the checkpoint
         self._save, self._bring = top_hooks(True)
         self._saved: list[weakref.ref[_Both]] = []
@@ -88,6 +100,7 @@ class Held:
         count, compute = top_hooks(True)
 
         def pack(tensor: torch.Tensor) -> _Both:
+            self._note_saved()
             both = _Both(self._save(tensor), count(tensor))
             self._saved.append(weakref.ref(both))
             return both

@@ -34,6 +34,7 @@ from ...core.run.saved_tensor import READ_AHEAD
 from ...core.units.unit import ParamUnit
 from .activation_choice import ActivationChoice, Measured, choose, least_nbytes
 from .checkpointed import Checkpointed, Held
+from .products import Counted, Products
 from .value_snapshot import MODULE_OWN, SCALARS, NoSnapshot, Snapshot, has_containers
 
 logger = logging.getLogger(__name__)
@@ -174,7 +175,7 @@ class ActivationPlanner:
     @property
     def is_sending(self) -> bool:
         """Whether what the running block saves goes home, though the device may have room."""
-        return self.block is not None and self.block.choice is ActivationChoice.SEND
+        return self.block is not None and self.block.choice.is_sent
 
     def forget_choices(self) -> None:
         """Makes the next pass choose again."""
@@ -226,16 +227,23 @@ class ActivationPlanner:
         logger.info("activations of %d blocks: %s", len(blocks), self.counts())
 
     def counts(self) -> dict[str, int]:
-        """Counts the blocks that are kept, sent and recomputed; empty before the first choice."""
+        """Counts the blocks by what is done with them, and the bytes that are kept, sent and made
+        again; empty before the first choice."""
+        if not self._chosen:
+            return {}
         chosen = [block for block in self.blocks if block.is_measured]
-        return (
-            {
-                choice.value: sum(block.choice is choice for block in chosen)
-                for choice in ActivationChoice
-            }
-            if self._chosen
-            else {}
-        )
+        found = {
+            choice.value: sum(block.choice is choice for block in chosen)
+            for choice in ActivationChoice
+        }
+        nbytes = dict.fromkeys(("kept_nbytes", "sent_nbytes", "recomputed_nbytes"), 0)
+        for block in chosen:
+            measured, place = block.measured(), "sent" if block.choice.is_sent else "kept"
+            stays = measured.product_nbytes if block.choice.has_products else measured.nbytes
+            stays = 0 if block.choice is ActivationChoice.RECOMPUTE else stays
+            nbytes[f"{place}_nbytes"] += stays
+            nbytes["recomputed_nbytes"] += max(0, measured.nbytes - stays)
+        return found | nbytes
 
 
 class PlannedBlock:
@@ -252,6 +260,8 @@ class PlannedBlock:
         self._numel = -1  # elements of the largest input that was measured
         self._is_repeatable = planner.recomputes
         self._mode: tuple = ()  # the training flag of every module inside, when measured
+        self._counted = Counted(planner.device)  # the products of the last measured call
+        self._is_checked = False  # whether a call has shown that nothing writes to them unseen
 
     @property
     def has_run(self) -> bool:
@@ -270,7 +280,14 @@ class PlannedBlock:
 
     def measured(self) -> Measured:
         """Returns the block's measurements so far."""
-        return Measured(self._nbytes, self._seconds, self._is_repeatable, self._input_nbytes)
+        return Measured(
+            self._nbytes,
+            self._seconds,
+            self._is_repeatable,
+            self._input_nbytes,
+            sum(self._counted.nbytes.values()),
+            self._counted.seconds(),
+        )
 
     def saves(self, storage: torch.UntypedStorage) -> None:
         """Counts the bytes of a saved storage, once a pass."""
@@ -290,7 +307,7 @@ class PlannedBlock:
         with planner.run_block(self):
             if self._calls > 1 and self._is_repeatable:
                 self._refuse()
-            recomputes = self.choice is ActivationChoice.RECOMPUTE
+            recomputes = self.choice.repeats
             if recomputes and self._is_heard():
                 self._refuse()
             elif recomputes and self._mode and self._mode != self._modes():  # flags changed
@@ -298,18 +315,34 @@ class PlannedBlock:
                 planner.forget_choices()
             if not self.is_measured or sum(map(torch.Tensor.numel, inputs)) > self._numel:
                 return self._measure(forward, args, kwargs, inputs)
-            if self.choice is ActivationChoice.RECOMPUTE:
-                return self._checkpointed.run(*tree_flatten((args, kwargs)), forward=forward)
             planner.found_no_room = False
-            output = forward(*args, **kwargs)
-            if planner.found_no_room and self.choice is ActivationChoice.SEND:
+            if self.choice.repeats:
+                output = self._run_again(forward, *tree_flatten((args, kwargs)))
+            else:
+                output = forward(*args, **kwargs)
+            if planner.found_no_room and self.choice.is_sent:
                 self.choice = ActivationChoice.RECOMPUTE if self._is_repeatable else self.choice
             return output
+
+    def _run_again(self, forward: Callable, leaves: list, spec: Any) -> Any:
+        """Runs ``forward``, and again in the backward: all of it, or all but its products."""
+        if not self.choice.has_products:
+            return self._checkpointed.run(leaves, spec, forward=forward)
+        products = Products(
+            self._counted.nbytes,
+            is_host=self._planner.device.is_host,
+            checks=not self._is_checked,
+        )
+        output = self._checkpointed.run(leaves, spec, forward=forward, products=products)
+        for number in products.end(output):
+            del self._counted.nbytes[number]
+        self._is_checked = True
+        return output
 
     def _refuse(self) -> None:
         """Excludes the block from recomputation."""
         self._is_repeatable = False
-        if self.choice is ActivationChoice.RECOMPUTE:
+        if self.choice.repeats:
             self.choice = ActivationChoice.SEND
 
     def _measure(
@@ -323,7 +356,8 @@ class PlannedBlock:
             self.choice = planner.first_choice if is_repeatable else ActivationChoice.SEND
         if self._is_repeatable and (state is None or self._is_heard()):
             self._refuse()
-        held = Held() if self._is_repeatable else None
+        counted = Counted(planner.device)
+        held = Held(counted.note_saved) if self._is_repeatable else None
         stalled = sum(edge.stall_seconds for edge in edges)
 
         def count(start: float, end: float) -> None:
@@ -338,7 +372,10 @@ class PlannedBlock:
                 output = forward(*args, **kwargs)
             else:
                 leaves, spec = tree_flatten((args, kwargs))
-                output = self._checkpointed.run(leaves, spec, forward=forward, held=held)
+                output = self._checkpointed.run(
+                    leaves, spec, forward=forward, held=held, products=counted
+                )
+                counted.end(output)
         plain = all(
             leaf is None or isinstance(leaf, (torch.Tensor, *SCALARS))
             for leaf in tree_leaves(output)
@@ -347,9 +384,10 @@ class PlannedBlock:
             not plain or state != self._state(args, kwargs) or self._is_heard()
         ):
             self._refuse()
-        recomputes = self.choice is ActivationChoice.RECOMPUTE or planner.found_no_room
+        recomputes = self.choice.repeats or planner.found_no_room
         if held is not None and self._is_repeatable and recomputes:
             held.drop()
+        self._counted, self._is_checked = counted, False
         self._note(kind, inputs)
         self._mode = self._modes()
         return output

@@ -16,6 +16,7 @@ MODULE_OWN = {
     "_modules",
     *(name for name in vars(nn.Module()) if "hooks" in name),
     "forward",
+    "dynamo_ctx",  # the compiler's, of a module inside torch.compile
 }
 # Elements of a tensor whose bytes are compared. Of larger ones only torch's version counter is.
 LARGEST_COMPARED = 64 * 1024
