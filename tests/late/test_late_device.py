@@ -194,6 +194,20 @@ def test_a_plan_without_gradients_leaves_no_room_for_them(job, answer):
     assert isinstance(answer, str) and "late: out of memory" in answer
 
 
+@pytest.mark.parametrize(
+    "job",
+    [
+        f"products:products_{place}{batches}"
+        for place in ("kept", "sent")
+        for batches in ("", ", two batches")
+    ],
+)
+def test_products_that_are_kept_or_sent_give_the_bits_of_torchs_checkpoint(job, answer):
+    """Method: matrix products of every block are kept, or sent, by jobs that come late. Losses are
+    those of torch's checkpoint."""
+    assert answer == [True, True]
+
+
 @pytest.mark.parametrize("job", ["room:a full host"])
 def test_without_a_budget_no_more_is_sent_than_the_host_had_left(job, answer):
     """Method: 4 MiB are left to the engine, 3 of which are planned."""

@@ -41,6 +41,7 @@ from infinity.core.machine.card_memory import CardMemory
 from infinity.core.run import activation_home
 from infinity.core.step.device_share import DeviceShare
 from infinity.errors import InfinityError
+from infinity.ext.blocks import recompute
 from infinity.ext.blocks.activation_choice import ActivationChoice
 from infinity.ext.blocks.checkpointed import Held
 from infinity.ext.blocks.recompute import ActivationPlanner, PlannedBlock
@@ -494,7 +495,7 @@ def recomputed_in_little_room(*, longer: int = 1, **config: Any) -> list[Any]:
     """Tells whether it has the losses of torch's checkpoint, and what was done with the blocks."""
     right = in_little_room({"activations": "device"}, longer=longer, checkpoints=True)
     found = in_little_room({"recompute": True, **config}, longer=longer)
-    return [found["losses"] == right["losses"], found["blocks"]["recomputed"] > 0]
+    return [found["losses"] == right["losses"], found["blocks"]["recomputed_nbytes"] > 0]
 
 
 KINDS: dict[str, tuple[type[nn.Module], int]] = {
@@ -549,7 +550,7 @@ def in_the_room_of_a_checkpoint(
     )
     config = {**homes, "activations": "auto", "recompute": True}
     found, peak, blocks = in_tight_room(kind, config, int(most * taken), **how)
-    return [found == right, peak <= most * taken, blocks["recomputed"] > 0]
+    return [found == right, peak <= most * taken, blocks["recomputed_nbytes"] > 0]
 
 
 JOBS: dict[str, Callable[[], Any]] = {}
@@ -601,6 +602,22 @@ def kept_at_first() -> list[bool]:
 
 
 JOBS["tight:kept at first"] = kept_at_first
+
+
+def products_kept(choice: ActivationChoice, *, micro: int = 1) -> list[bool]:
+    """Tells whether blocks of which only elementwise operations run again have the losses of those
+    in torch's checkpoint, late as well, and whether that was done."""
+    right, _, _ = in_tight_room("attention", TIGHT, 0, checkpoints=True, micro=micro)
+    config = {**HOST, "activations": "auto", "recompute": True}
+    choose = lambda blocks, **how: [choice] * len(blocks)
+    with mock.patch.object(recompute, "choose", choose), late_device.delayed(LATE):
+        found, _, blocks = in_tight_room("attention", config, 0, micro=micro)
+    return [found == right, blocks[choice.value] > 0]
+
+
+for _choice in (ActivationChoice.KEEP_PRODUCTS, ActivationChoice.SEND_PRODUCTS):
+    JOBS[f"products:{_choice.value}"] = partial(products_kept, _choice)
+    JOBS[f"products:{_choice.value}, two batches"] = partial(products_kept, _choice, micro=2)
 
 
 def use_by_use(config: dict[str, Any]) -> list[bool]:
