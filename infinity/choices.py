@@ -22,3 +22,5 @@ DTYPES = {
     "fp16": torch.float16,
     "float16": torch.float16,
 }
+# Of torch.compile, for blocks that are compiled
+COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")

@@ -16,6 +16,7 @@ import torch
 
 from .choices import (
     AUTO,
+    COMPILE_OPTIONS,
     DTYPES,
     HOMES,
     MASTERS,
@@ -91,6 +92,9 @@ class Config:
         Whether ``activations="auto"`` may recompute a block's forward in the backward, if that
         costs less than to send its activations, or they do not fit on the host. As with torch's
         checkpoint, both runs must give the same result.
+    compile
+        Whether each repeated block is compiled by itself until ``unwrap_model``, as by
+        ``block.compile()``. Options of ``torch.compile`` in place of True: ``{"dynamic": True}``.
     tied
         Pairs of parameter names: the second parameter becomes the first. For models whose ties were
         broken, as by torch's parallelize_module. transformers' and
@@ -130,6 +134,7 @@ class Config:
     max_grad_norm: float | None = None
     speculate: bool = False
     recompute: bool = False
+    compile: bool | Mapping[str, Any] = False
     checksums: bool | str = True
     weights: str | os.PathLike | None = None
     quantize: str | None = None
@@ -169,6 +174,7 @@ class Config:
                 )
         self._check_device()
         self._check_numbers()
+        self._check_compile()
         self._set_expected()
 
     def _set_paths(self) -> None:
@@ -203,6 +209,29 @@ class Config:
                 raise ConfigError(
                     f"device={self.device!r} is not a device: give 'cuda', 'cuda:1' or 'cpu'"
                 ) from error
+
+    def _check_compile(self) -> None:
+        options = self.compile
+        if isinstance(options, bool):
+            return
+        if not isinstance(options, Mapping):
+            raise ConfigError(
+                f"compile={options!r} must be True, False, or a table of torch.compile's options:"
+                f" {', '.join(COMPILE_OPTIONS)}"
+            )
+        for name in options:
+            if name not in COMPILE_OPTIONS:
+                raise ConfigError(
+                    f"compile: torch.compile has no option {name!r}: give some of"
+                    f" {', '.join(COMPILE_OPTIONS)}"
+                )
+        inner = options.get("options")
+        graphs = isinstance(inner, Mapping) and inner.get("triton.cudagraphs")
+        if options.get("mode") in ("reduce-overhead", "max-autotune") or graphs:
+            raise ConfigError(
+                f"compile={dict(options)!r} captures CUDA graphs, but weights come to other places"
+                " each time: leave it out, or give mode='max-autotune-no-cudagraphs'"
+            )
 
     def _check_numbers(self) -> None:
         for name, what in (

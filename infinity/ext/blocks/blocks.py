@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -20,6 +21,7 @@ from ...core.seams import Events, Extension
 from ...core.units.unit import ParamUnit
 from ...errors import ConfigError
 from ...ranks.collectives import Collectives
+from .compiled import CompiledBlock
 from .micro_batch import check_block, install_chunks
 from .recompute import ActivationPlanner, MeasuredRoom
 
@@ -67,14 +69,32 @@ class Blocks(Extension):
         model: nn.Module,
         find: Callable[[], ForwardContext],
         blocks: Sequence[tuple[str, nn.Module, list[ParamUnit]]],
-    ) -> list[ReplacedForward]:
-        """Lets blocks run in micro-batches, or as a planner chooses from now on."""
+    ) -> list[Any]:
+        """Lets blocks run in micro-batches, or as a planner chooses from now on, and compiles
+        them."""
+        compiled = self._compile(job.config, model, [block for _, block, _ in blocks])
         if (samples := job.config.micro_batch) is not None:
-            return [install_chunks(find, *block, samples) for block in blocks]
+            return compiled + [install_chunks(find, *block, samples) for block in blocks]
         planner = self._planner = plan_activations(job, find)
         if planner is None:
+            return compiled
+        return compiled + [
+            ReplacedForward(block, planner.add(block, units)) for _, block, units in blocks
+        ]
+
+    def _compile(
+        self, config: Config, model: nn.Module, blocks: Sequence[nn.Module]
+    ) -> list[CompiledBlock]:
+        if config.compile is False:
             return []
-        return [ReplacedForward(block, planner.add(block, units)) for _, block, units in blocks]
+        if not blocks:
+            logger.warning(
+                "compile has no effect: %s repeats no block. Use torch.compile(model), or name the"
+                " classes that are blocks: Config(units=[...])",
+                type(model).__name__,
+            )
+        options = {} if config.compile is True else dict(config.compile)
+        return [CompiledBlock(block, options) for block in blocks]
 
     def drop(self, job: Job) -> None:
         """Forgets what the planner has measured of the pass."""

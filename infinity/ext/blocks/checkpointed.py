@@ -24,10 +24,8 @@ from .products import Counted, Products
 class Checkpointed:
     """A block's forward that keeps only its input for the backward."""
 
-    def __init__(
-        self, find: Callable[[], ForwardContext], units: Sequence[ParamUnit], forward: Any
-    ):
-        self._context, self._units, self.forward = find, units, forward
+    def __init__(self, find: Callable[[], ForwardContext], units: Sequence[ParamUnit]):
+        self._context, self._units = find, units
 
     @property
     def journal(self) -> Journal:
@@ -39,14 +37,14 @@ class Checkpointed:
         leaves: list,
         spec: Any,
         *,
-        forward: Any = None,
+        forward: Callable,
         held: Held | None = None,
         products: Counted | Products | None = None,
     ) -> Any:
         """Runs the forward, and again in the backward. Without grad mode, runs it once.
 
-        ``forward``: in place of the block's. ``held``: keeps what the forward saves, until it is
-        dropped. ``products``: counts, or keeps, those of this call.
+        ``forward``: the block's. ``held``: keeps what it saves, until it is dropped. ``products``:
+        counts, or keeps, those of this call.
         """
         if not torch.is_grad_enabled():
             return self.compute(spec, *leaves, forward=forward)
@@ -60,7 +58,7 @@ class Checkpointed:
         spec: Any,
         *leaves: Any,
         versions: list[int] | None = None,
-        forward: Any = None,
+        forward: Callable,
         held: Held | None = None,
     ) -> Any:
         """Computes the forward of flattened arguments, as :meth:`run`. ``versions``: the units'
@@ -80,7 +78,7 @@ class Checkpointed:
         elif held is not None:
             running = held.hooks()
         with running, context.saving_tensors():
-            return (forward or self.forward)(*args, **kwargs)
+            return forward(*args, **kwargs)
 
 
 class Held:

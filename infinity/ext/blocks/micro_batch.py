@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...core.run.context import ForwardContext
 from ...core.run.journal import Journal
-from ...core.run.replaced_forward import ReplacedForward, own_forward
+from ...core.run.replaced_forward import ReplacedForward, around_own
 from ...core.units.unit import ParamUnit
 from ...errors import ConfigError, InfinityError, UsageError
 from .checkpointed import Checkpointed, random_states, set_random_states
@@ -63,9 +63,8 @@ def install_chunks(
 ) -> ReplacedForward:
     """Replaces the forward of ``block``, which uses ``units``, with one that runs in chunks of
     ``samples``."""
-    return ReplacedForward(
-        block, Chunked(name, block, samples, Checkpointed(find, units, own_forward(block)))
-    )
+    chunked = Chunked(name, block, samples, Checkpointed(find, units))
+    return ReplacedForward(block, around_own(block, chunked.run))
 
 
 class Chunked:
@@ -74,24 +73,24 @@ class Chunked:
     def __init__(self, name: str, block: nn.Module, samples: int, checkpointed: Checkpointed):
         self._name, self._samples = name, samples
         self._block = weakref.ref(block)
-        self._forward, self._checkpointed = checkpointed.forward, checkpointed
-        self._checked = False
+        self._checkpointed, self._checked = checkpointed, False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs ``forward``, the block's own, on each part of the batch."""
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()]
         batch = tensors[0].size(0) if tensors else 0
         if batch <= self._samples:
-            return self._forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         leaves = [self._without_cache(leaf) for leaf in leaves]
         split = self._split(leaves, tensors[0])
         if not self._checked:
-            self._check_independence(leaves, spec, split)
+            self._check_independence(forward, leaves, spec, split)
             self._checked = True
         outputs = []
         for begin in range(0, batch, self._samples):
             chunk = self._chunk(leaves, split, begin, min(begin + self._samples, batch))
-            outputs.append(self._checkpointed.run(chunk, spec))
+            outputs.append(self._checkpointed.run(chunk, spec, forward=forward))
         return self._join(outputs, batch)
 
     def _without_cache(self, leaf: Any) -> Any:
@@ -166,12 +165,14 @@ class Chunked:
         )
 
     @torch.no_grad()
-    def _check_independence(self, leaves: list, spec: Any, split: list[bool]) -> None:
+    def _check_independence(
+        self, forward: Callable, leaves: list, spec: Any, split: list[bool]
+    ) -> None:
         """Raises UsageError if a sample's result depends on its neighbours, or the block cannot run
         on parts of a batch."""
         try:
             with _unheard(self._block(), self._checkpointed.journal):
-                together, first, second = self._try(leaves, spec, split)
+                together, first, second = self._try(forward, leaves, spec, split)
         except (
             RuntimeError,
             ValueError,
@@ -211,7 +212,7 @@ class Chunked:
                         " the whole batch. Leave micro_batch at None."
                     )
 
-    def _try(self, leaves: list, spec: Any, split: list[bool]) -> list:
+    def _try(self, forward: Callable, leaves: list, spec: Any, split: list[bool]) -> list:
         """Runs two samples together and each alone. If that draws random numbers, runs them again
         in evaluation mode and restores the generators."""
         spans = ((0, 2), (0, 1), (1, 2))
@@ -221,9 +222,16 @@ class Chunked:
             if isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu"
         }
         before = random_states(places)
-        outputs = [
-            self._checkpointed.compute(spec, *self._chunk(leaves, split, *span)) for span in spans
-        ]
+
+        def run_each() -> list:
+            return [
+                self._checkpointed.compute(
+                    spec, *self._chunk(leaves, split, *span), forward=forward
+                )
+                for span in spans
+            ]
+
+        outputs = run_each()
         if all(
             torch.equal(now, then)
             for now, then in zip(random_states(places).values(), before.values())
@@ -233,10 +241,7 @@ class Chunked:
         try:
             for module in modes:
                 module.training = False
-            return [
-                self._checkpointed.compute(spec, *self._chunk(leaves, split, *span))
-                for span in spans
-            ]
+            return run_each()
         finally:
             set_random_states(before)
             for module, training in modes.items():

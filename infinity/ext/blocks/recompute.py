@@ -251,7 +251,7 @@ class PlannedBlock:
 
     def __init__(self, planner: ActivationPlanner, block: nn.Module, units: Sequence[ParamUnit]):
         self._planner, self._block = planner, weakref.ref(block)
-        self._checkpointed = Checkpointed(planner.find_context, units, None)
+        self._checkpointed = Checkpointed(planner.find_context, units)
         self.choice = planner.first_choice
         self._passes = 0  # measured passes
         self._calls = self._saved = 0  # calls and saved bytes of this pass

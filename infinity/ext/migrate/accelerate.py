@@ -105,7 +105,7 @@ TOP = (
     *(Key(name, NOT_NEEDED, START) for name in ("use_mps_device", "use_xpu", "ipex_config")),
     Key("main_training_function", NOT_NEEDED, START),
     Key("compute_environment", NOT_NEEDED, START),
-    Key("dynamo_config", NOT_NEEDED, "torch.compile works (no GPU has run it yet)"),
+    Key("dynamo_config", NOT_NEEDED, "Config(compile=True) compiles blocks"),
     Key("dynamo_backend", NOT_NEEDED, "`dynamo_config` by its old name"),
     Key("fp16", MAPPED, "`mixed_precision: fp16` by its old name"),
     *(Key(name, NOT_NEEDED, RENTED) for name in SAGEMAKER),

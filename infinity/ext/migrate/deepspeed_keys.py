@@ -264,9 +264,12 @@ TOP = (
     Key("checkpoint", NOT_NEEDED, "`save_checkpoint` and `load_checkpoint`"),
     Key("elasticity", NOT_NEEDED, "checkpoints load at any number of ranks", removed=True),
     Key("autotuning", NOT_NEEDED, "`infinity plan`"),
-    Key("compile", NOT_NEEDED, "torch.compile works (no GPU has run it yet)"),
+    Key("compile", NOT_NEEDED, "Config(compile=True) compiles blocks"),
     Key(
-        "graph_harvesting", NOT_NEEDED, "torch.compile works (no GPU has run it yet)", removed=True
+        "graph_harvesting",
+        NOT_NEEDED,
+        "Config(compile=True) compiles blocks",
+        removed=True,
     ),
     Key("dataloader_drop_last", NOT_NEEDED, LOOP),
     Key("disable_allgather", NOT_NEEDED, BUCKETS),

@@ -51,8 +51,10 @@ class Stats:
     tiers
         "device", "host", "nvme".
     blocks
-        How many blocks have their saved tensors "kept" on the device, "sent" home and "recomputed",
-        if the engine chooses that.
+        How many blocks have their saved tensors "kept" on the device, "sent" home and "recomputed";
+        of how many, that are recomputed but for their matrix products and attention, those are
+        "products_kept" and "products_sent"; and "kept_nbytes", "sent_nbytes", "recomputed_nbytes".
+        Empty if the engine does not choose that.
     buffers_nbytes
         Bytes that stay with the model's modules: buffers, and weights that the engine does not
         move. They count in "device", or in "host" if the processor computes.
