@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from marks import few
 from models import at_home, differing, seeded
 from runs import adamw
 from test_products import Model, rows
@@ -69,7 +70,7 @@ HOMES: dict[str, dict] = {
 }
 
 
-@pytest.mark.parametrize("homes", HOMES)
+@pytest.mark.parametrize("homes", few(["recomputed", "in parts", "host", "nvme", "device"], 2))
 def test_each_home_has_the_bits_of_blocks_that_torch_compiled(homes, swap):
     """Twin: one graph for all blocks, and none without the setting. Each block is eager again
     after the unwrap. In parts, the plain run is of the engine, whose sums are of parts, too."""

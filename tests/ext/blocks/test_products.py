@@ -17,6 +17,7 @@ import torch
 from hypothesis import given as given_examples
 from hypothesis import settings
 from hypothesis import strategies as st
+from marks import few
 from models import differing
 from test_recompute import trained
 from torch import nn
@@ -263,7 +264,7 @@ def in_bf16(model, optimizer):
         yield loss
 
 
-@each_place
+@pytest.mark.parametrize("place", few(PLACES, 1))
 @pytest.mark.parametrize("loop", [twice, stopped, two_graphs, in_parts, in_bf16])
 def test_a_loop_has_the_bits_of_the_plain_run(loop, place, chosen, given):
     """Backwards twice, after an exception, of two graphs, accumulated, under autocast."""
@@ -272,7 +273,7 @@ def test_a_loop_has_the_bits_of_the_plain_run(loop, place, chosen, given):
     assert any(given)
 
 
-@each_place
+@pytest.mark.parametrize("place", few(PLACES, 1))
 @pytest.mark.parametrize("how", ["a part of each block", "each block"])
 def test_what_is_compiled_stays_compiled(how, place, chosen, given):
     """Method: graphs are counted. Twin: eager, which compiles none."""
