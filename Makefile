@@ -14,7 +14,7 @@ export HF_HUB_OFFLINE := 1
 export HF_HOME := $(CURDIR)/build/huggingface
 export INFINITY_CACHE := $(CURDIR)/build/cache
 
-.PHONY: train test test-tools test-fast test-all check lint docs mutants sanitize kernels packages matrix ends wheels index setup env bench bench-native gpu clean
+.PHONY: train test test-tools test-fast test-all sim check lint docs mutants sanitize kernels packages matrix ends wheels index setup env bench bench-native gpu clean
 
 # ARGS with a length of their own go without this one.
 LENGTH = $(if $(filter --steps% --epochs% --minutes%,$(ARGS)),,--minutes 1)
@@ -55,6 +55,13 @@ check: setup $(VENV)/.test-ready
 test-all: setup $(VENV)/.test-ready
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p no:benchmark -n 3 --dist loadfile --basetemp=build/pytest-test-all $(ARGS)
+
+# Programs that seeds draw, beside plain torch, on disks that fail: for MINUTES, or that of one SEED,
+# or a PROGRAM as a failure prints it. make sim SEED=7 MINUTES=10 begins with seed 7.
+SIM = $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES),$(if $(SEED)$(PROGRAM),,--minutes 1))
+sim: setup $(VENV)/.test-ready
+	mkdir -p build
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/sim/sim.py $(SIM) $(ARGS)
 
 # The form of the code: formatters and ruff's checks over everything, mypy over the files that
 # pyproject.toml names.

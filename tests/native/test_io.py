@@ -335,10 +335,25 @@ def test_a_fault_plan_repeats_itself(tmp_path, kind):
     assert failed(tmp_path / "c", 5) != failed(tmp_path / "d", 6)
 
 
-@pytest.mark.parametrize("fault", ["lost_write", "bit_flip"])
+def test_faults_are_turned_off_and_on_and_counted(tmp_path, kind):
+    """Of all engines that have one layer."""
+    layer = doubles.layer(fault_plan(1, eio=1.0))
+    engine = native.IoEngine(kind=kind, layer=layer)
+    file = engine.create_file(str(tmp_path / "swap"), 4 * BLOCK)
+    extent, staging = native.Extent.in_file(file, 0, BLOCK), Staging(BLOCK)
+    layer.on = False
+    engine.write(extent, 0, staging.address, BLOCK).wait()
+    assert layer.struck()["eio"] == 0
+    layer.on = True
+    with pytest.raises(StorageError):
+        engine.write(extent, 0, staging.address, BLOCK).wait()
+    assert layer.struck()["eio"] == 1 and layer.struck()["bit_flip"] == 0
+
+
+@pytest.mark.parametrize("fault", ["lost_write", "torn_write", "bit_flip"])
 def test_bytes_the_disk_changed_or_lost_are_corruption(tmp_path, kind, fault):
-    """Lets the disk lie: a write that never happened, a flipped bit in what was read. Its twin
-    tells the truth."""
+    """Lets the disk lie: a write that never happened, or of which the rest never happened, a
+    flipped bit in what was read. Its twin tells the truth."""
     generator = seeded(22)
     data = random_bytes(2 * CHECKED + BLOCK, generator)
     for faults, honest in ((fault_plan(22, **{fault: 1.0}), False), (fault_plan(22), True)):

@@ -26,6 +26,7 @@ PYBIND11_MODULE(_native, m) {
       .def_readwrite("enospc", &FaultPlan::enospc)
       .def_readwrite("read_only", &FaultPlan::read_only)
       .def_readwrite("lost_write", &FaultPlan::lost_write)
+      .def_readwrite("torn_write", &FaultPlan::torn_write)
       .def_readwrite("bit_flip", &FaultPlan::bit_flip)
       .def_readwrite("hang", &FaultPlan::hang)
       .def_readwrite("first_piece", &FaultPlan::first_piece)
@@ -43,5 +44,9 @@ PYBIND11_MODULE(_native, m) {
            }),
            py::arg("faults") = nullptr,
            py::arg("models") = std::vector<std::pair<std::string, double>>{},
-           py::arg("clocks") = "", py::arg("instant") = false);
+           py::arg("clocks") = "", py::arg("instant") = false)
+      .def_property(
+          "on", [](const Doubles& self) { return self.its->on.load(); },
+          [](Doubles& self, bool on) { self.its->on = on; })
+      .def("struck", [](const Doubles& self) { return self.its->struck(); });
 }

@@ -206,16 +206,19 @@ class GradientBank:
                 if not got:
                     continue
                 whole, charge = waiting.pop(flat_param)
-                for handle in (handle for handle in flat_param.handles if handle.index in got):
-                    self._land(handle, flat_param.layout.placements[handle.index].view(whole))
+                for index in sorted(got):
+                    handle, place = flat_param.handles[index], flat_param.layout.placements[index]
+                    self._land(handle, place.view(whole))
                 charge.release()
                 self.homes.close_all([flat_param])
 
     def _waits(self, handle: ParamHandle, grad: torch.Tensor, sums: WholeGradients) -> bool:
         """Adds ``grad`` to the ``sums`` that land at the end of the pass. Returns False if it can
-        be added at home, or the device has no room."""
-        is_on_disk = handle.flat_param.arrays["grad"].tier is Tier.NVME
-        return (self.homes.is_remote(handle) or is_on_disk) and sums.add_if_room(handle, grad)
+        be added at home, or the device has no room, or there is a sum at home: this goes on."""
+        begins = handle.grad.state is GradState.ABSENT and (
+            self.homes.is_remote(handle) or handle.flat_param.arrays["grad"].tier is Tier.NVME
+        )
+        return (begins or sums.has_gradient(handle)) and sums.add_if_room(handle, grad)
 
     def rebuild(self) -> None:
         """Marks gradients that an exception interrupted as torn, and sends opened gradients home.

@@ -63,10 +63,6 @@ class WholeGradients:
             self._kept[flat_param] = whole, charge
         return self._kept[flat_param][0]
 
-    def has(self, flat_param: FlatParam) -> bool:
-        """Returns whether any parameter of ``flat_param`` has a gradient here."""
-        return bool(self._got.get(flat_param))
-
     def has_gradient(self, handle: ParamHandle) -> bool:
         """Returns whether the parameter of ``handle`` has a gradient here."""
         return handle.index in self._got.get(handle.flat_param, ())

@@ -49,10 +49,9 @@ def test_it_is_known_which_parameters_have_a_gradient():
     job = small_at_home(bias=True)
     (weights, _), (weight, bias, other, *_) = sums(job), job.handles
     weights.take(weight.unit, weight.flat_param)
-    assert weights.is_empty and not weights.has(weight.flat_param)
+    assert weights.is_empty and not weights.has_gradient(weight)
     weights.add(bias, torch.ones(2))
     assert not weights.is_empty
-    assert weights.has(weight.flat_param) and not weights.has(other.flat_param)
     assert weights.has_gradient(bias) and not weights.has_gradient(weight)
     assert not weights.has_gradient(other)
     assert weights.pop_got(other.flat_param) == set()
@@ -99,11 +98,11 @@ def test_a_shard_without_room_is_refused_and_nothing_is_kept_of_it(fits):
     weights.add(first, torch.ones(2, 4))
     if fits:
         weights.add(second, torch.ones(2, 4))
-        assert weights.has(second.flat_param)
+        assert weights.has_gradient(second)
         return
     with pytest.raises(CapacityError, match=r"the gradients of unit layers\.1"):
         weights.add(second, torch.ones(2, 4))
-    assert not weights.has(second.flat_param) and charged(ledger) == NBYTES
+    assert not weights.has_gradient(second) and charged(ledger) == NBYTES
     weights.add(first, torch.ones(2, 4))  # what has room goes on
     assert values(weights.take(first.unit, first.flat_param), first).tolist() == [2.0] * 8
 

@@ -25,7 +25,8 @@ from order import is_long, name_of
 
 RANKS = re.compile(r"^(from|import) (ranks|rank_campaign)\b", re.MULTILINE)
 PROCESSES = re.compile(
-    r"^(from|import) (campaign|multiprocessing|prepared|subprocess)\b|\bos\.fork\(", re.MULTILINE
+    r"^(from|import) (campaign|multiprocessing|prepared|sim_apart|subprocess)\b|\bos\.fork\(",
+    re.MULTILINE,
 )
 STARTED: list[float] = []  # when the first test began: imports and collection do not count
 

@@ -1,0 +1,130 @@
+"""Simulated programs: what users do, on disks that fail, beside plain torch.
+
+Words used here: see `sim_program`, `sim_world` and `sim_play`. **plant**: a fault of the engine
+that the simulator has to find. Programs run in children of a prepared process.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import prepared
+import pytest
+import sim
+import sim_apart
+from marks import few
+from sim_actions import ACTIONS
+from sim_plants import PLANTS
+from sim_program import Program, draw
+from sim_shrink import shrink
+
+FEW = 40  # programs in `make test`: some twelve seconds of a processor
+MANY = 1500
+MOST_ACTIONS = 6  # of a shrunk program
+KEPT = json.loads(Path(sim.__file__).with_name("kept.json").read_text())
+
+
+def simulated(folder: Path, *options: object, seconds: int = 500, **variables: str) -> Any:
+    """What the command counted, and the failures that it found."""
+    out = folder / "out.json"
+    done = prepared.run(sim.__file__, *options, "--json", out, seconds=seconds, variables=variables)
+    assert out.exists(), done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    return found["counts"], found["failed"], done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_programs_of_forty_seeds_break_no_promise(tmp_path):
+    """Bits of plain torch, typed errors, no wait without end, nothing left, nothing lost."""
+    counts, failed, said = simulated(tmp_path, "--seed", 1, "--programs", FEW)
+    assert not failed, said
+    assert counts["programs"] == FEW and counts["bits"] > 1e6
+    assert any(name.startswith("fault ") for name in counts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_many_programs_break_no_promise(tmp_path):
+    _, failed, said = simulated(tmp_path, "--seed", 10_000, "--programs", MANY, seconds=7000)
+    assert not failed, said
+
+
+@pytest.mark.parametrize("name", few(KEPT, 4))
+def test_programs_that_failed_once_do_not_fail_again(name, tmp_path):
+    _, failed, said = simulated(tmp_path, "--tries", 0, PROGRAM=json.dumps(KEPT[name]))
+    assert not failed, said
+
+
+FOUND = {  # seeds that are near to each plant, and the variables of the search
+    "a landing is dropped": 1,
+    "a write is skipped": 3,
+    "a descriptor is left": 49,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("plant", PLANTS)
+def test_planted_faults_are_found_and_shrunk(plant, tmp_path):
+    """Twins of the programs above."""
+    options = ("--seed", 1, "--programs", 400, "--tries", 120, "--plant", plant)
+    _, failed, said = simulated(tmp_path, *options, seconds=1100, INFINITY_SIM_SECONDS="15")
+    assert failed and len(failed[0]["actions"]) <= MOST_ACTIONS, said
+    assert "replay: make sim SEED=" in said and "short:  make sim PROGRAM=" in said
+
+
+def test_one_planted_fault_is_found(tmp_path):
+    """A twin that is quick: of one program, which its line then replays."""
+    options = ("--seed", 1, "--plant", "a landing is dropped", "--tries", 0)
+    _, failed, said = simulated(tmp_path, *options)
+    assert [each["kind"] for each in failed] == ["bits"], said
+    line = next(each for each in said.splitlines() if each.startswith("whole:"))
+    given = line.partition("PROGRAM='")[2].removesuffix("'")
+    _, again, _ = simulated(tmp_path, *options[2:], PROGRAM=given)
+    assert [each["kind"] for each in again] == ["bits"]
+
+
+def test_a_seed_draws_one_program():
+    """Whatever was drawn before it. A program is its own text."""
+    random.seed(1)
+    programs = [draw(seed) for seed in range(50)]
+    random.seed(2)
+    assert programs == [draw(seed) for seed in range(50)]
+    assert all(Program.read(program.text()) == program for program in programs)
+    assert len({program.text() for program in programs}) == 50
+
+
+def test_every_action_is_drawn():
+    names = {name for seed in range(300) for name, _ in draw(seed).actions}
+    assert names == set(ACTIONS)
+
+
+def test_shrinking_keeps_what_fails():
+    """Method: programs that fail if they load after a save on disk. Twin: with no tries left
+    nothing is shrunk."""
+
+    def fails(program: Program) -> bool:
+        names = [name for name, _ in program.actions]
+        return "nvme" in program.config.values() and names[-2:] == ["save", "load"]
+
+    program = draw(5)
+    actions = (*program.actions, ("save", {"wait": False}), ("load", {}))
+    config = {"params": "nvme", "optimizer": "host", "recompute": True}
+    given = Program(program.model, "SGD", config, actions, room=2.0)
+    short = shrink(given, fails)
+    assert short.actions == (("save", {"wait": True}), ("load", {}))
+    assert short.room is None and "recompute" not in short.config
+    assert shrink(given, fails, 0) == given
+
+
+def test_a_child_that_ends_or_waits_is_a_failure(monkeypatch):
+    """What it said is told. Twin: the programs after it are played."""
+    sim_apart.prepare()
+    monkeypatch.setattr(sim_apart, "SECONDS", 20.0)
+    plain = Program(sim_apart.WARM.model, "AdamW", {"params": "host", "optimizer": "host"}, ())
+    crash = Program(plain.model, "AdamW", plain.config, (("fork", {"of": "nobody"}),))
+    kinds = [each.kind for each in sim_apart.outcomes([plain, crash, plain])]
+    assert kinds == ["", "untyped", ""]
