@@ -15,14 +15,15 @@ import prepared
 import pytest
 import sim
 import sim_apart
-from marks import few
 from sim_actions import ACTIONS
 from sim_plants import PLANTS
 from sim_program import Program, draw
+from sim_ranks import draw_ranks
 from sim_shrink import shrink
 
-FEW = 40  # programs in `make test`: some twelve seconds of a processor
+FEW = 40  # programs in `make test`: some ten seconds of a processor
 MANY = 1500
+FEW_OF_RANKS, MANY_OF_RANKS = 4, 100
 MOST_ACTIONS = 6  # of a shrunk program
 KEPT = json.loads(Path(sim.__file__).with_name("kept.json").read_text())
 
@@ -52,17 +53,28 @@ def test_many_programs_break_no_promise(tmp_path):
     assert not failed, said
 
 
-@pytest.mark.parametrize("name", few(KEPT, 4))
-def test_programs_that_failed_once_do_not_fail_again(name, tmp_path):
-    _, failed, said = simulated(tmp_path, "--tries", 0, PROGRAM=json.dumps(KEPT[name]))
+@pytest.mark.timeout(400)
+def test_programs_of_two_ranks_break_no_promise(tmp_path):
+    """One comes late, fails alone or is lost."""
+    counts, failed, said = simulated(tmp_path, "--ranks", "--seed", 1, "--programs", FEW_OF_RANKS)
+    assert not failed, said
+    assert counts["programs"] == FEW_OF_RANKS and counts["PeerError in lost"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_many_programs_of_two_ranks_break_no_promise(tmp_path):
+    options = ("--ranks", "--seed", 500, "--programs", MANY_OF_RANKS)
+    _, failed, said = simulated(tmp_path, *options, seconds=1700)
     assert not failed, said
 
 
-FOUND = {  # seeds that are near to each plant, and the variables of the search
-    "a landing is dropped": 1,
-    "a write is skipped": 3,
-    "a descriptor is left": 49,
-}
+@pytest.mark.timeout(400)
+def test_programs_that_failed_once_do_not_fail_again(tmp_path):
+    counts, failed, said = simulated(
+        tmp_path, "--tries", 0, PROGRAM="\n".join(map(json.dumps, KEPT.values()))
+    )
+    assert not failed and counts["programs"] == len(KEPT), said
 
 
 @pytest.mark.slow
@@ -87,12 +99,13 @@ def test_one_planted_fault_is_found(tmp_path):
     assert [each["kind"] for each in again] == ["bits"]
 
 
-def test_a_seed_draws_one_program():
+@pytest.mark.parametrize("make", [draw, draw_ranks])
+def test_a_seed_draws_one_program(make):
     """Whatever was drawn before it. A program is its own text."""
     random.seed(1)
-    programs = [draw(seed) for seed in range(50)]
+    programs = [make(seed) for seed in range(50)]
     random.seed(2)
-    assert programs == [draw(seed) for seed in range(50)]
+    assert programs == [make(seed) for seed in range(50)]
     assert all(Program.read(program.text()) == program for program in programs)
     assert len({program.text() for program in programs}) == 50
 

@@ -1,8 +1,9 @@
-"""Plays programs that seeds draw: users, disks and exceptions in one process, beside plain torch.
+"""Plays programs that seeds draw: users, disks and exceptions, beside plain torch.
 
     make sim MINUTES=10            programs of seeds 1, 2, 3, ... for ten minutes
     make sim SEED=4711             the program of this seed
-    make sim PROGRAM='{...}'       a program as a failure prints it
+    make sim ARGS=--ranks          programs of two ranks, for a minute
+    make sim PROGRAM='{...}'       a program as a failure prints it, or one a line
 
 A failure prints the line that replays it, and the shortest program that fails in the same way. The
 status is 1 then.
@@ -27,6 +28,7 @@ if __name__ == "__main__":
 from sim_apart import Outcome, outcomes, prepare
 from sim_plants import PLANTS
 from sim_program import Program, draw
+from sim_ranks import draw_ranks
 from sim_shrink import MOST, shrink
 
 
@@ -37,6 +39,7 @@ def main() -> int:
     parser.add_argument("--programs", type=int, help="how many to play")
     parser.add_argument("--minutes", type=float, help="how long to play")
     parser.add_argument("--tries", type=int, default=MOST, help="to shrink a failure; 0: as it is")
+    parser.add_argument("--ranks", action="store_true", help="programs of two ranks")
     parser.add_argument("--plant", choices=PLANTS, help="a fault of the engine, to be found")
     parser.add_argument("--json", type=Path, help="write what was counted to this file")
     args = parser.parse_args()
@@ -44,16 +47,19 @@ def main() -> int:
     counts: collections.Counter[str] = collections.Counter()
     failed: list[dict] = []
     began = time.monotonic()
-    for seed, outcome in numbered(args):
-        counts += collections.Counter(outcome.counts)
-        counts["programs"] += 1
-        if outcome.kind:
-            counts[f"failed: {outcome.kind}"] += 1
-            short = tell(seed, outcome, args)
-            failed.append({"seed": seed, "kind": outcome.kind, "text": outcome.text})
-            failed[-1]["actions"] = [name for name, _ in short.actions]
-            if args.plant:
-                break
+    try:
+        for seed, outcome in numbered(args):
+            counts += collections.Counter(outcome.counts)
+            counts["programs"] += 1
+            if outcome.kind:
+                counts[f"failed: {outcome.kind}"] += 1
+                short = tell(seed, outcome, args)
+                failed.append({"seed": seed, "kind": outcome.kind, "text": outcome.text})
+                failed[-1]["actions"] = [name for name, _ in short.actions]
+                if args.plant:
+                    break
+    except KeyboardInterrupt:
+        pass  # what was played until then is told
     seconds = time.monotonic() - began
     print(f"{counts['programs']} programs in {seconds:.0f} s, {len(failed)} failed", flush=True)
     for name, count in sorted(counts.items()):
@@ -66,22 +72,21 @@ def main() -> int:
 def numbered(args: argparse.Namespace) -> Iterator[tuple[int | None, Outcome]]:
     """Plays what was asked for, and yields each seed with its outcome."""
     if given := os.environ.get("PROGRAM"):
-        yield from (
-            (None, outcome) for outcome in outcomes([Program.read(given)], PLANTS.get(args.plant))
-        )
+        programs = [Program.read(line) for line in given.splitlines()]
+        yield from ((None, each) for each in outcomes(programs, PLANTS.get(args.plant)))
         return
     first = args.seed if args.seed is not None else 1
     one = args.seed is not None and args.minutes is None and args.programs is None
     count = 1 if one else args.programs
     ends = time.monotonic() + 60 * args.minutes if args.minutes else None
 
-    def programs() -> Iterable[Program]:
+    def drawn() -> Iterable[Program]:
         for seed in itertools.count(first) if count is None else range(first, first + count):
             if ends is not None and time.monotonic() > ends:
                 return
-            yield draw(seed)
+            yield draw_ranks(seed) if args.ranks else draw(seed)
 
-    yield from zip(itertools.count(first), outcomes(programs(), PLANTS.get(args.plant)))
+    yield from zip(itertools.count(first), outcomes(drawn(), PLANTS.get(args.plant)))
 
 
 def tell(seed: int | None, outcome: Outcome, args: argparse.Namespace) -> Program:

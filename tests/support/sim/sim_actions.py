@@ -60,6 +60,16 @@ def forward(side: Side, data: int) -> torch.Tensor:
     return loss_of(side.model, batch_of(side.model, data))
 
 
+def backward(side: Side, data: int, parts: int = 1) -> torch.Tensor:
+    """Runs this rank's batch, and returns its loss. The plain side has the batches of all ranks."""
+    found = []
+    for rank in (side.rank,) if side.is_engine else range(side.ranks):
+        loss = forward(side, data + 1000 * rank) / parts
+        (loss if side.is_engine else loss / side.ranks).backward()
+        found.append(loss.detach().clone())
+    return found[0 if side.is_engine else side.rank]
+
+
 def param_at(side: Side, at: int) -> tuple[str, torch.nn.Parameter]:
     named = list(side.model.named_parameters())
     return named[at % len(named)]
@@ -90,10 +100,8 @@ def step(side, data, micro, together, clip, edit, at, keep, how, late):
         joined = together and side.is_engine
         with infinity.accumulate(side.model) if joined else contextlib.nullcontext():
             for number in range(micro):
-                loss = forward(side, data + number) / micro
-                loss.backward()
-                seen.append(loss.detach().clone())
-        return loss
+                seen.append(backward(side, data + number, micro))
+        return seen[-1]
 
     def again() -> torch.Tensor:
         optimizer.zero_grad()
@@ -141,10 +149,9 @@ def forward_only(side, data):
 @action(1, data=1000)
 def backward_only(side, data):
     """Computes gradients, and clears them."""
-    loss = forward(side, data)
-    loss.backward()
+    loss = backward(side, data)
     side.optimizer.zero_grad()
-    return [loss.detach().clone()]
+    return [loss]
 
 
 @action(2, data=1000, how=["no_grad", "inference", "thread"])

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from sim_play import descriptors, play
 from sim_program import Program
+from sim_ranks import play_ranks
 from sim_world import Wrong
 
 import infinity
@@ -68,14 +69,20 @@ def outcomes(
     programs: Iterable[Program], before: Callable[[], Any] | None = None
 ) -> Iterator[Outcome]:
     """Plays ``programs``, and tells of each how it ended. ``before``: is called in each child."""
-    waiting = iter(programs)
-    while batch := list(itertools.islice(waiting, MOST)):
+    for batch in batches(programs):
         while batch:
             ended = 0
             for outcome in play_apart(batch, before):
                 ended += 1
                 yield outcome
             batch = batch[ended:]
+
+
+def batches(programs: Iterable[Program]) -> Iterator[list[Program]]:
+    """Yields the programs of one child each: of several ranks a single one."""
+    for is_one, group in itertools.groupby(programs, lambda program: program.ranks == 1):
+        while batch := list(itertools.islice(group, MOST if is_one else 1)):
+            yield batch
 
 
 def play_apart(batch: list[Program], before: Callable[[], Any] | None) -> Iterator[Outcome]:
@@ -124,8 +131,9 @@ def play_all(
     batch: list[Program], folder: Path, writer: int, before: Callable[[], Any] | None
 ) -> None:
     """Plays programs, and writes how each ended."""
-    (folder / "warm").mkdir()
-    play(WARM, folder / "warm")
+    if batch[0].ranks == 1:  # ranks are forks of a process that has not used the engine
+        (folder / "warm").mkdir()
+        play(WARM, folder / "warm")
     settled = descriptors()
     if before is not None:
         before()
@@ -134,7 +142,7 @@ def play_all(
         own.mkdir()
         kind, text, counts = "", "", {}
         try:
-            counts = dict(play(program, own))
+            counts = dict((play if program.ranks == 1 else play_ranks)(program, own))
         except Wrong as wrong:
             kind, text = wrong.kind, wrong.text
         except Exception as error:  # noqa: BLE001 - a defect of the simulator, or of the engine

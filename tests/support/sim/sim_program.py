@@ -37,6 +37,7 @@ class Program:
     disk: dict[str, float] = dataclasses.field(default_factory=dict)
     io: str = "threads"
     held_out: int = 0  # parameters that enter the optimizer later
+    ranks: int = 1
 
     def text(self) -> str:
         """Writes the program in one line."""

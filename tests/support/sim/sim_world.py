@@ -52,9 +52,10 @@ class Snapshot(NamedTuple):
 
 
 class Side:
-    """The plain side. ``number``: of the next save."""
+    """The plain side. ``number``: of the next save; ``rank`` of ``ranks``: whose batches it has."""
 
     is_engine = False
+    rank, ranks = 0, 1
 
     def __init__(self, start: Snapshot):
         self.number = 0
