@@ -28,7 +28,7 @@ HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 FIRST=${HOSTS%%$'\n'*} # not by a pipe to head, which may end scontrol, and with it this script
 # Swap files belong on a disk of the machine itself, not on a network: $SLURM_TMPDIR is found without being named.
 export INFINITY_CACHE="${SLURM_SUBMIT_DIR:-.}/cache"
-# Torch 2.13 keeps one store over restarts, in which ranks would find the address of one that died.
+# For scripts of your own: torchrun's store outlives its ranks, which would find the address of one that died.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Pinned memory and io_uring's buffers count as locked: the limit has to be raised by the cluster where it is small.
 ulimit -l unlimited || echo "locked memory is limited to $(ulimit -l) KiB: see infinity env"

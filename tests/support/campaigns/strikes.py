@@ -57,7 +57,6 @@ OPTIONS = (
 RETURN_SECONDS = 400  # at most
 VARIABLES = {
     "OMP_NUM_THREADS": "1",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1",  # so that it also cuts saves off
     "RAY_USAGE_STATS_ENABLED": "0",
     "PYTHONPATH": os.pathsep.join(

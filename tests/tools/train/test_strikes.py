@@ -7,7 +7,7 @@ import argparse
 import local_slurm
 import pytest
 import strikes
-from ranks import run_ranks
+from ranks import JOBS, run_ranks, run_torchrun
 
 from infinity import UsageError
 from infinity.tools.train import train as of_train
@@ -42,6 +42,18 @@ def test_a_job_of_ray_survives_three_strikes_with_the_bits_of_torchrun(tmp_path)
     pytest.importorskip("ray", reason="ray is not installed")
     found = strikes.strike(tmp_path, launcher="ray", strikes=3, seed=5, steps=100)
     assert sum(map(len, found["seconds"].values())) == 3
+
+
+@pytest.mark.parametrize("how", ["late", "early", pytest.param("plain", marks=pytest.mark.slow)])
+def test_ranks_that_torchrun_restarts_do_not_look_for_one_that_died(how):
+    """Method: a rank is killed, and the other one comes back late, beside torchrun's own store,
+    which outlives them. The twin is torch's own group, which finds the address of the dead one."""
+    command = ["--max-restarts", "1", str(JOBS / "returning_ranks.py"), how]
+    shared = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
+    done = run_torchrun(2, command, environment=shared)
+    assert ("start 0: 0.5" in done.stdout) == (how != "early")
+    assert done.stdout.count("start 1: 0.5") == (0 if how == "plain" else 2), done.stderr[-3000:]
+    assert (done.returncode == 0) == (how != "plain")
 
 
 def run(job: strikes.Job, ranks: int, *options: str, ends_after: str = "") -> int:
