@@ -2,7 +2,8 @@
 override them.
 
 preset      options of `infinity train` under one name
-file        TOML, JSON or YAML: the fields of Config and, in the table ``train``, options
+file        TOML, JSON or YAML: the fields of Config and, in the table ``train``, options; or a
+            DeepSpeed JSON, with the numbers of its loop
 checkpoint  has the options of the job that saved it, with which --resume goes on
 """
 
@@ -48,6 +49,11 @@ def expanded(argv: Sequence[str]) -> list[str]:
     file, preset = value_of("--config", rest), value_of("--preset", rest)
     of_file = words_of_table(Path(file), rest) if file is not None and Path(file).is_file() else []
     preset = preset or value_of("--preset", of_file)
+    for option in ("--config", "--deepspeed"):
+        if (file := value_of(option, rest)) is not None:
+            from ..train.of_deepspeed import words_of_deepspeed
+
+            of_file += words_of_deepspeed(Path(file), rest)
     words = [*PRESETS.get(preset or "", ()), *of_file, *rest]
     if "--resume" in words and (checkpoint := value_of("--checkpoint", words)):
         words = [*_words_of_checkpoint(Path(checkpoint), words), *words]

@@ -55,6 +55,17 @@ def real_from_zero(text: str) -> float:
     return _real(text, 0.0, "0 or more")
 
 
+def a_pair(text: str) -> str:
+    """Parses two numbers from 0 to 1, as AdamW's betas; returns them as text."""
+    parts = text.split(",")
+    if len(parts) != 2:
+        raise argparse.ArgumentTypeError(f"{text!r} given: two numbers needed, as 0.9,0.95")
+    for part in parts:
+        if _real(part, 0.0, "0 or more") >= 1:
+            raise argparse.ArgumentTypeError(f"{part} given, less than 1 needed")
+    return ",".join(part.strip() for part in parts)
+
+
 def parse_seconds(value: float | str, name: str) -> float:
     """Parses a duration from seconds, or text as ``"30s"``, ``"15m"``, ``"6h"``, ``"2d"``. Raises
     ConfigError that names ``name``."""

@@ -33,7 +33,7 @@ from .counts import EdgeCounts, traffic_of
 from .examples import NOT_LEARNED, ExampleBatches
 from .interrupt import Interrupt
 from .mesh import axes_of, divide, joined, wrap
-from .optimizers import make_optimizers
+from .optimizers import betas_of, make_optimizers
 from .options import DEFAULT_MAX_GRAD_NORM
 from .places import check_fixed_values, check_not_past, saved_extra
 from .ranks import Ranks
@@ -54,6 +54,7 @@ class Measured:
     fixed_values: dict[str, Any]
     words: list[str] = field(default_factory=list)  # the command's options
     first_step: int = 0
+    saved_step: int | None = None  # of the last save that ended
     loss_before: float | None = None
     load_seconds: float | None = None  # of the checkpoint it goes on from
     losses: list[float] = field(default_factory=list)
@@ -99,6 +100,7 @@ class Job(Measured):
     next_step: int = 0
     grad_norm: Any = None  # of the last step before clipping, if the loop clips
     saving: Any = None  # infinity.save_checkpoint's, beside the steps
+    saving_step: int = 0  # what it saves
     save_seconds: float = 0.0  # of the call that began it
     receipt: Any = None  # the file of --receipt
     stops_at: int | None = None  # of a stretch that is repeated, and saved nowhere
@@ -154,7 +156,8 @@ def make_job(
         model.config.architectures = [type(model).__name__]
     parameters_count = sum(map(dense_numel, model.parameters()))
     model = divide(model, ranks.mesh, say)
-    optimizers = make_optimizers(model, args.optim, lr=args.lr, weight_decay=args.weight_decay)
+    rates = {"lr": args.lr, "weight_decay": args.weight_decay, "betas": betas_of(args.betas)}
+    optimizers = make_optimizers(model, args.optim, **rates)
     model, optimizers, pipe = wrap(args, model, optimizers, config, ranks.mesh, say)
     max_grad_norm = args.max_grad_norm or (None if config.max_grad_norm else DEFAULT_MAX_GRAD_NORM)
     return Job(
@@ -201,6 +204,7 @@ def _fixed_values(
         "optim": args.optim,
         "lr": args.lr,
         "weight_decay": args.weight_decay,
+        "betas": args.betas,
         "lora_rank": args.lora_rank,
         "quantize": args.quantize,
     }
@@ -425,6 +429,7 @@ def save_checkpoint(job: Job, *, wait: bool = True) -> None:
         return
     finish_save(job, raises=False)
     job.interval.begin_save()
+    job.saving_step = job.next_step
     extra = {
         "step": job.next_step,
         "steps": job.steps,
@@ -468,6 +473,7 @@ def finish_save(job: Job, *, raises: bool = True) -> None:
     else:
         stall = job.save_seconds + time.perf_counter() - began
         job.interval.end_save(stall, saving.seconds)
+        job.saved_step = job.saving_step
 
 
 def resume(job: Job) -> None:

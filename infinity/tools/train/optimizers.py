@@ -12,12 +12,31 @@ if TYPE_CHECKING:
 Groups = list[dict[str, Any]]
 
 
+BETAS = (0.9, 0.95)
+
+
 def make_optimizers(
-    model: nn.Module, name: str, *, lr: float, weight_decay: float
+    model: nn.Module,
+    name: str,
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float] = BETAS,
 ) -> list[torch.optim.Optimizer]:
     """Makes the optimizers ``name`` of :data:`OPTIMS`, which decay matrices only, not biases and
-    norm scales."""
-    return OPTIMS[name](model, lr, weight_decay)
+    norm scales. ``betas``: of AdamW."""
+    found = OPTIMS[name](model, lr, weight_decay)
+    for optimizer in found:
+        for group in optimizer.param_groups:
+            if "betas" in group:
+                optimizer.defaults["betas"] = group["betas"] = betas
+    return found
+
+
+def betas_of(given: str | None) -> tuple[float, float]:
+    """Returns the value of --betas."""
+    first, second = map(float, given.split(",")) if given is not None else BETAS
+    return first, second
 
 
 def _groups(params: list[nn.Parameter], weight_decay: float) -> Groups:
@@ -37,7 +56,7 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
 def _adamw(params: list[nn.Parameter], lr: float, weight_decay: float) -> torch.optim.Optimizer:
     import torch
 
-    return torch.optim.AdamW(_groups(params, weight_decay), lr=lr, betas=(0.9, 0.95))
+    return torch.optim.AdamW(_groups(params, weight_decay), lr=lr, betas=BETAS)
 
 
 def _adamw_alone(model: nn.Module, lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:

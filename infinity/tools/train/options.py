@@ -15,6 +15,7 @@ from ...ext.checkpoint.interval import share_of
 from ..cli.presets import PRESETS
 from ..cli.values import (
     a_count,
+    a_pair,
     a_path,
     a_seed,
     at_least_two,
@@ -150,7 +151,8 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
     add(
         "--deepspeed",
         **FILE,
-        help="homes and clipping of a DeepSpeed JSON; options here override it",
+        help="homes of a DeepSpeed JSON, its optimizer's numbers, batches and clipping; options"
+        " here override it",
     )
     add("--trace", **FILE, help="write a timeline here, for `infinity trace` or Perfetto")
 
@@ -183,6 +185,12 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         " twentieth of that with --method)",
     )
     add("--weight-decay", type=real_from_zero, default=0.1, help="of weight matrices (default 0.1)")
+    add(
+        "--betas",
+        type=a_pair,
+        metavar="B1,B2",
+        help="of AdamW (default 0.9,0.95; with --method TRL's)",
+    )
     add(
         "--warmup-steps",
         **COUNT,
@@ -368,6 +376,8 @@ def check_options(args: argparse.Namespace) -> None:
             "--resume continues a checkpoint and --overwrite replaces it: give one of them."
         )
     _check_companions(args)
+    if args.betas is not None and args.optim == "adafactor":
+        raise ConfigError("--betas is of AdamW, which --optim adafactor has not: leave it out")
     check_method(args)
     names = [*(args.log or ()), *([TENSORBOARD] if args.tensorboard else ())]
     args.log = list(dict.fromkeys(names))

@@ -36,6 +36,7 @@ from .model import (
     read_model_config,
     read_tokenizer,
 )
+from .optimizers import betas_of
 from .options import DEFAULT_MAX_GRAD_NORM, DEFAULT_ROW_LENGTH, set_defaults
 from .places import (
     NOTED,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+ADAM_BETAS = ("adam_beta1", "adam_beta2")  # of the trainer's arguments
 END_NBYTES = 1 << 20  # of each end of a file, by which it is known
 
 
@@ -306,6 +308,7 @@ def _fixed_values(
 ) -> dict[str, Any]:
     """Returns the options that change the arithmetic."""
     names = ("method", "beta", "seed", "dtype", "batch_size", "optim", "lr", "weight_decay")
+    names += ("betas",)
     names += ("lora_rank", "precompute_reference", "warmup_steps")
     return {name: getattr(args, name) for name in names} | {
         "data": inputs.preferred.fingerprint,
@@ -429,6 +432,7 @@ def _arguments(
         "gradient_accumulation_steps": args.accumulate,
         "learning_rate": args.lr,
         "weight_decay": args.weight_decay,
+        **(dict(zip(ADAM_BETAS, betas_of(args.betas))) if args.betas else {}),
         "max_grad_norm": clipped,
         "optim": optimizer_of(args.optim),
         "lr_scheduler_type": "cosine_with_min_lr",

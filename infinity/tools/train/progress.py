@@ -117,4 +117,6 @@ def progress_text(job: Measured, counts: EdgeCounts) -> str:
     text = f"loss {shown}  {job.tokens_per_second:,.0f} tokens/s"
     if counts.stall_share >= LEAST_STALL:
         text += f"  stalled {counts.stall_share:.0%} ({counts.slowest_edge})"
+    if job.saved_step is not None:
+        text += f"  saved at {job.saved_step}"
     return text

@@ -55,6 +55,7 @@ from .model import (
     no_cache,
     read_model_config,
 )
+from .of_deepspeed import tell_loop
 from .options import add_options, check_options, set_defaults
 from .pictures import PictureExamples, naming_batches
 from .places import (
@@ -144,6 +145,8 @@ def _run(args: argparse.Namespace, ranks: Ranks, sizes: dict[str, int] | None) -
     saved = saved_extra(args.checkpoint if args.resume else None).get("words")
     if saved and args.repeats is None:
         console.print(f"Options of the checkpoint, unless given anew: {' '.join(map(str, saved))}")
+    if args.repeats is None:
+        tell_loop(args, console.print)
     config = engine_config(settings)
     ranks.join(make_mesh(sizes, config.device))
     if args.resume and args.method is None:

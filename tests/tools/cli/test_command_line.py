@@ -468,6 +468,83 @@ def test_a_deepspeed_json_says_where_the_state_lives(option, place, capsys):
         assert told["homes"]["params"] == home and told["options"]["max_grad_norm"] == 0.5
 
 
+LOOP = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "betas": [0.9, 0.98], "eps": 1e-8}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
+    "gradient_accumulation_steps": 8,
+    "train_micro_batch_size_per_gpu": 1,
+    "train_batch_size": 8,
+}
+ACCELERATE = {
+    "distributed_type": "DEEPSPEED",
+    "deepspeed_config": {"zero_stage": 3, "gradient_accumulation_steps": 8},
+}
+
+
+@pytest.mark.parametrize("option", ["--deepspeed", "--config"])
+def test_the_loop_of_a_deepspeed_json_is_taken(option, place):
+    """Method: the parsed options. Twin: one of the command line goes over the file's."""
+    Path("ds.json").write_text(json.dumps(DEEPSPEED | LOOP))
+    for more, rate in ((), 1e-5), (("--lr", "0.5"), 0.5):
+        words = presets.expanded(["train", option, "ds.json", *more])
+        args = build_parser().parse_args(words)
+        assert (args.lr, args.weight_decay, args.betas) == (rate, 0.0, "0.9,0.98")
+        assert (args.accumulate, args.batch_size, args.max_grad_norm) == (8, 1, None)
+    Path("ds.json").write_text(json.dumps(DEEPSPEED | {"gradient_clipping": 0}))
+    args = build_parser().parse_args(presets.expanded(["train", option, "ds.json"]))
+    assert (args.lr, args.betas, args.max_grad_norm) == (None, None, 1e9)
+    Path("accelerate.yaml").write_text(json.dumps(ACCELERATE))
+    args = build_parser().parse_args(presets.expanded(["train", "--config", "accelerate.yaml"]))
+    assert args.accumulate == 8
+
+
+def test_a_job_trains_by_the_numbers_of_a_deepspeed_json(place, capsys):
+    """Method: a job by its file, and one by the options that it stands for."""
+    Path("ds.json").write_text(json.dumps(DEEPSPEED | LOOP))
+    small = [*SMALL]
+    at = small.index("--batch-size")
+    del small[at : at + 2]
+    words = ["train", "--model", "model.json", "--data", "text.txt", *small, "--json"]
+    same = "--lr 1e-5 --weight-decay 0 --betas 0.9,0.98 --batch-size 1 --accumulate 8"
+    found = []
+    for more in (["--deepspeed", "ds.json"], ["--max-grad-norm", "0.5", *same.split()]):
+        assert main([*words, *more, "--params", "host", "--optimizer", "host"]) == 0
+        said = capsys.readouterr()
+        found.append(json.loads(said.out.splitlines()[-1])["losses"])
+        assert ("its loop becomes --lr 1e-05" in said.err) == (len(found) == 1)
+    assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "message"),
+    [
+        ({"optimizer": {"type": "SGD"}}, "--optim adamw", "is SGD, and .* add: --optim adamw"),
+        (
+            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}},
+            "--warmup-steps 7",
+            "a cosine to a tenth.* add: --warmup-steps 7",
+        ),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"eps": 1e-6, "lr": 0.1}}},
+            "--optim adamw",
+            "eps=1e-06.* --optim adamw --lr=0.1",
+        ),
+        (
+            {"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2},
+            "--accumulate 3",
+            "train_batch_size=7 is not 2 samples x 3 micro-batches x 1 data ranks",
+        ),
+    ],
+)
+def test_a_loop_that_train_has_not_is_refused_with_options_to_paste(given, words, message, place):
+    """Twin: with the options, it is taken."""
+    Path("ds.json").write_text(json.dumps(DEEPSPEED | given))
+    with pytest.raises(ConfigError, match=message):
+        presets.expanded(["train", "--deepspeed", "ds.json"])
+    words = presets.expanded(["train", "--deepspeed", "ds.json", *words.split()])
+    build_parser().parse_args(words)
+
+
 def test_a_folder_for_swap_files_is_found(place, capsys):
     """With homes that are named, the report's rates are of the disk that was chosen."""
     words = ["train", "--model", "model.json", "--data", "text.txt", *SMALL, "--json"]
