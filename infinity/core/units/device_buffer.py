@@ -16,6 +16,7 @@ nothing can notice. So no use of weights in a forward can keep the engine from r
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -144,19 +145,17 @@ class DeviceBuffer:
         storage = self.flat.untyped_storage()
         if storage.nbytes() and self._left_print is None:
             self._left_print = fingerprint(self.flat)
-            self._tell()
+            # An exception holds the weights of its frames: nobody has to change anything.
+            if not (DeviceBuffer._has_told or sys.exc_info()[0]):
+                DeviceBuffer._has_told = True
+                logger.warning(
+                    "%s of weights (%s, ...) stay in memory after their forward, beside the budget:"
+                    " an array of NumPy, an export by DLPack or a view of a weight outside of it"
+                    " holds them. Keep a copy instead: weight.detach().clone(). This is said once.",
+                    format_nbytes(self.flat_param.weight_nbytes),
+                    self.flat_param.names[0],
+                )
         self._device.close_storage(storage, behind=behind)
-
-    def _tell(self) -> None:
-        if not DeviceBuffer._has_told:
-            DeviceBuffer._has_told = True
-            logger.warning(
-                "%s of weights (%s, ...) stay in memory after their forward, beside the budget: an"
-                " array of NumPy, an export by DLPack or a view of a weight outside of it holds"
-                " them. Keep a copy instead: weight.detach().clone(). This is said once.",
-                format_nbytes(self.flat_param.weight_nbytes),
-                self.flat_param.names[0],
-            )
 
     def check_left(self) -> None:
         """Raises UsageError, once, if left memory was written to since: home does not have that

@@ -33,25 +33,36 @@ def read(
 
 
 def from_deepspeed(
-    kind: type[Config], source: Source, *, strict: bool, loop: Mapping[str, Any] | None
+    kind: type[Config],
+    source: Source,
+    *,
+    strict: bool,
+    loop: Mapping[str, Any] | None,
+    makes_folders: bool = True,
 ) -> Config:
-    """Makes a Config as :meth:`infinity.Config.from_deepspeed` says."""
+    """Makes a Config as :meth:`infinity.Config.from_deepspeed` says. ``makes_folders``: its folder
+    for NVMe, too."""
     refuse_others(mapping := _mapping_of(source))
     fields, report = translate_deepspeed(mapping, strict=strict, loop=loop)
-    return _told("DeepSpeed", kind(**fields), report)
+    return _told("DeepSpeed", kind(**fields), report, makes_folders)
 
 
 def from_accelerate(
-    kind: type[Config], source: Source, *, strict: bool, loop: Mapping[str, Any] | None
+    kind: type[Config],
+    source: Source,
+    *,
+    strict: bool,
+    loop: Mapping[str, Any] | None,
+    makes_folders: bool = True,
 ) -> Config:
     """Makes a Config as :meth:`infinity.Config.from_accelerate` says."""
     refuse_others(mapping := _mapping_of(source))
     fields, report = translate_accelerate(mapping, strict=strict, read=read_table, loop=loop)
-    return _told("Accelerate", kind(**fields), report)
+    return _told("Accelerate", kind(**fields), report, makes_folders)
 
 
-def _told(tool: str, config: Config, report: list[str]) -> Config:
-    for path in config.nvme_paths:
+def _told(tool: str, config: Config, report: list[str], makes_folders: bool) -> Config:
+    for path in config.nvme_paths if makes_folders else ():
         with contextlib.suppress(OSError):  # then the wrap says that there is no folder
             os.makedirs(path, exist_ok=True)
     told = folded(report) or ["no key changes anything"]

@@ -18,9 +18,10 @@ from typing import Any
 from ...errors import ConfigError
 from ...files.outputs import PICTURE, Output, check_outputs
 from ..cli.values import add_rating, at_least_two, rating_of, svg_path
+from ..train.of_deepspeed import deepspeed_of
 from ..train.optimizers import OPTIM, OPTIM_HELP, make_optimizers
 from ..train.options import DEFAULT_SEQUENCE_LENGTH, FILE, FLAG, FOLDER, HOME, NUMBER, PATH
-from ..train.settings import AUTO, engine_config, engine_settings, translated
+from ..train.settings import AUTO, check_folders, engine_config, engine_settings
 from .machine_file import Machine, known_machines
 from .mesh_shape import SCHEDULES
 from .plan_job import Job, plan_cluster, plan_here
@@ -162,7 +163,7 @@ def _script(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[str]:
     from .script import script
 
     args.micro_batch = args.trace = args.max_grad_norm = None
-    settings = engine_settings(args)
+    settings = engine_settings(args, plans=True)
     if settings.get("nvme_paths") == AUTO:
         del settings["nvme_paths"]
     if args.nvme_capacity is not None:
@@ -354,13 +355,18 @@ def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:
     args.micro_batch = args.trace = args.max_grad_norm = None
     if args.nvme_capacity is not None and not args.nvme_path and args.config is None:
         args.nvme_path = ANY_DISK
-    settings = engine_settings(args)
-    if args.deepspeed is not None:
-        given = {name: value for name, value in settings.items() if value != AUTO}
-        found = translated(args.deepspeed, "--deepspeed")
-        if folders := found.get("nvme_paths"):  # of that machine: only their size counts here
-            found["nvme_paths"] = [path if Path(path).is_dir() else "." for path in folders][:1]
-        settings = {**found, **given}
+    settings = engine_settings(args, plans=True)
+    paths = settings.get("nvme_paths") or AUTO
+    if paths != AUTO:
+        paths = [paths] if isinstance(paths, str) else list(paths)
+        if args.machine not in (None, *MEASURED):  # of that machine: only their size counts here
+            paths = ["."]
+        elif not args.nvme_path and any(
+            map(deepspeed_of, filter(None, (args.deepspeed, args.config)))
+        ):
+            paths = [path if Path(path).is_dir() else "." for path in paths]
+        check_folders(paths)
+        settings["nvme_paths"] = paths
     if settings.get("nvme_paths") == AUTO:
         found = scratch.choose(scratch.candidates(), 0)
         settings["nvme_paths"] = [found.folder] if found is not None else []

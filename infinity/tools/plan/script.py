@@ -16,6 +16,9 @@ from typing import Any
 from ...errors import ConfigError
 from ..train.options import SCHEDULES
 
+REMARKS = {
+    "device_memory": "  # of each GPU: what saved activations and buffers leave to the state"
+}
 FILE, MODEL, PORT = "job.toml", "model.json", 29400
 
 
@@ -37,12 +40,20 @@ def script(
         model = Path(MODEL)
     options = ({} if model is None else {"model": str(model)}) | dict(train) | _mesh_options(found)
     _check_train(options, found["ranks"])
-    lines = [f"{name} = {_value(value)}" for name, value in settings.items()]
+    lines = [
+        f"{name} = {_value(value)}{REMARKS.get(name, '') if 'meshes' in found else ''}"
+        for name, value in settings.items()
+    ]
     lines += ["", "[train]", *(f"{name} = {_value(value)}" for name, value in options.items())]
     yield from _file(FILE, "\n".join(lines).strip())
+    devices = found["ranks"] // nodes
+    yield (
+        f"# Under Slurm, after the lines above: sbatch --nodes {nodes} --gpus-per-node {devices}"
+        f" examples/slurm.sh -m infinity train --config {FILE}"
+    )
     if nodes > 1:
         yield "# On each node, with NODE_RANK from 0 on, and MASTER_ADDR the first one's address:"
-    yield " ".join(_torchrun(nodes, found["ranks"] // nodes))
+    yield " ".join(_torchrun(nodes, devices))
 
 
 def _check_train(options: Mapping[str, Any], ranks: int) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -36,12 +38,13 @@ MOMENTS_NBYTES = {"fp32": 8, "bf16": 4, "int8": 2}  # both moments of one parame
 MASTER_NBYTES = {"split": 2, "fp32": 4, "none": 0}  # in addition to a 16-bit weight
 
 
-def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+def engine_settings(args: argparse.Namespace, *, plans: bool = False) -> dict[str, Any]:
     """Collects the engine's options by `Config` field name; the command line overrides --config. If
-    neither sets a home, folder or budget, nvme_paths is "auto". Raises ConfigError."""
-    settings = _read_config_file(args.config) if args.config else {}
+    neither sets a home, folder or budget, nvme_paths is "auto". ``plans``: folders for swap files
+    may be another machine's, and are neither made nor looked for. Raises ConfigError."""
+    settings = _read_config_file(args.config, plans) if args.config else {}
     if getattr(args, "deepspeed", None) is not None:
-        settings |= translated(args.deepspeed, "--deepspeed")
+        settings |= translated(args.deepspeed, "--deepspeed", plans=plans)
     given = {
         "params": args.params,
         "optimizer": args.optimizer,
@@ -61,7 +64,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
         settings["nvme_paths"] = AUTO
     if args.max_grad_norm is not None:
         settings.pop("max_grad_norm", None)  # the loop clips to the command line's value
-    _check_nvme_paths(settings)
+    _check_nvme_paths(settings, plans)
     _memory_share(settings)  # raises for an invalid share before heavy imports
     return settings
 
@@ -71,7 +74,7 @@ def paths_of(given: list[Path] | None) -> list[str] | str | None:
     return AUTO if given == [Path(AUTO)] else given and [str(path) for path in given]
 
 
-def _read_config_file(path: Path) -> dict[str, Any]:
+def _read_config_file(path: Path, plans: bool) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(
             f"No such configuration: {path}. Give --config a TOML, JSON or YAML file."
@@ -85,27 +88,35 @@ def _read_config_file(path: Path) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(infinity.Config)]
     way_out = f" Options of `infinity train` go into the table {TABLE}."
     tool = whose(settings, [*names, TABLE], f"{path}: ", way_out)
-    return settings if tool is None else translated(path)
+    return settings if tool is None else translated(path, plans=plans)
 
 
-def translated(path: Path, option: str = "--config") -> dict[str, Any]:
-    """Returns the engine's settings of a DeepSpeed JSON or Accelerate's YAML; logs what it changes.
-    ``--dtype`` and the loop here replace its dtype and its optimizer. Raises ConfigError for a file
-    that is not of the ``option``."""
+def translated(path: Path, option: str = "--config", *, plans: bool) -> dict[str, Any]:
+    """Returns the engine's settings of a DeepSpeed JSON or Accelerate's YAML; logs once what it
+    changes, and makes its folder for NVMe unless it only ``plans``. ``--dtype`` and the loop here
+    replace its dtype and its optimizer. Raises ConfigError for a file that is not of the
+    ``option``."""
+    return dict(_translated(path, option, plans, path.stat().st_mtime_ns if path.exists() else 0))
+
+
+@functools.cache
+def _translated(path: Path, option: str, plans: bool, changed: int) -> dict[str, Any]:
+    from ...ext.migrate import reader
     from ...ext.migrate.accelerate import is_accelerate
     from ...ext.migrate.deepspeed import is_deepspeed
 
-    read, given = infinity.Config.from_deepspeed, read_table(path)
+    read, given = reader.from_deepspeed, read_table(path)
     if is_accelerate(given) and not is_deepspeed(given):
         if option == "--deepspeed":
             raise ConfigError(f"--deepspeed {path} is Accelerate's file: give it as --config")
-        read = infinity.Config.from_accelerate
+        read = reader.from_accelerate
     elif given and not is_deepspeed(given):
         raise ConfigError(
             f"{path} is not a DeepSpeed configuration: it has the keys"
             f" {', '.join(list(given)[:5])}. Give one that has zero_optimization."
         )
-    config, default = read(path, strict=False), infinity.Config()
+    config = read(infinity.Config, path, strict=False, loop=None, makes_folders=not plans)
+    default = infinity.Config()
     settings = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
@@ -118,7 +129,7 @@ def translated(path: Path, option: str = "--config") -> dict[str, Any]:
     return settings
 
 
-def _check_nvme_paths(settings: dict[str, Any]) -> None:
+def _check_nvme_paths(settings: dict[str, Any], plans: bool) -> None:
     homes = [
         name for name in ("params", "optimizer", "activations") if settings.get(name) == "nvme"
     ]
@@ -128,6 +139,12 @@ def _check_nvme_paths(settings: dict[str, Any]) -> None:
     paths = [paths] if isinstance(paths, str) else paths
     if homes and not paths:
         settings["nvme_paths"] = AUTO  # a scratch folder, which the log names
+    if not plans:
+        check_folders(paths)
+
+
+def check_folders(paths: Iterable[str]) -> None:
+    """Raises ConfigError unless all ``paths`` are folders."""
     for path in paths:
         if Path(path).exists() and not Path(path).is_dir():
             raise ConfigError(f"--nvme-path {path} is a file: give a folder for swap files.")

@@ -287,6 +287,19 @@ def left(said: pytest.LogCaptureFixture) -> tuple[DeviceBuffer, object]:
     return buffer, array
 
 
+def test_memory_that_an_exception_holds_is_not_told_of(said):
+    """Method: the buffer is emptied while an exception is handled. Twin: afterwards it is told."""
+    buffer, other = shown(), shown()
+    arrays = [each.flat_param.params[0].detach().numpy() for each in (buffer, other)]
+    try:
+        raise ValueError
+    except ValueError:
+        buffer.empty(())
+    assert not said.messages and len(arrays) == 2
+    other.empty(())
+    assert len(said.messages) == 1
+
+
 @pytest.mark.parametrize("is_written", [True, False])
 def test_a_write_to_left_memory_raises_once(is_written, said):
     """Twin: memory that is as it was says nothing. Either way it stays out of torch's reach."""

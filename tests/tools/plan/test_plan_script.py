@@ -76,6 +76,29 @@ def options_of(text: str):
     return last, args
 
 
+def test_folders_of_another_machine_are_neither_looked_for_nor_made(place, capsys):
+    """Method: a folder that is not here, as an option and in a DeepSpeed JSON, whose report is
+    told once. Twin: this machine's folder is looked for."""
+    small = ("--model", "llama", "--batch-size", 8, "--nvme-path")
+    assert 'nvme_paths = ["gone"]' in script(capsys, *small, "gone", "--mesh", "dp=2")
+    assert main(["plan", "--model", "llama", "--nvme-path", "gone"]) == 2
+    assert "No such folder" in capsys.readouterr().err
+    offload = {"device": "nvme", "nvme_path": str(place / "theirs")}
+    given = {"zero_optimization": {"stage": 3, "offload_optimizer": offload}}
+    Path("ds.json").write_text(json.dumps(given))
+    for words in (("--machine", "two.toml", "--batch-size", "8"), ()):
+        assert main(["plan", "--model", "llama", "--deepspeed", "ds.json", *words]) == 0
+        assert capsys.readouterr().err.count("DeepSpeed config read") <= 1
+    assert not (place / "theirs").exists() and not (place / "gone").exists()
+
+
+def test_a_script_says_what_its_numbers_are_and_how_slurm_starts_it(place, capsys):
+    said = script(capsys, "--model", "llama", "--batch-size", 8, "--mesh", "dp=2")
+    assert re.search(r"^device_memory = \d+  # of each GPU: what saved activations", said, re.M)
+    wanted = "sbatch --nodes 1 --gpus-per-node 2 examples/slurm.sh -m infinity train --config job"
+    assert wanted in said
+
+
 PLANS = {  # the words -> the options of the job
     "--batch-size 8 --mesh tp=2": {"mesh": "tp=2", "dtype": "bf16", "pipeline_schedule": None},
     "--batch-size 8 --mesh pp=2 --gradient-checkpointing": {
