@@ -18,6 +18,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...untrusted import read_table
+from .values import value_of
 
 TABLE = "train"
 # Options that a job which goes on is given anew, or never by a file: some send data away, or run
@@ -91,17 +92,6 @@ def _words_of_checkpoint(folder: Path, given: Sequence[str]) -> list[str]:
         known -= {option}.union(*(others for others in INSTEAD if option in others))
     words = saved if isinstance(saved, list) else []
     return [word for word in words if isinstance(word, str) and word.partition("=")[0] in known]
-
-
-def value_of(option: str, words: Sequence[str]) -> str | None:
-    """Returns the last value of ``option`` in ``words``, or None."""
-    found = None
-    for number, word in enumerate(words):
-        if word == option and number + 1 < len(words):
-            found = words[number + 1]
-        elif word.startswith(f"{option}="):
-            found = word.partition("=")[2]
-    return found
 
 
 def words_of_table(path: Path, given: Sequence[str]) -> list[str]:

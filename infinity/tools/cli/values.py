@@ -66,6 +66,17 @@ def a_pair(text: str) -> str:
     return ",".join(part.strip() for part in parts)
 
 
+def value_of(option: str, words: Sequence[str]) -> str | None:
+    """Returns the last value of ``option`` in ``words``, or None."""
+    found = None
+    for number, word in enumerate(words):
+        if word == option and number + 1 < len(words):
+            found = words[number + 1]
+        elif word.startswith(f"{option}="):
+            found = word.partition("=")[2]
+    return found
+
+
 def parse_seconds(value: float | str, name: str) -> float:
     """Parses a duration from seconds, or text as ``"30s"``, ``"15m"``, ``"6h"``, ``"2d"``. Raises
     ConfigError that names ``name``."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...untrusted import read_table
-from ..cli.presets import value_of
+from ..cli.values import value_of
 from .ranks import count_of
 
 AUTO = "auto"
