@@ -22,7 +22,7 @@ import torch
 
 import infinity
 from infinity import native
-from infinity.core.machine import disk_profile
+from infinity.ext.rates.rates import disk_seconds
 from infinity.tools.bench.io import Raw, TestFile
 from infinity.tools.bench.results import Measured, row
 from infinity.tools.bench.rounds import Times, alternate, paired
@@ -108,7 +108,7 @@ def measure(settings: Settings) -> Measured:
                     _in_process(asked)
                 )
         times = alternate(jobs, min(3, settings.rounds))
-        written = nbytes / disk_profile.seconds([str(swap)], nbytes, nbytes) / 1e9
+        written = nbytes / disk_seconds([str(swap)], nbytes, nbytes) / 1e9
     rivals = {name: times.pop(name).wall for name in ("raw", "safetensors")}
     read = [nbytes / seconds / 1e9 for seconds in rivals["raw"]]
     rows = []

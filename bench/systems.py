@@ -134,8 +134,8 @@ def _with_masters(job: Job, make_optimizer: Callable) -> Running:
 def ours(job: Job) -> Running:
     """Makes the system of Infinity at the home that the system's name has."""
     import infinity
-    from infinity.core.machine import disk_profile
     from infinity.core.run.registry import wrapped
+    from infinity.ext.rates.rates import disk_seconds
 
     home = job.args.system.removeprefix("infinity_").removesuffix("_sent")
     if "RANK" in os.environ:
@@ -178,7 +178,7 @@ def ours(job: Job) -> Running:
         read, written = (after - before for before, after in zip(*moved[-2:]))
         seconds = 0.0
         if home == "nvme":
-            seconds = disk_profile.seconds([job.args.folder], read, written)
+            seconds = disk_seconds([job.args.folder], read, written)
         return {"held_nbytes": held, "disk_seconds": seconds}
 
     return Running(step, wait_idle, told)

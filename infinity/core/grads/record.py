@@ -13,7 +13,6 @@ average    with several ranks, the mean of their gradients; each has its shard o
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -108,23 +107,6 @@ def has_landed(handle: ParamHandle) -> bool:
     """Returns whether a step would apply the parameter's gradient. False for a parameter that is
     not stepped."""
     return handle.grad is not None and handle.grad.state is GradState.LANDED
-
-
-def would_be_lost(handle: ParamHandle) -> bool:
-    """Returns whether a landed gradient has more than the zeros of
-    ``zero_grad(set_to_none=False)``.
-
-    May block until its norm has arrived. The test uses the max norm, which does not round small
-    elements away. Every change of a gradient invalidates its norm.
-    """
-    if not has_landed(handle):
-        return False
-    record = handle.grad
-    record.landing.precede()
-    known_zero = (
-        record.norm is not None and record.norm[0] == math.inf and record.norm[1].item() == 0
-    )
-    return not known_zero or bool(record.factors)
 
 
 def refuse_torn(handle: ParamHandle) -> None:

@@ -318,19 +318,3 @@ def _rates(
 
     rate(write, write)  # the first write also allocates blocks
     return rate(read, read), rate(write, write), rate(read, write)
-
-
-def rates(folders: Sequence[str]) -> tuple[float, float, float]:
-    """Sums the bytes per second (read, written, both at once) over all ``folders``, once per
-    device."""
-    devices = {Disk(folder).disks: disk_profile(folder) for folder in reversed(folders)}
-    return tuple(
-        sum(getattr(one, name) for one in devices.values())
-        for name in ("read_rate", "write_rate", "mixed_rate")
-    )
-
-
-def seconds(folders: Sequence[str], read: float, written: float) -> float:
-    """Returns the minimum seconds for so many bytes in both directions at once."""
-    read_rate, write_rate, mixed_rate = rates(folders)
-    return max(read / read_rate, written / write_rate, (read + written) / mixed_rate)

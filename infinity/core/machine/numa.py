@@ -7,11 +7,10 @@ node   processors with their own memory; memory comes from the node of the first
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 SYSFS = "/sys/devices/system/node"
-DEVICES = "/sys/bus/pci/devices"
 
 
 def nodes(root: str | os.PathLike = SYSFS) -> list[set[int]]:
@@ -25,11 +24,11 @@ def nodes(root: str | os.PathLike = SYSFS) -> list[set[int]]:
         except OSError:
             continue
         if listed:
-            found.append(_parse(listed))
+            found.append(parse(listed))
     return found
 
 
-def _parse(listed: str) -> set[int]:
+def parse(listed: str) -> set[int]:
     """Parses ``"0-3,8"`` to {0, 1, 2, 3, 8}."""
     processors: set[int] = set()
     for part in listed.split(","):
@@ -62,22 +61,3 @@ def bind(rank: int, count: int, root: str | os.PathLike = SYSFS) -> set[int] | N
         return None
     os.sched_setaffinity(0, chosen)
     return allowed
-
-
-def bind_to_gpu(
-    address: str,
-    allowed: Collection[int],
-    root: str | os.PathLike = SYSFS,
-    devices: str | os.PathLike = DEVICES,
-) -> bool:
-    """Binds this thread, and those it starts later, to the ``allowed`` processors of the node that
-    the GPU at PCI ``address`` is on: a copy from another node's memory is slower. Returns whether
-    that is known."""
-    try:
-        node = int(Path(devices, address, "numa_node").read_text())
-        near = _parse(Path(root, f"node{node}", "cpulist").read_text().strip()) & set(allowed)
-    except (OSError, ValueError):  # no such device or node; -1: the firmware does not tell
-        return False
-    if near:
-        os.sched_setaffinity(0, near)
-    return bool(near)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import nn
 
 from ... import native
-from ..machine import storage_guard
 
 SUMMED_AT_ONCE = 1024 * 1024  # elements: products of their bits take eight bytes each
 
@@ -72,20 +70,3 @@ def put(tensor: torch.Tensor, begin: int, values: torch.Tensor) -> None:
             torch.arange(begin, begin + values.numel(), device="cpu"), tensor.shape
         )
         tensor[places] = values.to(tensor.dtype)
-
-
-def take_storage(param: nn.Parameter) -> None:
-    # Fixed if an initialisation used it as a NumPy array, for example.
-    if storage_guard.is_fixed(param.untyped_storage()):
-        param.data = torch.empty_strided(
-            param.size(), param.stride(), dtype=param.dtype, device=param.device
-        )
-    storage = param.untyped_storage()
-    storage.resize_(0)
-    storage_guard.close(storage)
-
-
-def give_storage(param: nn.Parameter) -> None:
-    storage = param.untyped_storage()
-    storage_guard.open(storage)
-    storage.resize_(param.numel() * param.itemsize)

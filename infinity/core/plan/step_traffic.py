@@ -41,7 +41,7 @@ def grad_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int]
     """Counts the bytes of a unit's gradients in one backward. On disk they are read by every
     backward after the first, which adds to them, and by the step."""
     edges = dict.fromkeys(EDGES, 0)
-    for flat_param in _stepped(unit):
+    for flat_param in stepped(unit):
         edges["device->host"] += flat_param.nbytes("grad")
         for edge in ("nvme->host", "host->nvme"):
             edges[edge] += flat_param.nbytes("grad") * _on_disk(plan, index, "grad")
@@ -51,22 +51,10 @@ def grad_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int]
 def state_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int]:
     """Counts the bytes of a unit's weights and state to and from disk for one update."""
     edges = dict.fromkeys(EDGES, 0)
-    for flat_param in _stepped(unit):
+    for flat_param in stepped(unit):
         for name in STATE:
             for edge in ("nvme->host", "host->nvme"):
                 edges[edge] += flat_param.nbytes(name) * _on_disk(plan, index, name)
-    return edges
-
-
-def passing_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int]:
-    """Counts the bytes of a unit's arrays at home on the host that pass a device for its step; a
-    gradient is not brought back."""
-    edges = {"host->device": 0, "device->host": 0}
-    if _steps_on_device(plan, index):
-        for name, home in plan.tiers_of(index).items():
-            nbytes = sum(flat.nbytes(name) for flat in _stepped(unit)) * (home is Tier.HOST)
-            edges["host->device"] += nbytes
-            edges["device->host"] += nbytes * (name != "grad")
     return edges
 
 
@@ -83,8 +71,8 @@ def optimizer_traffic(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[Tier,
 def update_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[Tier, int]:
     """Counts as :func:`optimizer_traffic`, for one unit."""
     passed, tiers = {Tier.DEVICE: 0, Tier.HOST: 0}, plan.tiers_of(index)
-    there = _steps_on_device(plan, index)
-    for flat_param in _stepped(unit):
+    there = steps_on_device(plan, index)
+    for flat_param in stepped(unit):
         for name in ("grad", *STATE, *SCALES.values()):
             home = tiers.get(name, tiers[name.removesuffix("_scale")])
             times = 1 if name == "grad" else 2  # a gradient is only read
@@ -93,13 +81,14 @@ def update_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[Tier, i
     return passed
 
 
-def _steps_on_device(plan: MemoryPlan, index: int) -> bool:
-    """Whether a unit's arrays on the host pass a device, which alone can access the others."""
+def steps_on_device(plan: MemoryPlan, index: int) -> bool:
+    """Tells whether a unit's arrays on the host pass a device, which alone has the others."""
     tiers = plan.tiers_of(index)
     return plan.device_slot_nbytes > 0 and any(tiers[name] is Tier.DEVICE for name in STATE)
 
 
-def _stepped(unit: UnitSize) -> list[FlatParamSize]:
+def stepped(unit: UnitSize) -> list[FlatParamSize]:
+    """Lists the flat params of a unit that an optimizer steps."""
     return [flat_param for flat_param in unit.flat_params if flat_param.spec.stepped]
 
 

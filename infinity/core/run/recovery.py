@@ -8,34 +8,12 @@ from __future__ import annotations
 
 from ..grads.record import GradState
 from ..units.handle import drop_raw_grads
-from .job import Job, wait_idle
+from .job import Job
 
 
 def is_interrupted(job: Job) -> bool:
     """Tells whether an exception has left something to recover from. Only while no use runs."""
     return job.scopes.interrupted or job.running.is_cut_short or not job.journal.is_clear
-
-
-def is_sound(job: Job) -> bool:
-    """Tells whether the job is usable, its storage has not failed, and no recovery is due."""
-    return not job.uses.is_halted and job.store.guard.failure is None and not is_interrupted(job)
-
-
-def begin_repair(job: Job, why: str) -> None:
-    """Gives the old state up, because all of it is about to be loaded. Until :meth:`Uses.go_on`
-    every use raises ``why``. Blocks until transfers are done. Raises StorageError if a running
-    update fails."""
-    try:
-        # So that submitted updates are known, and waited for, before any write.
-        job.journal.finish()
-    # The journal cannot be completed, but all state is about to be loaded anyway.
-    except Exception:  # noqa: BLE001
-        job.uses.halt(why)
-        job.journal.forget()
-    job.borrowed.forget()
-    wait_idle(job)
-    job.prefetcher.release_all(job.units)
-    job.uses.halt(why)
 
 
 def recover(job: Job, *, finishing: bool) -> None:

@@ -7,14 +7,11 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from types import MethodType
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...errors import UsageError
-from ...torch_private import compiler, set_compiler
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
@@ -26,47 +23,18 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 
     @functools.wraps(forward)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return forward(_living(reference), *args, **kwargs)
+        return forward(living(reference), *args, **kwargs)
 
     return call
 
 
-def _living(reference: weakref.ref[nn.Module]) -> nn.Module:
+def living(reference: weakref.ref[nn.Module]) -> nn.Module:
     if (found := reference()) is None:
         raise UsageError(
             "this backward runs a block's forward again, but the model is gone: keep the model"
             " until then"
         )
     return found
-
-
-def around_own(
-    module: nn.Module, run: Callable[[Callable, tuple, dict], Any]
-) -> Callable[..., Any]:
-    """Makes a forward for ``module`` that calls ``run(own, args, kwargs)``, where ``own`` is the
-    module's own forward.
-
-    torch.compile sees only ``own``, wherever ``run`` calls it, also in a later backward: what is
-    around it decides at each call, which cannot be compiled.
-    """
-    given, reference = module.__dict__.get("forward"), weakref.ref(module)
-    run = torch.compiler.disable(run)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        there = compiler()
-
-        def own(*args: Any, **kwargs: Any) -> Any:
-            # Bound here: compiled, a reference would be one more graph for each block
-            found = given or MethodType(type(module := _living(reference)).forward, module)
-            before = set_compiler(there)
-            try:
-                return found(*args, **kwargs)
-            finally:
-                set_compiler(before)
-
-        return run(own, args, kwargs)
-
-    return torch.compiler.disable(forward, recursive=False)
 
 
 class ReplacedForward:

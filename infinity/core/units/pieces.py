@@ -7,7 +7,7 @@ value   what the optimizer steps: the master, or the parameter itself
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,14 +27,6 @@ class Piece:
     flat_param: FlatParam
     begin: int
     end: int
-
-
-@dataclass
-class Progress:
-    """Progress of a change: the number of pieces done, and the computed parts of the next, perhaps
-    unwritten."""
-
-    at: tuple[int, dict[str, torch.Tensor] | None] = (0, None)
 
 
 def pieces_of(flat_params: Iterable[FlatParam]) -> Iterator[Piece]:
@@ -58,22 +50,3 @@ def read_value(store: ArrayStore, piece: Piece) -> torch.Tensor:
         if flat_param.spec.master == native.Master.SPLIT
         else master
     )
-
-
-def change_pieces(
-    flat_params: Iterable[FlatParam],
-    compute: Callable[[Piece], dict[str, torch.Tensor]],
-    write: Callable[[Piece, dict[str, torch.Tensor]], None],
-    progress: Progress,
-) -> None:
-    """Computes new parts of arrays piece by piece, and writes them. If an exception interrupts it,
-    it is called again with the same ``progress``: what was computed is then only written."""
-    for number, piece in enumerate(pieces_of(flat_params)):
-        done, ready = progress.at
-        if number < done:
-            continue
-        if ready is None:
-            ready = compute(piece)
-            progress.at = (number, ready)
-        write(piece, ready)
-        progress.at = (number + 1, None)

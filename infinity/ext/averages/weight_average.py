@@ -38,9 +38,10 @@ from ...core.seams import Extension
 from ...core.units.encoding import encode
 from ...core.units.forms import is_common
 from ...core.units.handle import ParamHandle
-from ...core.units.pieces import Piece, Progress, change_pieces, read_value
+from ...core.units.pieces import Piece, read_value
 from ...errors import UsageError
 from ...ranks.collectives import in_turn
+from .change import Progress, change_pieces
 
 Blend = Callable[[list[torch.Tensor], list[torch.Tensor], torch.Tensor], None]
 

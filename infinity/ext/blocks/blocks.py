@@ -13,13 +13,13 @@ from torch import nn
 
 from ...config import Config
 from ...core.machine.device import Device
-from ...core.machine.rates import memory_rate
 from ...core.run.context import ForwardContext
 from ...core.run.job import Job
 from ...core.run.replaced_forward import ReplacedForward
 from ...core.seams import Events, Extension
 from ...core.units.unit import ParamUnit
 from ...errors import ConfigError
+from ...ext.rates.rates import memory_rate
 from ...ranks.collectives import Collectives
 from .compiled import CompiledBlock
 from .micro_batch import check_block, install_chunks

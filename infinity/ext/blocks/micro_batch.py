@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ...core.run.context import ForwardContext
 from ...core.run.journal import Journal
-from ...core.run.replaced_forward import ReplacedForward, around_own
+from ...core.run.replaced_forward import ReplacedForward
 from ...core.units.unit import ParamUnit
 from ...errors import ConfigError, InfinityError, UsageError
+from .around import around_own
 from .checkpointed import Checkpointed, random_states, set_random_states
 from .value_snapshot import SCALARS
 

@@ -29,10 +29,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from ...core.machine.card_memory import CardMemory
 from ...core.machine.device import Device
 from ...core.run.context import ForwardContext
-from ...core.run.replaced_forward import around_own
 from ...core.run.saved_tensor import READ_AHEAD
 from ...core.units.unit import ParamUnit
 from .activation_choice import ActivationChoice, Measured, choose, least_nbytes
+from .around import around_own
 from .checkpointed import Checkpointed, Held
 from .products import Counted, Products
 from .value_snapshot import MODULE_OWN, SCALARS, NoSnapshot, Snapshot, has_containers

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ...core.params.tensors import give_storage, take_storage
+from ...core.machine import storage_guard
 from ...errors import ConfigError
 from ...files.module_names import is_transformers
 from .hub_names import of_transformers
@@ -226,3 +226,20 @@ def _is_spoiled(tensor: torch.Tensor, version: int) -> bool:
         if tensor.dtype == torch.bool
         else bool((tensor == torch.iinfo(tensor.dtype).max).all())
     )
+
+
+def take_storage(param: nn.Parameter) -> None:
+    # Fixed if an initialisation used it as a NumPy array, for example.
+    if storage_guard.is_fixed(param.untyped_storage()):
+        param.data = torch.empty_strided(
+            param.size(), param.stride(), dtype=param.dtype, device=param.device
+        )
+    storage = param.untyped_storage()
+    storage.resize_(0)
+    storage_guard.close(storage)
+
+
+def give_storage(param: nn.Parameter) -> None:
+    storage = param.untyped_storage()
+    storage_guard.open(storage)
+    storage.resize_(param.numel() * param.itemsize)

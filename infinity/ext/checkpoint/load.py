@@ -18,7 +18,6 @@ from ...core.machine.kernel import running_kernel
 from ...core.params.tensors import overwrite
 from ...core.run.engine import Engine
 from ...core.run.job import Job
-from ...core.run.recovery import begin_repair
 from ...core.run.registry import whole_of
 from ...core.step.optimizer import InfinityOptimizer
 from ...core.step.recognised import as_given
@@ -45,6 +44,7 @@ from .operations import CheckpointOperation
 from .parts import read_tensors
 from .random_state import check_random_state, restore_random_state
 from .read_once import ReadOnce, choose_files
+from .repair import begin_repair
 from .saved_tensors import SavedTensors
 
 logger = logging.getLogger(__name__)

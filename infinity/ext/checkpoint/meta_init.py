@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ...core.params.tensors import put, take_storage
+from ...core.params.tensors import put
 from ...core.seams import Extension, FirstValues
 from ...core.units.added import always_rests, named_tensors, tensors_of
 from ...core.units.forms import is_plain, like, local_of
@@ -37,7 +37,7 @@ from ..coded.gguf_file import GgufFile, gguf_path
 from ..packed.quantize import DenseWeights
 from ..packed.unpacked import FP8, without_scales
 from .hub_names import may_lack
-from .initialiser import PIECE_ELEMENTS, Home, Initialiser
+from .initialiser import PIECE_ELEMENTS, Home, Initialiser, take_storage
 
 # Attributes of a transformers model, and of its configuration, that record the conversion of its
 # folder.

@@ -16,6 +16,7 @@ what its own homes need. The header's form is that of torch.distributed.checkpoi
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import secrets
 from collections.abc import Sequence
@@ -25,12 +26,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...core.grads.record import would_be_lost
+from ...core.grads.record import has_landed
 from ...core.run.engine import Engine
 from ...core.run.job import Job
 from ...core.run.registry import whole_of
 from ...core.step.optimizer import InfinityOptimizer
 from ...core.step.recognised import as_given
+from ...core.units.handle import ParamHandle
 from ...core.wrap.parts import parts_of
 from ...errors import ConfigError, InternalError, UsageError
 from ...files.outputs import folder_of
@@ -232,3 +234,20 @@ def _of_stages(mine: dict[str, Any], collectives: Collectives) -> dict[str, Any]
 def _token(collectives: Collectives) -> str:
     """Returns a new unique name, the same on all ranks. Every rank calls this."""
     return collectives.collect(secrets.token_hex(6), "naming a checkpoint")[0]
+
+
+def would_be_lost(handle: ParamHandle) -> bool:
+    """Returns whether a landed gradient has more than the zeros of
+    ``zero_grad(set_to_none=False)``.
+
+    May block until its norm has arrived. The test uses the max norm, which does not round small
+    elements away. Every change of a gradient invalidates its norm.
+    """
+    if not has_landed(handle):
+        return False
+    record = handle.grad
+    record.landing.precede()
+    known_zero = (
+        record.norm is not None and record.norm[0] == math.inf and record.norm[1].item() == 0
+    )
+    return not known_zero or bool(record.factors)

@@ -28,9 +28,10 @@ from ...core.seams import Extension
 from ...core.units.encoding import encode
 from ...core.units.flat_param import FlatParam
 from ...core.units.kept import Kept, KeptArrays
-from ...core.units.pieces import Piece, Progress, change_pieces, pieces_of, read_value
+from ...core.units.pieces import Piece, pieces_of, read_value
 from ...core.units.unit import ParamUnit
 from ...errors import UsageError
+from ..averages.change import Progress, change_pieces
 from .climber import PERIODS, Climber
 from .slow_axis import Exchange, SlowAxis
 

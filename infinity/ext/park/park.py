@@ -8,7 +8,6 @@ import os
 import torch
 from torch import nn
 
-from ...core.grads.record import would_be_lost
 from ...core.machine import scratch
 from ...core.machine.tiers import Tier
 from ...core.run.engine import Engine
@@ -18,6 +17,7 @@ from ...core.run.recovery import is_interrupted
 from ...core.run.registry import engine_of
 from ...errors import ConfigError, UsageError
 from ...files.outputs import folder_of
+from ..checkpoint.save import would_be_lost
 from .parking import Parking, arrays_in_memory, give_back_heap
 
 PARTS = {"all": {}, "weights": {"optimizer": False}, "optimizer": {"weights": False}}

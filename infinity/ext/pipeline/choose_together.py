@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ...config import Config
-from ...core.machine.rates import Rates
 from ...core.wrap.agreement import describe_config
 from ...errors import ConfigError
+from ...ext.rates.rates import Rates
 from ..dtensor.agreement import agree, collect, describe_model
 from .choice import Choice, choose
 from .stages import Chain, chain_of

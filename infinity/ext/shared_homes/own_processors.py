@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,8 @@ from ...core.machine import numa, processors
 from ...core.machine.device import Device
 from ...core.seams import Events, Extension
 from ...ranks.collectives import Collectives
+
+DEVICES = "/sys/bus/pci/devices"
 
 
 class OwnProcessors(Extension):
@@ -27,7 +32,7 @@ class OwnProcessors(Extension):
             return
         before_binding = ranks.allowed_processors
         if where.type == "cuda" and before_binding is not None:
-            numa.bind_to_gpu(pci_address(where.index), before_binding)
+            bind_to_gpu(pci_address(where.index), before_binding)
         here = ranks.world_rank, socket.gethostname(), sorted(processors.allowed())
         everyones = collectives.collect(here, "where the ranks may run")
         processors.share_with(
@@ -42,3 +47,22 @@ def pci_address(index: int) -> str:
     if not hasattr(gpu, "pci_domain_id"):
         return ""
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+
+
+def bind_to_gpu(
+    address: str,
+    allowed: Collection[int],
+    root: str | os.PathLike = numa.SYSFS,
+    devices: str | os.PathLike = DEVICES,
+) -> bool:
+    """Binds this thread, and those it starts later, to the ``allowed`` processors of the node that
+    the GPU at PCI ``address`` is on: a copy from another node's memory is slower. Returns whether
+    that is known."""
+    try:
+        node = int(Path(devices, address, "numa_node").read_text())
+        near = numa.parse(Path(root, f"node{node}", "cpulist").read_text().strip()) & set(allowed)
+    except (OSError, ValueError):  # no such device or node; -1: the firmware does not tell
+        return False
+    if near:
+        os.sched_setaffinity(0, near)
+    return bool(near)

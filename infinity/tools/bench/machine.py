@@ -42,8 +42,8 @@ from infinity import native
 
 from ...core.machine import disk_profile, numa
 from ...core.machine.limits import memory_left
-from ...core.machine.rates import checksum_rate
 from ...errors import ConfigError
+from ...ext.rates.rates import checksum_rate
 from . import adam, gpu, intervals, io
 from .results import READ_NBYTES, WRITTEN_NBYTES, Measured, Row, ends, row, span, why_wide
 from .rounds import PROGRESS, tell

@@ -27,7 +27,6 @@ from ...core.plan.memory_plan import MemoryPlan
 from ...core.plan.step_traffic import (
     grad_traffic,
     optimizer_traffic,
-    passing_traffic,
     state_traffic,
     traffic,
     update_traffic,
@@ -35,6 +34,7 @@ from ...core.plan.step_traffic import (
 )
 from ...core.plan.unit_sizes import FlatParamSize, UnitSize
 from .machine_file import Machine
+from .predict import passing_traffic
 from .timeline import Timeline, UnitSeconds, plan_gathers, simulate
 
 MEETINGS = 2  # barriers in a step: at the end of its backward and at its beginning

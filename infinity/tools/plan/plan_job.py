@@ -92,9 +92,9 @@ def _name_of(device: str | None) -> str:
 def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None) -> dict[str, Any]:
     """Plans the training on this machine, and measures its rates. ``unknown``: what of the plan is
     another machine's, for which there is no time. ``rating``: of a drive, in bytes."""
-    from ...core.machine.rates import Rates
     from ...core.plan.step_traffic import traffic
     from ...core.wrap.lay_out import lay_out
+    from ...ext.rates.rates import Rates
     from ..train.compute import compute_time
     from .cluster import OnPaper
     from .predict import predict

@@ -18,7 +18,7 @@ def measured_machine(nvme_paths: list[str], dtype: str) -> Machine:
     folder for the disks."""
     import torch
 
-    from ...core.machine.rates import Rates
+    from ...ext.rates.rates import Rates
     from ..train.compute import product_rate
 
     folders = [os.path.abspath(path) for path in nvme_paths]

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...core.machine.rates import Rates
 from ...core.machine.tiers import Tier
 from ...core.plan.memory_plan import MemoryPlan
-from ...core.plan.step_traffic import optimizer_traffic, passing_traffic, traffic
+from ...core.plan.step_traffic import optimizer_traffic, stepped, steps_on_device, traffic
 from ...core.plan.unit_sizes import UnitSize
+from ...ext.rates.rates import Rates
 
 
 @dataclass(frozen=True)
@@ -68,3 +68,15 @@ def predict(
             through_disk / rates.disk_mixed,
         )
     return Prediction(edges, seconds, max(processor, seconds.get("disk", 0.0)))
+
+
+def passing_traffic(plan: MemoryPlan, index: int, unit: UnitSize) -> dict[str, int]:
+    """Counts the bytes of a unit's arrays at home on the host that pass a device for its step; a
+    gradient is not brought back."""
+    edges = {"host->device": 0, "device->host": 0}
+    if steps_on_device(plan, index):
+        for name, home in plan.tiers_of(index).items():
+            nbytes = sum(flat.nbytes(name) for flat in stepped(unit)) * (home is Tier.HOST)
+            edges["host->device"] += nbytes
+            edges["device->host"] += nbytes * (name != "grad")
+    return edges

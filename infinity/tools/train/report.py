@@ -35,10 +35,10 @@ LEAST_SHOWN = 0.05  # seconds that a table does not show as zero
 def measure_disks(job: Measured) -> dict[str, float] | None:
     """Returns the disks' rates in bytes per second, summed over the striped folders; None if no
     state is at home there. May probe the disks."""
-    from ...core.machine.disk_profile import rates
+    from ...ext.rates.rates import disk_rates
 
     folders = _folders(job)
-    return dict(zip(("read", "write"), rates(folders))) if folders else None
+    return dict(zip(("read", "write"), disk_rates(folders))) if folders else None
 
 
 def _folders(job: Measured) -> Sequence[str]:
@@ -53,8 +53,8 @@ def _folders(job: Measured) -> Sequence[str]:
 def predict_step(job: Job, compute_seconds: float) -> float:
     """Predicts the seconds of a step from the plan and the machine's rates. ``compute_seconds``: of
     the step's whole batch."""
-    from ...core.machine.rates import Rates
     from ...core.run.registry import wrapped
+    from ...ext.rates.rates import Rates
     from ..plan.predict import predict
 
     engine = wrapped(job.model).engine

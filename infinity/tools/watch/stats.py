@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from torch import nn
 
 from ... import native
-from ...core.machine import disk_profile
-from ...core.machine.rates import memory_rate
 from ...core.machine.sizes import format_seconds
 from ...core.machine.tiers import Tier
 from ...core.machine.traffic import DATA, PAST_HOST, CollectiveTraffic, EdgeTraffic
 from ...core.run.job import Job
 from ...core.run.registry import wrapped
+from ...ext.rates.rates import disk_seconds, memory_rate
 from .time_shares import shares_of
 
 
@@ -173,7 +172,7 @@ def _bounds(job: Job, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
         bounds["the link to the device"] = max(busy) / steps
     if job.planned.plan.planned_nbytes(Tier.NVME):
         read = edges["nvme->host"].nbytes + edges.get(PAST_HOST, EdgeTraffic()).nbytes
-        bounds["the disk"] = disk_profile.seconds(
+        bounds["the disk"] = disk_seconds(
             job.config.nvme_paths, read / steps, edges["host->nvme"].nbytes / steps
         )
     moved = sum(

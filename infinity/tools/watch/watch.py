@@ -31,6 +31,7 @@ from ...core.run.job import Job
 from ...core.run.registry import is_wrapped, wrapped
 from ...core.units.unit import ParamUnit
 from ...errors import ConfigError, UsageError
+from ...ext.rates.rates import disk_rates
 from ...files.outputs import folder_of
 from . import run_files
 from .stats import edges_of, stats
@@ -321,7 +322,7 @@ def _limits(job: Job) -> dict[str, float]:
     """Returns the measured bytes per second of the edges; unmeasured ones are left out."""
     if not job.planned.plan.planned_nbytes(Tier.NVME):
         return {}
-    read, write, _ = disk_profile.rates(job.config.nvme_paths)
+    read, write, _ = disk_rates(job.config.nvme_paths)
     return {"nvme->host": read, "host->nvme": write}
 
 

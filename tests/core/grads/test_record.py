@@ -15,12 +15,12 @@ from infinity.core.grads.record import (
     has_landed,
     refuse_torn,
     sample_of,
-    would_be_lost,
     writable,
 )
 from infinity.core.params.assigned import Assigned
 from infinity.core.run.operations import Operation
 from infinity.errors import InternalError, UsageError
+from infinity.ext.checkpoint.save import would_be_lost
 
 ABSENT, LANDED, CONSUMED, TORN = GradState
 STEPS = {  # whither a gradient may go from where, by hand

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from infinity import native
 from infinity.core.machine import disk_profile
+from infinity.ext.rates.rates import disk_rates
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +181,7 @@ def test_the_rate_of_a_device_counts_once(tmp_path, monkeypatch):
         "disk_profile",
         lambda folder: disk_profile.DiskProfile(*[rate[device(folder)]] * 3),
     )
-    assert disk_profile.rates(folders) == (4e9, 4e9, 4e9)
+    assert disk_rates(folders) == (4e9, 4e9, 4e9)
 
 
 def test_partitions_and_volumes_on_one_disk_are_one_device(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import models
 import pytest
 
 from infinity.core.machine import numa
+from infinity.ext.shared_homes.own_processors import bind_to_gpu
 
 
 def system(tmp_path, *lists: str):
@@ -73,7 +74,7 @@ def test_a_rank_is_bound_to_the_node_of_its_gpu(told, known, tmp_path):
 
     def bound() -> tuple:
         before = os.sched_getaffinity(0)
-        found = numa.bind_to_gpu(gpu.name, before, root, gpu.parent)
+        found = bind_to_gpu(gpu.name, before, root, gpu.parent)
         return found, os.sched_getaffinity(0) == ({second} if known else before)
 
     assert models.in_child(bound) == (known, True)

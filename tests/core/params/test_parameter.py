@@ -25,11 +25,11 @@ from infinity.core.params.parameter import (
     StoredAlias,
     StoredParameter,
 )
-from infinity.core.params.tensors import give_storage, take_storage
 from infinity.core.units.flat_param import FlatParam
 from infinity.core.units.flat_param_spec import FlatParamSpec
 from infinity.core.units.handle import ParamHandle, own_bytes, raw_grad, set_raw_grad
 from infinity.errors import UsageError
+from infinity.ext.checkpoint.initialiser import give_storage, take_storage
 
 F32 = torch.float32
 SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, (), stepped=True)

@@ -15,11 +15,10 @@ from infinity.core.params.tensors import (
     checksum_of,
     digest_of,
     fingerprint,
-    give_storage,
     overwrite,
     put,
-    take_storage,
 )
+from infinity.ext.checkpoint.initialiser import give_storage, take_storage
 
 
 def test_overwriting_an_expanded_tensor_writes_its_elements_once():

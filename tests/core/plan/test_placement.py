@@ -27,7 +27,6 @@ import infinity
 from infinity import native
 from infinity.config import Config
 from infinity.core.machine.device import Device
-from infinity.core.machine.rates import Rates
 from infinity.core.machine.sizes import format_seconds
 from infinity.core.machine.tiers import BUDGETS, Tier
 from infinity.core.machine.traffic import Traffic

@@ -25,8 +25,9 @@ from infinity.core import seams
 from infinity.core.homes import swap_space
 from infinity.core.machine.tiers import Tier
 from infinity.core.seams import Extension
-from infinity.core.units.pieces import Progress, change_pieces, pieces_of, read_value
+from infinity.core.units.pieces import pieces_of, read_value
 from infinity.errors import CapacityError, ConfigError, CorruptionError, InternalError
+from infinity.ext.averages.change import Progress, change_pieces
 
 NAMES = ("sketch_mean", "sketch_marks", "sketch_wide")
 

@@ -1,4 +1,4 @@
-"""Pieces: values at home in parts, and changes of them that may be interrupted."""
+"""Pieces: values at home in parts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 import infinity
 from infinity.core.units import pieces
-from infinity.core.units.pieces import Progress, change_pieces, pieces_of, read_value
+from infinity.core.units.pieces import pieces_of, read_value
 
 
 class Made:
@@ -36,32 +36,3 @@ def test_values_are_those_of_the_masters_in_parts(home, dtype, swap, monkeypatch
     assert len(list(pieces_of(made.flat_params))) == 4 + 1
     expected = torch.cat([value.flatten() for value in made.before.values()]).float()
     assert torch.equal(made.read(), expected) and made.read().dtype == torch.float32
-
-
-@pytest.mark.parametrize("interrupted_at", [0, 1])
-def test_what_was_computed_is_only_written_again(interrupted_at, swap):
-    """Claim: a change of the old value is made once. Twin: without progress it would be made
-    twice."""
-    made = Made("host", swap)
-    begun, written = [], []
-
-    def compute(piece):
-        return {"weight": read_value(made.job.store, piece) + 1}
-
-    def write(piece, parts):
-        if len(begun) == interrupted_at and not written:
-            written.append(piece)
-            made.job.store.write(piece.flat_param.weight, piece.begin, parts["weight"], version=1)
-            raise KeyboardInterrupt
-        begun.append(piece)
-        made.job.store.write(piece.flat_param.weight, piece.begin, parts["weight"], version=1)
-
-    before, progress = made.read(), Progress()
-    with pytest.raises(KeyboardInterrupt):
-        change_pieces(made.flat_params, compute, write, progress)
-    change_pieces(made.flat_params, compute, write, progress)
-    assert torch.equal(made.read(), before + 1)
-    change_pieces(made.flat_params, compute, write, progress)  # done
-    assert torch.equal(made.read(), before + 1)
-    change_pieces(made.flat_params, compute, write, Progress())
-    assert torch.equal(made.read(), before + 1 + 1)

@@ -9,12 +9,12 @@ import pytest
 from torch import nn
 
 from infinity.config import Config
-from infinity.core.machine.rates import memory_rate
 from infinity.core.machine.traffic import Traffic
 from infinity.core.seams import Events
 from infinity.errors import ConfigError
 from infinity.ext.blocks import blocks
 from infinity.ext.blocks.blocks import LINK_RATE, Blocks, plan_activations
+from infinity.ext.rates.rates import memory_rate
 
 MIB = 1 << 20
 

@@ -12,9 +12,9 @@ from inside import parts_of
 from torch import nn
 
 import infinity
-from infinity.core.machine.rates import memory_rate
 from infinity.core.machine.traffic import DATA
 from infinity.ext.data.stalls import Stalls, forget, measure_stalls
+from infinity.ext.rates.rates import memory_rate
 
 
 def test_shares_are_those_of_the_three_measurements():

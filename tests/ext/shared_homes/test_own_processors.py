@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from infinity.core.machine import numa, processors
+from infinity.core.machine import processors
 from infinity.ext.shared_homes.own_processors import OwnProcessors, pci_address
 
 
@@ -35,7 +35,7 @@ def test_a_rank_moves_to_the_node_of_its_gpu(device, allowed, bound, monkeypatch
     found: list[str] = []
     module = "infinity.ext.shared_homes.own_processors"
     monkeypatch.setattr(f"{module}.pci_address", lambda index: f"gpu {index}")
-    monkeypatch.setattr(numa, "bind_to_gpu", lambda address, allowed: found.append(address))
+    monkeypatch.setattr(f"{module}.bind_to_gpu", lambda address, allowed: found.append(address))
     told: list = []
     monkeypatch.setattr(processors, "share_with", told.append)
     here = socket.gethostname()

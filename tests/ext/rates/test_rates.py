@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from infinity.core.machine import rates
+from infinity.ext.rates import rates
 
 MIB = 1 << 20
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from ... import native
-from . import disk_profile
-from .limits import memory_left
+from ...core.machine.disk_profile import Disk, disk_profile
+from ...core.machine.limits import memory_left
 
 PROBE_NBYTES, LEAST_PROBE_NBYTES = 64 * 1024 * 1024, 1024 * 1024
 PROBE_SHARE = 1 / 16  # of the memory left or of a budget, where that is less
@@ -39,7 +39,7 @@ class Rates:
     ) -> Rates:
         """Measures this machine, and the memory of the compute ``device``. The disks' rates come
         from their stored profiles. ``room``: see :func:`memory_rate`."""
-        found = disk_profile.rates(nvme_paths) if nvme_paths else (None, None, None)
+        found = disk_rates(nvme_paths) if nvme_paths else (None, None, None)
         where = torch.device(device if device is not None else "cpu")
         return cls(
             memory_rate(room=room),
@@ -93,3 +93,19 @@ def _best(work) -> float:
         work()
         best = min(best, time.perf_counter() - start)
     return best
+
+
+def disk_rates(folders: Sequence[str]) -> tuple[float, float, float]:
+    """Sums the bytes per second (read, written, both at once) over all ``folders``, once per
+    device."""
+    devices = {Disk(folder).disks: disk_profile(folder) for folder in reversed(folders)}
+    return tuple(
+        sum(getattr(one, name) for one in devices.values())
+        for name in ("read_rate", "write_rate", "mixed_rate")
+    )
+
+
+def disk_seconds(folders: Sequence[str], read: float, written: float) -> float:
+    """Returns the minimum seconds for so many bytes in both directions at once."""
+    read_rate, write_rate, mixed_rate = disk_rates(folders)
+    return max(read / read_rate, written / write_rate, (read + written) / mixed_rate)
