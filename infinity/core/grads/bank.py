@@ -389,10 +389,10 @@ class GradientBank:
     @contextmanager
     def landing_rows(self, handle: ParamHandle) -> Iterator[Callable]:
         """Lands a gradient in ranges of rows. Yields ``land(begin, end, compute)``, which adds the
-        result of ``compute()`` to rows ``begin`` to ``end``. Raises UsageError as :meth:`land`
-        does."""
+        result of ``compute()`` to rows ``begin`` to ``end``, all of them if it is the first. Raises
+        UsageError as :meth:`land` does."""
         # Never with several ranks: tiles are refused there
-        record, flat_param = handle.grad, handle.flat_param
+        record = handle.grad
         assigned = self.assigned.lands_on(handle)
         self.reopen(handle)
         if record.state is GradState.TORN:
@@ -406,18 +406,11 @@ class GradientBank:
             if assigned is not None:
                 assigned.change(lambda tensor: tensor[begin:end].add_(part))
                 return
-            with self._store.traffic.copying(
-                "device->host", part.numel() * flat_param.spec.grad_dtype.itemsize, handle.name
-            ):
-                with self._store.guard:
-                    flat_param.homes.wait_running()
-                    home = self.homes.view(handle, write=True)
-                    if not first:
-                        self.changes.apply_factors(handle, home)
-                rows = home[begin:end]
-                rows.copy_(part) if first else rows.add_(part.to(rows.device))
+            with self._store.guard:
+                self._lander.land_span(
+                    handle, begin * part.shape[1], part.reshape(-1), adds=not first
+                )
 
-        record.norm = None
         yield land
         record.move(GradState.LANDED)
 

@@ -44,14 +44,15 @@ class GradChanges:
         """Whether a change of gradients has begun and not ended."""
         return bool(self._changing)
 
-    def apply_factors(self, handle: ParamHandle, home: torch.Tensor) -> None:
-        """Multiplies ``home``, the bytes of this rank's shard, by the pending factors."""
+    def apply_factors(self, handle: ParamHandle, homes: Iterable[torch.Tensor]) -> None:
+        """Multiplies ``homes``, the bytes of this rank's shard, by the pending factors."""
         factors = handle.grad.factors
         if factors:
             # Not in a backward, which keeps its mark to its end
             outside = handle not in self._changing
             self._changing.add(handle)
-            multiply(home, factors)
+            for home in homes:
+                multiply(home, factors)
             factors.clear()
             if outside:
                 self._changing.discard(handle)

@@ -2,16 +2,18 @@
 
 opened     home on a disk, bytes now in a staging slot (:mod:`infinity.core.grads.opened`)
 landing    transfer home still in the device's queue (:mod:`infinity.core.grads.landing`)
-remote     the home is memory that the device cannot compute with
+apart      home on a disk, and larger than the staging: bytes pass in pieces
+remote     the home is memory that the device cannot compute with, or the bytes are apart
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from ... import native
+from ...errors import InternalError
 from ..homes.store import ArrayStore
 from ..machine.device import Device
 from ..machine.tiers import Tier
@@ -29,8 +31,10 @@ class GradHomes:
         self, store: ArrayStore, staging: native.PinnedPool | None, *, in_flight_nbytes: int = 0
     ):
         self.device: Device = store.device
+        self._store = store
         self.queue = LandingQueue(self.device, store.traffic, in_flight_nbytes)
         self._opened = OpenedGrads(store, staging, self.queue.wait)
+        self.are_apart = self._opened.are_apart
 
     def rebuild(self) -> None:
         """Sends opened gradients home after an exception. Only while no transfer is running."""
@@ -46,29 +50,68 @@ class GradHomes:
         self._opened.stage_in(staging)
 
     def is_remote(self, handle: ParamHandle) -> bool:
-        """Returns whether the gradient's home is memory that the device cannot compute with."""
-        return not self.device.is_host and handle.flat_param.arrays["grad"].tier is not Tier.DEVICE
+        """Returns whether the device cannot compute with the gradient's home."""
+        array = handle.flat_param.arrays["grad"]
+        return self.are_apart(handle.flat_param) or not (
+            self.device.is_host or array.tier is Tier.DEVICE
+        )
+
+    def pieces(
+        self,
+        handle: ParamHandle,
+        begin: int = 0,
+        end: int | None = None,
+        *,
+        fresh: bool = False,
+        write: bool = True,
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields what this rank has of the gradient's elements ``begin`` to ``end``, in storage
+        order, to be changed: at home, or piece by piece, each at home when the next is asked for.
+        Each comes with its first element's number. ``fresh``: all will be overwritten. Not
+        ``write``: they are read only."""
+        flat_param = handle.flat_param
+        offset, own = flat_param.layout.placements[handle.index].offset, flat_param.layout.own
+        low, high = flat_param.layout.own_part("grad", handle.index)
+        low, high = max(low, offset + begin), high if end is None else min(high, offset + end)
+        first = own("grad")[0]
+        if not self.are_apart(flat_param):
+            home = self._flat(flat_param, write=write, wait=True)
+            yield low - offset, home[low - first : high - first]
+            return
+        array = flat_param.arrays["grad"]
+        low, high = low - first, high - first
+        for at, home in self._opened.pieces(array, low, high, fresh=fresh, write=write):
+            yield at + first - offset, home
 
     def view(self, handle: ParamHandle, *, write: bool, wait: bool = True) -> torch.Tensor:
         """Returns the whole gradient of ``handle`` as a tensor over its home. ``write``: it is
         about to change. ``wait``: block until landing gradients have arrived."""
-        flat_param = handle.flat_param
-        return flat_param.layout.placements[handle.index].view(
-            self._flat(flat_param, write=write, wait=wait)
-        )
+        place = handle.flat_param.layout.placements[handle.index]
+        home = self.flat_view(handle, write=write, wait=wait)
+        return home.as_strided(place.shape, place.stride, home.storage_offset())
 
-    def flat_view(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
+    def flat_view(self, handle: ParamHandle, *, write: bool, wait: bool = False) -> torch.Tensor:
         """Returns the gradient's elements at home, flat, in storage order."""
         place = handle.flat_param.layout.placements[handle.index]
-        home = self.view(handle, write=write, wait=False)
-        return home.as_strided((place.numel,), (1,), home.storage_offset())
+        return self._elements(handle.flat_param, place.offset, place.end, write=write, wait=wait)
 
     def shard(self, handle: ParamHandle, *, write: bool, wait: bool = True) -> torch.Tensor:
         """Returns this rank's elements of the gradient, in storage order: a flat view of their
         home."""
         flat_param = handle.flat_param
         begin, end = flat_param.layout.shard_part(handle.index)
+        return self._elements(flat_param, begin, end, write=write, wait=wait)
+
+    def _elements(
+        self, flat_param: FlatParam, begin: int, end: int, *, write: bool, wait: bool
+    ) -> torch.Tensor:
+        """Returns elements of the whole flat gradient at home; copies of them if they are apart,
+        which are not to be written."""
         first = flat_param.layout.own("grad")[0]
+        if self.are_apart(flat_param):
+            if write:
+                raise InternalError(f"the gradient of {flat_param.names[0]} is not there whole")
+            return self._store.read(flat_param.arrays["grad"], begin - first, end - first)
         return self._flat(flat_param, write=write, wait=wait)[begin - first : end - first]
 
     def _flat(

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 
 from ..homes.store import ArrayStore
 from ..machine.tiers import Tier
-from ..units.flat_param import FlatParam
 from ..units.handle import ParamHandle
 from .changes import GradChanges, multiply
 from .homes import GradHomes
@@ -40,19 +38,24 @@ class Lander:
     def land(self, handle: ParamHandle, grad: torch.Tensor, *, adds: bool) -> None:
         """Sets the gradient of ``handle`` to ``grad``, or adds ``grad`` to it (``adds``)."""
         flat_param = handle.flat_param
-        if flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
+        flat_param.homes.wait_running()
+        if self._homes.are_apart(flat_param):
+            self.land_span(handle, 0, self._flat(handle, grad), adds=adds)
+        elif flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
             self._land_rows(handle, grad, self._norms.of, adds=adds)
         elif self._device.overlaps and flat_param.arrays["grad"].tier is not Tier.DEVICE:
-            self.beside(handle, *self._flat(handle, grad), adds=adds)
+            place = flat_param.layout.placements[handle.index]
+
+            def take_norm(total: torch.Tensor, order: float) -> torch.Tensor:
+                return self._norms.of(
+                    total.as_strided(place.shape, place.stride, total.storage_offset()), order
+                )
+
+            home = self._homes.flat_view(handle, write=True)
+            self.beside(handle, home, self._flat(handle, grad), take_norm, adds=adds)
         else:
-            self._here(
-                handle,
-                flat_param,
-                partial(self._homes.view, handle, write=True),
-                grad,
-                self._norms.of,
-                adds=adds,
-            )
+            home = self._homes.view(handle, write=True)
+            self._here(handle, home, grad, self._norms.of, adds=adds)
 
     def land_rows(
         self, handle: ParamHandle, ids: torch.Tensor, rows: torch.Tensor, *, adds: bool
@@ -61,13 +64,40 @@ class Lander:
         Blocks until what landed before has arrived."""
         with self._store.traffic.copying("device->host", rows.nbytes, handle.name):
             handle.flat_param.homes.wait_running()
-            home = self._homes.view(handle, write=True)
             if adds:
-                self._changes.apply_factors(handle, home)
+                self._apply_factors(handle)
             else:
-                home.zero_()
-            home.index_add_(0, ids.to(home.device), rows.to(home.device, home.dtype))
+                for _, home in self._homes.pieces(handle, fresh=True):
+                    home.zero_()
+            if self._homes.are_apart(handle.flat_param):
+                for index, row in zip(ids.tolist(), rows):
+                    self.land_span(handle, index * len(row), row, adds=True)
+            else:
+                home = self._homes.view(handle, write=True)
+                home.index_add_(0, ids.to(home.device), rows.to(home.device, home.dtype))
         handle.grad.norm = None
+
+    def land_span(
+        self, handle: ParamHandle, begin: int, values: torch.Tensor, *, adds: bool
+    ) -> None:
+        """Sets the gradient's elements from ``begin`` to flat ``values``, in storage order, or adds
+        them. Blocks until they are home."""
+        flat_param, start = handle.flat_param, time.perf_counter()
+        flat_param.homes.wait_running()
+        if adds:
+            self._apply_factors(handle)
+        end = begin + values.numel()
+        for at, home in self._homes.pieces(handle, begin, end, fresh=not adds):
+            part = values[at - begin :][: home.numel()]
+            home.add_(part.to(home.device)) if adds else home.copy_(part)
+        handle.grad.norm = None
+        nbytes = values.numel() * flat_param.spec.grad_dtype.itemsize
+        self._store.traffic.copied_here("device->host", nbytes, handle.name, start)
+        if self._device.is_host:
+            self._device.note_freed(values.nbytes)  # by the caller
+
+    def _apply_factors(self, handle: ParamHandle) -> None:
+        self._changes.apply_factors(handle, (home for _, home in self._homes.pieces(handle)))
 
     def _land_rows(
         self, handle: ParamHandle, grad: torch.Tensor, take_norm: TakeNorm, *, adds: bool
@@ -79,7 +109,6 @@ class Lander:
         order = None if adds else self._norms.order
         beside = self._device.overlaps and flat_param.arrays["grad"].tier is not Tier.DEVICE
         values = grad.to(flat_param.spec.grad_dtype) if beside or not adds else grad
-        flat_param.homes.wait_running()
         there = self._homes.rows_view(handle, wait=not beside)
         each, factors = values.reshape(len(there), -1), list(record.factors)
         norm = torch.empty((), dtype=torch.float32, device=self._device.where)
@@ -131,21 +160,19 @@ class Lander:
         flat, in storage order."""
         is_remote = self._homes.is_remote(handle)
         flat_param = handle.flat_param
+        flat_param.homes.wait_running()
+        if self._homes.are_apart(flat_param):
+            begin = flat_param.layout.part_of_param("grad", handle.index)[0]
+            self.land_span(handle, begin, own, adds=adds)
+            return
         if flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
             self._land_rows(handle, own, self._norms.of_shard, adds=adds)
         elif is_remote:
-            flat_param.homes.wait_running()
             home = self._homes.shard(handle, write=True, wait=False)
             self.beside(handle, home, own, self._norms.of_shard, adds=adds)
         else:
-            self._here(
-                handle,
-                flat_param,
-                partial(self._homes.shard, handle, write=True),
-                own,
-                self._norms.of_shard,
-                adds=adds,
-            )
+            home = self._homes.shard(handle, write=True)
+            self._here(handle, home, own, self._norms.of_shard, adds=adds)
         if is_remote:
             # Not held back: averages also land outside of a backward, where none would be torn.
             self._homes.queue.begin()
@@ -153,21 +180,17 @@ class Lander:
     def _here(
         self,
         handle: ParamHandle,
-        flat_param: FlatParam,
-        home: Callable[[], torch.Tensor],
+        there: torch.Tensor,
         value: torch.Tensor,
         take_norm: TakeNorm,
         *,
         adds: bool,
     ) -> None:
-        """Lands ``value`` at ``home()``. Also takes the requested norm while the bytes are in
+        """Lands ``value`` at home, ``there``. Also takes the requested norm while the bytes are in
         cache, which saves a second read, perhaps from disk."""
         record, order, start = handle.grad, self._norms.order, time.perf_counter()
-        if flat_param.homes.update is not None:
-            flat_param.homes.wait_running()
-        there = home()
         if adds:
-            self._changes.apply_factors(handle, there)
+            self._changes.apply_factors(handle, [there])
             there.add_(value)
         else:
             there.copy_(value)
@@ -212,34 +235,15 @@ class Lander:
         record.factors.clear()
         record.norm = None if norm is None else (order, norm)
 
-    def _flat(
-        self, handle: ParamHandle, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, TakeNorm]:
-        """Returns the gradient's elements at home, flat; those of ``grad`` in the same order; and
-        the function that takes their norm."""
-        flat_param = handle.flat_param
-        flat_param.homes.wait_running()
-        place = flat_param.layout.placements[handle.index]
-        home = self._homes.flat_view(handle, write=True)
-        if grad.stride() != place.stride or grad.dtype != flat_param.spec.grad_dtype:
-            laid_out = torch.empty_strided(
-                place.shape,
-                place.stride,
-                dtype=flat_param.spec.grad_dtype,
-                device=self._device.where,
-            )
+    def _flat(self, handle: ParamHandle, grad: torch.Tensor) -> torch.Tensor:
+        """Returns the elements of ``grad`` flat, in the order and dtype of the home."""
+        place = handle.flat_param.layout.placements[handle.index]
+        dtype = handle.flat_param.spec.grad_dtype
+        if grad.stride() != place.stride or grad.dtype != dtype:
+            where = self._device.where
+            laid_out = torch.empty_strided(place.shape, place.stride, dtype=dtype, device=where)
             grad = laid_out.copy_(grad)
-
-        def take_norm(total: torch.Tensor, order: float) -> torch.Tensor:
-            return self._norms.of(
-                total.as_strided(place.shape, place.stride, total.storage_offset()), order
-            )
-
-        return (
-            home,
-            grad.detach().as_strided((place.numel,), (1,), grad.storage_offset()),
-            take_norm,
-        )
+        return grad.detach().as_strided((place.numel,), (1,), grad.storage_offset())
 
 
 def _rows_of(handle: ParamHandle, grad: torch.Tensor) -> frozenset[int]:

@@ -2,22 +2,25 @@
 pool.
 
 opened     the flat param's gradients are in a slot, where they are read and written
+apart      they are larger than the pool: they pass through it in pieces
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from ... import native
-from ..homes.arrays import whole_blocks
+from ..homes.arrays import StateArray, whole_blocks
 from ..homes.store import ArrayStore
 from ..machine.sizes import round_down, round_up
+from ..machine.tiers import Tier
 from ..units.flat_param import FlatParam
 from ..units.handle import handle_of
+from ..units.staged_reads import PIECE_NBYTES
 from .record import GradState
 
 TILE = 64 * 1024  # elements: whole tiles of any update
@@ -88,6 +91,45 @@ class OpenedGrads:
         opened.dirty |= write
         self._opened.move_to_end(flat_param)
         return opened.flat
+
+    def are_apart(self, flat_param: FlatParam) -> bool:
+        """Tells whether the gradients of ``flat_param`` pass in pieces."""
+        array = flat_param.arrays["grad"]
+        return array.tier is Tier.NVME and array.nbytes > self._staging.capacity_nbytes
+
+    def pieces(
+        self, array: StateArray, begin: int, end: int, *, fresh: bool, write: bool
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yields elements ``begin`` to ``end`` of gradients that are apart, with the first one's
+        number, piece by piece. What a piece has become is at home when the next one is asked for.
+        ``fresh``: all will be overwritten, so that nothing is read. Not ``write``: nothing is."""
+        size, block = array.dtype.itemsize, native.CHECKSUM_NBYTES
+        most = min(PIECE_NBYTES, self._staging.capacity_nbytes)
+        start, stop = begin * size, end * size
+        for first, last in whole_blocks(array, [(begin, end)] if begin < end else []):
+            for at in range(first, last, most):
+                nbytes = min(most, last - at)
+                slot = self._store.take_lease(self._staging, nbytes, self._close_oldest)
+                parts = {(at, at + nbytes)}
+                if fresh:  # only blocks of which a part stays
+                    parts = {(at, at + min(block, nbytes))} if at < start else set()
+                    if stop < at + nbytes:
+                        parts.add((round_down(stop, block), at + nbytes))
+                for each, end in parts:
+                    self._store.start_read(array, each, slot, end - each, at=each - at).wait()
+                low, high = max(at, start), min(at + nbytes, stop)
+                yield (
+                    low // size,
+                    native.tensor_at(
+                        self._staging.region,
+                        slot.address + low - at,
+                        (high - low) // size,
+                        array.dtype,
+                    ),
+                )
+                if write:
+                    self._store.start_write(array, at, slot, nbytes)
+                slot.release()
 
     def stage_in(self, staging: native.PinnedPool | None) -> None:
         """Opens gradients in ``staging`` from now on. None may be open."""

@@ -18,6 +18,8 @@ from .homes import GradHomes
 from .norms import LandingNorms
 from .record import GradRecord, GradState
 
+NORM_NUMEL = 1024 * 1024  # elements of a part of a gradient that is never whole
+
 
 class GradValues:
     """Values and norms of gradients. Used from the thread that runs backward or the step."""
@@ -65,7 +67,7 @@ class GradValues:
             view = self.homes.view(handle, write=write or bool(record.factors))
             if write or record.factors:
                 record.norm = None
-            self.changes.apply_factors(handle, view)
+            self.changes.apply_factors(handle, [view])
             return view
 
     def lends_copies(self, handle: ParamHandle) -> bool:
@@ -80,7 +82,8 @@ class GradValues:
             flat = self.homes.flat_view(handle, write=False)
             self.homes.queue.wait(handle.flat_param)
             with self._store.traffic.copying("host->device", flat.nbytes, handle.name):
-                value = torch.empty_like(flat, device=self.device.where).copy_(flat)
+                is_copy = self.homes.are_apart(handle.flat_param)
+                value = flat.to(self.device.where, copy=not is_copy)
         return multiply(value, handle.grad.factors).as_strided(place.shape, place.stride)
 
     def note_edit(self, handle: ParamHandle, by: torch.Tensor | float) -> None:
@@ -93,24 +96,19 @@ class GradValues:
 
     def put(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Copies ``value`` to the gradient's home."""
-        if handle.flat_param.ranks.size == 1 and self.homes.is_remote(handle):
-            home = self.homes.view(handle, write=True)
-            handle.grad.factors.clear()
-            handle.grad.norm = None
-            with self._store.traffic.copying("device->host", home.nbytes, handle.name):
-                home.copy_(value)
-            return
-        if handle.flat_param.ranks.size == 1:
-            self.value(handle, write=True).copy_(value)
-            return
+        is_alone = handle.flat_param.ranks.size == 1
         place = handle.flat_param.layout.placements[handle.index]
-        flat = torch.empty(place.numel, dtype=handle.flat_param.spec.grad_dtype, device="cpu")
-        flat.as_strided(place.shape, place.stride).copy_(value)
-        begin, end = handle.flat_param.layout.shard_part(handle.index)
-        self.homes.shard(handle, write=True).copy_(flat[begin - place.offset : end - place.offset])
+        if value.stride() != place.stride:
+            dtype = handle.flat_param.spec.grad_dtype
+            value = torch.empty_strided(place.shape, place.stride, dtype=dtype).copy_(value)
+        flat = value.as_strided((place.numel,), (1,), value.storage_offset())
+        nbytes = flat.nbytes * (is_alone and self.homes.is_remote(handle))
+        with self._store.traffic.copying("device->host", nbytes, handle.name):
+            for begin, home in self.homes.pieces(handle, fresh=True):
+                home.copy_(flat[begin:][: home.numel()])
         handle.grad.factors.clear()
         handle.grad.norm = None
-        handle.grad.averaged = True
+        handle.grad.averaged |= not is_alone
 
     def number(self, factor: torch.Tensor) -> float:
         """Returns ``factor.item()``. The last one is cached, because every gradient is multiplied
@@ -131,9 +129,25 @@ class GradValues:
         if record.norm is not None and record.norm[0] == order:
             record.landing.precede()
             return record.norm[1].to(handle.flat_param.spec.grad_dtype, copy=True)
-        norm = self.norms.of(self.value(handle, write=False), order)
+        if handle.flat_param.is_whole:
+            norm = self.norms.of(self.value(handle, write=False), order)
+        else:
+            norm = self._norm_of_parts(handle, order)
         record.norm = order, norm.clone()
         return norm.to(handle.flat_param.spec.grad_dtype)
+
+    def _norm_of_parts(self, handle: ParamHandle, order: float) -> torch.Tensor:
+        """Computes the norm of a gradient of which only a part is ever on the device: from those
+        of equal parts, for any home."""
+        handle.flat_param.homes.wait_running()
+        where, factors, norms = self.device.where, handle.grad.factors, []
+        for begin in range(0, numel := handle.param.numel(), NORM_NUMEL):
+            end = min(numel, begin + NORM_NUMEL)
+            with self._store.guard:
+                for _, home in self.homes.pieces(handle, begin, end, write=False):
+                    part = multiply(home.to(where, copy=bool(factors)), factors)
+                    norms.append(self.norms.of_shard(part, order))
+        return torch.linalg.vector_norm(torch.stack(norms), order)
 
     def are_finite(self, handles: Sequence[ParamHandle]) -> bool:
         """Returns whether norms taken as the gradients landed show that all elements are finite.
@@ -206,23 +220,21 @@ class GradValues:
 
     def change_own(self, handle: ParamHandle, change: Callable[[torch.Tensor], None]) -> None:
         """Runs ``change`` in place on this rank's elements of the gradient."""
-        if not self.homes.is_remote(handle):
-            change(self.own(handle))
+        if not self.lends_copies(handle):
+            change(self.value(handle, write=True))
             return
-        self._arrived_shard(handle, write=True)
-        home = self.homes.shard(handle, write=True)
+        home = self._arrived_shard(handle, write=True)
+        if not self.homes.is_remote(handle):
+            change(self.homes.shard(handle, write=True))
+            handle.grad.norm = None
+            return
         there = torch.empty_like(home, device=self.device.where).copy_(home)
         change(there)
-        home.copy_(there)
+        rest = there
+        for _, home in self.homes.pieces(handle, fresh=True):
+            home.copy_(rest[: home.numel()])
+            rest = rest[home.numel() :]
         handle.grad.norm = None
-
-    def own(self, handle: ParamHandle) -> torch.Tensor:
-        """Returns this rank's elements of the gradient, to be changed in place."""
-        if handle.flat_param.ranks.size == 1:
-            return self.value(handle, write=True)
-        self._arrived_shard(handle, write=True)
-        handle.grad.norm = None
-        return self.homes.shard(handle, write=True)
 
     def _arrived_shard(self, handle: ParamHandle, *, write: bool = False) -> torch.Tensor:
         """Returns this rank's elements of the gradient, with every factor applied; for reading, or
@@ -232,11 +244,11 @@ class GradValues:
             handle.flat_param.homes.wait_running()
             if record.state is GradState.CONSUMED and not write:
                 return multiply(self.homes.shard(handle, write=False).clone(), record.factors)
-            home = self.homes.shard(handle, write=bool(record.factors))
             if record.factors:
                 record.norm = None
-            self.changes.apply_factors(handle, home)
-            return home
+                parts = (part for _, part in self.homes.pieces(handle))
+                self.changes.apply_factors(handle, parts)
+            return self.homes.shard(handle, write=False)
 
     def _gathered(self, handle: ParamHandle) -> torch.Tensor:
         flat_param, place = handle.flat_param, handle.flat_param.layout.placements[handle.index]
@@ -291,10 +303,8 @@ class GradValues:
         if record.state is GradState.TORN:
             record = handle.grad = GradRecord(proxy=record.proxy, shown=record.shown)
         handle.flat_param.homes.wait_running()
-        whole = self.ranks.size == 1 or self.ranks.keeps_gradients
-        (
-            self.homes.view(handle, write=True) if whole else self.homes.shard(handle, write=True)
-        ).zero_()
+        for _, home in self.homes.pieces(handle, fresh=True):
+            home.zero_()
         record.factors.clear()
         record.norm, record.proxy_norm = (
             (math.inf, torch.zeros((), device=self.device.where)),

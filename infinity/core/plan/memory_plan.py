@@ -22,7 +22,7 @@ GRADIENTS = "gradients in the backward"  # that of what autograd makes
 class Rung:
     """One rung of the ladder from generous to least workable."""
 
-    units_ahead: int  # staged before they are needed
+    units_ahead: int  # staged before they are needed; 0: no unit is staged whole but small ones
     slot_count: int  # of the optimizer: one is stepped, the others load and save
     chunk: int  # elements of one optimizer slot
     service_nbytes: int
@@ -35,6 +35,7 @@ LADDER = (
     Rung(1, 8, 128 * 1024, MIB),
     Rung(1, 8, 64 * 1024, MIB),
     Rung(1, 8, 32 * 1024, MIB // 2),
+    Rung(0, 8, 32 * 1024, MIB // 2),
     Rung(0, 4, MIN_CHUNK, native.CHECKSUM_NBYTES),
 )
 

@@ -14,6 +14,7 @@ from ..seams import kinds
 from ..step.device_slots import DEVICE_SLOTS
 from ..step.slots import needed_device_slot_nbytes, optimizer_slot_nbytes
 from ..units.flat_param_spec import ARRAYS, home_of
+from ..units.staged_reads import PIECE_NBYTES
 from .memory_plan import BUFFERS, GRADIENTS, LADDER, MemoryPlan, Rung, term_of
 from .unit_sizes import CHECKSUMMED, UnitSize
 
@@ -27,6 +28,21 @@ TO_BE_AVERAGED, OF_OTHER_RANKS = "gradients to be averaged", "gradients of other
 SAVE_NBYTES = 20 * 1024 * 1024  # the least
 CHECKSUM_ENTRY_NBYTES = 4
 FLOAT32_NBYTES = 4
+
+
+def staged_gradients(units: Sequence[UnitSize], *, in_pieces: bool) -> list[int]:
+    """Returns the bytes of each flat param's gradient that pass at once, largest first. Of what is
+    never whole on the device that is a piece, or of all (``in_pieces``)."""
+    return sorted(
+        (
+            min(flat.nbytes("grad"), PIECE_NBYTES)
+            if in_pieces or unit.at_once_nbytes
+            else flat.nbytes("grad")
+            for unit in units
+            for flat in unit.flat_params
+        ),
+        reverse=True,
+    )
 
 
 class MemoryTerms:
@@ -112,15 +128,18 @@ class MemoryTerms:
         return nbytes
 
     def _staging(self) -> int:
-        shards = sorted((unit.shard_nbytes for unit in self._whole_units), reverse=True)
+        shards = [unit.shard_nbytes for unit in self._whole_units]
+        if not self._rung.units_ahead:
+            shards = [nbytes for nbytes in shards if nbytes <= PIECE_NBYTES]
+        shards.sort(reverse=True)
         nbytes = sum(shards[: 1 + self._rung.units_ahead]) if self._params is Tier.NVME else 0
         return self._add(Tier.HOST, "staged weights", nbytes)
 
     def _grad_staging(self) -> int:
-        sizes = sorted((flat.nbytes("grad") for flat in self._flat_params), reverse=True)
         count = 1 if self._rung is LADDER[-1] else GRADS_AT_ONCE
+        nbytes = staged_gradients(self._units, in_pieces=not self._rung.units_ahead)
         return self._add(
-            Tier.HOST, "staged gradients", sum(sizes[:count]) if self._grad is Tier.NVME else 0
+            Tier.HOST, "staged gradients", sum(nbytes[:count]) if self._grad is Tier.NVME else 0
         )
 
     def _activation_staging(self) -> int:
@@ -219,8 +238,12 @@ class MemoryTerms:
         state that it steps."""
         landing = device_slot = 0
         if not self._device.is_host and self._stepped:
-            landing = max(flat.nbytes("grad") for flat in self._flat_params)
-            self._add(Tier.DEVICE, "gradients on their way", GRADS_IN_FLIGHT * landing)
+            whole = [flat.nbytes("grad") for unit in self._whole_units for flat in unit.flat_params]
+            landing = max(whole, default=0)
+            # Those of some rows land before the next ones are made.
+            rows = [unit.autograd_nbytes for unit in self._units if unit.at_once_nbytes]
+            on_their_way = max(GRADS_IN_FLIGHT * landing, *rows, 0)
+            self._add(Tier.DEVICE, "gradients on their way", on_their_way)
             homes = {self._params, self._optimizer, self._grad}
             if Tier.DEVICE in homes and len(homes) > 1:  # the device steps it, and the rest passes
                 device_slot = needed_device_slot_nbytes(self._units)

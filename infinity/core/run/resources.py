@@ -20,7 +20,7 @@ from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from ..plan.memory_plan import BUFFERS, LADDER, MemoryPlan
-from ..plan.memory_terms import GRADS_AT_ONCE
+from ..plan.memory_terms import GRADS_AT_ONCE, staged_gradients
 from ..plan.unit_sizes import UnitSize
 from ..step.slots import optimizer_slot_nbytes
 from ..units.unit import ParamUnit
@@ -115,9 +115,9 @@ class Resources:
         Raises CapacityError, with nothing changed, if not even the smallest size fits.
         """
         flat_params, plan = [flat for unit in sizes for flat in unit.flat_params], self._plan
-        grads = sorted((flat.nbytes("grad") for flat in flat_params), reverse=True)
+        whole, pieces = (staged_gradients(sizes, in_pieces=each) for each in (False, True))
         wanted = (
-            [sum(grads[:count]) for count in (GRADS_AT_ONCE, 1)]
+            [sum(whole[:GRADS_AT_ONCE]), sum(whole[:1]), sum(pieces[:1])]
             if plan.tiers["grad"] is Tier.NVME
             else [0]
         )

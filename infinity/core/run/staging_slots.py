@@ -22,7 +22,11 @@ class StagingSlots:
 
     def __init__(self, units: Sequence[ParamUnit], store: ArrayStore):
         self._units, self._store = units, store
-        self._reads_disk = any(unit.lies_on_disk for unit in units)
+        for unit in (unit for unit in units if unit.lies_on_disk):
+            wanted = sum(flat.shard_nbytes for flat in unit.flat_params)
+            pool = store.staging.pool
+            unit.in_pieces = pool is None or wanted > pool.capacity_nbytes
+        self._reads_disk = any(unit.lies_on_disk and not unit.in_pieces for unit in units)
         # For a timeline: a unit that found no room, and when slots went back
         self._refused: ParamUnit | None = None
         self.freed_at = 0.0

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
+
 from ... import native
 from ...errors import InfinityError, UsageError
 from ...ranks.collectives import Collectives
@@ -19,7 +21,7 @@ from .flat_layout import FlatLayout
 from .flat_param import FlatParam
 from .home_arrays import COPY, Update
 from .rows import MANY, ChosenRows, Rows, Spans
-from .staged_reads import StagedReads
+from .staged_reads import PIECE_NBYTES, StagedReads
 from .unit_buffers import Second, UnitBuffers
 
 
@@ -224,13 +226,13 @@ class Arrival:
         elif spans is not None:
             for home, flat, of_flat in zip(homes, flats, spans):
                 for begin, end in of_flat:
-                    flat[begin:end].copy_(home.flat[begin:end], non_blocking=True)
+                    _bring(store, home, begin, flat[begin:end])
         else:
             for flat_param, home, flat in zip(self._flat_params, homes, flats):
                 begin, end = flat_param.layout.own("weight")
                 # Makes no view if this rank has all of it: units can be many and small.
                 own = flat if end - begin == flat.numel() else flat[begin:end]
-                own.copy_(home.flat, non_blocking=True)
+                _bring(store, home, 0, own)
 
     def _gather_in(self, in_node: bool) -> None:
         """Gathers the other ranks' shards, after this rank's copy, on the same queue."""
@@ -276,3 +278,16 @@ class Arrival:
         for pending in self._pending:
             pending.drop()
         self._pending = []
+
+
+def _bring(store: ArrayStore, home: StateArray, begin: int, there: torch.Tensor) -> None:
+    """Copies elements of ``home`` from ``begin``; from a disk in pieces, and blocks."""
+    end = begin + there.numel()
+    if home.flat is not None:
+        there.copy_(home.flat[begin:end], non_blocking=True)
+    elif there.is_cpu:
+        store.read(home, begin, end, out=there)
+    else:
+        for part in there.split(PIECE_NBYTES // there.itemsize):
+            part.copy_(store.read(home, begin, begin + len(part)))
+            begin += len(part)

@@ -37,6 +37,8 @@ class FlatParam:
         The arrays, and the running updates of them.
     parts
         Reads and writes of parameters' parts of the arrays.
+    is_whole
+        Whether all of it is on the device at once, and not some rows.
 
     With several ranks, every rank must call to read a value; writing one is local.
     """
@@ -46,7 +48,10 @@ class FlatParam:
         spec: FlatParamSpec,
         params: Sequence[torch.nn.Parameter],
         collectives: Collectives | None = None,
+        *,
+        is_whole: bool = True,
     ):
+        self.is_whole = is_whole
         self.params, self.collectives = tuple(params), collectives or Collectives()
         self.ranks = self.collectives.ranks
         self.names = [f"parameter {i} of a flat param" for i in range(len(params))]  # until set

@@ -80,6 +80,7 @@ class ParamUnit:
         self.pinned: list[ParamUnit] = []
         self.in_use: ParamUnit | None = None
         self.is_shared = False  # whether several modules use the unit
+        self.in_pieces = False  # whether the weights are larger than their staging
 
     @property
     def handles(self) -> list[ParamHandle]:
@@ -122,7 +123,7 @@ class ParamUnit:
 
     @property
     def is_staged_from_disk(self) -> bool:
-        return self.lies_on_disk and not self.is_near
+        return self.lies_on_disk and not (self.is_near or self.in_pieces)
 
     @property
     def copies_while_fetching(self) -> bool:
@@ -135,7 +136,7 @@ class ParamUnit:
         """Whether a copy of the weights to the device waits for no disk and no update."""
         if self.is_staged_from_disk:
             return self.residency is not Residency.STORED and self._reads.done
-        return self.arrival.is_current(self._updates)
+        return not self.in_pieces and self.arrival.is_current(self._updates)
 
     # --- homes ---
 
@@ -152,7 +153,7 @@ class ParamUnit:
     def complete(self, store: ArrayStore, take: TakeSlots) -> None:
         """Brings the rows that the use which begins needs, and that are not there yet."""
         if missing := self.arrival.take_missing():
-            slots = take(self) if self.lies_on_disk else []
+            slots = take(self) if self.lies_on_disk and not self.in_pieces else []
             with self.exposure.adding_rows():
                 self.arrival.add(missing, store, self._homes, slots)
 

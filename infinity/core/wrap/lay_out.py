@@ -374,7 +374,12 @@ def flat_params_of_group(
         spec = _spec_of(param, optimizers, config, dtype_of(param), param in codes)
         by_spec.setdefault(spec, []).append(param)
     return [
-        FlatParam(spec, sorted(params, key=optimizers.order_of), collectives)
+        FlatParam(
+            spec,
+            sorted(params, key=optimizers.order_of),
+            collectives,
+            is_whole=group.at_once is None,
+        )
         for spec, params in by_spec.items()
     ]
 

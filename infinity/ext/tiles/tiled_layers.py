@@ -215,10 +215,9 @@ class TiledEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ids, padding_idx, param, tiles: Tiles):
         flat_ids = ids.reshape(-1)
-        out = None
-        for begin, end, weight in tiles.each():
-            if out is None:
-                out = weight.new_empty(flat_ids.numel(), weight.shape[1])
+        dtype, width = tiles.handle.flat_param.spec.dtype, param.shape[1]
+        out = torch.empty(flat_ids.numel(), width, dtype=dtype, device=ids.device)
+        for begin, end, weight in tiles.each(flat_ids):
             inside = ((flat_ids >= begin) & (flat_ids < end)).nonzero().squeeze(1)
             out[inside] = weight[flat_ids[inside] - begin]
         ctx.save_for_backward(flat_ids)
@@ -232,7 +231,7 @@ class TiledEmbedding(torch.autograd.Function):
         tiles.check(ctx.handle, None)
         dy_rows = dy.reshape(-1, dy.shape[-1])
         with tiles.taking_rows(ctx) as grads:
-            for begin, end in tiles.spans():
+            for begin, end in tiles.spans(ids if grads.adds else None):
                 grads.land(
                     begin,
                     end,
@@ -363,6 +362,8 @@ def _forward(
 
         @torch.compiler.disable
         def embed(input: torch.Tensor) -> torch.Tensor:
+            if input.dtype not in (torch.int32, torch.int64):
+                raise RuntimeError(f"ids of an embedding are int32 or int64, not {input.dtype}")
             if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < last:
                 raise IndexError(f"index out of range in self: an embedding of {last} rows")
             return TiledEmbedding.apply(input, padding_idx, tiles.param, tiles)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.grads.record import GradState
 from ...core.grads.tables import GradUse
 from ...core.machine.tiers import Tier
 from ...core.params.apart import apart
@@ -23,6 +24,8 @@ from ...core.wrap.partition import RowsAtOnce
 from ...errors import UsageError
 
 SMALLEST_TILE_NBYTES = 64 * 1024
+# Rows nearer to each other are read at once: a disk does so as fast as single ones.
+NEAR_NBYTES = 256 * 1024
 
 HEAD_RATIO = 8  # times as many outputs as inputs
 
@@ -76,10 +79,12 @@ def candidates(
 @dataclass(frozen=True)
 class RowGrads:
     """Destination of a gradient's rows. ``land(begin, end, compute)`` stores the result of
-    ``compute()`` as rows ``begin`` to ``end``. ``whole``: the gradient for autograd, or None."""
+    ``compute()`` as rows ``begin`` to ``end``. ``whole``: the gradient for autograd, or None.
+    ``adds``: it is added to what is there, so that rows of zeros can be left out."""
 
     land: Callable[[int, int, Callable[[], torch.Tensor]], Any]
     whole: torch.Tensor | None = None
+    adds: bool = False
 
 
 @dataclass(frozen=True)
@@ -99,22 +104,37 @@ class Tiles:
     def handle(self) -> ParamHandle:
         return handle_of(self.param)
 
-    def spans(self) -> Iterator[tuple[int, int]]:
-        """Yields (first row, last row + 1) of every tile."""
+    def spans(self, ids: torch.Tensor | None = None) -> Iterator[tuple[int, int]]:
+        """Yields (first row, last row + 1) of every tile; with ``ids``, of tiles that have those
+        rows, and few others."""
         total = self.param.shape[0]
-        for begin in range(0, total, self.rows):
-            yield begin, min(total, begin + self.rows)
+        if ids is None:
+            for begin in range(0, total, self.rows):
+                yield begin, min(total, begin + self.rows)
+            return
+        near = max(1, NEAR_NBYTES // (self.param.shape[1] * self.param.itemsize))
+        rows = torch.unique(ids).tolist()
+        at = 0
+        while at < len(rows):
+            first = last = rows[at]
+            while at < len(rows) and rows[at] - last <= near and rows[at] < first + self.rows:
+                last, at = rows[at], at + 1
+            yield first, last + 1
 
-    def each(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yields (begin, end, rows on the device) of every tile; charges the device for one at a
-        time. Blocks until the weight is at home, and on reading each tile."""
+    def each(self, ids: torch.Tensor | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yields (begin, end, rows on the device) of the tiles of :meth:`spans`; charges the device
+        for one at a time. Blocks until the weight is at home, and on reading each tile."""
         context, handle, width = self.context, self.handle, self.param.shape[1]
         flat_param = handle.flat_param
         context.store.check_process()
         with context.store.guard:
             flat_param.homes.wait()
         offset = flat_param.layout.placements[handle.index].offset
-        for begin, end in self.spans():
+        spans = list(self.spans(ids))
+        most = max((end - begin for begin, end in spans), default=0)
+        # One for all: the heap keeps what is freed between other allocations.
+        memory = torch.empty(most * width, dtype=flat_param.spec.dtype, device="cpu")
+        for begin, end in spans:
             nbytes = (end - begin) * width * flat_param.spec.dtype.itemsize
             charge = context.ledger.reserve(
                 Tier.DEVICE, nbytes, f"a tile of {handle.name}", passing=True
@@ -122,7 +142,10 @@ class Tiles:
             try:
                 with context.traffic.copying("host->device", nbytes, handle.name):
                     flat = apart(context.store.read)(
-                        flat_param.weight, offset + begin * width, offset + end * width
+                        flat_param.weight,
+                        offset + begin * width,
+                        offset + end * width,
+                        out=memory[: (end - begin) * width],
                     )
                     flat = flat.to(context.device.where)
                 yield begin, end, flat.view(end - begin, width)
@@ -140,10 +163,11 @@ class Tiles:
             self.param._backward_hooks or users_hooks(self.param),
         )
         if use is GradUse.ACCUMULATED and self.handle.grad is not None and not is_hooked:
+            adds = self.handle.grad.state is not GradState.ABSENT
             with self.context.gradients.landing_rows(self.handle) as land:
-                yield RowGrads(land)
+                yield RowGrads(land, adds=adds)
         elif use is GradUse.NONE:
-            yield RowGrads(lambda begin, end, compute: None)
+            yield RowGrads(lambda begin, end, compute: None, adds=True)
         else:  # returned by torch.autograd.grad, or accumulated: hooked, or not stepped
             whole = torch.empty(
                 self.param.shape, dtype=self.param.dtype, device=self.context.device.where

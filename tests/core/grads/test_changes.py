@@ -85,7 +85,7 @@ def test_pending_factors_are_applied_once():
 
 def test_without_factors_nothing_is_touched():
     changes, handle = GradChanges(), handle_in()
-    changes.apply_factors(handle, unchangeable())
+    changes.apply_factors(handle, [unchangeable()])
     assert not changes.are_open
 
 
@@ -102,7 +102,7 @@ def test_a_multiplication_in_a_backward_leaves_the_backwards_mark():
 def test_a_multiplication_that_fails_leaves_the_gradient_to_be_torn():
     changes, handle = GradChanges(), handle_in(factors=(0.5,))
     with pytest.raises(RuntimeError, match="in-place"):
-        changes.apply_factors(handle, unchangeable())
+        changes.apply_factors(handle, [unchangeable()])
     assert changes.are_open
     changes.tear()
     assert handle.grad.state is GradState.TORN

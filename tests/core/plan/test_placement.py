@@ -42,6 +42,7 @@ from infinity.core.step.slots import needed_device_slot_nbytes
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
 from infinity.core.wrap.lay_out import lay_out
 from infinity.errors import CapacityError
+from infinity.ext.rates.rates import Rates
 from infinity.tools.plan.predict import predict
 
 SEED = 5
@@ -626,9 +627,9 @@ def test_kept_units_move_nothing_through_the_disk(swap, micro):
 
 @pytest.mark.parametrize("tied", [False])
 def test_traffic_of_tiled_units(tied):
-    """A large embedding and head in tiles, two weights or one. The untied embedding's backward
-    reads no weight, so a step may move that much less than predicted; it must not move more, for
-    then the prediction is too good to be true.
+    """A large embedding and head in tiles, two weights or one. The untied embedding's forward reads
+    the rows of its tokens, and its backward no weight, so a step may move that much less than
+    predicted; it must not move more, for then the prediction is too good to be true.
     """
 
     class Model(nn.Module):
@@ -656,7 +657,7 @@ def test_traffic_of_tiled_units(tied):
     found, expected = measure(model, optimizer, 1)
     print(f"measured {found}\nexpected {expected}")
     weight = 2048 * 64 * 4
-    for edge, less in (("host->device", weight), ("device->host", 0)):
+    for edge, less in (("host->device", 2 * weight), ("device->host", 0)):
         assert -less - 64 * KIB <= found[edge] - expected[edge] <= 64 * KIB, edge
 
 

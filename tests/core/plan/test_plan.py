@@ -28,6 +28,7 @@ from infinity.core.plan.memory_terms import SAVE
 from infinity.core.plan.plan import make_plan
 from infinity.core.plan.unit_sizes import MIN_CHUNK, FlatParamSize, UnitSize
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
+from infinity.core.units.staged_reads import PIECE_NBYTES
 from infinity.errors import CapacityError, ConfigError
 
 MIB = 1024 * 1024
@@ -123,11 +124,13 @@ def terms_by_hand(
     on_disk = Tier.NVME in plan.tiers.values()
     host = terms[Tier.HOST]
     if plan.tiers["weight"] is Tier.NVME:
-        host["staged weights"] = sum(weights[: choice.units_ahead + 1])
+        whole = [each for each in weights if choice.units_ahead or each <= PIECE_NBYTES]
+        host["staged weights"] = sum(whole[: choice.units_ahead + 1])
     if SAVE in plan.terms[Tier.HOST]:
         host[SAVE] = 20 * MIB
     if plan.tiers["grad"] is Tier.NVME:
-        grads = sorted((flat.nbytes("grad") for flat in flat_params), reverse=True)
+        most = 1 << 60 if choice.units_ahead else PIECE_NBYTES
+        grads = sorted((min(most, flat.nbytes("grad")) for flat in flat_params), reverse=True)
         host["staged gradients"] = sum(grads[: 1 if choice is LADDER[-1] else 3])
     slot = 0
     for flat_param in flat_params:

@@ -126,7 +126,7 @@ def of_two_ranks(
     )
     return Prefetcher(
         units,
-        SimpleNamespace(),
+        SimpleNamespace(staging=SimpleNamespace(pool=SimpleNamespace(capacity_nbytes=8))),
         Ledger(),
         schedule,
         window_nbytes=window_nbytes,

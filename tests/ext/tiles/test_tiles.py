@@ -385,15 +385,15 @@ def test_a_failed_backward_can_be_tried_again(swap, monkeypatch, name, home):
     optimizer.zero_grad()
     rest, calls = device(model).charged_nbytes, []
     homes = parts_of(model).gradients.homes
-    whole = homes.view
+    pieces = homes.pieces
 
-    def failing(handle, **more):
+    def failing(handle, *span, **more):
         calls.append(handle)
         if handle.name == "layer.weight" and len([h for h in calls if h is handle]) == 3:
             raise RuntimeError("injected")
-        return whole(handle, **more)
+        return pieces(handle, *span, **more)
 
-    monkeypatch.setattr(homes, "view", failing)
+    monkeypatch.setattr(homes, "pieces", failing)
     with pytest.raises(RuntimeError, match="injected") as kept:
         model(x).square().mean().backward()
     monkeypatch.undo()
