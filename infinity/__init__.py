@@ -169,6 +169,7 @@ seams.EXTENSIONS[:] = (
     "ext.shared_homes.quantize.CompressedGathers",
     "ext.shared_homes.share_homes.ShareHomes",
     "tools.watch.timeline.Timeline",
+    "tools.plan.saved.SavedOnPaper",
 )
 seams.RULES[:] = ("ext.class_step.other_classes.OtherClasses",)
 seams.STAGING_BACKENDS[:] = ("ext.gpu_direct.gpu_direct.GpuDirect",)

@@ -24,7 +24,6 @@ MESH_MODELS = ("llama-8b", "llama-70b")
 HOMES = ("device", "host", "nvme")
 NODES = ("two-rtx3090", "four-rtx4090", "dgx2", "dgx-a100", "dgx-h100", "dgx-b200")
 MESH_OPTIONS = "--batch-tokens 64K --sequence-length 4096 --gradient-checkpointing --mesh auto"
-CARD = 0.75  # of the device's memory; the rest is left to activations
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,10 +34,7 @@ def parser() -> argparse.ArgumentParser:
 
 def cell(model: str, machine: str, options: list[str]) -> str:
     """Returns where the state lives, and how long a step takes."""
-    from infinity.tools.plan.machine_file import Machine
-
-    memory = int(CARD * Machine.read(machine).device_memory)
-    words = ["plan", "--model", model, "--machine", machine, "--device-memory", str(memory)]
+    words = ["plan", "--model", model, "--machine", machine]
     try:
         found = plan.make(parser().parse_args([*words, *OPTIONS, *options]))
     except CapacityError:

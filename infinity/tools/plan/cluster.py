@@ -37,18 +37,20 @@ from .machine_file import Machine
 from .predict import passing_traffic
 from .timeline import Timeline, UnitSeconds, plan_gathers, simulate
 
-MEETINGS = 2  # barriers in a step: at the end of its backward and at its beginning
+MEETINGS = 2  # barriers in a pass: at the end of its backward and at its beginning
 CHILDREN = 32  # of a rank in the tree of a barrier
 UNCHECKED = "no run on several GPUs has checked this"  # as long as bench/results has none
 
 
 class OnPaper(Device):
-    """A GPU of a machine that is not here, with the optimizer's kernels: what plans ask of one."""
+    """A GPU of a machine that is not here, with the optimizer's kernels: what plans ask of one.
+    ``saved_nbytes``: that forwards save there."""
 
     is_host, overlaps, is_on_paper = False, True, True
 
-    def __init__(self) -> None:
+    def __init__(self, saved_nbytes: int = 0) -> None:
         super().__init__(torch.device("cuda"), Traffic())
+        self.saved_nbytes = saved_nbytes
         self.kernels, self.kernels_refusal = "on paper", ""
 
 
@@ -85,19 +87,20 @@ def predict_cluster(
     nodes: int,
     *,
     flops: float,
+    passes: int = 1,
     tied: str = "",
 ) -> ClusterPrediction:
     """Predicts a step of ``nodes`` machines with one rank per device, sharded over all ranks.
 
-    ``units``: one rank's sizes, sharded. ``flops``: operations of one rank's forward and backward.
-    ``tied``: the unit of an embedding whose weight is also the head's.
+    ``units``: one rank's sizes, sharded. ``flops``: operations of one rank's step, of ``passes``
+    forwards and backwards. ``tied``: the unit of an embedding whose weight is also the head's.
     """
     ranks = nodes * machine.devices
-    gathers = gathers_of(plan, units, tied)
-    edges = edges_of(plan, units, gathers)
+    gathers = [passes * count for count in gathers_of(plan, units, tied)]
+    edges = edges_of(plan, units, gathers, passes)
     received = edges["all-gather"] + edges["reduce-scatter"]
     steps = optimizer_traffic(plan, units)
-    messages = (sum(gathers) + len(units)) * (ranks - 1)
+    messages = (sum(gathers) + passes * len(units)) * (ranks - 1)
     seconds = {
         "compute": flops / machine.device_flops,
         "devices' links": received / machine.device_link,
@@ -108,9 +111,9 @@ def predict_cluster(
         ),
         **home_seconds(edges, steps[Tier.HOST], machine),
         "optimizer on device": steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),
-        "meetings": MEETINGS * barrier_seconds(ranks, machine),
+        "meetings": passes * MEETINGS * barrier_seconds(ranks, machine),
     }
-    passing = sum(bool(count) for count in gathers)
+    passing = passes * sum(bool(count) for count in gathers)
     told = _assumptions(machine, ranks, sum(gathers) / max(1, passing), plan)
     if steps[Tier.DEVICE] and machine.device_bandwidth is None:
         told += (
@@ -144,7 +147,7 @@ def barrier_seconds(ranks: int, machine: Machine) -> float:
 
 
 def _assumptions(machine: Machine, ranks: int, gathers: float, plan: MemoryPlan) -> tuple[str, ...]:
-    """Lists what every prediction assumes. ``gathers``: of a unit in a step, on average."""
+    """Lists what every prediction assumes. ``gathers``: of a unit in a pass, on average."""
     found = [
         f"{machine.name}: rates of the machine file, which names its sources; devices reach"
         f" {machine.device_flops / 1e12:.0f} TFLOP/s",
@@ -168,36 +171,41 @@ def _assumptions(machine: Machine, ranks: int, gathers: float, plan: MemoryPlan)
         ]
     if plan.device_window_nbytes:
         found.append(
-            f"a unit is gathered {gathers:.2g} times a step on average, in a window of"
+            f"a unit is gathered {gathers:.2g} times a pass on average, in a window of"
             f" {format_nbytes(plan.device_window_nbytes)}"
         )
     return tuple(found)
 
 
-def edges_of(plan: MemoryPlan, units: Sequence[UnitSize], gathers: Sequence[int]) -> dict[str, int]:
-    """Counts the bytes of one rank's step over every edge, and those it receives in collectives."""
-    edges = traffic(plan, units)
+def edges_of(
+    plan: MemoryPlan, units: Sequence[UnitSize], gathers: Sequence[int], passes: int = 1
+) -> dict[str, int]:
+    """Counts the bytes of one rank's step over every edge, and those it receives in collectives.
+    ``gathers``: of each unit in all ``passes`` of the step."""
+    edges = traffic(plan, units, passes=passes)
     edges |= {"all-gather": 0, "reduce-scatter": 0}
     for index, (unit, count) in enumerate(zip(units, gathers)):
         tiers = plan.tiers_of(index)
         from_disk = tiers["weight"] is Tier.NVME and "weight" not in plan.kept_of(index)
         if tiers["weight"] is Tier.DEVICE:  # gathered there, and averaged there
-            edges["host->device"] -= 2 * sum(
-                flat.nbytes("weight") for flat in unit.flat_params if flat.shards > 1
+            edges["host->device"] -= (
+                2
+                * passes
+                * sum(flat.nbytes("weight") for flat in unit.flat_params if flat.shards > 1)
             )
         else:
-            edges["host->device"] -= (2 - count) * unit.shard_nbytes
+            edges["host->device"] -= (2 * passes - count) * unit.shard_nbytes
         if tiers["grad"] is Tier.DEVICE:
-            edges["device->host"] -= sum(
+            edges["device->host"] -= passes * sum(
                 flat.nbytes("grad") for flat in unit.flat_params if flat.spec.stepped
             )
-        edges["nvme->host"] -= (2 - count) * unit.shard_nbytes * from_disk
+        edges["nvme->host"] -= (2 * passes - count) * unit.shard_nbytes * from_disk
         for edge, nbytes in passing_traffic(plan, index, unit).items():
             edges[edge] += nbytes
         for flat_param in unit.flat_params:
             gathered, reduced = _collective_nbytes(flat_param, count)
             edges["all-gather"] += gathered
-            edges["reduce-scatter"] += reduced
+            edges["reduce-scatter"] += passes * reduced
     return edges
 
 
@@ -248,6 +256,7 @@ def timeline_of(
     machine: Machine,
     *,
     flops: float,
+    passes: int = 1,
     recomputes: bool = False,
     clips: bool = False,
     lookup: str = "",
@@ -255,7 +264,8 @@ def timeline_of(
 ) -> Timeline:
     """Simulates the steps of one rank alone on ``machine``. Units are used in the model's order.
 
-    ``flops``: operations of forward and backward, with the second forward if it ``recomputes``.
+    ``flops``: operations of the step's ``passes``, each a forward and a backward, with the second
+    forward if it ``recomputes``.
     ``clips``: the optimizer needs the norm of all gradients. ``lookup``: the unit that is an
     embedding, which computes nothing; ``tied``: the same, if its weight is also the head's.
     """
@@ -265,7 +275,7 @@ def timeline_of(
     total = sum(computes.values()) or 1
     found = []
     for index in order:
-        compute = flops * computes[index] / total / machine.device_flops
+        compute = flops / passes * computes[index] / total / machine.device_flops
         own, head = (0.0, compute) if units[index].name == tied else (compute, 0.0)
         found.append(
             replace(
@@ -277,7 +287,8 @@ def timeline_of(
             )
         )
     again = _place_of(units, order, tied)
-    return simulate(found, plan.device_window_nbytes, after_backward=clips, again=again)
+    window = plan.device_window_nbytes
+    return simulate(found, window, passes=passes, after_backward=clips, again=again)
 
 
 def _transfers_of(
@@ -304,6 +315,7 @@ def _transfers_of(
         load=(state["nvme->host"] + landed["nvme->host"]) / read,
         step=steps[Tier.HOST] / machine.host_bandwidth,
         save=(state["host->nvme"] + landed["host->nvme"]) / write,
+        add=landed["nvme->host"] / read + landed["host->nvme"] / write,
         step_on_device=max(
             steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),
             max(passing_traffic(plan, index, unit).values()) / machine.host_link,

@@ -221,22 +221,18 @@ class Way:
     def _activations(self, rank: int) -> tuple[int, int]:
         """Counts the bytes that the forwards of a rank save at most, and those of torch's buffers
         between stages, one for each micro-batch."""
-        batch, choice = self._job.batch, self._choice
+        job, choice = self._job, self._choice
         numbers = choice.chunks_of(rank)
         kept, largest = {}, 0.0
         for number in numbers:
-            layers, trial = choice.layers_of(number), self._trials[number]
-            kept[number] = trial.saved * self._tokens
-            if batch.recomputes:
-                ends = trial.plus(self._job.paper.layer, -len(layers)).saved
-                each = batch.width * batch.itemsize
-                kept[number] = (len(layers) * each + ends) * self._tokens
-                largest = self._job.paper.layer.saved * self._tokens
+            layers = choice.layers_of(number)
+            a_token, largest = job.paper.saved_of(layers, recomputes=job.batch.recomputes)
+            kept[number] = a_token * self._tokens
         weights = [kept.get(number, 0.0) for number in range(choice.chunks)]
         (most,) = self._extrapolated(lambda orders: [in_flight(orders[rank], weights)])
         sides = sum((n > 0) + (n < choice.chunks - 1) for n in numbers)
         buffers = sides * choice.micro_batches * self._boundary_nbytes
-        return int(most + largest), int(buffers)
+        return int(most + largest * self._tokens), int(buffers)
 
     def _plan_rank(self, rank: int) -> RankPlan:
         job, mesh = self._job, self._mesh

@@ -169,6 +169,17 @@ class PaperModel:
             getattr(self.chain.model.config.get_text_config(), "tie_word_embeddings", False)
         )
 
+    def saved_of(self, layers: range, *, recomputes: bool) -> tuple[float, float]:
+        """Counts the bytes a token that forwards through a chunk save: those that wait for the
+        backward, and those that one layer saves when the backward ``recomputes`` it."""
+        kept = self.trial_of(layers).saved
+        if not recomputes:
+            return kept, 0.0
+        ends = kept - len(layers) * self.layer.saved
+        width = self.chain.model.config.get_text_config().hidden_size
+        each = width * next(self.chain.model.parameters()).dtype.itemsize
+        return len(layers) * each + ends, self.layer.saved
+
     def trial_of(self, layers: range) -> Trial:
         """Returns what a token costs in a chunk."""
         found = Trial().plus(self.layer, len(layers))

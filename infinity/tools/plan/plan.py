@@ -27,6 +27,7 @@ from .mesh_shape import SCHEDULES
 from .plan_job import Job, plan_cluster, plan_here
 from .plan_next import plan_next
 from .plan_view import draw, text
+from .saved import saved_on_paper
 from .shapes import SHAPES, find_config
 
 MEASURED = ("this", "measured")  # names of this machine
@@ -168,8 +169,8 @@ def _script(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[str]:
         del settings["nvme_paths"]
     if args.nvme_capacity is not None:
         settings["nvme_capacity"] = args.nvme_capacity
-    if "meshes" in found:
-        settings["device_memory"] = found["meshes"][0]["device_memory"]
+    plan = found["meshes"][0] if "meshes" in found else found
+    settings["device_memory"] = plan["device_memory"]
     model_config = find_config(args.model, trust=args.trust_remote_code)
     default = LENGTH if args.mesh is not None else DEFAULT_SEQUENCE_LENGTH
     train = {
@@ -229,8 +230,13 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     checkpointing = args.gradient_checkpointing
     batch = {"batch": samples, "length": length, "checkpointing": checkpointing}
     job = Job(model, model_config, make_all(model), config, batch)
+    if machine is not None and config.activations not in (AUTO, "device"):
+        raise ConfigError(
+            "--machine plans with what forwards save on the device: leave out --activations"
+        )
     if machine is not None and args.mesh is not None:
         return plan_meshes(job, machine, args.nodes, args.mesh, make_all, args.schedule)
+    job = replace(job, saved=saved_on_paper(model, recomputes=checkpointing))
     if machine is not None:
         found = plan_cluster(job, machine, args.nodes)
         return found | plan_next(job, found, machine, args.nodes, configure)
@@ -258,10 +264,6 @@ def _machine_of(args: argparse.Namespace) -> Machine | None:
     for option in ("svg", "deepspeed", "timetable") if args.mesh is not None else ():
         if getattr(args, option):
             raise ConfigError(f"--{option} is of one rank: leave out --mesh")
-    if args.mesh is not None and args.activations not in (None, "auto", "device"):
-        raise ConfigError(
-            "--mesh plans with what forwards save on the device: leave out --activations"
-        )
     if args.machine in MEASURED:
         from .plan_measured import measured_machine
 

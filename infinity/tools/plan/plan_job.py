@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -11,6 +12,7 @@ from ...core.machine.tiers import Tier
 from ..cost.cost import FORMAT as PROFILE
 from ..train.optimizers import muon_cost
 from .efficiency import explain_slowest
+from .saved import ASSUMED, ESTIMATED, Passes, SavedByForwards, pass_here, ways_on_paper
 
 NO_LINKS = ("compute", "optimizer on device", "meetings", "devices' links")
 STATE = {"weights": "weight", "optimizer": "exp_avg", "gradients": "grad"}
@@ -25,6 +27,7 @@ class Job:
     optimizers: list[Any]
     config: Any
     batch: dict[str, Any]  # of a step, as compute_time takes it
+    saved: SavedByForwards | None = None  # a plan of meshes counts by itself
 
     @property
     def tokens(self) -> int:
@@ -38,15 +41,19 @@ class Job:
 
         return Saves(training_state_nbytes(self.model, self.config), write, read).described()
 
-    def describe(self, plan: Any, units: list[Any], ranks: int = 1) -> dict[str, Any]:
-        """Describes where the state is at home, and what Muon costs one of ``ranks``."""
+    def describe(
+        self, plan: Any, units: list[Any], passes: Passes, ranks: int = 1
+    ) -> dict[str, Any]:
+        """Describes where the state is at home, what ``passes`` save beside it, and what Muon costs
+        one of ``ranks``."""
         from ..train.compute import step_flops
 
         if muon := muon_cost(self.optimizers, ranks):
-            passes = step_flops(self.model, self.model_config, **self.batch)
-            muon["share_of_passes"] = muon["flops"] / passes
+            flops = step_flops(self.model, self.model_config, **self.batch)
+            muon["share_of_passes"] = muon["flops"] / flops
         return {
             **({"muon": muon} if muon else {}),
+            **passes.described(),
             "parameters": sum(param.numel() for param in self.model.parameters()),
             "units": list(_units(plan, units)),
             "tiers": {
@@ -96,15 +103,17 @@ def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None
     from ...core.wrap.lay_out import lay_out
     from ...ext.rates.rates import Rates
     from ..train.compute import compute_time
-    from .cluster import OnPaper
     from .predict import predict
 
-    device = OnPaper() if unknown.startswith("--device-memory") else None
-    plan, units = lay_out(job.model, job.optimizers, job.config, device=device)
+    if unknown.startswith("--device-memory"):
+        passes, plan, units = next(ways_on_paper(job, partial(_lay_out, job, None)))
+    else:
+        plan, units = lay_out(job.model, job.optimizers, job.config)
+        passes = pass_here(job, plan)
     if unknown:
         return (
             dict.fromkeys(("compute", "step_seconds", "tokens_per_second", "bottleneck"))
-            | job.describe(plan, units)
+            | job.describe(plan, units, passes)
             | job.saves(None, None)
             | {"edges": traffic(plan, units), "tokens_per_step": job.tokens}
             | {"seconds": {}, "rates": {}, "unknown": unknown}
@@ -117,7 +126,7 @@ def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None
     written, drives = prediction.edges["host->nvme"], len(job.config.nvme_paths)
     wear = endurance(written, prediction.step_seconds, drives, rating)
     return (
-        job.describe(plan, units)
+        job.describe(plan, units, passes)
         | wear
         | job.saves(rates.disk_write, rates.disk_read)
         | {
@@ -134,21 +143,43 @@ def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None
     )
 
 
-def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
-    """Plans one rank of ``nodes`` machines. Measures nothing on this machine."""
+def _lay_out(job: Job, ranks: Any, saved: int, explains: bool) -> tuple[Any, list[Any]]:
     from ...core.wrap.lay_out import lay_out
+    from .cluster import OnPaper
+
+    device = OnPaper(saved)
+    return lay_out(job.model, job.optimizers, job.config, ranks, device, explains=explains)
+
+
+def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
+    """Plans one rank of ``nodes`` machines. Measures nothing on this machine. Of the ways to divide
+    its step into passes, takes the fewest, and more as long as that is faster."""
     from ...ranks.parallel_dims import ParallelDims
-    from ..train.compute import step_flops
-    from .cluster import OnPaper, predict_cluster, timeline_of
 
     ranks = ParallelDims(size=nodes * machine.devices, local_size=machine.devices)
-    plan, units = lay_out(job.model, job.optimizers, job.config, ranks, OnPaper())
+    best: dict[str, Any] = {}
+    for passes, plan, units in ways_on_paper(job, partial(_lay_out, job, ranks)):
+        found = _plan_passes(job, machine, nodes, passes, plan, units)
+        if best and found["step_seconds"] >= best["step_seconds"]:
+            break
+        best = found
+    return best
+
+
+def _plan_passes(
+    job: Job, machine: Any, nodes: int, passes: Passes, plan: Any, units: list[Any]
+) -> dict[str, Any]:
+    from ..train.compute import step_flops
+    from .cluster import predict_cluster, timeline_of
+
     lookup, tied = _embedding_of(job.model)
     flops = step_flops(job.model, job.model_config, **job.batch)
-    found = predict_cluster(plan, units, machine, nodes, flops=flops, tied=tied)
+    found = predict_cluster(
+        plan, units, machine, nodes, flops=flops, passes=passes.count, tied=tied
+    )
     tokens, step_seconds = job.tokens * found.ranks, found.step_seconds
     described, bound, seconds = (
-        job.describe(plan, units, found.ranks),
+        job.describe(plan, units, passes, found.ranks),
         found.bottleneck,
         found.seconds,
     )
@@ -158,6 +189,7 @@ def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
             units,
             machine,
             flops=flops,
+            passes=passes.count,
             recomputes=job.batch["checkpointing"],
             clips=job.config.max_grad_norm is not None,
             lookup=lookup,
@@ -170,6 +202,7 @@ def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
     described |= endurance(written, step_seconds, machine.disks, machine.drive_rating)
     disks = nodes * machine.disks
     described |= job.saves(disks * machine.disk_write, disks * machine.disk_read)
+    estimated = () if job.saved is None or job.saved.is_counted else (ESTIMATED,)
     return described | {
         "explanation": explain_slowest(seconds, NO_LINKS),
         "machine": machine.name,
@@ -185,7 +218,7 @@ def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
         "tokens_per_second": tokens / step_seconds,
         "bottleneck": bound,
         **profile(job, f"{machine.name}:{found.ranks}", tokens, step_seconds),
-        "assumptions": list(found.assumptions),
+        "assumptions": [*found.assumptions, ASSUMED, *estimated],
         "sources": list(machine.sources),
     }
 

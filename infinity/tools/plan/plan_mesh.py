@@ -17,6 +17,7 @@ from .machine_file import Machine
 from .mesh_choice import CHAIN, Batch, MeshPlan, best_of
 from .mesh_shape import UNFLUSHED, MeshShape, meshes_of, parse_mesh
 from .plan_job import Job, endurance, profile
+from .saved import ASSUMED, ESTIMATED
 
 LENGTH = 4096  # tokens of a sample, if neither the user nor the model says less
 EVERY = 5.0  # seconds between two lines of progress
@@ -71,6 +72,9 @@ def plan_meshes(
             for plan in best
         ],
         **profile(job, f"{machine.name}:{ranks}", batch.tokens, best[0].step_seconds),
+        **job.saves(
+            *(nodes * machine.disks * rate for rate in (machine.disk_write, machine.disk_read))
+        ),
         "slower": {
             str(plan.mesh): plan.step_seconds
             for _, plan, _ in tried
@@ -208,7 +212,7 @@ def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
         " stages are waited for, all others and the homes' traffic run beside",
         "ranks are numbered node by node, with tp inside and pp outside; only messages between"
         f" nodes have a latency, {machine.latency * 1e6:g} us; rings",
-        "attention saves no scores; what forwards save stays on the device",
+        ASSUMED,
     ]
     if any(plan.mesh.ranks > 1 for plan in plans):
         found.append(UNCHECKED)
@@ -218,10 +222,7 @@ def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
             ' exchange="tokens"), and wait for it; all experts are chosen as often'
         )
     if not all(plan.is_counted for plan in plans):
-        found.append(
-            "this model cannot be tried on meta: what a layer saves and sends is estimated by its"
-            " width"
-        )
+        found.append(ESTIMATED)
     return found
 
 
@@ -261,6 +262,7 @@ def text(found: dict[str, Any]) -> Iterator[str]:
         if number == 1:
             yield from (f"   {line}" for line in _details(plan))
     yield from _left_out(found)
+    yield found["checkpoint"]["line"]
     for name in ("assumptions", "sources"):
         yield from [f"{name}:", *(f"  {line}" for line in found[name])]
 

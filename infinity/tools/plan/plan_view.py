@@ -8,6 +8,7 @@ from typing import Any
 from ...core.machine.sizes import format_count, format_nbytes, format_seconds
 from ..watch import svg
 from .plan_next import next_line
+from .saved import SAVED
 
 BAR = 48  # characters of the memory map
 WIDTH, ROW, LEFT = 900, 70, 100
@@ -31,6 +32,7 @@ def text(found: dict[str, Any], *, timetable: bool = False) -> Iterator[str]:
     yield from _answer(found)
     yield from _homes(found["units"])
     yield from _memory_map(found["tiers"])
+    yield found["activations"]["line"]
     yield from _needs(found)
     yield from filter(None, (found.get("explanation"),))
     if found.get("next"):
@@ -63,8 +65,6 @@ def _answer(found: dict[str, Any]) -> Iterator[str]:
         f"{format_seconds(found['step_seconds'])} for a step of {found['tokens_per_step']:,} tokens"
         f" ({_rate(found['tokens_per_second'])} tokens/s), {_bound(found)}"
     )
-    if "ranks" in found:
-        yield "Room for what the forward saves is not planned: leave it by --device-memory"
 
 
 def _rate(rate: float) -> str:
@@ -156,7 +156,8 @@ def _beside_deepspeed(found: dict[str, Any]) -> Iterator[str]:
     theirs = found["deepspeed"]
     yield f"{'beside DeepSpeed, by its own layout':<42}{'DeepSpeed':>12}{'Infinity':>12}"
     for tier, nbytes in theirs["tiers"].items():
-        ours = format_nbytes(found["tiers"][tier]["nbytes"])
+        there = found["tiers"][tier]
+        ours = format_nbytes(there["nbytes"] - there["parts"].get(SAVED, 0))
         yield f"  {'kept on ' + tier:<40}{format_nbytes(nbytes):>12}{ours:>12}"
     for edge, nbytes in theirs["edges"].items():
         ours = format_nbytes(found["edges"][edge])

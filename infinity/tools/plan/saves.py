@@ -45,6 +45,7 @@ class Saves:
         )
 
     def described(self) -> dict[str, Any]:
-        """Returns all of it as plain data."""
+        """Returns all of it as plain data, with the seconds as a profile of `infinity cost` has
+        them."""
         seconds = {"save_seconds": self.save_seconds, "load_seconds": self.load_seconds}
-        return {"checkpoint": asdict(self) | seconds | {"line": self.line}}
+        return seconds | {"checkpoint": asdict(self) | seconds | {"line": self.line}}

@@ -80,17 +80,15 @@ def _torchrun(nodes: int, devices: int) -> Iterator[str]:
 
 def _mesh_options(found: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of the planned mesh, and its parts of the batch."""
-    if "meshes" not in found:
-        each = found["samples_per_step"] // found["ranks"]
-        return {"mesh": f"dp={found['ranks']}", "batch_size": each}
-    plan = found["meshes"][0]
-    sizes = {axis: size for axis, size in plan["mesh"].items() if size > 1} or {"dp": 1}
+    plan = found["meshes"][0] if "meshes" in found else found
+    mesh = plan.get("mesh", {"dp": found["ranks"]})
+    sizes = {axis: size for axis, size in mesh.items() if size > 1} or {"dp": 1}
     options = {
         "mesh": ",".join(f"{axis}={size}" for axis, size in sizes.items()),
         "batch_size": plan["micro_batch"],
         "accumulate": plan["micro_batches"],
     }
-    if plan["schedule"] is not None:
+    if plan.get("schedule") is not None:
         if plan["schedule"] not in SCHEDULES:
             raise ConfigError(
                 f"--script: infinity train does not run the schedule {plan['schedule']}: plan with"

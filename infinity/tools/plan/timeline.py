@@ -43,6 +43,7 @@ class UnitSeconds:
     load: float = 0.0  # of the optimizer's state from the disks
     step: float = 0.0  # of the state on the host
     save: float = 0.0  # of state and weights to the disks
+    add: float = 0.0  # of gradients at home on the disks, for each pass that adds to them
     step_on_device: float = 0.0
 
 
@@ -120,19 +121,19 @@ def uses_of(count: int, again: int | None = None) -> list[int]:
 
 
 def plan_gathers(
-    nbytes: Sequence[int], window_nbytes: int, *, steps: int = 1, again: int | None = None
+    nbytes: Sequence[int], window_nbytes: int, *, passes: int = 1, again: int | None = None
 ) -> list[Gather]:
     """Plans the gathers of forwards through all units and their backwards. Places count through
-    all steps.
+    all passes.
 
     The unit in use stays, and in the backward the one used before it. The next unit is prefetched
-    if it fits. The unit whose next use is furthest is evicted first. Every step begins with none.
+    if it fits. The unit whose next use is furthest is evicted first. Every pass begins with none.
     ``nbytes``: of each unit's weights. ``again``: see :func:`uses_of`.
     """
     uses = uses_of(len(nbytes), again)
     window = _Window(nbytes, window_nbytes, uses)
     turn = len(nbytes) + (again is not None)  # the first use of the backward
-    for _ in range(steps):
+    for _ in range(passes):
         for place, unit in enumerate(uses):
             held = {unit, uses[place - 1]} if place >= turn else {unit}
             if unit not in window.resident:
@@ -140,7 +141,7 @@ def plan_gathers(
             window.used[unit] = place
             if place + 1 < len(uses) and uses[place + 1] not in window.resident:
                 window.gather(place + 1, place, held)
-        window.end_step()
+        window.end_pass()
     return window.gathers
 
 
@@ -156,7 +157,7 @@ class _Window:
         for place, unit in enumerate(uses):
             self._places.setdefault(unit, []).append(place)
         self.resident: set[int] = set()
-        self.used: dict[int, int] = {}  # unit -> place of its last use in this step
+        self.used: dict[int, int] = {}  # unit -> place of its last use in this pass
         self.gathers: list[Gather] = []
 
     def gather(self, place: int, now: int, held: set[int]) -> None:
@@ -176,7 +177,7 @@ class _Window:
         self._room -= self._nbytes[unit]
         self.gathers.append(Gather(unit, self._first + place, tuple(behind)))
 
-    def end_step(self) -> None:
+    def end_pass(self) -> None:
         """Evicts every unit."""
         for unit in list(self.resident):
             self._evict(unit)
@@ -199,18 +200,20 @@ def simulate(
     units: Sequence[UnitSeconds],
     window_nbytes: int,
     *,
+    passes: int = 1,
     slots: int = SLOTS,
     pieces: int = PIECES,
     after_backward: bool = False,
     again: int | None = None,
 ) -> Timeline:
-    """Simulates steps of ``units``, in order of use, and returns the last one.
+    """Simulates steps of ``units``, in order of use, and returns the last one. A step has
+    ``passes`` forwards and backwards.
 
     ``slots``: pieces of state on their way through the host at once, of ``pieces`` a unit.
     ``after_backward``: no unit is stepped before the last gradient has landed, as with clipping.
     ``again``: the unit of an embedding that is also the head.
     """
-    steps = _Steps(units, window_nbytes, slots, pieces, again)
+    steps = _Steps(units, window_nbytes, passes, slots, pieces, again)
     ends = [steps.add_step(after_backward=after_backward) for _ in range(STEPS)]
     _run(steps.jobs)
     before, last = (end.end for end in ends[-2:])
@@ -228,18 +231,19 @@ class _Steps:
         self,
         units: Sequence[UnitSeconds],
         window_nbytes: int,
+        passes: int,
         slots: int,
         pieces: int,
         again: int | None,
     ):
-        self._units, self._pieces = units, pieces
+        self._units, self._pieces, self._passes = units, pieces, passes
         self._saved: deque[list[Job]] = deque([[]] * slots, maxlen=slots)  # frees the oldest slot
         self._last: dict[str, list[Job]] = {}  # job of a queue that keeps its order
         self._home: list[list[Job]] = [[] for _ in units]  # after which the weights are at home
         self._used: dict[int, Job] = {}  # place of a use -> the end of its compute
-        self._uses, self._step = len(uses_of(len(units), again)), -1
+        self._uses, self._step, self._pass = len(uses_of(len(units), again)), -1, -1
         sizes = [unit.nbytes if unit.copy else 0 for unit in units]
-        gathers = plan_gathers(sizes, window_nbytes, steps=STEPS, again=again)
+        gathers = plan_gathers(sizes, window_nbytes, passes=STEPS * passes, again=again)
         self._gathers = {gather.place: gather for gather in gathers}
         # Uses of a forward: the unit, and its seconds of compute in forward and backward.
         self._forward = [(at, unit.forward, unit.backward) for at, unit in enumerate(units)]
@@ -250,7 +254,20 @@ class _Steps:
     def add_step(self, *, after_backward: bool) -> Job:
         """Adds a step, and returns the end of its backward."""
         self._step += 1
-        first, last = self._step * self._uses, len(self._forward) - 1
+        for number in range(1, self._passes + 1):
+            end, landed = self._add_pass()
+            for unit, jobs in landed.items() if number < self._passes else ():
+                self._add(DISK, "save", unit, self._units[unit].add, jobs)
+        everything = [job for jobs in landed.values() for job in jobs] if after_backward else []
+        for unit, jobs in landed.items():
+            self._update(unit, [*jobs, *everything])
+        return end
+
+    def _add_pass(self) -> tuple[Job, dict[int, list[Job]]]:
+        """Adds a forward and its backward. Returns the end, and by unit what its landed gradients
+        wait for."""
+        self._pass += 1
+        first, last = self._pass * self._uses, len(self._forward) - 1
         for at, (unit, seconds, _) in enumerate(self._forward):
             copied = self._gather(first + at)
             self._used[first + at] = self._compute(FORWARD, unit, seconds, copied)
@@ -264,10 +281,7 @@ class _Steps:
                 self._used[place] = end
             if at < len(self._units):  # its first use
                 landed[unit] = self._add(DOWN, "landing", unit, self._units[unit].landing, [end])
-        everything = [job for jobs in landed.values() for job in jobs] if after_backward else []
-        for unit, jobs in landed.items():
-            self._update(unit, [*jobs, *everything])
-        return end
+        return end, landed
 
     def _gather(self, place: int) -> list[Job]:
         if (gather := self._gathers.get(place)) is None:

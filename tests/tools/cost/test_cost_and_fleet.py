@@ -201,8 +201,9 @@ def test_machines_on_demand_fail_without_notice(place, capsys):
 
 
 def test_a_plan_is_a_profile(place, capsys):
-    """The rate of a planned machine prices its GPU: of one, of two, and of a mesh. Twin: a GPU that
-    was not planned is named."""
+    """The rate of a planned machine prices its GPU: of one, of two, and of a mesh. Its saves are
+    those of losses and moves. Twins: a GPU that was not planned is named; without its saves no move
+    is priced."""
     (place / "prices.csv").write_text(
         PRICES.partition("\n")[0] + "\nbox,home,rig,RTX3090,2,on-demand,,1.0\n"
         "box,home,pod,H100,8,on-demand,,9.0\n"
@@ -225,6 +226,15 @@ def test_a_plan_is_a_profile(place, capsys):
         assert found["left_out"] == {"H100": "is not in the profile"}
         move = reported(capsys, *COST, "--move", "seconds=60 dollars=0.01/GB")["move"]
         assert move["dollars"] == pytest.approx(plan["checkpoint_nbytes"] / 1e11)
+        saves = reported(capsys, *COST, "--move", "seconds=auto", "--on-demand-failures", "30d")
+        assert plan["save_seconds"] == plan["checkpoint"]["save_seconds"] > 0
+        assert saves["saves"]["save_seconds"] == pytest.approx(plan["save_seconds"])
+        assert saves["move"]["seconds"] == pytest.approx(
+            plan["save_seconds"] + plan["load_seconds"]
+        )
+        del plan["save_seconds"]
+        (place / "run.json").write_text(json.dumps(plan))
+        assert "save_seconds" in refused(capsys, [*COST, "--move", "seconds=auto"])
 
 
 def test_a_task_of_skypilot(place, capsys):

@@ -24,6 +24,7 @@ transformers = pytest.importorskip("transformers")
 
 import infinity.tools.cli
 from infinity.tools.plan import machine_file, plan_view
+from infinity.tools.plan.saved import SAVED
 from infinity.tools.train import compute
 
 TINY = {
@@ -36,6 +37,12 @@ TINY = {
 }
 KEYS = {
     "checkpoint",
+    "save_seconds",
+    "load_seconds",
+    "activations",
+    "device_memory",
+    "micro_batch",
+    "micro_batches",
     "parameters",
     "units",
     "tiers",
@@ -446,7 +453,7 @@ def test_a_capacity_without_a_folder_is_another_machines_disk(planned, run, plac
     """--nvme-capacity alone: state goes to a disk that is not here. Twin: too small a one is
     refused."""
     Path("wider.json").write_text(json.dumps(TINY | {"n_embd": 128}))
-    words = ("--device-memory", "2MiB", "--host-memory", "5MiB")
+    words = ("--device-memory", "3MiB", "--host-memory", "5MiB")
     found = planned("--nvme-capacity", "1GiB", *words, model="wider.json")
     assert found["tiers"]["nvme"]["nbytes"] > 0
     check_refused(
@@ -483,6 +490,7 @@ def test_int8_and_masters_change_the_state(planned):
             "--optimizer",
             "host",
             model="wider.json",
+            budgets={"--device-memory": "64MiB", "--host-memory": "64MiB"},
         )
         elements = sum(u["units"] * u["parameters"] for u in found["units"])
         sizes[master, moments] = found["tiers"]["host"]["parts"]["optimizer state"] / elements
@@ -518,6 +526,10 @@ def test_batch_and_length_scale_the_tokens_only(planned):
         planned("--batch-size", "3", "--gradient-checkpointing"),
     )
     assert (one["tokens_per_step"], two["tokens_per_step"]) == (16, 3 * 64)
+    saved = [each["tiers"]["device"]["parts"].pop(SAVED) for each in (one, two)]
+    assert saved == [each["activations"]["nbytes"] for each in (one, two)]
+    for each, nbytes in zip((one, two), saved):
+        each["tiers"]["device"]["nbytes"] -= nbytes
     assert one["tiers"] == two["tiers"] and one["units"] == two["units"]
 
 
@@ -525,10 +537,10 @@ def test_tiles_are_named(planned, run):
     """A device budget below the largest layer: its unit says the size of its tiles, within the
     budget."""
     Path("wide.json").write_text(json.dumps(TINY | {"vocab_size": 20000}))
-    words = ("--device-memory", "4MiB", "--params", "host", "--optimizer", "host")
+    words = ("--device-memory", "10MiB", "--params", "host", "--optimizer", "host")
     found = planned(*words, model="wide.json")
     tiles = [u["tile_nbytes"] for u in found["units"] if u["tile_nbytes"]]
-    assert tiles and max(tiles) <= 1 << 20 and found["tiers"]["device"]["nbytes"] <= 4 << 20
+    assert tiles and max(tiles) <= 1 << 20 and found["tiers"]["device"]["nbytes"] <= 10 << 20
     status, out, _ = run(*words, model="wide.json")
     assert status == 0 and "in tiles of" in out
 

@@ -135,7 +135,7 @@ def test_a_script_has_the_planned_mesh_and_batch(place, capsys, words):
     assert re.search(r"--nproc-per-node 2 ", last) and ("--nnodes 2 " in last) == (nodes == 2)
     text = Path("job.toml").read_text()
     assert ('params = "host"' in text) == ("--params" in words)
-    assert ("device_memory = " in text) == ("--mesh" in words)
+    assert "device_memory = " in text  # beside what forwards save
 
 
 def _json(capsys, words: list[str]) -> str:

@@ -56,6 +56,20 @@ def test_a_queue_runs_one_job_after_the_other_and_bounds_the_step():
                 assert found.seconds >= busy - 1e-9
 
 
+def test_a_step_of_several_passes_steps_once():
+    """Method: seconds of each queue with three passes beside those with one. What is at home on
+    disk is added to in between. Twin: without it the disks have nothing more to do."""
+    work = {"copy": 0.5, "landing": 0.25, "step": 1.5, "load": 0.3, "save": 0.2}
+    for add in (0.0, 0.4):
+        units = units_of(4, **work, add=add)
+        one, three = (simulate(units, 2, passes=passes) for passes in (1, 3))
+        for queue in IN_ORDER:
+            assert three.busy[queue] == pytest.approx(3 * one.busy[queue])
+        assert three.busy[OPTIMIZER] == pytest.approx(one.busy[OPTIMIZER])
+        assert three.busy["disks"] - one.busy["disks"] == pytest.approx(2 * 4 * add)
+        assert one.seconds < three.seconds < 3 * one.seconds
+
+
 def test_what_can_overlap_does():
     """Copies, landings and updates beside a compute that takes longer: only the last unit's
     landing and update, before the next forward can begin with it, are left."""

@@ -1,0 +1,173 @@
+"""Saved: the bytes that the forwards of a rank save for its backwards, beside the state.
+
+They are counted by running layers on meta (:mod:`.on_paper`), and are a term of a plan for a device
+on paper. The engine counts them in no budget of an accelerator: its budget is what they leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.machine import limits
+from ...core.machine.card_memory import CardMemory
+from ...core.machine.sizes import format_count, format_nbytes
+from ...core.machine.tiers import Tier
+from ...core.seams import Extension, Term
+from ...errors import CapacityError
+
+SAVED = "saved for the backward"
+
+ASSUMED = "attention saves no scores; what forwards save stays on the device"
+ESTIMATED = (
+    "this model cannot be tried on meta: what a layer saves and sends is estimated by its width"
+)
+# Lays out beside so many saved bytes, with a plan and its units. True: an error has remedies.
+LayOut = Callable[[int, bool], tuple[Any, list[Any]]]
+
+
+@dataclass(frozen=True)
+class SavedByForwards:
+    """Bytes a token: those that wait for the backward, and those of a layer that it recomputes.
+    ``is_counted``: not estimated."""
+
+    kept: float
+    at_once: float
+    is_counted: bool
+
+    def nbytes(self, tokens: int) -> int:
+        """Counts the bytes of a forward over so many tokens."""
+        return int((self.kept + self.at_once) * tokens)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The forwards and backwards of a rank's step, of ``samples`` each. ``left_nbytes``: of the
+    device, beside what they save on paper; None: that is in no budget."""
+
+    samples: int
+    count: int
+    length: int
+    recomputes: bool
+    saved_nbytes: int
+    left_nbytes: int | None = None
+    room_nbytes: int | None = None  # of this machine, beside the state; None: unknown
+
+    @property
+    def said(self) -> str:
+        """What is saved, and of which tokens."""
+        how = "every block recomputed" if self.recomputes else "nothing recomputed"
+        return (
+            f"{format_nbytes(self.saved_nbytes)} for the backward of"
+            f" {format_count(self.samples, 'sample')} of {self.length:,} tokens, {how}"
+        )
+
+    @property
+    def line(self) -> str:
+        """The line of a plan."""
+        said = f"forwards save {self.said}"
+        if self.left_nbytes is not None:
+            said += f", which leave {format_nbytes(self.left_nbytes)} of a device to the state"
+        if self.count > 1:
+            said += f"; a step has {self.count} of them, --accumulate {self.count}"
+        if self.room_nbytes is None:
+            return said
+        said += f", beside the state, which leaves {format_nbytes(max(0, self.room_nbytes))}"
+        if self.saved_nbytes <= self.room_nbytes:
+            return said
+        less = "" if self.recomputes else ", --gradient-checkpointing"
+        return f"{said}. They do not fit: use fewer samples{less} or a smaller budget for the state"
+
+    def described(self) -> dict[str, Any]:
+        """Returns all of it as plain data."""
+        return {
+            "micro_batch": self.samples,
+            "micro_batches": self.count,
+            "device_memory": self.left_nbytes,
+            "activations": {"nbytes": self.saved_nbytes, "line": self.line},
+        }
+
+
+def saved_on_paper(model: Any, *, recomputes: bool) -> SavedByForwards:
+    """Counts what the forwards of a whole model on meta save, in a child."""
+    from .on_paper import in_children, shard_on_paper
+
+    def work() -> SavedByForwards:
+        paper = shard_on_paper(model, 1)
+        kept = paper.saved_of(range(len(paper.chain.layers)), recomputes=recomputes)
+        return SavedByForwards(*kept, paper.layer.is_counted)
+
+    return in_children([work], 1)[0]
+
+
+def pass_of(job: Any) -> Passes:
+    """Returns a step of one pass."""
+    batch = job.batch
+    return Passes(
+        batch["batch"],
+        1,
+        batch["length"],
+        batch["checkpointing"],
+        job.saved.nbytes(batch["batch"] * batch["length"]),
+    )
+
+
+def pass_here(job: Any, plan: Any) -> Passes:
+    """Returns the one pass of a step on this machine, whose state is as in ``plan``."""
+    import torch
+
+    where = torch.device(job.config.device or "cpu")
+    state = plan.planned_nbytes(Tier.DEVICE)
+    if where.type == "cpu":
+        left: int | None = limits.memory_left()
+        state += plan.planned_nbytes(Tier.HOST)
+    else:
+        left = CardMemory(where).free_nbytes()
+    is_there = job.config.activations in ("auto", "device") and left is not None
+    return dataclasses.replace(pass_of(job), room_nbytes=left - state if is_there else None)
+
+
+def ways_on_paper(job: Any, lay_out: LayOut) -> Iterator[tuple[Passes, Any, list[Any]]]:
+    """Yields the ways to divide a rank's step into passes after which the state fits, fewest passes
+    first: the passes, the plan and its units. Raises CapacityError if there is none."""
+    found, whole = False, pass_of(job)
+    sizes = [each for each in range(1, whole.samples + 1) if whole.samples % each == 0]
+    for samples in reversed(sizes):
+        saved = job.saved.nbytes(samples * whole.length)
+        is_last = samples == 1 and not found
+        left = int(job.config.device_memory) - saved
+        if left <= 0 and not is_last:
+            continue
+        try:
+            with _quietly():  # a choice that is only tried
+                plan, units = lay_out(saved, is_last)
+        except CapacityError:
+            if is_last:
+                raise
+            continue
+        found = True
+        passes = dataclasses.replace(whole, samples=samples, count=whole.samples // samples)
+        yield dataclasses.replace(passes, saved_nbytes=saved, left_nbytes=left), plan, units
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+class SavedOnPaper(Extension):
+    """Counts in a plan on paper what the forwards save."""
+
+    @classmethod
+    def terms(cls, config: Any, units: Sequence[Any], device: Any) -> Iterator[Term]:
+        """Yields the bytes that a device on paper has for them."""
+        yield Term(Tier.DEVICE, SAVED, getattr(device, "saved_nbytes", 0))
