@@ -538,6 +538,7 @@ def _watching(
             out = job.args.out and os.path.realpath(job.args.out)
             said = {"fixed_values": job.fixed_values, "steps": job.args.steps, "out": out}
             said |= {"loss_before": job.loss_before, "words": job.args.words}
+            said |= {"data_ranks": job.ranks.count}
             return {"args": {}, "attributes": said}
 
     Watching.__name__ = NOTED

@@ -149,7 +149,7 @@ def _run(args: argparse.Namespace, ranks: Ranks, sizes: dict[str, int] | None) -
         tell_loop(args, console.print)
     config = engine_config(settings)
     ranks.join(make_mesh(sizes, config.device))
-    if args.resume and args.method is None:
+    if args.resume:
         _divide_steps(args, ranks, console)
     if axes_of(ranks.mesh):
         model_config = read_model_config(args.model, trust=args.trust_remote_code)

@@ -2,6 +2,7 @@
 that was left alone.
 
     python tests/support/campaigns/strikes.py [--launcher torchrun|slurm|ray] [--strikes 10]
+        [--only "the time is over"]
 
 strike      a signal to a process of the job, its disk filled up, or the loss of its machine
 return      the first step that a process started after the strike has ended
@@ -265,10 +266,18 @@ def wait_until(is_so: Callable[[], bool], seconds: float) -> None:
 
 
 def strike(
-    folder: Path, *, launcher: str, strikes: int, seed: int, jobs: int = 1, steps: int = 240
+    folder: Path,
+    *,
+    launcher: str,
+    strikes: int,
+    seed: int,
+    jobs: int = 1,
+    steps: int = 240,
+    only: str | None = None,
 ) -> dict[str, Any]:
     """Strikes ``jobs`` jobs at once, ``strikes`` times in all. Returns the seconds of each return,
-    by the kind of its strike. Raises AssertionError for a bit that differs."""
+    by the kind of its strike. ``only``: the one kind; None: all in turns. Raises AssertionError for
+    a bit that differs."""
     rng = random.Random(seed)
     runs = LAUNCHERS[launcher](folder)
     seconds: dict[str, list[float]] = {}
@@ -285,6 +294,9 @@ def strike(
             runs.start(job)
         kinds = strikes_of(runs, rng)
         names = [*kinds, *(["the disk is full"] if all(fills) else [])]
+        if only is not None:
+            assert only in names, f"{only!r} is none of {names}"
+            names = [only]
         for job in struck:
             wait_until(lambda job=job: runs.is_done(job) or bool(job.steps()), RETURN_SECONDS)
         for number in range(strikes // jobs):
@@ -332,6 +344,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", metavar="KIND", help="of a strike, as in the table")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(strike(Path(folder), **vars(args)), indent=1))

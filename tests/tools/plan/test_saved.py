@@ -1,4 +1,4 @@
-"""What forwards save beside the state: beside passes that run, and the room that the engine gets."""
+"""What forwards save beside the state: as passes that run do, and the room that engines get."""
 
 from __future__ import annotations
 

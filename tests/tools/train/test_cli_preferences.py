@@ -13,6 +13,7 @@ import math
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ from ranks import run_torchrun
 from safetensors.torch import load_file
 
 import infinity.tools.cli
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, UsageError
 from infinity.tools.train import preferences
 from infinity.tools.train.example_files import find_examples
 from infinity.tools.train.examples import PLAIN_TEMPLATE
@@ -991,3 +992,43 @@ def test_two_ranks_learn_what_one_learns_of_the_same_samples(base, tmp_path, mon
     one, two, half = (tensors(Path(name)) for name in ("one", "two", "half"))
     assert all(torch.allclose(one[name], value, atol=1e-6) for name, value in two.items())
     assert not all(torch.allclose(half[name], value, atol=1e-6) for name, value in two.items())
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_with_another_number_of_ranks(base, train, tmp_path, monkeypatch):
+    """Method: interrupted on one rank after two of four steps, and continued on two with the same
+    options: the samples of each step stay. Twin: the weights that were saved are not those of the
+    end."""
+    monkeypatch.chdir(tmp_path)
+    save_rows(tmp_path / "data.jsonl", PAIRED + PAIRED[:3])
+    words = ["--method", "dpo", "--data", "data.jsonl", *SAID, "--steps", "4"]
+    words += ["--params", "host", "--optimizer", "host"]
+    assert train(*words, "--out", "whole")[0] == 0
+    saving = [*words, "--checkpoint", "saved", "--out", "tuned", "--resume"]
+    with pytest.MonkeyPatch.context() as patch:
+        stop_after(patch, 2)
+        assert train(*saving)[0] == 128 + signal.SIGTERM
+    half = tensors(Path("saved/checkpoint-2"))
+    done = run_torchrun(2, ["-m", "infinity", "train", "--model", str(base), *saving])
+    assert done.returncode == 0, done.stderr
+    assert "2 ranks in place of 1: --accumulate 1 keeps" in done.stdout
+    whole, tuned = tensors(Path("whole")), tensors(Path("tuned"))
+    assert all(torch.allclose(whole[name], value, atol=1e-6) for name, value in tuned.items())
+    assert not all(torch.allclose(half[name], value, atol=1e-6) for name, value in tuned.items())
+
+
+def test_ranks_that_do_not_divide_a_step_are_refused_with_both_numbers(monkeypatch):
+    """Method: a checkpoint of four ranks with six micro-batches a step. Twin: ranks that do."""
+    from infinity.tools.train import train as command
+
+    saved = {"data_ranks": 4, "fixed_values": {"accumulate": 6}}
+    monkeypatch.setattr(command, "saved_extra", lambda checkpoint: saved)
+    args = SimpleNamespace(checkpoint=Path("saved"), accumulate=1)
+    lines: list[str] = []
+    console = SimpleNamespace(print=lines.append)
+    with pytest.raises(UsageError, match="6 micro-batches, which 5 ranks .* on 4 ranks"):
+        command._divide_steps(args, SimpleNamespace(data_count=5), console)
+    command._divide_steps(args, SimpleNamespace(data_count=3), console)
+    assert args.accumulate == 2 and lines == [
+        "3 ranks in place of 4: --accumulate 2 keeps the samples of a step"
+    ]
