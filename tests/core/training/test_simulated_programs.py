@@ -82,7 +82,8 @@ def test_programs_that_failed_once_do_not_fail_again(tmp_path):
 @pytest.mark.parametrize("plant", PLANTS)
 def test_planted_faults_are_found_and_shrunk(plant, tmp_path):
     """Twins of the programs above."""
-    options = ("--seed", 1, "--programs", 400, "--tries", 120, "--plant", plant)
+    tries = 40 if "wait" in plant else 120  # of which each waits
+    options = ("--seed", 1, "--programs", 400, "--tries", tries, "--plant", plant)
     _, failed, said = simulated(tmp_path, *options, seconds=1100, INFINITY_SIM_SECONDS="15")
     assert failed and len(failed[0]["actions"]) <= MOST_ACTIONS, said
     assert "replay: make sim SEED=" in said and "short:  make sim PROGRAM=" in said

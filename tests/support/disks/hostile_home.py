@@ -154,9 +154,16 @@ class Turns(seams.Extension):
             elif (other := self._spaces.pop(array, None)) is None:  # it was made in memory
                 other = store.space.allocate(array.nbytes, NAME, None)
             moves.append((array, other, self._copy(array, other)))
-        for array, other, ticket in moves:
-            if ticket is not None:
-                ticket.wait()
+        failed: list[StorageError] = []
+        for *_, ticket in moves:  # all of them: a transfer that runs on would use freed memory
+            try:
+                if ticket is not None:
+                    ticket.wait()
+            except StorageError as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
+        for array, other, _ in moves:
             other.extent.version = array.extent.version
             change_places(array, other, store)
             if other.flat is None:
