@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from ...errors import ConfigError
 from ...untrusted import printable, read_table
 from ..cli.values import a_path, columns, parse_seconds
 from .fleet import (
+    EQUAL,
     POLICIES,
     Allocation,
     Finish,
@@ -49,19 +50,38 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the allocation, its first rounds, and the predicted ends."""
+    """Prints the allocation beside its baseline, its first rounds, and the predicted ends."""
     fleet = read_fleet(args.jobs)
     allocation = allocate(fleet, args.policy)
-    ends = finish_times(fleet, args.policy)
+    ends, equal = finish_times(fleet, args.policy), finish_times(fleet, EQUAL)
     rounds = Rounds(fleet, allocation.shares)
     first = [rounds.next() for _ in range(TRIED_ROUNDS)][:ROUNDS]
+    rates = (fleet.rates * allocation.shares).sum(axis=1)
     if args.json:
-        report = _report(args.policy, fleet, allocation, ends, first)
-        print(json.dumps(report | {"received": rounds.received.tolist()}))
-    else:
-        lines = _lines(args.policy, fleet, allocation, ends, first)
-        lines += _short(fleet, allocation.shares, rounds.received)
-        print(printable("\n".join(lines)))
+        jobs = {
+            name: {
+                "shares": dict(zip(fleet.workers, map(float, shares))),
+                "steps_per_second": float(rate),
+                "finish_seconds": ends[name].seconds,
+                "equal_finish_seconds": equal[name].seconds,
+                "dollars": ends[name].dollars,
+            }
+            for name, shares, rate in zip(fleet.jobs, allocation.shares, rates)
+        }
+        report = {"policy": args.policy, "objective": float(allocation.objective), "jobs": jobs}
+        print(json.dumps(report | {"rounds": first, "received": rounds.received.tolist()}))
+        return 0
+    table = [("job", *fleet.workers, "steps/s", "ends after", "if equal", "dollars")]
+    for name, shares, rate in zip(fleet.jobs, allocation.shares, rates):
+        dollars = "-" if ends[name].dollars is None else f"{ends[name].dollars:,.2f}"
+        hours = _hours(ends[name].seconds), _hours(equal[name].seconds)
+        table.append((name, *(f"{share:.1%}" for share in shares), f"{rate:.4g}", *hours, dollars))
+    shown = [("round", *fleet.workers)]
+    for number, runs in enumerate(first, start=1):
+        shown.append((str(number), *(", ".join(names) or "-" for names in runs.values())))
+    lines = [_headline(args.policy, fleet, allocation, ends), "", *columns(table), ""]
+    lines += [*_beside(ends, equal), "", *columns(shown)]
+    print(printable("\n".join(lines + _short(fleet, allocation.shares, rounds.received))))
     return 0
 
 
@@ -103,61 +123,29 @@ def _check_keys(
         raise ConfigError(f"{where}: {needed} is missing")
 
 
-def _report(
-    policy: str,
-    fleet: Fleet,
-    allocation: Allocation,
-    ends: dict[str, Finish],
-    rounds: list[dict[str, list[str]]],
-) -> dict[str, Any]:
-    return {
-        "policy": policy,
-        "objective": float(allocation.objective),
-        "jobs": {
-            name: {
-                "shares": dict(zip(fleet.workers, map(float, shares))),
-                "steps_per_second": float(rate),
-                "finish_seconds": ends[name].seconds,
-                "dollars": ends[name].dollars,
-            }
-            for name, shares, rate in zip(fleet.jobs, allocation.shares, _rates(fleet, allocation))
-        },
-        "rounds": rounds,
-    }
-
-
-def _rates(fleet: Fleet, allocation: Allocation) -> Any:
-    return (fleet.rates * allocation.shares).sum(axis=1)
-
-
-def _lines(
-    policy: str,
-    fleet: Fleet,
-    allocation: Allocation,
-    ends: dict[str, Finish],
-    rounds: list[dict[str, list[str]]],
-) -> list[str]:
-    least = f"every job gets at least {float(allocation.objective):.4g} times its equal share"
-    if any(job.weight != 1 for job in fleet.jobs.values()):
-        least += ", times its weight"
-    if any(job.gpus != 1 for job in fleet.jobs.values()):
-        least += ", divided by its GPUs"
-    told = {
-        "max-min": least,
+def _headline(policy: str, fleet: Fleet, allocation: Allocation, ends: dict[str, Finish]) -> str:
+    if policy == "cheapest":
+        return "cheapest: the most steps for a dollar"
+    if policy == "makespan":
         # Of the table: shares are found anew when a job ends, so the last one ends earlier
-        "makespan": f"the last job ends after {_hours(max(end.seconds for end in ends.values()))}",
-        "cheapest": "the most steps for a dollar",
-    }[policy]
-    table = [("job", *fleet.workers, "steps/s", "ends after", "dollars")]
-    for name, shares, rate in zip(fleet.jobs, allocation.shares, _rates(fleet, allocation)):
-        end = ends[name]
-        dollars = "-" if end.dollars is None else f"{end.dollars:,.2f}"
-        of_kinds = (f"{share:.1%}" for share in shares)
-        table.append((name, *of_kinds, f"{rate:.4g}", _hours(end.seconds), dollars))
-    first = [("round", *fleet.workers)]
-    for number, runs in enumerate(rounds, start=1):
-        first.append((str(number), *(", ".join(names) or "-" for names in runs.values())))
-    return [f"{policy}: {told}", "", *columns(table), "", *columns(first)]
+        last = max(end.seconds for end in ends.values())
+        return f"makespan: the last job ends after {_hours(last)}"
+    text = f"max-min: every job gets at least {allocation.objective:.4g} times its equal share"
+    if any(job.weight != 1 for job in fleet.jobs.values()):
+        text += ", times its weight"
+    if any(job.gpus != 1 for job in fleet.jobs.values()):
+        text += ", divided by its GPUs"
+    return text
+
+
+def _beside(ends: dict[str, Finish], equal: dict[str, Finish]) -> Iterator[str]:
+    """Compares with the baseline, in which each job gets an equal part of every kind."""
+    for what, of in (("mean", lambda each: sum(each) / len(each)), ("last", max)):
+        ours, theirs = (of([end.seconds for end in each.values()]) for each in (ends, equal))
+        yield (
+            f"{what} end: {_hours(ours)}; if every job had an equal part of each kind:"
+            f" {_hours(theirs)}, {theirs / ours:.2f} times"
+        )
 
 
 def _short(fleet: Fleet, shares: np.ndarray, received: np.ndarray) -> list[str]:

@@ -9,7 +9,8 @@ equal share  of a job: its rate if every kind were divided equally over the jobs
 Policies (Narayanan et al., "Heterogeneity-Aware Cluster Scheduling Policies for Deep Learning
 Workloads", OSDI 2020): ``max-min`` raises the least rate beside its equal share, ``makespan`` ends
 the last job as early as possible, ``cheapest`` makes the most steps for a dollar. All meet the
-deadlines. What the first two leave over goes to the jobs that gain most by it.
+deadlines. What the first two leave over goes to the jobs that gain most by it. ``equal`` is the
+baseline that knows no kinds: every job gets an equal part of each.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import numpy as np
 
 from ...errors import ConfigError, InternalError
 
-POLICIES = ("max-min", "makespan", "cheapest")
+POLICIES, EQUAL = ("max-min", "makespan", "cheapest"), "equal"
 NEEDED = "pip install 'infinity-engine[plan]'"
 MOST = 1e15  # of a number in a fleet: more is a typo
 SLACK = 1e-7  # of two ends that are one, and of a share that is none
@@ -142,15 +143,19 @@ class Allocation:
 
 
 def allocate(fleet: Fleet, policy: str) -> Allocation:
-    """Allocates the workers by a policy of :data:`POLICIES`.
+    """Allocates the workers by a policy of :data:`POLICIES`, or by :data:`EQUAL`, which knows no
+    deadlines.
 
     Raises ConfigError for deadlines that cannot be met, with the jobs and their rates; for
     ``cheapest`` without a price; and if scipy is missing.
     """
+    if policy == EQUAL:
+        shares = fleet.counts / (len(fleet.jobs) * fleet.gpus[:, None])
+        return Allocation(1.0, shares / np.maximum(1.0, shares.sum(axis=1, keepdims=True)))
     if policy == "cheapest":
         gain = fleet.rates / (fleet.gpus[:, None] * _prices(fleet))
-        shares, objective = _most(fleet, gain)
-        return Allocation(objective, shares)
+        shares, _ = _most(fleet, gain, 0.0)
+        return Allocation(float((gain * shares).sum()), shares)
     if policy == "max-min":
         weights = np.array([job.weight for job in fleet.jobs.values()])
         unit = fleet.equal_shares * weights / fleet.gpus
@@ -159,8 +164,8 @@ def allocate(fleet: Fleet, policy: str) -> Allocation:
     else:
         raise ConfigError(f"policy={policy!r} is not one of {', '.join(POLICIES)}")
     gain = fleet.rates / unit[:, None]
-    _, least = _most(fleet, gain, least_of_all=True)
-    shares, _ = _most(fleet, gain, floor=least * (1 - SECOND_SLACK))
+    _, least = _most(fleet, gain, None)
+    shares, _ = _most(fleet, gain, least * (1 - SECOND_SLACK))
     return Allocation(1.0 / least if policy == "makespan" else least, shares)
 
 
@@ -172,121 +177,51 @@ def _prices(fleet: Fleet) -> np.ndarray:
     return np.array([workers.dollars_per_hour for workers in fleet.workers.values()])
 
 
-def _most(
-    fleet: Fleet, gain: np.ndarray, *, least_of_all: bool = False, floor: float | None = None
-) -> tuple[np.ndarray, float]:
-    """Returns the shares with the greatest sum of ``gain`` times share, and that sum; with
-    ``least_of_all`` the greatest least one of a job. ``floor``: of every job's."""
-    programme = _Programme(fleet, 1)
-    programme.keep_deadlines()
-    most = gain.max(axis=1)  # of each job: rows and objective are about 1
-    scale = most.min() if least_of_all else most.max()
-    cost = np.append(-gain.ravel() / scale, 0.0)
-    if least_of_all:
-        cost = np.append(np.zeros(gain.size), -1.0)
-        place = np.zeros(len(gain), dtype=int)
-        programme.keep(-gain / most[:, None], 0.0, also=place, weight=scale / most)
-    if floor is not None:
-        programme.keep(-gain / most[:, None], -floor / most)
-    solved = programme.solve(cost, np.array([np.inf if least_of_all else 0.0]))
-    if solved is None:
-        raise _missed(fleet)
-    shares = solved[:-1].reshape(gain.shape).clip(0.0, 1.0) + 0.0  # no -0.0
-    return shares, -float(cost @ solved * scale)
-
-
-def _missed(fleet: Fleet) -> ConfigError:
-    """Makes the error for deadlines that cannot be met: of the allocation that misses least."""
-    names = [name for name, job in fleet.jobs.items() if job.deadline is not None]
-    programme = _Programme(fleet, len(names))
-    programme.keep_deadlines(missing=np.arange(len(names)))
-    cost = np.append(np.zeros(fleet.rates.size), np.ones(len(names)))
-    solved = programme.solve(cost, np.ones(len(names)))
-    if solved is None or not names:
-        raise InternalError("a fleet's workers could not be allocated even without deadlines")
-    told = []
-    for name, part in zip(names, solved[fleet.rates.size :]):
-        if part > 0:
-            needed = fleet.jobs[name].steps / (fleet.jobs[name].deadline or np.inf)
-            told.append(
-                f"jobs.{name} needs {needed:.4g} steps/s and gets {needed * (1 - part):.4g}"
-            )
-    return ConfigError(
-        f"the deadlines cannot be met together: {'; '.join(told)}. Give later deadlines, or more"
-        " workers."
+def _most(fleet: Fleet, gain: np.ndarray, floor: float | None) -> tuple[np.ndarray, float]:
+    """Returns the shares with the greatest sum of ``gain`` times share, of which every job has at
+    least ``floor``, and that least; None: the greatest least that there is."""
+    try:
+        from scipy.optimize import linprog
+    except ImportError as error:
+        raise ConfigError(f"an allocation needs scipy ({error}): {NEEDED}") from None
+    (jobs, kinds), most = gain.shape, gain.max(axis=1)  # so that rows and objective are about 1
+    scale = most.min() if floor is None else most.max()
+    due = np.array([job.steps / (job.deadline or np.inf) for job in fleet.jobs.values()])
+    own = np.kron(np.eye(jobs), np.ones(kinds))  # which shares are a job's
+    needed = due[due > 0]
+    rows = [  # limits of the shares
+        (own, np.ones(jobs)),  # at one place at a time
+        (np.kron(fleet.gpus, np.eye(kinds)), fleet.counts),
+        (
+            -own[due > 0] * fleet.rates.ravel() / needed[:, None],
+            DEADLINE_SLACK - np.ones_like(needed),
+        ),
+        (-own * gain.ravel() / most[:, None], -(floor or 0.0) / most),
+    ]
+    above, limits = (np.concatenate(each) for each in zip(*rows))
+    least = np.zeros(len(above))
+    if floor is None:
+        least[-jobs:] = scale / most
+    found = linprog(
+        np.append(0 * gain, -1.0) if floor is None else np.append(-gain / scale, 0.0),
+        A_ub=np.column_stack([above, least]),
+        b_ub=limits,
+        bounds=[*((0.0, float(rate > 0)) for rate in fleet.rates.ravel()), (0.0, None)],
+        method="highs",
+        options={"primal_feasibility_tolerance": TOLERANCE},
     )
-
-
-class _Programme:
-    """Rows of a linear programme over the shares of a fleet, and ``extra`` values after them. Every
-    allocation keeps: a job is at one place at a time, and the workers of each kind suffice."""
-
-    def __init__(self, fleet: Fleet, extra: int):
-        self._fleet, (jobs, kinds) = fleet, fleet.rates.shape
-        self._width = jobs * kinds + extra
-        self._rows: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []  # columns, rows, values
-        self._limits: list[float] = []
-        self.keep(np.ones((jobs, kinds)), 1.0)
-        of_kinds = np.tile(np.arange(kinds), jobs) + len(self._limits)
-        self._rows.append((np.arange(jobs * kinds), of_kinds, np.repeat(fleet.gpus, kinds)))
-        self._limits += fleet.counts.tolist()
-
-    def keep(
-        self,
-        values: np.ndarray,
-        limit: float | np.ndarray,
-        *,
-        jobs: np.ndarray | None = None,
-        also: np.ndarray | None = None,
-        weight: float | np.ndarray = 1.0,
-    ) -> None:
-        """Adds, for each of the jobs (None: all): its shares times ``values`` [jobs, kinds], plus
-        ``weight`` times the extra value at ``also``, are at most ``limit``."""
-        jobs = np.arange(len(values)) if jobs is None else jobs
-        kinds = values.shape[1]
-        columns = jobs[:, None] * kinds + np.arange(kinds)
-        if also is not None:
-            columns = np.hstack([columns, self._fleet.rates.size + also[:, None]])
-            values = np.column_stack([values, np.broadcast_to(weight, len(jobs))])
-        rows = np.repeat(np.arange(len(jobs)) + len(self._limits), values.shape[1])
-        self._rows.append((columns.ravel(), rows, values.ravel()))
-        self._limits += np.broadcast_to(limit, len(jobs)).tolist()
-
-    def keep_deadlines(self, missing: np.ndarray | None = None) -> None:
-        """Adds the deadlines. ``missing``: the extra value of each, a part of its rate that may be
-        missing."""
-        due = [(at, job) for at, job in enumerate(self._fleet.jobs.values()) if job.deadline]
-        if not due:
-            return
-        jobs = np.array([at for at, _ in due])
-        needed = np.array([job.steps / (job.deadline or np.inf) for _, job in due])
-        parts = self._fleet.rates[jobs] / needed[:, None]
-        self.keep(-parts, DEADLINE_SLACK - 1, jobs=jobs, also=missing, weight=-1.0)
-
-    def solve(self, cost: np.ndarray, highest: np.ndarray) -> np.ndarray | None:
-        """Returns the values of the least ``cost``; None if none keep all limits. ``highest``: of
-        the extra values. Raises ConfigError without scipy."""
-        try:
-            from scipy.optimize import linprog
-            from scipy.sparse import csr_array
-        except ImportError as error:
-            raise ConfigError(f"an allocation needs scipy ({error}): {NEEDED}") from None
-        columns, rows, values = (np.concatenate(each) for each in zip(*self._rows))
-        shape = (len(self._limits), self._width)
-        most = np.append((self._fleet.rates > 0).astype(float), highest)
-        found = linprog(
-            cost,
-            A_ub=csr_array((values, (rows, columns)), shape=shape),
-            b_ub=self._limits,
-            bounds=np.stack([np.zeros_like(most), most], axis=1),
-            method="highs",
-            options={"primal_feasibility_tolerance": TOLERANCE},
+    if found.status == 2 and len(needed):
+        named = [
+            f"jobs.{name} needs {each:.4g} steps/s" for name, each in zip(fleet.jobs, due) if each
+        ]
+        raise ConfigError(
+            f"the deadlines cannot be met together: {', '.join(named)}. Give later deadlines, or"
+            " more workers."
         )
-        if found.status == 2:
-            return None
-        if found.status != 0:
-            raise InternalError(f"the linear programme of a fleet was not solved: {found.message}")
-        return np.asarray(found.x)
+    if found.status != 0:
+        raise InternalError(f"the linear programme of a fleet was not solved: {found.message}")
+    shares = found.x[:-1].reshape(jobs, kinds).clip(0.0, 1.0) + 0.0  # no -0.0
+    return shares, float(found.x[-1] * scale)
 
 
 class Rounds:

@@ -345,9 +345,40 @@ def test_the_headline_is_what_the_table_has(place, capsys):
     assert main(["fleet", "jobs.toml"]) == 0
     assert capsys.readouterr().out.splitlines()[0].endswith("times its equal share")
     assert main(["fleet", "jobs.toml", "--policy", "makespan"]) == 0
-    first, *rest = capsys.readouterr().out.splitlines()
-    ends = [float(end) for end in re.findall(r"([\d.]+) h\b", "\n".join(rest))]
-    assert first.endswith(f"after {max(ends):,.2f} h")
+    first = capsys.readouterr().out.splitlines()[0]
+    jobs = reported(capsys, "fleet", "jobs.toml", "--policy", "makespan")["jobs"]
+    last = max(row["finish_seconds"] for row in jobs.values())
+    assert first.endswith(f"after {last / 3600:,.2f} h")
+
+
+def test_a_baseline_that_knows_no_kinds_is_beside_the_allocation(place, capsys):
+    """By hand: one job is ten times slower on the second GPU, and gets the first. With halves of
+    both it makes 0.55 steps a second. Twin: GPUs that are alike, of which nothing is gained."""
+    text = """[workers.a]
+count = 1
+[workers.b]
+count = 1
+[jobs.one]
+steps = 100
+rates = { a = 1.0, b = 0.1 }
+[jobs.two]
+steps = 100
+rates = { a = 1.0, b = 1.0 }
+"""
+    for given, theirs, gain in (
+        (text, 100 / 0.55, "1.82"),
+        (text.replace("0.1", "1"), 100, "1.00"),
+    ):
+        (place / "jobs.toml").write_text(given)
+        jobs = reported(capsys, "fleet", "jobs.toml")["jobs"]
+        assert [row["finish_seconds"] for row in jobs.values()] == pytest.approx([100.0] * 2)
+        equal = [row["equal_finish_seconds"] for row in jobs.values()]
+        assert equal == pytest.approx([theirs, 100.0])
+        assert main(["fleet", "jobs.toml"]) == 0
+        assert (
+            f"last end: 0.03 h; if every job had an equal part of each kind: {theirs / 3600:.2f} h,"
+            f" {gain} times"
+        ) in capsys.readouterr().out
 
 
 def test_a_job_of_several_gpus_that_waits_for_them_is_named(place, capsys):

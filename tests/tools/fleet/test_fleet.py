@@ -215,7 +215,7 @@ def test_deadlines_that_cannot_be_met_are_named():
     later deadline is met by all policies."""
     for policy in ("max-min", "makespan", "cheapest"):
         fleet = fleet_of([[1], [1]], (1,), prices=[1.0], deadline=[1500.0, 1500.0])
-        with pytest.raises(ConfigError, match=r"jobs\.j\d needs 0.6667 steps/s and gets 0.3333"):
+        with pytest.raises(ConfigError, match=r"jobs.j0 needs 0.6667 steps/s, jobs.j1 needs"):
             allocate(fleet, policy)
         met = fleet_of([[1], [1]], (1,), prices=[1.0], deadline=[1500.0, 3100.0])
         assert finish_times(met, policy)["j0"].seconds <= 1500 * (1 + 1e-5)
