@@ -7,17 +7,33 @@ import json
 import re
 from typing import Any
 
+from ...errors import ConfigError
+
 HEAD = "# A task of SkyPilot, written by `infinity cost`"
 OFFERS = 3  # in their order: the next one if the first cannot be had
+# Names in SkyPilot 0.14.1, of its CLOUD_REGISTRY
+CLOUDS = frozenset(
+    "aws azure cudo do fluidstack gcp hyperbolic ibm k8s kubernetes lambda mithril nebius oci"
+    " paperspace primeintellect runpod scp seeweb shadeform slurm ssh vast verda vsphere"
+    " yotta".split()
+)
 
 
 def task(found: dict[str, Any]) -> str:
     """Writes the task, for a report of the command. If moves are planned, its first offer is the
-    plan's; each move is another launch, with the offer of its day."""
-    rows, plan = found["offers"], found["plan"]
+    plan's; each move is another launch, with the offer of its day. Offers of clouds that SkyPilot
+    does not have are left out. Raises ConfigError if none has one."""
+    rows, plan = [row for row in found["offers"] if _is_known(row)], found["plan"]
+    others = dict.fromkeys(row["cloud"] for row in found["offers"] if not _is_known(row))
+    if not rows:
+        raise ConfigError(
+            f"--sky: SkyPilot has no cloud of the name {', '.join(others)}. Leave out --sky, or"
+            f" give the price file's clouds their names there: {', '.join(sorted(CLOUDS))}."
+        )
     if plan:
         rows = sorted(rows, key=lambda row: row["name"] != plan["stays"][0]["offer"])
     lines = [f"{HEAD}: `sky jobs launch` takes it."]
+    lines += [f"# Left out, for SkyPilot has no cloud {_quoted(cloud)}." for cloud in others]
     for stay in plan["stays"][1:] if plan else ():
         lines.append(f"# On day {stay['day']} ({stay['time']}) move to {stay['offer']}.")
     nodes = rows[0].get("nodes", 1)
@@ -55,6 +71,10 @@ def _run(nodes: int) -> list[str]:
         '    --master-addr "$(echo "$SKYPILOT_NODE_IPS" | head -n1)" \\',
         f"    -m {job}",
     ]
+
+
+def _is_known(row: dict[str, Any]) -> bool:
+    return row["cloud"].lower() in CLOUDS
 
 
 def _quoted(text: str) -> str:

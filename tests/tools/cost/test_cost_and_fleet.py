@@ -260,6 +260,41 @@ def test_a_task_of_skypilot(place, capsys):
     assert "prices.csv" in refused(capsys, [*COST, "--sky", "prices.csv", "--overwrite"])
 
 
+def test_offers_of_clouds_that_skypilot_lacks_are_left_out_of_its_task(place, capsys, monkeypatch):
+    """One offer of a box at home beside others: the task says that it is left out, and SkyPilot's
+    own parser takes the rest, where it is installed (its catalogues, which are on the net, are not
+    asked). Twins: with the box, it refuses the task; of the box alone, no task is written."""
+    yaml = pytest.importorskip("yaml")
+    prices = (place / "prices.csv").read_text()
+    head = prices.splitlines()[0]
+    box = dict(zip(head.split(","), "box home-1 rig A100 1 on-demand  0.01".split(" ")))
+    row = ",".join(box[column] for column in head.split(","))
+    (place / "prices.csv").write_text(f"{prices.rstrip()}\n{row}\n")
+    assert main([*COST, "--sky", "task.yaml"]) == 0
+    assert "box home-1" in capsys.readouterr().out
+    text = (place / "task.yaml").read_text()
+    assert 'no cloud "box"' in text
+    task = yaml.safe_load(text)
+    infras = [each["infra"] for each in task["resources"]["ordered"]]
+    assert len(infras) == 3 and not any("box" in infra for infra in infras)
+    (place / "prices.csv").write_text(f"{head}\n{row}\n")
+    assert "no cloud of the name box" in refused(capsys, [*COST, "--sky", "none.yaml"])
+    assert not (place / "none.yaml").exists()
+    monkeypatch.setenv("SKYPILOT_DISABLE_USAGE_COLLECTION", "1")
+    monkeypatch.setenv("HOME", str(place))
+    sky = pytest.importorskip("sky", reason="skypilot is not installed")
+    resources = sky.resources.Resources
+    for asks in ("canonicalize_accelerators", "validate_and_set_region_zone"):
+        monkeypatch.setattr(resources, f"_try_{asks}", lambda self: None)
+    for asks in ("instance_type", "cpus_mem"):
+        monkeypatch.setattr(resources, f"_try_validate_{asks}", lambda self: None)
+    taken = [each.infra for each in sky.Task.from_yaml("task.yaml").resources]
+    assert [each.to_str() for each in taken] == infras
+    (place / "twin.yaml").write_text(text.replace(infras[0], "box/home-1"))
+    with pytest.raises(Exception, match="infra"):
+        sky.Task.from_yaml("twin.yaml")
+
+
 @pytest.mark.parametrize(
     ("profile", "options", "named"),
     [
