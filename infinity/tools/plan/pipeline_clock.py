@@ -51,16 +51,6 @@ class ChunkSeconds:
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Sums of gradients of a pipeline without flush, each beside the next batch. A batch begins
-    when the sum of the last but one has ended (Narayanan et al., PipeDream-2BW, 2021, section 3.1).
-    """
-
-    batch: int  # micro-batches
-    seconds: float
-
-
-@dataclass(frozen=True)
 class PipelineRun:
     """One run of a schedule. ``busy``: seconds that each rank computes; ``in_flight``: chunks'
     activations that each rank keeps at most; ``ends``: of each rank's last op."""
@@ -71,22 +61,15 @@ class PipelineRun:
     in_flight: tuple[float, ...]
     ends: tuple[float, ...]
 
-    @property
-    def idle_shares(self) -> list[float]:
-        """Seconds that each rank stands idle, in parts of those that it computes."""
-        return [(self.seconds - busy) / busy if busy else 0.0 for busy in self.busy]
-
 
 def run_orders(
     orders: Orders,
     seconds: Sequence[ChunkSeconds],
     hops: Sequence[float] = (),
-    *,
-    sums: Sums | None = None,
 ) -> PipelineRun:
     """Runs the ``orders`` of all ranks. ``seconds``: of each chunk. ``hops``: seconds from each
-    chunk to the next one; none: 0. ``sums``: of a pipeline without flush."""
-    clock = _Clock(orders, seconds, hops, sums)
+    chunk to the next one; none: 0."""
+    clock = Clock(orders, seconds, hops)
     clock.run()
     owner = {op.chunk: rank for rank, order in enumerate(orders) for op in order}
     return PipelineRun(
@@ -146,23 +129,16 @@ def extrapolated(
     return [b + more * (b - a) for a, b in zip(at(last - step), at(last))]
 
 
-class _Clock:
+class Clock:
     """When each op ends. ``now``: of each rank."""
 
-    def __init__(
-        self,
-        orders: Orders,
-        seconds: Sequence[ChunkSeconds],
-        hops: Sequence[float],
-        sums: Sums | None,
-    ):
-        self._orders, self._seconds, self._sums = orders, seconds, sums
+    def __init__(self, orders: Orders, seconds: Sequence[ChunkSeconds], hops: Sequence[float] = ()):
+        self._orders, self._seconds = orders, seconds
         self._hops = hops or [0.0] * len(seconds)
         self._last = len(seconds) - 1
         self.now = [0.0] * len(orders)
         self._outputs: dict[tuple[int, int], float] = {}  # chunk and micro-batch -> its end
         self._grads: dict[tuple[int, int], float] = {}  # of the gradient of a chunk's input
-        self._summed: list[dict[int, float]] = [{} for _ in orders]  # batch -> end of its sum
 
     def run(self) -> None:
         """Runs all ops. Raises InternalError if ranks wait for each other."""
@@ -172,8 +148,8 @@ class _Clock:
             before = left
             for rank, order in enumerate(self._orders):
                 place = places[rank]
-                while place < len(order) and (ready := self._ready(rank, order[place])) is not None:
-                    self._do(rank, order[place], max(ready, self.now[rank]))
+                while place < len(order) and (ready := self.ready(rank, order[place])) is not None:
+                    self.do(rank, order[place], max(ready, self.now[rank]))
                     place += 1
                 left -= place - places[rank]
                 places[rank] = place
@@ -181,14 +157,12 @@ class _Clock:
                 waiting = [o[at] for o, at in zip(self._orders, places) if at < len(o)]
                 raise InternalError(f"the ranks of a pipeline wait for each other: {waiting}")
 
-    def _ready(self, rank: int, op: Op) -> float | None:
-        """Returns when an op's inputs are there; None: not known yet."""
+    def ready(self, rank: int, op: Op) -> float | None:
+        """Returns when the inputs of an op of ``rank`` are there; None: not known yet."""
         kind, chunk, number = op
         if kind == FORWARD:
-            if chunk:
-                given = self._outputs.get((chunk - 1, number))
-                return None if given is None else given + self._hops[chunk - 1]
-            return self._weights_are_there(rank, number)
+            given = self._outputs.get((chunk - 1, number)) if chunk else 0.0
+            return None if given is None else given + (self._hops[chunk - 1] if chunk else 0.0)
         if kind == WEIGHTS:
             return self._grads.get((chunk, number))
         mine = self._outputs.get((chunk, number))
@@ -197,22 +171,11 @@ class _Clock:
         given = self._grads.get((chunk + 1, number))
         return None if given is None else max(mine, given + self._hops[chunk])
 
-    def _weights_are_there(self, rank: int, number: int) -> float:
-        if self._sums is None or number < 2 * self._sums.batch:
-            return 0.0
-        return self._summed[rank].get(number // self._sums.batch - 2, 0.0)
-
-    def _do(self, rank: int, op: Op, start: float) -> None:
-        if op.kind == FORWARD and op.chunk:  # other stages wait for the sums of their own weights
-            start = max(start, self._weights_are_there(rank, op.number))
+    def do(self, rank: int, op: Op, start: float) -> None:
+        """Ends an op that begins at ``start``."""
         end = start + self._seconds[op.chunk].of(op.kind)
         self.now[rank] = end
         if op.kind == FORWARD:
             self._outputs[op.chunk, op.number] = end
         elif op.kind != WEIGHTS:
             self._grads[op.chunk, op.number] = end
-        if op.kind == BACKWARD and self._sums is not None:
-            batch, place = divmod(op.number, self._sums.batch)
-            if place == self._sums.batch - 1:
-                begin = max(end, self._summed[rank].get(batch - 1, 0.0))
-                self._summed[rank][batch] = begin + self._sums.seconds

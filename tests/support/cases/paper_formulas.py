@@ -17,8 +17,44 @@ from itertools import accumulate
 
 from infinity.errors import ConfigError
 from infinity.tools.plan.mesh_bytes import all_reduce_nbytes
+from infinity.tools.plan.pipeline_clock import (
+    BACKWARD,
+    FORWARD,
+    ChunkSeconds,
+    Clock,
+    Op,
+    Orders,
+    PipelineRun,
+)
 
 ALL_REDUCES, WITH_RECOMPUTATION = 4, 6  # of a layer with tensor parallelism, both directions
+
+
+class ClockOfSums(Clock):
+    """The clock of a pipeline without flush, with sums of gradients over replicas, each beside the
+    next batch of ``batch`` micro-batches. A batch begins when the sum of the last but one has ended
+    (Narayanan et al., PipeDream-2BW, 2021, section 3.1)."""
+
+    def __init__(
+        self, orders: Orders, seconds: Sequence[ChunkSeconds], batch: int, sum_seconds: float
+    ):
+        super().__init__(orders, seconds)
+        self._batch, self._sum_seconds = batch, sum_seconds
+        self._summed: list[dict[int, float]] = [{} for _ in orders]  # batch -> end of its sum
+
+    def do(self, rank: int, op: Op, start: float) -> None:
+        batch, place = divmod(op.number, self._batch)
+        if op.kind == FORWARD:
+            start = max(start, self._summed[rank].get(batch - 2, 0.0))
+        super().do(rank, op, start)
+        if op.kind == BACKWARD and place == self._batch - 1:
+            begin = max(self.now[rank], self._summed[rank].get(batch - 1, 0.0))
+            self._summed[rank][batch] = begin + self._sum_seconds
+
+
+def idle_shares(run: PipelineRun) -> list[float]:
+    """Seconds that each rank stands idle, in parts of those that it computes."""
+    return [(run.seconds - busy) / busy if busy else 0.0 for busy in run.busy]
 
 
 def tensor_nbytes(

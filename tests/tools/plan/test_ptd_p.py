@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import transformers
-from paper_formulas import Transformer, tensor_nbytes
+from paper_formulas import Transformer, idle_shares, tensor_nbytes
 
 from infinity.ext.pipeline.choice import Choice
 from infinity.tools.plan.mesh_bytes import boundary_nbytes, expert_nbytes
@@ -75,8 +75,8 @@ def test_ptd_p_bubbles_of_table_1_are_those_of_the_schedule(row, bubble):
         choice = Choice("1F1B", (1,) * pp, pp, count, "")
         seconds = [ChunkSeconds(1.0, 2.0)] * pp
         run = run_long(lambda n: orders_of(choice, n), count, pp, seconds)
-        assert max(run.idle_shares) == pytest.approx(min(run.idle_shares))
-        return 100 * run.idle_shares[0]
+        assert max(idle_shares(run)) == pytest.approx(min(idle_shares(run)))
+        return 100 * idle_shares(run)[0]
 
     assert share(micro_batches) == pytest.approx(percent, abs=5e-4)
     assert share(micro_batches + 1) != pytest.approx(percent, abs=5e-4)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from paper_formulas import unflushed_nbytes, unflushed_seconds
+from paper_formulas import ClockOfSums, unflushed_nbytes, unflushed_seconds
 
 from infinity.ext.versions_2bw.continuous import order_of
-from infinity.tools.plan.pipeline_clock import BACKWARD, FORWARD, ChunkSeconds, Op, Sums, run_orders
+from infinity.tools.plan.pipeline_clock import BACKWARD, FORWARD, ChunkSeconds, Op
 
 SEED, BATCHES = 20261128, 12
 
@@ -29,7 +29,9 @@ def of_clock(m: int, d: int, t: float, s: float) -> float:
             ]
             for rank in range(d)
         ]
-        return run_orders(orders, [ChunkSeconds(t / 3, 2 * t / 3)] * d, sums=Sums(m, s)).seconds
+        clock = ClockOfSums(orders, [ChunkSeconds(t / 3, 2 * t / 3)] * d, m, s)
+        clock.run()
+        return max(clock.now)
 
     return (until(BATCHES) - until(BATCHES // 2)) / (BATCHES - BATCHES // 2)
 
