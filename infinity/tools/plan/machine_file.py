@@ -21,6 +21,9 @@ FIELDS = {
     "disks": ("count", "capacity", "read", "write"),
     "links": ("device", "host", "network", "latency"),
 }
+# Parts of a whole backward, by torch's functions for both on blocks of Llama: medians on one
+# processor.
+OF_INPUTS, OF_WEIGHTS = 0.58, 0.46
 
 
 FORMAT = Format("machine file", number=1, unnumbered=1)
@@ -50,6 +53,9 @@ class Machine:
     product_flops: float | None = None  # of large matrix products; None: as of blocks, of any size
     device: str = "cuda"  # its kind, as torch calls it
     drive_rating: float | None = None  # bytes that one drive may be written, as its maker says
+    # Parts of a whole backward, if gradients of inputs and of weights are computed apart
+    of_inputs: float = OF_INPUTS
+    of_weights: float = OF_WEIGHTS
 
     @property
     def is_measured(self) -> bool:
@@ -85,6 +91,8 @@ class Machine:
             for part, key in (
                 ("devices", "bandwidth"),
                 ("devices", "products"),
+                ("devices", "inputs"),
+                ("devices", "weights"),
                 ("disks", "rating"),
             )
         }
@@ -93,6 +101,8 @@ class Machine:
             product_flops=values["devices", "flops"] * (optional["devices", "products"] or 0)
             or None,
             drive_rating=optional["disks", "rating"],
+            of_inputs=optional["devices", "inputs"] or OF_INPUTS,
+            of_weights=optional["devices", "weights"] or OF_WEIGHTS,
             name=str(found.get("name", given)),
             devices=int(values["devices", "count"]),
             device_memory=int(values["devices", "memory"]),

@@ -42,9 +42,6 @@ from .pipeline_clock import (
     run_long,
 )
 
-# Parts of a whole backward, by torch's functions for both on blocks of Llama: medians on one
-# processor. The first chunk's inputs have no gradient, and torch computes all with the weights.
-OF_INPUTS, OF_WEIGHTS = 0.58, 0.46
 ARRAYS = {"weights": "weight", "moments": "exp_avg", "gradients": "grad"}
 
 
@@ -115,12 +112,17 @@ class Way:
         return extrapolated(lambda few: at(self._orders(few)), count, step)
 
     def _chunk_seconds(self) -> list[ChunkSeconds]:
-        recomputes, found = self._job.batch.recomputes, []
+        machine, found = self._job.machine, []
         for number, (ahead, back) in enumerate(self._sending):
             forward, backward = self._compute_seconds(number)
-            back += recomputes * forward
-            halves = (OF_INPUTS, OF_WEIGHTS) if number else (0.0, 1.0)
-            found.append(ChunkSeconds(forward + ahead, backward + back, *halves))
+            back += self._job.batch.recomputes * forward
+            # What runs again, and what is summed over tp, is of the inputs' half. The first chunk's
+            # inputs have no gradient, and torch computes all with the weights.
+            whole, halves = backward + back, (0.0, 1.0)
+            if number and whole:
+                inputs, weights = machine.of_inputs * backward, machine.of_weights * backward
+                halves = (inputs + back) / whole, weights / whole
+            found.append(ChunkSeconds(forward + ahead, whole, *halves))
         return found
 
     def _compute_seconds(self, number: int) -> tuple[float, float]:

@@ -9,6 +9,7 @@ trial   a forward and a backward of one layer on meta: what it saves for the bac
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import multiprocessing
 import multiprocessing.connection
@@ -38,6 +39,8 @@ from .work import TOKENS, CountingWork, Work
 T = TypeVar("T")
 _to_parent: list[Connection] = []  # of a child
 EXCHANGES = 2  # all-to-alls of a layer of experts: to them and back
+ADDING = 3  # times a gradient's bytes: it is read, and its sum is read and written
+FUSED = ("sdpa", "flash", "flex", "kernels")  # attention of these names keeps no scores
 SAVED_WIDTHS, OF_PARTS = 10, 24  # bytes of 2 a token and width: whole, and of the parts
 
 
@@ -274,7 +277,8 @@ def _try(chain: Chain, layers: range, tp: int) -> Trial:
 
     forward, backward = CountingSends(tp), CountingSends(tp)
     config = chain.model.config.get_text_config()
-    scores = getattr(config, "_attn_implementation", None) == "eager"
+    how = getattr(config, "_attn_implementation", None) or "sdpa"
+    scores = not how.startswith(FUSED)
     ahead, back = CountingWork(scores=scores), CountingWork(scores=scores)
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
     with forward, ahead, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
@@ -285,7 +289,10 @@ def _try(chain: Chain, layers: range, tp: int) -> Trial:
             output = nn.functional.cross_entropy(output.flatten(0, 1).float(), labels)
     with backward, back:
         output.backward(torch.empty_like(output))
+    added = 0
     for param in chunk.parameters():
+        if param.grad is not None:
+            added += ADDING * local_of(param.grad).nbytes
         param.grad = None
     kept = sum(nbytes for key, (nbytes, _) in saved.items() if key not in weights)
     return Trial(
@@ -295,7 +302,7 @@ def _try(chain: Chain, layers: range, tp: int) -> Trial:
         forward_messages=forward.messages,
         backward_messages=backward.messages,
         forward_work=ahead.work,
-        backward_work=back.work,
+        backward_work=dataclasses.replace(back.work, added=added),
     )
 
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
 
 from ...core.machine import limits, scratch
 from ...errors import ConfigError
@@ -10,6 +14,7 @@ from .machine_file import Machine
 
 NETWORK, LATENCY = 1.25e9, 30e-6  # assumed: 10 Gb/s of Ethernet
 PROBE_NBYTES = 64 << 20
+BLOCKS, WIDTH, HEADS, TOKENS, ROUNDS = 4, 512, 8, 512, 5  # of the halves of a backward
 
 
 def measured_machine(nvme_paths: list[str], dtype: str) -> Machine:
@@ -33,6 +38,7 @@ def measured_machine(nvme_paths: list[str], dtype: str) -> Machine:
     memory = limits.memory_left()
     disk = os.statvfs(folders[0])
     host_link = _copy_rate(where) if has_gpu else rates.memory / 2
+    of_inputs, of_weights = measured_halves(where, getattr(torch, dtype))
     return Machine(
         name="this machine",
         devices=torch.accelerator.device_count() if has_gpu else 1,
@@ -51,13 +57,68 @@ def measured_machine(nvme_paths: list[str], dtype: str) -> Machine:
         latency=LATENCY,
         sources=(
             f"measured now on this machine: memory, copies, checksums of one thread, products of"
-            f" {dtype} on {where}, and the disk of {folders[0]}",
+            f" {dtype} on {where}, the halves of a backward ({of_inputs:.2f} for inputs,"
+            f" {of_weights:.2f} for weights), and the disk of {folders[0]}",
             "assumed: devices reach each other through the host, and nodes at 10 Gb/s in 30 us",
             *(() if has_gpu else ("no GPU is here: the processor has half of the memory as one",)),
         ),
         device=torch.device(where).type,
         device_bandwidth=rates.device_memory or rates.memory,
+        of_inputs=of_inputs,
+        of_weights=of_weights,
     )
+
+
+def measured_halves(where: str, dtype: Any) -> tuple[float, float]:
+    """Measures what gradients of inputs, and of weights, take alone, in parts of a whole backward:
+    medians over a transformer's blocks, by torch's functions."""
+    import torch
+    from torch import nn
+
+    from ...ext.pipeline.schedules import stage_backward_input, stage_backward_weight
+
+    blocks = nn.Sequential(
+        *(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.0, nn.functional.gelu)
+            for _ in range(BLOCKS)
+        )
+    ).to(where, dtype)
+    taken = []
+    for _ in range(ROUNDS + 1):
+        given = torch.randn(TOKENS, 1, WIDTH, device=where, dtype=dtype, requires_grad=True)
+
+        def forward(given: Any = given) -> Any:
+            blocks.zero_grad()
+            return blocks(given).sum()
+
+        whole = _seconds(forward().backward, where)
+        outputs, groups = forward(), list[Any]()
+        inputs = _seconds(
+            lambda outputs=outputs, groups=groups, given=given: groups.extend(
+                stage_backward_input([outputs], None, [given], blocks.parameters())[1]
+            ),
+            where,
+        )
+        weights = _seconds(
+            lambda groups=groups: stage_backward_weight(blocks.parameters(), groups), where
+        )
+        taken.append((whole, inputs, weights))
+    whole, inputs, weights = (statistics.median(each) for each in zip(*taken[1:]))
+    return inputs / whole, weights / whole
+
+
+def _seconds(work: Callable[[], Any], where: str) -> float:
+    import torch
+
+    def settle() -> None:
+        if where != "cpu":
+            torch.accelerator.synchronize()
+
+    settle()
+    start = time.perf_counter()
+    work()
+    settle()
+    return time.perf_counter() - start
 
 
 def _device_nbytes() -> int:

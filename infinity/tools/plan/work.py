@@ -40,11 +40,13 @@ def product_seconds(
 @dataclass(frozen=True)
 class Work:
     """Operations of a part of a model: how often each product is computed, as (count, m, n, k), the
-    bytes touched a token, and those scored a pair of tokens."""
+    bytes touched a token, those scored a pair of tokens, and those ``added`` a micro-batch: its
+    gradients, to the sum of the earlier ones."""
 
     products: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
     touched: float = 0.0
     scored: float = 0.0
+    added: float = 0.0
 
     def plus(self, other: Work, times: int = 1) -> Work:
         """Adds ``other``, ``times`` over."""
@@ -52,12 +54,16 @@ class Work:
         for sizes, count in other.products.items():
             found[sizes] += times * count
         scored = self.scored + times * other.scored
-        return Work(found, self.touched + times * other.touched, scored)
+        touched, added = (
+            getattr(self, name) + times * getattr(other, name) for name in ("touched", "added")
+        )
+        return Work(found, touched, scored, added)
 
     def seconds(self, samples: int, length: int, *, flops: float, bandwidth: float) -> float:
         """Computes the seconds for a micro-batch of ``samples`` with ``length`` tokens each."""
         rates = {"flops": flops, "bandwidth": bandwidth}
-        found = (self.touched + self.scored * length) * samples * length / bandwidth
+        touched = (self.touched + self.scored * length) * samples * length
+        found = (touched + self.added) / bandwidth
         for (count, *sizes), times in self.products.items():
             of_samples = sizes.count(TOKENS) > 1
             tokens = length if of_samples else samples * length

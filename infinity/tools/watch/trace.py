@@ -200,15 +200,17 @@ def length(intervals: Iterable[Interval]) -> float:
 
 def _print(found: dict[str, Any]) -> None:
     print(f"{format_count(found['steps'], 'step')}, {format_seconds(found['seconds'])}")
-    print(f"{'lane':<14}{'events':>8}{'busy':>11}{'share':>8}{'under compute':>15}")
+    idle = found["idle_while_ready"]
+    head = f"{'lane':<14}{'events':>8}{'busy':>11}{'share':>8}{'under compute':>15}"
+    print(f"{head}{'idle while ready':>18}")
     for lane, of_lane in found["lanes"].items():
+        share = f"{idle['lanes'][lane]:.1%}" if lane in idle["lanes"] else "-"
         print(
             f"{printable(lane):<14}{of_lane['events']:>8}{of_lane['busy_seconds']:>9.3f}"
-            f" s{of_lane['share']:>8.0%}{of_lane['under_compute']:>15.0%}"
+            f" s{of_lane['share']:>8.0%}{of_lane['under_compute']:>15.0%}{share:>18}"
         )
     for name, seconds in found["waited_for"].items():
         print(f"waited {format_seconds(seconds)} for {printable(name)}")
-    idle = found["idle_while_ready"]
     if (worst := idle["worst"]) is None:
         print("each lane ran as soon as it could")
         return

@@ -11,7 +11,13 @@ import pytest
 
 from infinity.errors import ConfigError
 from infinity.tools.plan.endurance import Endurance
-from infinity.tools.plan.machine_file import Machine, known_machines
+from infinity.tools.plan.machine_file import (
+    MACHINES,
+    OF_INPUTS,
+    OF_WEIGHTS,
+    Machine,
+    known_machines,
+)
 from infinity.tools.plan.mesh_choice import count_gathers
 from infinity.tools.plan.mesh_shape import AXES, MeshShape, meshes_of, parse_mesh
 
@@ -222,3 +228,28 @@ def test_machine_files_name_a_rating_and_their_sources():
     several = [Machine.read(name) for name in known_machines()]
     assert sum(machine.devices > 1 for machine in several) >= 6
     assert all(machine.drive_rating and machine.sources for machine in several)
+
+
+def test_halves_of_a_backward_are_measured_or_of_the_machine_file(tmp_path, monkeypatch):
+    """Method: torch's two functions run on real blocks, with seconds that are given. Twins: a file
+    without halves, and one with a half of no size."""
+    import torch
+
+    from infinity.tools.plan import plan_measured
+
+    text = (MACHINES / "dgx2.toml").read_text()
+    path = tmp_path / "mine.toml"
+    path.write_text(text.replace("[devices]\n", "[devices]\ninputs = 0.7\nweights = 0.4\n"))
+    given, plain = Machine.read(str(path)), Machine.read("dgx2")
+    assert (given.of_inputs, given.of_weights) == (0.7, 0.4)
+    assert (plain.of_inputs, plain.of_weights) == (OF_INPUTS, OF_WEIGHTS)
+    path.write_text(text.replace("[devices]\n", "[devices]\ninputs = 0\n"))
+    with pytest.raises(ConfigError, match="inputs"):
+        Machine.read(str(path))
+
+    seconds = itertools.cycle([2.0, 1.2, 0.8])
+    monkeypatch.setattr(plan_measured, "_seconds", lambda work, where: (work(), next(seconds))[1])
+    for name, size in (("WIDTH", 16), ("HEADS", 2), ("TOKENS", 4), ("BLOCKS", 2)):
+        monkeypatch.setattr(plan_measured, name, size)
+    measured = plan_measured.measured_halves("cpu", torch.float32)
+    assert measured == pytest.approx((0.6, 0.4))

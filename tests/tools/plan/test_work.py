@@ -30,8 +30,13 @@ PRODUCTS_OF_H100 = [
     (2048, 1024, 2048, 523.3),
     (1024, 2048, 2048, 524.3),
 ]
+DROPOUT = 0.1  # Megatron-LM's default
 # Row of table 1 of PTD-P -> layers, width, heads, tp, pp, GPUs, batch, and share of 312 TFLOP/s
 PTD_P = {
+    1: (24, 2304, 24, 1, 1, 32, 512, 0.44),
+    2: (30, 3072, 32, 2, 1, 64, 512, 0.44),
+    3: (36, 4096, 32, 4, 1, 128, 512, 0.46),
+    4: (40, 6144, 48, 8, 1, 256, 1024, 0.43),
     5: (48, 8192, 64, 8, 2, 512, 1536, 0.44),
     6: (60, 10240, 80, 8, 4, 1024, 1792, 0.45),
     7: (80, 12288, 96, 8, 8, 1536, 2304, 0.47),
@@ -68,6 +73,8 @@ def test_work_is_counted_and_grows_with_its_tokens():
     assert work.touched == 2 * 32 * 4 and work.scored == 0.0
     rates = {"flops": 1e12, "bandwidth": 1e11}
     one, two = (Work(work.products).seconds(n, 64, **rates) for n in (1, 2))
+    added = Work(work.products, added=3e6)  # gradients, to those of earlier micro-batches
+    assert added.seconds(2, 64, **rates) == pytest.approx(two + 3e6 / 1e11)
     by_hand = [
         product_seconds(1, 128, 32, 16, **rates),
         product_seconds(2, 64, 64, 32, **rates),
@@ -79,7 +86,15 @@ def test_work_is_counted_and_grows_with_its_tokens():
     )
 
 
-def planned(make, machine: Machine, mesh: MeshShape, samples: int, length: int, width: int):
+def planned(
+    make,
+    machine: Machine,
+    mesh: MeshShape,
+    samples: int,
+    length: int,
+    width: int,
+    flops: float = 1.0,
+):
     """The step's seconds of a model that ``make`` makes on meta, recomputed, by 1F1B."""
 
     def work() -> float:
@@ -89,7 +104,7 @@ def planned(make, machine: Machine, mesh: MeshShape, samples: int, length: int, 
         paper = shard_on_paper(model, mesh.tp)
         room = int(0.95 * machine.device_memory)
         config = Config(device_memory=room, host_memory=machine.host_memory // machine.devices)
-        batch = Batch(samples, length, 1.0, True, width, 2)
+        batch = Batch(samples, length, flops, True, width, 2)
         schedule = "1F1B" if mesh.pp > 1 else None
         job = Job(paper, optimizers, config, machine, batch, schedule)
         return Search(job).best(mesh).step_seconds
@@ -103,35 +118,58 @@ def flops_of(layers: int, width: int, samples: int, length: int, vocabulary: int
     return blocks + 6 * samples * length * width * vocabulary
 
 
-def share_of_ptd_p(row: int, machine: Machine) -> float:
+def as_in_2021(module, query, key, value, attention_mask, scaling, **more):
+    """Megatron-LM's attention of the time: two products, between them one kernel that scales, masks
+    and takes the softmax, and one that drops."""
+    samples, heads, length, width = query.shape
+    q, k, v = (each.reshape(-1, length, width) for each in (query, key, value))
+    scores = torch.baddbmm(q.new_empty(1, 1, 1), q, k.transpose(1, 2), beta=0.0, alpha=scaling)
+    kept = torch.native_dropout(torch.softmax(scores, -1), DROPOUT, True)[0]
+    found = torch.bmm(kept, v).view(samples, heads, length, width)
+    return found.transpose(1, 2).contiguous(), None
+
+
+def share_of_ptd_p(row: int, machine: Machine, attention: str = "megatron_2021") -> float:
     layers, width, heads, tp, pp, gpus, samples, _ = PTD_P[row]
 
     def make() -> torch.nn.Module:
-        config = transformers.LlamaConfig(
+        config = transformers.Starcoder2Config(
             vocab_size=51200,
             hidden_size=width,
-            intermediate_size=round(8 * width / 3 / 256) * 256,
+            intermediate_size=4 * width,
             num_hidden_layers=layers,
             num_attention_heads=heads,
+            num_key_value_heads=heads,
             max_position_embeddings=2048,
+            residual_dropout=DROPOUT,
+            embedding_dropout=DROPOUT,
+            attn_implementation=attention,
         )
-        return transformers.LlamaForCausalLM(config)
+        return transformers.Starcoder2ForCausalLM(config)
 
     mesh = MeshShape(pp, gpus // tp // pp, tp)
-    seconds = planned(make, machine, mesh, samples, 2048, width)
-    return flops_of(layers, width, samples, 2048) / seconds / gpus / 312e12
+    flops = flops_of(layers, width, samples, 2048)
+    return flops / planned(make, machine, mesh, samples, 2048, width, flops) / gpus / 312e12
 
 
-@pytest.mark.parametrize("row", [5, *(pytest.param(r, marks=pytest.mark.slow) for r in (7, 9, 10))])
+@pytest.mark.parametrize(
+    "row", [1, 2, 4, *(pytest.param(r, marks=pytest.mark.slow) for r in (3, 5, 6, 7, 8, 9, 10))]
+)
 def test_ptd_p_rates_of_table_1_are_met_within_five_points(row):
-    """Method: Llama of the same widths, layers and parameters, by 1F1B. The table has no fitted
-    constant here."""
-    assert share_of_ptd_p(row, Machine.read("dgx-a100")) == pytest.approx(PTD_P[row][-1], abs=0.05)
+    """Method: a GPT of the same sizes with the kernels and the dropout of its time, by 1F1B. No
+    constant is fitted to the table. Twin: with a fused kernel for attention, which reads and writes
+    no scores, the smallest model is out of the range."""
+    transformers.AttentionInterface.register("megatron_2021", as_in_2021)
+    machine = Machine.read("dgx-a100")
+    assert share_of_ptd_p(row, machine) == pytest.approx(PTD_P[row][-1], abs=0.05)
+    if row == 1:
+        assert share_of_ptd_p(row, machine, "sdpa") > PTD_P[row][-1] + 0.05
 
 
 @pytest.mark.slow
 def test_ptd_p_rates_rise_with_the_size():
     """Twin: at one rate for all sizes they fall."""
+    transformers.AttentionInterface.register("megatron_2021", as_in_2021)
     machine = Machine.read("dgx-a100")
     flat = dataclasses.replace(machine, product_flops=None)
     small, large = (share_of_ptd_p(row, machine) for row in (5, 9))

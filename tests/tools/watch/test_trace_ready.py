@@ -18,7 +18,9 @@ import infinity
 from infinity.core.grads.bank import GradientBank
 from infinity.core.homes.staging import Staging
 from infinity.tools.watch.trace import read, summary
-from infinity.tools.watch.trace_ready import idle_while_ready
+from infinity.tools.watch.trace_ready import idle_while_ready, with_ready
+
+LANES = ("read", "copy", "forward", "backward")
 
 
 def event(lane: str, start: float, end: float, ready: float | None = None, name: str = "a") -> dict:
@@ -31,13 +33,45 @@ def test_only_what_was_ready_in_a_free_lane_counts():
         event("read", 0, 2, 0),
         event("read", 3, 4, 1, "late"),  # ready while the lane was busy: idle from 2 to 3
         event("read", 3.5, 6, 0),  # beside another
-        event("step", 4, 5, 4),  # at once
-        event("step", 9, 10),  # which does not say when it was ready
+        event("write", 4, 5, 4),  # at once
+        event("write", 9, 10),  # which does not say when it was ready
     ]
     found = idle_while_ready(events)
-    assert found["share"] == pytest.approx(0.1) and found["lanes"] == {"read": 0.1, "step": 0.0}
+    assert found["share"] == pytest.approx(0.1) and found["lanes"] == {"read": 0.1, "write": 0.0}
     assert found["worst"] == {"lane": "read", "name": "late", "seconds": 1}
-    assert idle_while_ready([event("forward", 0, 1)]) == {"share": 0.0, "lanes": {}, "worst": None}
+    alone = {"share": 0.0, "lanes": {"forward": 0.0}, "worst": None}
+    assert idle_while_ready([event("forward", 0, 1)]) == alone
+
+
+def test_lanes_of_the_loops_thread_are_ready_after_what_they_can_have_waited_for():
+    """By hand: a unit is read, copied and computed, the next one too, with a pause of 1 before its
+    copy and of 0.5 before its forward. The backward follows the loop's own code. Twins: no pause; a
+    copy under a compute, which may wait for its room; a wait, which is not idle."""
+
+    def found(late: float, stands: float, waits: bool = False) -> dict:
+        events = [
+            event("read", 0, 1, 0, "0"),
+            event("copy", 1, 2, name="0"),
+            event("forward", 2, 4, name="0"),
+            event("copy", 3, 3.5, name="activations"),
+            event("read", 4, 5, 4, "1"),
+            event("stalled", 4, 5 + late * waits, name="read 1"),
+            event("copy", 5 + late, 6 + late, name="1"),
+            event("forward", 6 + late + stands, 8 + late + stands, name="1"),
+            event("backward", 15, 20, name="1"),
+            event("step", 0, 20),
+        ]
+        assert all("ready" in each for each in with_ready(events) if each["lane"] in LANES)
+        return idle_while_ready(events)
+
+    assert found(1, 0.5)["lanes"] == {
+        "read": 0.0,
+        "copy": pytest.approx(1 / 20),
+        "forward": pytest.approx(0.5 / 20),
+        "backward": 0.0,
+    }
+    assert found(1, 0.5)["worst"] == {"lane": "copy", "name": "1", "seconds": pytest.approx(1)}
+    assert found(0, 0)["share"] == found(1, 0, waits=True)["share"] == 0.0
 
 
 # --- a model of the executor: units are fetched, computed and updated, in order ---
@@ -155,3 +189,5 @@ def test_dataflow_of_helix_rc_a_barrier_before_the_step_is_found(swap, monkeypat
     found = trace_of(swap, trains=True)
     assert found["worst"]["seconds"] >= 0.05
     assert found["worst"]["lane"] in ("nvme->host", "optimizer")
+    resources = {"nvme->host", "host->nvme", "host->device", "device->host", "optimizer"}
+    assert {*resources, "forward", "backward"} <= found["lanes"].keys()
