@@ -165,6 +165,7 @@ seams.EXTENSIONS[:] = (
     "ext.dtensor.in_common.InCommon",
     "ext.sequence.sequences.Sequences",
     "ext.data.kept_data.KeptData",
+    "ext.audit.audit.Audit",
     "ext.shared_homes.node_shards.SecondShards",
     "ext.shared_homes.quantize.CompressedGathers",
     "ext.shared_homes.share_homes.ShareHomes",

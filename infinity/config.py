@@ -102,6 +102,9 @@ class Config:
     checksums
         Whether bytes from disk are verified. ``"sampled"``: as True, but also uses the road from
         disk to a GPU without Infinity's kernels, and verifies each byte there once in 16 reads.
+    audit
+        Share of the work that is done twice and compared, to find a machine that gives wrong bits:
+        0.01 for a hundredth, 0 for none (docs/audits.md). It changes no bit.
     expects_optimizer
         The required optimizer: its class's name as ``type``, and arguments of its constructor.
         wrap_model refuses another. ``from_deepspeed`` sets it from the JSON.
@@ -140,6 +143,7 @@ class Config:
     quantize: str | None = None
     tied: tuple[tuple[str, str], ...] | list = ()
     trace: str | os.PathLike | None = None
+    audit: float = 0.0
     expects_optimizer: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = None
 
     def __post_init__(self) -> None:
@@ -254,6 +258,13 @@ class Config:
         ):
             raise ConfigError(
                 f"weights_on_host={kept!r} must be a number of elements, 0 or more, or None"
+            )
+        if isinstance(self.audit, bool) or not (
+            isinstance(self.audit, (int, float)) and 0 <= self.audit <= 1
+        ):
+            raise ConfigError(
+                f"audit={self.audit!r} must be a share of the work: 0.01 for a hundredth, 0 for"
+                " none"
             )
         norm = self.max_grad_norm
         if norm is not None and not (

@@ -15,7 +15,6 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from .machine.tiers import Tier
@@ -140,47 +139,64 @@ class Change:
         """Ends what was needed only while the model was wrapped. Idempotent."""
 
 
-@dataclass(eq=False)
 class Events:
     """The listeners of one job. All but ``moved`` and ``closed`` run in the training thread."""
 
     # The homes are allocated, and have no values yet: the job. May wait for other ranks, may raise.
-    allocated: list[Callable[[Any], None]] = field(default_factory=list)
+    allocated: list[Callable[[Any], None]]
     # An outermost use of the model begins, before recovery. May wait for the disk.
-    use_begun: list[Callable[[], None]] = field(default_factory=list)
+    use_begun: list[Callable[[], None]]
     # The use may run: nothing is left to recover from.
-    use_ready: list[Callable[[], None]] = field(default_factory=list)
+    use_ready: list[Callable[[], None]]
     # All that runs beside the training has to end: every rank waits for it here.
-    finishing: list[Callable[[], None]] = field(default_factory=list)
+    finishing: list[Callable[[], None]]
     # Frozen parameters are about to be stepped: what was asked for. May raise UsageError.
-    admitting: list[Callable[[str], None]] = field(default_factory=list)
+    admitting: list[Callable[[str], None]]
     # Parameters without memory for a step need it: the arguments of
     # :func:`infinity.ext.class_step.admission.admit`. The first listener gives it. May wait for
     # other ranks. Raises UsageError or CapacityError.
-    making_room: list[Callable[..., None]] = field(default_factory=list)
+    making_room: list[Callable[..., None]]
     # A wrapped model is given optimizers: model, what was given, configuration. Returns what
     # stands for them. May wait for other ranks. Raises ConfigError, UsageError or CapacityError.
-    joining: list[Callable[[Any, Any, Any], Any]] = field(default_factory=list)
+    joining: list[Callable[[Any, Any, Any], Any]]
     # A root forward begins: module, args, kwargs. May wait for other ranks.
-    pass_begun: list[Callable[[Any, tuple, dict], None]] = field(default_factory=list)
+    pass_begun: list[Callable[[Any, tuple, dict], None]]
     # A forward of an owner of units, or of a root, computes from here on: module, and its units,
     # which are there. In the backward those that it repeats as well.
-    forward_begun: list[Callable[[Any, Any], None]] = field(default_factory=list)
+    forward_begun: list[Callable[[Any, Any], None]]
     # That forward has ended, perhaps by an exception: module.
-    forward_ended: list[Callable[[Any], None]] = field(default_factory=list)
+    forward_ended: list[Callable[[Any], None]]
     # A root forward has ended: module, and the tensors of its output.
-    pass_ended: list[Callable[[Any, Any], None]] = field(default_factory=list)
+    pass_ended: list[Callable[[Any, Any], None]]
+    # A forward is about to save tensors: the pair of hooks that packs and unpacks them. Returns it,
+    # or a pair around it.
+    packing: list[Callable[[tuple[Callable, Callable]], tuple[Callable, Callable]]]
+    # Gradients were averaged over the ranks: the flat param, this rank's whole gradient of it, and
+    # its shard of the average, fp32.
+    averaged: list[Callable[[Any, Any, Any], None]]
     # All gradients that the backward awaited of a unit have landed: the unit.
-    unit_landed: list[Callable[[Any], None]] = field(default_factory=list)
+    unit_landed: list[Callable[[Any], None]]
+    # A step begins, and nothing of it is planned yet. May wait for other ranks, may raise.
+    step_begun: list[Callable[[], None]]
+    # An update of a flat param by a kernel is planned: its step
+    # (:class:`.step.stepper.FlatParamStep`), and the rule. May read what the update will read.
+    update_planned: list[Callable[[Any, Any], None]]
+    # It is submitted: its step, and the processor's ticket, if it has one. Returns the ticket that
+    # readers of the new bytes wait for. Called again, for the same, after an interrupt.
+    update_submitted: list[Callable[[Any, Any], Any]]
     # A step's updates are submitted: the number of steps so far, of each optimizer.
-    step_ended: list[Callable[[int], None]] = field(default_factory=list)
+    step_ended: list[Callable[[int], None]]
     # Work has ended: lane, name, start and end in seconds of :func:`time.perf_counter`, and when
     # all was ready that it starts from.
-    moved: list[Callable[..., None]] = field(default_factory=list)
+    moved: list[Callable[..., None]]
     # The job has ended. From any thread, perhaps the garbage collector's.
-    closed: list[Callable[[], None]] = field(default_factory=list)
+    closed: list[Callable[[], None]]
     # Compared between ranks with other local parts of the tensors, before a step.
-    step_compared: Any = field(default_factory=NoValues)
+    step_compared: Any
+
+    def __init__(self, **given: Any):
+        fresh = {name: [] for name in Events.__annotations__} | {"step_compared": NoValues()}
+        vars(self).update(fresh | given)
 
     def forget(self, owner: object) -> None:
         """Removes the listeners that are methods of ``owner``."""

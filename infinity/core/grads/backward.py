@@ -39,7 +39,7 @@ from ..units.handle import (
     set_raw_grad,
     take_raw_grad,
 )
-from ..units.unit import ParamUnit
+from ..units.unit import ParamUnit, flat_params_of
 from .record import GradState
 
 
@@ -376,6 +376,6 @@ class Backward:
         job = self.job
         job.steps.count_backwards(job.steps.backwards + 1)
         job.gradients.end_backward()
-        job.gradients.homes.close_all([flat for unit in job.units for flat in unit.flat_params])
+        job.gradients.homes.close_all(flat_params_of(job.units))
         if not self._pass.frames:
             job.prefetcher.release_idle()

@@ -24,15 +24,13 @@ class LandingNorms:
     def of(self, values: torch.Tensor, order: float) -> torch.Tensor:
         """Computes the norm of a whole gradient as torch does. In fp32 if it is combined with the
         norms of other ranks."""
-        if not values.numel():  # an empty local part has no maximum
-            return torch.zeros((), dtype=torch.float32, device=values.device)
-        return torch.linalg.vector_norm(
-            values, order, dtype=torch.float32 if self._is_cut else None
-        )
+        if self._is_cut or not values.numel():
+            return self.of_shard(values, order)
+        return torch.linalg.vector_norm(values, order)
 
     @staticmethod
     def of_shard(values: torch.Tensor, order: float) -> torch.Tensor:
         """Computes the norm of this rank's shard of a gradient, in fp32."""
-        if not values.numel():
+        if not values.numel():  # an empty local part has no maximum
             return torch.zeros((), dtype=torch.float32, device=values.device)
         return torch.linalg.vector_norm(values, order, dtype=torch.float32)

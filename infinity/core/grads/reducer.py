@@ -53,9 +53,10 @@ class Reducer:
         schedule: Schedule,
         on_reduced: Callable[[ParamUnit], None],
         decides_early: Callable[[], bool],
+        averaged: Sequence[Callable] = (),
     ):
         self._collectives, self._ranks, self._bank = collectives, collectives.ranks, bank
-        self._schedule = schedule
+        self._schedule, self._listeners = schedule, averaged
         self._on_reduced = on_reduced  # called when a unit's averages are at home
         self._decides_early = decides_early  # an update in mid-backward needs flags early
         self._units = list(units)
@@ -117,17 +118,22 @@ class Reducer:
 
     def end_backward(self) -> None:
         """Ends the backward: averages the remaining gradients. Every rank calls this."""
-        if self._ranks.keeps_gradients:
-            self._unread, self._averaged = True, set()
+        if self._waits_for_step():
             return
-        self._agree_on_order()
         self._start_before(len(self._order))
         self._collectives.passes.end()
         self._decide()
         for unit in self._incomplete:  # complete now
             self._on_reduced(unit)
-        self._incomplete, self._late, self._ready, self._position = [], set(), set(), 0
-        self._reached = math.inf
+        self._forget()
+
+    def _waits_for_step(self) -> bool:
+        """Tells whether gradients stay whole until someone looks. If not, agrees on an order."""
+        if self._ranks.keeps_gradients:
+            self._unread, self._averaged = True, set()
+        else:
+            self._agree_on_order()
+        return self._ranks.keeps_gradients
 
     def _decide(self) -> None:
         """Exchanges which gradients any rank had, then lands the undecided and late ones."""
@@ -173,10 +179,8 @@ class Reducer:
         once. An error in landing is raised after the last reduction: other ranks do not learn of
         it."""
         self.waits_for_more = False
-        if self._ranks.keeps_gradients:
-            self._unread, self._averaged = True, set()
+        if self._waits_for_step():
             return
-        self._agree_on_order()
         flat_params = _stepped(self._order)
         got = {flat_param: self.whole.pop_got(flat_param) for _, flat_param, _ in flat_params}
         flags = [
@@ -227,9 +231,12 @@ class Reducer:
             if isinstance(pending, Pending):
                 pending.drop()
         self._pending.clear()
+        self._forget()
+        self.waits_for_more = self._is_reducing_all = False
+
+    def _forget(self) -> None:
         self._incomplete, self._undecided, self._got, self._late = [], [], set(), set()
         self._ready, self._position, self._reached = set(), 0, math.inf
-        self.waits_for_more = self._is_reducing_all = False
 
     # --- one unit ---
 
@@ -283,6 +290,8 @@ class Reducer:
         reduction.bring_nothing(whole)
 
         def done(average: torch.Tensor) -> None:
+            for listener in self._listeners:
+                listener(flat_param, whole, average)
             if telling is not None:
                 telling.wait()
             if reduction.more_comes:

@@ -73,23 +73,15 @@ class Ledger:
         error.needed = {name: charged + nbytes}
         return error
 
-    def room(self, tier: Tier) -> int | None:
+    def room(self, tier: Tier, of: str = "charged_nbytes") -> int | None:
         """Returns the bytes of ``tier`` that may still be charged; None without a limit."""
         account = self.accounts[tier]
-        return (
-            None
-            if account.budget_nbytes is None
-            else max(0, account.budget_nbytes - account.charged_nbytes)
-        )
+        budget = account.budget_nbytes
+        return None if budget is None else max(0, budget - getattr(account, of))
 
     def unplanned(self, tier: Tier) -> int | None:
         """Returns the bytes of ``tier`` that may still be planned; None without a limit."""
-        account = self.accounts[tier]
-        return (
-            None
-            if account.budget_nbytes is None
-            else max(0, account.budget_nbytes - account.planned_nbytes)
-        )
+        return self.room(tier, of="planned_nbytes")
 
     def forget_passing(self) -> None:
         """Releases the charges of an abandoned forward or backward, even if still referenced."""

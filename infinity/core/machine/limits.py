@@ -49,21 +49,16 @@ def for_the_engine(left: int) -> int:
 
 def _of_groups(root: Path, own: Path) -> Iterator[tuple[int, str]]:
     first, second = cgroups.folders("memory", root, own)
-    for folder in first:
-        if (limit := cgroups.number(folder / "memory.limit_in_bytes")) is None:
-            continue
-        if (used := cgroups.number(folder / "memory.usage_in_bytes")) is not None:
-            counts = cgroups.table(folder / "memory.stat")
-            left = limit - used + counts.get("total_cache", 0) - counts.get("total_shmem", 0)
-            yield left, f"a control group's limit of {format_nbytes(limit)}"
-    for folder in second:
-        for name in ("memory.max", "memory.high"):
-            if (limit := cgroups.number(folder / name)) is None:
-                continue
-            if (used := cgroups.number(folder / "memory.current")) is not None:
+    kinds = [(first, "limit_in_bytes", "usage_in_bytes", "total_cache", "total_shmem", "limit")]
+    for name in ("max", "high"):
+        kinds.append((second, name, "current", "file", "shmem", f"memory.{name}"))
+    for folders, name, usage, cache, shared, what in kinds:
+        for folder in folders:
+            limit, used = (cgroups.number(folder / f"memory.{each}") for each in (name, usage))
+            if limit is not None and used is not None:
                 counts = cgroups.table(folder / "memory.stat")
-                left = limit - used + counts.get("file", 0) - counts.get("shmem", 0)
-                yield left, f"a control group's {name} of {format_nbytes(limit)}"
+                left = limit - used + counts.get(cache, 0) - counts.get(shared, 0)
+                yield left, f"a control group's {what} of {format_nbytes(limit)}"
 
 
 def _of_ulimits() -> Iterator[tuple[int, str]]:

@@ -31,7 +31,7 @@ from ..seams import Events, Extension, begin_extensions
 from ..step.updates import Updates
 from ..units.handle import ParamHandle
 from ..units.kept import KeptArrays
-from ..units.unit import ParamUnit
+from ..units.unit import ParamUnit, flat_params_of
 from ..units.weight_storages import WeightStorages
 from .engine import Engine
 from .job import Job, Planned
@@ -104,7 +104,7 @@ def build_engine(
     """
     base, later = _make_base(config, plan, units, device, collectives, share), Later()
     store, updates = base.store, base.updates
-    homes = [flat.homes for unit in units for flat in unit.flat_params]
+    homes = [flat.homes for flat in flat_params_of(units)]
     recorded, names, closed = updates.recorded, updates.names, base.events.closed
     free = partial(
         shut_down, base.scopes, store, homes, recorded, names, collectives, device, closed
@@ -251,6 +251,7 @@ def _make_reducer(base: _Base, gradients: GradientBank, later: Later) -> Reducer
         base.schedule,
         lambda unit: later.engine.backward.notify_if_final(unit),
         lambda: steps.streaming,
+        base.events.averaged,
     )
     gradients.reduce_with(reducer.add, reducer.average, reducer.whole)
     return reducer

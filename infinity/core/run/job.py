@@ -30,7 +30,7 @@ from ..seams import Events, Extension
 from ..step.updates import Updates
 from ..units.handle import ParamHandle
 from ..units.kept import KeptArrays
-from ..units.unit import ParamUnit
+from ..units.unit import ParamUnit, flat_params_of
 from ..units.weight_storages import WeightStorages
 from .activation_store import ActivationStore
 from .journal import Journal
@@ -128,7 +128,6 @@ def wait_idle(job: Job) -> None:
     state. Every rank calls this: it compares those changes. Blocks on disk. Raises the error of a
     failed transfer or update."""
     job.lents.settle_all()
-    for unit in job.units:
-        for flat_param in unit.flat_params:
-            flat_param.homes.wait()
+    for flat_param in flat_params_of(job.units):
+        flat_param.homes.wait()
     job.updates.draw()

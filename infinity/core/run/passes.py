@@ -26,7 +26,7 @@ from ..params.apart import makes_hooks
 from ..units.forms import local_of
 from ..units.handle import ParamHandle, drop_raw_grads, handle_of, own_bytes
 from ..units.rows import ChosenRows
-from ..units.unit import ParamUnit
+from ..units.unit import ParamUnit, flat_params_of
 from .context import too_late
 from .job import Job
 from .operations import Operation, State
@@ -149,8 +149,8 @@ class Passes:
         job.device.begin_pass()
         if training:
             # Left by a backward that was interrupted before the engine knew of it.
-            flats = [flat for unit in job.units for flat in unit.flat_params]
-            drop_raw_grads([p for flat in flats if flat.homes.spec.stepped for p in flat.params])
+            flats = [flat for flat in flat_params_of(job.units) if flat.homes.spec.stepped]
+            drop_raw_grads([param for flat in flats for param in flat.params])
             job.gradients.assigned.let_go_unheld()
             if not self._has_told and torch.is_autocast_enabled(job.device.where.type):
                 self._has_told = True
@@ -169,22 +169,16 @@ class Passes:
             return output  # its pre-hook failed before it entered
         for listener in self.job.events.forward_ended:
             listener(module)
-        if self.frames[0].module is module and any(
-            handle_of(tensor) is not None for tensor in _tensors(output)
-        ):
+        if self.frames[0].module is module:
             # A parameter itself is at home after this frame, so a loss could not use it.
-            output = tree_map_only(
-                torch.Tensor, lambda t: t.clone() if handle_of(t) is not None else t, output
-            )
+            output = _with_copies(output, handle_of)
         # Ended by an exception, for which torch called no hook.
         while (frame := self.frames.pop()).module is not module:
             self._unhold(frame)
         for unit in frame.units:
             self.job.traffic.tell("forward", unit.name, frame.start)
-        if frame.units and any(self._is_weight_view(tensor) for tensor in _tensors(output)):
-            output = tree_map_only(
-                torch.Tensor, lambda t: t.clone() if self._is_weight_view(t) else t, output
-            )
+        if frame.units:
+            output = _with_copies(output, self._is_weight_view)
         self.scopes.pop_hooks(frame.hooks)
         if torch.is_grad_enabled() and output is not None:
             self._watch_backward(frame, args, kwargs, output)
@@ -340,8 +334,12 @@ class Passes:
         return self.scopes.scope(*self._saving_hooks())
 
     def _saving_hooks(self) -> tuple[Callable, Callable]:
-        outer = top_hooks(True)
-        return saving_hooks(outer, self.job.storages, self._hold) if outer else self._lone_hooks
+        hooks = self._lone_hooks
+        if outer := top_hooks(True):
+            hooks = saving_hooks(outer, self.job.storages, self._hold)
+        for listener in self.job.events.packing:
+            hooks = listener(hooks)
+        return hooks
 
 
 def _rows_of(units: Iterable[ParamUnit]) -> list[ChosenRows]:
@@ -376,10 +374,17 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             pending += vars(item).values() if hasattr(item, "__dict__") else []
 
 
+def _with_copies(value: Any, is_copied: Callable[[torch.Tensor], Any]) -> Any:
+    """Returns ``value``, with copies of the tensors inside for which ``is_copied`` says so."""
+    if not any(map(is_copied, _tensors(value))):
+        return value
+    return tree_map_only(torch.Tensor, lambda t: t.clone() if is_copied(t) else t, value)
+
+
 def _tell_of_autocast(job: Job) -> None:
     """Tells what copies of weights autocast keeps until the backward, beside the plan."""
     dtype = torch.get_autocast_dtype(job.device.where.type)
-    flats = [flat for unit in job.units for flat in unit.flat_params]
+    flats = flat_params_of(job.units)
     copies = sum(flat.layout.numel for flat in flats if flat.spec.dtype is torch.float32)
     if (nbytes := copies * dtype.itemsize) >= WORTH_TELLING_NBYTES:
         name = str(dtype).removeprefix("torch.")

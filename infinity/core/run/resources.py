@@ -23,7 +23,7 @@ from ..plan.memory_plan import BUFFERS, LADDER, MemoryPlan
 from ..plan.memory_terms import GRADS_AT_ONCE, staged_gradients
 from ..plan.unit_sizes import UnitSize
 from ..step.slots import optimizer_slot_nbytes
-from ..units.unit import ParamUnit
+from ..units.unit import ParamUnit, flat_params_of
 from .activation_store import ActivationStore
 
 
@@ -80,15 +80,10 @@ class Resources:
         self.activation_staging = self._pool(plan.activation_staging_nbytes, "staged activations")
         # Keeps the memory alive: the updater has only its address.
         self._slots = self._region(plan.slot_count * plan.slot_nbytes, "optimizer slots")
-        self._charge(Tier.HOST, plan.terms[Tier.HOST].get("checksums", 0), "checksums")
-        for what in (
-            "gradients on their way",
-            "optimizer slots",
-            "staged weights",
-        ):
-            self._charge(Tier.DEVICE, plan.terms[Tier.DEVICE].get(what, 0), what)
-        for tier in (Tier.DEVICE, Tier.HOST):
-            self._charge(tier, plan.terms[tier].get(BUFFERS, 0), BUFFERS)
+        of_device = ("gradients on their way", "optimizer slots", "staged weights", BUFFERS)
+        for tier, names in ((Tier.DEVICE, of_device), (Tier.HOST, ("checksums", BUFFERS))):
+            for what in names:
+                self._charge(tier, plan.terms[tier].get(what, 0), what)
         store.open(list(self._regions.values()), staging=weights, backend=plan.staging_backend)
 
     def _charge(self, tier: Tier, nbytes: int, what: str) -> None:
@@ -114,7 +109,7 @@ class Resources:
 
         Raises CapacityError, with nothing changed, if not even the smallest size fits.
         """
-        flat_params, plan = [flat for unit in sizes for flat in unit.flat_params], self._plan
+        flat_params, plan = flat_params_of(sizes), self._plan
         whole, pieces = (staged_gradients(sizes, in_pieces=each) for each in (False, True))
         wanted = (
             [sum(whole[:GRADS_AT_ONCE]), sum(whole[:1]), sum(pieces[:1])]

@@ -20,7 +20,7 @@ from ..run.uses import Uses
 from ..seams import Events
 from ..units.flat_param import FlatParam
 from ..units.handle import ParamHandle
-from ..units.unit import ParamUnit
+from ..units.unit import ParamUnit, flat_params_of
 from .updates import Updates
 
 
@@ -63,6 +63,5 @@ class StepContext:
     @property
     def trained(self) -> list[ParamHandle]:
         """The parameters that this optimizer has state of."""
-        flats = [flat for unit in self.units for flat in unit.flat_params]
-        flats = filter(self.steps_flat_param, flats)
+        flats = filter(self.steps_flat_param, flat_params_of(self.units))
         return [h for flat in flats for h in flat.handles if h.grad is not None]

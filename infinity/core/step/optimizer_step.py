@@ -80,6 +80,8 @@ class OptimizerStep:
         for handle in context.trained:
             if handle.grad.state is GradState.TORN:
                 refuse_torn(handle)
+        for listener in context.events.step_begun:
+            listener()
 
     def make(self, groups: Groups, clip: float) -> None:
         """Steps all units, after :meth:`prepare`. ``clip``: the factor of all gradients. It is a

@@ -36,6 +36,7 @@ class FlatParamStep:
     device_update: DeviceUpdate | None = None
     has_begun: bool = False  # on the device, whose progress is unknown after an interrupt
     counted: dict[ParamHandle, Numbers] = field(default_factory=dict)  # the new counters
+    spans: list[Span] = field(default_factory=list)  # of landed gradients, unless by rows
     # By rows: parameter -> hyperparameters for rows without a gradient, step count, other rows
     zeros: dict[int, tuple[native.Hyperparameters, int, Iterable[int]]] = field(
         default_factory=dict
@@ -103,7 +104,10 @@ class Stepper:
             if flat_param.homes.rows is not None and draft.fresh is None:
                 self._plan_rows(step, after, clip)
             else:
-                self._plan_update(step, list(self._spans.of(flat_param, clip)), after)
+                step.spans = list(self._spans.of(flat_param, clip))
+                self._plan_update(step, after)
+            for listener in context.events.update_planned:
+                listener(step, self._known.rule)
             steps.append(step)
         return steps
 
@@ -123,6 +127,8 @@ class Stepper:
                 step.device_update = step.device_step()
         for step in steps:
             ticket = step.update.ticket if step.update is not None else None
+            for listener in context.events.update_submitted:
+                ticket = listener(step, ticket)
             if step.device_update is not None:
                 step.device_update.ticket = ticket
             homes, behind = step.flat_param.homes, None
@@ -160,12 +166,10 @@ class Stepper:
         if runs:
             step.update = self._processor_update(step, runs, after)
 
-    def _plan_update(
-        self, step: FlatParamStep, spans: list[Span], after: list[native.Ticket]
-    ) -> None:
-        """Plans the update of ``spans`` where the flat param's state is. Of state on the host, the
+    def _plan_update(self, step: FlatParamStep, after: list[native.Ticket]) -> None:
+        """Plans the update of the spans where the flat param's state is. Of state on the host, the
         device may take a part of an update in place. Fresh bytes get all weights."""
-        flat_param, is_fresh = step.flat_param, step.draft.fresh is not None
+        flat_param, is_fresh, spans = step.flat_param, step.draft.fresh is not None, step.spans
         stepper, first = self._context.updates.stepper, flat_param.layout.shard_numel
         is_there = stepper is not None and steps_on_device(flat_param)
         if is_there:

@@ -28,7 +28,7 @@ from .flat_param import FlatParam
 from .flat_param_spec import ARRAYS
 from .handle import ParamHandle
 from .pieces import PIECE_NUMEL, Piece
-from .unit import ParamUnit
+from .unit import ParamUnit, flat_params_of
 
 NAME = re.compile("[a-z][a-z0-9_]{0,63}")
 UNIT = "unit"  # what a checkpoint's files of the flat params' own arrays are called
@@ -165,8 +165,7 @@ class KeptArrays:
     @property
     def stepped(self) -> list[FlatParam]:
         """The flat params that an optimizer steps."""
-        found = (flat_param for unit in self._units for flat_param in unit.flat_params)
-        return [flat_param for flat_param in found if flat_param.spec.stepped]
+        return [each for each in flat_params_of(self._units) if each.spec.stepped]
 
     def make_room(
         self,

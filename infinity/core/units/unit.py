@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import nullcontext
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -28,6 +29,11 @@ from .unit_buffers import Second, UnitBuffers
 
 # Takes slots for what a unit reads from a disk, one for each flat param.
 TakeSlots = Callable[["ParamUnit"], list[native.Lease]]
+
+
+def flat_params_of(units: Iterable[Any]) -> list[Any]:
+    """Lists the flat params of ``units``, in order."""
+    return [flat_param for unit in units for flat_param in unit.flat_params]
 
 
 class ParamUnit:

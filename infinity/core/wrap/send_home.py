@@ -18,6 +18,7 @@ from ..step.recognised import Optimizers
 from ..units.flat_param import FlatParam
 from ..units.forms import division_of, gathered, is_plain, like, local_of
 from ..units.handle import raw_grad
+from ..units.unit import flat_params_of
 
 
 class Homes:
@@ -26,7 +27,7 @@ class Homes:
 
     def __init__(self, job: Job, store: ArrayIO):
         self.store, self._collectives = store, job.collectives
-        flat_params = [flat for unit in job.units for flat in unit.flat_params]
+        flat_params = flat_params_of(job.units)
         self._places = {
             param: (flat, index) for flat in flat_params for index, param in enumerate(flat.params)
         }

@@ -18,6 +18,7 @@ from ..step.optimizer import InfinityOptimizer
 from ..step.recognised import as_given, like_given
 from ..units.forms import form_of, local_of, plain_class
 from ..units.handle import HANDLE
+from ..units.unit import flat_params_of
 from .parts import parts_of
 
 
@@ -91,21 +92,20 @@ def _plan_unwrap(record: Wrapped, managed: Sequence[InfinityOptimizer]) -> Calla
         for each in managed
     ]
     values: dict[nn.Parameter, tuple[torch.Tensor, torch.Tensor | None]] = {}
-    for unit in engine.job.units:
-        for flat_param in unit.flat_params:
-            with flat_param.assembling_values(engine.job.store):
-                read = [
-                    flat_param.read_value(engine.job.store, index)
-                    for index in range(len(flat_param.params))
-                ]
-            for param, value in zip(flat_param.params, read):
-                grad, place = param.grad, record.came_from[param]
-                if grad is not None and isinstance(local_of(grad), AtHome):
-                    grad = grad.clone()  # an assigned tensor stays the gradient
-                values[param] = (
-                    value.to(place),
-                    None if grad is None else grad.to(place, flat_param.spec.wrapped_dtype),
-                )
+    for flat_param in flat_params_of(engine.job.units):
+        with flat_param.assembling_values(engine.job.store):
+            read = [
+                flat_param.read_value(engine.job.store, index)
+                for index in range(len(flat_param.params))
+            ]
+        for param, value in zip(flat_param.params, read):
+            grad, place = param.grad, record.came_from[param]
+            if grad is not None and isinstance(local_of(grad), AtHome):
+                grad = grad.clone()  # an assigned tensor stays the gradient
+            values[param] = (
+                value.to(place),
+                None if grad is None else grad.to(place, flat_param.spec.wrapped_dtype),
+            )
     engine.job.prefetcher.release_all(engine.job.units)
 
     def change() -> None:

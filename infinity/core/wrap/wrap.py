@@ -36,7 +36,7 @@ from ..run.registry import RECORD, Wrapped, is_wrapped, wrapped
 from ..seams import kinds
 from ..step.recognised import Optimizers, as_given, like_given
 from ..units.forms import division_of
-from ..units.unit import ParamUnit
+from ..units.unit import ParamUnit, flat_params_of
 from .agreement import (
     agree,
     broadcast_rest,
@@ -242,8 +242,7 @@ def _commit(
 ) -> list[torch.optim.Optimizer]:
     """Changes the model. All steps that can fail for lack of space or for bad input are done."""
     job = engine.job
-    flat_params = [flat for unit in job.units for flat in unit.flat_params]
-    came_from = {param: param.device for flat in flat_params for param in flat.params}
+    came_from = {param: param.device for flat in flat_params_of(job.units) for param in flat.params}
     owners = _find_owners(model, job.units, groups)
     engine.attach(
         {param: [job.prefix + name for name in names] for param, names in model.names.items()}

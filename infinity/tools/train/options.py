@@ -11,6 +11,7 @@ from typing import Any
 
 from ...core.machine.tiers import home_of
 from ...errors import ConfigError
+from ...ext.audit.told import DEFAULT_SHARE
 from ...ext.checkpoint.interval import share_of
 from ..cli.presets import PRESETS
 from ..cli.values import (
@@ -153,6 +154,15 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         **FILE,
         help="homes of a DeepSpeed JSON, its optimizer's numbers, batches and clipping; options"
         " here override it",
+    )
+    add(
+        "--audit",
+        type=real_from_zero,
+        nargs="?",
+        const=DEFAULT_SHARE,
+        metavar="SHARE",
+        help="do this share of the work twice, to find a machine that gives wrong bits (alone:"
+        f" {DEFAULT_SHARE:g})",
     )
     add("--trace", **FILE, help="write a timeline here, for `infinity trace` or Perfetto")
 

@@ -18,6 +18,7 @@ import infinity
 
 from ...core.machine.sizes import format_nbytes, format_seconds
 from ...core.machine.tiers import Tier
+from ...ext.audit.told import line_of
 from ..cli.values import columns
 from ..cost.cost import FORMAT as PROFILE
 from ..watch.time_shares import shares_text
@@ -124,6 +125,7 @@ def measurements(
         "tiers": {name: dataclasses.asdict(tier) for name, tier in stats.tiers.items()},
         "bound_seconds": stats.bound_seconds,
         "bottleneck": stats.bottleneck,
+        "audited": stats.audited,
         "disk": _disk_report(measured_disk, counts),
         **PROFILE.numbered(_profile(job, config.device)),
     }
@@ -240,6 +242,8 @@ def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
             )
     if report["bound_seconds"]:
         yield "bound", report["bottleneck"]
+    if (line := line_of(report["audited"])) is not None:
+        yield "audit", line.removeprefix("audited ")
     if report["disk"] is not None:
         yield "disk", _disk_text(report["disk"])
 

@@ -56,6 +56,7 @@ def engine_settings(args: argparse.Namespace, *, plans: bool = False) -> dict[st
         "micro_batch": args.micro_batch,
         "device": getattr(args, "device", None),
         "trace": args.trace and str(args.trace),
+        "audit": getattr(args, "audit", None),
         "master": args.master,
         "moments": args.moments,
     }

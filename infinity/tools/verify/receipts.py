@@ -22,6 +22,7 @@ from ...core.run.registry import engine_of
 from ...core.units.forms import gathered
 from ...core.wrap.named_weights import named_weights
 from ...errors import ConfigError
+from ...ext.audit.audit import audited
 from ...files.outputs import replacing
 from ..bench.facts import commit, machine, versions
 from .reading import FORMAT, read_receipt
@@ -30,7 +31,7 @@ from .reading import FORMAT, read_receipt
 OF_ONE_RUN = {
     *("help", "epochs", "minutes", "timeout", "stalls", "json", "trace"),
     *("out", "checkpoint", "checkpoint_overhead", "checkpoint_every", "resume", "overwrite"),
-    *("prompt", "sample_bytes", "tensorboard", "log", "push", "receipt", "preset"),
+    *("prompt", "sample_bytes", "tensorboard", "log", "push", "receipt", "preset", "audit"),
 }
 
 
@@ -39,8 +40,9 @@ def receipt(model: nn.Module) -> dict[str, Any]:
 
     ``versions``, ``commit`` and ``machine``; ``config``: the fields that differ from the defaults;
     ``ranks``; ``step``: optimizer steps since the wrap or since the first one of the checkpoint
-    that was loaded; ``weights``: 16 hex digits of BLAKE2b over the elements of each weight, by its
-    name. Reads all weights, one at a time. Every rank calls this, and all get the same digests.
+    that was loaded; ``audited``: as :attr:`infinity.Stats.audited`; ``weights``: 16 hex digits of
+    BLAKE2b over the elements of each weight, by its name. Reads all weights, one at a time. Every
+    rank calls this, and all get the same digests.
     Raises UsageError for a model that is not wrapped.
     """
     job = engine_of(model).job
@@ -49,6 +51,7 @@ def receipt(model: nn.Module) -> dict[str, Any]:
         "ranks": job.ranks.size,
         "step": job.steps.index,
         "weights": digests(model),
+        "audited": audited(job),
     }
 
 
@@ -102,7 +105,8 @@ class ReceiptFile:
             return  # the same on all ranks
         weights = digests(job.model)
         losses, self._losses_told = job.losses[self._losses_told :], len(job.losses)
-        saves.append({"step": job.next_step, "losses": losses, "weights": weights} | self._run)
+        told = {"weights": weights, "audited": audited(engine_of(job.model).job)}
+        saves.append({"step": job.next_step, "losses": losses} | told | self._run)
         if job.ranks.is_first:
             with replacing(self._path.parent) as made:
                 (made / self._path.name).write_text(json.dumps(self._content, indent=1))

@@ -93,6 +93,14 @@ METRICS = (
         "cause",
         "shares",
     ),
+    Metric(
+        "infinity_audited_bytes_total",
+        "counter",
+        "compared by audits",
+        "",
+        "kind",
+        "audited_nbytes",
+    ),
 )
 
 

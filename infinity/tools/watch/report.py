@@ -22,7 +22,7 @@ from ..cli.values import a_count, a_path, add_rating, rating_of
 from ..eval.scores import line_of
 from . import svg
 from .time_shares import shares_text
-from .top import endurance_line
+from .top import audit_line, endurance_line
 
 WIDTH, HEIGHT, LEFT, RIGHT = 860, 240, 140, 30
 CURVE_COLOURS = {"curve": "#0b4f8a", "pace": "#8a2f5c"}
@@ -249,12 +249,13 @@ def _summary(status: dict[str, Any], plan: dict[str, Any]) -> str:
 
 
 def _shares(status: dict[str, Any], rating: float | None) -> list[str]:
-    """Says what the last steps waited for, and how long the drives last."""
-    shares, found = status.get("shares"), []
+    """Says what the last steps waited for, what was audited, and how long the drives last."""
+    shares = status.get("shares")
+    found: list[str] = []
     if shares:
         found.append(f"time: {shares_text({str(k): float(v) for k, v in shares.items()})}")
-    if (line := endurance_line(status, rating)) is not None:
-        found.append(line)
+    lines = audit_line(status), endurance_line(status, rating)
+    found += [line for line in lines if line is not None]
     return [f"<p>{html.escape(each)}</p>" for each in found]
 
 

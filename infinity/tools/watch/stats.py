@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -18,6 +19,7 @@ from ...core.machine.tiers import Tier
 from ...core.machine.traffic import DATA, PAST_HOST, CollectiveTraffic, EdgeTraffic
 from ...core.run.job import Job
 from ...core.run.registry import wrapped
+from ...ext.audit.audit import audited
 from ...ext.rates.rates import disk_seconds, memory_rate
 from .time_shares import shares_of
 
@@ -64,6 +66,9 @@ class Stats:
     shares
         What the steps so far waited for: "copies", "disk", "optimizer", "other ranks" and "data"
         (of a loader that is watched). The rest is "compute", with Python. They sum to 1.
+    audited
+        With ``Config(audit=...)``: its "share"; "pieces" and "nbytes" that were compared, by kind
+        of audit; "found", what was wrong; "left_out", what is not audited. Else empty.
     """
 
     edges: dict[str, EdgeTraffic]
@@ -76,6 +81,7 @@ class Stats:
     blocks: dict[str, int]
     buffers_nbytes: int
     shares: dict[str, float]
+    audited: dict[str, Any]
 
     def as_dict(self) -> dict:
         """Returns plain dicts and numbers, ready for JSON."""
@@ -128,6 +134,7 @@ def stats(model: nn.Module) -> Stats:
         blocks,
         job.planned.plan.buffers_nbytes,
         shares_of(clock.total_seconds, clock.waits or job.traffic.waits()),
+        audited(job),
     )
 
 

@@ -155,8 +155,9 @@ def _lines(jobs: list[dict[str, Any]], rating: float | None) -> Iterator[str]:
             yield f" {job['refused']}"
         for status in job["ranks"]:
             yield from _rank(status)
-            if (line := endurance_line(status, rating)) is not None:
-                yield f"   {line}"
+            for line in (audit_line(status), endurance_line(status, rating)):
+                if line is not None:
+                    yield f"   {line}"
 
 
 def _shortened(path: str, width: int) -> str:
@@ -208,6 +209,16 @@ def _rank(status: dict[str, Any]) -> Iterator[str]:
                 f"   {printable(edge):<18} {rate / 1e9:>6.2f} GB/s  stalled"
                 f" {number(moved.get('stalled'), '.0%'):>4}  {share}".rstrip()
             )
+
+
+def audit_line(status: dict[str, Any]) -> str | None:
+    """Says what the job has audited; None without audits."""
+    from ...ext.audit.told import line_of
+    from ...untrusted import printable
+
+    audited = status.get("audited")
+    line = line_of(audited) if isinstance(audited, dict) else None
+    return None if line is None else printable(line)
 
 
 def endurance_line(status: dict[str, Any], rating: float | None) -> str | None:

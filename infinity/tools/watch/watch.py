@@ -31,6 +31,7 @@ from ...core.run.job import Job
 from ...core.run.registry import is_wrapped, wrapped
 from ...core.units.unit import ParamUnit
 from ...errors import ConfigError, UsageError
+from ...ext.audit.audit import audited
 from ...ext.rates.rates import disk_rates
 from ...files.outputs import folder_of
 from . import run_files
@@ -235,6 +236,8 @@ class Watch:
             },
             "edges": _edge_status(edges, before, seconds, self._limits),
             "shares": shares_of(seconds, waited),
+            "audited": (audits := audited(job)),
+            "audited_nbytes": audits.get("nbytes", {}),
             "written": {
                 "nbytes": edges["host->nvme"]["nbytes"],
                 "seconds": job.updates.clock.total_seconds,

@@ -47,6 +47,7 @@ STATUS = {
         "device->host": {"nbytes": 3, "rate": 0.0, "limit": None, "stall_seconds": 0.0},
     },
     "shares": {"compute": 0.75, "disk": 0.25},
+    "audited_nbytes": {"updates": 4096},
 }
 
 
@@ -81,6 +82,7 @@ def test_the_text_has_every_figure_of_every_rank():
     assert ("infinity_tier_budget_bytes", *of, tier) not in found
     assert found["infinity_tier_budget_bytes", *of, ("tier", "nvme")] == 9
     assert found["infinity_time_ratio", ("cause", "disk"), *of] == 0.25
+    assert found["infinity_audited_bytes_total", ("kind", "updates"), *of] == 4096
     names = {name for name, *_ in found}
     assert names == {metric.name for metric in (*METRICS, RUNNING)}
 

@@ -1,0 +1,1 @@
+"""Does a share of the work twice, and compares the bits."""

@@ -1,0 +1,85 @@
+"""Turns: which pieces of the work are audited next.
+
+piece   elements of one flat param: of this rank's shard, or of the whole one
+turn    a step or a pass: it audits as many pieces as the share says
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+PIECE_NUMEL = 256 * 1024  # elements of a piece; whole blocks of 8-bit moments and of kernels
+SEED = 64  # equal on all ranks, which have to choose the same pieces
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements ``begin`` to ``end`` of a flat param."""
+
+    flat_param: Any
+    begin: int
+    end: int
+
+
+class Turns:
+    """A seeded order of ``count`` pieces, of which each turn takes the next ``share``. All have
+    come once before one comes again."""
+
+    def __init__(self, count: int, share: float, seed: int):
+        self._count, self._share, self._seed = count, share, seed
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def at(self, turn: int) -> list[int]:
+        """Returns the indices of the pieces of ``turn``, a number from 0 on."""
+        first, last = (int(each * self._share * self._count + 1e-9) for each in (turn, turn + 1))
+        return [self._at(number) for number in range(first, last)]
+
+    def _at(self, number: int) -> int:
+        epoch, place = divmod(number, self._count)
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed(1_000_003 * epoch + self._seed)
+            self._order = torch.randperm(self._count, generator=generator, device="cpu").tolist()
+            self._epoch = epoch
+        return self._order[place]
+
+
+class ChosenPieces:
+    """The pieces of the running turn, by flat param. ``seed``: another for each kind of audit."""
+
+    def __init__(self, share: float, seed: int):
+        self._share, self._seed = share, SEED + seed
+        self._flat_params: list[Any] = []
+        self._pieces: list[Piece] = []
+        self._turns = Turns(0, share, self._seed)
+        self._turn = -1
+        self._by_flat: dict[Any, list[Piece]] = {}
+
+    def choose(
+        self, turn: int, flat_params: Callable[[], list[Any]], *, whole: bool = False
+    ) -> dict[Any, list[Piece]]:
+        """Returns the chosen pieces of ``flat_params()`` at ``turn``: of this rank's shards, or
+        with ``whole`` of those of all ranks."""
+        if turn != self._turn:
+            if (found := flat_params()) != self._flat_params:
+                self._flat_params, self._pieces = found, list(_pieces_of(found, whole))
+                self._turns = Turns(len(self._pieces), self._share, self._seed)
+            self._by_flat = {}
+            for index in self._turns.at(turn):
+                piece = self._pieces[index]
+                self._by_flat.setdefault(piece.flat_param, []).append(piece)
+            self._turn = turn
+        return self._by_flat
+
+
+def _pieces_of(flat_params: list[Any], whole: bool) -> Iterator[Piece]:
+    for flat_param in flat_params:
+        layout = flat_param.layout
+        numel = layout.shard_numel
+        for first in range(0, layout.numel if whole else numel, numel):  # none has parts of two
+            for begin in range(first, first + numel, PIECE_NUMEL):
+                yield Piece(flat_param, begin, min(begin + PIECE_NUMEL, first + numel))

@@ -1,0 +1,81 @@
+"""Jobs of ranks whose work is audited (see `ranks`).
+
+**planted flip**: one bit that a job changes on one rank where a broken machine would.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import models
+import torch
+import torch.distributed as dist
+from inside import parts_of
+from rank_jobs import adamw, batch, build, cloned
+from ranks import told
+
+import infinity
+from infinity.core.units.arrival import Arrival
+from infinity.ext.audit import turns
+from infinity.ranks import bulk
+
+HOST = {"params": "host", "optimizer": "host"}
+STEPS, AT = 4, 2  # the flip comes before step AT + 1
+
+
+def flip(flat: torch.Tensor, element: int) -> None:
+    """Flips the lowest bit of an element."""
+    flat.view(torch.uint8)[element * flat.dtype.itemsize] ^= 1
+
+
+def planted(plant: str, is_due: Any) -> Any:
+    """Patches the transport of gathered weights, or the sums of gradients, on this rank."""
+    finish, add = Arrival.finish, bulk._ordered_sum
+
+    def wrong_weights(self: Any, store: Any) -> None:
+        finish(self, store)
+        if is_due():
+            flat = self._buffers.flats[0]
+            shard = flat.numel() // 2
+            flip(flat, 5 if plant == "others' weights" else shard + 5)
+
+    def wrong_sum(parts: torch.Tensor, weights: Any = None) -> torch.Tensor:
+        total = add(parts, weights)
+        if is_due():
+            flip(total, 5)
+        return total
+
+    if plant == "a sum":
+        return mock.patch.object(bulk, "_ordered_sum", wrong_sum)
+    return mock.patch.object(Arrival, "finish", wrong_weights)
+
+
+def audited(
+    config: dict[str, Any], audit: float, plant: str | None = None, dtype: Any = None
+) -> dict[str, Any]:
+    """Trains a few steps. ``plant``: what is flipped on rank 1."""
+    model = build(dtype=dtype or torch.float32)
+    with mock.patch.object(turns, "PIECE_NUMEL", 4096):
+        model, optimizer = infinity.wrap_model(
+            model, adamw(model), HOST | {"audit": audit} | config
+        )
+        steps, rank, done = parts_of(model).steps, dist.get_rank(), []
+
+        def is_due() -> bool:
+            if plant is None or rank != 1 or steps.index != AT or done:
+                return False
+            done.append(1)
+            return True
+
+        def run() -> None:
+            for number in range(STEPS):
+                models.loss_of(model, batch(number, 0, rank)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        with planted(plant or "", is_due):
+            error = told(run)
+        found = infinity.stats(model).audited
+        weights = cloned(model.state_dict()) if error == "was taken" else None
+    return {"error": error, "audited": found, "weights": weights, "steps": steps.index}
