@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from ... import native
-from ...core.machine.disk_profile import Disk, disk_profile
+from ...core.machine import disk_profile
 from ...core.machine.limits import memory_left
 
 PROBE_NBYTES, LEAST_PROBE_NBYTES = 64 * 1024 * 1024, 1024 * 1024
@@ -98,7 +98,10 @@ def _best(work) -> float:
 def disk_rates(folders: Sequence[str]) -> tuple[float, float, float]:
     """Sums the bytes per second (read, written, both at once) over all ``folders``, once per
     device."""
-    devices = {Disk(folder).disks: disk_profile(folder) for folder in reversed(folders)}
+    devices = {
+        disk_profile.Disk(folder).disks: disk_profile.disk_profile(folder)
+        for folder in reversed(folders)
+    }
     return tuple(
         sum(getattr(one, name) for one in devices.values())
         for name in ("read_rate", "write_rate", "mixed_rate")
