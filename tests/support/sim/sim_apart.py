@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from sim_play import descriptors, play
 from sim_program import Program
-from sim_ranks import play_ranks
+from sim_ranks import die_with_parent, play_ranks
 from sim_world import Wrong
 
 import infinity
@@ -113,6 +113,7 @@ def become(writer: int, said: int, work: Callable[[], None]) -> None:
     status = 1
     try:
         os.setsid()
+        die_with_parent()
         for standard in (1, 2):
             os.dup2(said, standard)
         faulthandler.enable()

@@ -8,9 +8,11 @@ is gone. The others have to be told so by a PeerError.
 from __future__ import annotations
 
 import collections
+import ctypes
 import json
 import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from prepared import DIES_WITH_PARENT
 from sim_actions import ACTIONS, UsersError, backward, failing
 from sim_disk import SimulatedDisk
 from sim_models import blocks_of
@@ -182,8 +185,14 @@ def play_ranks(program: Program, folder: Path) -> collections.Counter[str]:
     return counts
 
 
+def die_with_parent() -> None:
+    """Has this fork end with who forked it, if that is killed."""
+    ctypes.CDLL(None).prctl(DIES_WITH_PARENT, signal.SIGKILL)
+
+
 def run_rank(work: Callable[[], dict[str, int]], path: Path) -> None:
     """Runs a rank in a fork, writes what it says, and ends."""
+    die_with_parent()
     told: dict[str, Any] = {"kind": "", "text": "", "counts": {}}
     try:
         told["counts"] = work()
