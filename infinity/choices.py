@@ -6,6 +6,11 @@ import torch
 
 AUTO = "auto"  # chosen by what the machine has
 
+
+class Unset(str):
+    """A default, told apart from the same word given by a user. Saved as plain text: str(value)."""
+
+
 HOMES = ("auto", "device", "host", "nvme")
 SHARDED = ("optimizer", "gradients", "parameters")
 SAMPLED = "sampled"  # checksums of a part, if a device cannot compute them

@@ -24,6 +24,7 @@ from .choices import (
     QUANTIZED,
     SAMPLED,
     SHARDED,
+    Unset,
 )
 from .core import seams
 from .core.machine.sizes import parse_nbytes
@@ -123,8 +124,8 @@ class Config:
     nvme_paths: tuple[str, ...] | list[str] | str = ()
     weights_on_host: int | None = None
     param_dtype: torch.dtype | str | None = None
-    master: str = "split"
-    moments: str = "fp32"
+    master: str = Unset("split")
+    moments: str = Unset("fp32")
     grad_dtype: torch.dtype | str | None = None
     units: str | tuple[str, ...] | list[str] = "auto"
     shard: str = "parameters"

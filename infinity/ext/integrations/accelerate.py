@@ -31,6 +31,7 @@ from ...library_versions import require
 from ..checkpoint.load import load_checkpoint
 from ..checkpoint.pretrained import save_pretrained
 from ..checkpoint.save import save_checkpoint
+from .plain_loops import as_torch_steps, tell_home
 
 accelerate = require("accelerate")
 
@@ -127,7 +128,9 @@ class InfinityAccelerator(accelerate.Accelerator):
             if own:
                 if is_wrapped(model) and wrapped(model).optimizer is None:
                     unwrap_model(model)
-                _, managed[id(own[0])] = wrap_model(model, own[0], self._config)
+                config = as_torch_steps(self._config, own)
+                _, managed[id(own[0])] = wrap_model(model, own[0], config)
+                tell_home(model, own[0], self._config, config)
             elif not is_wrapped(model):
                 wrap_model(model, None, self._reference)
         for one in plain:

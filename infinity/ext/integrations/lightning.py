@@ -30,6 +30,7 @@ from ..checkpoint.load import load_checkpoint
 from ..checkpoint.pretrained import save_pretrained
 from ..checkpoint.save import save_checkpoint
 from .accelerate import AT_HOME, Given
+from .plain_loops import as_torch_steps, tell_home
 from .weights import load_weights
 
 lightning = require("lightning")
@@ -207,11 +208,13 @@ class InfinityStrategy(ParallelStrategy):
                 )
         if not is_wrapped(module):
             device = self._config.device or self.root_device
-            _, managed = wrap_model(
-                module,
-                next(iter(self.optimizers), None),
-                dataclasses.replace(self._config, device=device),
-            )
+            given = dataclasses.replace(self._config, device=device)
+            config, optimizer = given, next(iter(self.optimizers), None)
+            if optimizer is not None:
+                config = as_torch_steps(given, [optimizer])
+            _, managed = wrap_model(module, optimizer, config)
+            if optimizer is not None:
+                tell_home(module, optimizer, given, config)
             self.optimizers = [] if managed is None else [managed]
         self.setup_precision_plugin()
 

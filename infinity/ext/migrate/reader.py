@@ -19,6 +19,7 @@ from .other_tools import DEEPSPEED, refuse_others, whose
 logger = logging.getLogger(__name__)
 
 Source = Mapping | str | os.PathLike
+WITH_MASTERS = {"master": "split", "moments": "fp32"}  # as these tools keep them, with or without
 
 
 def read(
@@ -44,7 +45,7 @@ def from_deepspeed(
     for NVMe, too."""
     refuse_others(mapping := _mapping_of(source))
     fields, report = translate_deepspeed(mapping, strict=strict, loop=loop)
-    return _told("DeepSpeed", kind(**fields), report, makes_folders)
+    return _told("DeepSpeed", kind(**WITH_MASTERS | fields), report, makes_folders)
 
 
 def from_accelerate(
@@ -58,7 +59,7 @@ def from_accelerate(
     """Makes a Config as :meth:`infinity.Config.from_accelerate` says."""
     refuse_others(mapping := _mapping_of(source))
     fields, report = translate_accelerate(mapping, strict=strict, read=read_table, loop=loop)
-    return _told("Accelerate", kind(**fields), report, makes_folders)
+    return _told("Accelerate", kind(**WITH_MASTERS | fields), report, makes_folders)
 
 
 def _told(tool: str, config: Config, report: list[str], makes_folders: bool) -> Config:

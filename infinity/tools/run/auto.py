@@ -32,6 +32,7 @@ from ...core.step.optimizer import InfinityOptimizer
 from ...core.step.rules import WAITS
 from ...core.units.handle import handle_of
 from ...core.wrap.wrap import wrap_model
+from ...ext.integrations.plain_loops import as_torch_steps
 from ..train.ranks import count_of
 from .copies import plain_copies
 from .meeting import STEPPING, Together, find_root, hand_over, params_of
@@ -39,7 +40,7 @@ from .places import Places, release
 from .replicas import pass_on, refuse_sharded, replicas_of
 
 HOMES = ("device", "host", "nvme")
-CHOSEN = ("shard", "master", "moments")  # in a Config or a file
+CHOSEN = ("shard",)  # in a Config or a file
 MakeConfig = Callable[[nn.Module], Config | None]
 logger = logging.getLogger(__name__)
 
@@ -54,8 +55,7 @@ class Auto:
         Whether the script has spawned processes, in which models are wrapped as well.
     given
         The fields of Config that the user chose. Without ``shard`` each rank has all state, as
-        under DistributedDataParallel: scripts evaluate and save on the first rank alone. Without
-        ``master`` and ``moments`` weights in bf16 are stepped as torch steps them.
+        under DistributedDataParallel: scripts evaluate and save on the first rank alone.
     """
 
     def __init__(
@@ -68,7 +68,6 @@ class Auto:
     ):
         self.wrapped: list[str] = []
         self.spawned, self._shards, self._in_child = False, "shard" in given, in_child
-        self._precise = "master" in given or "moments" in given
         self._make_config, self._tell, self._undo = make_config, tell, contextlib.ExitStack()
         self._places, self._waiting = Places(self._stays, self._watch), Waiting()
         self._at_work = False  # the engine makes optimizers and calls modules, too
@@ -198,10 +197,7 @@ class Auto:
         """Returns the configuration, with the device that the script asked for, and with the
         precision of its own optimizer if none was given."""
         config = self._make_config(root) or Config.make({"nvme_paths": AUTO})
-        dtypes = {param.dtype for param in params_of(optimizers)}
-        adam = all(isinstance(each, torch.optim.Adam) for each in optimizers)  # AdamW is one
-        if adam and dtypes == {torch.bfloat16} and not self._precise and config.param_dtype is None:
-            config = dataclasses.replace(config, master="none", moments="bf16")
+        config = as_torch_steps(config, optimizers)
         device = self._places.device_for(root)
         if config.device is not None or device is None:
             return config

@@ -195,8 +195,8 @@ def _fixed_values(
         "data": batches.corpus.fingerprint,
         "seed": args.seed,
         "dtype": args.dtype,
-        "master": config.master,
-        "moments": config.moments,
+        "master": str(config.master),
+        "moments": str(config.moments),
         "batch_size": args.batch_size,
         "sequence_length": batches.sequence_length,
         # A job can resume on fewer ranks with more micro-batches each, and on another mesh.

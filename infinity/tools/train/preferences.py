@@ -313,8 +313,8 @@ def _fixed_values(
     return {name: getattr(args, name) for name in names} | {
         "data": inputs.preferred.fingerprint,
         "base": _fingerprint_of(args.model),
-        "master": config.master,
-        "moments": config.moments,
+        "master": str(config.master),
+        "moments": str(config.moments),
         "sequence_length": inputs.length,
         "accumulate": args.accumulate * ranks.count,
         "max_grad_norm": args.max_grad_norm or config.max_grad_norm or DEFAULT_MAX_GRAD_NORM,
@@ -341,7 +341,7 @@ def make_preference_job(
     model, adapters = make_model(inputs.model_config, False)
     if adapters is None:
         model.config.architectures = [type(model).__name__]
-    config = engine_config(settings, model)
+    config = engine_config({"master": "split", "moments": "fp32"} | settings, model)
     if ranks.is_first:
         check_room(model, config)
     given: dict[str, Any] = {"peft_config": adapters} if adapters is not None else {}

@@ -186,6 +186,21 @@ def test_optimizing_by_hand_is_the_same(tmp_path):
     assert differing(ends[0][1], ends[1][1]) == []
 
 
+def test_a_module_in_bf16_is_stepped_as_torch_steps_it(tmp_path, caplog):
+    """Method: precision="bf16-true", which makes all weights bf16. Twin: with masters they
+    differ."""
+    ends = []
+    for number, home in enumerate((None, {}, {"master": "split"})):
+        module = seeded(SEED, lightning_cases.Module)
+        given = {} if home is None else {"strategy": integrations.InfinityStrategy(home)}
+        trainer(tmp_path / str(number), ours=False, precision="bf16-true", **given).fit(
+            module, loader(shuffle=False)
+        )
+        ends.append({name: value.clone() for name, value in module.state_dict().items()})
+    assert differing(ends[1], ends[0]) == [] and differing(ends[2], ends[0]) != []
+    assert "stepped as torch steps them" in caplog.text
+
+
 def test_several_optimizers_are_refused(tmp_path):
     module = lightning_cases.Module()
     module.optimizers_count, module.automatic_optimization = 2, False

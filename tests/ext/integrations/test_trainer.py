@@ -21,7 +21,9 @@ from trainer_cases import SEED, arguments, assert_same, llama, logged, on_disk, 
 
 import infinity
 from infinity import integrations
+from infinity.core.run.registry import wrapped
 from infinity.ext.checkpoint import interval
+from infinity.ext.integrations.plain_loops import is_unset
 
 transformers = pytest.importorskip("transformers")
 Lazily("accelerate")
@@ -128,13 +130,55 @@ def test_settings_of_the_trainer_give_the_same_run(changes, tmp_path):
     assert_same(ours, theirs)
 
 
+def test_weights_in_bf16_are_stepped_as_torch_steps_them(tmp_path, caplog):
+    """Method: a model in bf16, and a configuration without a precision; one line says so, and where
+    the state is. Twins: a master that is given, as a dict, a Config and a DeepSpeed JSON, is kept,
+    and gives other weights."""
+    ours, theirs = (
+        trained(tmp_path / str(ours), llama(torch.bfloat16), ours=ours) for ours in (True, False)
+    )
+    assert_same(ours, theirs)
+    (line,) = [each for each in caplog.messages if each.startswith("at home now: Llama")]
+    assert "on NVMe" in line and "stepped as torch steps them" in line and "master=" in line
+    given = on_disk(tmp_path) | {"master": "split"}
+    for home in (given, infinity.Config(**given)):
+        kept = trained(tmp_path / "kept", llama(torch.bfloat16), ours=True, home=home)
+        assert wrapped(kept.model).engine.job.config.master == "split"
+        assert differing(values(kept.model), values(theirs.model)) != []
+    assert "masters" not in caplog.text.partition(line)[2]
+    stage = {"zero_optimization": {"stage": 0}}
+    assert not is_unset(infinity.Config.make(stage)) and is_unset(infinity.Config())
+
+
+@pytest.mark.parametrize("home", ["dict", "Config"])
+def test_weights_of_several_dtypes_keep_masters_and_the_line_says_so(home, tmp_path, caplog):
+    """Method: norms in fp32, whose moments torch keeps in fp32, as it would not those of the
+    others. Twin: a model in fp32 is told nothing of its precision."""
+    mixed = llama(torch.bfloat16)
+    mixed.model.norm.float()
+    mixed.model.norm.register_forward_hook(lambda module, given, made: made.bfloat16())
+    chosen = on_disk(tmp_path) if home == "dict" else infinity.Config(**on_disk(tmp_path))
+    made = trained(tmp_path / "mixed", mixed, ours=True, home=chosen, max_steps=1)
+    assert wrapped(made.model).engine.job.config.master == "split"
+    assert "16-bit weights have fp32 masters" in caplog.text
+    caplog.clear()
+    trained(tmp_path / "fp32", llama(), ours=True, max_steps=1)
+    assert "at home now: " in caplog.text and "bit weights" not in caplog.text
+
+
 def test_a_run_in_bf16_resumes_to_the_bit(tmp_path):
     """Method: bf16 weights with split masters; four steps, and again from the checkpoint of step 2
     by a new Trainer over a new model, built on meta: logs, weights and the checkpoint of the last
     step, masters and moments included, are the same.
     """
     saving = {"save_strategy": "steps", "save_steps": 2}
-    whole = trained(tmp_path, llama(torch.bfloat16), ours=True, **saving)
+    whole = trained(
+        tmp_path,
+        llama(torch.bfloat16),
+        ours=True,
+        home=on_disk(tmp_path, master="split"),
+        **saving,
+    )
     half = tmp_path / "checkpoint-2"
     assert not (half / "optimizer.pt").exists() and (half / "infinity" / "manifest.json").exists()
     with torch.device("meta"):
@@ -143,7 +187,7 @@ def test_a_run_in_bf16_resumes_to_the_bit(tmp_path):
         model=again,
         args=arguments(tmp_path / "again", **saving),
         train_dataset=rows(20),
-        infinity=on_disk(tmp_path / "swap"),
+        infinity=on_disk(tmp_path / "swap", master="split"),
     )
     resumed.train(resume_from_checkpoint=str(half))
     assert logged(resumed)[:-1] == logged(whole)[:-1]

@@ -13,8 +13,9 @@ import pytest
 import torch
 from inside import parts_of
 from lazily import Lazily
+from models import differing
 from sft_cases import texts, tokenizer
-from trainer_cases import SEED, arguments, assert_same, llama, on_disk
+from trainer_cases import SEED, arguments, assert_same, llama, logged, on_disk
 
 import infinity
 from infinity import integrations
@@ -96,6 +97,48 @@ def test_lora_is_the_same(kind, tmp_path):
         run(ours, tmp_path, args, data, {"peft_config": lora(), "infinity": on_disk(tmp_path)}),
         run(theirs, tmp_path, args, data, {"peft_config": lora()}),
     )
+
+
+def test_lora_of_a_base_in_4_bits_is_the_same(tmp_path, caplog):
+    """Method: BitsAndBytesConfig and peft_config, with which TRL makes adapters in bf16, under
+    autocast to bf16; no configuration at all. Twin: with masters the weights differ."""
+    pytest.importorskip("bitsandbytes")
+    import transformers
+
+    llama(attention_dropout=0.0).save_pretrained(tmp_path / "base")
+    packed = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
+    )
+
+    def tuned(kind: type, **more: Any) -> Any:
+        torch.manual_seed(SEED)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "base",
+            dtype=torch.bfloat16,
+            device_map="cpu",
+            quantization_config=packed,
+        )
+        trainer = kind(
+            model=model,
+            args=arguments(tmp_path, trl.SFTConfig, max_length=16, max_steps=3, bf16=True),
+            train_dataset=texts(text=10),
+            processing_class=tokenizer(),
+            peft_config=lora(),
+            **more,
+        )
+        trainer.train()
+        return trainer
+
+    def adapters(trainer: Any) -> dict[str, torch.Tensor]:
+        return {n: v.clone() for n, v in trainer.model.state_dict().items() if "lora" in n}
+
+    theirs, ours = tuned(trl.SFTTrainer), tuned(integrations.InfinitySFTTrainer)
+    assert {value.dtype for value in adapters(theirs).values()} == {torch.bfloat16}
+    assert logged(ours) == logged(theirs)
+    assert differing(adapters(ours), adapters(theirs)) == []
+    assert "at home now: Peft" in caplog.text and "stepped as torch steps them" in caplog.text
+    exact = tuned(integrations.InfinitySFTTrainer, infinity={"master": "split"})
+    assert differing(adapters(exact), adapters(theirs)) != []
 
 
 def test_a_reference_that_follows_the_policy_is_the_same(tmp_path):
