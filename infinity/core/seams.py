@@ -166,6 +166,9 @@ class Events:
     forward_begun: list[Callable[[Any, Any], None]]
     # That forward has ended, perhaps by an exception: module.
     forward_ended: list[Callable[[Any], None]]
+    # It has ended by an error of torch's, in a block or around it, perhaps told of before: the job,
+    # and the error.
+    forward_failed: list[Callable[..., None]]
     # A root forward has ended: module, and the tensors of its output.
     pass_ended: list[Callable[[Any, Any], None]]
     # A forward is about to save tensors: the pair of hooks that packs and unpacks them. Returns it,

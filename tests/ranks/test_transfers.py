@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from lines import is_line
 from ranks import launch_without
 
 from infinity.core.run.journal import Journal
-from infinity.core.run.scoped_call import _meaning_of
 from infinity.errors import PeerError
 from infinity.ranks import transfer
 from infinity.ranks.transfer import Transfer, wait_for
@@ -241,14 +239,3 @@ def test_a_change_is_written_down_as_soon_as_ranks_are_known_to_agree():
             journal.carry_out(lambda made=made: made.append(1), meet)
         journal.finish()
         assert made == [1] * agrees
-
-
-def test_an_engine_says_what_a_broken_transport_means():
-    """A collective of torch's own inside a forward: the error names the ranks. Twins: another
-    error, one of ours, and a job of one rank."""
-
-    ranks = {alone: SimpleNamespace(alone=alone) for alone in (True, False)}
-    other = RuntimeError("shapes differ")
-    assert _meaning_of(other, ranks[False]) is other
-    broken = RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer")
-    assert _meaning_of(broken, ranks[True]) is broken

@@ -258,7 +258,7 @@ def test_the_table_of_models_is_what_they_do():
 def messages() -> str:
     """The text of every message of the package, and of torch's and the system's that users see;
     "..." stands for values."""
-    found = ["CorruptionError", os.strerror(errno.EROFS)]
+    found = ["CorruptionError", os.strerror(errno.EROFS), "CUDA out of memory"]
     for path in (ROOT / "infinity").rglob("*.py"):
         tree = ast.parse(path.read_text())
         found += [text_of(node) for node in ast.walk(tree)]

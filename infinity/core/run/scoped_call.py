@@ -13,7 +13,6 @@ import torch
 
 from ...errors import InfinityError, UsageError
 from ...ranks import failure_report
-from ...ranks.parallel_dims import ParallelDims
 from ...ranks.pending import ranks_lost
 from ..machine import storage_guard
 from ..params.apart import refuse_without_bytes
@@ -87,26 +86,20 @@ def _scoped(job: Job, call: Callable) -> Callable:
             try:
                 return call(*args, **kwargs)
             except RuntimeError as error:
-                if not isinstance(error, InfinityError) and storage_guard.is_refusal(error):
+                if isinstance(error, InfinityError):
+                    raise
+                if storage_guard.is_refusal(error):
                     raise _named(error) from error
-                if (meant := _meaning_of(error, job.ranks)) is not error:
-                    raise meant from error
+                # A collective of torch's own (tensor parallelism) reports only a lost connection or
+                # a timeout, not which rank failed.
+                if not job.ranks.alone and failure_report.BROKEN.search(str(error)):
+                    raise ranks_lost("a forward", error) from error
+                for listener in job.events.forward_failed:
+                    listener(job, error)
                 raise
 
     # What it calls may be compiled.
     return torch.compiler.disable(scoped, recursive=False, reason=UNCOMPILED)
-
-
-def _meaning_of(error: RuntimeError, ranks: ParallelDims) -> Exception:
-    """Returns the error to raise for ``error`` of a forward. A collective of torch's own (tensor
-    parallelism) reports only a lost connection or a timeout, not which rank failed."""
-    if (
-        ranks.alone
-        or isinstance(error, InfinityError)
-        or not failure_report.BROKEN.search(str(error))
-    ):
-        return error
-    return ranks_lost("a forward", error)
 
 
 def _named(error: BaseException) -> UsageError:

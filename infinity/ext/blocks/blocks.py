@@ -23,6 +23,7 @@ from ...ext.rates.rates import memory_rate
 from ...ranks.collectives import Collectives
 from .compiled import CompiledBlock
 from .micro_batch import check_block, install_chunks
+from .no_memory import note_memory
 from .recompute import ActivationPlanner, MeasuredRoom
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Blocks(Extension):
         times."""
         blocks = cls(places_saved=config.recompute and collectives.ranks.alone)
         events.allocated.append(_tell_if_nothing_is_chosen)
+        events.forward_failed.append(note_memory)
         return blocks
 
     def replace_forwards(

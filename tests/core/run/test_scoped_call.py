@@ -14,6 +14,7 @@ from infinity import native
 from infinity.core.run.operations import State
 from infinity.core.run.scoped_call import ScopedCall, refuse_compiled_autograd
 from infinity.core.run.uses import Uses
+from infinity.core.seams import Events
 from infinity.errors import PeerError, UsageError
 from infinity.ranks.parallel_dims import ParallelDims
 
@@ -40,7 +41,7 @@ def job_of(ranks: ParallelDims | None = None) -> tuple[SimpleNamespace, list[str
         prepare=lambda repairing: begun.append("use"),
         settle=lambda: None,
     )
-    return SimpleNamespace(uses=uses, ranks=ranks or ParallelDims()), begun
+    return SimpleNamespace(uses=uses, ranks=ranks or ParallelDims(), events=Events()), begun
 
 
 def test_a_call_runs_in_a_scope_and_gives_what_the_module_gives():
