@@ -23,9 +23,9 @@ LEAST_SHARE = 1e-6
 SLACK = 1e-9  # of quotients that should be whole
 
 
-def share_of(overhead: float | str, name: str = "overhead") -> float:
+def share_of(overhead: float | str, name: str = "overhead", of: str = "the time") -> float:
     """Returns a share between 0 and 1 of a number, or of a text as "2%". Raises ConfigError, which
-    calls it ``name``."""
+    calls it ``name``, a share ``of`` something."""
     value: Any = overhead
     try:
         if isinstance(overhead, str):
@@ -36,7 +36,7 @@ def share_of(overhead: float | str, name: str = "overhead") -> float:
     except (TypeError, ValueError):
         pass
     raise ConfigError(
-        f"{name}: {overhead!r} is not a share of the time. Give a number between 0 and 1, or a"
+        f"{name}: {overhead!r} is not a share of {of}. Give a number between 0 and 1, or a"
         " percentage as 2%."
     )
 

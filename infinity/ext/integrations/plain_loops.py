@@ -46,7 +46,7 @@ def as_torch_steps(config: Config, optimizers: Iterable[torch.optim.Optimizer]) 
 def tell_home(
     model: nn.Module, optimizer: torch.optim.Optimizer, given: Config, config: Config
 ) -> None:
-    """Logs one line on the first rank: what is at home now, where, and in which precision.
+    """Tells in one line, on the first rank: what is at home now, where, and in which precision.
     ``config``: what :func:`as_torch_steps` made of ``given``. A warning, so that it is seen."""
     job = wrapped(model).engine.job
     if not job.collectives.ranks.is_first:

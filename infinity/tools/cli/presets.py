@@ -29,6 +29,7 @@ APART = (
 )
 INSTEAD = (
     {"--steps", "--epochs", "--minutes"},
+    {"--eval-data", "--eval-share"},
     {"--lora", "--lora-rank"},
     {"--checkpoint-every", "--checkpoint-overhead"},
     {"--mesh", "--pipeline-schedule", "--pipeline-chunks"},

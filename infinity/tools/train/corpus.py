@@ -12,6 +12,7 @@ reads the same data as an uninterrupted one, with no state to save.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import hashlib
 import os
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...errors import ConfigError
+from ...ext.checkpoint.interval import share_of
 from .records import NotText, look_at
 
 if TYPE_CHECKING:
@@ -53,6 +55,14 @@ class TextFiles:
         for path, name in zip(self.paths, self.names, strict=True):
             digest.update(f"{name}\n{path.stat().st_size}\n".encode(errors="surrogateescape"))
         return digest.hexdigest()[:16]
+
+
+def held_out_share(args: argparse.Namespace) -> float:
+    """Returns the share of ``--data`` that is held out: none with ``--eval-data``."""
+    if getattr(args, "eval_data", None) is not None:
+        return 0.0
+    given = getattr(args, "eval_share", None)  # other commands have no such options
+    return HELD_OUT_SHARE if given is None else share_of(given, "--eval-share", "the data")
 
 
 def find_text_files(data: str | os.PathLike | None = None) -> TextFiles:
@@ -167,10 +177,10 @@ def read_corpus(
     sequence_length: int,
     limit_nbytes: int,
     tokenizer: Any = None,
-    whole: bool = False,
+    share: float = HELD_OUT_SHARE,
 ) -> Corpus:
-    """Reads at most `limit_nbytes` of the files and splits off the held-out part. `whole`: all of
-    it is held out.
+    """Reads at most `limit_nbytes` of the files and splits off the held-out part, a `share` of it:
+    at least a window; 0: none, 1: all.
 
     Byte-level without a tokenizer; a single file is then mapped, not read. Raises `ConfigError` if
     there is not one window to train on and one to hold out, or a file to tokenize is not UTF-8.
@@ -178,17 +188,18 @@ def read_corpus(
     tokens = (
         _encode(files, tokenizer, limit_nbytes) if tokenizer else _read_bytes(files, limit_nbytes)
     )
-    parts = 1 if whole else 2
+    parts = 2 if 0 < share < 1 else 1
     if len(tokens) < parts * sequence_length:
-        windows = "one window" if whole else "one window to train on, one held out"
+        windows = "one window" if parts == 1 else "one window to train on, one held out"
         raise ConfigError(
             f"{files.source} holds {len(tokens)} tokens, but a sequence length of {sequence_length}"
             f" needs {parts * sequence_length}: {windows}.\n"
             f"Give more data, or --sequence-length {max(2, len(tokens) // parts)} or less."
         )
-    held_out_ntokens = max(int(len(tokens) * HELD_OUT_SHARE), sequence_length)
-    if whole:
-        held_out_ntokens = len(tokens)
+    held_out_ntokens = int(len(tokens) * share)
+    if parts == 2:
+        held_out_ntokens = max(held_out_ntokens, sequence_length)
+        held_out_ntokens = min(held_out_ntokens, len(tokens) - sequence_length)
     return Corpus(
         source=files.source,
         tokens=tokens,
@@ -256,6 +267,11 @@ class Batches:
     batch_size: int
     sequence_length: int
     seed: int
+    evaluated: Batches | None = None  # of --eval-data
+
+    @property
+    def held_out_corpus(self) -> Corpus:
+        return (self.evaluated or self).corpus
 
     @property
     def tokens_per_batch(self) -> int:
@@ -271,6 +287,8 @@ class Batches:
     def held_out(self, batch_count: int) -> list[dict[str, torch.Tensor]]:
         """Returns at most `batch_count` batches of windows that do not overlap, spread evenly over
         the held-out part."""
+        if self.evaluated is not None:
+            return self.evaluated.held_out(batch_count)
         windows_count = self.corpus.held_out_ntokens // self.sequence_length
         wanted_count = min(batch_count * self.batch_size, windows_count)
         starts = [

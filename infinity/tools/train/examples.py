@@ -108,14 +108,15 @@ def read_examples(
     *,
     sequence_length: int,
     pack: bool = False,
-    whole: bool = False,
+    share: float = HELD_OUT_SHARE,
 ) -> Examples:
     """Reads the files, renders them with the tokenizer's chat template, masks what is not learned,
-    truncates to ``sequence_length``, and has TRL ``pack`` them. ``whole``: all rows are held out.
+    truncates to ``sequence_length``, and has TRL ``pack`` them. ``share``: of the rows, is held
+    out: at least one; 0: none, 1: all.
 
     Gives a tokenizer without a chat template a plain one, if conversations need it. Raises
     ConfigError if a library is missing, columns are unknown or cannot be used, a sample cannot be
-    rendered, or less than two rows are left (one of ``whole``).
+    rendered, or less than two rows are left (one, if all or none are held out).
     """
     if tokenizer is None:
         raise ConfigError(
@@ -149,15 +150,17 @@ def read_examples(
             rows = pack_dataset(rows, sequence_length, "bfd")
         collate = _collator(tokenizer, pack)
     sizes, learned, fingerprint = _counts(rows)
-    if len(rows) < (1 if whole else 2):
+    divided = 0 < share < 1
+    if len(rows) < 1 + divided:
         lost = "".join(f"; {count} {why}" for why, count in skipped.items())
-        needed = "a sample is" if whole else "2 samples are"
-        why = "" if whole else " one to train on and one held out,"
+        needed = "2 samples are" if divided else "a sample is"
+        why = " one to train on and one held out," if divided else ""
         raise ConfigError(
             f"--data: {needed} needed,{why} and {files.source} leaves {len(rows)}{lost}. Give more"
             " data, or a larger --sequence-length"
         )
-    held_out = len(rows) if whole else max(1, int(len(rows) * HELD_OUT_SHARE))
+    held_out = held_out_count(len(rows), share)
+    train_count = len(rows) - held_out
     return Examples(
         source=files.source,
         fingerprint=fingerprint,
@@ -165,13 +168,18 @@ def read_examples(
         rows=rows,
         held_out_count=held_out,
         collate=collate,
-        train_ntokens=sum(sizes[:-held_out]),
-        held_out_ntokens=sum(sizes[-held_out:]),
-        learned_ntokens=sum(learned[:-held_out]),
+        train_ntokens=sum(sizes[:train_count]),
+        held_out_ntokens=sum(sizes[train_count:]),
+        learned_ntokens=sum(learned[:train_count]),
         skipped=skipped,
         told=told + notes,
         has_own_template=has_template,
     )
+
+
+def held_out_count(count: int, share: float) -> int:
+    """Returns how many of ``count`` rows are held out: of a part at least one, and not all."""
+    return min(max(1, int(count * share)), count - 1) if 0 < share < 1 else int(count * share)
 
 
 @contextmanager
@@ -306,6 +314,12 @@ class ExampleBatches:
     sequence_length: int
     seed: int
     per_step: int  # batches of one step, on all ranks
+    evaluated: ExampleBatches | None = None  # of --eval-data
+
+    @property
+    def held_out_corpus(self) -> Examples:
+        """The rows of which some are held out."""
+        return (self.evaluated or self).corpus
 
     @property
     def tokens_per_batch(self) -> int:
@@ -319,6 +333,8 @@ class ExampleBatches:
 
     def held_out(self, batch_count: int) -> list[dict[str, torch.Tensor]]:
         """Returns at most ``batch_count`` batches of the held-out rows."""
+        if self.evaluated is not None:
+            return self.evaluated.held_out(batch_count)
         first, last = self.corpus.train_count, len(self.corpus.rows)
         rows = list(range(first, last))[: batch_count * self.batch_size]
         return [
@@ -329,7 +345,8 @@ class ExampleBatches:
     def prompt(self, ntokens: int) -> dict[str, torch.Tensor]:
         """Returns what the first held-out row has before its first learned token, or else its first
         ``ntokens`` tokens, as a model takes it: input_ids int64 [1, tokens]."""
-        return self.corpus.prompt(self.corpus.train_count, ntokens)
+        corpus = self.held_out_corpus
+        return corpus.prompt(corpus.train_count, ntokens)
 
     def steps_of(self, epochs: float) -> int:
         """Counts the steps of so many epochs, the last one whole."""

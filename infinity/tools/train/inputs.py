@@ -4,15 +4,16 @@ batches."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from mimetypes import guess_type
 from typing import TYPE_CHECKING, Any
 
 from ...core.machine.sizes import format_count, parse_nbytes
 from ...errors import ConfigError
-from .corpus import Batches, TextFiles, find_text_files, read_corpus
+from .corpus import Batches, TextFiles, find_text_files, held_out_share, read_corpus
 from .example_files import ExampleFiles, find_examples
 from .examples import ExampleBatches, Examples, read_examples
 from .model import check_vocabulary, choose_sequence_length, read_model_config, read_tokenizer
@@ -29,7 +30,35 @@ def find_files(args: argparse.Namespace) -> TextFiles | ExampleFiles:
     """Finds what ``--data`` has. Raises ConfigError for options that do not go with it."""
     files = find_examples(args.data) or find_text_files(args.data)
     _check_data_options(args, files)
+    find_eval_files(args, files)  # raises before anything is read
     return files
+
+
+def find_eval_files(
+    args: argparse.Namespace, files: TextFiles | ExampleFiles
+) -> TextFiles | ExampleFiles | None:
+    """Finds what ``--eval-data`` has, if it is given. Raises ConfigError if that is of another kind
+    than the ``files`` of ``--data``."""
+    if (path := getattr(args, "eval_data", None)) is None:
+        return None
+    with of_eval_data():
+        found = find_examples(path) or find_text_files(path)
+    if type(found) is not type(files):
+        kinds = ("samples", "running text")
+        this, other = kinds if isinstance(found, ExampleFiles) else kinds[::-1]
+        raise ConfigError(
+            f"--eval-data {path} has {this}, and --data {other}: both have to be of one kind."
+        )
+    return found
+
+
+@contextmanager
+def of_eval_data() -> Iterator[None]:
+    """Makes errors of the block name --eval-data."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--data", "--eval-data")) from None
 
 
 def _check_data_options(args: argparse.Namespace, files: TextFiles | ExampleFiles) -> None:
@@ -87,6 +116,11 @@ def read_inputs(
     set_defaults(args)
     if of_samples:
         show_examples(console, batches.corpus, tokenizer)
+    if isinstance(batches, ExampleBatches) and batches.evaluated is not None:
+        held_out = batches.held_out_corpus
+        console.print(
+            f"{held_out.source}: {format_count(held_out.held_out_count, 'row')} to measure"
+        )
     return Inputs(model_config, tokenizer, batches)
 
 
@@ -100,11 +134,30 @@ def read_batches(
     whole: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Batches | ExampleBatches:
-    """Reads the data. ``per_step``: batches of a step, on all ranks. ``whole``: all of it is held
-    out. Raises ConfigError."""
+    """Reads the data, and that of ``--eval-data``. ``per_step``: batches of a step, on all ranks.
+    ``whole``: all of it is held out. Raises ConfigError."""
+    share = 1.0 if whole else held_out_share(args)
+    read = partial(_read_batches, args, model_config, tokenizer, per_step=per_step, say=say)
+    batches = read(files, share=share)
+    if (held_out := find_eval_files(args, files)) is None:
+        return batches
+    with of_eval_data():
+        return replace(batches, evaluated=read(held_out, share=1.0))
+
+
+def _read_batches(
+    args: argparse.Namespace,
+    model_config: Any,
+    tokenizer: Any,
+    files: TextFiles | ExampleFiles,
+    *,
+    share: float,
+    per_step: int,
+    say: Callable[[str], None],
+) -> Batches | ExampleBatches:
     if isinstance(files, ExampleFiles):
         length = choose_sequence_length(args.sequence_length, model_config, DEFAULT_ROW_LENGTH)
-        how = {"sequence_length": length, "pack": args.pack, "whole": whole}
+        how = {"sequence_length": length, "pack": args.pack, "share": share}
         corpus: Examples | None = None
         if takes_pictures(model_config, args.model):
             processor = partial(read_processor, args.model, trust=args.trust_remote_code)
@@ -123,7 +176,7 @@ def read_batches(
     if not limit_nbytes:
         raise ConfigError(f"--data-limit {args.data_limit}: give more than 0")
     corpus = read_corpus(
-        files, sequence_length=length, limit_nbytes=limit_nbytes, tokenizer=tokenizer, whole=whole
+        files, sequence_length=length, limit_nbytes=limit_nbytes, tokenizer=tokenizer, share=share
     )
     return Batches(
         corpus=corpus, batch_size=args.batch_size, sequence_length=length, seed=args.seed

@@ -28,7 +28,7 @@ from ...core.machine.traffic import DATA
 from ...errors import InfinityError
 from ...ext.checkpoint.interval import Interval
 from ...files.outputs import replacing
-from .corpus import Batches
+from .corpus import Batches, held_out_share
 from .counts import EdgeCounts, traffic_of
 from .examples import NOT_LEARNED, ExampleBatches
 from .interrupt import Interrupt
@@ -59,6 +59,7 @@ class Measured:
     load_seconds: float | None = None  # of the checkpoint it goes on from
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
+    held_out_losses: dict[int, float] = field(default_factory=dict)  # by step, of --eval-every
     stalls: Any = None  # what its data costs (data.stalls.Stalls), if it was measured
 
     if TYPE_CHECKING:
@@ -91,6 +92,7 @@ class Job(Measured):
     checkpoint: Path | None
     out: Path | None
     checkpoint_every: int | None  # None: as often as `interval` says
+    eval_every: int | None
     interval: Interval
     pipe: Any = None  # the pipeline of a mesh with stages, whose chunks are then the model
     tokenizer: Any = None  # saved with each checkpoint, for a model made of it
@@ -171,6 +173,7 @@ def make_job(
         checkpoint=args.checkpoint,
         out=args.out,
         checkpoint_every=args.checkpoint_every,
+        eval_every=args.eval_every,
         interval=Interval(args.checkpoint_overhead),
         ranks=ranks,
         pipe=pipe,
@@ -199,6 +202,7 @@ def _fixed_values(
         "moments": str(config.moments),
         "batch_size": args.batch_size,
         "sequence_length": batches.sequence_length,
+        "eval_share": held_out_share(args),
         # A job can resume on fewer ranks with more micro-batches each, and on another mesh.
         "accumulate": args.accumulate * ranks.data_count,
         "optim": args.optim,
@@ -228,9 +232,15 @@ def lr_share(step: int, *, steps: int, warmup_steps: int) -> float:
     return FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * min(1.0, passed)))
 
 
-def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], None]) -> EdgeCounts:
+def train(
+    job: Job,
+    *,
+    interrupt: Interrupt,
+    show: Callable[[Job, EdgeCounts], None],
+    tell: Callable[[float], None] = lambda loss: None,
+) -> EdgeCounts:
     """Steps until done or interrupted; then saves a checkpoint if the job has a folder for it.
-    Every rank calls this."""
+    ``tell`` gets held-out losses between the steps. Every rank calls this."""
     for part in job.parts:
         part.train()
     start = EdgeCounts.of(job.model)
@@ -242,6 +252,10 @@ def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], N
         job.interval.note_step(job.step_seconds[-1])
         job.next_step += 1
         show(job, EdgeCounts.of(job.model).since(start))
+        if job.next_step < last and _is_evaluated(job):
+            job.held_out_losses[job.next_step] = loss = held_out(job)
+            check_finite(loss, job)
+            tell(loss)
         if job.saving is not None and job.ranks.largest(
             int(job.ranks.is_first and job.saving.done)
         ):
@@ -252,6 +266,12 @@ def train(job: Job, *, interrupt: Interrupt, show: Callable[[Job, EdgeCounts], N
     if job.losses or job.next_step == 0:  # otherwise the checkpoint it resumed from is current
         save_checkpoint(job)
     return EdgeCounts.of(job.model).since(start)
+
+
+def _is_evaluated(job: Job) -> bool:
+    """Whether the held-out loss is measured after this step, which is not the last one."""
+    every = job.eval_every if job.stops_at is None else None
+    return every is not None and job.next_step % every == 0
 
 
 def _is_save_due(job: Job, interrupt: Interrupt) -> bool:

@@ -282,7 +282,15 @@ def _add_result_options(group: argparse._ArgumentGroup) -> None:
         **NUMBER,
         help="measure what the data costs in three times so many passes, before the first step",
     )
+    add(
+        "--eval-data",
+        **FILE,
+        help="measure the loss on this file or folder, of the kind of --data, and learn all of"
+        " --data",
+    )
+    add("--eval-share", metavar="SHARE", help="hold out so much of --data (default 3%%)")
     add("--eval-batches", **NUMBER, default=4, help="held-out batches (default 4)")
+    add("--eval-every", **NUMBER, help="measure the held-out loss after so many steps, too")
     add(
         "--prompt",
         metavar="TEXT",
@@ -347,6 +355,13 @@ def _check_companions(args: argparse.Namespace) -> None:
     args.checkpoint_overhead = share_of(
         args.checkpoint_overhead or DEFAULT_CHECKPOINT_OVERHEAD, "--checkpoint-overhead"
     )
+    if args.eval_share is not None:
+        share_of(args.eval_share, "--eval-share", "the data")  # raises
+        if args.eval_data is not None:
+            raise ConfigError(
+                "--eval-share holds out a part of --data, and with --eval-data all of it is"
+                " learned: give one of them."
+            )
     if args.prompt is not None and args.out is None:
         raise ConfigError("--prompt is of the sample of a saved model: add --out FOLDER")
     if args.micro_batch is not None and args.micro_batch > args.batch_size:

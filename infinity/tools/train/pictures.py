@@ -28,7 +28,7 @@ from .classes import auto_class
 from .columns import PAIRS, Form, choose_form, first_filled, is_empty, known, values_of
 from .corpus import HELD_OUT_SHARE
 from .example_files import ExampleFiles, is_padded, load_examples
-from .examples import Examples, libraries, training_template
+from .examples import Examples, held_out_count, libraries, training_template
 from .rendering import EMPTY, MARK, MEDIA, NOT_LEARNED, UNANSWERED, UNLEARNED
 from .sample import without_repeats
 from .samples import THOUGHTS, Sample, check_places, is_picture, read_sample
@@ -349,15 +349,16 @@ def read_pictures(
     sequence_length: int,
     batch_size: int,
     pack: bool = False,
-    whole: bool = False,
+    share: float = HELD_OUT_SHARE,
     say: Callable[[str], None] = lambda _: None,
 ) -> PictureExamples | None:
     """Reads the files as rows of text and pictures. None if they have no picture. Each row is made
     once, with its pictures.
 
-    ``read_processor``: returns the model's processor. ``whole``: all rows are held out. Raises
-    ConfigError if a library is missing, columns cannot be used, a picture is missing, damaged or
-    cut, or has no place, or less than two rows are left (one of ``whole``)."""
+    ``read_processor``: returns the model's processor. ``share``: as for :func:`read_examples`.
+    Raises ConfigError if a library is missing, columns cannot be used, a picture is missing,
+    damaged or cut, or has no place, or less than two rows are left (one, if all or none are held
+    out)."""
     with libraries() as (datasets, _):
         data = load_examples(datasets, files)
         if not _has_pictures(data):
@@ -407,15 +408,16 @@ def read_pictures(
             length=sequence_length,
         )
         looked.choose_rows()
-        looked.make_rows(1 if whole else 2)
+        looked.make_rows(1 + (0 < share < 1))
         if batch_size > 1:
             looked.try_both()
     count = len(looked.rows)
-    held_out = count if whole else max(1, int(count * HELD_OUT_SHARE))
+    held_out = held_out_count(count, share)
     samples = [number for number, *_ in looked.rows.places]
     # All rows of a sample, whose picture training would see else, unless there is no other.
-    if not whole and samples[0] != samples[-1]:
+    if 0 < share < 1 and samples[0] != samples[-1]:
         held_out = count - (samples.index(samples[-held_out]) or samples.count(samples[0]))
+    train_count = count - held_out
     return PictureExamples(
         source=files.source,
         fingerprint=looked.digest.hexdigest()[:16],
@@ -423,9 +425,9 @@ def read_pictures(
         rows=looked.rows,
         held_out_count=held_out,
         collate=looked.collator(sequence_length),
-        train_ntokens=sum(looked.sizes[:-held_out]),
-        held_out_ntokens=sum(looked.sizes[-held_out:]),
-        learned_ntokens=sum(looked.learned[:-held_out]),
+        train_ntokens=sum(looked.sizes[:train_count]),
+        held_out_ntokens=sum(looked.sizes[train_count:]),
+        learned_ntokens=sum(looked.learned[:train_count]),
         skipped=dict(looked.skipped),
         told=told + looked.told(),
         has_own_template=True,

@@ -15,6 +15,7 @@ from ...errors import CapacityError, ConfigError, InfinityError, UsageError
 from ...files.outputs import MODEL_NAMES, Output, check_free, check_outputs, existing
 from ..verify.reading import read_receipt
 from ..watch.timeline import BEGIN
+from .corpus import HELD_OUT_SHARE
 
 TENSORBOARD = "tensorboard"
 OF_TRAINER = "infinity-train.json"  # in a folder of checkpoints that a trainer of TRL saves
@@ -148,12 +149,16 @@ def check_room(option: str, folder: Path, nbytes: int, what: str) -> None:
         )
 
 
+# What jobs did before there was an option
+BEFORE = {"optim": "adamw", "eval_share": HELD_OUT_SHARE}
+
+
 def check_fixed_values(checkpoint: Path, now: dict[str, Any], extra: dict[str, Any]) -> None:
     """Raises UsageError if options of a job are not those of its checkpoint."""
     saved = extra.get("fixed_values")
     if not isinstance(saved, dict):
         return  # of a script, whose values are its own
-    if told := differences({"optim": "adamw"} | saved, now):  # of before there were others
+    if told := differences(saved, now):
         raise UsageError(
             f"The checkpoint {checkpoint} was made with {told}.\n"
             "Give the same options and data to continue it, or --overwrite instead of --resume to"
@@ -163,6 +168,7 @@ def check_fixed_values(checkpoint: Path, now: dict[str, Any], extra: dict[str, A
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> str:
     """Returns what a job was made with that is not as it is ``now``; "" if all of it is."""
+    saved = BEFORE | saved
     different = [name for name, value in now.items() if saved.get(name) != value]
     return ", ".join(_difference(name, saved.get(name), now[name]) for name in different)
 
@@ -179,6 +185,9 @@ def check_not_past(checkpoint: Path, step: int, steps: int) -> None:
 def _difference(name: str, saved: Any, now: Any) -> str:
     if name == "data":
         return "other data, or another tokenizer or chat template"
+    if name == "eval_share":
+        said = [f"--eval-share {each:g}" if each else "--eval-data" for each in (saved, now)]
+        return f"{said[0]} (now {said[1]})"
     if name == "base":
         return "a --model of other weights"
     if name == "parameters":

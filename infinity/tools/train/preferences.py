@@ -22,9 +22,11 @@ import infinity
 
 from ...core.machine.sizes import format_count
 from ...errors import ConfigError, InfinityError
+from .corpus import held_out_share
 from .counts import EdgeCounts
 from .example_files import ExampleFiles
 from .examples import libraries
+from .inputs import find_eval_files, of_eval_data
 from .interrupt import Interrupt
 from .job import FINAL_LR_SHARE, Measured, not_finite
 from .methods import METHODS, Method, optimizer_of
@@ -68,6 +70,7 @@ class PreferenceInputs:
     model_config: Any
     tokenizer: Any
     preferred: Preferred
+    evaluated: Preferred | None  # of --eval-data
     length: int
 
 
@@ -87,7 +90,11 @@ def read_preference_inputs(
     if tokenizer is not None and tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # as TRL's DPO has it
     length = choose_sequence_length(args.sequence_length, model_config, DEFAULT_ROW_LENGTH)
-    preferred = read_preferred(files, tokenizer, args.method)
+    preferred = read_preferred(files, tokenizer, args.method, share=held_out_share(args))
+    evaluated = None
+    if (held_out := find_eval_files(args, files)) is not None:
+        with of_eval_data():
+            evaluated = read_preferred(held_out, tokenizer, args.method, share=1.0)
     for line in preferred.told:
         console.print(line)
     if not preferred.has_own_template:
@@ -95,7 +102,11 @@ def read_preference_inputs(
             "The tokenizer has no chat template: it gets a plain one, which is saved with the model"
         )
     return PreferenceInputs(
-        model_config=model_config, tokenizer=tokenizer, preferred=preferred, length=length
+        model_config=model_config,
+        tokenizer=tokenizer,
+        preferred=preferred,
+        evaluated=evaluated,
+        length=length,
     )
 
 
@@ -223,6 +234,7 @@ class PreferenceJob(Measured):
             "losses": self.losses,
             "held_out_loss_before": self.loss_before,
             "held_out_loss_after": after.get("eval_loss"),
+            "held_out_losses": self.held_out_losses,
             "held_out": after,
             "last": last,
             **measurements(self, self.counts, self.config, measured_disk),
@@ -286,7 +298,10 @@ def _ntokens(rows: Any, length: int) -> int:
 def _held_out(rows: Any, inputs: PreferenceInputs, args: argparse.Namespace) -> Any:
     """Returns the rows that are measured and not learned: of the last ones as many as
     ``--eval-batches`` says, as without ``--method``."""
-    first = inputs.preferred.train_count
+    if inputs.evaluated is not None:
+        rows, first = inputs.evaluated.rows, 0
+    else:
+        first = inputs.preferred.train_count
     return rows.select(range(first, min(len(rows), first + args.eval_batches * args.batch_size)))
 
 
@@ -316,6 +331,7 @@ def _fixed_values(
         "master": str(config.master),
         "moments": str(config.moments),
         "sequence_length": inputs.length,
+        "eval_share": held_out_share(args),
         "accumulate": args.accumulate * ranks.count,
         "max_grad_norm": args.max_grad_norm or config.max_grad_norm or DEFAULT_MAX_GRAD_NORM,
     }
@@ -532,6 +548,14 @@ def _watching(
                 asked = asked or interrupt.signum is not None
                 control.should_save |= bool(job.ranks.largest(int(asked)))
             control.should_training_stop |= interrupt.signum is not None
+            every, step = job.args.eval_every, state.global_step
+            if every is not None and step % every == 0 and step < state.max_steps:
+                logs = control.should_log  # the log of what was measured is not the step's
+                measured, control.should_log = job.held_out(), logs
+                if measured:
+                    loss = job.held_out_losses[step] = measured["eval_loss"]
+                    console.print(f"held-out loss {loss:.4f} after step {step}")
+                    trackers.held_out(job, loss)
 
         def state(self) -> dict[str, Any]:
             """Returns what each checkpoint says of its job."""

@@ -20,7 +20,7 @@ from . import samples
 from .columns import KNOWN, PAIRS, first_filled, is_empty, known
 from .corpus import HELD_OUT_SHARE
 from .example_files import ExampleFiles, is_padded, load_examples
-from .examples import PLAIN_TEMPLATE, libraries
+from .examples import PLAIN_TEMPLATE, held_out_count, libraries
 from .methods import METHODS, Method
 from .prompts import Prompts
 
@@ -75,10 +75,11 @@ class PreferredForm:
 
 
 def read_preferred(
-    files: ExampleFiles, tokenizer: Any, method: str, *, model_takes: str = ""
+    files: ExampleFiles, tokenizer: Any, method: str, *, share: float = HELD_OUT_SHARE
 ) -> Preferred:
-    """Reads the files as rows for the ``method``. Gives a tokenizer without a chat template a plain
-    one, if messages need it.
+    """Reads the files as rows for the ``method``, of which a ``share`` is held out, as by
+    :func:`read_examples`. Gives a tokenizer without a chat template a plain one, if messages need
+    it.
 
     Raises ConfigError if a library is missing, columns are unknown or cannot be used, or a sample
     has no use: with its number, and the way out."""
@@ -129,13 +130,14 @@ def read_preferred(
                 f"--data: the answers of {files.source} are texts, and the tokenizer has no token"
                 " that ends one. Write them as messages, or give it an eos_token."
             )
-        held_out = max(1, int(len(made) * HELD_OUT_SHARE))
-        if held_out == len(made):
+        held_out = held_out_count(len(made), share)
+        if len(made) < 1 + (0 < share < 1):
             raise ConfigError(
                 f"--data: 2 samples are needed, one to train on and one held out, and"
                 f" {files.source} has 1. Give more data."
             )
-        _check_labels(made[:-held_out], files.source, method)
+        if share < 1:
+            _check_labels(made[: len(made) - held_out], files.source, method)
         chat = _is_chat(made[0])
         rows = datasets.Dataset.from_list(made, features=_features(datasets, made, files.source))
         told = _told(form, data.column_names, unread, chat=chat, empty=empty, same=same)

@@ -19,6 +19,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import infinity
@@ -213,7 +214,12 @@ def _train(
             job.stops_at = repeat.to
         watch = infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
         with Interrupt() as interrupt, make_progress(console, job) as progress, watch:
-            counts = train(job, interrupt=interrupt, show=_watchers(progress, trackers, watch))
+            counts = train(
+                job,
+                interrupt=interrupt,
+                show=_watchers(progress, trackers, watch),
+                tell=partial(_tell_held_out, job, console, trackers),
+            )
         if interrupt.signum is not None:
             return _end_interrupted(args, job, console, interrupt.signum)
         if repeat is not None:
@@ -232,6 +238,11 @@ def _train(
     )
     print_report(console, report)
     return _end(args, ranks, job, console, report)
+
+
+def _tell_held_out(job: Job, console: Console, trackers: Trackers, loss: float) -> None:
+    console.print(f"held-out loss {loss:.4f} after step {job.next_step}")
+    trackers.held_out(job, loss)
 
 
 def _learn_preferences(
@@ -476,9 +487,11 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
         f" tokens per step, {format_count(job.steps, 'step')}, learning rate {options['lr']:g}"
     )
     if isinstance(corpus, Corpus):  # of samples it was told already
+        measured = job.batches.held_out_corpus
+        of = "" if measured is corpus else f" of {measured.source}"
         console.print(
             f"{corpus.source}: {corpus.train_ntokens:,} tokens to train on,"
-            f" {corpus.held_out_ntokens:,} held out"
+            f" {measured.held_out_ntokens:,}{of} held out"
         )
     trained, whole = (
         sum(

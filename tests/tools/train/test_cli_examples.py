@@ -237,6 +237,28 @@ def test_a_job_shows_what_it_learns_and_saves_what_can_be_talked_to(train, tmp_p
     assert transformers.AutoModelForCausalLM.from_pretrained("tuned").generation_config.eos_token_id
 
 
+def test_samples_of_the_users_own_are_measured(train, tmp_path):
+    """Method: the loss on a file equals that of the part held out with the same rows, of a job that
+    learns the same rows. Twin: another file has another loss."""
+    rows = rows_of("messages")
+    for name, part in (("all", rows), ("learned", rows[:-1]), ("last", rows[-1:]), ("a", rows[:1])):
+        save_rows(tmp_path / f"{name}.jsonl", part)
+    found = []
+    for words in (
+        ("--data", "all.jsonl"),
+        ("--data", "learned.jsonl", "--eval-data", "last.jsonl", "--eval-every", "1"),
+        ("--data", "learned.jsonl", "--eval-data", "a.jsonl"),
+    ):
+        status, out, err = train(*words, "--steps", "2", "--json", "--sample-bytes", "0")
+        assert status == 0, err
+        found.append(json.loads(out.splitlines()[-1]))
+    names = ("losses", "held_out_loss_before", "held_out_loss_after")
+    assert all(found[0][name] == found[1][name] for name in names)
+    assert found[2]["losses"] == found[0]["losses"]
+    assert found[2]["held_out_loss_after"] != found[0]["held_out_loss_after"]
+    assert list(found[1]["held_out_losses"]) == ["1"] and found[0]["held_out_losses"] == {}
+
+
 def test_what_is_left_out_is_told_once(tokenizer, tmp_path):
     """Columns, keys that the template does not read, and samples. Twin: nothing is, and the way
     that the file is read is told alone."""

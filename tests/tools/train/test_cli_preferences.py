@@ -838,6 +838,28 @@ def test_held_out_losses_are_those_of_trls_own_trainer(method, base, train, tmp_
     assert f"{ours[0]:.4f} -> {ours[1]:.4f}" in err and "tokens/s" in err
 
 
+def test_pairs_of_the_users_own_are_measured(train):
+    """Method: as many rows as the part held out, and the same; measured after each step. Twins: the
+    learned bits are those of a job that measures no step; another file has another loss."""
+    for name, part in (("all", PAIRED), ("learned", PAIRED[:-1]), ("last", PAIRED[-1:])):
+        save_rows(Path(f"{name}.jsonl"), part)
+    save_rows(Path("a.jsonl"), PAIRED[:1])
+    found = []
+    for words in (
+        ("--data", "all.jsonl"),
+        ("--data", "learned.jsonl", "--eval-data", "last.jsonl", "--eval-every", "1"),
+        ("--data", "learned.jsonl", "--eval-data", "a.jsonl"),
+    ):
+        status, out, err = train("--method", "dpo", *words, "--json", *SAID)
+        assert status == 0, err
+        found.append(json.loads(out))
+    names = ("losses", "held_out_loss_before", "held_out_loss_after")
+    told = [[each[name] for name in names] for each in found]
+    assert told[0] == told[1]
+    assert found[2]["held_out_loss_after"] != found[0]["held_out_loss_after"]
+    assert list(found[1]["held_out_losses"]) == ["1", "2"]
+
+
 def test_a_job_that_goes_on_knows_its_first_held_out_loss(train):
     """Method: the whole job, and one that its checkpoint continues. Twin: one that starts later
     has another."""

@@ -388,6 +388,52 @@ def test_a_job_of_another_optimizer_learns_and_resumes_to_the_same_bits(place, r
     assert_same_bits(weights("resumed"), weights("whole"))
 
 
+def test_data_of_the_users_own_is_measured_and_all_of_the_other_is_learned(place, report, capsys):
+    """Method: --eval-data and --eval-every 2, stopped after four steps and resumed: the losses and
+    the weights are those of a whole job, whose bits the measuring leaves alone. Twins: without
+    --eval-data, the part held out is measured; a resumed job may not learn it."""
+    Path("other.txt").write_text("a lazy dog sleeps under the brown fox\n" * 40)
+    own = {"eval_data": "other.txt", "eval_every": 2}
+    whole = report(out="whole", **own)
+    capsys.readouterr()
+    plain = report(out="plain", eval_data="other.txt")
+    assert whole["losses"] == plain["losses"] and plain["held_out_losses"] == {}
+    assert_same_bits(weights("whole"), weights("plain"))
+    assert list(whole["held_out_losses"]) == ["2", "4", "6"]
+    assert whole["data"]["held_out_source"] == "other.txt"
+    assert whole["data"]["held_out_tokens"] == Path("other.txt").stat().st_size
+    sizes = [path.stat().st_size + 1 for path in Path("text").iterdir()]
+    assert whole["data"]["train_tokens"] == sum(sizes)
+    assert run("--overwrite", checkpoint="saved", steps=4, **own) == 0
+    out = capsys.readouterr().out
+    assert "of other.txt held out" in out and "after step 2" in out
+    assert run("--resume", checkpoint="saved", eval_share="3%") == 2
+    assert "--eval-data (now --eval-share 0.03)" in capsys.readouterr().err
+    again = report("--resume", checkpoint="saved", out="again", **own)
+    tested = report(eval_share=None)
+    assert again["held_out_losses"].keys() == {"6"} and tested["losses"] != whole["losses"]
+    assert tested["data"]["held_out_source"] == "text"
+
+
+def test_a_share_of_the_text_is_held_out(place, report, capsys):
+    """Twins: 3 % without the option; a share beside a file, too much, and samples are refused."""
+    for share, given in ((0.25, "25%"), (0.03, None)):
+        told = report(steps=1, warmup_steps=0, eval_share=given)["data"]
+        whole = told["train_tokens"] + told["held_out_tokens"]
+        assert told["held_out_tokens"] == int(share * whole)
+    Path("pairs.jsonl").write_text(json.dumps({"prompt": "1+1?", "completion": "2."}))
+    Path("empty.txt").write_text("")
+    for words, said in (
+        ({"eval_share": "25%", "eval_data": "text"}, "give one of them"),
+        ({"eval_share": "130%"}, "is not a share of the data"),
+        ({"eval_data": "pairs.jsonl"}, "has samples, and --data running text"),
+        ({"eval_data": "empty.txt"}, "--eval-data: empty.txt is empty"),
+        ({"eval_data": "none.txt"}, "Give --eval-data a file"),
+    ):
+        assert run(**words) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_resume_with_nothing_to_resume_from_starts_fresh_and_says_so(place, capsys):
     assert run("--resume", checkpoint="saved", steps=2) == 0
     assert "No checkpoint in saved: starting fresh" in capsys.readouterr().out
