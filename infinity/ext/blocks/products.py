@@ -37,7 +37,7 @@ DIGEST_ELEMENTS = 1 << 20  # that a digest takes at once: eight bytes each
 
 @functools.cache
 def is_product(operation: Any) -> bool:
-    """Whether ``operation`` computes much for the bytes it gives, and writes to no argument."""
+    """Tells whether ``operation`` computes much for its bytes, and writes to no argument."""
     schema = getattr(operation, "_schema", None)
     return (
         schema is not None
@@ -48,8 +48,8 @@ def is_product(operation: Any) -> bool:
 
 
 def draws(operation: Any, args: tuple, kwargs: dict) -> bool:
-    """Whether this call of a product draws random numbers, as attention with dropout does. Without
-    it, what is drawn after it would differ."""
+    """Tells whether this call of a product draws random numbers, as attention with dropout does.
+    Without it, what is drawn after it would differ."""
     names = [argument.name for argument in operation._schema.arguments]
     given = dict(zip(names, args)) | kwargs
     return any(given.get(name, 0.0) > 0.0 for name in ("dropout_p", "p_dropout"))
@@ -133,7 +133,7 @@ class Counted:
         return results
 
     def forget(self, storage: torch.UntypedStorage) -> None:
-        """Excludes the product with ``storage``, which is written to."""
+        """Forgets the product with ``storage``, which is written to."""
         self.nbytes.pop(self._storages.pop(storage._cdata, -1), None)
 
     def note_saved(self) -> None:

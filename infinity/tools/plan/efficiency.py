@@ -31,7 +31,10 @@ def explain(link: str, compute_seconds: float, link_seconds: float) -> str:
         return ""
     apart = compute_seconds / (compute_seconds + link_seconds)
     beside = min(1.0, compute_seconds / link_seconds)
-    said = f"GPU use: {apart:.0%} to {beside:.0%}, by how much of the time of the {link} hides"
+    said = (
+        f"GPU busy {100 * apart:.0f}\u2013{100 * beside:.0f} %, depending on how much"
+        f" {link.removesuffix('s')} time overlaps compute"
+    )
     times = 1
     while times < LARGEST and times * compute_seconds < GOOD * (
         times * compute_seconds + link_seconds

@@ -84,7 +84,7 @@ def test_the_line_of_a_plan_says_what_helps():
     nothing, one that is good enough, and rates of 0."""
     said = explain("host's links", 71.0, 29.0)
     assert said.endswith("with a batch 4 times as large at least 91%")
-    assert "GPU use: 71% to 100%, by how much of the time of the host's links hides" in said
+    assert "GPU busy 71\u2013100 %, depending on how much host's link time overlaps compute" in said
     assert explain("disks", 1.0, 0.0) == ""
     assert "batch" not in explain("disks", 95.0, 5.0)
     with pytest.raises(ConfigError, match="above 0"):
