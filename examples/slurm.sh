@@ -19,7 +19,8 @@
 #SBATCH --time=12:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# This script gets USR1 five minutes before the end, or one minute more.
+# This script gets USR1 five minutes before the end, or one minute more. Longer saves:
+# SAVE_SECONDS=900 sbatch --signal=B:USR1@960 examples/slurm.sh ...
 #SBATCH --signal=B:USR1@300
 set -euo pipefail
 
@@ -37,7 +38,12 @@ ulimit -l unlimited || echo "locked memory is limited to $(ulimit -l) KiB: see i
 # A last save that takes longer is cut off, and this one stands.
 save_and_return() {
     scancel --signal=USR1 "$SLURM_JOB_ID" # to all processes of the step, and not to this script
-    sleep "${SAVE_SECONDS:-240}" &
+    local seconds=${SAVE_SECONDS:-240} left=$((${SLURM_JOB_END_TIME:-9999999999} - $(date +%s) - 30))
+    if ((seconds > left)); then
+        echo "SAVE_SECONDS=$seconds is more than is left, $left s: SAVE_SECONDS=$seconds sbatch --signal=B:USR1@$((seconds + 60)) ..." >&2
+        seconds=$((left > 0 ? left : 0))
+    fi
+    sleep "$seconds" &
     wait $!
     scontrol requeue "$SLURM_JOB_ID"
 }

@@ -50,7 +50,8 @@ class Endurance:
             return f"{said}; for its life in years: --drive-rating 1200TB"
         days = self.years * DAYS
         lasts = f"{days:,.0f} days" if days < 2 * DAYS else f"{self.years:,.3g} years"
-        said = f"{said}; its rating of {self.rating / TB:,.0f} TB is used up in {lasts}"
+        said += f"; its rating of {self.rating / TB:,.0f} TB, to which its maker warrants it, is"
+        said += f" reached in {lasts} of training"
         if not self.is_above:
             return said
         return (

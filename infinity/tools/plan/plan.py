@@ -8,20 +8,23 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...errors import ConfigError
+from ...errors import CapacityError, ConfigError
 from ...files.outputs import PICTURE, Output, check_outputs
 from ..cli.values import add_rating, at_least_two, rating_of, svg_path
 from ..train.of_deepspeed import deepspeed_of
 from ..train.optimizers import OPTIM, OPTIM_HELP, make_optimizers
 from ..train.options import DEFAULT_SEQUENCE_LENGTH, FILE, FLAG, FOLDER, HOME, NUMBER, PATH
 from ..train.settings import AUTO, check_folders, engine_config, engine_settings
+from .larger_disk import with_larger_disk
 from .machine_file import Machine, known_machines
 from .mesh_shape import SCHEDULES
 from .plan_job import Job, plan_cluster, plan_here
@@ -141,7 +144,8 @@ def run(args: argparse.Namespace) -> int:
             [Output("--svg", args.svg, made=PICTURE)], read.items(), overwrite=args.overwrite
         )
     given = copy(args)
-    found = make(args)
+    with _waiting(args.mesh is None):
+        found = make(args)
     from . import plan_mesh  # as torch, which only the plan needs
 
     if args.script:
@@ -155,6 +159,19 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         args.svg.write_text(draw(found["tiers"]) + "\n")
     return 0
+
+
+@contextmanager
+def _waiting(is_silent: bool) -> Iterator[None]:
+    """Shows on a terminal that a plan, which is ``is_silent`` itself, is under way."""
+    if not (is_silent and sys.stderr.isatty()):
+        yield
+        return
+    print("planning: large models take up to a minute", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _script(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[str]:
@@ -237,11 +254,14 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     if machine is not None and args.mesh is not None:
         return plan_meshes(job, machine, args.nodes, args.mesh, make_all, args.schedule)
     job = replace(job, saved=saved_on_paper(model, recomputes=checkpointing))
-    if machine is not None:
-        found = plan_cluster(job, machine, args.nodes)
-        return found | plan_next(job, found, machine, args.nodes, configure)
-    unknown = _unknown_machine(args, config)
-    found = plan_here(job, dtype, unknown=unknown, rating=rating_of(args))
+    try:
+        if machine is not None:
+            found = plan_cluster(job, machine, args.nodes)
+            return found | plan_next(job, found, machine, args.nodes, configure)
+        unknown = _unknown_machine(args, config)
+        found = plan_here(job, dtype, unknown=unknown, rating=rating_of(args))
+    except CapacityError as error:
+        raise with_larger_disk(error, job, machine, args.nodes) from None
     if args.deepspeed is not None:
         found["deepspeed"] = _deepspeed(model, config)
     return found

@@ -92,7 +92,7 @@ def _homes(units: list[dict[str, Any]]) -> Iterator[str]:
             count = f"{row['units']} x {count}"
         yield (
             f"{name:<42}{count:>15}"
-            f"  {row['weights'] + tile:<22}{row['optimizer']:<22}{row['gradients']}"
+            f"  {row['weights'] + tile:<21} {row['optimizer']:<21} {row['gradients']}"
         )
 
 

@@ -115,6 +115,21 @@ def check_refused(answer: tuple[int, str, str], *patterns: str) -> None:
         assert re.search(pattern, err), f"{pattern!r} is not in {err!r}"
 
 
+# --- disks ---
+
+
+def test_a_plan_that_does_not_fit_names_the_disk_that_it_needs(run):
+    """Method: the size that is told is planned with, and fits. Twin: a little less does not."""
+    Path("model.json").write_text(json.dumps(TINY | {"n_embd": 256, "n_layer": 8}))
+    small = ("--device-memory", "16MiB", "--host-memory", "48MiB")
+    status, _, err = run(*small)
+    told = re.search(r" or plan with a disk: --nvme-capacity (\d+GiB)$", err.strip())
+    assert status == 2 and told, err
+    assert run(*small, "--nvme-capacity", told[1])[0] == 0
+    status, _, err = run(*small, "--nvme-capacity", "1MiB")
+    assert status == 2 and "the disk is full" in err and "--nvme-capacity 1GiB" in err
+
+
 # --- what it prints ---
 
 
