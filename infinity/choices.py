@@ -28,4 +28,4 @@ DTYPES = {
     "float16": torch.float16,
 }
 # Of torch.compile, for blocks that are compiled
-COMPILE_OPTIONS = ("fullgraph", "dynamic", "backend", "mode", "options")
+COMPILE_OPTIONS = ("dynamic", "backend", "mode", "options")

@@ -226,12 +226,14 @@ class Config:
             )
         for name in options:
             if name not in COMPILE_OPTIONS:
+                why = "weights come between operations" if name == "fullgraph" else "unknown option"
                 raise ConfigError(
-                    f"compile: torch.compile has no option {name!r}: give some of"
+                    f"compile={dict(options)!r}: {name}: {why}. Give some of"
                     f" {', '.join(COMPILE_OPTIONS)}"
                 )
         inner = options.get("options")
         graphs = isinstance(inner, Mapping) and inner.get("triton.cudagraphs")
+        graphs = graphs or options.get("backend") == "cudagraphs"
         if options.get("mode") in ("reduce-overhead", "max-autotune") or graphs:
             raise ConfigError(
                 f"compile={dict(options)!r} captures CUDA graphs, but weights come to other places"

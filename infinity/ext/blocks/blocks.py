@@ -21,7 +21,7 @@ from ...core.units.unit import ParamUnit
 from ...errors import ConfigError
 from ...ext.rates.rates import memory_rate
 from ...ranks.collectives import Collectives
-from .compiled import CompiledBlock
+from .compiled import CompiledBlock, check_options
 from .micro_batch import check_block, install_chunks
 from .no_memory import note_memory
 from .recompute import ActivationPlanner, MeasuredRoom
@@ -42,8 +42,10 @@ class Blocks(Extension):
     def check_blocks(
         cls, config: Config, model: nn.Module, blocks: Sequence[tuple[str, nn.Module]]
     ) -> None:
-        """Raises ConfigError if ``config`` has a micro-batch, and ``model`` no blocks, or one that
-        depends on the whole batch."""
+        """Raises ConfigError if torch refuses to compile as ``config`` asks, or if that has a
+        micro-batch, and ``model`` no blocks, or one that depends on the whole batch."""
+        if config.compile is not False:
+            check_options(config.compile)
         if config.micro_batch is None:
             return
         if not blocks:

@@ -49,9 +49,10 @@ class Checkpointed:
         if not torch.is_grad_enabled():
             return self.compute(spec, *leaves, forward=forward)
         versions = [unit.version for unit in self._units]
-        compute = partial(self.compute, versions=versions, forward=forward, held=held)
-        contexts = {"context_fn": products.contexts} if products is not None else {}
-        return checkpoint(compute, spec, *leaves, use_reentrant=False, **contexts)
+        compute = partial(
+            self.compute, versions=versions, forward=forward, held=held, products=products
+        )
+        return checkpoint(compute, spec, *leaves, use_reentrant=False)
 
     def compute(
         self,
@@ -60,6 +61,7 @@ class Checkpointed:
         versions: list[int] | None = None,
         forward: Callable,
         held: Held | None = None,
+        products: Counted | Products | None = None,
     ) -> Any:
         """Computes the forward of flattened arguments, as :meth:`run`. ``versions``: the units'
         versions at the first run. Raises UsageError if a recomputation finds others."""
@@ -77,7 +79,8 @@ class Checkpointed:
             running = context.running_again(self._units)
         elif held is not None:
             running = held.hooks()
-        with running, context.saving_tensors():
+        mode = nullcontext() if products is None else products.mode()
+        with running, context.saving_tensors(), mode:
             return forward(*args, **kwargs)
 
 

@@ -10,7 +10,18 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
+
+from ...errors import ConfigError
+
+
+def check_options(options: Any) -> None:
+    """Raises ConfigError if torch.compile refuses ``options``."""
+    try:
+        torch.compile(lambda: None, **(options if isinstance(options, Mapping) else {}))
+    except Exception as error:
+        raise ConfigError(f"compile={options!r}: torch.compile refuses it: {error}") from error
 
 
 class CompiledBlock:

@@ -5,24 +5,26 @@ product    an operation that computes much for the bytes it gives
 number     of a product among those of one call, in the order in which they run
 keepable   products whose results are kept: a backward needs them, and nothing writes to them
 
-What is kept is a hint: a result that is missing, or was written to, is computed again.
+What is kept is a hint: a result that is missing, or was written to, is computed again. From a
+product on that has other arguments than in the forward, everything is.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ... import native
 from ...core.machine.device import Device
-from ...core.run.saved_tensor import raw_bytes
-from ...torch_private import top_hooks
+from ...core.run.saved_tensor import SavedTensor, WithinBudget, raw_bytes
+from ...core.units.inner import has_inner, inner_tensors
+from ...torch_private import current_task, top_hooks
 
 NAMES = frozenset(
     f"aten::{name}"
@@ -31,13 +33,13 @@ NAMES = frozenset(
         *("_int_mm", "convolution", "_flash_attention_forward", "_efficient_attention_forward"),
     )
 )
-PREFIXES = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn_", "flash_attn_3::fwd")
+PREFIXES = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn_")
 DIGEST_ELEMENTS = 1 << 20  # that a digest takes at once: eight bytes each
 
 
 @functools.cache
 def is_product(operation: Any) -> bool:
-    """Tells whether ``operation`` computes much for its bytes, and writes to no argument."""
+    """Tells whether ``operation`` computes much for the bytes it gives, and writes to no argument."""
     schema = getattr(operation, "_schema", None)
     return (
         schema is not None
@@ -48,26 +50,11 @@ def is_product(operation: Any) -> bool:
 
 
 def draws(operation: Any, args: tuple, kwargs: dict) -> bool:
-    """Tells whether this call of a product draws random numbers, as attention with dropout does.
-    Without it, what is drawn after it would differ."""
+    """Tells whether this call of a product draws random numbers, as attention with dropout does. If it
+    did not run again, all that is drawn after it would differ."""
     names = [argument.name for argument in operation._schema.arguments]
     given = dict(zip(names, args)) | kwargs
     return any(given.get(name, 0.0) > 0.0 for name in ("dropout_p", "p_dropout"))
-
-
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def _storages(values: Any) -> list[torch.UntypedStorage]:
-    """Returns the storages of plain tensors."""
-    return [
-        each.untyped_storage()
-        for each in _tensors(values)
-        if type(each) in (torch.Tensor, torch.nn.Parameter)
-        and each.layout is torch.strided
-        and not each.is_nested
-    ]
 
 
 @functools.cache
@@ -80,6 +67,41 @@ def _written(operation: Any) -> tuple[tuple[int, str], ...]:
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    """Lists the storages of tensors, and of the inner tensors of subclasses."""
+    found = []
+    for each in _tensors(values):
+        if has_inner(each):
+            found += _storages(inner_tensors(each))
+        elif each.layout is torch.strided and not each.is_nested:
+            found.append(each.untyped_storage())
+    return found
+
+
+def _can_be_kept(operation: Any, args: tuple, kwargs: dict, results: Any) -> bool:
+    plain = all(
+        type(each) is torch.Tensor and each.layout is torch.strided and not each.is_nested
+        for each in _tensors(results)
+    )
+    return plain and not draws(operation, args, kwargs)
+
+
+def _arguments(args: tuple, kwargs: dict) -> list[Any]:
+    """Describes the arguments of a product. Weights of a block differ in their offsets at least."""
+    return [
+        (leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype)
+        if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided
+        else type(leaf)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for leaf in tree_leaves((args, kwargs))
+    ]
 
 
 def digest(tensor: torch.Tensor, is_host: bool) -> torch.Tensor:
@@ -95,12 +117,23 @@ def digest(tensor: torch.Tensor, is_host: bool) -> torch.Tensor:
     return total
 
 
-class Kept(NamedTuple):
-    """The results of one product, as they are saved. ``digests``: of their storages, if checked."""
+class _Numbers:
+    """Numbers of products by the storages of their results. An address stays taken as long as its
+    number is known."""
 
-    operation: Any
-    results: Any
-    digests: tuple[Any, ...]
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[int, StorageWeakRef]] = {}
+
+    def add(self, results: Any, number: int) -> None:
+        """Notes that the product ``number`` gave ``results``."""
+        for storage in _storages(results):
+            self._found[storage._cdata] = number, StorageWeakRef(storage)
+
+    def pop(self, values: Any) -> list[int]:
+        """Returns, and forgets, the numbers of products whose results share memory with
+        ``values``."""
+        keys = [storage._cdata for storage in _storages(values)]
+        return [self._found.pop(key)[0] for key in keys if key in self._found]
 
 
 class Counted:
@@ -110,14 +143,17 @@ class Counted:
         self.device = device
         self.nbytes: dict[int, int] = {}  # of each product that can be kept
         self._seconds: dict[int, float] = {}  # noted once the device has computed it
-        self._storages: dict[int, int] = {}
+        self._numbers = _Numbers()
         self._number = self._needed = 0
 
-    def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """Makes the contexts of the forward and of a recomputation, for torch's checkpoint."""
-        return _Mode(self.run, self.forget), nullcontext()
+    def mode(self) -> TorchDispatchMode:
+        """Makes the mode of the forward, or of a recomputation, which runs under one, too: torch
+        takes some operations apart otherwise."""
+        if current_task() != -1:
+            return _Mode(lambda operation, args, kwargs: operation(*args, **kwargs))
+        return _Mode(self._run, self.forget)
 
-    def run(self, operation: Any, args: tuple, kwargs: dict) -> Any:
+    def _run(self, operation: Any, args: tuple, kwargs: dict) -> Any:
         """Runs a product, and counts its bytes and seconds."""
         number, self._number = self._number, self._number + 1
 
@@ -126,15 +162,16 @@ class Counted:
 
         with self.device.timing(count):
             results = operation(*args, **kwargs)
-        storages = {storage._cdata: storage.nbytes() for storage in _storages(results)}
-        if len(storages) == len(_tensors(results)) and not draws(operation, args, kwargs):
+        if _can_be_kept(operation, args, kwargs, results):
+            storages = {each._cdata: each.nbytes() for each in _storages(results)}
             self.nbytes[number] = sum(storages.values())
-            self._storages |= dict.fromkeys(storages, number)
+            self._numbers.add(results, number)
         return results
 
-    def forget(self, storage: torch.UntypedStorage) -> None:
-        """Forgets the product with ``storage``, which is written to."""
-        self.nbytes.pop(self._storages.pop(storage._cdata, -1), None)
+    def forget(self, values: Any) -> None:
+        """Excludes the products with ``values``, which are written to."""
+        for number in self._numbers.pop(values):
+            self.nbytes.pop(number, None)
 
     def note_saved(self) -> None:
         """Notes that autograd saves a tensor: products before that run in a recomputation."""
@@ -142,8 +179,7 @@ class Counted:
 
     def end(self, output: Any) -> None:
         """Ends the call: what it returns is the caller's, who may write to it."""
-        for storage in _storages(output):
-            self.forget(storage)
+        self.forget(output)
         self.nbytes = {
             number: nbytes for number, nbytes in self.nbytes.items() if number < self._needed
         }
@@ -151,6 +187,13 @@ class Counted:
     def seconds(self) -> float:
         """Returns the seconds of the products that can be kept, of those that are over."""
         return sum(self._seconds.get(number, 0.0) for number in self.nbytes)
+
+
+class Kept(NamedTuple):
+    """The results of one product, as they are saved. ``digests``: of their storages, on a host."""
+
+    results: Any
+    digests: tuple[torch.Tensor, ...]
 
 
 class Products:
@@ -162,18 +205,22 @@ class Products:
         self._keepable, self._is_host, self._checks = keepable, is_host, checks or is_host
         self._save, self._bring = top_hooks(True)
         self._kept: dict[int, Kept] = {}
-        self._storages: dict[int, int] = {}
-        self._seen: list[tuple[int, torch.Tensor, Any]] = []  # during the call, if it is checked
+        self._calls: list[tuple[Any, list[Any]]] = []  # each product of the forward
+        self._numbers = _Numbers()
+        # During the call, if it is checked: a number, its result and the digest of that
+        self._seen: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._number = 0
 
-    def contexts(self) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """Makes the contexts of the forward and of a recomputation, for torch's checkpoint."""
-        return _Mode(self._keep, self._forget), _Mode(self._give, lambda storage: None, self._begin)
+    def mode(self) -> TorchDispatchMode:
+        """Makes the mode of the forward, or of a recomputation."""
+        if current_task() == -1:
+            return _Mode(self._keep, self._forget)
+        self._number = 0
+        return _Mode(self._give)
 
     def end(self, output: Any) -> set[int]:
         """Ends the forward. Returns the numbers of results that were written to unseen."""
-        for storage in _storages(output):
-            self._forget(storage)
+        self._forget(output)
         written = {
             number
             for number, result, before in self._seen
@@ -185,28 +232,35 @@ class Products:
         return written
 
     def _keep(self, operation: Any, args: tuple, kwargs: dict) -> Any:
-        number, self._number = self._number, self._number + 1
+        number = len(self._calls)
+        self._calls.append((operation, _arguments(args, kwargs)))
         results = operation(*args, **kwargs)
-        if number in self._keepable:
+        if number in self._keepable and _can_be_kept(operation, args, kwargs, results):
             tensors = _tensors(results)
             digests = tuple(digest(each, self._is_host) for each in tensors) if self._checks else ()
             self._seen += [(number, each, before) for each, before in zip(tensors, digests)]
-            self._storages |= {each.untyped_storage()._cdata: number for each in tensors}
-            saved = tree_map(lambda leaf: self._saved(leaf), results)
-            self._kept[number] = Kept(operation, saved, digests if self._is_host else ())
+            self._numbers.add(results, number)
+            self._kept[number] = Kept(
+                tree_map(self._saved, results), digests if self._is_host else ()
+            )
         return results
 
     def _saved(self, leaf: Any) -> Any:
-        return _Saved(self._save(leaf)) if isinstance(leaf, torch.Tensor) else leaf
-
-    def _begin(self) -> None:
-        self._number = 0
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        # Else what is saved would have a version counter of its own
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            return _Saved(self._save(leaf))
 
     def _give(self, operation: Any, args: tuple, kwargs: dict) -> Any:
         """Returns the kept results in place of running ``operation``."""
         number, self._number = self._number, self._number + 1
+        if self._calls[number : number + 1] != [(operation, _arguments(args, kwargs))]:
+            self._kept.clear()  # this recomputation has other products
         kept = self._kept.pop(number, None)
-        if kept is None or kept.operation is not operation:
+        if kept is None or any(
+            leaf.is_changed for leaf in tree_leaves(kept.results) if isinstance(leaf, _Saved)
+        ):
             return operation(*args, **kwargs)
         results = tree_map(
             lambda leaf: self._bring(leaf.packed) if isinstance(leaf, _Saved) else leaf,
@@ -217,8 +271,9 @@ class Products:
             return operation(*args, **kwargs)
         return results
 
-    def _forget(self, storage: torch.UntypedStorage) -> None:
-        self._kept.pop(self._storages.pop(storage._cdata, -1), None)
+    def _forget(self, values: Any) -> None:
+        for number in self._numbers.pop(values):
+            self._kept.pop(number, None)
 
 
 class _Saved:
@@ -226,6 +281,12 @@ class _Saved:
 
     def __init__(self, packed: Any):
         self.packed = packed
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it is here, and was written to since."""
+        there = self.packed.packed if isinstance(self.packed, WithinBudget) else self.packed
+        return isinstance(there, SavedTensor) and there.is_changed
 
 
 class _Mode(TorchDispatchMode):
@@ -241,16 +302,10 @@ class _Mode(TorchDispatchMode):
     def __init__(
         self,
         product: Callable[[Any, tuple, dict], Any],
-        written: Callable[[torch.UntypedStorage], None],
-        begin: Callable[[], None] | None = None,
+        written: Callable[[Any], None] = lambda values: None,
     ):
         super().__init__()
-        self._product, self._written, self._begin = product, written, begin
-
-    def __enter__(self) -> Any:
-        if self._begin is not None:
-            self._begin()
-        return super().__enter__()
+        self._product, self._tell_written = product, written
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -259,6 +314,5 @@ class _Mode(TorchDispatchMode):
         if is_product(operation):
             return self._product(operation, args, kwargs)
         for place, name in _written(operation):
-            for storage in _storages(args[place] if place < len(args) else kwargs.get(name)):
-                self._written(storage)
+            self._tell_written(args[place] if place < len(args) else kwargs.get(name))
         return operation(*args, **kwargs)

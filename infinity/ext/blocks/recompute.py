@@ -387,12 +387,11 @@ class PlannedBlock:
         recomputes = self.choice.repeats or planner.found_no_room
         if held is not None and self._is_repeatable and recomputes:
             held.drop()
-        self._counted, self._is_checked = counted, False
-        self._note(kind, inputs)
+        self._note(kind, inputs, counted)
         self._mode = self._modes()
         return output
 
-    def _note(self, kind: tuple, inputs: list[torch.Tensor]) -> None:
+    def _note(self, kind: tuple, inputs: list[torch.Tensor], counted: Counted) -> None:
         """Notes what was measured of ``inputs``."""
         planner, numel = self._planner, sum(map(torch.Tensor.numel, inputs))
         input_nbytes = planner.note(kind, self._saved, inputs) if self._is_repeatable else 0
@@ -400,6 +399,7 @@ class PlannedBlock:
             if self.is_measured:  # larger than the input that was chosen for
                 planner.forget_choices()
             self._numel, self._nbytes, self._input_nbytes = numel, self._saved, input_nbytes
+            self._counted, self._is_checked = counted, False
 
     def _modes(self) -> tuple:
         return tuple(module.training for module in self._block().modules())

@@ -11,13 +11,12 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...choices import COMPILE_OPTIONS
 from ...errors import ConfigError
 from .accelerate import is_accelerate
 from .deepspeed import is_deepspeed
 
 ACCELERATE, DEEPSPEED = "Accelerate", "DeepSpeed"
-EXPECTED = "expects_optimizer"  # of Infinity; its value is a table, as that of `compile` may be
+WITH_TABLES = ("expects_optimizer", "compile")  # keys of Infinity whose value may be a table
 
 # What to do with the file of a tool that starts a training of its own.
 HOMES = "Infinity's file has the homes and budgets alone"
@@ -186,13 +185,7 @@ def whose(mapping: Mapping, names: Sequence[str], where: str = "", way_out: str 
     found = DEEPSPEED if is_deepspeed(mapping) else None
     found = found or (ACCELERATE if is_accelerate(mapping) else None)
     own = [key for key in mapping if key in names]
-    tables = [
-        key
-        for key in own
-        if isinstance(mapping[key], Mapping)
-        and key != EXPECTED
-        and not (key == "compile" and mapping[key].keys() <= set(COMPILE_OPTIONS))
-    ]
+    tables = [key for key in own if isinstance(mapping[key], Mapping) and key not in WITH_TABLES]
     if found is not None:
         if mixed := [key for key in own if key not in tables]:
             theirs = next(key for key in mapping if key not in names)

@@ -121,7 +121,10 @@ def test_a_model_without_repeated_blocks_says_that_nothing_is_compiled(caplog):
     "given, told",
     [
         ("yes", "must be True, False, or a table"),
-        ({"speed": 9}, "compile"),
+        ({"speed": 9}, "speed: unknown option"),
+        ({"fullgraph": True}, "weights come between operations"),
+        ({"backend": "cudagraphs"}, "captures CUDA graphs"),
+        ({"backend": "nobody's"}, "torch.compile refuses it"),
         ({"mode": "reduce-overhead"}, "captures CUDA graphs"),
         ({"options": {"triton.cudagraphs": True}}, "captures CUDA graphs"),
     ],

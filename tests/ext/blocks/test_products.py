@@ -8,6 +8,7 @@ those of the backward itself. Two passes measure.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -26,6 +27,7 @@ from zoo import ZOO, make_batch, make_model
 
 import infinity
 from infinity.core.run import activation_store
+from infinity.core.run.saved_tensor import SavedTensor
 from infinity.ext.blocks import products, recompute
 from infinity.ext.blocks.activation_choice import ActivationChoice, Measured, choose
 
@@ -124,9 +126,16 @@ def given_away(block: Block, x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 class Model(nn.Module):
-    def __init__(self, effect: Callable = plainly, *, dropout: float = 0.0, adds: bool = False):
+    def __init__(
+        self,
+        effect: Callable = plainly,
+        *,
+        block: type[Block] = Block,
+        dropout: float = 0.0,
+        adds: bool = False,
+    ):
         super().__init__()
-        self.blocks, self.adds = nn.ModuleList(Block(effect) for _ in range(BLOCKS)), adds
+        self.blocks, self.adds = nn.ModuleList(block(effect) for _ in range(BLOCKS)), adds
         for block in self.blocks:
             block.dropout = dropout
 
@@ -140,6 +149,39 @@ def through_numpy(up: torch.Tensor) -> None:
     numpy.negative(there := up.detach().numpy(), out=there)
 
 
+@functools.lru_cache
+def table(rows: int) -> torch.Tensor:
+    return torch.ones(rows, 1) @ torch.linspace(0, 1, WIDTH)[None]
+
+
+class Remembers(Block):
+    """A block whose first product is computed once for each size."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x + table(x.size(1)))
+
+
+class Tagged(torch.Tensor):
+    """A subclass of a user's."""
+
+
+def through_a_subclass(up: torch.Tensor) -> None:
+    up.detach().as_subclass(Tagged).mul_(2)
+
+
+def through_a_nested_tensor(up: torch.Tensor) -> None:
+    flat = up.detach().flatten(0, 1)
+    places = torch.tensor([0, 2, len(flat)])
+    torch.nested.nested_tensor_from_jagged(flat, places).mul_(2)
+
+
+def taken_apart(block: Block, x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """torch computes this loss by other operations under a dispatch mode."""
+    spoken = up.log_softmax(-1).transpose(0, 1)
+    targets, lengths = torch.ones(2, 3, dtype=torch.long), torch.full((2,), ROWS)
+    return plainly(block, x, up) + F.ctc_loss(spoken, targets, lengths, torch.full((2,), 3))
+
+
 # The down-projection's result is not needed again: query, attention, out and up are
 NEEDED = 4
 EFFECTS: dict[str, tuple[Callable, int]] = {
@@ -148,6 +190,9 @@ EFFECTS: dict[str, tuple[Callable, int]] = {
     "in a view": (partial(Model, written(lambda up: up[..., ::2].mul_(3))), NEEDED - 1),
     "through .data": (partial(Model, written(lambda up: up.data.mul_(3))), NEEDED - 1),
     "unseen by torch": (partial(Model, written(through_numpy)), NEEDED - 1),
+    "through a subclass": (partial(Model, written(through_a_subclass)), NEEDED - 1),
+    "through a nested tensor": (partial(Model, written(through_a_nested_tensor)), NEEDED - 1),
+    "taken apart": (partial(Model, taken_apart), NEEDED + 1),
     "by the caller": (partial(Model, given_away, adds=True), NEEDED),
     "attention that draws": (partial(Model, dropout=0.3), NEEDED + 1),  # two products here
 }
@@ -170,8 +215,9 @@ def test_only_elementwise_operations_run_again(name, place, chosen, given):
 def test_a_result_that_is_taken_although_it_was_written_to_gives_other_bits(chosen, monkeypatch):
     """The twin of the above: nothing forgets, nothing is checked."""
     chosen("kept")
-    monkeypatch.setattr(products.Counted, "forget", lambda self, storage: None)
-    monkeypatch.setattr(products.Products, "_forget", lambda self, storage: None)
+    monkeypatch.setattr(products.Counted, "forget", lambda self, values: None)
+    monkeypatch.setattr(products.Products, "_forget", lambda self, values: None)
+    monkeypatch.setattr(SavedTensor, "is_changed", False)
     monkeypatch.setattr(products, "digest", lambda tensor, is_host: torch.tensor(0))
     with pytest.raises((AssertionError, RuntimeError)):
         same_bits(EFFECTS["through .data"][0], simply)
@@ -206,6 +252,78 @@ def test_a_device_finds_what_is_written_unseen_in_the_first_such_pass(chosen, mo
     values = torch.randn(3, 1001)
     assert torch.equal(digest(values), digest(values.clone()))
     assert not torch.equal(digest(values), digest(values.flip(1)))
+
+
+def growing_and_shrinking(model, optimizer):
+    table.cache_clear()
+    for step in range(6):
+        loss = model(rows(step)[:, : 4 if step in (3, 4) else ROWS])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
+
+
+def test_a_recomputation_with_other_products_takes_none_of_the_forward(chosen, given):
+    """Method: a table of each size is computed once, in the forward of the fourth step, so that the
+    recomputation has a product less, and all others of another number. Twin: the step after it."""
+    chosen("kept")
+    same_bits(partial(Model, block=Remembers), growing_and_shrinking)
+    assert not all(given) and any(given)
+
+
+def test_the_largest_input_tells_what_products_have(chosen):
+    """Method: the second of two measured passes is smaller. Twin: the first is."""
+    found = []
+    chosen("kept")
+    for sizes in ((ROWS, 2), (2, ROWS)):
+
+        def loop(model, optimizer):
+            for step in range(STEPS):
+                loss = model(rows(step)[:, : sizes[step % 2]])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                yield loss
+
+        found.append(same_bits(Model, loop)["kept_nbytes"])
+    assert found[0] == found[1] > 0
+
+
+def test_a_result_that_is_written_to_after_its_block_is_computed_again(chosen, given, monkeypatch):
+    """Method: a detached result, which autograd does not save, is zeroed once all blocks have run;
+    as on a device, where digests are of one call. Twin: until then it is taken."""
+    chosen("kept")
+    made, seen = products.Products.__init__, []
+    monkeypatch.setattr(
+        products.Products,
+        "__init__",
+        lambda self, keepable, is_host, checks: made(self, keepable, is_host=False, checks=False),
+    )
+
+    def effect(block: Block, x: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        seen.append(up.detach())
+        return plainly(block, x, up + 1)
+
+    def loop(model, optimizer):
+        for step in range(STEPS):
+            seen.clear()
+            loss = model(rows(step))
+            for each in seen if step == STEPS - 1 else ():
+                each.zero_()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss
+
+    same_bits(partial(Model, effect), loop)
+    assert all(given)  # taken, or found to be changed
+
+
+def test_torchs_own_checks_of_checkpoints_work(chosen):
+    chosen("kept")
+    with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):
+        same_bits(Model, simply)
 
 
 def twice(model, optimizer):
