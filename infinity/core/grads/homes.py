@@ -70,10 +70,10 @@ class GradHomes:
         Each comes with its first element's number. ``fresh``: all will be overwritten. Not
         ``write``: they are read only."""
         flat_param = handle.flat_param
-        offset, own = flat_param.layout.placements[handle.index].offset, flat_param.layout.own
+        offset = flat_param.layout.placements[handle.index].offset
         low, high = flat_param.layout.own_part("grad", handle.index)
         low, high = max(low, offset + begin), high if end is None else min(high, offset + end)
-        first = own("grad")[0]
+        first = flat_param.layout.own("grad")[0]
         if not self.are_apart(flat_param):
             home = self._flat(flat_param, write=write, wait=True)
             yield low - offset, home[low - first : high - first]
@@ -86,14 +86,16 @@ class GradHomes:
     def view(self, handle: ParamHandle, *, write: bool, wait: bool = True) -> torch.Tensor:
         """Returns the whole gradient of ``handle`` as a tensor over its home. ``write``: it is
         about to change. ``wait``: block until landing gradients have arrived."""
-        place = handle.flat_param.layout.placements[handle.index]
-        home = self.flat_view(handle, write=write, wait=wait)
-        return home.as_strided(place.shape, place.stride, home.storage_offset())
+        flat_param = handle.flat_param
+        place = flat_param.layout.placements[handle.index]
+        if self.are_apart(flat_param):
+            return self.flat_view(handle, write=write).as_strided(place.shape, place.stride)
+        return place.view(self._flat(flat_param, write=write, wait=wait))
 
-    def flat_view(self, handle: ParamHandle, *, write: bool, wait: bool = False) -> torch.Tensor:
+    def flat_view(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
         """Returns the gradient's elements at home, flat, in storage order."""
         place = handle.flat_param.layout.placements[handle.index]
-        return self._elements(handle.flat_param, place.offset, place.end, write=write, wait=wait)
+        return self._elements(handle.flat_param, place.offset, place.end, write=write, wait=False)
 
     def shard(self, handle: ParamHandle, *, write: bool, wait: bool = True) -> torch.Tensor:
         """Returns this rank's elements of the gradient, in storage order: a flat view of their

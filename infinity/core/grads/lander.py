@@ -38,7 +38,8 @@ class Lander:
     def land(self, handle: ParamHandle, grad: torch.Tensor, *, adds: bool) -> None:
         """Sets the gradient of ``handle`` to ``grad``, or adds ``grad`` to it (``adds``)."""
         flat_param = handle.flat_param
-        flat_param.homes.wait_running()
+        if flat_param.homes.update is not None:
+            flat_param.homes.wait_running()
         if self._homes.are_apart(flat_param):
             self.land_span(handle, 0, self._flat(handle, grad), adds=adds)
         elif flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
@@ -47,9 +48,7 @@ class Lander:
             place = flat_param.layout.placements[handle.index]
 
             def take_norm(total: torch.Tensor, order: float) -> torch.Tensor:
-                return self._norms.of(
-                    total.as_strided(place.shape, place.stride, total.storage_offset()), order
-                )
+                return self._norms.of(total.as_strided(place.shape, place.stride), order)
 
             home = self._homes.flat_view(handle, write=True)
             self.beside(handle, home, self._flat(handle, grad), take_norm, adds=adds)
@@ -240,10 +239,11 @@ class Lander:
         place = handle.flat_param.layout.placements[handle.index]
         dtype = handle.flat_param.spec.grad_dtype
         if grad.stride() != place.stride or grad.dtype != dtype:
-            where = self._device.where
-            laid_out = torch.empty_strided(place.shape, place.stride, dtype=dtype, device=where)
+            laid_out = torch.empty_strided(
+                place.shape, place.stride, dtype=dtype, device=self._device.where
+            )
             grad = laid_out.copy_(grad)
-        return grad.detach().as_strided((place.numel,), (1,), grad.storage_offset())
+        return grad.detach().as_strided((place.numel,), (1,))
 
 
 def _rows_of(handle: ParamHandle, grad: torch.Tensor) -> frozenset[int]:

@@ -94,7 +94,7 @@ class OpenedGrads:
 
     def are_apart(self, flat_param: FlatParam) -> bool:
         """Tells whether the gradients of ``flat_param`` pass in pieces."""
-        array = flat_param.arrays["grad"]
+        array = flat_param.homes.arrays["grad"]
         return array.tier is Tier.NVME and array.nbytes > self._staging.capacity_nbytes
 
     def pieces(

@@ -101,7 +101,7 @@ class GradValues:
         if value.stride() != place.stride:
             dtype = handle.flat_param.spec.grad_dtype
             value = torch.empty_strided(place.shape, place.stride, dtype=dtype).copy_(value)
-        flat = value.as_strided((place.numel,), (1,), value.storage_offset())
+        flat = value.as_strided((place.numel,), (1,))
         nbytes = flat.nbytes * (is_alone and self.homes.is_remote(handle))
         with self._store.traffic.copying("device->host", nbytes, handle.name):
             for begin, home in self.homes.pieces(handle, fresh=True):

@@ -64,11 +64,6 @@ class SavedTensor:
         self._version = tensor._version
         self.param: weakref.ref[torch.nn.Parameter] | None = None  # as in a SavedWeight
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether it was changed in place since."""
-        return self._tensor._version != self._version
-
     def tensor(self) -> torch.Tensor:
         """Returns the tensor. Raises RuntimeError, as torch does, if it was changed since."""
         if self._tensor._version != self._version:

@@ -39,7 +39,7 @@ DIGEST_ELEMENTS = 1 << 20  # that a digest takes at once: eight bytes each
 
 @functools.cache
 def is_product(operation: Any) -> bool:
-    """Tells whether ``operation`` computes much for the bytes it gives, and writes to no argument."""
+    """Tells whether ``operation`` computes much for its bytes, and writes to no argument."""
     schema = getattr(operation, "_schema", None)
     return (
         schema is not None
@@ -50,8 +50,8 @@ def is_product(operation: Any) -> bool:
 
 
 def draws(operation: Any, args: tuple, kwargs: dict) -> bool:
-    """Tells whether this call of a product draws random numbers, as attention with dropout does. If it
-    did not run again, all that is drawn after it would differ."""
+    """Tells whether this call of a product draws random numbers, as attention with dropout does.
+    If it did not run again, all that is drawn after it would differ."""
     names = [argument.name for argument in operation._schema.arguments]
     given = dict(zip(names, args)) | kwargs
     return any(given.get(name, 0.0) > 0.0 for name in ("dropout_p", "p_dropout"))
@@ -169,7 +169,7 @@ class Counted:
         return results
 
     def forget(self, values: Any) -> None:
-        """Excludes the products with ``values``, which are written to."""
+        """Removes the products with ``values``, which are written to."""
         for number in self._numbers.pop(values):
             self.nbytes.pop(number, None)
 
@@ -286,7 +286,7 @@ class _Saved:
     def is_changed(self) -> bool:
         """Whether it is here, and was written to since."""
         there = self.packed.packed if isinstance(self.packed, WithinBudget) else self.packed
-        return isinstance(there, SavedTensor) and there.is_changed
+        return isinstance(there, SavedTensor) and there._tensor._version != there._version
 
 
 class _Mode(TorchDispatchMode):

@@ -27,7 +27,6 @@ from zoo import ZOO, make_batch, make_model
 
 import infinity
 from infinity.core.run import activation_store
-from infinity.core.run.saved_tensor import SavedTensor
 from infinity.ext.blocks import products, recompute
 from infinity.ext.blocks.activation_choice import ActivationChoice, Measured, choose
 
@@ -217,7 +216,7 @@ def test_a_result_that_is_taken_although_it_was_written_to_gives_other_bits(chos
     chosen("kept")
     monkeypatch.setattr(products.Counted, "forget", lambda self, values: None)
     monkeypatch.setattr(products.Products, "_forget", lambda self, values: None)
-    monkeypatch.setattr(SavedTensor, "is_changed", False)
+    monkeypatch.setattr(products._Saved, "is_changed", False)
     monkeypatch.setattr(products, "digest", lambda tensor, is_host: torch.tensor(0))
     with pytest.raises((AssertionError, RuntimeError)):
         same_bits(EFFECTS["through .data"][0], simply)
