@@ -146,6 +146,9 @@ NOT_FAKED = (
     _named("torch._subclasses.fake_tensor.DynamicOutputShapeException"),
 )
 disable_modes: Any = _named("torch.utils._python_dispatch._disable_current_modes")
+# Takes a dispatch key into, or out of, what operations pass: where writes are counted.
+exclude_key: Any = _named("torch._C._SetExcludeDispatchKeyGuard")
+WRITES_KEY: Any = _named("torch._C.DispatchKey.ADInplaceOrView")
 ModeKey: Any = _named("torch._C._TorchDispatchModeKey")
 mode_of: Callable[[Any], Any] = _named("torch._C._get_dispatch_mode")
 count_function_modes: Callable[[], int] = _named("torch._C._len_torch_function_stack")

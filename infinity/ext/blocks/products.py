@@ -24,7 +24,7 @@ from ... import native
 from ...core.machine.device import Device
 from ...core.run.saved_tensor import SavedTensor, WithinBudget, raw_bytes
 from ...core.units.inner import has_inner, inner_tensors
-from ...torch_private import current_task, top_hooks
+from ...torch_private import WRITES_KEY, current_task, exclude_key, top_hooks
 
 NAMES = frozenset(
     f"aten::{name}"
@@ -249,7 +249,7 @@ class Products:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         # Else what is saved would have a version counter of its own
-        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        with exclude_key(WRITES_KEY, False):
             return _Saved(self._save(leaf))
 
     def _give(self, operation: Any, args: tuple, kwargs: dict) -> Any:

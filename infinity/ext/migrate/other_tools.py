@@ -16,7 +16,7 @@ from .accelerate import is_accelerate
 from .deepspeed import is_deepspeed
 
 ACCELERATE, DEEPSPEED = "Accelerate", "DeepSpeed"
-WITH_TABLES = ("expects_optimizer", "compile")  # keys of Infinity whose value may be a table
+EXPECTED, COMPILE = "expects_optimizer", "compile"  # keys of Infinity whose value may be a table
 
 # What to do with the file of a tool that starts a training of its own.
 HOMES = "Infinity's file has the homes and budgets alone"
@@ -185,7 +185,7 @@ def whose(mapping: Mapping, names: Sequence[str], where: str = "", way_out: str 
     found = DEEPSPEED if is_deepspeed(mapping) else None
     found = found or (ACCELERATE if is_accelerate(mapping) else None)
     own = [key for key in mapping if key in names]
-    tables = [key for key in own if isinstance(mapping[key], Mapping) and key not in WITH_TABLES]
+    tables = [key for key in own if isinstance(mapping[key], Mapping) and key != EXPECTED]
     if found is not None:
         if mixed := [key for key in own if key not in tables]:
             theirs = next(key for key in mapping if key not in names)
@@ -206,7 +206,7 @@ def whose(mapping: Mapping, names: Sequence[str], where: str = "", way_out: str 
             )
     near = {key: difflib.get_close_matches(str(key), names, n=1, cutoff=0.7) for key in unknown}
     strange = [key for key in unknown if not near[key]]
-    if tables or len(strange) > max(1, len(mapping) // 2):
+    if tables not in ([], [COMPILE]) or len(strange) > max(1, len(mapping) // 2):
         raise ConfigError(
             f"{where}{', '.join(map(str, [*tables, *strange][:6]))}: this is not a configuration of"
             f" Infinity, nor one of DeepSpeed, Accelerate or FSDP, which are read. The keys are"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from infinity.core.machine import heap, rates
+from infinity.core.machine import heap
 from infinity.core.machine.device import Device
 from infinity.core.machine.heap import LEAST_FREED_NBYTES, Heap
 from infinity.core.machine.limits import GIB
@@ -84,16 +84,3 @@ def test_a_device_counts_what_it_frees(monkeypatch):
     device.resize(storage, 2000)
     device.note_freed(7)
     assert freed == [1000, 7]
-
-
-@pytest.mark.parametrize("left, probe", [(64 * GIB, 64 * MIB), (160 * MIB, 10 * MIB), (0, MIB)])
-def test_a_rate_is_measured_with_a_small_part_of_what_is_left(left, probe, monkeypatch):
-    monkeypatch.setattr(rates, "memory_left", lambda: left)
-    made, ones = [], torch.ones
-    monkeypatch.setattr(
-        torch, "ones", lambda nbytes, **options: made.append(nbytes) or ones(nbytes, **options)
-    )
-    monkeypatch.setattr(rates, "_known", {})
-    rates.memory_rate()
-    rates.checksum_rate()
-    assert made == [probe, probe]

@@ -326,7 +326,9 @@ def test_a_part_is_kept_and_the_budget_holds_in_every_pass(recomputations):
     (nbytes, *_), outside = measured("kept")
     assert measured("sent") == measured("kept")
     blocks = assert_same_bits(Model, loop, "recomputed", spare=2 * nbytes + outside)
-    assert blocks == {"kept": 1, "sent": 0, "recomputed": BLOCKS - 1} and recomputations
+    kept = blocks["kept"] + blocks["products_kept"]
+    assert 0 < kept and blocks["kept"] < BLOCKS and blocks["sent"] == 0 and recomputations
+    assert blocks["kept_nbytes"] > 0
 
 
 @pytest.mark.parametrize("cut_short", [1, 3])
