@@ -12,7 +12,7 @@ from ...core.run.job import Job
 LESS = (
     "What is missing is memory of activations, not of state. They take less with"
     " Config(recompute=True) (`infinity train --gradient-checkpointing`), with fewer samples at"
-    " once (Config(micro_batch=1), `--micro-batch 1`) and with shorter sequences. A lower"
+    " once (`Config(micro_batch=1)` or `--micro-batch 1`) and with shorter sequences. A lower"
     " device_memory (`--device-memory`) moves state off the card."
 )
 

@@ -200,7 +200,7 @@ def _cut_causal_model(
     made._modules[model.base_model_prefix] = base
     base._modules[name] = _some(base._modules[name], numbers)
     base.config = copy.copy(base.config)
-    if getattr(base.config, "layer_types", None):
+    if vars(base.config).get("layer_types"):  # not those that a class computes
         base.config.layer_types = base.config.layer_types[numbers.start : numbers.stop]
     for child, module in before.items() if not first else ():
         if module is table:

@@ -9,6 +9,7 @@ from ...core.machine.tiers import Tier
 from ...errors import CapacityError, ConfigError
 from .machine_file import Machine
 from .plan_job import Job
+from .saved import quietly
 
 GIB = 1 << 30
 TIMES = (1, 1.25, 1.5, 2)  # of what a plan with any disk puts there: homes differ by the disk
@@ -21,6 +22,8 @@ def with_larger_disk(
     """Returns ``error`` with the capacity of a disk with which the plan fits, tried; the same if
     there is none. ``machine``: what is planned for; None: this one."""
     given = job.config.nvme_capacity
+    if str(error).startswith("nvme_capacity"):  # it says what is enough, to the byte
+        return error
     nbytes = _planned(job, machine, nodes, ANY)
     sizes = [-int(-(nbytes or 0) * times // GIB) * GIB for times in TIMES]
     most = next((each for each in sizes if each and _planned(job, machine, nodes, each)), None)
@@ -55,7 +58,8 @@ def _planned(
     try:
         config = replace(job.config, nvme_capacity=capacity, nvme_paths=paths, **changes)
         device = OnPaper(job.saved.nbytes(job.batch["length"]))  # of one sample at a time
-        plan, _ = lay_out(job.model, job.optimizers, config, ranks, device, explains=False)
+        with quietly():
+            plan, _ = lay_out(job.model, job.optimizers, config, ranks, device, explains=False)
     except (CapacityError, ConfigError):
         return None
     return plan.planned_nbytes(Tier.NVME)

@@ -200,7 +200,7 @@ def shard_on_paper(model: nn.Module, tp: int, ep: int = 1) -> PaperModel:
     mesh = init_device_mesh("cpu", (ranks // inner, inner), mesh_dim_names=("dp", name))
     chain, uncut = _chain(model)
     costs = chain.costs()
-    if ep == 1:
+    if tp > 1:
         tensor_parallel(model, mesh["tp"], quiet=True)
     parts = tp if ep == 1 and axis_that_shares(model, mesh) is not None else 1
     trials = _trials(chain, tp)

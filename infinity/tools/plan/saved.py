@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.machine import limits
-from ...core.machine.card_memory import CardMemory
 from ...core.machine.sizes import format_count, format_nbytes
 from ...core.machine.tiers import Tier
 from ...core.seams import Extension, Term
@@ -120,6 +119,8 @@ def pass_here(job: Any, plan: Any) -> Passes:
     """Returns the one pass of a step on this machine, whose state is as in ``plan``."""
     import torch
 
+    from ...core.machine.card_memory import CardMemory
+
     where = torch.device(job.config.device or "cpu")
     state = plan.planned_nbytes(Tier.DEVICE)
     if where.type == "cpu":
@@ -143,7 +144,7 @@ def ways_on_paper(job: Any, lay_out: LayOut) -> Iterator[tuple[Passes, Any, list
         if left <= 0 and not is_last:
             continue
         try:
-            with _quietly():  # a choice that is only tried
+            with quietly():
                 plan, units = lay_out(saved, is_last)
         except CapacityError:
             if is_last:
@@ -155,7 +156,8 @@ def ways_on_paper(job: Any, lay_out: LayOut) -> Iterator[tuple[Passes, Any, list
 
 
 @contextlib.contextmanager
-def _quietly() -> Iterator[None]:
+def quietly() -> Iterator[None]:
+    """Silences warnings of what is only tried."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

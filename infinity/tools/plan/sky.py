@@ -27,8 +27,8 @@ def task(found: dict[str, Any]) -> str:
     others = dict.fromkeys(row["cloud"] for row in found["offers"] if not _is_known(row))
     if not rows:
         raise ConfigError(
-            f"--sky: SkyPilot has no cloud of the name {', '.join(others)}. Leave out --sky, or"
-            f" give the price file's clouds their names there: {', '.join(sorted(CLOUDS))}."
+            f"SkyPilot has no cloud of the name {', '.join(others)}. Give the price file's clouds"
+            f" their names there, or leave out --sky: {', '.join(sorted(CLOUDS))}"
         )
     if plan:
         rows = sorted(rows, key=lambda row: row["name"] != plan["stays"][0]["offer"])

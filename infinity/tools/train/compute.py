@@ -111,7 +111,7 @@ def _with_layers(config: Any, layers: int) -> Any:
     small = copy.deepcopy(config)
     text = small.get_text_config()
     text.num_hidden_layers = layers
-    if isinstance(types := getattr(text, "layer_types", None), list) and types:
+    if isinstance(types := vars(text).get("layer_types"), list) and types:
         text.layer_types = [types[index % len(types)] for index in range(layers)]
     small.use_cache = False
     return small

@@ -124,7 +124,7 @@ def _batch(path: Path, found: Mapping, given: Sequence[str]) -> list[str]:
         }:
             raise ConfigError(
                 f"{path}: train_batch_size={whole} is not {micro} samples x {accumulate}"
-                f" micro-batches x {ranks} data ranks. Give --batch-size and --accumulate."
+                f" micro-batches x {ranks} data ranks. Give both: --batch-size, --accumulate"
             )
     sized = {"--batch-size": micro, "--accumulate": accumulate}
     return [f"{option}={value}" for option, value in sized.items() if value]

@@ -285,8 +285,7 @@ def _add_result_options(group: argparse._ArgumentGroup) -> None:
     add(
         "--eval-data",
         **FILE,
-        help="measure the loss on this file or folder, of the kind of --data, and learn all of"
-        " --data",
+        help="measure the loss on this file or folder (of that kind), and learn all of the data",
     )
     add("--eval-share", metavar="SHARE", help="hold out so much of --data (default 3%%)")
     add("--eval-batches", **NUMBER, default=4, help="held-out batches (default 4)")
@@ -359,7 +358,7 @@ def _check_companions(args: argparse.Namespace) -> None:
         share_of(args.eval_share, "--eval-share", "the data")  # raises
         if args.eval_data is not None:
             raise ConfigError(
-                "--eval-share holds out a part of --data, and with --eval-data all of it is"
+                "--eval-share holds out a part of the data, and with --eval-data all of it is"
                 " learned: give one of them."
             )
     if args.prompt is not None and args.out is None:
