@@ -157,7 +157,7 @@ def ways_on_paper(job: Any, lay_out: LayOut) -> Iterator[tuple[Passes, Any, list
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Hides warnings of what is only tried."""
+    """Runs the block without warnings of what is only tried."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
