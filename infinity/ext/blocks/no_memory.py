@@ -1,5 +1,4 @@
-"""What torch's OutOfMemoryError in a wrapped model is told beside: where the card's memory is, and
-what needs less of it."""
+"""No memory: adds to torch's OutOfMemoryError what takes the card's memory, and what needs less."""
 
 from __future__ import annotations
 
