@@ -10,12 +10,14 @@ with the thread engine and says so. Each SIMD unit is compiled with its own flag
 decided at run time.
 
 `INFINITY_CUDA`: "auto" (the default) builds `_cuda` where there is an nvcc, "0" never, "1" always.
-`INFINITY_CUDA_ARCH` names other GPUs than sm_80, sm_90 and, by PTX, later ones: "sm_89", say, or
-"sm_80,sm_100,compute_100". `LDFLAGS` is honoured.
+`INFINITY_CUDA_ARCH` names other GPUs than those of this machine: "sm_89", say, or
+"sm_80,sm_100,compute_100". Where there is none, PTX is built, which the driver of any GPU from an
+A100 on compiles at its first use, rule by rule in seconds. `LDFLAGS` is honoured.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -59,18 +61,23 @@ UNIT_FLAGS = {
 NOT_HERE = (set() if X86 else set(UNIT_FLAGS)) | (set() if ARM else {"unit_neon.cpp"})
 CUDA_SOURCES = [
     "csrc/cuda/step.cu",
+    "csrc/cuda/step.cpp",
     "csrc/cuda/scan.cu",
     "csrc/cuda/checksums.cu",
     "csrc/cuda/bindings.cpp",
     "csrc/optim/constants.cpp",
 ]
-GPUS = "sm_80,sm_90,compute_90"  # the last: PTX, which drivers compile for later ones
+ANY_GPU = "compute_80"  # PTX for those that have the kernels' instructions
+# Sources that are compiled once for each of some units, and what names the unit
+UNITS = {
+    "step.cu": re.findall(r"X\((\w+), [A-Z0-9]+\)", Path(CSRC, "optim", "kernel.h").read_text())
+}
 DOUBLES = sorted(
     str(path.relative_to(ROOT)) for path in (ROOT / "csrc/tests/doubles").glob("*.cpp")
 )
 # of a processor, by file; of kernels for each GPU; the others take some 2
 SECONDS = {
-    "step.cu": 60,
+    "step.cu": 6,
     "scan.cu": 5,
     "unit_avx2.cpp": 30,
     "unit_avx512.cpp": 25,
@@ -169,7 +176,7 @@ class BuildExtension(build_ext):
 
     def _tell(self, dry_run: str) -> None:
         """Prints what is going to be compiled, and how long it takes."""
-        sources = re.findall(r"^\[.*\] (\S+\.(?:cpp|cu))$", dry_run, re.MULTILINE)
+        sources = re.findall(r"^\[.*\] (\S+\.(?:cpp|cu))(?: \w+)?$", dry_run, re.MULTILINE)
         if not sources:
             return
         cores = len(os.sched_getaffinity(0))
@@ -212,7 +219,7 @@ class BuildExtension(build_ext):
             "  depfile = $out.d",
             "  description = $name",
             "rule cuda",
-            "  command = $nvcc -MMD -MF $out.d $nvflags -c $in -o $out",
+            "  command = $nvcc -MMD -MF $out.d $nvflags $unit -c $in -o $out",
             "  depfile = $out.d",
             "  description = $name",
             "rule link",
@@ -227,15 +234,17 @@ class BuildExtension(build_ext):
             for source in extension.sources:
                 name = Path(source).name
                 place = self._python() if name == BINDINGS else "any"
-                objects.append(f"{place}/{extension.name}/{source.replace('/', '_')}.o")
                 rule = "cuda" if name.endswith(".cu") else "compile"
-                unit = ["-O1"] if name == BINDINGS else UNIT_FLAGS.get(name, [])
-                lines += [
-                    f"build {objects[-1]}: {rule} {ROOT.resolve() / source}",
-                    f"  name = {source}",
-                    f"  flags = {shlex.join(flags)}{' $python' if name == BINDINGS else ''}",
-                    f"  unit = {shlex.join(unit)}",
-                ]
+                own = ["-O1"] if name == BINDINGS else UNIT_FLAGS.get(name, [])
+                for unit in UNITS.get(name, [""]):
+                    known = f"{source.replace('/', '_')}{unit}"
+                    objects.append(f"{place}/{extension.name}/{known}.o")
+                    lines += [
+                        f"build {objects[-1]}: {rule} {ROOT.resolve() / source}",
+                        f"  name = {source} {unit}".rstrip(),
+                        f"  flags = {shlex.join(flags)}{' $python' if name == BINDINGS else ''}",
+                        f"  unit = {shlex.join([f'-DINFINITY_UNIT=k{unit}'] if unit else own)}",
+                    ]
             lines += [
                 f"build {self._module(extension)}: link {' '.join(objects)}",
                 f"  links = {shlex.join(extension.extra_link_args)}",
@@ -261,15 +270,31 @@ NVCC_FLAGS = [
     "-fmad=false",
     "-Xcompiler",
     "-fPIC,-Wall,-pthread",
-    "--threads",
-    "2",
     "-DNDEBUG",
 ]
 
 
 def gpus() -> list[str]:
     """What nvcc compiles for: sm_* machine code, compute_* PTX."""
-    return (os.environ.get("INFINITY_CUDA_ARCH") or GPUS).replace(" ", "").split(",")
+    return (os.environ.get("INFINITY_CUDA_ARCH") or present_gpus()).replace(" ", "").split(",")
+
+
+@functools.cache
+def present_gpus() -> str:
+    """This machine's GPUs, as far as nvcc makes machine code for them; else PTX."""
+    told = []
+    for command in (
+        ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"],
+        [find_nvcc() or "nvcc", "--list-gpu-code"],
+    ):
+        try:
+            done = subprocess.run(command, capture_output=True, text=True)
+        except OSError:
+            return ANY_GPU
+        found = re.findall(r"^(?:sm_)?(\d+)$", done.stdout.replace(".", ""), re.MULTILINE)
+        told.append({f"sm_{number}" for number in found if int(number) >= 80})
+    here, known = told
+    return ",".join(sorted(here)) if here and here <= known else ANY_GPU
 
 
 def toolkit(nvcc: str) -> Path:

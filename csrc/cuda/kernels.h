@@ -21,6 +21,11 @@ namespace infinity::cuda {
 // layout without one.
 void step(const Layout& layout, const Arrays& arrays, const std::vector<Run>& runs, void* stream);
 
+// That of a layout with this rule: each is a unit of its own.
+template <Rule rule>
+void step_by(const Layout& layout, const Arrays& arrays, const std::vector<Run>& runs,
+             void* stream);
+
 // One pass over a flat gradient: `out` (null: none) becomes its values in `out_dtype`, rounded as
 // torch casts; `sum` gets the sum of their squares in fp64, and `not_finite` is set to 1 where one
 // is infinite or not a number (else left alone). The sum is taken in an order that depends on

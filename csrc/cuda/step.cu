@@ -1,6 +1,9 @@
 // The optimizer's formulas compiled for the GPU: the same source as the processor's units, without
 // contraction of multiplications and additions (-fmad=false) and with IEEE division and square
 // root, so that the bits are the same.
+//
+// The build compiles it once for each rule (INFINITY_UNIT), all at once. A driver loads such a unit
+// when its rule is first used, and then compiles that rule alone where there is only PTX.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -31,7 +34,8 @@ using Vector = Quad;
 
 }  // namespace
 
-void step(const Layout& layout, const Arrays& arrays, const std::vector<Run>& runs, void* on) {
+template <Rule rule>
+void step_by(const Layout& layout, const Arrays& arrays, const std::vector<Run>& runs, void* on) {
   const Kernel kernel = find(layout);
   INFINITY_REQUIRE(kernel, "no GPU kernel for this layout (rule ", int(layout.rule), ", weight ",
                    int(layout.weight), ", master ", int(layout.master), ", gradient ",
@@ -53,5 +57,15 @@ void step(const Layout& layout, const Arrays& arrays, const std::vector<Run>& ru
                    "the step's kernel did not start: ", cudaGetErrorString(error));
   }
 }
+
+#define INFINITY_INSTANTIATE(rule) \
+  template void step_by<rule>(const Layout&, const Arrays&, const std::vector<Run>&, void*);
+#ifdef INFINITY_UNIT
+INFINITY_INSTANTIATE(Rule::INFINITY_UNIT)
+#else
+#define INFINITY_EACH(Name, NAME) INFINITY_INSTANTIATE(Rule::k##Name)
+INFINITY_OFTEN_USED(INFINITY_EACH)
+INFINITY_SELDOM_USED(INFINITY_EACH)
+#endif
 
 }  // namespace infinity::cuda

@@ -157,6 +157,15 @@ void run_kernel(const Arrays& a, std::size_t begin, std::size_t end, const Const
 #include INFINITY_OWN_LOOPS
 #endif
 
+// The rules that this unit compiles: all, or the one that its build names.
+constexpr bool in_unit([[maybe_unused]] Rule rule) {
+#ifdef INFINITY_UNIT
+  return rule == Rule::INFINITY_UNIT;
+#else
+  return true;
+#endif
+}
+
 template <template <class> class RuleOf>
 Uses uses_of(const Constants& k) {
   return RuleOf<Scalar>::uses(k);
@@ -166,9 +175,11 @@ template <template <class> class Weights, template <class> class Grads,
           template <class> class Moments>
 Kernel by_rule(const Layout& layout) {
   switch (layout.rule) {
-#define INFINITY_CASE(Name, NAME) \
-  case Rule::k##Name:             \
-    return {run_kernel<Weights, Grads, Moments, Name>, uses_of<Name>};
+#define INFINITY_CASE(Name, NAME)                                        \
+  case Rule::k##Name:                                                    \
+    if constexpr (in_unit(Rule::k##Name))                                \
+      return {run_kernel<Weights, Grads, Moments, Name>, uses_of<Name>}; \
+    break;
     INFINITY_OFTEN_USED(INFINITY_CASE)
     INFINITY_SELDOM_USED(INFINITY_CASE)
 #undef INFINITY_CASE
@@ -179,14 +190,21 @@ Kernel by_rule(const Layout& layout) {
 template <template <class> class Weights, template <class> class Grads>
 Kernel block_by_rule(const Layout& layout) {
   switch (layout.rule) {
-#define INFINITY_CASE(Name, NAME) \
-  case Rule::k##Name:             \
-    return {run_block_kernel<Weights, Grads, Name>, uses_of<Name>};
+#define INFINITY_CASE(Name, NAME)                                     \
+  case Rule::k##Name:                                                 \
+    if constexpr (in_unit(Rule::k##Name))                             \
+      return {run_block_kernel<Weights, Grads, Name>, uses_of<Name>}; \
+    break;
     INFINITY_OFTEN_USED(INFINITY_CASE)
-#undef INFINITY_CASE
+#ifdef INFINITY_OWN_LOOPS
+    INFINITY_SELDOM_USED(INFINITY_CASE)
+#else
     default:
       return {run_block_kernel<Weights, Grads, Other>, uses_of<Other>};
+#endif
+#undef INFINITY_CASE
   }
+  return {};
 }
 
 template <template <class> class Weights, template <class> class Grads>

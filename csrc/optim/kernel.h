@@ -24,10 +24,8 @@
 // How the formula's functions are declared: a GPU's compiler makes them for both processors.
 #ifdef __CUDACC__
 #define INFINITY_FN __host__ __device__ static
-#define INFINITY_APART  // a call would pass its vectors through memory
 #else
 #define INFINITY_FN static
-#define INFINITY_APART __attribute__((noinline))  // one function, however many kernels call it
 #endif
 
 namespace infinity {
@@ -40,7 +38,7 @@ namespace infinity {
 #define INFINITY_MOMENTS(X) INFINITY_SCALED_MOMENTS(X) INFINITY_OTHER_MOMENTS(X)
 
 // The rules: name of the struct (optim/rules), and name in Python. Those that are often used have
-// kernels of their own for 8-bit moments, too.
+// kernels of their own for 8-bit moments, too, on a GPU all of them. setup.py reads the names here.
 #define INFINITY_OFTEN_USED(X) X(AdamW, ADAMW) X(Adam, ADAM) X(Sgd, SGD) X(Lion, LION)
 #define INFINITY_SELDOM_USED(X) \
   X(Adadelta, ADADELTA)         \

@@ -23,7 +23,7 @@
 #include "optim/rules/sgd.h"
 
 // Chooses the rule for each vector. With 8-bit moments the rules that few people use share a
-// kernel: one for each would take minutes to compile.
+// processor's kernel: one for each would take minutes to compile.
 template <class V>
 struct Other {
   using F = typename V::F;
@@ -40,7 +40,8 @@ struct Other {
   }
 #undef INFINITY_CALL
 #define INFINITY_CALL step(p, g, s, k)
-  INFINITY_FN INFINITY_APART void step(F& p, F g, State<V>& s, const Constants& k) {
+  // one function, however many kernels call it
+  __attribute__((noinline)) INFINITY_FN void step(F& p, F g, State<V>& s, const Constants& k) {
     switch (k.rule) {
       INFINITY_SELDOM_USED(INFINITY_CASE)
       default:

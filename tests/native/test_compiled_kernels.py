@@ -3,19 +3,23 @@ whole. No GPU is needed, only nvcc.
 
 Words used here:
 
-**image**: a source as PTX, and what ptxas says of each kernel for each GPU. A wheel holds PTX of
-two kinds; later GPUs compile the newer one.
+**unit**: what is compiled at once: a source, or the step of one rule
+**image**: a unit as PTX, and what ptxas says of each kernel for each GPU. PTX is of two kinds: the
+older one is built where no GPU is at hand, the newer one into wheels
 """
 
 from __future__ import annotations
 
-import ast
+import functools
 import re
+import runpy
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -24,7 +28,7 @@ GPUS = {  # of PTX
     "compute_80": ("sm_80", "sm_86", "sm_89"),
     "compute_90": ("sm_90", "sm_100", "sm_103", "sm_120"),
 }
-SOURCES = [ROOT / "csrc" / "cuda" / name for name in ("step.cu", "scan.cu", "checksums.cu")]
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 # Operations whose result is rounded, with their qualifiers
 ROUNDS = re.compile(
     r"\b(add|sub|mul|fma|mad|div|sqrt|rcp|rsqrt|ex2|lg2)\.([a-z0-9.]*f(?:16|32|64)\S*)"
@@ -47,17 +51,18 @@ class Image:
         return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
-def flags() -> list[str]:
-    """Returns nvcc's flags as `setup.py` has them."""
-    for node in ast.parse((ROOT / "setup.py").read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == "NVCC_FLAGS":
-            return ast.literal_eval(node.value)
-    raise AssertionError("setup.py has no NVCC_FLAGS")
+@functools.cache
+def build() -> dict[str, Any]:
+    """Returns what `setup.py` defines."""
+    with mock.patch("setuptools.setup"):
+        return runpy.run_path(str(ROOT / "setup.py"))
 
 
-def compiled(source: Path, kind: str, folder: Path) -> Image:
-    ptx = folder / f"{source.stem}.{kind}.ptx"
-    command = ["nvcc", *flags(), f"-I{ROOT / 'csrc'}", f"-arch={kind}", "-ptx", source, "-o", ptx]
+def compiled(source: Path, unit: str, kind: str, folder: Path) -> Image:
+    ptx = folder / f"{source.stem}{unit}.{kind}.ptx"
+    defined = [f"-DINFINITY_UNIT=k{unit}"] if unit else []
+    command = ["nvcc", *build()["NVCC_FLAGS"], *defined, f"-I{ROOT / 'csrc'}", f"-arch={kind}"]
+    command += ["-ptx", str(source), "-o", str(ptx)]
     subprocess.run(command, check=True, timeout=300, capture_output=True)
     told = {}
     for gpu in GPUS[kind]:
@@ -69,12 +74,17 @@ def compiled(source: Path, kind: str, folder: Path) -> Image:
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory) -> dict[str, Image]:
-    """Those of all sources, by source and kind."""
-    folder = tmp_path_factory.mktemp("images")
-    wanted = [(source, kind) for source in SOURCES for kind in GPUS]
+    """Those of all units, by source, unit and kind."""
+    folder, units = tmp_path_factory.mktemp("images"), build()["UNITS"]
+    wanted = [
+        (source, unit, kind)
+        for source in SOURCES
+        for unit in units.get(source.name, [""])
+        for kind in GPUS
+    ]
     with ThreadPoolExecutor(2) as pool:
         made = pool.map(lambda each: compiled(*each, folder), wanted)
-        return {f"{source.name} {kind}": image for (source, kind), image in zip(wanted, made)}
+        return {(source.name, unit, kind): one for (source, unit, kind), one in zip(wanted, made)}
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +100,7 @@ def faulty(tmp_path_factory) -> Image:
         "  p[0] = __fdividef(p[0], t.x[at]) + __fsqrt_rz(p[1]);\n"
         "}\n"
     )
-    return compiled(source, "compute_80", folder)
+    return compiled(source, "", "compute_80", folder)
 
 
 def frames(told: str) -> list[int]:
@@ -121,6 +131,18 @@ def test_every_gpu_is_compiled_for(images):
             assert told.count(f"for '{gpu}'") == len(image.kernels()), (name, gpu)
 
 
+def test_a_unit_has_the_kernels_of_its_rule_alone(images):
+    """As many as each other one, and all with the rule's name: at the first use of a rule a driver
+    compiles no other's."""
+    counts = set()
+    for (source, unit, kind), image in images.items():
+        if source == "step.cu":
+            names = list(image.kernels())
+            assert all(f"{len(unit)}{unit}" in name for name in names), (unit, kind)
+            counts.add(len(names))
+    assert len(counts) == 1 and counts.pop() > 20
+
+
 def test_no_kernel_has_a_stack_frame(images, faulty):
     for name, image in images.items():
         for gpu, told in image.told.items():
@@ -140,18 +162,16 @@ def test_every_operation_rounds_to_the_nearest(images, faulty):
     """So neither nvcc nor a driver that compiles the PTX may contract or flush."""
     for name, image in images.items():
         assert not inexact(image.ptx), name
-    assert ROUNDS.search(images["step.cu compute_80"].ptx)
+    assert ROUNDS.search(images["step.cu", "AdamW", "compute_80"].ptx)
     assert any("div" in each for each in inexact(faulty.ptx))
     assert any("sqrt.rz" in each for each in inexact(faulty.ptx))
 
 
 def test_every_step_moves_vectors(images, faulty):
     """A lane loads four elements of an array at once: 128 bits, and 64 where no array is fp32."""
-    for kind in GPUS:
-        steps = images[f"step.cu {kind}"].kernels()
-        assert len(steps) > 100
-        for name, body in steps.items():
-            assert widest(body) == (128 if ".f32" in _loads(body) else 64), name
+    steps = [image for (source, *_), image in images.items() if source == "step.cu"]
+    for name, body in [kernel for image in steps for kernel in image.kernels().items()]:
+        assert widest(body) == (128 if ".f32" in _loads(body) else 64), name
     assert widest(faulty.kernels()["_Z10step_quadsPfPKfi5Table"]) == 32
 
 

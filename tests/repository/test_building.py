@@ -18,10 +18,13 @@ from pybind11.setup_helpers import Pybind11Extension
 from setuptools import Distribution
 from setuptools.config.pyprojecttoml import apply_configuration
 
+from infinity import native
+
 ROOT = Path(__file__).parents[2]
 SOURCES = ("csrc/a/kernel.cpp", "csrc/a/bindings.cpp", "csrc/a/step.cu")
 COMPILER = """#!/bin/sh
 for word in "$@"; do
+    case "$word" in -DINFINITY_UNIT=k*) echo "${word#*=k}" >> "$UNITS" ;; esac
     case "$before" in -MF) depfile=$word ;; -o) out=$word ;; -c) source=$word ;; esac
     before=$word
 done
@@ -47,6 +50,7 @@ class Clone:
         compiler.chmod(0o755)
         monkeypatch.setenv("CXX", str(compiler))
         monkeypatch.setenv("ASKED", str(self.asked))
+        monkeypatch.setenv("UNITS", str(folder / "units"))
         monkeypatch.setenv("HEADER", str(folder / "csrc/a/common.h"))
         monkeypatch.chdir(folder)
         with (
@@ -100,6 +104,43 @@ def test_an_unchanged_source_is_not_compiled_again(clone, monkeypatch):
     assert clone.build() == EVERYTHING
 
 
+def test_the_gpus_step_is_compiled_once_for_each_rule(clone):
+    """Compares the units that the compiler was asked for with the rules that the core knows. Twin:
+    another source is compiled once."""
+    clone.build()
+    units = (clone.folder / "units").read_text().split()
+    assert sorted(map(str.upper, units)) == sorted(native.Rule.__members__)
+    assert len(list(clone.folder.rglob("*step.cu*.o"))) == len(units)
+    assert len(list(clone.folder.rglob("*kernel.cpp*.o"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("cards", "built"),
+    [
+        ("9.0\n9.0\n", "sm_90"),
+        ("8.9\n12.0\n", "sm_120,sm_89"),
+        ("", "compute_80"),  # no card
+        ("7.5\n", "compute_80"),  # too old for the kernels
+        ("9.0\n15.0\n", "compute_80"),  # one is too new for nvcc
+        ("Field compute_cap is not a valid field to query.\n", "compute_80"),
+    ],
+)
+def test_machine_code_is_built_for_the_gpus_of_this_machine(cards, built, clone, monkeypatch):
+    """Asks setup.py beside an nvidia-smi that tells of ``cards``, and an nvcc up to sm_121. Where
+    it has no machine code for each of them, PTX serves. INFINITY_CUDA_ARCH has the last word."""
+    known = "sm_75\nsm_80\nsm_89\nsm_90\nsm_120\nsm_121\n"
+    for name, said in (("nvidia-smi", cards), ("compiler", known)):
+        tool = clone.folder / name
+        tool.write_text(f"#!/bin/sh\nprintf '{said}'\n")
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(clone.folder), prepend=os.pathsep)
+    monkeypatch.delenv("INFINITY_CUDA_ARCH", raising=False)
+    gpus = clone.command.build_extensions.__globals__["gpus"]
+    assert gpus() == built.split(",")
+    monkeypatch.setenv("INFINITY_CUDA_ARCH", "sm_89, compute_89")
+    assert gpus() == ["sm_89", "compute_89"]
+
+
 def test_another_python_compiles_only_what_includes_its_headers(clone, monkeypatch):
     """Builds for two Pythons by the suffix of their modules, and for the first one again. The twin
     is another machine, for which everything is compiled."""
@@ -116,9 +157,10 @@ def test_a_build_says_how_long_it_takes_and_names_each_file(clone, capfd):
     """Reads the output of a first build and of a second one, which has nothing to say."""
     clone.build()
     told = capfd.readouterr().out
-    assert "files to compile: 3, on" in told and " min, INFINITY_CUDA=0 leaves" in told
+    files = len(SOURCES) - 1 + len(native.Rule.__members__)
+    assert f"files to compile: {files}, on" in told and " min, INFINITY_CUDA=0 leaves" in told
     for source in SOURCES:
-        assert f"] {source}\n" in told
+        assert f"] {source}" in told
     clone.build()
     assert "files to compile" not in capfd.readouterr().out
 

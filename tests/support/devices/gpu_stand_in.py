@@ -43,6 +43,7 @@ def load_stand_in(target: Path) -> ModuleType:
 def _command(target: Path) -> list[str]:
     names = (
         "cuda/step.cu",
+        "cuda/step.cpp",
         "cuda/scan.cu",
         "cuda/checksums.cu",
         "cuda/bindings.cpp",
