@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from inside import parts_of
+from lines import is_line
 from small import RAMP, AtHome, small_at_home
 
 import infinity
@@ -172,7 +173,7 @@ def struck_at(line: int) -> Callable:
     def trace(frame, event, _):
         if not frame.f_code.co_filename.endswith(STRUCK):
             return None
-        if event == "line" and next(lines) == line:
+        if is_line(frame, event) and next(lines) == line:
             sys.settrace(None)
             raise KeyboardInterrupt
         return trace

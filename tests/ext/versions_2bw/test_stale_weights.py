@@ -4,7 +4,6 @@ with."""
 from __future__ import annotations
 
 import copy
-import linecache
 import sys
 from typing import Any
 
@@ -199,12 +198,6 @@ def test_an_interruption_at_any_line_between_versions_leaves_one(home, kept, ahe
     }
     plain, struck = model_of(), 0
 
-    def leaves(frame: Any) -> bool:
-        """Whether the block without torch functions is about to be left: no signal comes between it
-        and what ends it."""
-        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
-        return "with DisableTorchFunction()" in line and not torch._C._is_torch_function_enabled()
-
     while True:
         lines = 0
 
@@ -214,7 +207,7 @@ def test_an_interruption_at_any_line_between_versions_leaves_one(home, kept, ahe
                 return None
             if is_line(frame, event):
                 lines += 1
-                if lines == struck + 1 and not leaves(frame):
+                if lines == struck + 1:
                     raise KeyboardInterrupt
             return trace
 

@@ -10,15 +10,21 @@ from types import CodeType, FrameType
 
 @functools.cache
 def _unsafe(code: CodeType) -> frozenset[int]:
-    """Returns the offsets at which an exception of a trace function breaks CPython, and where the
-    handler of a signal never runs.
+    """Returns the offsets at which an exception of a trace function breaks CPython, and those at
+    which the handler of a signal never runs.
 
+    Where a ``with`` is left without an exception, no handler runs before ``__exit__`` is called.
     Behind KW_NAMES, up to its call, 3.11 keeps the names of keywords aside: they would be left to
     the next call, which then reads wrong memory. At FOR_ITER 3.12 leaves the function without its
     `except` and `finally`.
     """
     found, is_within = set(), False
-    for each in dis.get_instructions(code):
+    instructions = list(dis.get_instructions(code))
+    for number, each in enumerate(instructions):
+        # The arguments of `__exit__`; a result that is returned out of the block lies beneath them.
+        arguments = instructions[number + (each.opname == "SWAP") :][:3]
+        if [(one.opname, one.argval) for one in arguments] == [("LOAD_CONST", None)] * 3:
+            found.add(each.offset)
         if is_within or (each.opname == "FOR_ITER" and sys.version_info >= (3, 12)):
             found.add(each.offset)
         if each.opname == "KW_NAMES":

@@ -19,17 +19,16 @@ MARK = "struck by the campaign"
 
 
 class _Points(dict):
-    """Of each code object: offsets after which a signal handler may run, and those where a ``with``
-    is being left."""
+    """Of each code object: offsets after which a signal handler may run."""
 
-    def __missing__(self, code: Any) -> tuple[set[int], set[int]]:
+    def __missing__(self, code: Any) -> set[int]:
         instructions = list(dis.get_instructions(code))
         table = [(each.start, each.end, each.target) for each in dis._parse_exception_table(code)]
 
         def handler(offset: int) -> int | None:
             return next((target for begin, end, target in table if begin <= offset < end), None)
 
-        handled, leaving = set(), set()
+        handled = set()
         for number, each in enumerate(instructions):
             following = instructions[number + 1] if number + 1 < len(instructions) else None
             if each.opname.startswith("JUMP_BACKWARD"):
@@ -42,14 +41,7 @@ class _Points(dict):
                 and handler(each.offset) == handler(following.offset)
             ):
                 handled.add(following.offset)
-            after = instructions[number + (each.opname == "SWAP") :][
-                :3
-            ]  # with what is returned out of the block beneath
-            if len(after) == 3 and all(
-                i.opname == "LOAD_CONST" and i.argval is None for i in after
-            ):
-                leaving.add(each.offset)  # the call of __exit__, without an exception
-        self[code] = handled, leaving
+        self[code] = handled
         return self[code]
 
 
@@ -105,10 +97,9 @@ class Striker:
         return self._inside
 
     def _inside(self, frame: Any, event: str, _: Any) -> Any:
-        handled, leaving = self._points[frame.f_code]
-        if self._events == "line" and is_line(frame, event) and frame.f_lasti not in leaving:
+        if self._events == "line" and is_line(frame, event):
             self.count(_place(frame))
-        elif event == "opcode" and frame.f_lasti in handled:
+        elif event == "opcode" and frame.f_lasti in self._points[frame.f_code]:
             self.count(_place(frame))
         return self._inside
 
