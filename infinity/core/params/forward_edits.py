@@ -18,6 +18,7 @@ from ..units.encoding import same_bits
 from ..units.flat_param import FlatParam
 from ..units.forms import is_common, is_plain, local_of
 from ..units.handle import DisableTorchFunction, own_bytes
+from .apart import apart
 from .tensors import fingerprint
 
 COMPARED_FIRST = 4  # times that a unit is resident: two forwards with their backwards
@@ -29,14 +30,13 @@ class ForwardEdits:
 
     def __init__(self, flat_params: Sequence[FlatParam]):
         self._flat_params = flat_params
+        self._params = [param for flat in flat_params for param in flat.params]
         # With the value before, if home does not have it.
         self._watched: dict[torch.nn.Parameter, torch.Tensor | None] = {}
         self._versions: list[int] = []  # torch's counters when the parameters became resident
         # No counter shows changes of a tensor around its local part through .data or detach().
         # They are compared the first times, and always after a change was found.
-        self._around = [
-            param for flat in flat_params for param in flat.params if not is_plain(param)
-        ]
+        self._around = [param for param in self._params if not is_plain(param)]
         self._compared = 0
         self._edited: set[torch.nn.Parameter] = set()
         self._prints: dict[torch.nn.Parameter, int] = {}
@@ -64,6 +64,7 @@ class ForwardEdits:
         self._watched.clear()
         self._prints = {}
 
+    @apart
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor, can_be_compared: bool) -> None:
         """Watches for changes of ``param`` through ``data``. ``can_be_compared``: with the value at
         home."""
@@ -86,13 +87,12 @@ class ForwardEdits:
 
     def _counts(self) -> list[int]:
         with DisableTorchFunction():
-            counts = [param._version for flat in self._flat_params for param in flat.params]
+            counts = [param._version for param in self._params]
             return [*counts, *(local_of(param)._version for param in self._around)]
 
     def _counted(self) -> set[torch.nn.Parameter]:
         """Returns the parameters of which torch has counted a change."""
-        params = [param for flat in self._flat_params for param in flat.params]
-        counted = zip([*params, *self._around], self._versions, self._counts())
+        counted = zip([*self._params, *self._around], self._versions, self._counts())
         return {param for param, before, now in counted if before != now}
 
     def find(self) -> list[torch.nn.Parameter]:
@@ -101,13 +101,12 @@ class ForwardEdits:
         if not self.look():
             return []
         changed = self._counted()
-        params = [param for flat in self._flat_params for param in flat.params]
         changed |= {
             param
             for param, before in self._watched.items()
             if before is None or not same_bits(own_bytes(param), local_of(before)).all()
         }
-        return [param for param in params if param in changed]
+        return [param for param in self._params if param in changed]
 
     def take_back(self) -> None:
         """Restores the values before of the parameters that home would not have."""

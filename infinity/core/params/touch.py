@@ -233,10 +233,12 @@ class _Call:
         if self.dispatched:
             for tensor in written:
                 torch.autograd.graph.increment_version(managed(tensor).param)
-        # A function that raises may have written before.
-        if failed or any(word in self.name for word in UNCOUNTED):
-            for handle in map(managed, touched):
-                handle.unit.watch(handle.param, own_bytes(handle.param))
+        if any(word in self.name for word in UNCOUNTED):
+            written = touched
+        elif not failed:  # a function that raises may have written before
+            return
+        for handle in map(managed, written):
+            handle.unit.watch(handle.param, own_bytes(handle.param))
 
     def _at_rest(self, result: Any, values: _Values, touched: Sequence[torch.Tensor]) -> Any:
         """Returns ``result``, with tensors at rest for what lies in parameters' memory."""

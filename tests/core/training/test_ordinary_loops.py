@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from models import (
 from runs import adamw, same_bits
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from training_cases import (
     DTYPES,
     LR,
@@ -124,21 +126,31 @@ def test_first_forward_in_inference_mode_does_not_spoil_training(tmp_path):
         assert_trains_alike(loop, transformer(SEED), home, tmp_path)
 
 
-RECOMPUTE = {"reentrant": {"use_reentrant": True}, "saved": {"use_reentrant": False}}
+# Of dispatched operations, which torch counts: one of the engine's own would be found missing.
+SELECTIVE = partial(
+    create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
+)
+RECOMPUTE = {
+    "reentrant": {"use_reentrant": True},
+    "saved": {"use_reentrant": False},
+    "selective": {"use_reentrant": False, "context_fn": SELECTIVE},
+}
 
 
 @pytest.mark.parametrize("kind", RECOMPUTE.values(), ids=RECOMPUTE)
-@pytest.mark.parametrize("where", ["around", "inside", "both"])
+@pytest.mark.parametrize("where", ["around", "inside", "inside, to a product", "both"])
 @both_ends
 def test_recomputed_activations(home, where, kind, tmp_path):
-    """Method: torch.utils.checkpoint of either kind around every block, inside every block, and
-    nested; with dropout, whose noise the recomputation must meet again."""
+    """Method: torch.utils.checkpoint of each kind around every block, inside every block, and
+    nested; with dropout, whose noise the recomputation must meet again, and without, where torch
+    ends the recomputation by an exception inside of a product with a weight."""
     model = transformer(SEED)
     if where in ("around", "both"):
         model.around = kind
-    if where in ("inside", "both"):
+    if where != "around":
         for block in model.blocks:
             block.inside = kind
+            block.dropout.p *= "product" not in where
 
     def loop(model, optimizer):
         return [simple_step(model, optimizer, step) for step in range(3)]
