@@ -42,7 +42,7 @@ class Attempt:
 
     def _joins(self) -> bool:
         """Whether this rank can still join the attempt of its number: once, before it is over."""
-        if self._read("over"):  # a rank was interrupted in _end, before it counted the attempt
+        if self.total("over"):  # a rank was interrupted in _end, before it counted the attempt
             return False
         if self._store.add(self._key(f"came/{self._me}"), 1) == 1:
             return True
@@ -62,7 +62,7 @@ class Attempt:
         self, kind: type[BaseException] | None, error: BaseException | None, _: Any
     ) -> None:
         with contextlib.suppress(RuntimeError):  # if the store is gone, so is the job
-            if error is not None and not self._read("refused"):
+            if error is not None and not self.total("refused"):
                 why = f"{type(error).__name__}: {error}".rstrip(": ")
                 self.refuse(why if isinstance(error, InfinityError) else f"{why}, in wrap_model")
             self._end()
@@ -76,16 +76,13 @@ class Attempt:
     def _key(self, name: str) -> str:
         return f"{self.number}/{name}"
 
-    def _read(self, name: str) -> int:
-        return self._store.add(self._key(name), 0)
-
     def add(self, name: str, value: int) -> None:
         """Adds ``value`` to a number that all ranks share."""
         self._store.add(self._key(name), value)
 
     def total(self, name: str) -> int:
-        """Returns the sum over all ranks. Call it after a barrier."""
-        return self._read(name)
+        """Returns the sum over all ranks so far. Complete after a barrier."""
+        return self._store.add(self._key(name), 0)
 
     def tell(self, text: str) -> None:
         """Publishes ``text`` to the other ranks."""
@@ -114,7 +111,7 @@ class Attempt:
             )
         except RuntimeError as error:
             raise ranks_lost("wrap_model", error) from error
-        if self._read("refused"):
+        if self.total("refused"):
             who, _, why = self._store.get(self._key("why")).decode().partition(" ")
             if who == "all" or why.startswith("ConfigError: "):
                 raise ConfigError(

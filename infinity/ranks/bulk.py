@@ -112,12 +112,10 @@ class Bulk:
             note_used(whole, mine)  # decoded on another stream than the transport's
 
         pending = self._pending([work], what, None if then is None else finish, whole.device)
-        edge = GATHERS[kind]
-        nbytes = whole.numel() - mine.numel()
-        pending.count = partial(self.traffic.received, edge, nbytes, what, start)
         if not pending.is_on_host:
-            pending.count = partial(self.traffic.received, edge, nbytes, what, None)
-            pending.defer = self._note_ordered
+            start, pending.defer = None, self._note_ordered
+        nbytes = whole.numel() - mine.numel()
+        pending.count = partial(self.traffic.received, GATHERS[kind], nbytes, what, start)
         return pending
 
     def _note_ordered(self, pending: Pending) -> None:
@@ -169,7 +167,7 @@ class Bulk:
 
         Precondition: after :meth:`agree`, or the next collective of a verified pass.
         """
-        works, start, weights, received = [], time.perf_counter(), self._weights(), flat
+        works, start, received = [], time.perf_counter(), flat
         if self.ranks.size > 1:
             received = torch.empty_like(flat)
             works.append(self._go_on_with(what, Kind.REDUCE, flat, received))
@@ -180,12 +178,17 @@ class Bulk:
             if self.ranks.size > 1:
                 moved = flat.nbytes - flat.nbytes // self.ranks.size
                 self.traffic.received("reduce-scatter", moved, what, start)
-            total = _ordered_sum(received.view(self.ranks.size, -1), weights)
-            if self.ranks.replicate_group is not None:
-                total = _ordered_sum(self._gather_over_replicas(total, what))
-            done(total.div_(self.ranks.data_size))
+            done(self.average(received.view(self.ranks.size, -1), what))
 
         return self._pending(works, what, finish, flat.device)
+
+    def average(self, parts: torch.Tensor, what: str) -> torch.Tensor:
+        """Averages ``parts``, a row of each rank of the shard group, in fp32 and over replicas,
+        too."""
+        total = _ordered_sum(parts, self._weights())
+        if self.ranks.replicate_group is not None:
+            total = _ordered_sum(self._gather_over_replicas(total, what))
+        return total.div_(self.ranks.data_size)
 
     @property
     def weighing(self) -> Weighing | None:

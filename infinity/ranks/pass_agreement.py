@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from . import collective_trace
-from .collective_trace import Collective, CollectiveTrace
+from .collective_trace import CollectiveTrace
 from .parallel_dims import ParallelDims
 
 DIGEST_NBYTES = 4  # of a trace, among a pass's flags
@@ -158,11 +158,6 @@ class PassAgreement:
         self._place.start_sync(
             f"{what} {self._progress}", then=lambda found: self._place.collective_trace.expect()
         ).wait()
-
-    def goes_on_with(self, collective: Collective) -> bool:
-        """Returns whether ``collective`` is next in a verified pass."""
-        self.enter()
-        return self._place.collective_trace.next == collective
 
 
 def _key_of(trace: Iterable[int], resident: list[int], number: int) -> bytes:

@@ -178,11 +178,16 @@ def end_groups(groups: list[dist.ProcessGroup]) -> None:
 
 
 def gather(
-    group: dist.ProcessGroup, mine: torch.Tensor, everyones: Sequence[torch.Tensor]
+    group: dist.ProcessGroup,
+    mine: torch.Tensor,
+    everyones: Sequence[torch.Tensor],
+    *,
+    root: int = 0,
 ) -> Operation:
-    """Makes the operation that sends ``mine`` to the first rank, which alone has ``everyones``."""
+    """Makes the operation that sends ``mine`` to rank ``root`` of the group, which alone has
+    ``everyones``."""
     options = c10d.GatherOptions()
-    options.rootRank = 0
+    options.rootRank = root
     return partial(group.gather, [list(everyones)] if everyones else [], [mine], options)
 
 

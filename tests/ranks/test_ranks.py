@@ -112,10 +112,9 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
         }
         for home in HOMES
     }
-    jobs |= {
-        "too_large_a_layer:rows": {"shape": None, "names": None},
-        "too_large_a_layer:replicas": replicas,
-    }
+    jobs["too_large_a_layer:replicas"] = replicas
+    jobs["too_large_a_layer:whole"] = {"shard": "gradients"}
+    jobs["too_large_a_layer:rows"] = {}
     jobs["odd_buffers_and_empty_parameters"] = {"path": str(folder / "empty")}
     jobs["gradients:on-disk"] = {
         "shard": "parameters",
@@ -380,11 +379,12 @@ def test_ranks_that_skip_other_parts_end_with_the_same_right_weights(two, case):
     assert first["off"] < 1e-4 and first["within"] and second["within"]
 
 
-@pytest.mark.parametrize("ranks", ["rows", "replicas"])
-def test_no_layer_runs_in_tiles_where_gradients_are_averaged(two, ranks):
-    """Method: a layer that is larger than the budget, which one process runs in tiles: their
-    gradients would land one by one, unaveraged. Refused."""
+@pytest.mark.parametrize("ranks", ["whole", "replicas"])
+def test_no_layer_runs_in_tiles_that_other_ranks_have_too(two, ranks):
+    """Method: a layer that is larger than the budget, which one process runs in tiles, on ranks
+    that keep whole weights or the same shard. Refused. Twin: ranks with a shard each take it."""
     assert all("the least that works here is" in said for said in two[f"too_large_a_layer:{ranks}"])
+    assert not any("the least" in said for said in two["too_large_a_layer:rows"])
 
 
 @pytest.mark.parametrize("case", MODES)

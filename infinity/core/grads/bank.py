@@ -391,9 +391,7 @@ class GradientBank:
         """Lands a gradient in ranges of rows. Yields ``land(begin, end, compute)``, which adds the
         result of ``compute()`` to rows ``begin`` to ``end``, all of them if it is the first. Raises
         UsageError as :meth:`land` does."""
-        # Never with several ranks: tiles are refused there
-        record = handle.grad
-        assigned = self.assigned.lands_on(handle)
+        record, assigned = handle.grad, self.assigned.lands_on(handle)
         self.reopen(handle)
         if record.state is GradState.TORN:
             yield lambda begin, end, compute: None

@@ -73,6 +73,7 @@ class GradHomes:
         offset = flat_param.layout.placements[handle.index].offset
         low, high = flat_param.layout.own_part("grad", handle.index)
         low, high = max(low, offset + begin), high if end is None else min(high, offset + end)
+        high = max(low, high)
         first = flat_param.layout.own("grad")[0]
         if not self.are_apart(flat_param):
             home = self._flat(flat_param, write=write, wait=True)

@@ -367,13 +367,13 @@ class Reducer:
 
 
 def _stepped(units: Iterable[ParamUnit]) -> list[tuple[ParamUnit, FlatParam, list[ParamHandle]]]:
-    """Lists the flat params of ``units`` that an optimizer steps, each with its unit and
+    """Lists the flat params of ``units`` that are averaged whole, each with its unit and
     handles."""
     return [
         (unit, flat, [handle for handle in unit.handles if handle.flat_param is flat])
         for unit in units
         for flat in unit.flat_params
-        if flat.spec.stepped
+        if flat.spec.stepped and flat.is_whole
     ]
 
 

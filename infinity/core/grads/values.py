@@ -147,7 +147,8 @@ class GradValues:
                 for _, home in self.homes.pieces(handle, begin, end, write=False):
                     part = multiply(home.to(where, copy=bool(factors)), factors)
                     norms.append(self.norms.of_shard(part, order))
-        return torch.linalg.vector_norm(torch.stack(norms), order)
+        nothing = torch.zeros((), device=where)  # at home on this rank
+        return torch.linalg.vector_norm(torch.stack(norms or [nothing]), order)
 
     def are_finite(self, handles: Sequence[ParamHandle]) -> bool:
         """Returns whether norms taken as the gradients landed show that all elements are finite.
@@ -290,10 +291,11 @@ class GradValues:
             self.norm(handle, order)
             return record.norm[1]
         if record.norm is None or record.norm[0] != order:
-            record.norm = (
-                order,
-                self.norms.of_shard(self._arrived_shard(handle).to(self.device.where), order),
-            )
+            if handle.flat_param.is_whole:
+                shard = self._arrived_shard(handle).to(self.device.where)
+                record.norm = order, self.norms.of_shard(shard, order)
+            else:
+                record.norm = order, self._norm_of_parts(handle, order)
         record.landing.precede()
         return record.norm[1]
 

@@ -75,6 +75,7 @@ class MemoryTerms:
         self._flat_params = [flat for unit in units for flat in unit.flat_params]
         self._stepped = [flat for flat in self._flat_params if flat.spec.stepped]
         self._whole_units = [unit for unit in units if not unit.at_once_nbytes]
+        self._whole_flats = [flat for unit in self._whole_units for flat in unit.flat_params]
         self.tiers = {name: home_of(name, *homes) for name in ARRAYS}
         self.terms: dict[Tier, dict[str, int]] = {tier: {} for tier in Tier}
 
@@ -86,14 +87,16 @@ class MemoryTerms:
                 term_of(name),
                 sum(flat.nbytes(name) for flat in self._flat_params),
             )
-        staging, grads, activations = (
-            self._staging(),
-            self._grad_staging(),
-            self._activation_staging(),
-        )
+        staging, grads = self._staging(), self._grad_staging()
+        activations = 0
+        if self._config.activations == "nvme":
+            each = max(self._rung.service_nbytes, native.CHECKSUM_NBYTES)
+            activations = self._add(Tier.HOST, "staged activations", ACTIVATION_SLOTS * each)
         backend = self._backend if staging else ThroughHost
         self._add(Tier.DEVICE, "staged weights", backend.device_nbytes(staging))
-        slot, service = self._slot(), self._service()
+        slot = optimizer_slot_nbytes(self._flat_params, self.tiers, self._rung.chunk)
+        self._add(Tier.HOST, "optimizer slots", self._rung.slot_count * slot)
+        service = self._service()
         # They stay on the compute device. If the CPU computes that is the host, unless only the
         # device's budget was given.
         only_device = self._config.host_memory is None and self._config.device_memory is not None
@@ -142,19 +145,6 @@ class MemoryTerms:
             Tier.HOST, "staged gradients", sum(nbytes[:count]) if self._grad is Tier.NVME else 0
         )
 
-    def _activation_staging(self) -> int:
-        each = max(self._rung.service_nbytes, native.CHECKSUM_NBYTES)
-        return self._add(
-            Tier.HOST,
-            "staged activations",
-            ACTIVATION_SLOTS * each if self._config.activations == "nvme" else 0,
-        )
-
-    def _slot(self) -> int:
-        slot = optimizer_slot_nbytes(self._flat_params, self.tiers, self._rung.chunk)
-        self._add(Tier.HOST, "optimizer slots", self._rung.slot_count * slot)
-        return slot
-
     def _service(self) -> int:
         blocks = (
             sum(self.terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES
@@ -172,7 +162,7 @@ class MemoryTerms:
     def _add_ranks(self) -> None:
         """Adds the terms that only several ranks need."""
         flat_params = self._flat_params
-        averaged = [flat for flat in self._stepped if flat.is_averaged]  # reduced whole
+        averaged = [flat for flat in self._whole_flats if flat.spec.stepped and flat.is_averaged]
         if averaged:
             whole = max(flat.whole_nbytes("grad") for flat in averaged)
             if not any(flat.whole_grad for flat in flat_params):
@@ -238,8 +228,7 @@ class MemoryTerms:
         state that it steps."""
         landing = device_slot = 0
         if not self._device.is_host and self._stepped:
-            whole = [flat.nbytes("grad") for unit in self._whole_units for flat in unit.flat_params]
-            landing = max(whole, default=0)
+            landing = max((flat.nbytes("grad") for flat in self._whole_flats), default=0)
             # Those of some rows land before the next ones are made.
             rows = [unit.autograd_nbytes for unit in self._units if unit.at_once_nbytes]
             on_their_way = max(GRADS_IN_FLIGHT * landing, *rows, 0)

@@ -179,7 +179,8 @@ class KeptArrays:
         them. Returns their tiers. Raises CapacityError, which names the need of all of them."""
         needed, tiers = Counter({Tier.HOST: on_host_nbytes}), []
         for flat_param, dtype in wanted:
-            tier, nbytes = _tier_of(flat_param), _nbytes_of(flat_param, dtype)
+            tier = flat_param.arrays.get("master", flat_param.weight).tier
+            nbytes = _nbytes_of(flat_param, dtype)
             room = self.store.ledger.room(tier)
             if room is not None and needed[tier] + nbytes > room:
                 tier = otherwise or tier
@@ -246,10 +247,6 @@ class KeptArrays:
         for kept in self._kept:
             found.setdefault(kept.saved_as, []).append(kept)
         return found
-
-
-def _tier_of(flat_param: FlatParam) -> Tier:
-    return flat_param.arrays.get("master", flat_param.weight).tier
 
 
 def _nbytes_of(flat_param: FlatParam, dtype: torch.dtype) -> int:

@@ -181,8 +181,6 @@ class Ways:
             except CapacityError as error:
                 if split is None or split.is_sure:
                     refused = error
-                if any(size.is_averaged for size in way.sizes) or self.model.distributed:
-                    break  # each part would need a gather and a reduction of its own
                 continue
             return Laid(way.groups, way.flat_params, plan, partial(_refuses_window, whole), split)
         if refused is None:

@@ -22,6 +22,7 @@ from ...core.run.replaced_forward import ReplacedForward
 from ...core.seams import Events, Extension, Term
 from ...core.wrap.lay_out import Ways
 from ...core.wrap.partition import Group, RowsAtOnce
+from .over_ranks import averaging_nbytes
 from .tiled_layers import install_tiles
 from .tiles import SMALLEST_TILE_NBYTES, candidates
 from .uses_by_hand import used_by_hand
@@ -74,6 +75,8 @@ class TiledLayers(Extension):
     ) -> Iterator[Tiling]:
         """Yields the tilings to try, largest tiles first. Weights that are used by hand run in
         tiles, too, if nothing else fits: a branch with such a use may never run."""
+        if not _can_pass_tiles(ways, config):
+            return
         limits = list(_limits(config, free, ways.device))
         for is_sure in (True, False):
             if not is_sure and not _by_hand(ways):
@@ -82,8 +85,19 @@ class TiledLayers(Extension):
 
     @classmethod
     def terms(cls, config: Any, units: Sequence[UnitSize], device: Any) -> Iterator[Term]:
-        """Yields the bytes of one tile, the largest."""
+        """Yields the bytes of one tile, the largest, and those in which ranks average it."""
         yield Term(Tier.DEVICE, "a tile", max((unit.at_once_nbytes for unit in units), default=0))
+        averaged = [
+            averaging_nbytes(
+                flat.shards, unit.at_once_nbytes // flat.spec.dtype.itemsize, flat.spec.grad_dtype
+            )
+            for unit in units
+            if unit.at_once_nbytes
+            for flat in unit.flat_params
+            if flat.spec.stepped and flat.shards > 1
+        ]
+        at = Tier.DEVICE if device.is_host else Tier.HOST
+        yield Term(at, "a tile's gradients of other ranks", max(averaged, default=0))
 
     @classmethod
     def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> TiledLayers:
@@ -106,6 +120,16 @@ class TiledLayers(Extension):
                 row_nbytes = param.size(1) * flat_param.spec.dtype.itemsize
                 rows[param] = size.at_once_nbytes // row_nbytes
         return install_tiles(find, model, rows) if rows else []
+
+
+def _can_pass_tiles(ways: Ways, config: Config) -> bool:
+    """Tells whether tiles can be brought and averaged: by one process, or by ranks each of which
+    has a shard of the weights, and no other rank the same one."""
+    flats = [flat for size in ways.sizes(config) for flat in size.flat_params]
+    return not ways.model.distributed and all(
+        flat.data_size == flat.shards and (flat.shards == 1 or config.shard == "parameters")
+        for flat in flats
+    )
 
 
 def _by_hand(ways: Ways) -> set[nn.Parameter]:

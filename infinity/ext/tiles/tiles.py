@@ -22,6 +22,7 @@ from ...core.run.context import ForwardContext
 from ...core.units.handle import ParamHandle, handle_of
 from ...core.wrap.partition import RowsAtOnce
 from ...errors import UsageError
+from .over_ranks import average, averaging_nbytes, fetch
 
 SMALLEST_TILE_NBYTES = 64 * 1024
 # Rows nearer to each other are read at once: a disk does so as fast as single ones.
@@ -108,7 +109,7 @@ class Tiles:
         """Yields (first row, last row + 1) of every tile; with ``ids``, of tiles that have those
         rows, and few others."""
         total = self.param.shape[0]
-        if ids is None:
+        if ids is None or self.handle.flat_param.ranks.size > 1:  # others may have other ids
             for begin in range(0, total, self.rows):
                 yield begin, min(total, begin + self.rows)
             return
@@ -141,12 +142,11 @@ class Tiles:
             )
             try:
                 with context.traffic.copying("host->device", nbytes, handle.name):
-                    flat = apart(context.store.read)(
-                        flat_param.weight,
-                        offset + begin * width,
-                        offset + end * width,
-                        out=memory[: (end - begin) * width],
-                    )
+                    flat = memory[: (end - begin) * width]
+                    first = offset + begin * width
+                    what = f"rows {begin} to {end} of {handle.name}"
+                    last = first + flat.numel()
+                    apart(fetch)(context.store, flat_param, first, last, flat, what)
                     flat = flat.to(context.device.where)
                 yield begin, end, flat.view(end - begin, width)
             finally:
@@ -162,10 +162,18 @@ class Tiles:
             GradUse.of(accumulator),
             self.param._backward_hooks or users_hooks(self.param),
         )
-        if use is GradUse.ACCUMULATED and self.handle.grad is not None and not is_hooked:
+        takes, over_ranks = self.handle.grad is not None, self.handle.flat_param.ranks.size > 1
+        if use is GradUse.ACCUMULATED and takes and is_hooked and over_ranks:
+            raise UsageError(
+                f"a hook on {self.handle.name}, which runs in tiles on several ranks: they average"
+                " a tile at a time, and no rank has its whole gradient. Remove the hook, or give a"
+                " larger device_memory"
+            )
+        if use is GradUse.ACCUMULATED and takes and not is_hooked:
             adds = self.handle.grad.state is not GradState.ABSENT
             with self.context.gradients.landing_rows(self.handle) as land:
-                yield RowGrads(land, adds=adds)
+                yield RowGrads(self._averaging(land) if over_ranks else land, adds=adds)
+            self.handle.grad.averaged = over_ranks
         elif use is GradUse.NONE:
             yield RowGrads(lambda begin, end, compute: None, adds=True)
         else:  # returned by torch.autograd.grad, or accumulated: hooked, or not stepped
@@ -173,6 +181,30 @@ class Tiles:
                 self.param.shape, dtype=self.param.dtype, device=self.context.device.where
             )
             yield RowGrads(lambda begin, end, compute: whole[begin:end].copy_(compute()), whole)
+
+    def _averaging(self, land: Callable) -> Callable:
+        """Returns ``land`` of what all ranks' gradients of the rows average to."""
+        context, handle, flat_param = self.context, self.handle, self.handle.flat_param
+        offset = flat_param.layout.placements[handle.index].offset
+
+        def average_and_land(begin: int, end: int, compute: Callable[[], torch.Tensor]) -> None:
+            part = compute()
+            charge = context.ledger.reserve(
+                Tier.DEVICE if context.device.is_host else Tier.HOST,
+                averaging_nbytes(flat_param.ranks.size, part.numel(), flat_param.spec.grad_dtype),
+                f"the gradients of a tile of {handle.name}",
+                passing=True,
+            )
+            try:
+                what, first = f"rows {begin} to {end} of {handle.name}", begin * part.shape[1]
+                mean = apart(average)(
+                    context.traffic, flat_param, offset + first, part.reshape(-1), what
+                )
+                land(begin, end, lambda: mean.view(part.shape))
+            finally:
+                charge.release()
+
+        return average_and_land
 
     def check(self, handle: ParamHandle, version: int | None) -> None:
         """Joins the running backward and checks it. Raises UsageError if the model was unwrapped, a

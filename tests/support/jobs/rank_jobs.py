@@ -515,11 +515,15 @@ def uneven(
     return {"weights": weights, "off": off, "within": tier["peak_nbytes"] <= tier["planned_nbytes"]}
 
 
-def too_large_a_layer(shape: tuple[int, ...] | None, names: tuple[str, ...] | None) -> str:
+def too_large_a_layer(
+    shape: tuple[int, ...] | None = None,
+    names: tuple[str, ...] | None = None,
+    shard: str = "parameters",
+) -> str:
     """Wraps a model with a layer that alone would run in tiles, in half of the device memory that
     it needs. Returns what is raised."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4096))
-    config = {"params": "host", "optimizer": "host", "device_memory": "512KiB"}
+    config = {"params": "host", "optimizer": "host", "device_memory": "512KiB", "shard": shard}
     return told(
         lambda: infinity.wrap_model(model, adamw(model), config, mesh=mesh_of(shape, names))
     )
