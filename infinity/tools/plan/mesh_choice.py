@@ -165,10 +165,11 @@ def seconds_of(
     *,
     gathers: Sequence[int],
     sent: Mapping[str, float],
+    passes: int = 1,
 ) -> dict[str, float]:
     """Computes what a step needs of each resource but the chain's, on a node with as much to do on
     every device. ``gathers``: of each unit. ``sent``: bytes that a rank sends over pp, and over tp
-    or ep."""
+    or ep. ``passes``: in each of which gradients go home."""
     axes = {name: mesh.axis(name, machine) for name in sent}
     received = edges["all-gather"] + edges["reduce-scatter"]
     of_experts = sum(
@@ -178,7 +179,7 @@ def seconds_of(
         if mesh.ep > 1 and flat.shards == mesh.dp
     )
     steps = optimizer_traffic(plan, units)
-    collectives = sum(gathers) + len(units)
+    collectives = sum(gathers) + passes * len(units)
     network = mesh.axis("data", machine).network_seconds(
         received - of_experts, collectives * (mesh.data - 1)
     )

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -42,7 +43,25 @@ from .pipeline_clock import (
     run_long,
 )
 
+IN_FLIGHT = 2  # layers whose saved bytes are on their way home, or back
 ARRAYS = {"weights": "weight", "moments": "exp_avg", "gradients": "grad"}
+
+
+# The edges that bytes pass which have their home there, each way once.
+AWAY = {
+    "host": ("device->host", "host->device"),
+    "nvme": ("device->host", "host->nvme", "nvme->host", "host->device"),
+}
+
+
+class Saved(NamedTuple):
+    """Bytes of a rank's forwards: on the device, in torch's buffers between stages, at a home off
+    the device, and those that a step sends there."""
+
+    on_device: int
+    buffers: int
+    away: int
+    sent: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,14 +216,23 @@ class Way:
             self._room(rank)
 
     def _room(self, rank: int) -> int:
-        needed, given = sum(self._activations(rank)), int(self._job.config.device_memory or 0)
+        saved, given = self._activations(rank), int(self._job.config.device_memory or 0)
+        needed = saved.on_device + saved.buffers
         if needed < given:
             return given - needed
+        remedies = ["more tp", "fewer tokens a step"]
+        remedies += ["--gradient-checkpointing"] * (not self._job.batch.recomputes)
+        remedies += ["--activations host"] * (not self._is_away)
         raise CapacityError(
             f"{self._mesh}: with {self.samples} samples a micro-batch, what forwards save and pass"
             f" on is {format_nbytes(needed)}, and a device has {format_nbytes(given)}: use"
-            " more tp or fewer tokens a step or --gradient-checkpointing"
+            f" {' or '.join(remedies)}"
         )
+
+    @property
+    def _is_away(self) -> bool:
+        """Whether what forwards save has its home off the device."""
+        return self._job.config.activations in ("host", "nvme")
 
     def plan(self) -> MeshPlan:
         """Plans a rank of each kind. Raises CapacityError if one does not fit."""
@@ -220,30 +248,36 @@ class Way:
             is_counted=self._job.paper.layer.is_counted,
         )
 
-    def _activations(self, rank: int) -> tuple[int, int]:
+    def _activations(self, rank: int) -> Saved:
         """Counts the bytes that the forwards of a rank save at most, and those of torch's buffers
-        between stages, one for each micro-batch."""
+        between stages, one for each micro-batch. At a home off the device what a backward computes
+        again stays there, and a few layers' bytes are on their way."""
         job, choice = self._job, self._choice
         numbers = choice.chunks_of(rank)
-        kept, largest = {}, 0.0
+        kept, again, each = {}, 0.0, 0.0
         for number in numbers:
             layers = choice.layers_of(number)
-            a_token, largest = job.paper.saved_of(layers, recomputes=job.batch.recomputes)
+            a_token, again = job.paper.saved_of(layers, recomputes=job.batch.recomputes)
             kept[number] = a_token * self._tokens
+            each = max(each, kept[number] / len(layers))
         weights = [kept.get(number, 0.0) for number in range(choice.chunks)]
         (most,) = self._extrapolated(lambda orders: [in_flight(orders[rank], weights)])
         sides = sum((n > 0) + (n < choice.chunks - 1) for n in numbers)
         buffers = sides * choice.micro_batches * self._boundary_nbytes
-        return int(most + largest * self._tokens), int(buffers)
+        there = min(most, IN_FLIGHT * each) if self._is_away else most
+        sent = choice.micro_batches * sum(weights) if self._is_away else 0
+        there += again * self._tokens
+        return Saved(int(there), int(buffers), int(most) * self._is_away, int(sent))
 
     def _plan_rank(self, rank: int) -> RankPlan:
         job, mesh = self._job, self._mesh
-        activations, buffers = self._activations(rank)
+        saved = self._activations(rank)
         chunks = [
             job.paper.chain.make_chunk(self._choice.layers_of(number))
             for number in self._choice.chunks_of(rank)
         ]
-        config = dataclasses.replace(job.config, device_memory=self._room(rank))
+        away = {tier: saved.away * (tier == job.config.activations) for tier in BUDGETS}
+        config = _less(dataclasses.replace(job.config, device_memory=self._room(rank)), away)
 
         def laid_out(config: Config) -> tuple[MemoryPlan, list[UnitSize]]:
             reuses = mesh.pp > 1 or self._choice.micro_batches > 1
@@ -264,7 +298,12 @@ class Way:
                     " room: choose a schedule with a flush, or more ranks"
                 )
         gathers = self._gathers(rank, plan, units, chunks)
-        edges = edges_of(plan, units, gathers)
+        # Gradients wait for the last micro-batch if the device has room for all.
+        waits = plan.waiting_nbytes or config.shard == "optimizer"
+        passes = 1 if waits else self._choice.micro_batches
+        edges = edges_of(plan, units, gathers, passes)
+        for edge in AWAY.get(job.config.activations, ()):
+            edges[edge] += saved.sent
         sent = self._sent(rank)
         seconds = self._chain_seconds(rank) | seconds_of(
             plan,
@@ -274,14 +313,19 @@ class Way:
             mesh,
             gathers=gathers,
             sent=sent,
+            passes=passes,
         )
         sent |= {"dp": edges["all-gather"] + edges["reduce-scatter"]}
         return RankPlan(
             stage=rank,
-            activations=activations,
-            buffers=buffers,
-            tiers={str(tier): plan.planned_nbytes(tier) + versions.get(tier, 0) for tier in Tier},
-            homes=_homes(plan, units),
+            activations=saved.on_device,
+            buffers=saved.buffers,
+            tiers={
+                str(tier): plan.planned_nbytes(tier) + versions.get(tier, 0) + away[tier]
+                for tier in Tier
+            },
+            homes=_homes(plan, units)
+            | ({"activations": [str(job.config.activations)]} if self._is_away else {}),
             edges=edges,
             sent=sent,
             seconds=seconds,

@@ -247,9 +247,10 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     checkpointing = args.gradient_checkpointing
     batch = {"batch": samples, "length": length, "checkpointing": checkpointing}
     job = Job(model, model_config, make_all(model), config, batch)
-    if machine is not None and config.activations not in (AUTO, "device"):
+    if machine is not None and args.mesh is None and config.activations not in (AUTO, "device"):
         raise ConfigError(
-            "--machine plans with what forwards save on the device: leave out --activations"
+            "--machine without --mesh plans with what forwards save on the device: leave out"
+            " --activations, or add --mesh auto"
         )
     if machine is not None and args.mesh is not None:
         return plan_meshes(job, machine, args.nodes, args.mesh, make_all, args.schedule)

@@ -81,6 +81,8 @@ class Collectives:
 
 
 class Shard:
+    is_whole = True
+
     def __init__(self, rank: int, params: list[torch.Tensor]):
         self.params, self.layout = params, FlatLayout.of(params, ParallelDims(rank=rank, size=2))
         self.spec = SimpleNamespace(stepped=True, grad_dtype=torch.float32)

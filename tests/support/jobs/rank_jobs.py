@@ -523,7 +523,7 @@ def too_large_a_layer(
     """Wraps a model with a layer that alone would run in tiles, in half of the device memory that
     it needs. Returns what is raised."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4096))
-    config = {"params": "host", "optimizer": "host", "device_memory": "512KiB", "shard": shard}
+    config = {"params": "host", "optimizer": "host", "device_memory": "1MiB", "shard": shard}
     return told(
         lambda: infinity.wrap_model(model, adamw(model), config, mesh=mesh_of(shape, names))
     )

@@ -148,6 +148,72 @@ def test_recomputation_saves_less_and_computes_more(planned):
     assert again["sent"]["tp"] > plain["sent"]["tp"] and again["sent"]["pp"] == plain["sent"]["pp"]
 
 
+@pytest.mark.parametrize("home", ["host", "nvme"])
+def test_activations_at_home_leave_the_device_and_pass_the_links(run, planned, home):
+    """What forwards save goes to a home and comes back, once each. Twins: on the device; and one
+    rank, whose plan has no such home."""
+    words = ("--machine", "two-rtx3090", "--batch-size", 8, "--mesh", "dp=2", "--params", "host")
+    words += ("--optimizer", "host")
+    there = planned(*words)["meshes"][0]
+    away = planned(*words, "--activations", home)["meshes"][0]
+    (first,), (second,) = there["ranks"], away["ranks"]
+    assert second["activations"] < first["activations"]
+    assert second["homes"]["activations"] == [home] and "activations" not in first["homes"]
+    assert second["tiers"][home] - first["tiers"][home] >= first["activations"] / 2
+    passed = {edge: second["edges"][edge] - first["edges"][edge] for edge in second["edges"]}
+    assert passed["device->host"] == passed["host->device"] > 0
+    assert passed["host->nvme"] == passed["nvme->host"] == passed["device->host"] * (home == "nvme")
+    status, _, err = run("--machine", "two-rtx3090", "--activations", home)
+    assert status and "add --mesh auto" in err
+
+
+def test_gradients_that_do_not_wait_are_averaged_with_each_micro_batch(planned):
+    """A device without room for the gradients of all micro-batches sends them after each. Twin:
+    with room for them they are sent once."""
+    words = ("--machine", "two-rtx3090", "--batch-size", 8, "--mesh", "dp=2", "--params", "host")
+    words += ("--optimizer", "host", "--gradient-checkpointing")
+    plan = planned(*words)["meshes"][0]
+    sent = plan["ranks"][0]["edges"]["reduce-scatter"]
+    tight = planned(*words, "--device-memory", "1600KiB")["meshes"][0]
+    assert tight["micro_batches"] > 1
+    assert tight["ranks"][0]["edges"]["reduce-scatter"] == tight["micro_batches"] * sent
+
+
+# T parameters, layers, width, heads, samples a GPU; the last has 1.25 in print, by tensor ranks
+FIGURE_5 = [
+    pytest.param(0.5, 100, 20480, 160, 7, marks=pytest.mark.slow),
+    pytest.param(1, 128, 25600, 256, 5, marks=pytest.mark.slow),
+    pytest.param(5, 174, 49152, 384, 3, marks=pytest.mark.slow),
+    pytest.param(10, 195, 65536, 512, 2, marks=pytest.mark.slow),
+    (20, 205, 90112, 704, 1),
+]
+
+
+@pytest.mark.parametrize(("trillions", "layers", "width", "heads", "samples"), FIGURE_5)
+def test_zero_infinity_figure_5_fits_32_dgx_2_by_data_ranks_alone(
+    run, planned, tmp_path, trillions, layers, width, heads, samples
+):
+    """Models of 0.5 to 20 T on 512 V100, state on NVMe and checkpoints on the host. Twin: with the
+    checkpoints on the device the largest does not fit."""
+    model = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_positions": 1024}
+    model |= {"n_embd": width, "n_layer": layers, "n_head": heads, "dtype": "bfloat16"}
+    (tmp_path / "model.json").write_text(json.dumps(model))
+    words = ("--machine", "dgx2", "--nodes", 32, "--mesh", "dp=512", "--gradient-checkpointing")
+    words += ("--params", "nvme", "--optimizer", "nvme", "--sequence-length", 1024)
+    words += ("--batch-size", 512 * samples)
+    found = planned(*words, "--activations", "host")
+    (plan,), parameters = found["meshes"], found["parameters"]
+    assert parameters == pytest.approx(trillions * 1e12, rel=0.02)
+    (rank,) = plan["ranks"]
+    assert rank["homes"]["weights"] == rank["homes"]["moments"] == ["nvme"]
+    # Of a V100, of a sixteenth of a node's memory, and of half a drive
+    assert rank["tiers"]["device"] + rank["activations"] < 32e9
+    assert rank["tiers"]["host"] < 1536e9 / 16 and rank["tiers"]["nvme"] < 3.84e12 / 2
+    if trillions == 20:
+        status, _, err = run(*words)
+        assert status and "--activations host" in err
+
+
 def test_a_schedule_that_is_asked_for_is_planned(planned):
     """Each by the same mesh. Without flush ranks wait less than by 1F1B, and hold a second version
     of the weights: of 2 bytes each at their home. Twin: with recomputation weights' gradients are
