@@ -124,6 +124,34 @@ def test_steps_on_the_device_have_the_bits_of_a_punctual_run(job, answer):
     assert answer == [True, True]
 
 
+QUOTAS = [
+    f"quota:{share} of what is registered, {home}"
+    for home in ("host", "activations", "nvme")
+    for share in (0.5, 0.0)
+]
+
+
+@pytest.mark.parametrize("job", few(QUOTAS, 2))
+def test_what_the_driver_does_not_register_trains_to_the_same_bits(job, answer):
+    """Method: a driver with a quota, as under WSL2, or one that registers nothing. The device waits
+    for copies from and to other memory, as CUDA does. It is asked until it refuses, and one warning
+    tells that."""
+    assert answer == [True, 1, 1]
+
+
+@pytest.mark.parametrize("job", ["quota:1.0 of what is registered, host"])
+def test_a_quota_that_suffices_refuses_nothing(job, answer):
+    """The twin of the test above."""
+    assert answer == [True, 0, 0]
+
+
+@pytest.mark.parametrize("job", ["quota:state is registered as it passes"])
+def test_state_is_registered_when_it_first_passes(job, answer):
+    """Method: weights and gradients are registered at the wrap, a quarter of all. Twin: half of
+    each update is the device's, and then most of the state is registered, too."""
+    assert answer == [True, True]
+
+
 @pytest.mark.parametrize("job", [f"fault:{fault}" for fault in FAULTS])
 def test_what_is_not_ordered_is_found(job, answer):
     """Method: one order that the engine keeps is taken away. Runs differ, raise, or end."""

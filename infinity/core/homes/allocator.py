@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -33,11 +34,11 @@ class ArrayAllocator:
         dtype: torch.dtype,
         numel: int,
         what: str,
-        *,
-        make: Callable[..., native.Region] = native.Region,
+        **how: Any,
     ) -> StateArray:
-        """Allocates a zeroed array of ``numel`` elements at home on ``tier``; ``make`` allocates
-        host memory. Raises CapacityError over the tier's budget."""
+        """Allocates a zeroed array of ``numel`` elements at home on ``tier``. ``how`` host memory
+        is allocated, as :meth:`make_region` takes it. Raises CapacityError over the tier's
+        budget."""
         nbytes = numel * dtype.itemsize
         # Memory comes in pages
         charge = self._ledger.reserve(tier, round_up(nbytes, native.BLOCK_NBYTES), what)
@@ -47,7 +48,7 @@ class ArrayAllocator:
         if tier is Tier.DEVICE and not self._device.is_host:
             flat = self._device.zeros(numel, dtype, what)
         else:
-            region = self.make_region(nbytes, make=make)
+            region = self.make_region(nbytes, **how)
             flat = native.tensor_at(region, region.address, numel, dtype)
         return StateArray(
             tier,
@@ -66,7 +67,8 @@ class ArrayAllocator:
         copied: bool = True,
         make: Callable[..., native.Region] = native.Region,
     ) -> native.Region:
-        """Allocates page-aligned memory. ``copied``: registered with the device, which copies it.
+        """Allocates page-aligned memory by ``make``. ``copied``: registered with the device, which
+        copies it.
 
         Every page is populated on return. Before :meth:`open` on the host only after
         :meth:`await_pages`: the kernel clears pages while values are read and copied. A device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections import deque
@@ -22,6 +23,7 @@ from .device import QUEUES, Copy, Count, Device, Event, Events
 from .sizes import format_nbytes
 from .traffic import Traffic
 
+logger = logging.getLogger(__name__)
 ORIGIN_SECONDS = 60.0  # after which event times are measured from a later origin
 
 
@@ -130,7 +132,7 @@ class Accelerator(Device):
             raise ConfigError(
                 f"device {where} cannot be used: {note}. `infinity env` tells more."
             ) from error
-        self.backend = _backend_of(where)
+        self.backend, self.registers = _backend_of(where), where.type == "cuda"
         self.memory = CardMemory(where)
         self._watch: SimpleQueue = SimpleQueue()
         self._watcher = threading.Thread(
@@ -247,12 +249,18 @@ class Accelerator(Device):
                 self.warm(self.memory.kept_nbytes)
 
     def pin(self, region: native.Region) -> None:
-        if self.where.type != "cuda" or region.pinned:
+        if not self.registers or region.pinned:
             return
         try:
             region.pin(self.where.index)
         except StorageError as error:
-            raise CapacityError(f"host memory for {self.where}: {error.strerror}") from error
+            self.registers = False  # what a quota has left may be asked for by others
+            logger.warning(
+                "host memory for %s: %s. What is not registered passes through the driver's own"
+                " pinned buffers: the same bits, but the training thread waits for each copy",
+                self.where,
+                error.strerror,
+            )
 
     @property
     def is_own_thread(self) -> bool:
@@ -265,8 +273,7 @@ class Accelerator(Device):
 
     def close(self) -> None:
         try:
-            for stream in self._queues.values():
-                stream.synchronize()
+            self.drain()
         except RuntimeError:
             pass  # the device failed, and its callers got the error
         finally:
@@ -321,13 +328,9 @@ def make_device(where: torch.device, traffic: Traffic) -> Device:
         )
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if found is None or found.type != where.type:
-        reason = (
-            f"; {native.cuda_driver()[1]}"
-            if where.type == "cuda" and native.cuda_driver()[1]
-            else ""
-        )
+        reason = native.cuda_driver()[1] if where.type == "cuda" else ""
         raise ConfigError(
             f"there is no device {where} here: torch {torch.__version__} finds"
-            f" {found or 'no accelerator'}{reason}"
+            f" {found or 'no accelerator'}{reason and f'; {reason}'}"
         )
     return Accelerator(where, traffic)

@@ -40,8 +40,8 @@ class CardMemory:
         if free is None:
             return None
         # What torch keeps and no tensor has. The driver's context is taken already.
-        of_tensors = torch.cuda.memory_allocated(self._where) if self._where.type == "cuda" else 0
-        free += self._reserved_nbytes() - of_tensors
+        if self._where.type == "cuda":
+            free += self._reserved_nbytes() - torch.cuda.memory_allocated(self._where)
         return max(0, free - LIBRARIES_NBYTES - several_ranks * NCCL_NBYTES)
 
     def unused_nbytes(self) -> int:

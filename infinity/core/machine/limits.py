@@ -3,6 +3,7 @@ ulimits."""
 
 from __future__ import annotations
 
+import re
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,11 +64,7 @@ def _of_groups(root: Path, own: Path) -> Iterator[tuple[int, str]]:
 
 def _of_ulimits() -> Iterator[tuple[int, str]]:
     try:
-        sizes = dict(
-            line.split(":", 1)
-            for line in Path("/proc/self/status").read_text().splitlines()
-            if ":" in line
-        )
+        sizes = dict(re.findall(r"(\w+):\s+(\d+) kB", Path("/proc/self/status").read_text()))
     except OSError:
         return
     for limit, name, option in (
@@ -82,6 +79,6 @@ def _of_ulimits() -> Iterator[tuple[int, str]]:
                 else 0
             )
             yield (
-                most - int(sizes[name].split()[0]) * 1024 - unused,
+                most - int(sizes[name]) * 1024 - unused,
                 f"ulimit {option} of {format_nbytes(most)}",
             )

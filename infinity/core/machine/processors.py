@@ -32,11 +32,7 @@ def share_with(others: Sequence[set[int]]) -> None:
 
 def allowed() -> set[int]:
     """Returns the processors that the system allows for this process."""
-    return (
-        set(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else set(range(os.cpu_count() or 1))
-    )
+    return os.sched_getaffinity(0)
 
 
 def own_part() -> int:

@@ -19,9 +19,10 @@ SHARED = (Tier.DEVICE, Tier.HOST)  # one memory, if the CPU computes
 class Budgets:
     """Bytes that each tier may be charged: the given budget, or else what is free.
 
-    If the CPU computes, or a GPU that is integrated, device and host are one memory. If neither
-    budget is given, they share it. If only ``host_memory`` is given, it is the budget of what the
-    engine itself puts on the device (:meth:`of_one_memory`).
+    If the CPU computes, or a GPU that is integrated, device and host are one memory. Without a
+    ``host_memory`` they share what is free there, of which the device has its budget at most. If
+    only ``host_memory`` is given, it is the budget of what the engine itself puts on the device
+    (:meth:`of_one_memory`).
     """
 
     def __init__(self, config: Config, free: Mapping[Tier, int] | None, device: Device):
@@ -32,12 +33,13 @@ class Budgets:
         self.shared: int | None = None  # bytes of device and host together
         is_one = device.is_host or (device.memory is not None and device.memory.is_unified)
         self._host_counts_both = is_one and Tier.DEVICE in open_tiers
-        if is_one and set(SHARED) <= set(open_tiers):
+        if is_one and Tier.HOST in open_tiers:
             self._share()
 
     def _share(self) -> None:
         self.shared = self._of[Tier.HOST]
-        self._of[Tier.DEVICE] = self.shared
+        if self._host_counts_both:
+            self._of[Tier.DEVICE] = self.shared
 
     def of_one_memory(self) -> Budgets:
         """Returns the budgets of a plan for which the engine chooses homes on the device: if that
@@ -73,9 +75,8 @@ class Budgets:
         report all of it."""
         left = {tier: self._of[tier] - plan.planned_nbytes(tier) for tier in Tier}
         if self.shared is not None:
-            left |= dict.fromkeys(
-                SHARED, self.shared - sum(plan.planned_nbytes(tier) for tier in SHARED)
-            )
+            of_both = self.shared - sum(plan.planned_nbytes(tier) for tier in SHARED)
+            left |= {tier: min(left[tier], of_both) for tier in SHARED}
         return left
 
 

@@ -173,6 +173,8 @@ class DeviceStepper:
         there = dict(zip(names, _lay_out(slot.memory, [part(name) for name in names])))
         parts = {name: there[name] if name in there else part(name) for name in arrays}
         label = f"state of {flat_param.names[0]}"
+        for name in names:
+            self._device.pin(arrays[name].region)
 
         def come() -> None:
             for name, target in there.items():

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from ... import native
@@ -124,16 +125,18 @@ class HomeArrays:
         homes = row.homes if row is not None else None  # read by other ranks
         for name, dtype in self.spec.array_dtypes().items():
             begin, end = self.layout.own(name)
-            numel, make = (
-                end - begin,
-                homes.make_region if homes is not None and name == "weight" else native.Region,
+            is_shared = homes is not None and name == "weight"
+            allocate = partial(
+                store.arrays.allocate,
+                dtype=dtype,
+                numel=end - begin,
+                make=homes.make_region if is_shared else native.Region,
+                copied=name not in OF_UPDATE,  # the rest when it first passes
             )
-            array = store.arrays.allocate(tiers[name], dtype, numel, f"{name} of {what}", make=make)
+            array = allocate(tiers[name], what=f"{name} of {what}")
             if name in kept:
                 self._reserved.append(array)
-                array = store.arrays.allocate(
-                    Tier.HOST, dtype, numel, f"{name} of {what}, kept from NVMe", make=make
-                )
+                array = allocate(Tier.HOST, what=f"{name} of {what}, kept from NVMe")
             self.arrays[name] = array
 
     def grow(self, spec: FlatParamSpec, arrays: dict[str, StateArray]) -> None:

@@ -133,8 +133,9 @@ def test_a_step_moves_what_the_arrays_on_the_disk_ask_for(tmp_path, passes):
 
 
 def test_one_memory_is_counted_once(tmp_path):
-    """Where the processor computes and neither budget is given, what the device and the host hold
-    together has to fit."""
+    """Where the processor computes and no ``host_memory`` is given, what the device and the host
+    hold together has to fit, also where the device has a budget. Twin: both budgets are two
+    memories, as they are given."""
     plan = plan_of(equal_units(4, NUMEL), config_of(tmp_path, params="host", optimizer="host"))
     device, host = (plan.planned_nbytes(tier) for tier in (Tier.DEVICE, Tier.HOST))
     assert device > 10 and host > device
@@ -150,9 +151,10 @@ def test_one_memory_is_counted_once(tmp_path):
     assert over(host) == {Tier.HOST: device}
     assert over(host - 5) == {Tier.HOST: device + 5}
     assert over(device - 3) == {Tier.DEVICE: 3, Tier.HOST: host + 3}
-    assert over(host, device_memory=device - 7) == {
-        Tier.DEVICE: 7
-    }  # two memories, as they are given
+    assert over(device + host, device_memory=device) == {}
+    assert over(device + host - 1, device_memory=device) == {Tier.HOST: 1}
+    assert over(host, device_memory=device - 7, host_memory=host) == {Tier.DEVICE: 7}
+    assert over(2 * host, device_memory=device - 7) == {Tier.DEVICE: 7}
 
 
 # --- groups, and what is held at once ---

@@ -142,11 +142,11 @@ class Allocator:
         self.arrays, self.fails = self, fails  # as the store's
         self.made, self.freed = [], []
 
-    def allocate(self, tier, dtype, numel, what, *, make=None) -> SimpleNamespace:
+    def allocate(self, tier, dtype, numel, what, *, make=None, copied=True) -> SimpleNamespace:
         if len(self.made) == self.fails:
             raise MemoryError(what)
         made = {"tier": tier, "dtype": dtype, "numel": numel, "what": what, "region": make}
-        array = SimpleNamespace(**made, extent=f"extent of {what}")
+        array = SimpleNamespace(**made, copied=copied, extent=f"extent of {what}")
         self.made.append(array)
         return array
 
@@ -175,6 +175,8 @@ def test_every_array_of_the_spec_is_allocated_at_its_tier():
         assert array.dtype == ADAM.array_dtypes()[name] and array.region is native.Region
         assert array.tier is (Tier.NVME if name == "exp_avg" else Tier.HOST)
     assert home.arrays["weight"].dtype == torch.bfloat16 != home.arrays["master"].dtype
+    # what crosses the link to the device in every step
+    assert {name for name, array in home.arrays.items() if array.copied} == {"weight", "grad"}
     home = empty(FROZEN)
     home.allocate(store, tiers(), "unit u")
     assert list(home.arrays) == ["weight"]

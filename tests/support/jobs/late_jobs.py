@@ -756,6 +756,53 @@ JOBS["kernels:parked on the host"] = with_kernels(
 JOBS["kernels:a step that is split"] = with_kernels(HOST, share=0.5)
 
 
+# --- registered memory ---
+
+
+def with_quota(share: float, config: dict[str, Any]) -> Callable[[], list[Any]]:
+    """A job whose driver registers a ``share`` of what it registers without a quota: whether its
+    losses are those without one, how often it was refused, and whether a warning tells that."""
+
+    def run() -> list[Any]:
+        with late_device.refusing(LATE, 1 << 40), late_device.never_late(LATE):
+            expected = trained(clipped_micro_batches, config)
+            quota = int(share * sum(late_device.registered.values()))
+        with (
+            late_device.refusing(LATE, quota) as refused,
+            late_device.delayed(LATE),
+            mock.patch.object(accelerator.logger, "warning") as warned,
+        ):
+            late = trained(clipped_micro_batches, config)
+        return [same(late, expected), len(refused), warned.call_count]
+
+    return run
+
+
+for _name, _config in {"host": HOST, "nvme": NVME, "activations": ACTIVATIONS}.items():
+    for _share in (0.0, 0.5, 1.0):
+        JOBS[f"quota:{_share} of what is registered, {_name}"] = with_quota(_share, _config)
+
+
+def registered_in_turn() -> list[bool]:
+    """Whether the state is registered only once a part of it passes the device."""
+
+    def train(model: nn.Module, optimizer: Any) -> list[torch.Tensor]:
+        found.append(sum(late_device.registered.values()))
+        return plain(model, optimizer)
+
+    found: list[int] = []
+    with late_device.refusing(LATE, 1 << 40), late_device.kernels(LATE):
+        trained(train, HOST)
+        found.append(sum(late_device.registered.values()))
+    with late_device.refusing(LATE, 1 << 40):
+        with_kernels(HOST, share=0.5, train=train)()
+        found.append(sum(late_device.registered.values()))
+    return [found[1] == found[0], found[-1] > 2 * found[0]]
+
+
+JOBS["quota:state is registered as it passes"] = registered_in_turn
+
+
 # --- planted faults ---
 
 

@@ -6,6 +6,7 @@ accelerator from then on.
 
 from __future__ import annotations
 
+import errno
 import sysconfig
 import time
 import types
@@ -72,11 +73,47 @@ def _device_module(late: ModuleType) -> ModuleType:
     return module
 
 
+registered: dict[int, int] = {}  # bytes of regions, by their address
+
+
 def _teach_engine(late: ModuleType) -> None:
-    """Replaces the two calls that the engine makes of a GPU's driver."""
+    """Replaces the call that the engine makes of a GPU's driver."""
+    from infinity import native
     from infinity.core.machine.accelerator import Accelerator
 
-    Accelerator.pin = lambda self, region: late.register(region.address, region.nbytes)
+    real = Accelerator.__init__
+
+    def init(self: Accelerator, where: torch.device, traffic: Any) -> None:
+        real(self, where, traffic)
+        self.registers = True
+
+    def pin(region: native.Region, device: int) -> None:
+        late.register(region.address, region.nbytes)
+        registered[region.address] = region.nbytes
+
+    Accelerator.__init__, native.Region.pin = init, pin
+
+
+@contextmanager
+def refusing(late: ModuleType, quota: int) -> Iterator[list[int]]:
+    """Has the driver register ``quota`` bytes in the block, and refuse what is beyond. Yields the
+    bytes of each region that it refused."""
+    from infinity import native
+    from infinity.errors import StorageError
+
+    for address in registered:
+        late.unregister(address)
+    registered.clear()
+    real, refused = native.Region.pin, []
+
+    def pin(region: native.Region, device: int) -> None:
+        if sum(registered.values()) + region.nbytes > quota:
+            refused.append(region.nbytes)
+            raise StorageError(errno.ENOMEM, "CUDA refuses to register this much")
+        real(region, device)
+
+    with mock.patch.object(native.Region, "pin", pin):
+        yield refused
 
 
 class Kernels:
