@@ -166,6 +166,8 @@ seams.EXTENSIONS[:] = (
     "ext.sequence.sequences.Sequences",
     "ext.data.kept_data.KeptData",
     "ext.audit.audit.Audit",
+    "ext.card.launches.Launches",
+    "ext.card.allocator.AllocatorSettings",
     "ext.shared_homes.node_shards.SecondShards",
     "ext.shared_homes.quantize.CompressedGathers",
     "ext.shared_homes.share_homes.ShareHomes",

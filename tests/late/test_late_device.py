@@ -152,6 +152,13 @@ def test_state_is_registered_when_it_first_passes(job, answer):
     assert answer == [True, True]
 
 
+@pytest.mark.parametrize("job", ["launches:punctual, and behind"])
+def test_a_device_that_waits_for_launches_is_told_to(job, answer):
+    """Method: jobs that end as they are launched. Twin: a job before a whole forward that ends only
+    behind it, so that the device is never ahead."""
+    assert answer == [True, True, True]
+
+
 @pytest.mark.parametrize("job", [f"fault:{fault}" for fault in FAULTS])
 def test_what_is_not_ordered_is_found(job, answer):
     """Method: one order that the engine keeps is taken away. Runs differ, raise, or end."""

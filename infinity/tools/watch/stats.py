@@ -20,6 +20,7 @@ from ...core.machine.traffic import DATA, PAST_HOST, CollectiveTraffic, EdgeTraf
 from ...core.run.job import Job
 from ...core.run.registry import wrapped
 from ...ext.audit.audit import audited
+from ...ext.card.launches import launch_seconds
 from ...ext.rates.rates import disk_seconds, memory_rate
 from .time_shares import shares_of
 
@@ -65,7 +66,8 @@ class Stats:
         Of the last step, until its last ``step()``. ``bottleneck`` is one sentence.
     shares
         What the steps so far waited for: "copies", "disk", "optimizer", "other ranks" and "data"
-        (of a loader that is watched). The rest is "compute", with Python. They sum to 1.
+        (of a loader that is watched); with a GPU "launches", the time in which it was ahead of the
+        training thread. The rest is "compute", with Python. They sum to 1.
     audited
         With ``Config(audit=...)``: its "share"; "pieces" and "nbytes" that were compared, by kind
         of audit; "found", what was wrong; "left_out", what is not audited. Else empty.
@@ -133,7 +135,7 @@ def stats(model: nn.Module) -> Stats:
         sentence,
         blocks,
         job.planned.plan.buffers_nbytes,
-        shares_of(clock.total_seconds, clock.waits or job.traffic.waits()),
+        shares_of(clock.total_seconds, (clock.waits or job.traffic.waits()) | launch_seconds(job)),
         audited(job),
     )
 
@@ -171,7 +173,10 @@ def _bounds(job: Job, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
     steps = max(1, job.updates.clock.steps)
     waited = [*edges.values(), *job.traffic.collectives.values(), job.traffic.updates]
     stalls = sum(edge.stall_seconds for edge in waited) / steps
-    bounds = {"compute": max(0.0, job.updates.clock.step_seconds - stalls)}
+    launches = sum(launch_seconds(job).values()) / steps
+    bounds = {"compute": max(0.0, job.updates.clock.step_seconds - stalls - launches)}
+    if launches:
+        bounds["launching the GPU's work, in Python,"] = launches
     if DATA in edges:
         bounds["the data"] = edges[DATA].stall_seconds / steps
     if not job.device.is_host:

@@ -32,6 +32,7 @@ from ...core.run.registry import is_wrapped, wrapped
 from ...core.units.unit import ParamUnit
 from ...errors import ConfigError, UsageError
 from ...ext.audit.audit import audited
+from ...ext.card.launches import launch_seconds
 from ...ext.rates.rates import disk_rates
 from ...files.outputs import folder_of
 from . import run_files
@@ -214,7 +215,7 @@ class Watch:
         edges = {name: asdict(moved) for name, moved in counted.items()}
         before_at, before = self._before or (now, edges)
         self._before, seconds = (now, edges), max(now - before_at, 1e-9)
-        waits = job.traffic.waits()
+        waits = job.traffic.waits() | launch_seconds(job)
         waited = {name: wait - self._waits.get(name, 0.0) for name, wait in waits.items()}
         self._waits = waits
         rate = self._tokens / self._step_seconds if self._step_seconds else 0.0

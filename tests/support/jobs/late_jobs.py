@@ -17,6 +17,7 @@ import itertools
 import json
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -45,6 +46,7 @@ from infinity.ext.blocks import recompute
 from infinity.ext.blocks.activation_choice import ActivationChoice
 from infinity.ext.blocks.checkpointed import Held
 from infinity.ext.blocks.recompute import ActivationPlanner, PlannedBlock
+from infinity.ext.card.launches import Launches
 
 LATE = late_device.install()
 WHERE = "late:0"
@@ -801,6 +803,36 @@ def registered_in_turn() -> list[bool]:
 
 
 JOBS["quota:state is registered as it passes"] = registered_in_turn
+
+
+# --- what the device waits for ---
+
+
+def waits_for_launches() -> list[Any]:
+    """Whether a punctual device is told to wait for launches, by its share and in words, and
+    whether one that is behind during a whole forward is."""
+    model, optimizer = infinity.wrap_model(*made(), {"device": WHERE, **HOST})
+    with late_device.never_late(LATE):
+        plain(model, optimizer)
+        told = infinity.stats(model)
+    gate = threading.Event()
+    extensions = parts_of(model).engine.job.extensions
+    counter = next(each for each in extensions if isinstance(each, Launches))
+    before, ids = counter.seconds, next(batches(1)).to(WHERE)
+    LATE.put(0, gate.wait)
+    opens = threading.Timer(60, gate.set)  # if the forward should wait for the device
+    opens.start()
+    loss = loss_of(model, ids)
+    behind = counter.seconds - before
+    opens.cancel()
+    gate.set()
+    loss.backward()
+    step(optimizer)
+    infinity.unwrap_model(model, optimizer)
+    return [told.shares["launches"] > 0, "launching" in told.bottleneck, behind == 0]
+
+
+JOBS["launches:punctual, and behind"] = waits_for_launches
 
 
 # --- planted faults ---
