@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+from bench import gpu_train
+
 TOOL = Path(__file__).parents[2] / "tools" / "gpu.py"
 
 
@@ -218,3 +220,29 @@ def test_the_suite_is_the_last_stage_and_the_build_the_first(tool):
     names = [name for name, *_ in tool.STAGES]
     assert names[0] == "build" and names[-1] == "suite"
     assert names.index("train") < names.index("bench") < names.index("past_host")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_two_calls_on_the_late_device_end_with_every_row(tool):
+    """Method: the stage of jobs itself, with models of a few thousand parameters. A call of 30 s,
+    of which the late device gets four times as many, and a usual one: each job has figures, or is
+    left out by name; the last results have a row for each with figures. Twin: the first call leaves
+    jobs to the second."""
+    jobs = [job.name for job in gpu_train.plan("folder", tiny=True, rivals=False)]
+
+    def ended(seconds: int) -> tuple[int, dict[str, str]]:
+        code = tool.main(["late", "train", "--seconds", str(seconds)])
+        journal = tool.STATE.with_name("gpu-late") / "train.jobs.json"
+        told = json.loads(journal.read_text())
+        return code, {name: each["status"] for name, each in told.items()}
+
+    code, first = ended(30)
+    assert code == 1 and "not reached" in first.values() and "measured" in first.values()
+    code, second = ended(tool.SECONDS)
+    assert code == 0 and set(second) == set(jobs)
+    assert set(second.values()) == {"measured", "left out"}
+    results = max(tool.STATE.with_name("gpu-late").glob("gpu_train_*.json"))
+    rows = {row["name"] for row in json.loads(results.read_text())["rows"]}
+    assert rows == {f"gpu_train.{name}" for name, how in second.items() if how == "measured"}
+    assert {f"gpu_train.ranks.{kind}" for kind in ("sums", "raises", "killed")} <= rows
