@@ -13,8 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from infinity.core.machine.sizes import format_seconds  # noqa: E402
 from infinity.errors import CapacityError  # noqa: E402
+from infinity.tools.cli.amounts import format_seconds  # noqa: E402
 from infinity.tools.plan import plan  # noqa: E402
 
 MODELS = ("llama-1b", "llama-8b", "qwen3-14b", "qwen3-32b", "llama-70b")

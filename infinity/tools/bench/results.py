@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from ...core.machine.sizes import format_seconds
 from ...errors import ConfigError
 from ...untrusted import Format, parse_json, read_text
+from ..cli.amounts import format_seconds
 from . import facts, intervals
 from .settings import Settings
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ...core.machine.sizes import format_seconds
+from ..cli.amounts import format_seconds
 from . import intervals
 
 BAR, WIDTH = 20, 100  # characters: of the bar, and of its whole line

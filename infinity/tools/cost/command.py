@@ -15,11 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ...core.machine.sizes import format_count, format_seconds
 from ...errors import ConfigError
 from ...ext.checkpoint.interval import steps_between
 from ...files.outputs import Output, check_outputs
 from ...untrusted import parse_json, printable, read_text
+from ..cli.amounts import format_count, format_seconds
 from ..cli.values import a_count, a_number_of_tokens, a_path, columns, parse_seconds
 from ..plan import sky
 from .cost import DAY, FORMAT, Bill, Move, Profile, Rental, Saves

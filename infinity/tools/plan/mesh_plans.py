@@ -10,9 +10,9 @@ import dataclasses
 import math
 from collections.abc import Iterable, Iterator
 
-from ...core.machine.sizes import format_seconds
 from ...errors import CapacityError, ConfigError
 from ...ext.pipeline.choice import WEIGHTS_APART, Choice, check_counts, choose
+from ..cli.amounts import format_seconds
 from .mesh_choice import SHOWN, MeshPlan, best_of
 from .mesh_shape import UNFLUSHED, MeshShape
 from .mesh_way import Job, Way

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
-from ...core.machine.sizes import format_count, format_nbytes, format_seconds
+from ...core.machine.sizes import format_nbytes
 from ...errors import CapacityError, ConfigError
+from ..cli.amounts import format_count, format_seconds
 from .cluster import UNCHECKED
 from .efficiency import explain_slowest
 from .machine_file import Machine

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from ...core.machine.sizes import format_seconds
 from ...errors import CapacityError, ConfigError
+from ..cli.amounts import format_seconds
 from .machine_file import Machine
 from .plan_job import Job, plan_cluster
 

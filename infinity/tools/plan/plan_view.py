@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ...core.machine.sizes import format_count, format_nbytes, format_seconds
+from ...core.machine.sizes import format_nbytes
+from ..cli.amounts import format_count, format_seconds
 from ..watch import svg
 from .plan_next import next_line
 from .saved import SAVED

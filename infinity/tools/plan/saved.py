@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.machine import limits
-from ...core.machine.sizes import format_count, format_nbytes
+from ...core.machine.sizes import format_nbytes
 from ...core.machine.tiers import Tier
 from ...core.seams import Extension, Term
 from ...errors import CapacityError
+from ..cli.amounts import format_count
 
 SAVED = "saved for the backward"
 

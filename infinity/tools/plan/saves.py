@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...core.machine.sizes import format_nbytes, format_seconds
+from ...core.machine.sizes import format_nbytes
+from ..cli.amounts import format_seconds
 
 LAUNCHER_SECONDS = 30  # that torchrun, and Slurm, leave a job after SIGTERM
 

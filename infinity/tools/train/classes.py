@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.machine.sizes import format_count
 from ...errors import ConfigError
+from ..cli.amounts import format_count
 
 if TYPE_CHECKING:
     from torch import nn

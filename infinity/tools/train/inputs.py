@@ -11,8 +11,9 @@ from functools import partial
 from mimetypes import guess_type
 from typing import TYPE_CHECKING, Any
 
-from ...core.machine.sizes import format_count, parse_nbytes
+from ...core.machine.sizes import parse_nbytes
 from ...errors import ConfigError
+from ..cli.amounts import format_count
 from .corpus import Batches, TextFiles, find_text_files, held_out_share, read_corpus
 from .example_files import ExampleFiles, find_examples
 from .examples import ExampleBatches, Examples, read_examples

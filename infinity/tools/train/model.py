@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...core.machine.sizes import format_count
 from ...errors import ConfigError
 from ...library_versions import refuse_older
+from ..cli.amounts import format_count
 from .classes import auto_class, pattern_of, untouched_parts
 from .corpus import BYTE_VOCABULARY, SEPARATOR_BYTE
 from .folders import is_streamed, misfit, rest_of

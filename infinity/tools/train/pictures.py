@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from ...core.machine.sizes import format_count
 from ...errors import ConfigError, InfinityError
 from ...library_versions import is_at_least
+from ..cli.amounts import format_count
 from .classes import auto_class
 from .columns import PAIRS, Form, choose_form, first_filled, is_empty, known, values_of
 from .corpus import HELD_OUT_SHARE

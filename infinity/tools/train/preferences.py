@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import infinity
 
-from ...core.machine.sizes import format_count
 from ...errors import ConfigError, InfinityError
+from ..cli.amounts import format_count
 from .corpus import held_out_share
 from .counts import EdgeCounts
 from .example_files import ExampleFiles

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ...core.machine.sizes import format_count
+from ..cli.amounts import format_count
 from .counts import EdgeCounts
 from .examples import Examples
 from .job import Measured

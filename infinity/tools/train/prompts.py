@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.machine.sizes import format_count
+from ..cli.amounts import format_count
 from .columns import Form
 from .rendering import LOST_THOUGHTS, Renderer
 from .samples import Sample

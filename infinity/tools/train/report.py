@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import infinity
 
-from ...core.machine.sizes import format_nbytes, format_seconds
+from ...core.machine.sizes import format_nbytes
 from ...core.machine.tiers import Tier
 from ...ext.audit.told import line_of
+from ..cli.amounts import format_seconds
 from ..cli.values import columns
 from ..cost.cost import FORMAT as PROFILE
 from ..watch.time_shares import shares_text

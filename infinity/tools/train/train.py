@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import infinity
 
-from ...core.machine.sizes import format_count, format_seconds
 from ...errors import ConfigError, UsageError
 from ...files.outputs import replacing
 from ...library_versions import refuse_older
+from ..cli.amounts import format_count, format_seconds
 from ..cli.presets import words_of
 from .classes import freeze_untouched, touched
 from .compute import Compute, compute_time, multiplies_bf16

@@ -12,8 +12,8 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.machine.sizes import format_count
 from ...errors import ConfigError, UsageError
+from ..cli.amounts import format_count
 from ..cli.values import a_count, a_path
 
 OTHER_BITS_STATUS = 1

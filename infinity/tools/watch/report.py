@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...core.machine.sizes import format_seconds
 from ...errors import ConfigError, UsageError
 from ...files.outputs import Output, check_outputs
 from ...untrusted import parse_json, read_text
+from ..cli.amounts import format_seconds
 from ..cli.values import a_count, a_path, add_rating, rating_of
 from ..eval.scores import line_of
 from . import svg

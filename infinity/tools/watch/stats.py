@@ -14,7 +14,6 @@ from typing import Any
 from torch import nn
 
 from ... import native
-from ...core.machine.sizes import format_seconds
 from ...core.machine.tiers import Tier
 from ...core.machine.traffic import DATA, PAST_HOST, CollectiveTraffic, EdgeTraffic
 from ...core.run.job import Job
@@ -22,6 +21,7 @@ from ...core.run.registry import wrapped
 from ...ext.audit.audit import audited
 from ...ext.card.launches import launch_seconds
 from ...ext.rates.rates import disk_seconds, memory_rate
+from ..cli.amounts import format_seconds
 from .time_shares import shares_of
 
 

@@ -15,10 +15,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ...core.machine.sizes import format_count, format_seconds
 from ...errors import ConfigError
 from ...files.outputs import PICTURE, Output, check_outputs
 from ...untrusted import parse_json, printable, read_text
+from ..cli.amounts import format_count, format_seconds
 from ..cli.values import a_path, svg_path, zero_or_more
 from . import svg
 from .timeline import FORMAT

@@ -27,7 +27,6 @@ import infinity
 from infinity import native
 from infinity.config import Config
 from infinity.core.machine.device import Device
-from infinity.core.machine.sizes import format_seconds
 from infinity.core.machine.tiers import BUDGETS, Tier
 from infinity.core.machine.traffic import Traffic
 from infinity.core.plan.budgets import Budgets
@@ -43,6 +42,7 @@ from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
 from infinity.core.wrap.lay_out import lay_out
 from infinity.errors import CapacityError
 from infinity.ext.rates.rates import Rates
+from infinity.tools.cli.amounts import format_seconds
 from infinity.tools.plan.predict import predict
 
 SEED = 5
