@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -42,10 +41,10 @@ class GradientBank:
     ):
         homes = GradHomes(store, staging, in_flight_nbytes=in_flight_nbytes)
         self.values = GradValues(homes, store, collectives)
-        self.ranks, self._store = collectives.ranks, store
+        self.ranks, self.store = collectives.ranks, store
         self.assigned = AssignedGrads(self.values, store)
         self.homes, self.changes = homes, self.values.changes
-        self._lander = Lander(homes, store, self.changes, self.values.norms)
+        self.lander = Lander(homes, store, self.changes, self.values.norms)
         self.clips: list[float] = []  # factors of users' clips of all gradients since the last step
         # With several ranks: see `reduce_with`.
         self._add_whole: Callable[[ParamHandle, torch.Tensor], None] | None = None
@@ -123,7 +122,7 @@ class GradientBank:
         self._average_with(handle)
         handle.grad.averaged = self.ranks.data_size > 1
         handle.grad.move(GradState.LANDED)
-        with self._store.guard:
+        with self.store.guard:
             handle.flat_param.homes.wait_running()
             self.values.put(handle, value)
         self.assigned.watch(handle, given, part)
@@ -275,19 +274,21 @@ class GradientBank:
         record = handle.grad
         if record.averaged:
             raise _averaged_early(handle)
-        self._lander.land(handle, grad, adds=record.state is not GradState.ABSENT)
+        self.lander.land(handle, grad, adds=record.state is not GradState.ABSENT)
         record.move(GradState.LANDED)
 
-    def land_average(self, handle: ParamHandle, average: torch.Tensor) -> None:
+    def land_average(self, handle: ParamHandle, average: torch.Tensor, begin: int = 0) -> None:
         """Adds this rank's shard of the average of all ranks' gradients, in fp32, to the landed
-        gradient."""
+        gradient: all of it, or its elements from ``begin``, which the first ones precede."""
         if not self.ranks.keeps_gradients:
             self.reopen(handle)
         record = handle.grad
         if record.state is GradState.TORN:
             return
-        adds = record.state is not GradState.ABSENT and not self.ranks.keeps_gradients
-        self._lander.land_shard(handle, average.to(handle.flat_param.spec.grad_dtype), adds=adds)
+        if not begin:
+            record.adds = record.state is not GradState.ABSENT and not self.ranks.keeps_gradients
+        own = average.to(handle.flat_param.spec.grad_dtype)
+        self.lander.land_shard(handle, own, begin, adds=record.adds)
         record.proxy_norm = None
         record.averaged = True
         record.move(GradState.LANDED)
@@ -380,37 +381,11 @@ class GradientBank:
         for meeting in met:
             handle = meeting.handle
             self.reopen(handle)
-            self._lander.land_rows(
+            self.lander.land_rows(
                 handle, *meeting.rows(), adds=handle.grad.state is not GradState.ABSENT
             )
             handle.grad.move(GradState.LANDED)
         return [meeting.handle for meeting in met]
-
-    @contextmanager
-    def landing_rows(self, handle: ParamHandle) -> Iterator[Callable]:
-        """Lands a gradient in ranges of rows. Yields ``land(begin, end, compute)``, which adds the
-        result of ``compute()`` to rows ``begin`` to ``end``, all of them if it is the first. Raises
-        UsageError as :meth:`land` does."""
-        record, assigned = handle.grad, self.assigned.lands_on(handle)
-        self.reopen(handle)
-        if record.state is GradState.TORN:
-            yield lambda begin, end, compute: None
-            return
-        self.changes.begin(handle)
-        first = record.state is GradState.ABSENT
-
-        def land(begin: int, end: int, compute: Callable[[], torch.Tensor]) -> None:
-            part = compute()
-            if assigned is not None:
-                assigned.change(lambda tensor: tensor[begin:end].add_(part))
-                return
-            with self._store.guard:
-                self._lander.land_span(
-                    handle, begin * part.shape[1], part.reshape(-1), adds=not first
-                )
-
-        yield land
-        record.move(GradState.LANDED)
 
 
 def _averaged_early(handle: ParamHandle) -> UsageError:

@@ -154,15 +154,16 @@ class Lander:
         if total is not home:
             home.copy_(total, non_blocking=True)
 
-    def land_shard(self, handle: ParamHandle, own: torch.Tensor, *, adds: bool) -> None:
-        """Sets this rank's shard of the gradient to ``own``, or adds it (``adds``). ``own`` is
-        flat, in storage order."""
+    def land_shard(self, handle: ParamHandle, own: torch.Tensor, begin: int, *, adds: bool) -> None:
+        """Sets this rank's shard of the gradient from element ``begin`` to ``own``, or adds it
+        (``adds``). ``own`` is flat, in storage order."""
         is_remote = self._homes.is_remote(handle)
         flat_param = handle.flat_param
         flat_param.homes.wait_running()
-        if self._homes.are_apart(flat_param):
-            begin = flat_param.layout.part_of_param("grad", handle.index)[0]
-            self.land_span(handle, begin, own, adds=adds)
+        first, last = flat_param.layout.shard_part(handle.index)
+        if self._homes.are_apart(flat_param) or own.numel() < last - first:
+            first -= flat_param.layout.placements[handle.index].offset
+            self.land_span(handle, first + begin, own, adds=adds)
             return
         if flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
             self._land_rows(handle, own, self._norms.of_shard, adds=adds)

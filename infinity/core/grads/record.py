@@ -63,6 +63,7 @@ class GradRecord:
     # The same over all ranks, valid while ``norm`` is known
     proxy_norm: tuple[float, torch.Tensor] | None = None
     landing: Event = PAST  # when the norm is known
+    adds: bool = False  # whether the average that lands is added to one before
     averaged: bool = False  # over the ranks: then only this rank's shard is valid
     sample: torch.Tensor | None = None  # fp32; None: nothing has landed, or it was not requested
     edits: int = 0  # digest of users' changes: factors, and values common to all ranks

@@ -25,12 +25,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
 from ...ranks.collectives import Collectives
 from ...ranks.pending import Pending
 from ..machine.ledger import Ledger
+from ..plan.unit_sizes import bucket_numel
 from ..run.schedule import Schedule
 from ..units.flat_param import FlatParam
 from ..units.handle import ParamHandle
@@ -54,9 +56,12 @@ class Reducer:
         on_reduced: Callable[[ParamUnit], None],
         decides_early: Callable[[], bool],
         averaged: Sequence[Callable] = (),
+        *,
+        in_buckets: bool = False,
     ):
         self._collectives, self._ranks, self._bank = collectives, collectives.ranks, bank
         self._schedule, self._listeners = schedule, averaged
+        self._in_buckets = in_buckets  # gradients are averaged
         self._on_reduced = on_reduced  # called when a unit's averages are at home
         self._decides_early = decides_early  # an update in mid-backward needs flags early
         self._units = list(units)
@@ -255,7 +260,7 @@ class Reducer:
         got = self.whole.pop_got(flat_param)
         self._got |= {handle for handle in handles if handle.index in got}
         flags = [*(handle.index in got for handle in handles), unit not in self._ready]
-        early = self._decides_early()
+        early = self._decides_early() or self._in_buckets  # each lands once it is known
         if early and not self._collectives.bulk.can_reduce_flags:
             *anywhere, incomplete = self._collectives.agree(flags, what)
             wanted = [handle for handle, is_wanted in zip(handles, anywhere) if is_wanted]
@@ -286,31 +291,39 @@ class Reducer:
         else:
             self.whole.take(unit, flat_param)
             whole, charge = self.whole.pop(flat_param)
-        reduction = Reduction(flat_param, wanted, got, is_decided=decided)
+        reduction, telling = Reduction(flat_param, wanted, got, is_decided=decided), None
         reduction.bring_nothing(whole)
 
-        def done(average: torch.Tensor) -> None:
+        def done(given: torch.Tensor, begin: int, average: torch.Tensor) -> None:
             for listener in self._listeners:
-                listener(flat_param, whole, average)
+                listener(flat_param, given, begin, average)
             if telling is not None:
                 telling.wait()
             if reduction.more_comes:
                 self._late.add(unit)
             with self._landing():
-                self._undecided += reduction.land(average, self._bank.land_average)
+                self._undecided += reduction.land(average, begin, self._bank.land_average)
 
-        pending = flat_param.collectives.bulk.reduce(whole, what, done)
-        telling = (
-            self._collectives.bulk.reduce_flags(
-                flags, f"{what}: who has them", reduction.note_flags
-            )
-            if flags
-            else None
-        )
+        rows = whole.view(flat_param.layout.ranks.size, -1)
+        numel = most = rows.size(1)
+        if self._in_buckets:
+            most = bucket_numel(len(rows), rows.itemsize)
+        for begin in range(0, numel, most):
+            given = rows[:, begin : begin + most].reshape(-1)
+            said = f"{what} from {begin}" if begin else what
+            pending = flat_param.collectives.bulk.reduce(given, said, partial(done, given, begin))
+            self._finish()
+            self._pending.append(pending)
+            if flags and not begin:
+                telling = self._collectives.bulk.reduce_flags(
+                    flags, f"{what}: who has them", reduction.note_flags
+                )
+                self._pending.append(telling)
         if not self._ranks.keeps_gradients:
-            pending.release = charge.release
-        self._finish()
-        self._pending += [pending] if telling is None else [pending, telling]
+            if most < numel:  # each bucket is a copy
+                charge.release()
+            else:
+                pending.release = charge.release
 
     @contextmanager
     def _landing(self) -> Iterator[None]:

@@ -43,19 +43,23 @@ class Reduction:
         self._is_decided = True
 
     def land(
-        self, average: torch.Tensor, land: Callable[[ParamHandle, torch.Tensor], None]
+        self, average: torch.Tensor, at: int, land: Callable[[ParamHandle, torch.Tensor, int], None]
     ) -> list[ParamHandle]:
-        """Calls ``land`` for each gradient's part of this rank's shard of the ``average``. Returns
-        the gradients that perhaps no rank had."""
-        undecided, first = [], self._flat_param.layout.own_shard[0]
+        """Calls ``land`` for each gradient's part of the ``average`` of this rank's shard from
+        element ``at``, with the first one's number in the gradient's part of the shard. Returns the
+        gradients that perhaps no rank had."""
+        undecided, first = [], self._flat_param.layout.own_shard[0] + at
         for handle, has in zip(self._wanted, self._anywhere):
             begin, end = self._flat_param.layout.shard_part(handle.index)
-            part = average[begin - first : end - first]
+            low, high = max(begin, first), min(end, first + len(average))
+            if low >= high and (at or begin < end):
+                continue  # another bucket's, or none of this rank's: that lands with the first
+            part = average[low - first : max(low, high) - first]
             if has and not (self._is_decided or handle.index in self._got):
                 # Negative zeros alone, if no rank had a gradient
                 has = not (part.view(torch.int32) == torch.iinfo(torch.int32).min).all()
             if has:
-                land(handle, part)
+                land(handle, part, low - begin)
             elif not self._is_decided:
                 undecided.append(handle)
         return undecided

@@ -54,6 +54,7 @@ class MemoryPlan:
     service_nbytes: int
     device_window_nbytes: int  # weights gathered at once
     autograd_nbytes: int = 0  # of gradients that autograd makes, beside the window's room for them
+    in_buckets: bool = False  # ranks average a gradient in buckets; else whole
     waiting_nbytes: int = 0  # whole gradients on the device, until an accumulation pass ends
     landing_nbytes: int = 0  # device gradients still being copied, at most
     staging_backend: type[ThroughHost] = ThroughHost

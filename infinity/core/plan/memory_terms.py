@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from ... import native
@@ -16,7 +17,7 @@ from ..step.slots import needed_device_slot_nbytes, optimizer_slot_nbytes
 from ..units.flat_param_spec import ARRAYS, home_of
 from ..units.staged_reads import PIECE_NBYTES
 from .memory_plan import BUFFERS, GRADIENTS, LADDER, MemoryPlan, Rung, term_of
-from .unit_sizes import CHECKSUMMED, UnitSize
+from .unit_sizes import CHECKSUMMED, UnitSize, bucket_numel
 
 # Staged: one accumulates, one is written, one is read for a parameter used twice.
 GRADS_AT_ONCE = 3
@@ -105,8 +106,8 @@ class MemoryTerms:
         for kind in kinds():
             for term in kind.terms(self._config, self._units, self._device):
                 self._add(*term)
-        self._add_ranks()
         landing, device_slot = self._device_step()
+        in_buckets = self._add_ranks()
         window, autograd = self._window()  # take the rest of a budget
         return MemoryPlan(
             tiers=self.tiers,
@@ -118,6 +119,7 @@ class MemoryTerms:
             slot_nbytes=slot,
             service_nbytes=service,
             device_window_nbytes=window,
+            in_buckets=in_buckets,
             autograd_nbytes=autograd,
             landing_nbytes=landing,
             staging_backend=backend,
@@ -159,27 +161,37 @@ class MemoryTerms:
         )
         return service
 
-    def _add_ranks(self) -> None:
-        """Adds the terms that only several ranks need."""
-        flat_params = self._flat_params
+    def _add_ranks(self) -> bool:
+        """Adds the terms that only several ranks need. Returns whether a gradient is averaged in
+        buckets: if a budget has no room for whole ones."""
         averaged = [flat for flat in self._whole_flats if flat.spec.stepped and flat.is_averaged]
-        if averaged:
-            whole = max(flat.whole_nbytes("grad") for flat in averaged)
-            if not any(flat.whole_grad for flat in flat_params):
-                # Filled while weights of the same units are held; one waits, and one more is being
-                # reduced.
-                ratio = max(
-                    flat.spec.grad_dtype.itemsize / flat.spec.dtype.itemsize for flat in averaged
-                )
-                filled = round_up(int(self._held * ratio), native.BLOCK_NBYTES)
-                self._add(Tier.DEVICE, TO_BE_AVERAGED, 2 * whole + filled)
-            # As received, and their sum in fp32, also of each replica; plus a whole gradient whose
-            # home is not this memory.
-            sums = max(FLOAT32_NBYTES * (flat.numel // flat.shards) for flat in averaged)
-            replicas = max(flat.replicas for flat in averaged)
-            of_replicas = (replicas + 1) * sums if replicas > 1 else 0
-            own = whole * (not self._device.is_host) * any(flat.whole_grad for flat in flat_params)
-            self._add(Tier.DEVICE, OF_OTHER_RANKS, 2 * whole + of_replicas + own)
+        if not averaged:
+            return False
+        at_home = any(flat.whole_grad for flat in self._flat_params)
+        whole = max(flat.whole_nbytes("grad") for flat in averaged)
+        # Filled while weights of the same units are held; one waits.
+        ratio = max(flat.spec.grad_dtype.itemsize / flat.spec.dtype.itemsize for flat in averaged)
+        filled = round_up(int(self._held * ratio), native.BLOCK_NBYTES)
+        # As received, and their sum in fp32, also of each replica; plus a whole gradient whose
+        # home is not this memory.
+        shards = [flat.numel // flat.shards for flat in averaged]
+        replicas = max(flat.replicas for flat in averaged)
+        of_replicas = (replicas + 1) * (replicas > 1) * FLOAT32_NBYTES
+        own = whole * (not self._device.is_host) * at_home
+        # One more whole one is being reduced.
+        waiting, others = 2 * whole + filled, 2 * whole + of_replicas * max(shards) + own
+        left = int(self._config.device_memory or sys.maxsize) - self._least_window()
+        left -= sum(self.terms[Tier.DEVICE].values())
+        in_buckets = 2 * PIECE_NBYTES < 3 * whole and left < waiting * (not at_home) + others
+        if in_buckets:
+            buckets = [
+                bucket_numel(flat.shards, flat.spec.grad_dtype.itemsize) for flat in averaged
+            ]
+            others = 2 * PIECE_NBYTES + of_replicas * max(buckets) + own
+            waiting -= whole
+        self._add(Tier.DEVICE, TO_BE_AVERAGED, waiting * (not at_home))
+        self._add(Tier.DEVICE, OF_OTHER_RANKS, others)
+        return in_buckets
 
     def _least_window(self) -> int:
         """Returns the weights gathered at once: the most held, plus one unit. In the backward the

@@ -8,14 +8,23 @@ from functools import cached_property
 import torch
 
 from ... import native
-from ..machine.sizes import round_up
+from ..machine.sizes import round_down, round_up
+from ..units.flat_layout import PARAM_ALIGNMENT
 from ..units.flat_param_spec import EVERY_MOMENT, FlatParamSpec
+from ..units.staged_reads import PIECE_NBYTES
 
 MIN_CHUNK = native.CHECKSUM_NBYTES // 2  # elements: whole checksum blocks at every element size
 STATE = ("weight", "master", *EVERY_MOMENT)
 SUMMED_AT_ONCE = 3  # gradients of a tied weight, unless they land use by use
 # Arrays of a flat param that can be on disk, each with a partial last block
 CHECKSUMMED = 5
+
+
+def bucket_numel(shards: int, itemsize: int) -> int:
+    """Returns the elements of a shard that are averaged at once: so many that two buckets, what
+    comes for them from other ranks, and a sum in fp32 are two pieces."""
+    each = 4 * shards * itemsize + torch.float32.itemsize
+    return max(PARAM_ALIGNMENT, round_down(2 * PIECE_NBYTES // each, PARAM_ALIGNMENT))
 
 
 @dataclass(frozen=True)

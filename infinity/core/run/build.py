@@ -252,6 +252,7 @@ def _make_reducer(base: _Base, gradients: GradientBank, later: Later) -> Reducer
         lambda unit: later.engine.backward.notify_if_final(unit),
         lambda: steps.streaming,
         base.events.averaged,
+        in_buckets=base.plan.in_buckets,
     )
     gradients.reduce_with(reducer.add, reducer.average, reducer.whole)
     return reducer

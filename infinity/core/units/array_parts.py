@@ -70,13 +70,6 @@ class ArrayParts:
         self._collectives.assemble(out, pieces, f"reading {name} of {self._names[index]}")
         return out
 
-    def read_own(self, store: ArrayIO, name: str, index: int) -> torch.Tensor:
-        """Reads the part of :meth:`read` that is at home here."""
-        array, (begin, end) = self._homes.arrays[name], self._layout.part_at_home(name, index)
-        if begin == end:
-            return torch.empty(0, dtype=array.dtype, device="cpu")
-        return store.read(array, begin, end)
-
     def write(
         self,
         store: ArrayIO,

@@ -248,15 +248,6 @@ class FlatParam:
         for name, part in parts.items():
             store.write(self.arrays[name], begin, part, version=version)
 
-    def settle_master(self, store: ArrayIO, index: int, *, version: int) -> None:
-        """Sets parameter ``index``'s master, if any, from its weight at home."""
-        begin, end = self.layout.part_at_home("weight", index)
-        for at in range(begin, end if "master" in self.arrays else begin, ENCODED_AT_ONCE):
-            weight = store.read(self.weight, at, min(end, at + ENCODED_AT_ONCE))
-            store.write(
-                self.arrays["master"], at, encode(self.spec, weight)["master"], version=version
-            )
-
     @property
     def hides_bits(self) -> bool:
         """Whether the masters have bits that values in the wrapped dtype do not show."""

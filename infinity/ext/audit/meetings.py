@@ -137,15 +137,22 @@ class Reduced:
     def _flat_params(self) -> list[Any]:
         return [flat for flat in flat_params_of(self._units) if flat.spec.stepped]
 
-    def averaged(self, flat_param: Any, whole: torch.Tensor, average: torch.Tensor) -> None:
-        """Keeps the chosen pieces of what this rank gave and got."""
+    def averaged(
+        self, flat_param: Any, given: torch.Tensor, begin: int, average: torch.Tensor
+    ) -> None:
+        """Keeps the chosen pieces of what this rank gave and got: of each rank's shard the elements
+        from ``begin``. Those that a bucket has a part of are not audited."""
         if not self._is_on or self._collectives.bulk.weighing is not None:
             return
-        first, last = flat_param.layout.own_shard
+        each, rank = flat_param.layout.shard_numel, flat_param.ranks.rank
+        rows = given.view(-1, len(average))
         for piece in self._choose().get(flat_param, ()):
-            mine, own = whole[piece.begin : piece.end].to("cpu", copy=True), None
-            if first <= piece.begin < last:
-                own = average[piece.begin - first : piece.end - first].to("cpu", copy=True)
+            shard, at = divmod(piece.begin, each)
+            part = slice(at - begin, at - begin + piece.end - piece.begin)
+            if part.start < 0 or part.stop > len(average):
+                continue
+            mine = rows[shard, part].to("cpu", copy=True)
+            own = average[part].to("cpu", copy=True) if shard == rank else None
             self._kept[piece] = self._steps.backwards + 1, mine, own
 
     def drop(self) -> None:

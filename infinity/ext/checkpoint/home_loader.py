@@ -14,6 +14,8 @@ from ... import native
 from ...core.homes.arrays import ArrayIO
 from ...core.homes.write_behind import writing_behind
 from ...core.run.job import Job
+from ...core.units.encoding import encode
+from ...core.units.flat_param import ENCODED_AT_ONCE
 from ...core.units.flat_param_spec import EVERY_MOMENT, SCALES, elements_each
 from ...core.units.handle import ParamHandle
 from ...files.boxes import boxes_of_run, view_of_run
@@ -79,7 +81,7 @@ class HomeLoader:
                     else:
                         copies.copy(handle, name)
                 if handle.grad is None:
-                    handle.flat_param.settle_master(store, handle.index, version=index)
+                    _settle_master(store, handle, version=index)
                 self._restore_step(store, handle)
         if encoded_anew:
             logger.warning(
@@ -104,6 +106,17 @@ class HomeLoader:
         handle.keeps_moments = has_state and not handle.step
         if handle.grad is not None:
             self.job.gradients.clear(handle)
+
+
+def _settle_master(store: ArrayIO, handle: ParamHandle, *, version: int) -> None:
+    """Sets a parameter's master, if it has one, from its weight at home."""
+    flat_param = handle.flat_param
+    if "master" in flat_param.arrays:
+        begin, end = flat_param.layout.part_at_home("weight", handle.index)
+        for at in range(begin, end, ENCODED_AT_ONCE):
+            weight = store.read(flat_param.weight, at, min(end, at + ENCODED_AT_ONCE))
+            master = encode(flat_param.spec, weight)["master"]
+            store.write(flat_param.arrays["master"], at, master, version=version)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,22 @@ import torch.distributed as dist
 from torch import nn
 
 from ...core.grads.record import GradRecord, GradState
+from ...core.homes.store import ArrayStore
 from ...core.run.engine import Engine
 from ...core.run.job import Job
+from ...core.units.flat_param import FlatParam
 from ...core.units.handle import COUNTS, ParamHandle, handle_of
 from ...errors import ConfigError
 from .between import Between
 from .stages import Chain
+
+
+def read_own(store: ArrayStore, flat_param: FlatParam, name: str, index: int) -> torch.Tensor:
+    """Reads the elements of parameter ``index`` in array ``name`` that are at home here."""
+    array, (begin, end) = flat_param.arrays[name], flat_param.layout.part_at_home(name, index)
+    if begin == end:
+        return torch.empty(0, dtype=array.dtype, device="cpu")
+    return store.read(array, begin, end)
 
 
 class Ties:
@@ -54,7 +64,7 @@ class Ties:
             with job.uses.begin():
                 for name in ("weight", "master"):
                     if name in handle.flat_param.arrays:
-                        values = handle.flat_param.parts.read_own(job.store, name, handle.index)
+                        values = read_own(job.store, handle.flat_param, name, handle.index)
                         theirs = self._exchange(between, values)
                         if not self._counts:
                             begin, _ = handle.flat_param.layout.part_of_param(name, handle.index)

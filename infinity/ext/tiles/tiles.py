@@ -22,6 +22,7 @@ from ...core.run.context import ForwardContext
 from ...core.units.handle import ParamHandle, handle_of
 from ...core.wrap.partition import RowsAtOnce
 from ...errors import UsageError
+from .landing import landing_rows
 from .over_ranks import average, averaging_nbytes, fetch
 
 SMALLEST_TILE_NBYTES = 64 * 1024
@@ -171,7 +172,7 @@ class Tiles:
             )
         if use is GradUse.ACCUMULATED and takes and not is_hooked:
             adds = self.handle.grad.state is not GradState.ABSENT
-            with self.context.gradients.landing_rows(self.handle) as land:
+            with landing_rows(self.context.gradients, self.handle) as land:
                 yield RowGrads(self._averaging(land) if over_ranks else land, adds=adds)
             self.handle.grad.averaged = over_ranks
         elif use is GradUse.NONE:

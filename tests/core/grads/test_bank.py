@@ -22,6 +22,7 @@ from infinity.core.machine.tiers import Tier
 from infinity.core.run.operations import State
 from infinity.core.units.handle import raw_grad, set_raw_grad
 from infinity.errors import UsageError
+from infinity.ext.tiles.landing import landing_rows
 
 ROWS = torch.stack([RAMP, RAMP])
 ODD = torch.linspace(0.1, 0.8, 8).view(2, 4)  # whose sums and products are rounded
@@ -237,7 +238,7 @@ def test_a_gradient_is_written_after_the_update_that_reads_it(job):
     second.flat_param.homes.commit(second.flat_param.homes.draft(), other)
 
     def rows() -> None:
-        with bank_of(job).landing_rows(first) as land:
+        with landing_rows(bank_of(job), first) as land:
             land(0, 1, lambda: ODD[:1])
 
     for write in (rows, lambda: bank_of(job).set(first, ODD.clone())):
@@ -398,7 +399,7 @@ def test_a_gradient_whose_change_was_cut_short_is_torn_and_takes_no_more(anywher
     assert first.grad.state is GradState.LANDED and second.grad.state is GradState.TORN
     before = at_home(anywhere, 1)
     bank.land(second, ODD)
-    with bank.landing_rows(second) as land:
+    with landing_rows(bank, second) as land:
         land(0, 1, lambda: pytest.fail("a torn gradient is not computed"))
     assert second.grad.state is GradState.TORN and torch.equal(at_home(anywhere, 1), before)
     bank.land(first, ODD)
@@ -415,7 +416,7 @@ def test_a_gradient_is_added_to_the_tensor_that_was_assigned(anywhere):
     bank.set(first, value)
     bank.land(first, ODD * 3)
     assert torch.equal(value, ODD + ODD * 3)
-    with bank.landing_rows(first) as land:
+    with landing_rows(bank, first) as land:
         land(1, 2, lambda: ODD[:1])
     assert torch.equal(value[0], (ODD + ODD * 3)[0])
     assert torch.equal(value[1], (ODD + ODD * 3)[1] + ODD[0])
@@ -617,7 +618,7 @@ def test_rows_replace_the_first_gradient_and_are_added_to_others(anywhere):
     bank.homes.view(first, write=True).fill_(math.nan)
     edge = parts_of(anywhere).traffic.edges["device->host"]
     before = edge.nbytes
-    with bank.landing_rows(first) as land:
+    with landing_rows(bank, first) as land:
         land(0, 1, lambda: ODD[:1])
         assert first.grad.state is GradState.ABSENT
         land(1, 2, lambda: ODD[1:])
@@ -626,7 +627,7 @@ def test_rows_replace_the_first_gradient_and_are_added_to_others(anywhere):
     bank.end_backward()
     first.grad.factors.append(0.3)
     first.grad.norm = (2.0, torch.ones(()))
-    with bank.landing_rows(first) as land:
+    with landing_rows(bank, first) as land:
         for row in (1, 0):
             land(row, row + 1, lambda row=row: ODD[row : row + 1] * 7)
     assert first.grad.factors == [] and first.grad.norm is None
@@ -637,7 +638,7 @@ def test_rows_that_are_cut_short_leave_the_gradient_torn(job):
     bank, first = bank_of(job), job.handles[0]
     bank.land(first, ODD)
     bank.end_backward()
-    with pytest.raises(ValueError, match="stop"), bank.landing_rows(first) as land:
+    with pytest.raises(ValueError, match="stop"), landing_rows(bank, first) as land:
         land(0, 1, lambda: ODD[:1])
         raise ValueError("stop")
     bank.rebuild()
@@ -648,6 +649,6 @@ def test_rows_are_added_to_what_a_step_has_consumed(job):
     bank, first = bank_of(job), job.handles[0]
     bank.land(first, ODD)
     first.grad.move(GradState.CONSUMED)
-    with bank.landing_rows(first) as land:
+    with landing_rows(bank, first) as land:
         land(0, 2, lambda: ODD * 3)
     assert torch.equal(at_home(job), ODD + ODD * 3) and first.grad.state is GradState.LANDED

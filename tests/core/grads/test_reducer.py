@@ -113,7 +113,7 @@ class Bank:
         self.landed, self.fails = {}, False
         self.homes = SimpleNamespace(device=device, whole=lambda flat_param: flat_param.at_home)
 
-    def land_average(self, handle: Any, average: torch.Tensor) -> None:
+    def land_average(self, handle: Any, average: torch.Tensor, begin: int = 0) -> None:
         if self.fails:
             raise RuntimeError("no room")
         self.landed.setdefault((handle.unit.index, handle.index), []).append(average.clone())

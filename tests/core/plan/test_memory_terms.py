@@ -18,15 +18,23 @@ from infinity.core.machine.traffic import Traffic
 from infinity.core.plan.budgets import Budgets
 from infinity.core.plan.memory_plan import LADDER, MemoryPlan
 from infinity.core.plan.step_traffic import traffic
+from infinity.core.plan.unit_sizes import bucket_numel
 from infinity.core.wrap.described_model import read_model
 from infinity.core.wrap.partition import Group, held_nbytes, partition
 
 NUMEL = MIB  # elements of a unit: 2 MiB of bf16 weights, as much of gradients
 
 
-def sharded(count: int, *, shards: int, whole_grad: bool = False, node_size: int = 0) -> list:
+def sharded(
+    count: int,
+    *,
+    shards: int,
+    whole_grad: bool = False,
+    node_size: int = 0,
+    numel: int = NUMEL,
+) -> list:
     """Units of a job of some ranks."""
-    units = equal_units(count, NUMEL)
+    units = equal_units(count, numel)
     return [
         dataclasses.replace(
             u,
@@ -55,6 +63,29 @@ def test_ranks_add_gradients_to_be_averaged_and_those_of_others(tmp_path):
             equal_units(4, NUMEL), config_of(tmp_path, params="host", optimizer="host")
         ).terms[Tier.DEVICE]
     )
+
+
+def test_a_budget_without_room_for_whole_gradients_has_two_buckets(tmp_path):
+    """One whole gradient waits beside what is held while they fill; two buckets are being reduced.
+    Twins: a budget that has room, and none."""
+    whole = 64 * MIB
+    units, homes = sharded(4, shards=4, numel=whole // 2), {"params": "host", "optimizer": "host"}
+    for budget, in_buckets in (("300MiB", True), ("520MiB", False), (None, False)):
+        config = config_of(tmp_path, **homes, device_memory=budget)
+        plan = plan_of(units, config, held=whole)
+        device = plan.terms[Tier.DEVICE]
+        assert plan.in_buckets == in_buckets
+        assert device["gradients to be averaged"] == (2 if in_buckets else 3) * whole
+        assert device["gradients of other ranks"] == (16 * MIB if in_buckets else 2 * whole)
+
+
+@pytest.mark.parametrize(("shards", "itemsize"), [(2, 2), (2, 4), (4, 2), (512, 2)])
+def test_two_buckets_and_what_comes_for_them_are_two_pieces(shards, itemsize):
+    """Given and received of two buckets, and a sum in fp32. Twin: twice as many elements are
+    more."""
+    needed = lambda numel: 4 * shards * numel * itemsize + 4 * numel
+    numel = bucket_numel(shards, itemsize)
+    assert needed(numel) <= 2 * 8 * MIB < needed(2 * numel) and numel % 64 == 0
 
 
 def test_whole_gradients_at_home_wait_for_nothing_on_the_device(tmp_path):

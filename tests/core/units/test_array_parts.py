@@ -108,7 +108,6 @@ def test_a_part_is_in_the_arrays_dtype_and_on_the_processor():
             case.told.wholes[f"reading {name} of b"] = torch.zeros(4000, dtype=dtype, device="cpu")
             read = case.read(name, 1)
             assert read.dtype is dtype and read.is_cpu
-        assert case.parts.read_own(case.store, "weight", 0).is_cpu
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -162,25 +161,6 @@ def test_an_interrupted_block_keeps_no_array(is_struck_late):
         raise KeyError
     case.arrays["weight"].flat.fill_(-1)
     assert case.read("weight", 0)[0] == -1
-
-
-# --- what is at home here ---
-
-
-@pytest.mark.parametrize("rank, size", RANKS)
-def test_ones_own_part_is_what_is_at_home_here(rank, size):
-    """Claim: nobody is met. Twin: of a parameter elsewhere it is empty, in the array's dtype, and
-    nothing is read."""
-    case = Case(rank, size)
-    low, high = rank * 8192 // size, (rank + 1) * 8192 // size
-    for index, (begin, end) in enumerate(PARTS):
-        expected = whole("weight")[max(begin, low) : max(min(end, high), max(begin, low))]
-        assert torch.equal(case.parts.read_own(case.store, "weight", index), expected)
-    nowhere, case.store.read = 0 if rank else 2, None
-    if size > 1:
-        empty = case.parts.read_own(case.store, "exp_avg", nowhere)
-        assert empty.shape == (0,) and empty.dtype is torch.uint8
-    assert case.told.meetings == []
 
 
 # --- writes ---

@@ -1,0 +1,38 @@
+"""Landing: sends a gradient of a layer in tiles home, in ranges of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ...core.grads.bank import GradientBank
+from ...core.grads.record import GradState
+from ...core.units.handle import ParamHandle
+
+
+@contextmanager
+def landing_rows(gradients: GradientBank, handle: ParamHandle) -> Iterator[Callable]:
+    """Lands a gradient in ranges of rows. Yields ``land(begin, end, compute)``, which adds the
+    result of ``compute()`` to rows ``begin`` to ``end``, all of them if it is the first. Raises
+    UsageError as :meth:`GradientBank.land` does."""
+    record, assigned = handle.grad, gradients.assigned.lands_on(handle)
+    gradients.reopen(handle)
+    if record.state is GradState.TORN:
+        yield lambda begin, end, compute: None
+        return
+    gradients.changes.begin(handle)
+    first = record.state is GradState.ABSENT
+
+    def land(begin: int, end: int, compute: Callable[[], torch.Tensor]) -> None:
+        part = compute()
+        if assigned is not None:
+            assigned.change(lambda tensor: tensor[begin:end].add_(part))
+            return
+        with gradients.store.guard:
+            at = begin * part.shape[1]
+            gradients.lander.land_span(handle, at, part.reshape(-1), adds=not first)
+
+    yield land
+    record.move(GradState.LANDED)
