@@ -87,7 +87,7 @@ sanitize: setup $(VENV)/.test-ready
 	mkdir -p build
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/native/test_core.py -m slow -k "not plain" -n 2 --dist worksteal --basetemp=build/pytest-sanitize $(ARGS)
 
-# What nvcc makes of the GPU's kernels, for each kind of GPU: two minutes. Skipped where there is no nvcc.
+# What nvcc makes of the GPU's kernels, for each kind of GPU: some five minutes. Skipped where there is no nvcc.
 kernels: setup $(VENV)/.test-ready
 	mkdir -p build
 	$(BIN)/python -m pytest tests/native/test_compiled_kernels.py -m slow -rs --basetemp=build/pytest-kernels $(ARGS)
