@@ -32,6 +32,7 @@ from .llama import SHAPES, Llama
 
 STEPS, FAULTY = 3, 1  # the step in which a rank fails
 KINDS = ("sums", "raises", "killed")
+KILLED = f"ended with status {-signal.SIGKILL}"
 GROUP_SECONDS = 30  # of the process group: longer than a rank needs to say what it saw
 
 
@@ -50,8 +51,10 @@ def run(kind: str, device: str, *, cards: int = 1, seconds: float = 40) -> dict[
         said = "the bits of one process with the micro-batches of both"
     elif kind == "raises" and (None in digests or len(digests) > 1):
         raise RuntimeError(f"not both went on with equal weights: {said}")
-    elif kind == "killed" and "PeerError" not in said:
-        raise RuntimeError(f"the rank that is left was not told: {said}")
+    elif kind == "killed":
+        left, gone = ranks
+        if "PeerError" not in _words(left) or gone["end"] != KILLED:
+            raise RuntimeError(f"the rank that is left was not told: {said}")
     return {"outcome": said, "seconds": spent}
 
 

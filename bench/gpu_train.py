@@ -50,6 +50,7 @@ PEAK_FLOPS = {
 }  # bf16, dense, by the maker's data sheets
 WARM_UP = 4  # until the device's share of the update has settled
 RANKS = "ranks"  # a system beside those of gpu_systems
+RANKS_SECONDS = 40  # that its processes may take
 RIVALS = ("plain", "deepspeed", "fsdp2", "waited")  # what a row's ratios are to
 
 
@@ -97,8 +98,8 @@ def _here() -> str:
 
 def _run(system: str, options: list[str]) -> dict:
     if system == RANKS:
-        kind, device, cards = options
-        return gpu_ranks.run(kind, device, cards=int(cards))
+        kind, device, cards, *limit = options
+        return gpu_ranks.run(kind, device, cards=int(cards), seconds=int(*limit or [RANKS_SECONDS]))
     args = _parser().parse_args(options)
     on_gpu = torch.device(args.device).type != "cpu"
     gpu = torch.get_device_module(args.device)
@@ -315,7 +316,8 @@ def measure(settings: Settings) -> Measured:
 
 def _on(job: Job, device: str, tiny: bool) -> Job:
     if job.system == RANKS:
-        return dataclasses.replace(job, seconds=80) if tiny else job
+        slow = dataclasses.replace(job, seconds=80, options=(*job.options, "100"))
+        return slow if tiny else job
     options = [*job.options, "--device", device]
     if not tiny:
         return dataclasses.replace(job, options=tuple(options))

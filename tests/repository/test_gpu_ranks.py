@@ -14,6 +14,7 @@ from bench import gpu_ranks
 ROOT = Path(__file__).parents[2]
 AS_GPU = ROOT / "tests" / "support" / "late_device" / "everywhere"
 ENDED = "ended with status 0"
+TOLD = {"weights": "a", "said": ["PeerError after 1.0 s"]}
 
 
 @pytest.mark.parametrize(
@@ -23,7 +24,9 @@ ENDED = "ended with status 0"
         ("sums", [{"weights": "a"}, {}], "not the bits"),
         ("raises", [{"weights": "a"}, {"weights": "b"}], "not both went on"),
         ("raises", [{"weights": "a"}, {}], "not both went on"),
-        ("killed", [{}, {}], "was not told"),
+        ("killed", [{}, {"end": gpu_ranks.KILLED}], "was not told"),
+        ("killed", [{}, TOLD], "was not told"),
+        ("killed", [TOLD, TOLD], "was not told"),  # nothing was killed
     ],
 )
 def test_what_is_not_promised_is_no_outcome(kind, ranks, why, monkeypatch):
@@ -35,7 +38,7 @@ def test_what_is_not_promised_is_no_outcome(kind, ranks, why, monkeypatch):
     monkeypatch.setattr(gpu_ranks, "_launch", launched)
     with pytest.raises(RuntimeError, match=why):
         gpu_ranks.run(kind, "cuda")
-    ranks = [{"weights": "a", "said": ["PeerError after 1.0 s"]}] * 2
+    ranks = [TOLD, TOLD | ({"end": gpu_ranks.KILLED} if kind == "killed" else {})]
     assert gpu_ranks.run(kind, "cuda")["outcome"]
 
 
