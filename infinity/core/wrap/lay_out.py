@@ -39,6 +39,7 @@ from ..step.recognised import Optimizers, as_given
 from ..units.flat_param import FlatParam
 from ..units.flat_param_spec import ARRAYS, FlatParamSpec
 from .agreement import free_everywhere
+from .changes import Changes
 from .checks import check
 from .described_model import DescribedModel, read_model
 from .partition import Group, held_nbytes, partition
@@ -76,9 +77,10 @@ def choose_device(model: DescribedModel, config: Config, collectives: Collective
     if where.type == "cpu" and config.device is None and torch.accelerator.is_available():
         there = torch.accelerator.current_accelerator()
         logger.warning(
-            "this model is on the CPU and is computed there, though there is %s: Config(device=%r)",
+            "this model is on the CPU and is computed there, though there is %s:"
+            " Config(device='%s')",
             there,
-            str(there),
+            there,
         )
     return make_device(where, collectives.traffic)
 
@@ -97,17 +99,24 @@ def lay_out(
     allocating or changing anything. ``ranks`` and ``device``: the planned ones, which need not
     exist; None: one rank, and the device that would compute here. ``reuses``: see
     :func:`make_plan`. ``explains``: see :func:`lay_out_here`."""
-    described, given = read_model(model), as_given(optimizer)
-    check(described, given, config)
-    optimizers = Optimizers(given, names=described.names)
-    alone = Collectives(ranks)
-    device = device or choose_device(described, config, alone)
-    try:
+    given, alone, changes = as_given(optimizer), Collectives(ranks), Changes()
+    with contextlib.ExitStack() as undo:
+        undo.callback(changes.undo)
+        changes.prepare(model)
+        described = read_model(model)
+        check(described, given, config)
+        described = changes.make(described, given, config)
+        device = device or choose_device(described, config, alone)
+        undo.callback(device.close)
         _, laid = lay_out_here(
-            described, config, optimizers, device, alone, reuses=reuses, explains=explains
+            described,
+            config,
+            Optimizers(given, names=described.names),
+            device,
+            alone,
+            reuses=reuses,
+            explains=explains,
         )
-    finally:
-        device.close()
     return laid.plan, list(map(unit_size, laid.groups, laid.flat_params))
 
 
@@ -217,28 +226,25 @@ class Ways:
     def _way(self, config: Config, split: Any) -> _Way | None:
         """Returns the way with ``split``; None: it has nothing to split."""
         key = config.units, None if split is None else split.key
-        if key not in self._made:
-            self._made[key] = self._make_way(config, split)
-        return self._made[key]
-
-    def _make_way(self, config: Config, split: Any) -> _Way | None:
+        if key in self._made:
+            return self._made[key]
         at_once = {} if split is None else split.rows(self)
         if split is not None and not at_once:
+            self._made[key] = None
             return None
         groups = partition(self.model, cast("str | tuple[str, ...]", config.units), at_once)
         flat_params = [self._make(group) for group in groups]
         for group in groups:
-            own = (
-                [] if group.at_once is not None else [p for p in group.params if p in self._tables]
-            )
-            group.tables = {param: self._tables[param] for param in own}
+            if group.at_once is None:
+                group.tables = {p: self._tables[p] for p in group.params if p in self._tables}
         sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
         held = held_nbytes(
             self.model,
             groups,
             {id(group): size.weight_nbytes for group, size in zip(groups, sizes)},
         )
-        return _Way(groups, flat_params, sizes, held)
+        self._made[key] = way = _Way(groups, flat_params, sizes, held)
+        return way
 
 
 class _Way(NamedTuple):
@@ -496,8 +502,12 @@ def lay_out_here(
         return chosen_memory
     found = scratch.candidates()
     # All arrays that this rank has at home: the upper bound for the disk.
-    flat_params = (flat for size in ways.sizes(config) for flat in size.flat_params)
-    needed = sum(flat.nbytes(name) for flat in flat_params for name in ARRAYS)
+    needed = sum(
+        flat.nbytes(name)
+        for size in ways.sizes(config)
+        for flat in size.flat_params
+        for name in ARRAYS
+    )
     chosen = scratch.choose(found, needed * collectives.ranks.local_size)
     everywhere, usable = collectives.least(
         [chosen is not None, chosen.usable_nbytes // collectives.ranks.local_size if chosen else 0],
@@ -579,18 +589,14 @@ def _tell(plan: MemoryPlan, left: int, limit: str, chosen: Candidate | None) -> 
             if nbytes := plan.terms[tier].get(what, 0):
                 places.append(f"{format_nbytes(nbytes)} on {tier}")
     held = "; ".join(f"{what} {' and '.join(places)}" for what, places in homes.items() if places)
-    reserve = format_nbytes(left - limits.for_the_engine(left))
-    where = (
-        f", swap files in {chosen.folder} ({chosen.usable_nbytes >> 30} GiB usable)"
-        if chosen is not None
-        else ""
-    )
     logger.warning(
         "homes chosen, for %s leaves %s, of which %s stay free for activations and data: %s%s."
         " To choose others: Config(params=, optimizer=, nvme_paths=)",
         limit,
         format_nbytes(left),
-        reserve,
+        format_nbytes(left - limits.for_the_engine(left)),
         held,
-        where,
+        f", swap files in {chosen.folder} ({chosen.usable_nbytes >> 30} GiB usable)"
+        if chosen is not None
+        else "",
     )

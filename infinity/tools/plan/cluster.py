@@ -257,19 +257,19 @@ def timeline_of(
     *,
     flops: float,
     passes: int = 1,
-    recomputes: bool = False,
+    forward: float = 1 / 3,
     clips: bool = False,
     lookup: str = "",
     tied: str = "",
 ) -> Timeline:
     """Simulates the steps of one rank alone on ``machine``. Units are used in the model's order.
 
-    ``flops``: operations of the step's ``passes``, each a forward and a backward, with the second
-    forward if it ``recomputes``.
+    ``flops``: operations of the step's ``passes``, each a forward, which is the part ``forward`` of
+    them, and what follows.
     ``clips``: the optimizer needs the norm of all gradients. ``lookup``: the unit that is an
     embedding, which computes nothing; ``tied``: the same, if its weight is also the head's.
     """
-    order, forward = _in_order(units), 1 / 4 if recomputes else 1 / 3
+    order = _in_order(units)
     counts = {index: sum(flat.numel for flat in units[index].flat_params) for index in order}
     computes = {index: count * (units[index].name != lookup) for index, count in counts.items()}
     total = sum(computes.values()) or 1

@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -22,7 +23,17 @@ from ...files.outputs import PICTURE, Output, check_outputs
 from ..cli.values import add_rating, at_least_two, rating_of, svg_path
 from ..train.of_deepspeed import deepspeed_of
 from ..train.optimizers import OPTIM, OPTIM_HELP, make_optimizers
-from ..train.options import DEFAULT_SEQUENCE_LENGTH, FILE, FLAG, FOLDER, HOME, NUMBER, PATH
+from ..train.options import (
+    DEFAULT_SEQUENCE_LENGTH,
+    FILE,
+    FLAG,
+    FOLDER,
+    HOME,
+    NUMBER,
+    PATH,
+    add_adapter_options,
+    check_adapters,
+)
 from ..train.settings import AUTO, check_folders, engine_config, engine_settings
 from .larger_disk import with_larger_disk
 from .machine_file import Machine, known_machines
@@ -53,6 +64,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         f" {', '.join(SHAPES)} (default: the small model of `infinity train` without --model)",
     )
     add("--trust-remote-code", **FLAG, help="run Python code that lies in the folder of --model")
+    add_adapter_options(add)
     add(
         "--dtype",
         choices=tuple(DTYPES),
@@ -143,8 +155,10 @@ def run(args: argparse.Namespace) -> int:
         check_outputs(
             [Output("--svg", args.svg, made=PICTURE)], read.items(), overwrite=args.overwrite
         )
+    check_adapters(args)
     given = copy(args)
-    with _waiting(args.mesh is None):
+    with _waiting(args.mesh is None), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of libraries, as in `infinity train`
         found = make(args)
     from . import plan_mesh  # as torch, which only the plan needs
 
@@ -198,12 +212,19 @@ def _script(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[str]:
     for option in ("gradient_checkpointing", "trust_remote_code"):
         if getattr(args, option):
             train[option] = True
+    for option in ("lora_rank", "quantize"):
+        if getattr(args, option) is not None:
+            train[option] = getattr(args, option)
     model = args.model
     if str(model) in SHAPES and not model.exists():
         model = model_config
     elif model is not None and model.exists():
         has_weights = model.is_file() or any(model.glob("*.safetensors"))
         model = (model if has_weights else model / "config.json").resolve()
+    if args.lora_rank is not None and not (isinstance(model, Path) and model.is_dir()):
+        raise ConfigError(
+            "--script: --lora trains adapters of a model that has weights: give --model a folder"
+        )
     return script(found, settings, train, model)
 
 
@@ -214,10 +235,11 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     from transformers.utils import logging
 
     from ..train.classes import freeze_untouched, touched
-    from ..train.model import choose_sequence_length
+    from ..train.model import adapted, choose_sequence_length, packed_base
     from .plan_mesh import LENGTH, plan_meshes
 
     logging.set_verbosity_error()
+    check_adapters(args)
     machine = _machine_of(args)
     given = copy(args)
     settings = _settings(args, machine)
@@ -238,15 +260,21 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     model = _build(args, model_config, dtype)
     text = touched(model_config, args.model, trust=args.trust_remote_code)
     freeze_untouched(model, text, lambda line: None)
+    checkpointing, saved = args.gradient_checkpointing, None
+    adapt = partial(adapted, rank=args.lora_rank, quantize=args.quantize, text=text)
+    if args.mesh is None:  # before its base is packed, which does not run on meta
+        saved = saved_on_paper(model, recomputes=checkpointing, adapt=partial(adapt, quantize=None))
+    model = packed_base(model, args.quantize)
+    with torch.device("meta"):
+        model = adapt(model, quantize=None)
     config = engine_config(settings, model)
 
     def configure(machine: Machine) -> Any:
         return engine_config(_settings(copy(given), machine), model)
 
     make_all = partial(make_optimizers, name=args.optim, lr=1e-4, weight_decay=0.1)
-    checkpointing = args.gradient_checkpointing
     batch = {"batch": samples, "length": length, "checkpointing": checkpointing}
-    job = Job(model, model_config, make_all(model), config, batch)
+    job = Job(model, model_config, make_all(model), config, batch, saved, adapt)
     if machine is not None and args.mesh is None and config.activations not in (AUTO, "device"):
         raise ConfigError(
             "--machine without --mesh plans with what forwards save on the device: leave out"
@@ -254,18 +282,18 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         )
     if machine is not None and args.mesh is not None:
         return plan_meshes(job, machine, args.nodes, args.mesh, make_all, args.schedule)
-    job = replace(job, saved=saved_on_paper(model, recomputes=checkpointing))
     try:
         if machine is not None:
             found = plan_cluster(job, machine, args.nodes)
-            return found | plan_next(job, found, machine, args.nodes, configure)
-        unknown = _unknown_machine(args, config)
-        found = plan_here(job, dtype, unknown=unknown, rating=rating_of(args))
+            found |= plan_next(job, found, machine, args.nodes, configure)
+        else:
+            unknown = _unknown_machine(args, config)
+            found = plan_here(job, dtype, unknown=unknown, rating=rating_of(args))
     except CapacityError as error:
         raise with_larger_disk(error, job, machine, args.nodes) from None
     if args.deepspeed is not None:
         found["deepspeed"] = _deepspeed(model, config)
-    return found
+    return found | {"lora_rank": args.lora_rank, "quantize": args.quantize}
 
 
 def _machine_of(args: argparse.Namespace) -> Machine | None:
@@ -285,6 +313,11 @@ def _machine_of(args: argparse.Namespace) -> Machine | None:
     for option in ("svg", "deepspeed", "timetable") if args.mesh is not None else ():
         if getattr(args, option):
             raise ConfigError(f"--{option} is of one rank: leave out --mesh")
+    if args.mesh is not None and args.lora_rank is not None:
+        raise ConfigError(
+            "--lora has data ranks alone, for adapters are small: leave out --mesh, and all ranks"
+            " are data ranks"
+        )
     if args.machine in MEASURED:
         from .plan_measured import measured_machine
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -10,7 +10,7 @@ from typing import Any
 
 from ...core.machine.tiers import Tier
 from ..cost.cost import FORMAT as PROFILE
-from ..train.optimizers import muon_cost
+from ..train.optimizers import muon_cost, trained_of
 from .efficiency import explain_slowest
 from .saved import ASSUMED, ESTIMATED, Passes, SavedByForwards, pass_here, ways_on_paper
 
@@ -29,6 +29,7 @@ class Job:
     config: Any
     batch: dict[str, Any]  # of a step, as compute_time takes it
     saved: SavedByForwards | None = None  # a plan of meshes counts by itself
+    adapt: Callable[[Any], Any] = lambda model: model  # what ``model`` has beside its config
 
     @property
     def tokens(self) -> int:
@@ -47,6 +48,7 @@ class Job:
     ) -> dict[str, Any]:
         """Describes where the state is at home, what ``passes`` save beside it, and what Muon costs
         one of ``ranks``."""
+        from ...ext.packed.packed import dense_numel
         from ..train.compute import step_flops
 
         if muon := muon_cost(self.optimizers, ranks):
@@ -55,7 +57,8 @@ class Job:
         return {
             **({"muon": muon} if muon else {}),
             **passes.described(),
-            "parameters": sum(param.numel() for param in self.model.parameters()),
+            "parameters": sum(map(dense_numel, self.model.parameters())),
+            "trained": sum(map(dense_numel, trained_of(self.model))),
             "units": list(_units(plan, units)),
             "tiers": {
                 str(tier): {"nbytes": plan.planned_nbytes(tier), "parts": plan.terms[tier]}
@@ -119,7 +122,9 @@ def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None
             | {"edges": traffic(plan, units), "tokens_per_step": job.tokens}
             | {"seconds": {}, "rates": {}, "unknown": unknown}
         )
-    compute = compute_time(job.model, job.model_config, dtype=dtype, limits=job.config, **job.batch)
+    compute = compute_time(
+        job.model, job.model_config, dtype=dtype, limits=job.config, adapt=job.adapt, **job.batch
+    )
     on_disk = plan.planned_nbytes(Tier.NVME) > 0
     folders = job.config.nvme_paths if on_disk else ()
     rates = Rates.measure(folders, job.config.device, room=job.config.host_memory)
@@ -171,7 +176,7 @@ def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
 def _plan_passes(
     job: Job, machine: Any, nodes: int, passes: Passes, plan: Any, units: list[Any]
 ) -> dict[str, Any]:
-    from ..train.compute import step_flops
+    from ..train.compute import forward_share, step_flops
     from .cluster import predict_cluster, timeline_of
 
     lookup, tied = _embedding_of(job.model)
@@ -192,7 +197,7 @@ def _plan_passes(
             machine,
             flops=flops,
             passes=passes.count,
-            recomputes=job.batch["checkpointing"],
+            forward=forward_share(job.model, job.model_config, **job.batch),
             clips=job.config.max_grad_norm is not None,
             lookup=lookup,
             tied=tied,

@@ -31,7 +31,7 @@ COLOURS = {"weights": "#1f6fb2", "optimizer state": "#8a6d1b", "gradients": "#7a
 def text(found: dict[str, Any], *, timetable: bool = False) -> Iterator[str]:
     """Yields the plan's lines for a terminal: the answer, then where everything lives."""
     yield from _answer(found)
-    yield from _homes(found["units"])
+    yield from _homes(found["units"], "elements" if found.get("quantize") else "parameters")
     yield from _memory_map(found["tiers"])
     yield found["activations"]["line"]
     yield from _needs(found)
@@ -58,7 +58,10 @@ def _answer(found: dict[str, Any]) -> Iterator[str]:
         ranks = format_count(found["ranks"], "rank")
         where = f", on {found['nodes']} x {found['machine']}, {ranks}; below is one of them"
         where = where if found["ranks"] > 1 else f", on {found['machine']}"
-    yield f"{found['parameters']:,} parameters{where}"
+    trained = f", {found['trained']:,} of them trained"
+    if found["trained"] == found["parameters"]:
+        trained = ""
+    yield f"{found['parameters']:,} parameters{trained}{where}"
     if "unknown" in found:
         yield f"No time is predicted ({found['unknown']}): name a machine, --machine rtx4090"
         return
@@ -81,8 +84,8 @@ def _bound(found: dict[str, Any]) -> str:
     )
 
 
-def _homes(units: list[dict[str, Any]]) -> Iterator[str]:
-    yield f"{'unit':<42}{'parameters':>15}  {'weights':<22}{'optimizer':<22}gradients"
+def _homes(units: list[dict[str, Any]], counted: str) -> Iterator[str]:
+    yield f"{'unit':<42}{counted:>15}  {'weights':<22}{'optimizer':<22}gradients"
     for row in units:
         name = row["first"]
         if row["units"] > 1:

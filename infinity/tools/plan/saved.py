@@ -92,11 +92,15 @@ class Passes:
         }
 
 
-def saved_on_paper(model: Any, *, recomputes: bool) -> SavedByForwards:
-    """Counts what the forwards of a whole model on meta save, in a child."""
+def saved_on_paper(
+    model: Any, *, recomputes: bool, adapt: Callable[[Any], Any] = lambda model: model
+) -> SavedByForwards:
+    """Counts what the forwards of a whole model on meta save, in a child, where ``adapt`` changes
+    it first."""
     from .on_paper import in_children, shard_on_paper
 
     def work() -> SavedByForwards:
+        adapt(model)
         paper = shard_on_paper(model, 1)
         kept = paper.saved_of(range(len(paper.chain.layers)), recomputes=recomputes)
         return SavedByForwards(*kept, paper.layer.is_counted)

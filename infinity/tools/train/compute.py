@@ -60,10 +60,12 @@ def compute_time(
     dtype: torch.dtype,
     checkpointing: bool,
     limits: Any,
+    adapt: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> Compute:
     """Measures or estimates the seconds of forward and backward of one batch. ``model`` may be on
     meta; ``config`` is its transformers configuration. Runs small models on the device of
-    ``limits``, a Config, within its budgets."""
+    ``limits``, a Config, within its budgets. ``adapt`` gives a small one what the model has beside
+    its configuration."""
     from ... import native
 
     where, room = limits.device or "cpu", _room_of(limits)
@@ -71,12 +73,12 @@ def compute_time(
     flops = step_flops(model, config, batch=batch, length=length, checkpointing=checkpointing)
     try:
         if flops < WHOLE_FLOPS and _is_small(config, batch * length, length, dtype, where, room):
-            whole = _measure(config, layers, batch, length, dtype, checkpointing, where)
+            whole = _measure(config, layers, batch, length, dtype, checkpointing, where, adapt)
             return Compute(whole, "measured")
         small = _with_layers(config, 3) if layers else config
         if layers and _is_small(small, batch * length, length, dtype, where, room):
             one, three = (
-                _measure(config, count, batch, length, dtype, checkpointing, where)
+                _measure(config, count, batch, length, dtype, checkpointing, where, adapt)
                 for count in (1, 3)
             )
             return Compute(max(one, one + (layers - 1) * (three - one) / 2), "measured")
@@ -93,17 +95,31 @@ def step_flops(
 ) -> float:
     """Counts the multiplications and additions of a forward and backward; with ``checkpointing``,
     of a second forward too."""
-    passes = 4 / 3 if checkpointing else 1
-    return _flops(config, params_of_a_token(model), batch * length, length) * passes
+    forward, backward = _passes_flops(model, config, batch * length, length)
+    return forward * (1 + checkpointing) + backward
 
 
-def params_of_a_token(model: nn.Module) -> int:
-    """Counts the parameters that a token is multiplied by: of each layer's experts, the chosen."""
+def forward_share(model: nn.Module, config: Any, **batch: Any) -> float:
+    """Returns the part of :func:`step_flops` that is the first forward: less than a third with
+    trained weights, half if all are frozen."""
+    forward, _ = _passes_flops(model, config, batch["batch"] * batch["length"], batch["length"])
+    return forward / step_flops(model, config, **batch)
+
+
+def params_of_a_token(model: nn.Module, *, trained: bool = False) -> int:
+    """Counts the parameters that a token is multiplied by: of each layer's experts, the chosen.
+    ``trained``: only those that get a gradient."""
     from ...ext.experts_parallel.experts import chosen_of, expert_parameters
+    from ...ext.packed.packed import dense_numel
 
-    experts = expert_parameters(model)
-    idle = sum(param.numel() - param.numel() // len(param) * chosen_of(model) for param in experts)
-    return sum(param.numel() for param in model.parameters()) - (idle if chosen_of(model) else 0)
+    chosen, experts = chosen_of(model), set(expert_parameters(model))
+    counted = (param for param in model.parameters() if param.requires_grad or not trained)
+    return sum(
+        dense_numel(param) // len(param) * chosen
+        if chosen and param in experts
+        else dense_numel(param)
+        for param in counted
+    )
 
 
 def _with_layers(config: Any, layers: int) -> Any:
@@ -144,7 +160,8 @@ def _is_small(
     logits = 4 * tokens * (getattr(text, "vocab_size", 0) or 0)
     saved = SAVED * tokens * (getattr(text, "hidden_size", 0) or 0) * (_layer_count(config) or 0)
     nbytes = (2 * params + logits + saved) * dtype.itemsize
-    flops, times = _flops(config, params, tokens, length), 1 if device == "cpu" else ON_A_GPU
+    flops = 6.0 * params * tokens + _attention_flops(config, tokens, length)
+    times = 1 if device == "cpu" else ON_A_GPU
     most = min(times * LARGEST_PROBE_NBYTES, room)
     return nbytes < most and flops < times * LARGEST_PROBE_FLOPS
 
@@ -153,12 +170,18 @@ def _layer_count(config: Any) -> int | None:
     return getattr(config.get_text_config(), "num_hidden_layers", None)
 
 
-def _flops(config: Any, params: int, tokens: int, length: int) -> float:
-    """Counts multiplications and additions of forward and backward: 6 per parameter and token, plus
-    attention's products."""
-    text = config.get_text_config()
-    width = getattr(text, "hidden_size", 0) or 0
-    return 6.0 * params * tokens + 12.0 * (_layer_count(config) or 0) * width * length * tokens / 2
+def _passes_flops(model: nn.Module, config: Any, tokens: int, length: int) -> tuple[float, float]:
+    """Counts multiplications and additions of the forward, and of the backward: 2 per parameter and
+    token each, 2 more for the gradient of a trained one, and attention's products."""
+    attention = _attention_flops(config, tokens, length)
+    each = 2.0 * params_of_a_token(model) * tokens
+    trained = 2.0 * params_of_a_token(model, trained=True) * tokens
+    return each + attention / 3, each + trained + attention * 2 / 3
+
+
+def _attention_flops(config: Any, tokens: int, length: int) -> float:
+    width = getattr(config.get_text_config(), "hidden_size", 0) or 0
+    return 12.0 * (_layer_count(config) or 0) * width * length * tokens / 2
 
 
 def _measure(
@@ -169,6 +192,7 @@ def _measure(
     dtype: torch.dtype,
     checkpointing: bool,
     device: str,
+    adapt: Callable[[nn.Module], nn.Module],
 ) -> float:
     import torch
 
@@ -181,7 +205,7 @@ def _measure(
         )
         .train()
     )
-    model.to(device)
+    model = adapt(model).to(device)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     tokens = torch.zeros(batch, length, dtype=torch.long, device=device)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import infinity
+
 from ...errors import ConfigError
 from ...library_versions import refuse_older
 from ..cli.amounts import format_count
@@ -334,6 +336,25 @@ def adapters_config(model: nn.Module, rank: int, *, text: set[str] | None = None
         exclude_modules=None if text is None else pattern_of(untouched_parts(model, text)),
         task_type="CAUSAL_LM",
     )
+
+
+def packed_base(model: nn.Module, format: str | None) -> nn.Module:
+    """Freezes the base of adapters and packs it in ``format``; None: changes nothing."""
+    if format is not None:
+        infinity.quantize(model.requires_grad_(False), format)
+    return model
+
+
+def adapted(
+    model: nn.Module, *, rank: int | None, quantize: str | None, text: set[str] | None
+) -> nn.Module:
+    """Packs a model and adds fresh adapters of ``rank``, as `infinity train --lora` does; None:
+    changes nothing. ``text``: see :func:`adapters_config`."""
+    if rank is None:
+        return model
+    from peft import get_peft_model
+
+    return get_peft_model(packed_base(model, quantize), adapters_config(model, rank, text=text))
 
 
 def add_adapters(model: nn.Module, config: Any, base: Path) -> nn.Module:

@@ -49,7 +49,8 @@ def _groups(params: list[nn.Parameter], weight_decay: float) -> Groups:
     return [group for group in groups if group["params"]]
 
 
-def _trained(model: nn.Module) -> list[nn.Parameter]:
+def trained_of(model: nn.Module) -> list[nn.Parameter]:
+    """Lists the parameters that get a gradient."""
     return [param for param in model.parameters() if param.requires_grad]
 
 
@@ -60,14 +61,14 @@ def _adamw(params: list[nn.Parameter], lr: float, weight_decay: float) -> torch.
 
 
 def _adamw_alone(model: nn.Module, lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:
-    return [_adamw(_trained(model), lr, weight_decay)]
+    return [_adamw(trained_of(model), lr, weight_decay)]
 
 
 def _adafactor(model: nn.Module, lr: float, weight_decay: float) -> list[torch.optim.Optimizer]:
     """Makes an Adafactor with the learning rate of the schedule, without one of its own."""
     from transformers.optimization import Adafactor
 
-    groups = _groups(_trained(model), weight_decay)
+    groups = _groups(trained_of(model), weight_decay)
     return [Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False)]
 
 
@@ -80,8 +81,8 @@ def _muon(model: nn.Module, lr: float, weight_decay: float) -> list[torch.optim.
     if (head := model.get_output_embeddings()) is not None:
         ends.append(head)
     at_ends = {param for end in ends for param in end.parameters()}
-    matrices = [p for p in _trained(model) if p.ndim == 2 and p not in at_ends]
-    rest = [p for p in _trained(model) if p.ndim != 2 or p in at_ends]
+    matrices = [p for p in trained_of(model) if p.ndim == 2 and p not in at_ends]
+    rest = [p for p in trained_of(model) if p.ndim != 2 or p in at_ends]
     found: list[torch.optim.Optimizer] = []
     if matrices:
         settings = {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}

@@ -6,6 +6,7 @@ fresh weights  weights of a model built from its configuration alone, initialise
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,12 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
         " bf16 products)",
     )
     add("--preset", choices=tuple(PRESETS), help="a preset; other options override it")
+    add_adapter_options(add)
+    add("--gradient-checkpointing", **FLAG, help="recompute activations in the backward")
+
+
+def add_adapter_options(add: Callable[..., Any]) -> None:
+    """Adds the options of adapters, which `infinity plan` has, too."""
     add(
         "--lora-rank",
         **NUMBER,
@@ -104,7 +111,16 @@ def _add_model_and_data_options(group: argparse._ArgumentGroup) -> None:
     )
     add("--lora", nargs="?", const=LORA_RANK, **NUMBER, help=f"--lora-rank (default {LORA_RANK})")
     add("--quantize", **QUANTIZE, help="pack the base under the adapters in fewer bits")
-    add("--gradient-checkpointing", **FLAG, help="recompute activations in the backward")
+
+
+def check_adapters(args: argparse.Namespace) -> None:
+    """Settles the rank of the adapters. Raises ConfigError for a packed base without any."""
+    args.lora_rank = args.lora_rank or args.lora
+    if args.quantize is not None and args.lora_rank is None:
+        raise ConfigError(
+            f"--quantize {args.quantize} packs a base that is not trained, but its adapters are:"
+            " add --lora"
+        )
 
 
 def add_memory_options(group: argparse._ArgumentGroup) -> None:
@@ -379,12 +395,7 @@ def _check_companions(args: argparse.Namespace) -> None:
 def check_options(args: argparse.Namespace) -> None:
     """Raises ConfigError for options that can be checked without reading the data or building the
     model."""
-    args.lora_rank = args.lora_rank or args.lora
-    if args.quantize is not None and args.lora_rank is None:
-        raise ConfigError(
-            f"--quantize {args.quantize} packs a base that is not trained, but its adapters are:"
-            " add --lora"
-        )
+    check_adapters(args)
     if args.lora_rank is not None and (args.model is None or args.model.is_file()):
         raise ConfigError(
             "--lora-rank trains adapters of a model that has weights: give --model a folder."

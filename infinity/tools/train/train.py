@@ -48,12 +48,14 @@ from .job import (
 )
 from .mesh import axes_of, check_batches, check_mesh, make_mesh, mesh_sizes
 from .model import (
+    adapted,
     adapters_config,
     add_adapters,
     build_model,
     checkpoint_activations,
     find_model,
     no_cache,
+    packed_base,
     read_model_config,
 )
 from .of_deepspeed import tell_loop
@@ -342,6 +344,7 @@ def _time_compute(
         dtype=getattr(torch, DTYPES[args.dtype]),
         checkpointing=args.gradient_checkpointing,
         limits=config,
+        adapt=partial(adapted, rank=args.lora_rank, quantize=args.quantize, text=None),
     )
 
 
@@ -371,8 +374,7 @@ def _make_model(
     if is_streamed(model, args.model):
         settings["weights"] = str(args.model)
     freeze_untouched(model, text, console.print)
-    if args.quantize is not None:
-        infinity.quantize(model.requires_grad_(False), args.quantize)
+    packed_base(model, args.quantize)
     adapters = None
     if args.lora_rank is not None:
         adapters = adapters_config(model, args.lora_rank, text=text)
