@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .ext.pipeline.costs import measure_costs
     from .ext.pipeline.pipelines import Pipeline, pipeline
     from .ext.pipeline.schedules import attach
+    from .ext.restarts.restarts import init_process_group
     from .ext.sequence.sequence_parts import sequence_parallel
     from .ext.versions_2bw.continuous import WithoutFlush, without_flush
 
@@ -25,6 +26,7 @@ __all__ = [
     "attach",
     "expert_parallel",
     "find_plan",
+    "init_process_group",
     "measure_costs",
     "pipeline",
     "sequence_parallel",
@@ -39,6 +41,7 @@ _HOMES = {
     "measure_costs": "ext.pipeline.costs",
     "pipeline": "ext.pipeline.pipelines",
     "find_plan": "ext.dtensor.plans",
+    "init_process_group": "ext.restarts.restarts",
     "sequence_parallel": "ext.sequence.sequence_parts",
     "tensor_parallel": "ext.dtensor.tensors",
     "WithoutFlush": "ext.versions_2bw.continuous",

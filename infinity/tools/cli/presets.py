@@ -30,6 +30,7 @@ APART = (
 INSTEAD = (
     {"--steps", "--epochs", "--minutes"},
     {"--eval-data", "--eval-share"},
+    {"--scheduler", "--warmup-steps"},
     {"--lora", "--lora-rank"},
     {"--checkpoint-every", "--checkpoint-overhead"},
     {"--mesh", "--pipeline-schedule", "--pipeline-chunks"},

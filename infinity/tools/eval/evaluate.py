@@ -16,6 +16,7 @@ from ...core.machine.sizes import MOST_NBYTES
 from ...errors import ConfigError, InfinityError
 from ..cli.values import MOST, at_least_two, columns
 from ..generate.opened import MODEL, add_home_options, find, opened, quiet, with_tokenizer
+from ..train.corpus import held_out_share
 from ..train.examples import ExampleBatches
 from ..train.inputs import find_files, read_batches, tell_skipped
 from ..train.job import held_out_loss, learned_count
@@ -38,6 +39,7 @@ OF_TASKS = {  # options by their names in the parsed ones
 }
 OF_DATA = {
     "held_out": "--held-out",
+    "eval_share": "--eval-share",
     "eval_batches": "--eval-batches",
     "sequence_length": "--sequence-length",
     "pack": "--pack",
@@ -61,6 +63,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add = parser.add_argument_group("data").add_argument
     add("--data", **PATH, help="samples or text files, as `infinity train` reads them")
     add("--held-out", **FLAG, help="of --data only what `infinity train` holds out of it")
+    add(
+        "--eval-share",
+        metavar="SHARE",
+        help="with --held-out, if `infinity train` had this option (default 3%%)",
+    )
     add("--eval-batches", **NUMBER, help="no more batches (default all)")
     add(
         "--sequence-length",
@@ -118,6 +125,10 @@ def _check(args: argparse.Namespace) -> None:
         value = getattr(args, name)
         if value is not None and value is not False:  # 0 is given
             raise ConfigError(f"{option} is for {other}: leave it out")
+    if args.eval_share is not None:
+        if not args.held_out:
+            raise ConfigError("--eval-share is of what is held out: add --held-out")
+        held_out_share(args)  # raises
 
 
 def _of_data(args: argparse.Namespace, console: Console) -> dict[str, Any]:

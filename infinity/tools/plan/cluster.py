@@ -86,13 +86,13 @@ def predict_cluster(
     machine: Machine,
     nodes: int,
     *,
-    flops: float,
+    compute: float,
     passes: int = 1,
     tied: str = "",
 ) -> ClusterPrediction:
     """Predicts a step of ``nodes`` machines with one rank per device, sharded over all ranks.
 
-    ``units``: one rank's sizes, sharded. ``flops``: operations of one rank's step, of ``passes``
+    ``units``: one rank's sizes, sharded. ``compute``: seconds of one rank's step, of ``passes``
     forwards and backwards. ``tied``: the unit of an embedding whose weight is also the head's.
     """
     ranks = nodes * machine.devices
@@ -102,7 +102,7 @@ def predict_cluster(
     steps = optimizer_traffic(plan, units)
     messages = (sum(gathers) + passes * len(units)) * (ranks - 1)
     seconds = {
-        "compute": flops / machine.device_flops,
+        "compute": compute,
         "devices' links": received / machine.device_link,
         # A node receives each byte once for all its devices. A single node uses no network.
         "network": (
@@ -148,10 +148,7 @@ def barrier_seconds(ranks: int, machine: Machine) -> float:
 
 def _assumptions(machine: Machine, ranks: int, gathers: float, plan: MemoryPlan) -> tuple[str, ...]:
     """Lists what every prediction assumes. ``gathers``: of a unit in a pass, on average."""
-    found = [
-        f"{machine.name}: rates of the machine file, which names its sources; devices reach"
-        f" {machine.device_flops / 1e12:.0f} TFLOP/s",
-    ]
+    found = [f"{machine.name}: rates of the machine file, which names its sources"]
     if ranks == 1:
         found += [
             "one rank; every disk has an equal part of the state",
@@ -255,7 +252,7 @@ def timeline_of(
     units: Sequence[UnitSize],
     machine: Machine,
     *,
-    flops: float,
+    compute: float,
     passes: int = 1,
     forward: float = 1 / 3,
     clips: bool = False,
@@ -264,7 +261,7 @@ def timeline_of(
 ) -> Timeline:
     """Simulates the steps of one rank alone on ``machine``. Units are used in the model's order.
 
-    ``flops``: operations of the step's ``passes``, each a forward, which is the part ``forward`` of
+    ``compute``: seconds of the step's ``passes``, each a forward, which is the part ``forward`` of
     them, and what follows.
     ``clips``: the optimizer needs the norm of all gradients. ``lookup``: the unit that is an
     embedding, which computes nothing; ``tied``: the same, if its weight is also the head's.
@@ -275,8 +272,8 @@ def timeline_of(
     total = sum(computes.values()) or 1
     found = []
     for index in order:
-        compute = flops / passes * computes[index] / total / machine.device_flops
-        own, head = (0.0, compute) if units[index].name == tied else (compute, 0.0)
+        each = compute / passes * computes[index] / total
+        own, head = (0.0, each) if units[index].name == tied else (each, 0.0)
         found.append(
             replace(
                 _transfers_of(plan, units, index, machine),

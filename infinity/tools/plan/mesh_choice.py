@@ -98,7 +98,8 @@ class RankPlan:
 @dataclass(frozen=True)
 class MeshPlan:
     """The fastest way found to train on a mesh. ``lengths``: layers of each chunk. ``micro_batch``:
-    samples; ``in_flight``: chunks' activations that a rank keeps at most."""
+    samples; ``in_flight``: chunks' activations that a rank keeps at most. ``recomputes``: every
+    block again in the backward."""
 
     mesh: MeshShape
     schedule: str
@@ -108,6 +109,7 @@ class MeshPlan:
     in_flight: int
     ranks: tuple[RankPlan, ...]
     is_counted: bool  # what a layer saves and sends was tried, not estimated
+    recomputes: bool = False
 
     @property
     def slowest(self) -> RankPlan:

@@ -130,16 +130,37 @@ class Search:
         return dataclasses.replace(found, micro_batches=micro_batches)
 
 
+def best_way(searches: Iterable[Search], mesh: MeshShape, limit: float = math.inf) -> MeshPlan:
+    """Finds the fastest way of several searches. Raises what the last one that says more than
+    another raised, if there is none: see :meth:`Search.best`."""
+    best: MeshPlan | None = None
+    refused: ConfigError | CapacityError | None = None
+    for search in searches:
+        try:
+            found = search.best(mesh, limit)
+        except (ConfigError, CapacityError) as error:
+            if refused is None or isinstance(error, CapacityError):
+                refused = error
+            continue
+        if best is None or found.step_seconds < best.step_seconds:
+            best, limit = found, min(limit, found.step_seconds)
+    if best is None:
+        raise refused or ConfigError(f"{mesh}: nothing was tried")
+    return best
+
+
 def plan_meshes(
-    job: Job, meshes: Iterable[MeshShape]
+    jobs: Iterable[Job], meshes: Iterable[MeshShape]
 ) -> list[tuple[MeshShape, MeshPlan | None, Exception | None]]:
-    """Plans every mesh that may be among the fastest. Returns its plan, or None and the reason."""
-    search, found = Search(job), list[tuple[MeshShape, MeshPlan | None, Exception | None]]()
+    """Plans every mesh that may be among the fastest, with the fastest of ``jobs``. Returns its
+    plan, or None and the reason."""
+    searches = [Search(job) for job in jobs]
+    found = list[tuple[MeshShape, MeshPlan | None, Exception | None]]()
     for mesh in sorted(meshes, key=lambda mesh: (mesh.pp, mesh)):
         fastest = best_of(plan for _, plan, _ in found if plan is not None)
         limit = fastest[-1].step_seconds if len(fastest) == SHOWN else math.inf
         try:
-            found.append((mesh, search.best(mesh, limit), None))
+            found.append((mesh, best_way(searches, mesh, limit), None))
         except (ConfigError, CapacityError) as error:
             found.append((mesh, None, error))
         plan = found[-1][1]

@@ -42,6 +42,7 @@ from .pipeline_clock import (
     in_flight,
     run_long,
 )
+from .work import has_sizes
 
 IN_FLIGHT = 2  # layers whose saved bytes are on their way home, or back
 ARRAYS = {"weights": "weight", "moments": "exp_avg", "gradients": "grad"}
@@ -149,10 +150,9 @@ class Way:
         products, or by its share of all operations if these or their rate are not known."""
         job, batch, trial = self._job, self._job.batch, self._trials[number]
         machine = job.machine
-        if trial.is_counted and machine.product_flops and machine.device_bandwidth:
-            rates = {"flops": machine.product_flops, "bandwidth": machine.device_bandwidth}
+        if trial.is_counted and has_sizes(machine):
             forward, backward = (
-                work.seconds(self.samples, batch.length, **rates)
+                work.seconds(self.samples, batch.length, machine)
                 for work in (trial.forward_work, trial.backward_work)
             )
             return forward, backward
@@ -246,6 +246,7 @@ class Way:
             in_flight=round(max(self.run.in_flight)),
             ranks=tuple(map(self._plan_rank, self._kinds)),
             is_counted=self._job.paper.layer.is_counted,
+            recomputes=self._job.batch.recomputes,
         )
 
     def _activations(self, rank: int) -> Saved:

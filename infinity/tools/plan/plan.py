@@ -209,9 +209,10 @@ def _script(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[str]:
         "optim": args.optim,
         "sequence_length": choose_sequence_length(args.sequence_length, model_config, default),
     }
-    for option in ("gradient_checkpointing", "trust_remote_code"):
-        if getattr(args, option):
-            train[option] = True
+    if args.trust_remote_code:
+        train["trust_remote_code"] = True
+    if plan.get("gradient_checkpointing", args.gradient_checkpointing):
+        train["gradient_checkpointing"] = True
     for option in ("lora_rank", "quantize"):
         if getattr(args, option) is not None:
             train[option] = getattr(args, option)

@@ -139,6 +139,8 @@ def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None
             "edges": prediction.edges,
             "seconds": prediction.seconds,
             "compute": compute.how,
+            "compute_line": compute.said,
+            "processors_share": compute.share,
             "rates": asdict(rates),
             "step_seconds": prediction.step_seconds,
             "tokens_per_step": job.tokens,
@@ -176,13 +178,13 @@ def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
 def _plan_passes(
     job: Job, machine: Any, nodes: int, passes: Passes, plan: Any, units: list[Any]
 ) -> dict[str, Any]:
-    from ..train.compute import forward_share, step_flops
     from .cluster import predict_cluster, timeline_of
+    from .plan_mesh import rate_of
 
     lookup, tied = _embedding_of(job.model)
-    flops = step_flops(job.model, job.model_config, **job.batch)
+    compute, forward = _compute(job, machine, passes)
     found = predict_cluster(
-        plan, units, machine, nodes, flops=flops, passes=passes.count, tied=tied
+        plan, units, machine, nodes, compute=compute, passes=passes.count, tied=tied
     )
     tokens, step_seconds = job.tokens * found.ranks, found.step_seconds
     described, bound, seconds = (
@@ -195,9 +197,9 @@ def _plan_passes(
             plan,
             units,
             machine,
-            flops=flops,
+            compute=compute,
             passes=passes.count,
-            forward=forward_share(job.model, job.model_config, **job.batch),
+            forward=forward,
             clips=job.config.max_grad_norm is not None,
             lookup=lookup,
             tied=tied,
@@ -225,9 +227,34 @@ def _plan_passes(
         "tokens_per_second": tokens / step_seconds,
         "bottleneck": bound,
         **profile(job, f"{machine.name}:{found.ranks}", tokens, step_seconds),
-        "assumptions": [*found.assumptions, ASSUMED, *estimated],
+        "assumptions": [
+            f"{found.assumptions[0]}; {rate_of(machine, is_counted=_works_of(job) is not None)}",
+            *found.assumptions[1:],
+            ASSUMED,
+            *estimated,
+        ],
         "sources": list(machine.sources),
     }
+
+
+def _compute(job: Job, machine: Any, passes: Passes) -> tuple[float, float]:
+    """Returns the seconds that a rank's step computes, by the rule of plans of meshes, and the part
+    of them that is the first forward."""
+    from ..train.compute import forward_share, step_flops
+
+    batch = job.batch
+    if job.saved is not None and (
+        found := job.saved.compute_seconds(
+            passes.samples, passes.length, machine, recomputes=passes.recomputes
+        )
+    ):
+        return passes.count * found[0], found[1] / found[0]
+    flops = step_flops(job.model, job.model_config, **batch)
+    return flops / machine.device_flops, forward_share(job.model, job.model_config, **batch)
+
+
+def _works_of(job: Job) -> Any:
+    return job.saved and job.saved.works
 
 
 def _embedding_of(model: Any) -> tuple[str, str]:

@@ -24,7 +24,7 @@ def measured_machine(nvme_paths: list[str], dtype: str) -> Machine:
     import torch
 
     from ...ext.rates.rates import Rates
-    from ..train.compute import product_rate
+    from ..train.compute import ALONE, Sharing, product_rate
 
     folders = [os.path.abspath(path) for path in nvme_paths]
     if not folders:
@@ -32,18 +32,19 @@ def measured_machine(nvme_paths: list[str], dtype: str) -> Machine:
         if found is None:
             raise ConfigError("--machine this: no disk was found; name a folder, --nvme-path")
         folders = [found.folder]
-    has_gpu = torch.accelerator.is_available()
+    sharing, has_gpu = Sharing(), torch.accelerator.is_available()
     where = str(torch.accelerator.current_accelerator()) if has_gpu else "cpu"
     rates = Rates.measure(folders, where)
     memory = limits.memory_left()
     disk = os.statvfs(folders[0])
     host_link = _copy_rate(where) if has_gpu else rates.memory / 2
     of_inputs, of_weights = measured_halves(where, getattr(torch, dtype))
+    flops, share = product_rate(getattr(torch, dtype), where), sharing.share
     return Machine(
         name="this machine",
         devices=torch.accelerator.device_count() if has_gpu else 1,
         device_memory=_device_nbytes() if has_gpu else memory // 2,
-        device_flops=product_rate(getattr(torch, dtype), where),
+        device_flops=flops,
         host_memory=memory if has_gpu else memory // 2,
         host_bandwidth=rates.memory,
         checksum_rate=rates.checksum,
@@ -60,6 +61,11 @@ def measured_machine(nvme_paths: list[str], dtype: str) -> Machine:
             f" {dtype} on {where}, the halves of a backward ({of_inputs:.2f} for inputs,"
             f" {of_weights:.2f} for weights), and the disk of {folders[0]}",
             "assumed: devices reach each other through the host, and nodes at 10 Gb/s in 30 us",
+            *(
+                ()
+                if share is None or share > ALONE
+                else (f"other work took {1 - share:.0%} of the processors' time meanwhile",)
+            ),
             *(() if has_gpu else ("no GPU is here: the processor has half of the memory as one",)),
         ),
         device=torch.device(where).type,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ...core.machine.sizes import format_nbytes
@@ -19,6 +19,7 @@ from .mesh_choice import CHAIN, Batch, MeshPlan, best_of
 from .mesh_shape import UNFLUSHED, MeshShape, meshes_of, parse_mesh
 from .plan_job import Job, endurance, profile
 from .saved import ASSUMED, ESTIMATED
+from .work import has_sizes
 
 LENGTH = 4096  # tokens of a sample, if neither the user nor the model says less
 EVERY = 5.0  # seconds between two lines of progress
@@ -36,22 +37,27 @@ def plan_meshes(
     make_optimizers: Callable[[Any], list],
     schedule: str | None = None,
 ) -> dict[str, Any]:
-    """Plans the mesh ``wanted``, or with "auto" all of them, as plain data. The batch of ``job`` is
-    that of all ranks. ``schedule``: of the pipelines; None: the fastest. Raises ConfigError or
-    CapacityError if no mesh fits."""
+    """Plans the mesh ``wanted``, or with "auto" all of them, with and without checkpointing, as
+    plain data. The batch of ``job`` is that of all ranks. ``schedule``: of the pipelines; None: the
+    fastest. Raises ConfigError or CapacityError if no mesh fits."""
     from ...ext.experts_parallel.experts import experts_of
+    from ..train.model import can_recompute
     from . import mesh_plans  # noqa: F401 - each child would import it by itself
     from .on_paper import in_children
 
     ranks = nodes * machine.devices
     experts = experts_of(job.model)
     meshes = [*meshes_of(ranks, experts)] if wanted == "auto" else [parse_mesh(wanted, ranks)]
-    batch = _batch_of(job)
+    batches = [_batch_of(job)]
+    batch = batches[0]
+    if wanted == "auto" and not batch.recomputes and can_recompute(job.model):
+        batches.append(_batch_of(replace(job, batch=job.batch | {"checkpointing": True})))
     parts: dict[tuple[int, int], list[MeshShape]] = {}
     for mesh in meshes:
         parts.setdefault((mesh.tp, mesh.ep), []).append(mesh)
     works = [
-        _work(job, machine, batch, parts[each], make_optimizers, schedule) for each in sorted(parts)
+        _work(job, machine, batches, parts[each], make_optimizers, schedule)
+        for each in sorted(parts)
     ]
     progress = _Progress(len(meshes))
     tried: Tried = [each for found in in_children(works, ranks, progress.note) for each in found]
@@ -138,7 +144,7 @@ def _batch_of(job: Job) -> Batch:
 def _work(
     job: Job,
     machine: Machine,
-    batch: Batch,
+    batches: list[Batch],
     meshes: list[MeshShape],
     make_optimizers: Callable[[Any], list],
     schedule: str | None,
@@ -155,7 +161,9 @@ def _work(
         except ConfigError as error:
             return [(mesh, None, error) for mesh in meshes]
         optimizers = make_optimizers(job.model)
-        planned = MeshJob(paper, optimizers, job.config, machine, batch, schedule)
+        planned = (
+            MeshJob(paper, optimizers, job.config, machine, batch, schedule) for batch in batches
+        )
         return plan_meshes(planned, meshes)
 
     return work
@@ -190,6 +198,7 @@ def _described(plan: MeshPlan, machine: Machine, batch: Batch) -> dict[str, Any]
         "micro_batch": plan.micro_batch,
         "micro_batches": plan.micro_batches,
         "in_flight": plan.in_flight,
+        "gradient_checkpointing": plan.recomputes,
         "step_seconds": plan.step_seconds,
         "tokens_per_second": batch.tokens / plan.step_seconds,
         "bottleneck": slowest.bottleneck,
@@ -208,7 +217,7 @@ def _described(plan: MeshPlan, machine: Machine, batch: Batch) -> dict[str, Any]
 
 def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
     found = [
-        f"{machine.name}: rates of the machine file, which names its sources; {_rate_of(machine)}",
+        f"{machine.name}: rates of the machine file, which names its sources; {rate_of(machine)}",
         "each schedule's own order runs on a clock; collectives of tp and what passes between"
         " stages are waited for, all others and the homes' traffic run beside",
         "ranks are numbered node by node, with tp inside and pp outside; only messages between"
@@ -227,8 +236,9 @@ def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
     return found
 
 
-def _rate_of(machine: Machine) -> str:
-    if machine.product_flops and machine.device_bandwidth:
+def rate_of(machine: Machine, *, is_counted: bool = True) -> str:
+    """Tells by what rates compute is planned. ``is_counted``: the model's operations are."""
+    if is_counted and has_sizes(machine):
         return (
             f"devices reach {machine.product_flops / 1e12:.3g} TFLOP/s in large products and less"
             " in small ones, by their sizes; all other operations move their bytes at"
@@ -292,6 +302,8 @@ def _batches(plan: dict[str, Any]) -> str:
         f"{_count(plan['micro_batches'], 'micro-batch')} of"
         f" {format_count(plan['micro_batch'], 'sample')}"
     )
+    if plan["gradient_checkpointing"]:
+        said += ", every block recomputed (--gradient-checkpointing)"
     if plan["schedule"] is None:
         return said
     lengths = plan["layers"]

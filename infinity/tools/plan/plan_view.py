@@ -118,10 +118,7 @@ def _needs(found: dict[str, Any]) -> Iterator[str]:
     needs = ", ".join(
         f"{what} {format_seconds(seconds)}" for what, seconds in found["seconds"].items() if seconds
     )
-    yield (
-        f"and needs {needs} (compute"
-        f" {found['compute']}{'' if 'ranks' in found else ' on this machine'})"
-    )
+    yield f"and needs {needs} (compute {found.get('compute_line', found['compute'])})"
 
 
 def _muon(cost: dict[str, float], ranks: int) -> str:

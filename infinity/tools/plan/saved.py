@@ -33,11 +33,25 @@ LayOut = Callable[[int, bool], tuple[Any, list[Any]]]
 @dataclass(frozen=True)
 class SavedByForwards:
     """Bytes a token: those that wait for the backward, and those of a layer that it recomputes.
-    ``is_counted``: not estimated."""
+    ``is_counted``: not estimated. ``works``: of a forward, and of its gradients; None: not counted
+    by operation."""
 
     kept: float
     at_once: float
     is_counted: bool
+    works: tuple[Any, Any] | None = None
+
+    def compute_seconds(
+        self, samples: int, length: int, machine: Any, *, recomputes: bool
+    ) -> tuple[float, float] | None:
+        """Computes the seconds of a pass on a device of ``machine``, and of its forward; None: by
+        sizes they are not known."""
+        from .work import has_sizes
+
+        if self.works is None or not has_sizes(machine):
+            return None
+        forward, backward = (work.seconds(samples, length, machine) for work in self.works)
+        return forward * (1 + recomputes) + backward, forward
 
     def nbytes(self, tokens: int) -> int:
         """Counts the bytes of a forward over so many tokens."""
@@ -102,8 +116,10 @@ def saved_on_paper(
     def work() -> SavedByForwards:
         adapt(model)
         paper = shard_on_paper(model, 1)
-        kept = paper.saved_of(range(len(paper.chain.layers)), recomputes=recomputes)
-        return SavedByForwards(*kept, paper.layer.is_counted)
+        layers = range(len(paper.chain.layers))
+        kept, whole = paper.saved_of(layers, recomputes=recomputes), paper.trial_of(layers)
+        works = (whole.forward_work, whole.backward_work) if whole.is_counted else None
+        return SavedByForwards(*kept, paper.layer.is_counted, works)
 
     return in_children([work], 1)[0]
 

@@ -37,6 +37,12 @@ def product_seconds(
     return 2 * outputs * k / (flops * filled * deep)
 
 
+def has_sizes(machine: Any) -> bool:
+    """Tells whether ``machine`` has the rates of products and of memory, by which all plans compute
+    by the sizes of a model's products; else they have one rate for all operations."""
+    return bool(machine.product_flops and machine.device_bandwidth)
+
+
 @dataclass(frozen=True)
 class Work:
     """Operations of a part of a model: how often each product is computed, as (count, m, n, k), the
@@ -59,9 +65,11 @@ class Work:
         )
         return Work(found, touched, scored, added)
 
-    def seconds(self, samples: int, length: int, *, flops: float, bandwidth: float) -> float:
-        """Computes the seconds for a micro-batch of ``samples`` with ``length`` tokens each."""
-        rates = {"flops": flops, "bandwidth": bandwidth}
+    def seconds(self, samples: int, length: int, machine: Any) -> float:
+        """Computes the seconds for a micro-batch of ``samples`` with ``length`` tokens each, on a
+        device of a machine that has the rates (:func:`has_sizes`)."""
+        bandwidth = machine.device_bandwidth
+        rates = {"flops": machine.product_flops, "bandwidth": bandwidth}
         touched = (self.touched + self.scored * length) * samples * length
         found = (touched + self.added) / bandwidth
         for (count, *sizes), times in self.products.items():

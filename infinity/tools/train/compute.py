@@ -8,6 +8,7 @@ operations and the rate of one matrix product.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import statistics
@@ -15,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .classes import auto_class
@@ -30,6 +32,8 @@ WHOLE_FLOPS = 4e11  # of a batch; blocks that fit a cache compute faster than a 
 ON_A_GPU = 8  # times as much
 SAVED = 24  # elements that a layer saves for its backward, per token and element of its width
 ROUNDS = 3
+LEAST_SECONDS = 0.5  # of all runs of which the fastest counts
+ALONE = 0.9  # of the processors' time: with more of it nothing else is worth a word
 
 
 def multiplies_bf16(device: str | None) -> bool:
@@ -49,6 +53,40 @@ class Compute:
 
     seconds: float
     how: str  # measured or estimated
+    share: float | None = None  # of the processors' time it could have used; None: unknown
+
+    @property
+    def said(self) -> str:
+        """How it was found, and what else it depends on: other work on the same processors."""
+        if self.share is None or self.share > ALONE:
+            return f"{self.how} on this machine"
+        return (
+            f"{self.how} on this machine while other work took {1 - self.share:.0%} of the"
+            " processors' time that it asked for; it changes with that"
+        )
+
+
+class Sharing:
+    """What this process's threads ran, and waited for a processor, since it was made."""
+
+    def __init__(self) -> None:
+        self._before = _ran_and_waited()
+
+    @property
+    def share(self) -> float | None:
+        """The part that they ran; None where the kernel does not tell."""
+        ran, waited = (now - then for now, then in zip(_ran_and_waited(), self._before))
+        return ran / (ran + waited) if ran > 0 and waited >= 0 else None
+
+
+def _ran_and_waited() -> tuple[int, int]:
+    """Returns the nanoseconds that the threads of this process ran, and were ready and waited."""
+    ran = waited = 0
+    for path in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError):  # a thread that ended
+            mine = path.read_text().split()
+            ran, waited = ran + int(mine[0]), waited + int(mine[1])
+    return ran, waited
 
 
 def compute_time(
@@ -69,25 +107,30 @@ def compute_time(
     from ... import native
 
     where, room = limits.device or "cpu", _room_of(limits)
+    sharing = Sharing() if where == "cpu" else None
+
+    def found(seconds: float, how: str) -> Compute:
+        return Compute(seconds, how, sharing and sharing.share)
+
     layers = _layer_count(config)
     flops = step_flops(model, config, batch=batch, length=length, checkpointing=checkpointing)
     try:
         if flops < WHOLE_FLOPS and _is_small(config, batch * length, length, dtype, where, room):
             whole = _measure(config, layers, batch, length, dtype, checkpointing, where, adapt)
-            return Compute(whole, "measured")
+            return found(whole, "measured")
         small = _with_layers(config, 3) if layers else config
         if layers and _is_small(small, batch * length, length, dtype, where, room):
             one, three = (
                 _measure(config, count, batch, length, dtype, checkpointing, where, adapt)
                 for count in (1, 3)
             )
-            return Compute(max(one, one + (layers - 1) * (three - one) / 2), "measured")
+            return found(max(one, one + (layers - 1) * (three - one) / 2), "measured")
     except Exception:  # noqa: BLE001 - an architecture that cannot be had smaller: it is estimated
         pass
     finally:
         gc.collect()
         native.trim_heap()  # of the probe, whose memory the job needs now
-    return Compute(flops / product_rate(dtype, where), "estimated")
+    return found(flops / product_rate(dtype, where), "estimated")
 
 
 def step_flops(
@@ -218,16 +261,18 @@ def _measure(
 
 
 def fastest(job: Callable[[], object], device: str) -> float:
-    """Returns the seconds of the fastest of a few runs."""
-    return min(_runs(job, device))
+    """Returns the seconds of the fastest of a few runs, of more if they are short: each may have
+    waited for other work."""
+    return min(_runs(job, device, LEAST_SECONDS))
 
 
-def _runs(job: Callable[[], object], device: str) -> list[float]:
-    """Returns the seconds of each of a few runs."""
+def _runs(job: Callable[[], object], device: str, least: float = 0.0) -> list[float]:
+    """Returns the seconds of each of a few runs, of so many that they take the ``least`` seconds
+    together."""
     import torch
 
-    found = []
-    for _ in range(ROUNDS):
+    found: list[float] = []
+    while len(found) < ROUNDS or sum(found) < least:
         start = time.perf_counter()
         job()
         if device != "cpu":

@@ -10,7 +10,6 @@ over a model and an optimizer from `infinity.wrap_model`.
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import json
 import math
@@ -38,12 +37,11 @@ from .options import DEFAULT_MAX_GRAD_NORM
 from .places import check_fixed_values, check_not_past, saved_extra
 from .ranks import Ranks
 from .saved import copy_processors
+from .schedules import shares
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-FINAL_LR_SHARE = 0.1  # of the peak learning rate, at the end of the cosine
 
 
 @dataclass(kw_only=True)
@@ -209,6 +207,7 @@ def _fixed_values(
         "lr": args.lr,
         "weight_decay": args.weight_decay,
         "betas": args.betas,
+        "scheduler": args.scheduler,
         "lora_rank": args.lora_rank,
         "quantize": args.quantize,
     }
@@ -219,17 +218,9 @@ def set_length(job: Job, steps: int, warmup_steps: int) -> None:
     import torch
 
     job.steps, job.fixed_values["warmup_steps"] = steps, warmup_steps
-    share = functools.partial(lr_share, steps=steps, warmup_steps=warmup_steps)
+    fixed = job.fixed_values
+    share = shares(fixed["scheduler"], lr=fixed["lr"], steps=steps, warmup_steps=warmup_steps)
     job.schedulers = [torch.optim.lr_scheduler.LambdaLR(each, share) for each in job.optimizers]
-
-
-def lr_share(step: int, *, steps: int, warmup_steps: int) -> float:
-    """Returns the factor of the learning rate at ``step``: linear warm-up, not 0 at step 0, then
-    half a cosine."""
-    if step < warmup_steps:
-        return (step + 1) / (warmup_steps + 1)
-    passed = (step - warmup_steps) / max(1, steps - warmup_steps)
-    return FINAL_LR_SHARE + (1 - FINAL_LR_SHARE) * 0.5 * (1 + math.cos(math.pi * min(1.0, passed)))
 
 
 def train(

@@ -57,6 +57,7 @@ _UNUSED = {
     "pack": "Leave it out: TRL packs no pairs.",
     "minutes": "Give --steps or --epochs",
     "stalls": "Leave it out.",
+    "scheduler": "Give --lr and --warmup-steps: TRL's trainer follows a cosine after them.",
     "prompt": "Leave it out, and talk to the result: infinity generate OUT --chat",
     "quantize": "Leave it out: --lora alone streams the base from its home.",
 }

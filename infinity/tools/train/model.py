@@ -339,7 +339,7 @@ def adapters_config(model: nn.Module, rank: int, *, text: set[str] | None = None
 
 
 def packed_base(model: nn.Module, format: str | None) -> nn.Module:
-    """Freezes the base of adapters and packs it in ``format``; None: changes nothing."""
+    """Packs the base of adapters, frozen, in ``format``; None: changes nothing."""
     if format is not None:
         infinity.quantize(model.requires_grad_(False), format)
     return model
@@ -373,8 +373,13 @@ def name_base(adapted: nn.Module, base: Path) -> None:
         config.base_model_name_or_path = str(base.resolve())
 
 
+def can_recompute(model: nn.Module) -> bool:
+    """Tells whether a model has gradient checkpointing."""
+    return bool(getattr(model, "supports_gradient_checkpointing", False))
+
+
 def checkpoint_activations(model: nn.Module) -> None:
-    if not model.supports_gradient_checkpointing:
+    if not can_recompute(model):
         raise ConfigError(
             f"{type(model).__name__} has no gradient checkpointing. Leave out"
             " --gradient-checkpointing"

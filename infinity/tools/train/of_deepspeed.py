@@ -7,6 +7,7 @@ optimizer's, the sizes of batches, clipping that is off.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
@@ -17,6 +18,7 @@ from ...errors import ConfigError
 from ...untrusted import read_table
 from ..cli.values import value_of
 from .ranks import count_of
+from .schedules import a_scheduler
 
 AUTO = "auto"
 NEVER_CLIPS = "1e9"  # multiplies by 1
@@ -47,13 +49,14 @@ def words_of_deepspeed(path: Path, given: Sequence[str]) -> list[str]:
     words = [*_optimizer(path, found, given), *_batch(path, found, given)]
     if found.get("gradient_clipping") == 0 and found["gradient_clipping"] is not False:
         words.append(f"--max-grad-norm={NEVER_CLIPS}")
-    _check_scheduler(path, found, given)
-    return words
+    return [*words, *_scheduler(path, found, given)]
 
 
 def tell_loop(args: argparse.Namespace, say: Callable[[str], None]) -> None:
     """Tells which options are, or stand in place of, those of a DeepSpeed JSON."""
-    anew = ["--optim", "adamw", "--warmup-steps", "0", "--batch-size", "1"]
+    anew = ["--optim", "adamw", "--batch-size", "1"]
+    if args.scheduler is None:
+        anew += ["--warmup-steps", "0"]
     for path in (args.config, args.deepspeed):
         words = [] if path is None else words_of_deepspeed(path, anew)
         options = [word.partition("=")[0] for word in words]
@@ -130,20 +133,22 @@ def _batch(path: Path, found: Mapping, given: Sequence[str]) -> list[str]:
     return [f"{option}={value}" for option, value in sized.items() if value]
 
 
-def _check_scheduler(path: Path, found: Mapping, given: Sequence[str]) -> None:
-    """Raises ConfigError for a scheduler with numbers, which is not that of `infinity train`."""
+def _scheduler(path: Path, found: Mapping, given: Sequence[str]) -> list[str]:
+    """Returns the options of a scheduler with numbers, whose peak is the rate; none beside
+    --warmup-steps, which asks for the loop's. Raises ConfigError for one that is not known."""
     table = found.get("scheduler")
     params = table.get("params") if isinstance(table, Mapping) else None
     numbers = {name: value for name, value in (params or {}).items() if value not in (None, AUTO)}
-    if not numbers or value_of("--warmup-steps", given) is not None:
-        return
-    options = {"--warmup-steps": numbers.get("warmup_num_steps", 10)}
-    options["--steps"] = numbers.get("total_num_steps")
-    options["--lr"] = numbers.get("warmup_max_lr")
-    paste = " ".join(f"{name} {value}" for name, value in options.items() if value is not None)
-    said = ", ".join(f"{name}={value!r}" for name, value in numbers.items())
-    raise ConfigError(
-        f"{path}: its scheduler is {table.get('type')}({said}), and `infinity train` warms up"
-        " linearly, then follows a cosine to a tenth of the rate. To take that in its place, add:"
-        f" {paste}"
-    )
+    if not numbers or {"--warmup-steps", "--scheduler"} & {w.partition("=")[0] for w in given}:
+        return []
+    try:
+        scheduler = a_scheduler(json.dumps({"type": table.get("type"), "params": params}))
+    except ConfigError as error:
+        why = str(error).removeprefix("--scheduler").lstrip(": ")
+        raise ConfigError(
+            f"{path}: its scheduler cannot be taken: {why}. For the loop's own, which warms up"
+            " linearly and follows a cosine to a tenth of the rate, add: --warmup-steps"
+            f" {numbers.get('warmup_num_steps', 10)}"
+        ) from None
+    peak = numbers.get("warmup_max_lr")
+    return [*([] if peak is None else [f"--lr={peak!r}"]), f"--scheduler={scheduler}"]

@@ -29,6 +29,7 @@ from ..watch.run_files import job_name
 from .methods import METHODS, check_method
 from .optimizers import OPTIM, OPTIM_HELP
 from .places import TENSORBOARD, saved_extra
+from .schedules import a_scheduler
 
 HOMES = ("auto", "device", "host", "nvme")
 HOME: dict[str, Any] = {"type": home_of, "choices": HOMES}
@@ -223,6 +224,12 @@ def _add_training_options(group: argparse._ArgumentGroup) -> None:
         help="linear warm-up, then cosine (default 10, or a fifth of the steps if less)",
     )
     add(
+        "--scheduler",
+        metavar="JSON",
+        help="in place of warm-up and cosine: the scheduler of a DeepSpeed JSON, as --deepspeed"
+        " takes it",
+    )
+    add(
         "--max-grad-norm",
         type=positive_real,
         metavar="NORM",
@@ -383,6 +390,13 @@ def _check_companions(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--micro-batch {args.micro_batch} is more than --batch-size {args.batch_size}: it is a"
             " part of it. Give less, or leave it out."
+        )
+    if args.scheduler is not None:
+        args.scheduler = a_scheduler(args.scheduler)
+    if args.scheduler is not None and args.warmup_steps is not None and not args.resume:
+        raise ConfigError(
+            "--scheduler has a warm-up of its own, and --warmup-steps is of the loop's schedule:"
+            " give one of them."
         )
     known = None not in (args.warmup_steps, args.steps) and not args.resume
     if known and args.warmup_steps > args.steps:

@@ -28,7 +28,7 @@ from .example_files import ExampleFiles
 from .examples import libraries
 from .inputs import find_eval_files, of_eval_data
 from .interrupt import Interrupt
-from .job import FINAL_LR_SHARE, Measured, not_finite
+from .job import Measured, not_finite
 from .methods import METHODS, Method, optimizer_of
 from .model import (
     check_vocabulary,
@@ -52,6 +52,7 @@ from .preferred import Preferred, read_preferred
 from .progress import make_progress
 from .ranks import Ranks
 from .report import measurements
+from .schedules import FINAL_LR_SHARE
 from .settings import engine_config
 from .trackers import Trackers
 

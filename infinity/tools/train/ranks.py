@@ -11,18 +11,15 @@ import ctypes
 import datetime
 import os
 import signal
-import time
-import uuid
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError, UsageError
+from ...ext.restarts.restarts import store_of_start
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
     from torch.distributed.device_mesh import DeviceMesh
 
 DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-POLL_SECONDS = 0.02
 BY_TORCHRUN = "Start the job with torchrun, or unset RANK and WORLD_SIZE."
 
 
@@ -46,38 +43,6 @@ def refuse_several(command: str) -> None:
             f"`infinity {command}` is one process, and {count} ranks were started, which would each"
             " do all of it. Start it without torchrun; weights need not fit a GPU."
         )
-
-
-def _store(rank: int, count: int, timeout: datetime.timedelta | None) -> Store:
-    """Returns the store in which this start of the ranks finds each other. Every rank calls this.
-
-    torchrun's own store outlives its ranks: there they would read the address of one that died.
-    Each asks with a word of its own, which only a rank 0 that lives answers, and all of this start
-    are there once each has confirmed the answer. TORCHELASTIC_RESTART_COUNT does not name a start:
-    it differs between machines.
-    """
-    import torch.distributed as dist
-
-    given = {} if timeout is None else {"timeout": timeout}
-    store, *_ = next(dist.rendezvous("env://", rank, count, **given))
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
-        return store  # rank 0 has made it
-    word = uuid.uuid4().hex
-    others = range(1, count)
-    if rank:
-        store.set(f"infinity/asked/{rank}", word)
-        start = store.get(f"infinity/answered/{word}").decode()
-        store.set(f"infinity/{start}/{rank}", "")
-        return dist.PrefixStore(start, store)
-    end = time.monotonic() + store.timeout.total_seconds()
-    while missing := [each for each in others if not store.check([f"infinity/{word}/{each}"])]:
-        if time.monotonic() > end:
-            raise RuntimeError(f"ranks {missing} have not come within {store.timeout}")
-        for each in missing:
-            if store.check([asked := f"infinity/asked/{each}"]):
-                store.set(f"infinity/answered/{store.get(asked).decode()}", word)
-        time.sleep(POLL_SECONDS)
-    return dist.PrefixStore(word, store)
 
 
 class Ranks:
@@ -114,7 +79,7 @@ class Ranks:
                 dist.init_process_group(
                     backend,
                     timeout=timeout,
-                    store=_store(self.rank, self.count, timeout),
+                    store=store_of_start(self.rank, self.count, timeout),
                     rank=self.rank,
                     world_size=self.count,
                 )

@@ -195,7 +195,7 @@ def _train(
         if predicted >= LEAST_PREDICTED:
             console.print(
                 f"A step should take about {format_seconds(predicted)} (predicted; its compute is"
-                f" {compute.how} on this machine)"
+                f" {compute.said})"
             )
         if args.minutes is not None:
             _set_steps(args, ranks, predicted, console)

@@ -1,7 +1,8 @@
 """Two ranks, of which rank 1 dies in their first start, and rank 0 is late in the next.
 
-``mine``: they come together as `infinity train` does; ``plain``: as torch does by itself. ``early``
-ranks die before they have come together. Each that has met tells its start and the mean of 0 and 1.
+``mine``: they come together as `infinity train` does; ``plain``: as torch does by itself;
+``script``: by the function for scripts. ``early`` ranks die before they have come together. Each
+that has met tells its start and the mean of 0 and 1.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 
 import torch.distributed as dist
 
+import infinity
 from infinity.tools.train.ranks import Ranks
 
 rank, start = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -30,6 +33,8 @@ if how == "early":
     die()
 if how == "plain":
     dist.init_process_group("gloo")
+if how == "script":
+    infinity.parallel.init_process_group("gloo", timeout=timedelta(seconds=60))
 ranks = Ranks(60)
 print(f"start {start}: {ranks.mean(float(rank))}", flush=True)
 die()

@@ -515,14 +515,42 @@ def test_a_job_trains_by_the_numbers_of_a_deepspeed_json(place, capsys):
     assert found[0] == pytest.approx(found[1], rel=1e-6)
 
 
+def test_a_scheduler_with_numbers_is_taken(place, capsys):
+    """Method: jobs by a file, by the option that it stands for, and by a file whose scheduler is
+    left to the loop. Twins: the last one's losses are others; it goes on with what it had."""
+    params = {"warmup_num_steps": 3, "total_num_steps": 9, "warmup_max_lr": 1e-2}
+    scheduler = {"type": "WarmupDecayLR", "params": params}
+    Path("ds.json").write_text(json.dumps(DEEPSPEED | {"scheduler": scheduler}))
+    words = ["train", "--model", "model.json", "--data", "text.txt", *SMALL, "--json"]
+    words += ["--max-grad-norm", "0.5", "--params", "host", "--optimizer", "host"]
+    found = []
+    for more in (
+        ["--deepspeed", "ds.json", "--checkpoint", "saved"],
+        ["--lr", "1e-2", "--scheduler", json.dumps(scheduler)],
+        ["--deepspeed", "ds.json", "--warmup-steps", "0"],
+    ):
+        assert main([*words, *more]) == 0
+        said = capsys.readouterr()
+        found.append(json.loads(said.out.splitlines()[-1])["losses"])
+        assert ("--scheduler" in said.err) == (more[-1] == "saved")
+    assert found[0] == found[1] != found[2]
+    again = ["train", "--checkpoint", "saved", "--resume", "--steps", "20", "--json"]
+    assert main(again) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "WarmupDecayLR" in told["options"]["scheduler"]
+    other = scheduler | {"type": "WarmupLR", "params": {"warmup_num_steps": 3}}
+    assert main([*again, "--scheduler", json.dumps(other)]) == 2
+    assert "--scheduler" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("given", "words", "message"),
     [
         ({"optimizer": {"type": "SGD"}}, "--optim adamw", "is SGD, and .* add: --optim adamw"),
         (
-            {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}},
-            "--warmup-steps 7",
-            "a cosine to a tenth.* add: --warmup-steps 7",
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-5}}},
+            "--warmup-steps 10",
+            "a cosine to a tenth.* add: --warmup-steps 10",
         ),
         (
             {"optimizer": {"type": "AdamW", "params": {"eps": 1e-6, "lr": 0.1}}},

@@ -135,6 +135,7 @@ def test_every_home_has_the_same_bits(evaluate):
     [
         ("messages.jsonl", ""),
         ("text.txt", "--sequence-length 16"),
+        ("text.txt", "--sequence-length 16 --eval-share 20%"),
         ("text.jsonl", "--lora-rank 4"),
         ("text.jsonl", "--pack"),
     ],
@@ -153,6 +154,7 @@ def test_the_loss_is_what_train_reports_of_the_same_data(data, words, evaluate, 
         assert found["held_out_loss"] == told[f"held_out_loss_{when}"]
         assert found["held_out_tokens"] == told["data"]["held_out_tokens"]
     assert told["held_out_loss_before"] != told["held_out_loss_after"]
+    both = [word for word in both if word not in ("--eval-share", "20%")]
     assert evaluate(*both)[0]["held_out_loss"] != told["held_out_loss_before"]
 
 

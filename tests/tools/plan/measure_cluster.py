@@ -166,7 +166,7 @@ def _predict_and_run(
     plan, units = lay_out(
         model, optimizer, Config(**config), ParallelDims(size=nodes, local_size=1)
     )
-    predicted = predict_cluster(plan, units, machine, nodes, flops=1.0)
+    predicted = predict_cluster(plan, units, machine, nodes, compute=0.0)
     model, optimizer = infinity.wrap_model(model, optimizer, config)
     inputs = torch.ones(ROWS, model[0].in_features, dtype=torch.bfloat16)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from pathlib import Path
 
 import pytest
 
@@ -133,6 +134,41 @@ def test_one_mesh_is_what_all_of_them_have_for_it(planned):
     axes = ",".join(f"{name}={size}" for name, size in best["mesh"].items())
     alone = planned(*words, "--mesh", axes)
     assert alone["meshes"] == [best] and not alone["refused"]
+
+
+@pytest.mark.parametrize("more", [(), ("--gradient-checkpointing",)])
+def test_a_plan_computes_as_long_with_a_mesh_as_without(run, planned, more):
+    """One device that has rates by sizes of products, and one that has a rate for all. Twin: by
+    that rate the first takes another time."""
+    for machine in ("h100", "rtx4090"):
+        words = ("--machine", machine, "--batch-size", 1, "--sequence-length", 128, *more)
+        alone, mesh = planned(*words), planned(*words, "--mesh", "dp=1")
+        (rank,) = mesh["meshes"][0]["ranks"]
+        assert mesh["meshes"][0]["micro_batches"] == alone["micro_batches"] == 1
+        assert alone["seconds"]["compute"] == pytest.approx(rank["seconds"]["compute"])
+        told = [found["assumptions"][0] for found in (alone, mesh)]
+        assert told[0] == told[1]
+    text = (MACHINES / "h100.toml").read_text()
+    Path("flat.toml").write_text(re.sub(r"(?m)^products = .*$", "", text))
+    words = ("--batch-size", 1, "--sequence-length", 128, *more)
+    flat, sized = (planned("--machine", each, *words) for each in ("flat.toml", "h100"))
+    assert flat["seconds"]["compute"] != pytest.approx(sized["seconds"]["compute"], rel=0.1)
+
+
+def test_checkpointing_is_tried_for_all_meshes(run, planned):
+    """Method: a device with little room beside what forwards save. Twins: a mesh that is asked for
+    is planned as it is asked for, and is slower; with all memory no mesh needs it."""
+    words = ("--machine", "two-rtx3090", "--batch-size", 8, "--device-memory", "2MiB")
+    best = planned(*words, "--mesh", "auto")["meshes"][0]
+    assert best["gradient_checkpointing"]
+    axes = ",".join(f"{name}={size}" for name, size in best["mesh"].items())
+    asked = (*words, "--mesh", axes)
+    assert planned(*asked, "--gradient-checkpointing")["meshes"][0] == best
+    plain = planned(*asked)["meshes"][0]
+    assert not plain["gradient_checkpointing"] and plain["step_seconds"] > best["step_seconds"]
+    assert "--gradient-checkpointing" in run(*words, "--mesh", "auto")[1]
+    large = planned("--machine", "two-rtx3090", "--batch-size", 8, "--mesh", "auto")
+    assert not any(mesh["gradient_checkpointing"] for mesh in large["meshes"])
 
 
 def test_recomputation_saves_less_and_computes_more(planned):

@@ -52,6 +52,8 @@ KEYS = {
     "edges",
     "seconds",
     "compute",
+    "compute_line",
+    "processors_share",
     "rates",
     "step_seconds",
     "tokens_per_step",

@@ -91,7 +91,11 @@ def test_nodes_share_the_state_and_pass_more():
     machine = Machine.read("dgx-h100")
     one, four = (
         predict_cluster(
-            plan_of(1 << 40), units_of(16, nodes * 8, 1 << 26), machine, nodes, flops=1e15
+            plan_of(1 << 40),
+            units_of(16, nodes * 8, 1 << 26),
+            machine,
+            nodes,
+            compute=1e15 / machine.device_flops,
         )
         for nodes in (1, 4)
     )
@@ -110,7 +114,7 @@ def test_state_on_the_device_is_stepped_at_the_devices_rate(tmp_path):
     the host's, and a machine file without the rate, which says so."""
     machine, units = Machine.read("dgx-h100"), units_of(4, 8, 1 << 26)
     device = dict.fromkeys(HOST, Tier.DEVICE)
-    found = predict_cluster(plan_of(1 << 40, device), units, machine, 1, flops=1.0)
+    found = predict_cluster(plan_of(1 << 40, device), units, machine, 1, compute=0.0)
     nbytes = sum(
         flat.nbytes("grad") + 2 * sum(map(flat.nbytes, ("weight", "exp_avg", "exp_avg_sq")))
         for unit in units
@@ -123,16 +127,18 @@ def test_state_on_the_device_is_stepped_at_the_devices_rate(tmp_path):
         found.seconds["optimizer"] == found.seconds["host's links"] == 0
         and found.edges["host->device"] == found.edges["device->host"] == 0
     )
-    busy = predict_cluster(plan_of(1 << 40, device), units, machine, 1, flops=1e15)
+    busy = predict_cluster(
+        plan_of(1 << 40, device), units, machine, 1, compute=1e15 / machine.device_flops
+    )
     assert busy.step_seconds == pytest.approx(
         sum(busy.seconds[what] for what in ("compute", "optimizer on device", "meetings"))
     )
-    there = predict_cluster(plan_of(1 << 40, HOST), units, machine, 1, flops=1.0)
+    there = predict_cluster(plan_of(1 << 40, HOST), units, machine, 1, compute=0.0)
     assert there.seconds["optimizer on device"] == 0 and there.seconds[
         "optimizer"
     ] == pytest.approx(8 * nbytes / machine.host_bandwidth)
     mixed = predict_cluster(
-        plan_of(1 << 40, HOST | {"exp_avg": Tier.DEVICE}), units, machine, 1, flops=1.0
+        plan_of(1 << 40, HOST | {"exp_avg": Tier.DEVICE}), units, machine, 1, compute=0.0
     )
     assert (
         0 < mixed.seconds["optimizer on device"] < found.seconds["optimizer on device"]
@@ -140,12 +146,12 @@ def test_state_on_the_device_is_stepped_at_the_devices_rate(tmp_path):
     )
     path = tmp_path / "old.toml"
     path.write_text((MACHINES / "dgx-h100.toml").read_text().replace("bandwidth = 3.0e12", ""))
-    old = predict_cluster(plan_of(1 << 40, device), units, Machine.read(str(path)), 1, flops=1.0)
+    old = predict_cluster(plan_of(1 << 40, device), units, Machine.read(str(path)), 1, compute=0.0)
     assert (
         old.seconds["optimizer on device"] == 0
         and "no bandwidth in [devices]" in old.assumptions[-1]
     )
-    alone = predict_cluster(plan_of(1 << 40, device), units_of(4, 1), machine, 1, flops=1.0)
+    alone = predict_cluster(plan_of(1 << 40, device), units_of(4, 1), machine, 1, compute=0.0)
     assert min(alone.edges.values()) == 0
 
 
@@ -156,7 +162,7 @@ def test_state_on_the_host_that_the_device_steps_costs_the_device_and_the_link()
     machine, units = Machine.read("dgx-h100"), units_of(4, 1, 1 << 26)
     tiers = HOST | {"weight": Tier.DEVICE}
     plan = dataclasses.replace(plan_of(1 << 40, tiers), device_slot_nbytes=1)
-    found = predict_cluster(plan, units, machine, 1, flops=1.0)
+    found = predict_cluster(plan, units, machine, 1, compute=0.0)
     of = {name: sum(u.flat_params[0].nbytes(name) for u in units) for name in ARRAYS}
     moments = of["exp_avg"] + of["exp_avg_sq"]
     assert found.seconds["optimizer"] == 0
@@ -165,10 +171,10 @@ def test_state_on_the_host_that_the_device_steps_costs_the_device_and_the_link()
     )
     assert found.edges["host->device"] == moments + of["grad"]
     assert found.edges["device->host"] == moments + of["grad"]
-    twin = predict_cluster(plan_of(1 << 40, tiers), units, machine, 1, flops=1.0)
+    twin = predict_cluster(plan_of(1 << 40, tiers), units, machine, 1, compute=0.0)
     assert twin.seconds["optimizer"] > 0 and twin.edges["host->device"] == 0
     slow = dataclasses.replace(machine, host_link=1e9)
-    jobs = timeline_of(plan, units, slow, flops=1.0).jobs
+    jobs = timeline_of(plan, units, slow, compute=0.0).jobs
     steps = sum(job.seconds for job in jobs if job.queue == "optimizer on device")
     assert steps == pytest.approx((moments + of["grad"]) / 1e9)
 
@@ -179,7 +185,7 @@ def test_the_slowest_resource_decides():
     machine = Machine.read("dgx-h100")
     tiers = HOST | {"exp_avg": Tier.NVME, "exp_avg_sq": Tier.NVME}
     units = units_of(4, 8, 1 << 26)
-    found = predict_cluster(plan_of(1 << 40, tiers), units, machine, 1, flops=1.0)
+    found = predict_cluster(plan_of(1 << 40, tiers), units, machine, 1, compute=0.0)
     assert found.bottleneck == "disks"
     nbytes = (
         2
@@ -196,7 +202,7 @@ def test_one_rank_waits_for_slow_checksums():
     fast = Machine.read("h200")
     plan, units = plan_of(1 << 40, dict.fromkeys(HOST, Tier.NVME)), units_of(4, 1)
     slow = dataclasses.replace(fast, checksum_rate=fast.disk_read / 10)
-    seconds = [timeline_of(plan, units, machine, flops=1.0).seconds for machine in (fast, slow)]
+    seconds = [timeline_of(plan, units, machine, compute=0.0).seconds for machine in (fast, slow)]
     assert seconds[1] > 5 * seconds[0]
 
 
@@ -212,7 +218,13 @@ def test_the_lookup_of_an_embedding_computes_nothing():
     """Twin: it is also the head, whose compute is at the forward's end."""
     machine, units = Machine.read("h200"), units_of(4, 1)
     for name in ("lookup", "tied"):
-        found = timeline_of(plan_of(1 << 40), units, machine, flops=1e15, **{name: "unit 0"})
+        found = timeline_of(
+            plan_of(1 << 40),
+            units,
+            machine,
+            compute=1e15 / machine.device_flops,
+            **{name: "unit 0"},
+        )
         first = next(job for job in found.jobs if job.unit == 0 and job.kind == "forward")
         assert first.seconds == 0.0
         computes = sum(job.seconds for job in found.jobs if job.queue == "compute")

@@ -83,7 +83,7 @@ def compared(count: int, tp: int) -> Callable[[], tuple[int, int, int]]:
             job = draw_job(first, draw)
             one_by_one = [_planned(job, mesh) for mesh in meshes]
             plans = [plan for plan in one_by_one if plan is not None]
-            together = best_of(p for _, p, _ in plan_meshes(job, meshes) if p is not None)
+            together = best_of(p for _, p, _ in plan_meshes([job], meshes) if p is not None)
             assert [plan.mesh for plan in together] == [plan.mesh for plan in best_of(plans)]
             assert [p.step_seconds for p in together] == [p.step_seconds for p in best_of(plans)]
             fitting += len(plans)

@@ -4,6 +4,7 @@ and published: products of one H100, PTD-P's table 1, and Megatron-LM's 77 %."""
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -72,18 +73,17 @@ def test_work_is_counted_and_grows_with_its_tokens():
     }
     assert work.touched == 2 * 32 * 4 and work.scored == 0.0
     rates = {"flops": 1e12, "bandwidth": 1e11}
-    one, two = (Work(work.products).seconds(n, 64, **rates) for n in (1, 2))
+    there = SimpleNamespace(product_flops=1e12, device_bandwidth=1e11)
+    one, two = (Work(work.products).seconds(n, 64, there) for n in (1, 2))
     added = Work(work.products, added=3e6)  # gradients, to those of earlier micro-batches
-    assert added.seconds(2, 64, **rates) == pytest.approx(two + 3e6 / 1e11)
+    assert added.seconds(2, 64, there) == pytest.approx(two + 3e6 / 1e11)
     by_hand = [
         product_seconds(1, 128, 32, 16, **rates),
         product_seconds(2, 64, 64, 32, **rates),
         product_seconds(2, 64, 32, 64, **rates),
     ]
     assert two == pytest.approx(sum(by_hand)) and one < two < 2 * one
-    assert work.plus(work, 2).seconds(1, 64, **rates) == pytest.approx(
-        3 * work.seconds(1, 64, **rates)
-    )
+    assert work.plus(work, 2).seconds(1, 64, there) == pytest.approx(3 * work.seconds(1, 64, there))
 
 
 def planned(

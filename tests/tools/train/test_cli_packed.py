@@ -33,6 +33,7 @@ import infinity
 import infinity.tools.cli
 from infinity.core.machine import limits
 from infinity.ext.packed import quantize as quantize_module
+from infinity.tools.train import compute
 
 peft, bitsandbytes, torchao = Lazily("peft"), Lazily("bitsandbytes"), Lazily("torchao")
 
@@ -194,6 +195,7 @@ def test_the_base_is_streamed_and_packed_as_it_is_read(report, monkeypatch):
         return pack_one(dtype, dense)
 
     monkeypatch.setitem(quantize_module.PACKERS, "nf4", counted)
+    monkeypatch.setattr(compute, "LARGEST_PROBE_NBYTES", 0)  # measured blocks are packed, too
     report(*LORA, quantize="nf4", steps=2)
     assert loads == [] and packs.count(False) == packs.count(True) == 2 * 7
     base = transformers.AutoModelForCausalLM.from_pretrained("base")

@@ -24,7 +24,7 @@ import infinity.tools.cli
 from infinity.errors import ConfigError
 from infinity.ext.checkpoint import interval
 from infinity.tools.train import corpus as corpora
-from infinity.tools.train import job, places, settings
+from infinity.tools.train import job, places, schedules, settings
 from infinity.tools.train import model as model_module
 from infinity.tools.train import train as train_module
 
@@ -613,7 +613,7 @@ def test_a_budget_in_percent_is_a_share_of_the_training_state(dtype, changes, nb
 
 
 def test_learning_rate_warms_up_and_ends_at_a_tenth():
-    shares = [job.lr_share(step, steps=100, warmup_steps=9) for step in range(101)]
+    shares = [schedules.lr_share(step, steps=100, warmup_steps=9) for step in range(101)]
     assert (
         shares[0] == pytest.approx(0.1) and shares[9] == 1.0 and shares[100] == pytest.approx(0.1)
     )

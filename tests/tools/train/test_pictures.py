@@ -32,10 +32,10 @@ from infinity.errors import ConfigError
 from infinity.library_versions import is_at_least
 from infinity.tools.train import job
 from infinity.tools.train.example_files import find_examples
-from infinity.tools.train.job import lr_share
 from infinity.tools.train.model import no_cache
 from infinity.tools.train.optimizers import make_optimizers
 from infinity.tools.train.pictures import read_pictures, read_processor
+from infinity.tools.train.schedules import lr_share
 
 PIL = Lazily("PIL", "PIL.Image")
 datasets = Lazily("datasets")

@@ -44,7 +44,9 @@ def test_a_job_of_ray_survives_three_strikes_with_the_bits_of_torchrun(tmp_path)
     assert sum(map(len, found["seconds"].values())) == 3
 
 
-@pytest.mark.parametrize("how", ["late", "early", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "how", ["late", "early", "script", pytest.param("plain", marks=pytest.mark.slow)]
+)
 def test_ranks_that_torchrun_restarts_do_not_look_for_one_that_died(how):
     """Method: a rank is killed, and the other one comes back late, beside torchrun's own store,
     which outlives them. The twin is torch's own group, which finds the address of the dead one."""

@@ -1,0 +1,1 @@
+"""Brings ranks together that torchrun has started again."""
