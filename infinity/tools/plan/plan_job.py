@@ -179,7 +179,7 @@ def _plan_passes(
     job: Job, machine: Any, nodes: int, passes: Passes, plan: Any, units: list[Any]
 ) -> dict[str, Any]:
     from .cluster import predict_cluster, timeline_of
-    from .plan_mesh import rate_of
+    from .work import rate_of
 
     lookup, tied = _embedding_of(job.model)
     compute, forward = _compute(job, machine, passes)

@@ -19,7 +19,7 @@ from .mesh_choice import CHAIN, Batch, MeshPlan, best_of
 from .mesh_shape import UNFLUSHED, MeshShape, meshes_of, parse_mesh
 from .plan_job import Job, endurance, profile
 from .saved import ASSUMED, ESTIMATED
-from .work import has_sizes
+from .work import rate_of
 
 LENGTH = 4096  # tokens of a sample, if neither the user nor the model says less
 EVERY = 5.0  # seconds between two lines of progress
@@ -234,20 +234,6 @@ def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
     if not all(plan.is_counted for plan in plans):
         found.append(ESTIMATED)
     return found
-
-
-def rate_of(machine: Machine, *, is_counted: bool = True) -> str:
-    """Tells by what rates compute is planned. ``is_counted``: the model's operations are."""
-    if is_counted and has_sizes(machine):
-        return (
-            f"devices reach {machine.product_flops / 1e12:.3g} TFLOP/s in large products and less"
-            " in small ones, by their sizes; all other operations move their bytes at"
-            f" {machine.device_bandwidth / 1e12:.3g} TB/s, each by a kernel of its own"
-        )
-    return (
-        f"devices reach {machine.device_flops / 1e12:.3g} TFLOP/s, with any number of parts and"
-        " samples"
-    )
 
 
 def text(found: dict[str, Any]) -> Iterator[str]:

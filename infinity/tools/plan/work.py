@@ -43,6 +43,20 @@ def has_sizes(machine: Any) -> bool:
     return bool(machine.product_flops and machine.device_bandwidth)
 
 
+def rate_of(machine: Any, *, is_counted: bool = True) -> str:
+    """Tells by what rates compute is planned. ``is_counted``: the model's operations are."""
+    if is_counted and has_sizes(machine):
+        return (
+            f"devices reach {machine.product_flops / 1e12:.3g} TFLOP/s in large products and less"
+            " in small ones, by their sizes; all other operations move their bytes at"
+            f" {machine.device_bandwidth / 1e12:.3g} TB/s, each by a kernel of its own"
+        )
+    return (
+        f"devices reach {machine.device_flops / 1e12:.3g} TFLOP/s, with any number of parts and"
+        " samples"
+    )
+
+
 @dataclass(frozen=True)
 class Work:
     """Operations of a part of a model: how often each product is computed, as (count, m, n, k), the

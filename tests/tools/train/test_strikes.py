@@ -44,9 +44,18 @@ def test_a_job_of_ray_survives_three_strikes_with_the_bits_of_torchrun(tmp_path)
     assert sum(map(len, found["seconds"].values())) == 3
 
 
-@pytest.mark.parametrize(
-    "how", ["late", "early", "script", pytest.param("plain", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("kind", "count"), [("SIGKILL to a rank", 10), ("the disk is full", 2)])
+def test_a_job_of_ray_survives_kills_of_workers_and_a_full_disk(tmp_path, kind, count):
+    """Method: the same with one kind of strike alone: each worker that is killed has Ray start all
+    of them again."""
+    pytest.importorskip("ray", reason="ray is not installed")
+    found = strikes.strike(tmp_path, launcher="ray", strikes=count, seed=6, only=kind)
+    assert len(found["seconds"][kind]) == count
+
+
+@pytest.mark.parametrize("how", ["late", "early", pytest.param("plain", marks=pytest.mark.slow)])
 def test_ranks_that_torchrun_restarts_do_not_look_for_one_that_died(how):
     """Method: a rank is killed, and the other one comes back late, beside torchrun's own store,
     which outlives them. The twin is torch's own group, which finds the address of the dead one."""
