@@ -41,3 +41,5 @@ die()
 if start == 0:
     ranks.mean(0.0)
 ranks.end()
+if dist.is_initialized():
+    dist.destroy_process_group()
