@@ -52,6 +52,12 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
         # No file of this kind is replaced without being asked for.
         "receipt": args.receipt and Output("--receipt", args.receipt, made=b"\0"),
     }
+    if args.checkpoint is not None and args.checkpoint.is_file():
+        raise ConfigError(
+            f"--checkpoint {args.checkpoint} is a file: give a folder, existing or new. Weights in"
+            f" a file become a folder for --model: `infinity export {args.checkpoint} OUT --model"
+            " MODEL`"
+        )
     given = [output for output in outputs.values() if output is not None]
     weights = settings.get("weights")
     inputs = {"--model": args.model, "--data": args.data, "--config": args.config}

@@ -695,6 +695,7 @@ BAD_INPUT = [
     (no_toml, {"config": "broken.toml"}, "broken.toml is neither valid TOML (*.toml), YAML"),
     (no_change, {"config": "nowhere.toml"}, "No such configuration: nowhere.toml"),
     (no_change, {"out": "model.json"}, "--out model.json is a file"),
+    (no_change, {"checkpoint": "model.json"}, "infinity export model.json OUT --model"),
 ]
 
 
