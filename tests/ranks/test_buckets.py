@@ -37,6 +37,10 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
             "home": "host",
             "folder": str(folder),
         }
+    jobs["bucketed:uneven replicas"] = jobs["bucketed:uneven parameters"] | {
+        "shape": (2, 1),
+        "names": ("dp_replicate", "dp_shard"),
+    }
     jobs["bucketed:nvme"] = {
         "job": "parity",
         "piece": PIECE,
@@ -80,7 +84,7 @@ def test_buckets_of_bf16_and_of_devices_of_their_own_have_the_bits_of_whole_grad
         assert not models.differing(found["weights"], whole["weights"])
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "replicas"])
 def test_ranks_that_skip_other_parts_average_in_buckets(two, mode):
     """In the least device memory, against plain torch that is given both batches."""
     first, second = two[f"bucketed:uneven {mode}"]
