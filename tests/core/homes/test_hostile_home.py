@@ -8,10 +8,15 @@ looks at it at every later one.
 from __future__ import annotations
 
 import dataclasses
+import gc
+from pathlib import Path
 from typing import Any
 
+import doubles
+import hostile_home
 import pytest
 import torch
+from doubles import DoubledDisks
 from hostile_home import POISON, PoisonedDevice, PoisonedReads, Turns
 from inside import parts_of
 from models import at_home, differing, seeded
@@ -29,12 +34,12 @@ from infinity.core.seams import Extension
 SEED = 41
 
 
-def wrapped(home: str | None, folder: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def wrapped(home: str | None, folder: Any, **more: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     model = seeded(SEED, lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     if home is None:
         return model, optimizer
-    return infinity.wrap_model(model, optimizer, at_home(home, home, folder))
+    return infinity.wrap_model(model, optimizer, at_home(home, home, folder, **more))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> nn.Module:
@@ -223,3 +228,50 @@ def test_staged_bytes_are_poisoned_once_they_were_asked_for():
         assert bool((memory[:4096] == 7).all()) is keeps
         reads.arrived(None, pool.region.address + 4096, 4096)
         assert bool((first == 7).all()) is keeps
+
+
+class LateDisk(DoubledDisks):
+    """A disk whose transfers take a while, once ``layer`` is on."""
+
+    def state_layer(self) -> doubles.Doubles:
+        self.of_state = doubles.layer(doubles.fault_plan(delay=1.0, delay_seconds=0.3))
+        self.of_state.on = False
+        return self.of_state
+
+
+def is_mapped(address: int) -> bool:
+    """Tells whether this process has memory there."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    spans = [[int(each, 16) for each in line.split()[0].split("-")] for line in lines]
+    return any(begin <= address < end for begin, end in spans)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_memory_of_an_interrupted_turn_stays_while_a_transfer_runs(keeps, tmp_path, monkeypatch):
+    """Method: Ctrl-C comes behind a read of a late disk, and the turn's memory is let go. Freed,
+    it may be Python's by the time that the bytes come. The last case is the twin: a transfer that
+    does not keep its memory."""
+    monkeypatch.setattr(native, "disks", disk := LateDisk())
+    copy, begun = Turns._copy, []
+
+    def interrupted(self: Turns, array: StateArray, other: StateArray) -> Any:
+        ticket = copy(self, array, other)
+        if ticket is not None and other.flat is not None:
+            begun.append((ticket, other.extent.address))
+            raise KeyboardInterrupt
+        return ticket
+
+    if not keeps:
+        monkeypatch.setattr(hostile_home, "held", lambda region: None)
+    # Without checksums, which would be computed over memory that is gone: a crash
+    model, optimizer = wrapped("hostile", tmp_path, checksums=False)
+    train(model, optimizer, 1)
+    monkeypatch.setattr(Turns, "_copy", interrupted)
+    disk.of_state.on = True
+    with pytest.raises(KeyboardInterrupt):
+        train(model, optimizer, 1)
+    gc.collect()
+    ticket, address = begun[0]
+    assert not ticket.done
+    assert is_mapped(address) is keeps
+    ticket.wait()

@@ -154,22 +154,16 @@ class Turns(seams.Extension):
             elif (other := self._spaces.pop(array, None)) is None:  # it was made in memory
                 other = store.space.allocate(array.nbytes, NAME, None)
             moves.append((array, other, self._copy(array, other)))
-        failed: list[StorageError] = []
-        for *_, ticket in moves:  # all of them: a transfer that runs on would use freed memory
-            try:
-                if ticket is not None:
-                    ticket.wait()
-            except StorageError as error:
-                failed.append(error)
-        if failed:
-            raise failed[0]
+        for *_, ticket in moves:
+            if ticket is not None:
+                ticket.wait()
         for array, other, _ in moves:
             other.extent.version = array.extent.version
             change_places(array, other, store)
             if other.flat is None:
                 self._spaces[array] = other
                 poison = self._poison(other.extent.nbytes)
-                self._poisoning.append(self._write(other.extent, poison))
+                self._poisoning.append(self._write(other.extent, poison.address, poison))
             else:
                 other.flat.view(torch.uint8).fill_(POISON)
                 self._leave(other.flat)
@@ -179,24 +173,30 @@ class Turns(seams.Extension):
         """Starts copying ``array`` to the place of ``other``. None: it is copied."""
         if array.flat is None:
             io, checksums = self._job.store.io, self._job.store.checksums
-            extent = array.extent
-            return io.read(extent, 0, other.extent.address, extent.nbytes, checksum=checksums)
+            extent, lease = array.extent, held(other.region)
+            return io.read(
+                extent, 0, other.extent.address, extent.nbytes, lease=lease, checksum=checksums
+            )
         if other.flat is None:
-            return self._write(other.extent, array.extent.address)
+            return self._write(other.extent, array.extent.address, array.region)
         other.flat.copy_(array.flat)
         return None
 
-    def _write(self, extent: native.Extent, address: int) -> native.Ticket:
+    def _write(
+        self, extent: native.Extent, address: int, region: native.Region | None
+    ) -> native.Ticket:
         store = self._job.store
-        return store.io.write(extent, 0, address, extent.nbytes, checksum=store.checksums)
+        return store.io.write(
+            extent, 0, address, extent.nbytes, lease=held(region), checksum=store.checksums
+        )
 
-    def _poison(self, nbytes: int) -> int:
-        """Returns the address of so much poison."""
+    def _poison(self, nbytes: int) -> native.Region:
+        """Returns so much poison."""
         if not self._poisons or self._poisons[-1].nbytes < nbytes:
             region = native.Region(nbytes, huge_pages=False, touch_threads=0)
             native.tensor_at(region, region.address, nbytes, torch.uint8).fill_(POISON)
             self._poisons.append(region)  # the others may be being written
-        return self._poisons[-1].address
+        return self._poisons[-1]
 
     def _leave(self, memory: torch.Tensor) -> None:
         """Keeps poisoned memory, so that it is not given again soon."""
@@ -204,6 +204,12 @@ class Turns(seams.Extension):
         self._left_nbytes += memory.nbytes
         while self._left_nbytes > MOST_NBYTES:
             self._left_nbytes -= self._left.popleft().nbytes
+
+
+def held(region: native.Region | None) -> native.Lease | None:
+    """Returns a lease of the region. A transfer that has it keeps the memory, whatever becomes of
+    the turn that started it."""
+    return None if region is None else native.PinnedPool(region).try_lease(region.nbytes)
 
 
 class NoCharge:
