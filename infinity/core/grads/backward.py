@@ -157,7 +157,7 @@ class Backward:
             more = round_up(
                 max(0, nbytes - max(size.autograd_nbytes for size in sizes)), native.BLOCK_NBYTES
             )
-            if (room := job.ledger.unplanned(Tier.DEVICE)) is not None:
+            if (room := job.ledger.room(Tier.DEVICE, planned=True)) is not None:
                 more = min(more, room)
             planned.sizes = list(sizes)
             planned.sizes[unit.index] = replace(sizes[unit.index], autograd_nbytes=nbytes)

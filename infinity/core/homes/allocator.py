@@ -108,11 +108,12 @@ class ArrayAllocator:
 
     def make_room(self, tier: Tier, nbytes: int, what: str) -> None:
         """Makes room for arrays of ``nbytes`` in all, before the first of them is allocated, so
-        that the error names all. Charges disk space alone. Raises CapacityError."""
+        that the error names all, and beside all that is planned. Charges disk space alone. Raises
+        CapacityError."""
         if tier is Tier.NVME:
             self.space.make_room(nbytes, what)
-        else:
-            self._ledger.reserve(tier, nbytes, what).release()
+        elif (room := self._ledger.room(tier, planned=True)) is not None and nbytes > room:
+            raise self._ledger.refusal(tier, nbytes, what, "planned")
 
     def allocate_later(self, tier: Tier, dtype: torch.dtype, numel: int, what: str) -> StateArray:
         """Allocates an array as :meth:`allocate` does, after :meth:`open`. :meth:`free_more` frees

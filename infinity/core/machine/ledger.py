@@ -36,10 +36,8 @@ class Ledger:
 
     def limit(self, tier: Tier, *, budget_nbytes: int | None, planned_nbytes: int) -> None:
         """Sets the budget of ``tier`` (None: none) and its planned bytes."""
-        self.accounts[tier].budget_nbytes, self.accounts[tier].planned_nbytes = (
-            budget_nbytes,
-            planned_nbytes,
-        )
+        account = self.accounts[tier]
+        account.budget_nbytes, account.planned_nbytes = budget_nbytes, planned_nbytes
 
     def admit(self, tier: Tier, nbytes: int, what: str) -> native.Charge:
         """Charges bytes that were not planned, and adds them to those planned. Raises as
@@ -53,35 +51,34 @@ class Ledger:
     ) -> native.Charge:
         """Charges ``nbytes`` for ``what``. ``passing``: at most for the running forward or
         backward. Raises CapacityError, with nothing charged, if over the budget."""
-        account = self.accounts[tier]
-        charge = account.charge(nbytes, passing)
+        charge = self.accounts[tier].charge(nbytes, passing)
         if charge is None:
-            raise self._refusal(tier, nbytes, what)
+            raise self.refusal(tier, nbytes, what)
         return charge
 
     # Apart: a frame with its own error in a name would keep the graph of a forward that failed.
-    def _refusal(self, tier: Tier, nbytes: int, what: str) -> CapacityError:
-        charged, budget = self.accounts[tier].charged_nbytes, self.accounts[tier].budget_nbytes or 0
-        share = 1 if tier is Tier.DEVICE else self.share
-        given, least = math.ceil(budget / share), math.ceil((charged + nbytes) / share)
+    def refusal(self, tier: Tier, nbytes: int, what: str, how: str = "in use") -> CapacityError:
+        """Makes the error of ``what``, for which there is no room beside all that is in use, or
+        ``how`` else bytes are taken: "planned"."""
+        account = self.accounts[tier]
+        taken = account.charged_nbytes if how == "in use" else account.planned_nbytes
+        budget, share = account.budget_nbytes or 0, 1 if tier is Tier.DEVICE else self.share
+        least = math.ceil((taken + nbytes) / share)
         name = BUDGETS[tier]
         error = CapacityError(
             f"{what} needs {format_nbytes(nbytes)} of {tier} memory, but"
-            f" {format_nbytes(charged)} of {format_nbytes(budget)} is in use. Raise {name} by"
-            f" at least {format_nbytes(least - given)}: Config({name}={least})"
+            f" {format_nbytes(taken)} of {format_nbytes(budget)} is {how}. Raise {name} by"
+            f" at least {format_nbytes(least - math.ceil(budget / share))}: Config({name}={least})"
         )
-        error.needed = {name: charged + nbytes}
+        error.needed = {name: taken + nbytes}
         return error
 
-    def room(self, tier: Tier, of: str = "charged_nbytes") -> int | None:
-        """Returns the bytes of ``tier`` that may still be charged; None without a limit."""
+    def room(self, tier: Tier, *, planned: bool = False) -> int | None:
+        """Returns the bytes of ``tier`` that may still be charged, or planned; None without a
+        limit."""
         account = self.accounts[tier]
-        budget = account.budget_nbytes
-        return None if budget is None else max(0, budget - getattr(account, of))
-
-    def unplanned(self, tier: Tier) -> int | None:
-        """Returns the bytes of ``tier`` that may still be planned; None without a limit."""
-        return self.room(tier, of="planned_nbytes")
+        taken = account.planned_nbytes if planned else account.charged_nbytes
+        return None if account.budget_nbytes is None else max(0, account.budget_nbytes - taken)
 
     def forget_passing(self) -> None:
         """Releases the charges of an abandoned forward or backward, even if still referenced."""

@@ -181,7 +181,7 @@ class KeptArrays:
         for flat_param, dtype in wanted:
             tier = flat_param.arrays.get("master", flat_param.weight).tier
             nbytes = _nbytes_of(flat_param, dtype)
-            room = self.store.ledger.room(tier)
+            room = self.store.ledger.room(tier, planned=True)
             if room is not None and needed[tier] + nbytes > room:
                 tier = otherwise or tier
             needed[tier] += nbytes

@@ -421,6 +421,22 @@ def test_the_budget_that_the_error_of_an_average_names_is_enough(tmp_path, home,
         assert infinity.stats(fits).tiers["nvme"].planned_nbytes == named
 
 
+def test_an_average_leaves_room_for_what_is_planned(tmp_path):
+    """Method: the device's budget is the least that works, of which gradients take a part in the
+    backward alone: an average is refused before, and the job trains on. Twin: with twice that
+    memory both go."""
+    with pytest.raises(infinity.CapacityError) as told:
+        pair("device", tmp_path, device_memory=1)
+    given = int(re.search(r"Config\(device_memory=(\d+)\)", str(told.value))[1])
+    model, optimizer = pair("device", tmp_path, device_memory=given)
+    with pytest.raises(infinity.CapacityError, match="the average needs .* is planned"):
+        infinity.ema(model, 0.9)
+    step(model, optimizer, 0)
+    model, optimizer = pair("device", tmp_path, device_memory=2 * given)
+    infinity.ema(model, 0.9).update()
+    step(model, optimizer, 0)
+
+
 def test_averages_that_copy_the_model_are_refused_by_name(tmp_path):
     """Method: torch's AveragedModel. Twin: an average of copies of the weights, as diffusers'
     EMAModel keeps it, is what plain torch has."""
