@@ -79,6 +79,8 @@ def admit(
     _refuse_elsewhere(job, handles, growths, asked)
     sizes = [_grown(size, unit, growths) for size, unit in zip(job.planned.sizes, job.units)]
     wait_idle(job)
+    for flat_param in growths:
+        flat_param.homes.wait_readers()  # a save, an audit
     job.gradients.homes.settle()
     job.prefetcher.release_all(job.units)
     _check_room(job, growths, asked)

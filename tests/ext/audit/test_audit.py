@@ -145,6 +145,32 @@ def test_a_job_without_audits_has_no_listener(tmp_path):
         assert getattr(parts_of(found).events, name)
 
 
+def test_a_new_optimizer_is_no_finding(tmp_path):
+    """Method: it begins with moments of zeros, which the engine writes behind what is audited and
+    saved meanwhile. The save has the moments of before. Twin: a flip in one is found."""
+    model, optimizer = build("host", tmp_path)
+    step(model, optimizer, 0)
+    before = [value.clone() for value in moments_of(optimizer)]
+    infinity.save_checkpoint(tmp_path / "saved", model, optimizer, wait=False)
+    later = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-3))[1]
+    assert not any(bool(value.any()) for value in moments_of(later))
+    step(model, later, 1)
+    again, its = build("host", tmp_path)
+    infinity.load_checkpoint(tmp_path / "saved", again, its)
+    assert all(torch.equal(*each) for each in zip(before, moments_of(its), strict=True))
+    flat_param = parts_of(model).job.units[0].flat_params[0]
+    flat_param.homes.wait()
+    flat_param.arrays["exp_avg"].flat.view(torch.uint8)[7] ^= 1
+    with pytest.raises(infinity.CorruptionError, match="exp_avg"):
+        step(model, later, 2)
+
+
+def moments_of(optimizer: Any) -> list[torch.Tensor]:
+    """What is kept beside the weights, in order."""
+    state = optimizer.state_dict()["state"]
+    return [entry["exp_avg"] for _, entry in sorted(state.items())]
+
+
 def test_what_users_change_is_no_finding(tmp_path):
     """Method: weights, moments and whole state change between audited steps, in each way that the
     engine has; the bits are those of a run without audits."""
