@@ -21,7 +21,7 @@ from ...core.units.flat_param_spec import elements_each
 from ...core.units.home_arrays import Pin
 from ...core.units.unit import flat_params_of
 from .findings import HOMES, Findings, place_of
-from .turns import ChosenPieces, Piece
+from .turns import ChosenPieces, Piece, coming
 
 KEY = "audit"  # of the pins
 
@@ -80,7 +80,7 @@ class HomeChecks:
             element = begin * elements_each(name) + flat_param.layout.own_shard[0]
             self._findings.fail(
                 f"{name} of {place_of(flat_param, element)} and {end - begin - 1} more, at home in"
-                f" {array.tier} memory, changed by itself before step {self._steps.index + 1}: they"
+                f" {array.tier} memory, changed by itself before step {coming(self._steps)}: they"
                 " are not what was written"
             )
 

@@ -17,7 +17,7 @@ from ...core.units.residency import Residency
 from ...core.units.unit import ParamUnit, flat_params_of
 from .findings import GATHERS, REDUCTIONS, Findings, bits, differs, place_of
 from .homes import HomeChecks
-from .turns import ChosenPieces, Piece
+from .turns import ChosenPieces, Piece, coming
 
 
 class Gathered:
@@ -33,7 +33,7 @@ class Gathered:
         self._turn = -1
 
     def _choose(self) -> dict[Any, list[Piece]]:
-        if self._turn != (turn := self._steps.index):
+        if self._turn != (turn := coming(self._steps) - 1):
             self._turn = turn
             self._digests.clear()
         return self._chosen.choose(turn, lambda: flat_params_of(self._units), whole=True)
@@ -81,7 +81,7 @@ class Gathered:
                 count, at = wrong
                 self._findings.fail(
                     f"the weights of unit {unit.name} on the device are not those at home, in step"
-                    f" {self._steps.index + 1}: {count} elements, the first in"
+                    f" {coming(self._steps)}: {count} elements, the first in"
                     f" {place_of(flat_param, piece.begin + at)}"
                 )
                 self._findings.raise_found()
@@ -111,7 +111,7 @@ class Gathered:
                 self._findings.fail(
                     f"the weights of {place_of(piece.flat_param, piece.begin)} and"
                     f" {piece.end - piece.begin - 1} more, gathered before step"
-                    f" {self._steps.index + 1}, have other bits on ranks {others} of the shard"
+                    f" {coming(self._steps)}, have other bits on ranks {others} of the shard"
                     f" group than on rank {owner}, whose home they have"
                 )
         self._findings.raise_found()
@@ -132,7 +132,7 @@ class Reduced:
         self._is_on = self._ranks.size > 1 and is_shared
 
     def _choose(self) -> dict[Any, list[Piece]]:
-        return self._chosen.choose(self._steps.index, self._flat_params, whole=True)
+        return self._chosen.choose(coming(self._steps) - 1, self._flat_params, whole=True)
 
     def _flat_params(self) -> list[Any]:
         return [flat for flat in flat_params_of(self._units) if flat.spec.stepped]
@@ -191,7 +191,7 @@ class Reduced:
             count, at = wrong
             self._findings.fail(
                 f"the average of the gradient of {place_of(piece.flat_param, piece.begin + at)}"
-                f" before step {self._steps.index + 1} is not the sum of what the ranks gave:"
+                f" before step {coming(self._steps)} is not the sum of what the ranks gave:"
                 f" {count} of {average.numel()} elements"
             )
 

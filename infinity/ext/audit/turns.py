@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ...core.run.step_counter import StepCounter
+
 PIECE_NUMEL = 256 * 1024  # elements of a piece; whole blocks of 8-bit moments and of kernels
 SEED = 64  # equal on all ranks, which have to choose the same pieces
 
@@ -23,6 +25,11 @@ class Piece:
     flat_param: Any
     begin: int
     end: int
+
+
+def coming(steps: StepCounter) -> int:
+    """Returns the number of the step that is being made, or is made next."""
+    return steps.index + (not steps.begun)
 
 
 class Turns:

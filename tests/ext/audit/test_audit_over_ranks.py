@@ -21,6 +21,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "gradients": {"shard": "gradients"},
     "optimizer": {"shard": "optimizer"},
 }
+FEW, MANY = 4, 100  # flips of sums
 PLANTS = ("a sum", "own weights", "others' weights")
 
 
@@ -35,6 +36,8 @@ def two(standing_ranks) -> Mapping[str, list[Any]]:
         for share in (0.0, 1.0):
             given = {"config": {}, "audit": share, "plant": plant}
             jobs[f"audited:{plant}-{share}"] = given
+    jobs["audited:early"] = {"config": {}, "audit": 1.0, "early": True}
+    jobs |= {f"flipped_sums:{count}": {"count": count} for count in (FEW, MANY)}
     return Jobs(standing_ranks(2), "audit_jobs", jobs)
 
 
@@ -64,3 +67,24 @@ def test_a_flip_on_one_rank_is_found_on_it_and_stops_all(plant, two):
     assert second["error"].startswith("CorruptionError") and "step 3" in second["error"]
     assert first["steps"] == second["steps"] == 2
     assert {each["error"] for each in two[f"audited:{plant}-0.0"]} == {"was taken"}
+
+
+@pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.slow)])
+def test_every_flip_of_a_sum_is_found_and_named(count, two):
+    """Method: a random bit of a random sum, on a random rank, before one of two steps, of jobs of
+    which half step in the backward. Twin: the jobs above, where none is flipped."""
+    for one, other in zip(*two[f"flipped_sums:{count}"], strict=True):
+        found, told = (one, other) if one["rank"] == 0 else (other, one)
+        assert found["error"].startswith("CorruptionError: audit: the average of the gradient of")
+        assert f"before step {one['step'] + 1} is not the sum" in found["error"]
+        assert f"(rank {one['rank']})" in found["error"] and found["taken"] == one["step"]
+        assert told["error"].startswith("PeerError") and told["taken"] == one["step"]
+
+
+def test_steps_in_the_backward_are_audited(two):
+    """Method: a plain job and one that steps in its backward. Reductions are compared as often."""
+    for plain, early in zip(two["audited:parameters-1.0"], two["audited:early"]):
+        assert early["error"] == "was taken" and not early["audited"]["left_out"]
+        of_plain, of_early = plain["audited"]["pieces"], early["audited"]["pieces"]
+        assert of_early["reductions"] == of_plain["reductions"]
+        assert of_early["gathered weights"] > of_early["reductions"]
