@@ -180,42 +180,6 @@ def test_a_lasting_fault_ends_in_a_typed_error(fault, where, homes, pieces, righ
     check_resumes(right, swap)
 
 
-@pytest.mark.parametrize(
-    "fault",
-    ["eio=0.02", "bit_flip=0.02", "lost_write=0.02", "enospc=0.02", "eio=0.003,bit_flip=0.003"],
-)
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 6))]
-)
-@pytest.mark.parametrize("homes", HOMES, ids="-".join)
-def test_a_passing_fault_never_gives_a_wrong_number(fault, seed, homes, pieces, right, swap):
-    """Method: one transfer in fifty fails, at seeded places; whoever catches the error and tries
-    the step again either gets another error or right numbers: a step that was applied to half of
-    the model must not be repeated.
-    """
-    wrap, _ = pieces[homes]
-    with environment(INFINITY_FAULTS=f"seed={SEED + seed},{fault},first_piece={wrap + 40}"):
-        model, optimizer = build(homes, swap)
-        completed = failures = 0
-        while completed < STEPS and failures < 6:
-            try:
-                loss = one_step(model, optimizer, completed)
-            except TYPED:
-                failures += 1
-                try:
-                    optimizer.zero_grad()
-                except TYPED:
-                    pass
-                continue
-            except infinity.UsageError:
-                failures += 1
-                continue
-            assert loss == right["losses"][completed], f"step {completed} after {failures} failures"
-            completed += 1
-        print("completed", completed, "with", failures, "failures")
-        check_state(model, optimizer, right, completed)
-
-
 def test_the_same_run_without_faults_is_right(right, swap):
     """Method: the twin; the loop of the tests above completes without an error, and with the right
     bits."""
@@ -275,27 +239,6 @@ def test_a_fault_outside_the_loop_is_typed(call, pieces, right, swap, tmp_path):
                 model.norm.weight.sum()
         del model, optimizer
     assert leftovers(swap) == []
-
-
-def test_a_failed_save_leaves_the_last_checkpoint(pieces, right, swap, tmp_path):
-    """Method: save to a path that has a checkpoint while reading the homes fails; the old one still
-    loads."""
-    import shutil
-
-    shutil.copytree(right["path"], tmp_path / "saved")
-    wrap, step = pieces[HOMES[0]]
-    failed = False
-    with environment(INFINITY_FAULTS=f"seed=2,eio=0.05,first_piece={wrap}"):
-        for _ in range(6):
-            model, optimizer = build(HOMES[0], swap)
-            try:
-                infinity.save_checkpoint(tmp_path / "saved", model, optimizer, {"step": 0})
-            except infinity.StorageError:
-                failed = True
-                break
-    assert failed
-    check_resumes({**right, "path": tmp_path / "saved"}, swap)
-    assert len(list((tmp_path / "saved").glob("infinity-*"))) == 1
 
 
 # --------------------------------------------------------------------------------------------------

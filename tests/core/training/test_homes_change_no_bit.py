@@ -174,18 +174,6 @@ def test_simd_unit_changes_no_bit(unit, dtype, on_device, tmp_path):
         check_same_bits(train_at(config), on_device[dtype])
 
 
-@pytest.mark.parametrize("engine", io_engines())
-@pytest.mark.parametrize(
-    "faults", ["seed=3,short_transfer=0.3,delay=0.1,reorder=0.3", "seed=4,short_transfer=0.9"]
-)
-def test_faults_that_heal_change_no_bit(faults, engine, on_device, tmp_path):
-    """Method: shorten, delay and reorder transfers by seed; the bits are those of the run
-    without."""
-    with environment(INFINITY_FAULTS=faults, INFINITY_IO=engine):
-        config = with_least(*a_model(), at_home("nvme", "nvme", tmp_path, param_dtype="bf16"))
-        check_same_bits(train_at(config), on_device["bf16"])
-
-
 @pytest.mark.parametrize(
     "units", [("Block",), ("Attention", "Linear"), ("TinyTransformer",)], ids="-".join
 )

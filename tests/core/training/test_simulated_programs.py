@@ -16,14 +16,16 @@ import pytest
 import sim
 import sim_apart
 from sim_actions import ACTIONS
+from sim_late import draw_late
 from sim_plants import PLANTS
 from sim_program import Program, draw
-from sim_ranks import draw_ranks
+from sim_ranks import KEPT_ACTIONS, OF_RANKS, draw_ranks
 from sim_shrink import shrink
 
 FEW = 40  # programs in `make test`: some ten seconds of a processor
 MANY = 1500
 FEW_OF_RANKS, MANY_OF_RANKS = 4, 100
+MANY_LATE = 100
 MOST_ACTIONS = 6  # of a shrunk program
 KEPT = json.loads(Path(sim.__file__).with_name("kept.json").read_text())
 
@@ -53,9 +55,19 @@ def test_many_programs_break_no_promise(tmp_path):
     assert not failed, said
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_programs_on_the_late_device_break_no_promise(tmp_path):
+    """Streams come late, and memory runs out."""
+    options = ("--late", "--seed", 1, "--programs", MANY_LATE)
+    counts, failed, said = simulated(tmp_path, *options, seconds=1700)
+    assert not failed, said
+    assert counts["OutOfMemoryError in scarce"]
+
+
 @pytest.mark.timeout(400)
 def test_programs_of_two_ranks_break_no_promise(tmp_path):
-    """One comes late, fails alone or is lost."""
+    """One comes late, fails alone, has a disk that fails, or is lost."""
     counts, failed, said = simulated(tmp_path, "--ranks", "--seed", 1, "--programs", FEW_OF_RANKS)
     assert not failed, said
     assert counts["programs"] == FEW_OF_RANKS and counts["PeerError in lost"]
@@ -100,7 +112,7 @@ def test_one_planted_fault_is_found(tmp_path):
     assert [each["kind"] for each in again] == ["bits"]
 
 
-@pytest.mark.parametrize("make", [draw, draw_ranks])
+@pytest.mark.parametrize("make", [draw, draw_ranks, draw_late])
 def test_a_seed_draws_one_program(make):
     """Whatever was drawn before it. A program is its own text."""
     random.seed(1)
@@ -113,7 +125,11 @@ def test_a_seed_draws_one_program(make):
 
 def test_every_action_is_drawn():
     names = {name for seed in range(300) for name, _ in draw(seed).actions}
-    assert names == set(ACTIONS)
+    assert names == set(ACTIONS) - {"scarce"}  # of the late device's memory
+    assert "scarce" in {name for seed in range(20) for name, _ in draw_late(seed).actions}
+    drawn = [draw_ranks(seed) for seed in range(300)]
+    names = {name for program in drawn for name, _ in program.actions}
+    assert names == {*KEPT_ACTIONS, *OF_RANKS, "lost"}
 
 
 def test_shrinking_keeps_what_fails():

@@ -2,7 +2,8 @@
 
     make sim MINUTES=10            programs of seeds 1, 2, 3, ... for ten minutes
     make sim SEED=4711             the program of this seed
-    make sim ARGS=--ranks          programs of two ranks, for a minute
+    make sim ARGS=--ranks          programs of several ranks, for a minute
+    make sim ARGS=--late           programs on the late device, for a minute
     make sim PROGRAM='{...}'       a program as a failure prints it, or one a line
 
 A failure prints the line that replays it, and the shortest program that fails in the same way. The
@@ -26,6 +27,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[3]))
 
 from sim_apart import Outcome, outcomes, prepare
+from sim_late import draw_late
 from sim_plants import PLANTS
 from sim_program import Program, draw
 from sim_ranks import draw_ranks
@@ -40,6 +42,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="how long to play")
     parser.add_argument("--tries", type=int, default=MOST, help="to shrink a failure; 0: as it is")
     parser.add_argument("--ranks", action="store_true", help="programs of two ranks")
+    parser.add_argument("--late", action="store_true", help="programs on the late device")
     parser.add_argument("--plant", choices=PLANTS, help="a fault of the engine, to be found")
     parser.add_argument("--json", type=Path, help="write what was counted to this file")
     args = parser.parse_args()
@@ -80,11 +83,13 @@ def numbered(args: argparse.Namespace) -> Iterator[tuple[int | None, Outcome]]:
     count = 1 if one else args.programs
     ends = time.monotonic() + 60 * args.minutes if args.minutes else None
 
+    make = draw_ranks if args.ranks else draw_late if args.late else draw
+
     def drawn() -> Iterable[Program]:
         for seed in itertools.count(first) if count is None else range(first, first + count):
             if ends is not None and time.monotonic() > ends:
                 return
-            yield draw_ranks(seed) if args.ranks else draw(seed)
+            yield make(seed)
 
     yield from zip(itertools.count(first), outcomes(drawn(), PLANTS.get(args.plant)))
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from sim_device import scarcity
 from sim_models import batch_of, blocks_of, loss_of
 from sim_world import Side
 from torch.optim import swa_utils
@@ -57,7 +58,8 @@ def action(weight: float, **among: Any) -> Callable:
 
 def forward(side: Side, data: int) -> torch.Tensor:
     torch.manual_seed(data)
-    return loss_of(side.model, batch_of(side.model, data))
+    with torch.autocast("cpu", torch.bfloat16, enabled=side.dtype == "autocast"):
+        return loss_of(side.model, batch_of(side.model, data))
 
 
 def backward(side: Side, data: int, parts: int = 1) -> torch.Tensor:
@@ -219,7 +221,7 @@ def edit_weight(side, at, how):
         side.model.state_dict()[name].mul_(0.5)
     elif how == "data of it":
         side.model.state_dict()[name].data.view(-1)[:3].mul_(0.5)
-    elif how == "numpy":
+    elif how == "numpy" and (param.device.type, param.dtype) == ("cpu", torch.float32):
         values = side.model.state_dict()[name].numpy()
         values *= 0.5
     else:
@@ -274,7 +276,10 @@ def new_optimizer(side):
     old = side.optimizer
     params = [each for group in old.param_groups for each in group["params"]]
     old.zero_grad()
-    new = torch.optim.SGD(params, lr=0.0625, momentum=0.5)
+    if side.dtype == "bf16":  # which is stepped as by torch in Adam alone
+        new: Any = torch.optim.Adam(params, lr=0.01, fused=True)
+    else:
+        new = torch.optim.SGD(params, lr=0.0625, momentum=0.5, foreach=False)
     side.optimizer = infinity.wrap_model(side.model, new)[1] if side.is_engine else new
     side.saves.clear()
 
@@ -294,16 +299,20 @@ def load_states(side):
 @action(1.5, read=[False, False, True])
 def average(side, read):
     """Makes a moving average, or updates and reads it."""
-    if side.average is None:
-        if side.is_engine:
-            side.average = infinity.ema(side.model, 0.75)
-        else:
-            blend = swa_utils.get_ema_multi_avg_fn(0.75)
-            side.average = swa_utils.AveragedModel(side.model, multi_avg_fn=blend)
     if side.is_engine:
-        side.average.update()
+        made = side.average or infinity.ema(side.model, 0.75)
+        try:
+            made.update()
+        except BaseException:
+            if side.average is None:
+                with contextlib.suppress(infinity.InfinityError):
+                    made.remove()
+            raise
     else:
-        side.average.update_parameters(side.model)
+        blend = swa_utils.get_ema_multi_avg_fn(0.75)
+        made = side.average or swa_utils.AveragedModel(side.model, multi_avg_fn=blend)
+        made.update_parameters(side.model)
+    side.average = made
     return [value.clone() for value in side.averages().values()] if read else None
 
 
@@ -313,6 +322,7 @@ def average(side, read):
 @action(1, resume=[False, True])
 def park(side, resume):
     """Parks the model, and has it come back at its next use, or at once."""
+    side.optimizer.zero_grad()
     if side.is_engine:
         infinity.park(side.model, side.scratch)
         if resume:
@@ -406,6 +416,16 @@ def faults(side, on):
     """The disk begins to fail, or ends that."""
     if side.is_engine:
         side.disk.turn(on)
+
+
+@action(1, data=1000, kib=[64, 16, 256])
+def scarce(side, data, kib):
+    """Computes gradients while the device has little memory left, and clears them."""
+    is_late = side.is_engine and next(side.model.parameters()).device.type != "cpu"
+    with scarcity(kib) if is_late else contextlib.nullcontext():
+        loss = backward(side, data)
+    side.optimizer.zero_grad()
+    return [loss]
 
 
 @action(1)

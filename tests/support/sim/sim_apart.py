@@ -80,8 +80,8 @@ def outcomes(
 
 def batches(programs: Iterable[Program]) -> Iterator[list[Program]]:
     """Yields the programs of one child each: of several ranks a single one."""
-    for is_one, group in itertools.groupby(programs, lambda program: program.ranks == 1):
-        while batch := list(itertools.islice(group, MOST if is_one else 1)):
+    for kind, group in itertools.groupby(programs, lambda each: (each.ranks == 1, each.late > 0)):
+        while batch := list(itertools.islice(group, MOST if kind[0] else 1)):
             yield batch
 
 
@@ -134,7 +134,10 @@ def play_all(
     """Plays programs, and writes how each ended."""
     if batch[0].ranks == 1:  # ranks are forks of a process that has not used the engine
         (folder / "warm").mkdir()
-        play(WARM, folder / "warm")
+        late = batch[0].late
+        play(
+            dataclasses.replace(WARM, optimizer="SGD", late=late) if late else WARM, folder / "warm"
+        )
     settled = descriptors()
     if before is not None:
         before()

@@ -89,8 +89,9 @@ class Recurrent(nn.Module):
         self.head.weight = self.tokens.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        state, out = torch.zeros(len(ids), self.cell.hidden_size), []
-        for column in self.tokens(ids).unbind(1):
+        rows = self.tokens(ids)
+        state, out = rows.new_zeros(len(ids), self.cell.hidden_size), []
+        for column in rows.unbind(1):
             state = self.cell(column, state)
             out.append(self.head(state))
         return torch.stack(out, 1)
@@ -124,10 +125,12 @@ def build(family: str, seed: int, width: int, blocks: int, odd: int) -> nn.Modul
 
 
 def batch_of(model: nn.Module, number: int) -> torch.Tensor:
-    draws = torch.Generator().manual_seed(number)
+    """Makes a batch where the model is, in its dtype."""
+    draws, like = torch.Generator().manual_seed(number), next(model.parameters())
     if isinstance(model, Chain):
-        return torch.randn(ROWS, model.width, generator=draws)
-    return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=draws)
+        batch = torch.randn(ROWS, model.width, generator=draws)
+        return batch.to(like.device, like.dtype)
+    return torch.randint(VOCABULARY, (ROWS, LENGTH), generator=draws).to(like.device)
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:

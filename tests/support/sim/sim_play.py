@@ -8,9 +8,11 @@ they go on with has to take a step: that is the bound of liveness.
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 import os
 import threading
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from models import environment, leftovers
 from sim_actions import ACTIONS
+from sim_device import late
 from sim_disk import SimulatedDisk
 from sim_models import build
 from sim_program import OPTIMIZERS, Program
@@ -28,6 +31,7 @@ import infinity
 from infinity.errors import CapacityError, CorruptionError, StorageError
 
 SAVED_WITHIN = 30  # seconds that a save, and what it replaced, may take behind a model that is gone
+BEHIND = ("infinity save", "infinity-removal")  # threads; the first starts the second
 PROOF = {  # the step after a disturbance
     **dict.fromkeys(("together", "keep"), False),
     **{"data": 7, "micro": 1, "clip": None, "edit": "", "at": 0, "how": "", "late": ""},
@@ -36,7 +40,11 @@ PROOF = {  # the step after a disturbance
 
 def play(program: Program, folder: Path) -> collections.Counter[str]:
     """Plays ``program``, and returns what there is to count. Raises Wrong."""
-    with SimulatedDisk(program.disk) as disk, environment(INFINITY_IO=program.io):
+    with (
+        late(program.late) if program.late else contextlib.nullcontext(),
+        SimulatedDisk(program.disk) as disk,
+        environment(INFINITY_IO=program.io),
+    ):
         game = Game(program, disk, folder)
         game.run()
     return game.counts
@@ -45,13 +53,20 @@ def play(program: Program, folder: Path) -> collections.Counter[str]:
 def start_of(program: Program) -> Snapshot:
     """Makes the model and its optimizer."""
     model = build(**program.model)
+    if program.dtype == "bf16":
+        model.to(torch.bfloat16)
+    if program.late:
+        model.to("late:0")
     named = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     held_out = [name for name, _ in named[len(named) - program.held_out :]]
     params = [param for name, param in named if name not in held_out]
     for name, param in named:
         param.requires_grad_(name not in held_out)
     make = getattr(torch.optim, program.optimizer)
-    return Snapshot(model, make(params, **OPTIMIZERS[program.optimizer]), None, held_out)
+    options = dict(OPTIMIZERS[program.optimizer])
+    if program.late and program.optimizer == "SGD":
+        options["foreach"] = False
+    return Snapshot(model, make(params, **options), None, held_out)
 
 
 class Game:
@@ -66,8 +81,9 @@ class Game:
     def __init__(self, program: Program, disk: SimulatedDisk, folder: Path):
         self.program, self.disk = program, disk
         self.counts: collections.Counter[str] = collections.Counter()
-        self.plain = Side(start_of(program))
-        self.engine = EngineSide(self.plain, disk, folder, program.room)
+        self.plain = Side(start_of(program), program.dtype)
+        rooms = {"device_memory": program.device_room, "host_memory": program.room}
+        self.engine = EngineSide(self.plain, disk, folder, rooms)
         self.doubtful: set[int] = set()
         self.behind = False  # the last save need not be written yet
 
@@ -108,7 +124,7 @@ class Game:
             self.compare(shown, seen)
             return
         self.counts[f"{type(error).__name__} in {name}"] += 1
-        self.judge(name, error, bool(striker.place))
+        self.judge(given["work"][0] if points else name, error, bool(striker.place))
         forget(error)
         del error
         self.go_on(before)
@@ -147,13 +163,15 @@ class Game:
         """Raises Wrong for an error that nothing here explains."""
         if struck and (MARK in str(error) or is_typed(error)):
             return
+        if name == "scarce" and isinstance(error, torch.OutOfMemoryError):
+            return
         said = f"{type(error).__name__}: {str(error)[:300]}"
         if not is_typed(error):
             where = "".join(traceback.format_exception(error)[-3:])
             raise Wrong("untyped", f"{said}\n{where}")
         if isinstance(error, (StorageError, CorruptionError)) and self.disk.was_on:
             return
-        if isinstance(error, CapacityError) and self.program.room is not None:
+        if isinstance(error, CapacityError) and any(self.engine.rooms.values()):
             return
         if name == "load" and self.doubtful.issuperset(self.plain.saves):
             return  # there is none
@@ -259,9 +277,11 @@ class Game:
             self.plain.average = None
             self.agree(self.plain.snapshot())
         engine.drop()
-        for thread in threading.enumerate():
-            if thread.name in ("infinity save", "infinity-removal"):
-                thread.join(SAVED_WITHIN)
+        until = time.monotonic() + SAVED_WITHIN
+        while behind := [each for each in threading.enumerate() if each.name in BEHIND]:
+            behind[0].join(max(0.0, until - time.monotonic()))
+            if time.monotonic() > until:
+                break
         if left := left_behind(engine.swap):
             raise Wrong("leak", ", ".join(left))
 

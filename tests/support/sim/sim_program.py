@@ -26,15 +26,22 @@ OPTIMIZERS = {
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """What is played. ``config``: options of the wrap; ``room``: host memory, in parts of the least
-    that works; ``disk``: probabilities of faults; ``actions``: a name and its arguments each."""
+    """What is played. ``config``: options of the wrap; ``room``, ``device_room``: host and device
+    memory, in parts of the least that works; ``disk``: probabilities of faults; ``dtype``: of the
+    weights, or "autocast"; ``late``: the share of a late device's jobs that are delayed;
+    ``network``: the share of collectives that a rank comes late to; ``actions``: a name and its
+    arguments each."""
 
     model: dict[str, Any]
     optimizer: str
     config: dict[str, Any]
     actions: tuple[Action, ...]
     room: float | None = None
+    device_room: float | None = None
     disk: dict[str, float] = dataclasses.field(default_factory=dict)
+    dtype: str = ""
+    late: float = 0.0
+    network: dict[str, float] = dataclasses.field(default_factory=dict)
     io: str = "threads"
     held_out: int = 0  # parameters that enter the optimizer later
     ranks: int = 1
@@ -74,7 +81,8 @@ def draw(seed: int) -> Program:
     if disk:
         disk["seed"] = rng.randrange(1 << 30)
     held_out = rng.choice([0, 0, 1, 2]) if family in ("chain", "tied", "mixture") else 0
-    names = [name for name in ACTIONS if name != "faults" or faults]
+    left_out = {"scarce"} if faults else {"scarce", "faults"}
+    names = [name for name in ACTIONS if name not in left_out]
     weights = [ACTIONS[name].weight for name in names]
     chosen = rng.choices(names, weights, k=rng.randrange(4, 13))
     actions = [(name, ACTIONS[name].draw(rng)) for name in chosen]
@@ -87,6 +95,8 @@ def draw(seed: int) -> Program:
         config,
         tuple(actions),
         room=rng.choice([None, 1.0, 1.0, 1.3, 3.0]),
+        device_room=rng.choice([None, None, 1.0, 1.5]),
+        dtype=rng.choice(["", "", "autocast", "bf16"][: 4 if optimizer.startswith("Adam") else 3]),
         disk=disk,
         io=rng.choice(["auto", "threads"]),
         held_out=held_out,
@@ -95,7 +105,8 @@ def draw(seed: int) -> Program:
 
 def on_disk(rng: random.Random) -> dict[str, str]:
     """Draws which of a model's homes is the disk that fails."""
-    params, optimizer = rng.choice([("nvme", "nvme"), ("nvme", "host"), ("host", "nvme")])
+    homes = [("nvme", "nvme"), ("nvme", "host"), ("host", "nvme"), ("hostile", "hostile")]
+    params, optimizer = rng.choice(homes)
     return {"params": params, "optimizer": optimizer}
 
 
@@ -114,4 +125,6 @@ def draw_config(rng: random.Random) -> dict[str, Any]:
         config["recompute"] = True
     if rng.random() < 0.1:
         config["update_threads"] = 1
+    if rng.random() < 0.1:
+        config["audit"] = rng.choice([1.0, 0.25])
     return config

@@ -1,8 +1,11 @@
-"""Programs of several ranks: forks over gloo, of which one may come late, fail alone or be lost.
+"""Programs of several ranks: forks over gloo, of which one may come late, fail alone, have a disk
+that fails, or be lost.
 
 Each rank has a plain side of its own, with the batches of all: its sums have the same bits.
 **meet**: ranks wait for each other beside all that they do with the engine. **lost**: a rank that
-is gone. The others have to be told so by a PeerError.
+is gone. The others have to be told so by a PeerError; then one of them goes on alone, from the last
+save. **bound**: when faults end, ranks have met again within so many tries of a step, each of which
+ends within the limit of the process group.
 """
 
 from __future__ import annotations
@@ -20,43 +23,70 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from models import leftovers
 from prepared import DIES_WITH_PARENT
 from sim_actions import ACTIONS, UsersError, backward, failing
-from sim_disk import SimulatedDisk
+from sim_disk import MILD, SAID, SimulatedDisk
 from sim_models import blocks_of
+from sim_network import SimulatedNetwork
 from sim_play import PROOF, Game, caught
 from sim_program import Program
-from sim_world import Wrong, forget, is_typed
+from sim_world import Snapshot, Wrong, forget, is_typed, typed
 
-from infinity.errors import PeerError
+from infinity.errors import PeerError, StorageError
 
 PATIENCE = timedelta(seconds=20)  # of the process group
 TRIES = 6  # until ranks that diverged have met again
-WORLD = 2
+WORLDS = (2, 2, 2, 2, 4)  # of which averages are exact
 KEPT_ACTIONS = ("step", "evaluate", "edit_weight", "set_rate", "save", "load", "look")
+OF_RANKS = ("late", "alone", "disk_fails")
 HOMES = ("host", "nvme")
 
 
 def draw_ranks(seed: int) -> Program:
-    """Draws a program of two ranks."""
+    """Draws a program of two or four ranks."""
     rng = random.Random(f"ranks {seed}")
+    world = rng.choice(WORLDS)
     optimizer = rng.choice(["AdamW", "Adam", "SGD"])
     odd = rng.randrange(2) if optimizer == "SGD" else 0
     family = rng.choice(["chain", "tied", "adapters"])
     model = {"family": family, "seed": rng.randrange(100), "width": 16, "blocks": 3, "odd": odd}
     config = {"params": rng.choice(HOMES), "optimizer": rng.choice(HOMES)}
     config["shard"] = rng.choice(["parameters", "gradients", "optimizer"])
+    if rng.random() < 0.3:
+        config["activations"] = rng.choice(HOMES)
+    disk, network = {}, {}
+    if "nvme" in config.values():
+        disk = {name: rate for name, rate in MILD.items() if rng.random() < 0.3}
+    fails = "nvme" in (config["params"], config["optimizer"]) and rng.random() < 0.5
+    if fails:
+        disk[rng.choice(SAID)] = rng.choice([0.02, 0.1, 0.5])
+    if disk:
+        disk["seed"] = rng.randrange(1 << 30)
+    if rng.random() < 0.5:
+        network = {"late": rng.choice([0.02, 0.2]), "seed": rng.randrange(1 << 30)}
     actions = []
     for _ in range(rng.randrange(3, 8)):
-        name = rng.choice([*KEPT_ACTIONS, "late", "alone"])
-        if name in ("late", "alone"):
-            given = {"rank": rng.randrange(WORLD), "data": rng.randrange(1000)}
+        name = rng.choice([*KEPT_ACTIONS, "late", "alone", *["disk_fails"] * fails])
+        if name in OF_RANKS:
+            given = {"rank": rng.randrange(world), "data": rng.randrange(1000)}
         else:
             given = ACTIONS[name].draw(rng) | plain_options(name)
         actions.append((name, given))
     if rng.random() < 0.3:
-        actions.append(("lost", {"rank": rng.randrange(WORLD), "data": rng.randrange(1000)}))
-    return Program(model, optimizer, config, tuple(actions), ranks=WORLD)
+        given = {"rank": rng.randrange(world), "at": rng.choice([0, rng.randrange(60)])}
+        actions.append(("lost", given))
+    return Program(
+        model,
+        optimizer,
+        config,
+        tuple(actions),
+        room=rng.choice([None, None, 1.0, 2.0]),
+        disk=disk,
+        dtype=rng.choice(["", "", "autocast"]),
+        network=network,
+        ranks=world,
+    )
 
 
 def plain_options(name: str) -> dict[str, Any]:
@@ -72,20 +102,33 @@ def plain_options(name: str) -> dict[str, Any]:
 class RankGame(Game):
     """One rank's game."""
 
-    def __init__(self, program: Program, disk: SimulatedDisk, folder: Path, rank: int, store: Any):
+    def __init__(
+        self,
+        program: Program,
+        disk: SimulatedDisk,
+        network: SimulatedNetwork,
+        folder: Path,
+        rank: int,
+        store: Any,
+    ):
         own = folder / str(rank)
         own.mkdir(exist_ok=True)
         super().__init__(program, disk, own)
         self.engine.saved = folder / "saved"
-        self.rank, self._store, self._met = rank, store, 0
+        self.rank, self.network, self._store, self._met = rank, network, store, 0
         for side in (self.plain, self.engine):
             side.rank, side.ranks = rank, program.ranks
 
-    def meet(self) -> None:
+    def meet(self, says: bool = False) -> bool:
+        """Waits for the others. Returns whether any of them ``says`` so."""
+        if self.plain.ranks == 1:
+            return says
         self._met += 1
+        self._store.add(f"said {self._met}", int(says))
         if self._store.add(f"met {self._met}", 1) == self.program.ranks:
             self._store.set(f"all {self._met}", "")
         self._store.wait([f"all {self._met}"], 3 * PATIENCE)
+        return self._store.add(f"said {self._met}", 0) > 0
 
     def act(self, name: str, given: dict[str, Any]) -> None:
         if name in ACTIONS:
@@ -94,7 +137,7 @@ class RankGame(Game):
             if given["rank"] == self.rank:
                 time.sleep(0.2)
         else:
-            {"alone": self.alone, "lost": self.lost}[name](**given)
+            {"alone": self.alone, "lost": self.lost, "disk_fails": self.disk_fails}[name](**given)
 
     def alone(self, rank: int, data: int) -> None:
         """Has the user's own code fail on one rank. The others are told; then all go on."""
@@ -131,20 +174,89 @@ class RankGame(Game):
         self.compare(ACTIONS["step"].play(self.plain, **PROOF), seen)
         self.compare(self.plain.tensors(), self.engine.tensors())
 
-    def lost(self, rank: int, data: int) -> None:
-        """Ends one rank. The others have to learn of it."""
+    def disk_fails(self, rank: int, data: int) -> None:
+        """Has the disk of one rank fail, in steps and saves. All are told, and start again from the
+        last save."""
+        before, error = self.plain.snapshot(), None
         if rank == self.rank:
-            os._exit(0)
-        for _ in range(TRIES):
-            error, _ = caught(lambda: ACTIONS["step"].play(self.engine, **PROOF))
+            self.disk.turn(True)
+        for number, name in enumerate(("step", "save", "step", "step")):
+            given = PROOF | {"data": data + number} if name == "step" else {"wait": True}
+            if name == "save":
+                self.doubtful.add(self.plain.number)
+            shown = ACTIONS[name].play(self.plain, **given)
+            error, seen = caught(lambda name=name, given=given: self.play(name, given))
             if error is not None:
                 break
+            self.compare(shown, seen)
+        self.disk.turn(False)
+        if error is not None:
+            explained = StorageError if rank == self.rank else (PeerError, StorageError)
+            if not isinstance(error, explained):
+                raise Wrong("untyped", f"{type(error).__name__}: {error}")
+            self.counts[f"{type(error).__name__} in disk_fails"] += 1
+            forget(error)
+        if self.meet(error is not None):
+            self.start_again(before)
+        self.prove()
+
+    def play(self, name: str, given: dict[str, Any]) -> Any:
+        return ACTIONS[name].play(self.engine, **given)
+
+    def start_again(self, before: Snapshot) -> None:
+        """Drops the model, and has all ranks begin with the last save, or with ``before`` if there
+        is none."""
+        engine, plain = self.engine, self.plain
+        engine.drop()
+        self.meet()
+        refusal = typed(lambda: self.load_anew(max(plain.saves))) if plain.saves else None
+        if not plain.saves or self.meet(refusal is not None):
+            if plain.saves and not self.doubtful.issuperset(plain.saves):
+                raise Wrong("lost", f"the last save does not load: {refusal}")
+            engine.drop()
+            self.meet()
+            plain.restore(before)
+            engine.restore(before)
+            engine.wrap(engine.config)
+            self.counts["started over"] += 1
+        else:
+            self.agree(plain.snapshot())
+            self.counts["went on anew"] += 1
+
+    def lost(self, rank: int, at: int) -> None:
+        """Ends one rank, before its collective ``at``. The others have to learn of it; then the
+        first of them goes on alone, with the last save."""
+        if rank == self.rank:
+            self.network.lose_after(at)
+        for _ in range(TRIES if rank == self.rank else 2 * TRIES):
+            before = self.plain.snapshot()
+            shown = ACTIONS["step"].play(self.plain, **PROOF)
+            error, seen = caught(lambda: self.play("step", PROOF))
+            if error is not None:
+                break
+            self.compare(shown, seen)
+        if rank == self.rank:
+            os._exit(0)
         if not isinstance(error, PeerError):
             raise Wrong("untyped", f"a rank is lost: {type(error).__name__}: {error}")
         self.counts["PeerError in lost"] += 1
         forget(error)
+        del error
         self.engine.drop()
+        if self.rank == min({0, 1} - {rank}):
+            self.go_on_alone(before)
         raise Ended
+
+    def go_on_alone(self, before: Snapshot) -> None:
+        """Goes on as a process of its own, with what all ranks saved."""
+        dist.destroy_process_group()
+        for side in (self.plain, self.engine):
+            side.rank, side.ranks = 0, 1
+        self.start_again(before)
+        self.prove()
+        self.engine.drop()
+        if left := leftovers(self.engine.swap):
+            raise Wrong("leak", f"a dropped model leaves {left}")
 
     def run(self) -> None:
         try:
@@ -156,6 +268,8 @@ class RankGame(Game):
         except Ended:
             pass
         self.counts["actions"] += len(self.program.actions)
+        self.counts["fault late to a collective"] += self.network.late
+        self.counts.update({f"fault {kind}": n for kind, n in self.disk.struck().items() if n})
 
 
 class Ended(Exception):
@@ -211,7 +325,12 @@ def play_rank(program: Program, folder: Path, rank: int) -> dict[str, int]:
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=program.ranks, timeout=PATIENCE
     )
-    with SimulatedDisk(program.disk) as disk:
-        game = RankGame(program, disk, folder, rank, dist.PrefixStore("sim", store))
+    own_disk = program.disk | {"seed": program.disk.get("seed", 0) + 1000 * rank}
+    with (
+        SimulatedDisk(own_disk if program.disk else {}) as disk,
+        SimulatedNetwork(program.network, rank) as network,
+    ):
+        met = dist.PrefixStore("sim", store)
+        game = RankGame(program, disk, network, folder, rank, met)
         game.run()
     return dict(game.counts)

@@ -62,8 +62,11 @@ def plainer(program: Program) -> Iterator[Program]:
     def change(**fields: object) -> Program:
         return dataclasses.replace(program, **fields)
 
-    if program.room is not None:
-        yield change(room=None)
+    for name, plain_value in {"room": None, "device_room": None, "dtype": "", "late": 0.0}.items():
+        if getattr(program, name) != plain_value:
+            yield change(**{name: plain_value})
+    for name in program.network:
+        yield change(network={key: r for key, r in program.network.items() if key != name})
     if program.io != "threads":
         yield change(io="threads")
     if program.held_out:

@@ -52,13 +52,14 @@ class Snapshot(NamedTuple):
 
 
 class Side:
-    """The plain side. ``number``: of the next save; ``rank`` of ``ranks``: whose batches it has."""
+    """The plain side. ``number``: of the next save; ``rank`` of ``ranks``: whose batches it has;
+    ``dtype``: of the weights, or "autocast"."""
 
     is_engine = False
     rank, ranks = 0, 1
 
-    def __init__(self, start: Snapshot):
-        self.number = 0
+    def __init__(self, start: Snapshot, dtype: str = ""):
+        self.number, self.dtype = 0, dtype
         self.restore(start)
 
     @functools.cached_property
@@ -86,7 +87,7 @@ class Side:
         for at, group in enumerate(self.optimizer.param_groups):
             found[f"group {at} lr"] = torch.tensor(float(group["lr"]), dtype=torch.float64)
         found |= {f"average {name}": value for name, value in self.averages().items()}
-        return {name: value.detach().clone() for name, value in found.items()}
+        return {name: value.detach().cpu().clone() for name, value in found.items()}
 
     def averages(self) -> Tensors:
         """Returns the average of what trains."""
@@ -118,14 +119,16 @@ class EngineSide(Side):
 
     is_engine = True
 
-    def __init__(self, plain: Side, disk: SimulatedDisk, folder: Path, room: float | None):
-        self.plain, self.disk, self.folder, self.room = plain, disk, folder, room
+    def __init__(
+        self, plain: Side, disk: SimulatedDisk, folder: Path, rooms: dict[str, float | None]
+    ):
+        self.plain, self.disk, self.folder, self.rooms = plain, disk, folder, rooms
         self.scratch, self.swap, self.saved = folder / "scratch", folder / "swap", folder / "saved"
         for each in (self.scratch, self.swap):
             each.mkdir(exist_ok=True)
         self.is_wrapped = False
         self.loaded: int | None = None  # the save that was loaded last
-        super().__init__(plain.snapshot())
+        super().__init__(plain.snapshot(), plain.dtype)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Takes the model of a snapshot, which is not wrapped: its average is torch's."""
@@ -138,21 +141,24 @@ class EngineSide(Side):
         return self.plain.saves
 
     def wrap(self, config: dict[str, Any]) -> None:
-        """Wraps the model, with ``room`` of host memory."""
+        """Wraps the model, with ``rooms`` of memory."""
         homes = config.get("params", "auto"), config.get("optimizer", "auto")
         more = {key: value for key, value in config.items() if key not in ("params", "optimizer")}
         self.config = config
+        if self.dtype == "bf16":  # as torch steps such weights
+            more = {"master": "none", "moments": "bf16", **more}
         options = at_home(*homes, self.swap, **more)
         if more.get("activations") == "nvme":
             options["nvme_paths"] = [str(self.swap)]
-        if self.room is not None:
-            options["host_memory"] = int(self.least(options) * self.room)
+        for budget, room in self.rooms.items():
+            if room is not None:
+                options[budget] = int(self.least(options, budget) * room)
         self._wrap(options)
 
-    def least(self, options: dict[str, Any]) -> int:
-        """The least host memory that works, as the refusal of one byte says."""
+    def least(self, options: dict[str, Any], budget: str) -> int:
+        """The least memory that works, as the refusal of one byte says."""
         try:
-            self._wrap({**options, "host_memory": 1})
+            self._wrap({**options, budget: 1})
         except infinity.CapacityError as error:
             found = re.search(r"the least that works here is [^()]*\((\d+) bytes\)", str(error))
             if found is None:
