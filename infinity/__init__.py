@@ -174,6 +174,7 @@ seams.EXTENSIONS[:] = (
     "tools.watch.timeline.Timeline",
     "tools.plan.saved.SavedOnPaper",
 )
+seams.LIMITS[:] = ("ext.card.lent.without_gpus",)
 seams.RULES[:] = ("ext.class_step.other_classes.OtherClasses",)
 seams.STAGING_BACKENDS[:] = ("ext.gpu_direct.gpu_direct.GpuDirect",)
 seams.CHANGES[:] = (

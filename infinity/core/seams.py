@@ -30,6 +30,9 @@ FORMS: list[str] = []
 CHANGES: list[str] = []
 # The classes that recognise optimizers beside torch's (:class:`.step.rules.Recogniser`), likewise.
 RULES: list[str] = []
+# The functions that know further limits of memory than :mod:`.machine.limits`, likewise: each
+# returns the bytes that this process may still use, and a description.
+LIMITS: list[str] = []
 # The module that reads other tools' configurations.
 CONFIG_READER = "infinity.ext.migrate.reader"
 

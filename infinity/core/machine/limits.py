@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 
+from .. import seams
 from . import cgroups, processors
 from .sizes import format_nbytes
 
@@ -31,7 +32,8 @@ def memory_left(root: Path = cgroups.ROOT, own: Path = cgroups.OWN) -> int:
 def tightest(root: Path = cgroups.ROOT, own: Path = cgroups.OWN) -> tuple[int, str]:
     """Finds the tightest limit: the bytes that this process may still use, and a description."""
     machine = (psutil.virtual_memory().available, "the machine's free memory")
-    left, what = min([machine, *_of_groups(root, own), *_of_ulimits()])
+    more = (find() for find in seams.classes_of(seams.LIMITS))
+    left, what = min([machine, *_of_groups(root, own), *_of_ulimits(), *more])
     return max(0, left), what
 
 
