@@ -172,6 +172,8 @@ def teacher_on_another_device(model, optimizer):
     for ids in batches(STEPS):
         with torch.no_grad():
             said = teacher(ids.to(OTHER)).to(WHERE)
+        # CUDA orders a copy between two devices on both; this one only where it comes from
+        torch.accelerator.synchronize(OTHER)
         loss = (model(ids.to(WHERE)) - said).float().square().mean()
         loss.backward()
         step(optimizer)
