@@ -85,6 +85,7 @@ class Game:
         rooms = {"device_memory": program.device_room, "host_memory": program.room}
         self.engine = EngineSide(self.plain, disk, folder, rooms)
         self.doubtful: set[int] = set()
+        self.plain.on_disk = self.on_disk
         self.behind = False  # the last save need not be written yet
 
     def run(self) -> None:
@@ -163,7 +164,7 @@ class Game:
         """Raises Wrong for an error that nothing here explains."""
         if struck and (MARK in str(error) or is_typed(error)):
             return
-        if name == "scarce" and isinstance(error, torch.OutOfMemoryError):
+        if name == "scarce" and isinstance(error, (torch.OutOfMemoryError, CapacityError)):
             return
         said = f"{type(error).__name__}: {str(error)[:300]}"
         if not is_typed(error):

@@ -191,8 +191,7 @@ class RankGame(Game):
             self.compare(shown, seen)
         self.disk.turn(False)
         if error is not None:
-            explained = StorageError if rank == self.rank else (PeerError, StorageError)
-            if not isinstance(error, explained):
+            if not isinstance(error, (PeerError, StorageError)):
                 raise Wrong("untyped", f"{type(error).__name__}: {error}")
             self.counts[f"{type(error).__name__} in disk_fails"] += 1
             forget(error)

@@ -57,6 +57,7 @@ class Side:
 
     is_engine = False
     rank, ranks = 0, 1
+    on_disk: Callable[[], list[int]]  # the saves of which one is there, the newest first
 
     def __init__(self, start: Snapshot, dtype: str = ""):
         self.number, self.dtype = 0, dtype
@@ -110,8 +111,13 @@ class Side:
 
     def load(self) -> None:
         self.optimizer.zero_grad()
-        if self.saves and self.saves[max(self.saves)].form() == self.form():
+        if self.is_loadable():
             self.restore(self.saves[max(self.saves)])
+
+    def is_loadable(self) -> bool:
+        """Tells whether every save that may be on the disk has the form of this side."""
+        found = [self.saves[number] for number in self.on_disk()]
+        return bool(found) and all(each.form() == self.form() for each in found)
 
 
 class EngineSide(Side):
@@ -139,6 +145,10 @@ class EngineSide(Side):
     def saves(self) -> dict[int, Snapshot]:
         """Those of the plain side."""
         return self.plain.saves
+
+    @property
+    def on_disk(self) -> Callable[[], list[int]]:
+        return self.plain.on_disk
 
     def wrap(self, config: dict[str, Any]) -> None:
         """Wraps the model, with ``rooms`` of memory."""
@@ -184,8 +194,7 @@ class EngineSide(Side):
 
     def load(self) -> None:
         self.optimizer.zero_grad()
-        saves = self.saves
-        if saves and saves[max(saves)].form() == self.form():
+        if self.is_loadable():
             self.loaded = infinity.load_checkpoint(self.saved, self.model, self.optimizer)
 
     def drop(self) -> None:
