@@ -299,8 +299,8 @@ class Way:
                     " room: choose a schedule with a flush, or more ranks"
                 )
         gathers = self._gathers(rank, plan, units, chunks)
-        # Gradients wait for the last micro-batch if the device has room for all.
-        waits = plan.waiting_nbytes or config.shard == "optimizer"
+        # A pipeline's wait for the last micro-batch; others' if the device has room for all.
+        waits = mesh.pp > 1 or plan.waiting_nbytes or config.shard == "optimizer"
         passes = 1 if waits else self._choice.micro_batches
         edges = edges_of(plan, units, gathers, passes)
         for edge in AWAY.get(job.config.activations, ()):
