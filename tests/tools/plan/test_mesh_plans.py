@@ -270,7 +270,8 @@ def test_a_pipeline_that_is_planned_wraps_and_one_that_is_refused_does_not(tmp_p
     for a device, and four ranks over gloo wrap with the
     same budgets."""
     monkeypatch.setattr(mesh_way, "OnPaper", lambda: make_device(torch.device("cpu"), Traffic()))
-    monkeypatch.setattr(mesh_way.Way, "_activations", lambda *_: (0, 0))  # the engine plans none
+    none = mesh_way.Saved(0, 0, 0, 0)  # the engine plans none
+    monkeypatch.setattr(mesh_way.Way, "_activations", lambda *_: none)
     shape, budgets = MeshShape(2, 2, 1), (500_000, 900_000, 1_100_000, 1_400_000, 4_000_000)
 
     def work() -> list[bool]:
