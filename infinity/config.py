@@ -96,6 +96,10 @@ class Config:
     compile
         Whether each repeated block is compiled by itself until ``unwrap_model``, as by
         ``block.compile()``. Options of ``torch.compile`` in place of True: ``{"dynamic": True}``.
+    fused_loss
+        Whether a cross-entropy of the output layer's logits is computed in parts of the tokens, so
+        that whole logits never exist. Any other use of the logits computes them. Sums are added
+        in another order than without.
     tied
         Pairs of parameter names: the second parameter becomes the first. For models whose ties were
         broken, as by torch's parallelize_module. transformers' and
@@ -139,6 +143,7 @@ class Config:
     speculate: bool = False
     recompute: bool = False
     compile: bool | Mapping[str, Any] = False
+    fused_loss: bool = False
     checksums: bool | str = True
     weights: str | os.PathLike | None = None
     quantize: str | None = None
@@ -287,7 +292,7 @@ class Config:
                 f"share_homes={self.share_homes!r} must be True, False, or None for where it is"
                 " possible"
             )
-        for name in ("speculate", "recompute", "shard_in_node", "compress_gathers"):
+        for name in ("speculate", "recompute", "fused_loss", "shard_in_node", "compress_gathers"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name}={getattr(self, name)!r} must be True or False")
         if not isinstance(self.checksums, bool) and self.checksums != SAMPLED:

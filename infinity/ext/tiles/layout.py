@@ -22,6 +22,7 @@ from ...core.run.replaced_forward import ReplacedForward
 from ...core.seams import Events, Extension, Term
 from ...core.wrap.lay_out import Ways
 from ...core.wrap.partition import Group, RowsAtOnce
+from .fused_loss import install_fused_loss
 from .over_ranks import averaging_nbytes
 from .tiled_layers import install_tiles
 from .tiles import SMALLEST_TILE_NBYTES, candidates
@@ -111,7 +112,8 @@ class TiledLayers(Extension):
         find: Callable[[], ForwardContext],
         blocks: Sequence[tuple[str, nn.Module, list[Any]]],
     ) -> list[ReplacedForward]:
-        """Replaces the forwards of the layers that run in tiles."""
+        """Replaces the forwards of the layers that run in tiles, and of heads whose loss is fused
+        as the configuration asks."""
         rows = {}
         for unit, size in zip(job.units, job.planned.sizes):
             if size.at_once_nbytes:
@@ -119,7 +121,8 @@ class TiledLayers(Extension):
                 (param,) = flat_param.params
                 row_nbytes = param.size(1) * flat_param.spec.dtype.itemsize
                 rows[param] = size.at_once_nbytes // row_nbytes
-        return install_tiles(find, model, rows) if rows else []
+        tiled = install_tiles(find, model, rows) if rows else []
+        return tiled + (install_fused_loss(find, model, rows) if job.config.fused_loss else [])
 
 
 def _can_pass_tiles(ways: Ways, config: Config) -> bool:

@@ -1,7 +1,7 @@
-"""Logits: the output of a head that runs in tiles, computed only when it is used.
+"""Logits: the output of a head, computed only when it is used.
 
 A head's output is often larger than its weight, and mostly goes into one cross-entropy only. The
-loss is then computed from the head's input, tile by tile, without whole logits. Any other use
+loss is then computed from the head's input, in parts, without whole logits. Any other use
 converts the logits to an ordinary tensor first, so models need no change.
 
 node    one lazy tensor: the head's output (the root), or a cast to fp32, view or slice of whole
@@ -80,14 +80,14 @@ WATCHING = (
 class Head:
     """The layer that produces logits.
 
-    ``compute(hidden)`` returns its output, without a graph. ``losses(rows, target, ignore_index)``
-    returns the cross-entropy of each row of 2-d hidden states, 0 for ignored rows. ``check()``
-    raises UsageError if the weights have changed since the forward.
+    ``compute(hidden)`` returns its output, without a graph. ``loss(rows, target, ignore_index,
+    reduction)`` returns the cross-entropy of 2-d hidden states. ``check()`` raises UsageError if
+    the weights have changed since the forward.
     """
 
     width: int
     compute: Make
-    losses: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+    loss: Callable[[torch.Tensor, torch.Tensor, int, str], torch.Tensor]
     check: Callable[[], None]
     context: object  # of the job that has the weights: kept alive until the logits are computed
     is_fused: bool = False  # a loss has been computed without the logits
@@ -169,9 +169,9 @@ class Logits(torch.Tensor):
             for found in tree_leaves((args, kwargs)):
                 if isinstance(found, Logits) and found._head.is_fused:
                     raise UsageError(
-                        "the gradient of logits was asked for, but a loss was computed from them in"
-                        " tiles, without them. Ask before the loss (by retain_grad(), say), or give"
-                        " more device_memory."
+                        "the gradient of logits was asked for, but a loss was computed in parts,"
+                        " without them. Ask before the loss (by retain_grad(), say), or leave out"
+                        " fused_loss and give more device_memory."
                     )
         args, kwargs = tree_map_only(Logits, Logits.whole, (args, kwargs))
         return func(*args, **kwargs)
@@ -265,11 +265,8 @@ class Logits(torch.Tensor):
         ):
             return None  # torch raises its own error
         self._check()
-        losses = self._head.losses(self._hidden, target, ignore_index)
         self._head.is_fused = True
-        if reduction == "none":
-            return losses
-        return losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
+        return self._head.loss(self._hidden, target, ignore_index, reduction)
 
 
 class _Whole(torch.autograd.Function):

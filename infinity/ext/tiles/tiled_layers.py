@@ -1,8 +1,6 @@
 """Tiled layers: compute with a weight larger than the device's budget, one tile at a time.
 
 tile    consecutive rows of a weight; at most one of a layer is on the device
-head    a Linear much wider than its input, or a model's output embedding. Its logits are larger
-        than its weight; if only a cross-entropy uses them, it is computed tile by tile too
 
 The weight is never whole on the device, in forward or backward. Its gradient is accumulated at home
 tile by tile. Sums over tiles are added in another order than a single product adds them.
@@ -12,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +18,9 @@ from torch import nn
 
 from ...core.run.context import ForwardContext
 from ...core.run.replaced_forward import ReplacedForward
-from ...errors import UsageError
-from .lazy_logits import Head, Logits, whole
-from .tiles import HEAD_RATIO, Tiles
+from .heads import head_forward, is_head
+from .lazy_logits import whole
+from .tiles import Tiles
 
 LOGITS_NBYTES = 32 * 1024 * 1024  # of a tile's fp32 logits at once: more tokens are split
 
@@ -267,88 +266,48 @@ def install_tiles(
     return removers
 
 
-def _is_head(module: nn.Module, model: nn.Module) -> bool:
-    if type(module) is not nn.Linear:
-        return False
-    return module.out_features >= HEAD_RATIO * module.in_features or any(
-        module is each for each in _output_embeddings(model)
-    )
+@dataclass(frozen=True)
+class TiledHead:
+    """A head that runs in tiles."""
 
+    tiles: Tiles
 
-def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        if callable(find := getattr(module, "get_output_embeddings", None)):
-            try:
-                yield find()
-            except (NotImplementedError, AttributeError):  # a model without output embeddings
-                continue
+    @property
+    def param(self) -> nn.Parameter:
+        """The weight."""
+        return self.tiles.param
 
+    @property
+    def context(self) -> ForwardContext:
+        """The parts of its job."""
+        return self.tiles.context
 
-class HeadForward:
-    """The forward of a head that runs in tiles. Returns lazy logits if it can."""
+    def product(self, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Computes the logits, without a graph."""
+        return TiledLinear.product(hidden, bias, self.tiles)
 
-    def __init__(self, module: nn.Module, tiles: Tiles, model: nn.Module):
-        self._module, self._tiles = weakref.ref(module), tiles
-        self._around = [
-            weakref.ref(each)
-            for each in model.modules()
-            if any(module is inner for inner in each.modules())
-        ]
+    def root(
+        self,
+        hidden: torch.Tensor,
+        bias: torch.Tensor | None,
+        make: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Returns what ``make(hidden)`` returns, in the graph of the logits."""
+        return TiledLinear.apply(hidden, bias, self.param, self.tiles, make)
 
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        x, bias, tiles = whole(input), self._module().bias, self._tiles
-        dtype = self._dtype(x)
-        if dtype is None:
-            return TiledLinear.apply(x, bias, tiles.param, tiles)
-        # When the logits are computed, the bias may be back at home and autocast may have ended.
-        bias = None if bias is None else bias.clone()
-        where, casts = x.device.type, torch.is_autocast_enabled(x.device.type)
-        handle, version = tiles.handle, tiles.handle.version
-
-        def check() -> None:
-            if tiles.handle is not handle or handle.version != version:
-                raise UsageError(
-                    "logits of a head that runs in tiles were asked for after its weights had"
-                    " changed (by optimizer.step(), or the model was unwrapped): they are computed"
-                    " when they are used first. Use them before the step."
-                )
-
-        def compute(hidden: torch.Tensor) -> torch.Tensor:
-            with torch.no_grad(), torch.autocast(where, dtype, enabled=casts):
-                return TiledLinear.product(hidden, bias, tiles)
-
-        def losses(rows: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-            with torch.autocast(where, dtype, enabled=casts):
-                return TiledCrossEntropy.apply(rows, bias, target, tiles.param, ignore_index, tiles)
-
-        head = Head(tiles.param.shape[0], compute, losses, check, tiles.context)
-        root = TiledLinear.apply(
-            x, bias, tiles.param, tiles, lambda _: Logits(head, x, dtype, compute)
-        )
-        root._is_tracked = root.requires_grad
-        return root
-
-    def _dtype(self, x: torch.Tensor) -> torch.dtype | None:
-        """Returns the dtype of lazy logits, or None if they must be computed now."""
-        dtype = self._tiles.handle.flat_param.spec.dtype
-        if torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-        elif x.dtype != dtype:
-            return None  # torch raises its own error
-        if (
-            type(x) is not torch.Tensor
-            or x.dim() < 2
-            or x.shape[-1] != self._tiles.param.shape[1]
-            or torch.is_inference_mode_enabled()
-        ):
-            return None
-        # A checkpoint must return, and a module's backward hooks must get, an ordinary tensor.
-        heard = any(
-            each._backward_hooks or each._backward_pre_hooks
-            for ref in self._around
-            if (each := ref()) is not None
-        )
-        return None if heard or x.is_inference() or self._tiles.context.is_recomputed() else dtype
+    def loss(
+        self,
+        rows: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        ignore_index: int,
+        reduction: str,
+    ) -> torch.Tensor:
+        """Computes the cross-entropy of rows of hidden states."""
+        losses = TiledCrossEntropy.apply(rows, bias, target, self.param, ignore_index, self.tiles)
+        if reduction == "mean":
+            return losses.sum() / (target != ignore_index).sum()
+        return losses if reduction == "none" else losses.sum()
 
 
 def _forward(
@@ -375,14 +334,11 @@ def _forward(
         def linear(input: torch.Tensor) -> torch.Tensor:
             return TiledLinear.apply(whole(input), reference().bias, tiles.param, tiles)
 
-        if not _is_head(module, model):
-            return linear
-        lazily = torch.compiler.disable(HeadForward(module, tiles, model).__call__)
-
-        def logits(input: torch.Tensor) -> torch.Tensor:
-            return linear(input) if torch.compiler.is_compiling() else lazily(input)
-
-        return logits
+        return (
+            head_forward(module, TiledHead(tiles), model, linear)
+            if is_head(module, model)
+            else linear
+        )
 
     @torch.compiler.disable
     def conv1d(x: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """What the tests of logits share: pairs of models that are used alike.
 
-Words used here: see `test_logits` (pair, fused, whole).
+Words used here: see `test_logits` (pair, fused, whole, way).
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.ext.tiles import tiled_layers
+from infinity.ext.tiles import fused_loss, tiled_layers
 
 SEED, DEVICE = 12, 272 * 1024
 WIDTH, VOCAB = 64, 2100  # 9 tiles, the last one ragged
+WAYS = {"tiles": {"device_memory": DEVICE}, "fused loss": {"fused_loss": True}}
 no_grad, inference = torch.no_grad(), torch.inference_mode()
 
 
@@ -43,19 +44,28 @@ class Model(nn.Module):
         return self.head(h) if self.around is None else checkpoint(self.head, h, **self.around)
 
 
+@pytest.fixture(autouse=True, params=WAYS)
+def way(request, monkeypatch) -> str:
+    """How the heads of this test compute."""
+    monkeypatch.setattr(wrap, "way", WAYS[request.param])
+    return request.param
+
+
 @pytest.fixture(autouse=True)
 def counts(monkeypatch) -> dict[str, int]:
     found = {"fused": 0, "whole": 0}
 
-    def count(function: type, method: str, key: str) -> None:
+    def count(function: type, method: str, key: str, *, bound: bool = False) -> None:
         def counted(*args, own=getattr(function, method)):
             found[key] += 1
             return own(*args)
 
-        monkeypatch.setattr(function, method, staticmethod(counted))
+        monkeypatch.setattr(function, method, counted if bound else staticmethod(counted))
 
-    count(tiled_layers.TiledCrossEntropy, "forward", "fused")
+    for function in (tiled_layers.TiledCrossEntropy, fused_loss.FusedCrossEntropy):
+        count(function, "forward", "fused")
     count(tiled_layers.TiledLinear, "product", "whole")
+    count(fused_loss.FusedHead, "product", "whole", bound=True)
     torch._dynamo.reset()
     return found
 
@@ -67,14 +77,18 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer | None:
 
 def wrap(model: nn.Module, folder=None, home: str = "host", **more):
     paths = {"nvme_paths": [str(folder)]} if folder else {}
-    settings = paths | at_home(home, home, folder, device_memory=DEVICE) | more
+    settings = paths | at_home(home, home, folder, **wrap.way) | more
     return infinity.wrap_model(model, sgd(model), settings)
+
+
+wrap.way = WAYS["tiles"]
 
 
 def pair(build=Model, *config, **more) -> tuple[nn.Module, nn.Module]:
     ours, plain = seeded(SEED, build), seeded(SEED, build)
     ours.kept = [wrap(ours, *config, **more)[1]]  # the optimizer, as long as the model lives
-    assert any(unit.at_once_nbytes for unit in parts_of(ours).planned.sizes)
+    tiled = any(unit.at_once_nbytes for unit in parts_of(ours).planned.sizes)
+    assert tiled == ("device_memory" in wrap.way)
     return ours, plain
 
 
