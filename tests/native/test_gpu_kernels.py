@@ -279,7 +279,7 @@ load_stand_in(Path({stand_in.__file__!r})).step(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert (done.returncode == 0) == ends_well, done.stderr

@@ -29,7 +29,7 @@ def program() -> Path:
 def output_of(program: Path, *flags: str) -> str:
     """What the program writes to standard output."""
     done = subprocess.run(
-        [program, *flags], capture_output=True, text=True, timeout=120, check=True
+        [program, *flags], capture_output=True, text=True, timeout=280, check=True
     )
     return done.stdout
 
@@ -100,7 +100,7 @@ def test_without_the_library_the_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "sh").symlink_to("/bin/sh")
     monkeypatch.setenv("PATH", str(tmp_path))
     command = [sys.executable, TOOL]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 2 and done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert "apt install libbenchmark-dev" in line

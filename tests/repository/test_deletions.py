@@ -56,7 +56,7 @@ def train_without(folder: Path, deleted: set[str]) -> str:
         env=os.environ | {"PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
     )
     return done.stdout.strip() if done.returncode == 0 else done.stderr
 

@@ -75,7 +75,7 @@ class Slurm:
             cwd=self.folder,  # from which jobs are submitted
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=280,
             check=False,
         )
         assert done.returncode == 0, (command, done.stdout, done.stderr)

@@ -424,7 +424,7 @@ def test_a_signal_leaves_a_resumable_checkpoint_and_no_swap_files(signum, status
         time.sleep(0.1)
     assert not list((place / "nvme").iterdir())
     child.send_signal(signum)
-    said = child.communicate(timeout=60)[0]
+    said = child.communicate(timeout=280)[0]
     assert child.returncode == status and "--resume continues" in said, said
     step = int(said.split("Interrupted after step ")[1].split()[0])
     assert not list((place / "nvme").iterdir()) and sorted(
@@ -435,7 +435,7 @@ def test_a_signal_leaves_a_resumable_checkpoint_and_no_swap_files(signum, status
     while (line := again.stdout.readline()) and "Continuing from step" not in line:
         pass
     again.send_signal(signal.SIGTERM)
-    again.communicate(timeout=100)
+    again.communicate(timeout=280)
     assert f"Continuing from step {step} " in line
 
 
@@ -642,7 +642,7 @@ def test_a_reader_that_ends_first_is_no_error(place):
     command = [sys.executable, "-m", "infinity", "plan", "--model", "model.json"]
     read, write = os.pipe()
     os.close(read)
-    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=100)
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, timeout=280)
     os.close(write)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
