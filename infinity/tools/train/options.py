@@ -141,6 +141,10 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         help="home of what the forward saves for the backward (default auto)",
     )
     add("--micro-batch", **NUMBER, help="run each layer on N samples at a time (default all)")
+    add("--compile", **FLAG, help="compile each repeated block by itself, by torch.compile")
+    add(
+        "--fused-loss", **FLAG, help="compute the loss in parts of the tokens, without whole logits"
+    )
     add(
         "--nvme-path",
         action="append",

@@ -54,6 +54,8 @@ def engine_settings(args: argparse.Namespace, *, plans: bool = False) -> dict[st
         "activations": args.activations,
         "shard": getattr(args, "shard", None),  # `infinity plan` has no such option
         "micro_batch": args.micro_batch,
+        "compile": getattr(args, "compile", None) or None,
+        "fused_loss": getattr(args, "fused_loss", None) or None,
         "device": getattr(args, "device", None),
         "trace": args.trace and str(args.trace),
         "audit": getattr(args, "audit", None),
