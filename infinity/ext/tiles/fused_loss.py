@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,7 @@ from ...core.run.context import ForwardContext
 from ...core.run.replaced_forward import ReplacedForward, own_forward
 from ...core.units.forms import is_plain
 from ...errors import UsageError
-from .heads import head_forward, is_head
+from .heads import HeadWay, head_forward, is_head
 from .tiles import HEAD_RATIO
 
 logger = logging.getLogger(__name__)
@@ -127,17 +126,8 @@ class _Deferred(torch.autograd.Function):
         return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None
 
 
-@dataclass(frozen=True)
-class FusedHead:
+class FusedHead(HeadWay):
     """A head whose weight is whole."""
-
-    find_context: Callable[[], ForwardContext]
-    param: nn.Parameter
-
-    @property
-    def context(self) -> ForwardContext:
-        """The parts of its job. Raises UsageError if the engine is gone."""
-        return self.find_context()
 
     def product(self, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Computes the logits, without a graph."""

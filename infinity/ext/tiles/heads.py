@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -20,19 +20,21 @@ from .lazy_logits import Head, Logits, whole
 from .tiles import HEAD_RATIO
 
 
-class HeadWay(Protocol):
-    """How a head computes: in tiles, or with its whole weight."""
+@dataclass(frozen=True)
+class HeadWay:
+    """How a head computes with its weight ``param``: in tiles, or with all of it."""
 
-    @property
-    def param(self) -> nn.Parameter:
-        """The weight."""
+    find_context: Callable[[], ForwardContext]
+    param: nn.Parameter
 
     @property
     def context(self) -> ForwardContext:
-        """The parts of its job."""
+        """The parts of its job. Raises UsageError if the engine is gone."""
+        return self.find_context()
 
     def product(self, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Computes the logits, without a graph."""
+        raise NotImplementedError
 
     def root(
         self,
@@ -41,6 +43,7 @@ class HeadWay(Protocol):
         make: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """Returns what ``make(hidden)`` returns, in the graph of the logits."""
+        raise NotImplementedError
 
     def loss(
         self,
@@ -51,6 +54,7 @@ class HeadWay(Protocol):
         reduction: str,
     ) -> torch.Tensor:
         """Computes the cross-entropy of rows of hidden states."""
+        raise NotImplementedError
 
 
 def is_head(module: nn.Module, model: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch import nn
 
 from ...core.run.context import ForwardContext
 from ...core.run.replaced_forward import ReplacedForward
-from .heads import head_forward, is_head
+from .heads import HeadWay, head_forward, is_head
 from .lazy_logits import whole
 from .tiles import Tiles
 
@@ -267,20 +267,10 @@ def install_tiles(
 
 
 @dataclass(frozen=True)
-class TiledHead:
+class TiledHead(HeadWay):
     """A head that runs in tiles."""
 
     tiles: Tiles
-
-    @property
-    def param(self) -> nn.Parameter:
-        """The weight."""
-        return self.tiles.param
-
-    @property
-    def context(self) -> ForwardContext:
-        """The parts of its job."""
-        return self.tiles.context
 
     def product(self, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Computes the logits, without a graph."""
@@ -335,7 +325,7 @@ def _forward(
             return TiledLinear.apply(whole(input), reference().bias, tiles.param, tiles)
 
         return (
-            head_forward(module, TiledHead(tiles), model, linear)
+            head_forward(module, TiledHead(tiles.find_context, tiles.param, tiles), model, linear)
             if is_head(module, model)
             else linear
         )
