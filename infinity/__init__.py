@@ -188,6 +188,11 @@ seams.FORMS[:] = ("ext.dtensor.dtensors.DTensorForm",)
 _ROOMS = ("data", "integrations", "parallel")  # whose functions are called by their room's name
 
 
+def __dir__() -> list[str]:
+    """Lists what is loaded when it is asked for, too."""
+    return [*__all__, "__version__"]
+
+
 def __getattr__(name: str):
     if name in _ROOMS:
         return importlib.import_module(f".{name}", __name__)

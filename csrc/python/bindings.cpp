@@ -41,7 +41,9 @@ void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const StorageError& error) {
-    raise_python("StorageError", py::make_tuple(error.error_number, error.what(), error.path));
+    raise_python("StorageError",
+                 error.path.empty() ? py::make_tuple(error.error_number, error.what())
+                                    : py::make_tuple(error.error_number, error.what(), error.path));
   } catch (const CorruptionError& error) {
     raise_python("CorruptionError", py::make_tuple(error.what()));
   } catch (const UsageError& error) {
