@@ -41,9 +41,8 @@ void translate(std::exception_ptr pointer) {
   try {
     if (pointer) std::rethrow_exception(pointer);
   } catch (const StorageError& error) {
-    raise_python("StorageError",
-                 error.path.empty() ? py::make_tuple(error.error_number, error.what())
-                                    : py::make_tuple(error.error_number, error.what(), error.path));
+    const py::object path = error.path.empty() ? py::object(py::none()) : py::str(error.path);
+    raise_python("StorageError", py::make_tuple(error.error_number, error.what(), path));
   } catch (const CorruptionError& error) {
     raise_python("CorruptionError", py::make_tuple(error.what()));
   } catch (const UsageError& error) {
