@@ -27,7 +27,8 @@ set -euo pipefail
 GPUS=${SLURM_GPUS_ON_NODE:-${GPUS:-8}}
 HOSTS=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 FIRST=${HOSTS%%$'\n'*} # not by a pipe to head, which may end scontrol, and with it this script
-# Swap files belong on a disk of the machine itself, not on a network: $SLURM_TMPDIR is found without being named.
+# Swap files go to $INFINITY_SCRATCH, else to a disk of the machine: $SLURM_TMPDIR, where a cluster sets it, or /tmp.
+# This folder has measurements and the status of runs: `INFINITY_CACHE=cache infinity top` shows the job.
 export INFINITY_CACHE="${SLURM_SUBMIT_DIR:-.}/cache"
 # For scripts of your own: torchrun's store outlives its ranks, which would find the address of one that died.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

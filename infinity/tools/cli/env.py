@@ -111,6 +111,8 @@ def _memlock() -> Finding:
 
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
+    if os.geteuid() == 0:
+        text += ", which root is exempt from: look as a user, too"
     engine = native.make_io_engine()
     if engine.backend != "uring":
         return Finding("fixed buffers", "none: they need io_uring", "see io")
@@ -300,6 +302,7 @@ def _disk(folder: str) -> list[Finding]:
     from infinity import native
     from infinity.errors import InfinityError
 
+    from ...core.machine import disk_profile
     from ...core.machine.sizes import format_nbytes
 
     name = f"disk {folder}"
@@ -314,6 +317,9 @@ def _disk(folder: str) -> list[Finding]:
             Finding(name, f"cannot be used: {error}", "name a folder that exists and is writable")
         ]
     free = f"{format_nbytes(usage.free)} free of {format_nbytes(usage.total)}"
+    if (kind := disk_profile.file_system(folder)) in disk_profile.IN_MEMORY:
+        remedy = "what has its home there takes memory: name a folder on a disk"
+        return [Finding(name, f"{free}, but {kind} is memory", remedy)]
     if direct:
         return [Finding(name, f"{free}, O_DIRECT")]
     return [

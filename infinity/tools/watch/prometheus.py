@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, InfinityError, StorageError
-from .run_files import is_number
+from .run_files import has_ended, is_number
 
 BEGIN = b"# HELP infinity_"
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -40,7 +40,12 @@ class Metric:
     table: str | None = None
 
 
-RUNNING = Metric("infinity_running", "gauge", "1 while a process of the run lives", "running")
+RUNNING = Metric(
+    "infinity_running",
+    "gauge",
+    "1 while a process of the run lives, and has not ended the run",
+    "running",
+)
 METRICS = (
     Metric("infinity_status_timestamp_seconds", "gauge", "Unix time of the status", "at"),
     Metric("infinity_steps_total", "counter", "steps that the loop has taken", "step"),
@@ -109,7 +114,9 @@ def text_of(jobs: list[dict[str, Any]]) -> str:
     numbers are left out."""
     lines: list[str] = []
     names = [Path(job["folder"]).name for job in jobs]
-    running = [({"run": name}, job["running"]) for name, job in zip(names, jobs)]
+    running = [
+        ({"run": name}, job["running"] and not has_ended(job)) for name, job in zip(names, jobs)
+    ]
     _add(lines, RUNNING, [(labels, float(is_on)) for labels, is_on in running])
     ranks = [
         ({"run": name, "rank": str(status.get("rank", 0))}, status)

@@ -129,6 +129,13 @@ def is_running(folder: Path) -> bool:
     return any(process_of(status).is_running for status in here) or len(here) < len(found)
 
 
+def has_ended(job: dict[str, Any]) -> bool:
+    """Tells whether every rank of a job has said that it ended."""
+    return bool(job["ranks"]) and all(
+        str(status.get("phase", "")).startswith("ended") for status in job["ranks"]
+    )
+
+
 def runs(root: Path) -> list[Path]:
     """Lists the runs in ``root``, newest first."""
     found: list[tuple[float, Path]] = []

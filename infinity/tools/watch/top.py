@@ -140,16 +140,19 @@ def _folded(line: str) -> list[str]:
 
 
 def _lines(jobs: list[dict[str, Any]], rating: float | None) -> Iterator[str]:
+    from ...core.machine import disk_profile
+    from . import run_files
+
     if not jobs:
         yield (
-            "No running job is found: `infinity train` is one once its model is built, and a loop"
-            " with infinity.Watch(model)."
+            f"No running job is found in {disk_profile.cache_folder() / 'runs'}: `infinity train`"
+            " is one once its model is built, and a loop with infinity.Watch(model). A job with"
+            " another INFINITY_CACHE is in that folder's runs."
         )
     for job in jobs:
-        is_over = job["ranks"] and all(
-            str(status.get("phase", "")).startswith("ended") for status in job["ranks"]
-        )
-        state = ("ended, its process runs" if is_over else "running") if job["running"] else "over"
+        state = "running" if job["running"] else "over"
+        if job["running"] and run_files.has_ended(job):
+            state = "ended, its process runs"
         yield f"{_shortened(job['folder'], WIDTH - len(state) - 2)}  {state}"
         if "refused" in job:
             yield f" {job['refused']}"

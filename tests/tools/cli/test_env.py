@@ -14,6 +14,7 @@ import torch
 
 import infinity
 from infinity import native
+from infinity.core.machine import disk_profile
 from infinity.ext.gpu_direct import direct_storage
 from infinity.tools import cli
 from infinity.tools.cli import env
@@ -59,6 +60,15 @@ def test_a_lesser_choice_comes_with_its_remedy(capsys, monkeypatch, tmp_path):
         assert "INFINITY_SIMD" in found["simd"]["remedy"]
     if not native.uring_refusal():
         assert "INFINITY_IO" in found["io"]["remedy"]
+
+
+def test_a_folder_in_memory_is_told(capsys, tmp_path):
+    # Twin: one on a disk, where the tests' own folder is one.
+    own = disk_profile.file_system(str(tmp_path)) in disk_profile.IN_MEMORY
+    for folder, is_memory in (("/dev/shm", True), (str(tmp_path), own)):
+        found = findings(capsys, "--nvme-path", folder)[f"disk {folder}"]
+        assert ("is memory" in found["value"]) == is_memory
+        assert ("takes memory" in (found["remedy"] or "")) == is_memory
 
 
 @pytest.mark.parametrize("folder", ["missing", "file"])

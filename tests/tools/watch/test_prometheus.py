@@ -71,6 +71,8 @@ def test_the_text_has_every_figure_of_every_rank():
     of = [("rank", "0"), ("run", "node7-1")]
     edge, tier = ("edge", "nvme->host"), ("tier", "host")
     assert found["infinity_running", ("run", "node7-1")] == 1
+    over = samples(text_of(jobs(STATUS | {"phase": "ended: 7 steps"})))
+    assert over["infinity_running", ("run", "node7-1")] == 0
     assert found["infinity_steps_total", *of] == 7
     assert found["infinity_steps_total", ("rank", "1"), ("run", "node7-1")] == 6
     assert found["infinity_loss", *of] == 2.5
