@@ -162,7 +162,9 @@ def _gpu(torch, folders: list[str]) -> list[Finding]:
 
     from ...ext.gpu_direct import direct_storage
 
-    if torch.cuda.is_available() or direct_storage.has_gpu() or native.cuda_driver()[0]:
+    # A driver that is too old is told, too: torch does not see its GPU.
+    has_driver = not native.cuda_driver()[1].startswith("no CUDA driver")
+    if torch.cuda.is_available() or direct_storage.has_gpu() or has_driver:
         return [_cuda(torch), _driver(), _kernels(), *_direct_storage(folders)]
     targets = native.kernel_targets()
     inside = f"; cuda kernels are inside, for {_told(targets)}" if targets else ""

@@ -91,7 +91,7 @@ def test_a_folder_that_cannot_be_used_is_a_finding_and_not_an_error(folder, caps
 def test_kernels_of_a_gpu_are_named_also_without_one(targets, told, monkeypatch):
     # Method: kernels for other GPUs are built in; the twin has none.
     monkeypatch.setattr(native, "kernel_targets", lambda: targets)
-    monkeypatch.setattr(native, "cuda_driver", lambda: (0, "none here"))
+    monkeypatch.setattr(native, "cuda_driver", lambda: (0, "no CUDA driver: none here"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(direct_storage, "has_gpu", lambda: False)
     [found] = env._gpu(torch, [])
