@@ -200,7 +200,7 @@ class _Call:
             args, kwargs = values.arguments(self.args, self.kwargs)
             try:
                 result = self._at_rest(self.func(*args, **kwargs), values, touched)
-            except Exception as error:  # noqa: BLE001 - torch's own: nothing is to be repaired
+            except BaseException as error:  # noqa: BLE001 - torch's own: nothing is to be repaired
                 failure = error
             finally:
                 self._note_uncounted(touched, written, failed=failure is not None)

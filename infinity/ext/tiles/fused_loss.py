@@ -7,8 +7,10 @@ over parts are in fp32.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +19,9 @@ from torch import nn
 from ...core.run.context import ForwardContext
 from ...core.run.replaced_forward import ReplacedForward, own_forward
 from ...core.units.forms import is_plain
+from ...core.units.handle import handle_of
 from ...errors import UsageError
-from .heads import HeadWay, head_forward, is_head
+from .heads import HeadWay, head_forward, is_head, output_embeddings, replaced
 from .tiles import HEAD_RATIO
 
 logger = logging.getLogger(__name__)
@@ -32,7 +35,9 @@ class FusedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, target, ignore_index: int, reduction: str, dtype):
-        counted, ctx.dtype, ctx.is_late = target != ignore_index, dtype, reduction == "none"
+        counted, ctx.dtype = target != ignore_index, dtype
+        # Each row has a gradient of its own, or fp16 needs the scale that comes with it.
+        ctx.is_late = reduction == "none" or torch.float16 in (dtype, x.dtype, weight.dtype)
         target = target.where(counted, 0)
         number = counted.sum() if reduction == "mean" else torch.ones((), device=x.device)
         losses, grads = _in_parts(
@@ -45,11 +50,12 @@ class FusedCrossEntropy(torch.autograd.Function):
             [needed and not ctx.is_late for needed in ctx.needs_input_grad[:3]],
         )
         losses.masked_fill_(~counted, 0)
-        if ctx.is_late:  # each row has a gradient of its own
-            ctx.save_for_backward(x, weight, bias, target, counted)
-            return losses
-        ctx.save_for_backward(*grads)
-        return losses.sum() / number
+        if ctx.is_late:
+            ctx.save_for_backward(x, bias, target, counted, number)
+            ctx.weight = weight
+        else:
+            ctx.save_for_backward(*grads)
+        return losses if reduction == "none" else losses.sum() / number
 
     @staticmethod
     def backward(ctx, dy):
@@ -59,8 +65,8 @@ class FusedCrossEntropy(torch.autograd.Function):
                 " fused_loss."
             )
         if ctx.is_late:
-            *given, target, counted = ctx.saved_tensors
-            scale = dy.where(counted, 0)
+            x, bias, target, counted, number = ctx.saved_tensors
+            scale, given = (dy / number).where(counted, 0), (x, ctx.weight, bias)
             _, grads = _in_parts(*given, target, scale, ctx.dtype, ctx.needs_input_grad[:3])
             return *grads, *[None] * 4
         return *(None if grad is None else grad * dy for grad in ctx.saved_tensors), *[None] * 4
@@ -107,31 +113,46 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, make: Callable[[torch.Tensor], torch.Tensor]):
-        ctx.save_for_backward(x, weight, bias)
+        ctx.save_for_backward(x)
+        ctx.of_head = weight, bias  # copies, which no budget of activations is for
         return make(x)
 
     @staticmethod
     def backward(ctx, dy):
-        x, weight, bias = ctx.saved_tensors
+        x, weight, bias = *ctx.saved_tensors, *ctx.of_head
         with torch.enable_grad():
             given = [
                 None if each is None else each.detach().requires_grad_(needed)
                 for each, needed in zip((x, weight, bias), ctx.needs_input_grad)
             ]
             where, dtype = x.device.type, dy.dtype
-            with torch.autocast(where, dtype, enabled=dtype != x.dtype):
+            casts = any(each.dtype != dtype for each in given if each is not None)
+            with torch.autocast(where, dtype, enabled=casts):
                 out = F.linear(*given)
             wanted = [each for each in given if each is not None and each.requires_grad]
             found = iter(torch.autograd.grad(out, wanted, dy))
         return *(next(found) if needed else None for needed in ctx.needs_input_grad[:3]), None
 
 
+@dataclass(frozen=True)
 class FusedHead(HeadWay):
-    """A head whose weight is whole."""
+    """A head whose weight is whole. ``weight``: a copy, for as long as the logits live: when their
+    loss is computed, the parameter may be back at home, where one rank alone cannot read it."""
+
+    weight: torch.Tensor | None = None
+
+    def is_worth(self, hidden: torch.Tensor) -> bool:
+        """Tells whether the logits are for a backward, or larger than the copy, which the few
+        tokens of a generation are not."""
+        return torch.is_grad_enabled() or hidden.numel() >= hidden.shape[-1] ** 2
+
+    def held(self) -> FusedHead:
+        """Returns one with a copy of the weight."""
+        return dataclasses.replace(self, weight=self.param.clone())
 
     def product(self, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Computes the logits, without a graph."""
-        logits = F.linear(hidden, self.param, bias)
+        logits = F.linear(hidden, self.weight, bias)
         # A view that a Function returns may not be written to.
         return torch.ops.aten._unsafe_view(logits, logits.shape)
 
@@ -142,7 +163,7 @@ class FusedHead(HeadWay):
         make: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         """Returns what ``make(hidden)`` returns, in the graph of the logits."""
-        return _Deferred.apply(hidden, self.param, bias, make)
+        return _Deferred.apply(hidden, self.weight, bias, make)
 
     def loss(
         self,
@@ -158,7 +179,7 @@ class FusedHead(HeadWay):
             dtype = torch.get_autocast_dtype(where)
         with torch.autocast(where, enabled=False):
             return FusedCrossEntropy.apply(
-                rows, self.param, bias, target, ignore_index, reduction, dtype
+                rows, self.weight, bias, target, ignore_index, reduction, dtype
             )
 
 
@@ -167,14 +188,14 @@ def install_fused_loss(
 ) -> list[ReplacedForward]:
     """Replaces the forward of every head but those with a weight of ``without``. Returns the
     replacements."""
-    heads = [
-        module
-        for module in model.modules()
-        if is_head(module, model)
-        and module.weight not in without
-        and is_plain(module.weight)
-        and "forward" not in module.__dict__
-    ]
+    outputs = output_embeddings(model)
+    heads = []
+    for module in outputs or model.modules():
+        weight = None if "forward" in module.__dict__ else module._parameters.get("weight")
+        if weight is None or weight in without or not is_head(module, outputs):
+            continue
+        if handle_of(weight) is not None and is_plain(weight):
+            heads.append(module)
     if not heads and not without:
         logger.warning(
             "fused_loss has no effect: %s has no output layer, an nn.Linear with at least %d times"
@@ -183,8 +204,9 @@ def install_fused_loss(
             HEAD_RATIO,
         )
     return [
-        ReplacedForward(
+        replaced(
             module,
+            module.weight,
             head_forward(module, FusedHead(find, module.weight), model, own_forward(module)),
         )
         for module in heads

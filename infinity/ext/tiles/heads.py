@@ -7,13 +7,14 @@ head    a Linear much wider than its input, or a model's output embedding. Its l
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from ...core.run.context import ForwardContext
+from ...core.run.replaced_forward import ReplacedForward, living, own_forward
 from ...core.units.handle import handle_of
 from ...errors import UsageError
 from .lazy_logits import Head, Logits, whole
@@ -31,6 +32,14 @@ class HeadWay:
     def context(self) -> ForwardContext:
         """The parts of its job. Raises UsageError if the engine is gone."""
         return self.find_context()
+
+    def is_worth(self, hidden: torch.Tensor) -> bool:
+        """Tells whether lazy logits of these hidden states save memory."""
+        return True
+
+    def held(self) -> HeadWay:
+        """Returns what computes the same after the layer's forward, in which this is called."""
+        return self
 
     def product(self, hidden: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Computes the logits, without a graph."""
@@ -57,22 +66,40 @@ class HeadWay:
         raise NotImplementedError
 
 
-def is_head(module: nn.Module, model: nn.Module) -> bool:
-    """Tells whether ``module``, of ``model``, is a head."""
+def is_head(module: nn.Module, outputs: Sequence[nn.Module]) -> bool:
+    """Tells whether ``module`` is a head, of a model with these output embeddings."""
     if type(module) is not nn.Linear:
         return False
     return module.out_features >= HEAD_RATIO * module.in_features or any(
-        module is each for each in _output_embeddings(model)
+        module is each for each in outputs
     )
 
 
-def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+def output_embeddings(model: nn.Module) -> list[nn.Module]:
+    """Lists the layers that a model, or a part of it, names as its output."""
+    found = []
     for module in model.modules():
         if callable(find := getattr(module, "get_output_embeddings", None)):
             try:
-                yield find()
+                found.append(find())
             except (NotImplementedError, AttributeError):  # a model without output embeddings
                 continue
+    return list(dict.fromkeys(each for each in found if isinstance(each, nn.Module)))
+
+
+def replaced(
+    module: nn.Module, param: nn.Parameter, made: Callable[..., torch.Tensor]
+) -> ReplacedForward:
+    """Replaces the forward of ``module`` by ``made``, which reads ``param`` at its home. With
+    another weight, as of ``torch.func.functional_call``, the module's own forward runs."""
+    own, reference = own_forward(module), weakref.ref(module)
+
+    def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling() or living(reference)._parameters.get("weight") is param:
+            return made(*args, **kwargs)
+        return own(*args, **kwargs)
+
+    return ReplacedForward(module, forward)
 
 
 class HeadForward:
@@ -93,11 +120,11 @@ class HeadForward:
         ]
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        x, way = whole(input), self._way
+        x = whole(input)
         dtype = self._dtype(x)
-        if dtype is None:
+        if dtype is None or not self._way.is_worth(x):
             return self._plain(x)
-        bias = self._module().bias
+        way, bias = self._way.held(), self._module().bias
         # When the logits are computed, the bias may be back at home and autocast may have ended.
         bias = None if bias is None else bias.clone()
         where, casts = x.device.type, torch.is_autocast_enabled(x.device.type)

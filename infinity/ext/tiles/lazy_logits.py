@@ -266,7 +266,9 @@ class Logits(torch.Tensor):
             return None  # torch raises its own error
         self._check()
         self._head.is_fused = True
-        return self._head.loss(self._hidden, target, ignore_index, reduction)
+        # Of logits that were made without a graph there is no gradient, as of torch's.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.requires_grad):
+            return self._head.loss(self._hidden, target, ignore_index, reduction)
 
 
 class _Whole(torch.autograd.Function):

@@ -9,7 +9,7 @@ tile by tile. Sums over tiles are added in another order than a single product a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 
 from ...core.run.context import ForwardContext
 from ...core.run.replaced_forward import ReplacedForward
-from .heads import HeadWay, head_forward, is_head
+from .heads import HeadWay, head_forward, is_head, output_embeddings, replaced
 from .lazy_logits import whole
 from .tiles import Tiles
 
@@ -257,12 +257,12 @@ def install_tiles(
 ) -> list[ReplacedForward]:
     """Replaces the forward of every module that uses a weight in ``rows``: it runs in tiles of that
     many rows. Returns the replacements."""
-    removers = []
+    removers, outputs = [], output_embeddings(model)
     for module in model.modules():
         param = module._parameters.get("weight")
         if param is not None and param in rows:
             tiles = Tiles(find, param, rows[param])
-            removers.append(ReplacedForward(module, _forward(module, tiles, model)))
+            removers.append(replaced(module, param, _forward(module, tiles, model, outputs)))
     return removers
 
 
@@ -301,7 +301,7 @@ class TiledHead(HeadWay):
 
 
 def _forward(
-    module: nn.Module, tiles: Tiles, model: nn.Module
+    module: nn.Module, tiles: Tiles, model: nn.Module, outputs: Sequence[nn.Module]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns the tiled forward of ``module``. torch.compile breaks the graph there: moving weights
     cannot be compiled."""
@@ -326,7 +326,7 @@ def _forward(
 
         return (
             head_forward(module, TiledHead(tiles.find_context, tiles.param, tiles), model, linear)
-            if is_head(module, model)
+            if is_head(module, outputs)
             else linear
         )
 

@@ -17,6 +17,7 @@ from tile_jobs import MIB, STEPS, WIDTH, WORDS, config_of, train
 
 pytestmark = pytest.mark.timeout(300)
 HOMES = ["host", "nvme"]
+WHOLE = config_of("host", None, device_memory="64MiB")  # no layer runs in tiles
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,7 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     jobs["over_all:in parts"] = {"config": config_of("host", folder), "piece": 3000}
     jobs["over_all:tied"] = {"config": config_of("host", folder), "tied": True}
     jobs["over_all:micro"] = {"config": config_of("host", folder), "micro": 2}
+    jobs["over_all:fused"] = {"config": WHOLE | {"fused_loss": True}}
     jobs["elsewhere:late"] = {"config": config_of("host", folder)}
     jobs["unaveraged:host"] = {"config": config_of("host", folder)}
     jobs["hooked:host"] = {"config": config_of("host", folder)}
@@ -75,6 +77,17 @@ def test_tiles_over_two_ranks_have_the_bits_of_one_process(two, one, how):
         assert not models.differing(found["weights"], expected["weights"])
         assert found["norms"] == pytest.approx(expected["norms"], rel=2e-5)
     assert models.differing(two["unaveraged:host"][0]["weights"], expected["weights"])
+
+
+def test_a_fused_loss_over_two_ranks_has_the_bits_of_one_process(two):
+    """The loop computes it, when the weight is back at home. Twin: whole logits, summed in another
+    order."""
+    expected, whole = train(WHOLE | {"fused_loss": True}, range(2)), train(WHOLE, range(2))
+    for found in two["over_all:fused"]:
+        assert not found["tiled"] and found["within"]
+        assert not models.differing(found["grads"], expected["grads"])
+        assert not models.differing(found["weights"], expected["weights"])
+        assert models.differing(found["grads"], whole["grads"])
 
 
 @pytest.mark.parametrize("how", ["host", "infinity"])
