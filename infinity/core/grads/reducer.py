@@ -320,7 +320,7 @@ class Reducer:
                 )
                 self._pending.append(telling)
         if not self._ranks.keeps_gradients:
-            if most < numel:  # each bucket is a copy
+            if most < numel and len(rows) > 1:  # each bucket is a copy
                 charge.release()
             else:
                 pending.release = charge.release

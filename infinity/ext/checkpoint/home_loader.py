@@ -81,7 +81,7 @@ class HomeLoader:
                     else:
                         copies.copy(handle, name)
                 if handle.grad is None:
-                    _settle_master(store, handle, version=index)
+                    settle_master(store, handle, version=index)
                 self._restore_step(store, handle)
         if encoded_anew:
             logger.warning(
@@ -108,7 +108,7 @@ class HomeLoader:
             self.job.gradients.clear(handle)
 
 
-def _settle_master(store: ArrayIO, handle: ParamHandle, *, version: int) -> None:
+def settle_master(store: ArrayIO, handle: ParamHandle, *, version: int) -> None:
     """Sets a parameter's master, if it has one, from its weight at home."""
     flat_param = handle.flat_param
     if "master" in flat_param.arrays:

@@ -18,22 +18,25 @@ POLL_SECONDS = 0.02
 
 
 def init_process_group(
-    backend: str | None = None, timeout: datetime.timedelta | None = None, **options: Any
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: datetime.timedelta | None = None,
+    **options: Any,
 ) -> None:
     """Makes torch's default process group, also after torchrun's ``--max-restarts``.
 
-    ``backend``, ``timeout`` and ``options`` are those of `torch.distributed.init_process_group`,
-    which finds the address of a rank that died in torchrun's store: "Connection refused". Here each
-    start has a part of the store to itself. Without torchrun's store it is torch's function. Every
-    rank calls this. Raises what torch's raises.
+    The arguments are those of `torch.distributed.init_process_group`, in its order. That one finds
+    the address of a rank that died in torchrun's store: "Connection refused". Here each start has a
+    part of the store to itself. Without torchrun's store, or with another ``init_method`` than
+    "env://", it is torch's function. Every rank calls this. Raises what torch's raises.
     """
     import torch.distributed as dist
 
-    if _has_agents_store() and not {"init_method", "store"} & {*options}:
-        rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        options |= {"store": store_of_start(rank, count, timeout), "rank": rank}
-        options["world_size"] = count
-    dist.init_process_group(backend, timeout=timeout, **options)
+    if _has_agents_store() and init_method in (None, "env://") and "store" not in options:
+        rank = options.setdefault("rank", int(os.environ["RANK"]))
+        count = options.setdefault("world_size", int(os.environ["WORLD_SIZE"]))
+        init_method, options["store"] = None, store_of_start(rank, count, timeout)
+    dist.init_process_group(backend, init_method, timeout, **options)
 
 
 def _has_agents_store() -> bool:

@@ -49,7 +49,7 @@ def land(job: AtHome, grad: torch.Tensor, *, adds: bool, whole: bool = True) -> 
     if whole:
         lander(job).land(job.handles[0], grad, adds=adds)
     else:
-        lander(job).land_shard(job.handles[0], grad.t().reshape(-1).clone(), adds=adds)
+        lander(job).land_shard(job.handles[0], grad.t().reshape(-1).clone(), 0, adds=adds)
 
 
 @pytest.mark.parametrize("whole", [True, False])

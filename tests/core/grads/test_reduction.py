@@ -39,7 +39,7 @@ def land(reduction: Reduction, average: torch.Tensor) -> tuple[dict[str, list], 
     """What has landed, by name, and the names of those that perhaps no rank had."""
     landed: dict[str, list] = {}
     perhaps = reduction.land(
-        average, lambda handle, part: landed.setdefault(handle.name, part.tolist())
+        average, 0, lambda handle, part, begin: landed.setdefault(handle.name, part.tolist())
     )
     return landed, [handle.name for handle in perhaps]
 

@@ -8,6 +8,8 @@ rounds to the even one and a split away from zero.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from memory_arrays import Counted, MemoryStore, Told, give_arrays
@@ -17,6 +19,7 @@ from infinity import native
 from infinity.core.units.flat_param import ENCODED_AT_ONCE, FlatParam
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
 from infinity.core.units.home_arrays import COPY
+from infinity.ext.checkpoint.home_loader import settle_master
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 OWN, SPLIT, WIDE = native.Master.OWN, native.Master.SPLIT, native.Master.FLOAT32
@@ -53,6 +56,11 @@ def filled(kind: str = "own", **changes) -> tuple[FlatParam, MemoryStore]:
         flat_param.write_value(store, index, value, version=3)
     store.writes.clear()
     return flat_param, store
+
+
+def settle(flat_param: FlatParam, store: MemoryStore, index: int, *, version: int) -> None:
+    """As a load of weights without masters does it."""
+    settle_master(store, SimpleNamespace(flat_param=flat_param, index=index), version=version)
 
 
 def arrays(flat_param: FlatParam) -> dict[str, torch.Tensor]:
@@ -150,7 +158,7 @@ def test_a_long_value_is_encoded_piece_by_piece():
     ]
     assert same_bits(flat_param.read_value(store, 1), value)
     before = arrays(flat_param)["weight"]
-    flat_param.settle_master(store, 1, version=0)
+    settle(flat_param, store, 1, version=0)
     assert [each.numel for each in store.writes[4:]] == [ENCODED_AT_ONCE, 70]
     assert same_bits(flat_param.read_value(store, 1), before[64 : 64 + length].float())
 
@@ -363,13 +371,13 @@ def test_a_settled_master_is_that_of_its_weight_alone():
     for kind in ("split", "wide"):
         flat_param, store = filled(kind)
         weight, other = flat_param.read_value(store, 1, BF16), flat_param.read_value(store, 2)
-        flat_param.settle_master(store, 1, version=6)
+        settle(flat_param, store, 1, version=6)
         assert same_bits(flat_param.read_value(store, 1), weight.float())
         assert same_bits(flat_param.read_value(store, 2), other)
         assert same_bits(flat_param.read_value(store, 1, BF16), weight)
         assert [(each.name, each.version) for each in store.writes] == [("master", 6)]
     flat_param, store = filled("own")
-    flat_param.settle_master(store, 1, version=6)
+    settle(flat_param, store, 1, version=6)
     assert store.writes == []
 
 
@@ -393,7 +401,7 @@ def test_a_master_is_set_where_it_is_the_weights_and_counted_where_it_is_not(kin
     flat_param, store = filled(kind)
     before = arrays(flat_param)
     master = flat_param.read_master(store, 1).double()
-    flat_param.settle_master(store, 1, version=0)
+    settle(flat_param, store, 1, version=0)
     settled = flat_param.read_master(store, 1)
     master[[3, 9]] += 1
     store.writes.clear()
@@ -419,7 +427,7 @@ def test_a_rank_without_a_part_of_a_parameter_sets_no_master():
     assert flat_param.write_master(store, 0, torch.zeros(2, 3), version=0) == 0 and not store.writes
     value = values()[2]
     flat_param.write_value(store, 2, value, version=0)
-    flat_param.settle_master(store, 2, version=0)
+    settle(flat_param, store, 2, version=0)
     store.writes.clear()
     assert flat_param.write_master(store, 2, value, version=0) == 0
     assert [(each.begin, each.numel) for each in store.writes] == [(0, 1976)]

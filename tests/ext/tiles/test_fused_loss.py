@@ -95,17 +95,21 @@ def test_the_bits_are_those_of_the_function_called_by_hand(
     assert losses != trained(dtype, of_logits, config, tied=tied, casts=casts)[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_gradients_are_nearer_to_exact_ones_than_rounding(reduction):
-    """Twice the error of torch's own at most, in bf16. Twin: labels moved by one word are far."""
+def test_gradients_are_as_near_to_exact_ones_as_torchs(reduction, dtype):
+    """Twice the error of torch's own at most, under a loss scale without which gradients in fp16
+    would be zero. Twin: labels moved by one word are far."""
     torch.manual_seed(6)
-    x, weight = torch.randn(64, 32).bfloat16(), torch.randn(500, 32).bfloat16()
-    target, scale = torch.randint(500, (64,)), torch.rand(64)
+    count = 20_000
+    x, weight = torch.randn(64, 32).to(dtype), torch.randn(count, 32).to(dtype) / 16
+    target, scale = torch.randint(count, (64,)), torch.rand(64)
 
     def gradients(compute, *given, moved=0):
         given = [each.detach().requires_grad_() for each in given]
-        loss = compute(*given, (target + moved) % 500)
-        (loss * scale.to(loss.dtype) if reduction == "none" else loss).sum().backward()
+        loss = compute(*given, (target + moved) % count)
+        loss = loss * scale.to(loss.dtype) if reduction == "none" else loss
+        (loss.sum() * (64 if reduction == "sum" else 4096)).backward()
         return [each.grad.double() for each in given]
 
     def torchs(x, weight, target):
@@ -123,6 +127,45 @@ def test_gradients_are_nearer_to_exact_ones_than_rounding(reduction):
             for found in (gradients(ours, x, weight, moved=moved), gradients(torchs, x, weight))
         ]
         assert all(mine < 2 * own for mine, own in zip(*errors)) == (not moved), errors
+
+
+def at_home_with_a_head() -> tuple[Words, torch.optim.Optimizer]:
+    torch.manual_seed(8)
+    model = Words(torch.float32, tied=False)
+    config = {"params": "host", "optimizer": "host", "fused_loss": True}
+    return infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+
+
+def test_logits_without_a_graph_give_no_gradient():
+    """Made under no_grad, the loss outside of it. Twin: made with a graph."""
+    model, _ = at_home_with_a_head()
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        logits = model(ids)
+    assert not F.cross_entropy(logits[0], ids[0]).requires_grad
+    assert F.cross_entropy(model(ids)[0], ids[0]).requires_grad
+
+
+def test_weights_that_are_swapped_for_a_call_are_used():
+    """By torch.func.functional_call. Twin: the loss of the model's own weight."""
+    model, _ = at_home_with_a_head()
+    ids, other = torch.arange(8)[None], torch.randn(WORDS, WIDTH)
+    logits = torch.func.functional_call(model, {"head.weight": other}, (ids,))
+    with torch.no_grad():
+        expected = F.linear(model.hidden(ids), other, model.head.bias)
+    assert torch.equal(logits, expected) and not torch.equal(model(ids).clone(), expected)
+
+
+def test_hidden_states_of_another_dtype_come_back_under_autocast():
+    """In bf16 over fp32 weights, by another use than a loss: the gradients are plain torch's."""
+    grads = []
+    for wrapped in (False, True):
+        torch.manual_seed(8)
+        model = at_home_with_a_head()[0] if wrapped else Words(torch.float32, tied=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.arange(8)[None]).float().logsumexp(-1).sum().backward()
+        grads.append({name: param.grad.clone() for name, param in model.named_parameters()})
+    assert not differing(grads[0], grads[1])
 
 
 def test_a_model_of_transformers_computes_no_logits_for_its_loss(monkeypatch):

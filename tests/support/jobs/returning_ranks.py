@@ -34,7 +34,7 @@ if how == "early":
 if how == "plain":
     dist.init_process_group("gloo")
 if how == "script":
-    infinity.parallel.init_process_group("gloo", timeout=timedelta(seconds=60))
+    infinity.parallel.init_process_group("gloo", "env://", timedelta(seconds=60))
 ranks = Ranks(60)
 print(f"start {start}: {ranks.mean(float(rank))}", flush=True)
 die()
