@@ -66,7 +66,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add(
         "--eval-share",
         metavar="SHARE",
-        help="with --held-out, if `infinity train` had this option (default 3%%)",
+        help="as `infinity train` was given it, for --held-out (default 3%%)",
     )
     add("--eval-batches", **NUMBER, help="no more batches (default all)")
     add(

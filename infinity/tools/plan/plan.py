@@ -278,8 +278,8 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     job = Job(model, model_config, make_all(model), config, batch, saved, adapt)
     if machine is not None and args.mesh is None and config.activations not in (AUTO, "device"):
         raise ConfigError(
-            "--machine without --mesh plans with what forwards save on the device: leave out"
-            " --activations, or add --mesh auto"
+            "--machine without --mesh plans with what forwards save on the device: add --mesh auto"
+            " or leave out --activations"
         )
     if machine is not None and args.mesh is not None:
         return plan_meshes(job, machine, args.nodes, args.mesh, make_all, args.schedule)
@@ -316,8 +316,8 @@ def _machine_of(args: argparse.Namespace) -> Machine | None:
             raise ConfigError(f"--{option} is of one rank: leave out --mesh")
     if args.mesh is not None and args.lora_rank is not None:
         raise ConfigError(
-            "--lora has data ranks alone, for adapters are small: leave out --mesh, and all ranks"
-            " are data ranks"
+            "--lora has data ranks alone, for adapters are small. All ranks are data ranks if you"
+            " leave out --mesh"
         )
     if args.machine in MEASURED:
         from .plan_measured import measured_machine

@@ -54,7 +54,7 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
     }
     if args.checkpoint is not None and args.checkpoint.is_file():
         raise ConfigError(
-            f"--checkpoint {args.checkpoint} is a file: give a folder, existing or new. Weights in"
+            f"--checkpoint {args.checkpoint} is a file. Give a folder, existing or new. Weights in"
             f" a file become a folder for --model: `infinity export {args.checkpoint} OUT --model"
             " MODEL`"
         )
