@@ -36,6 +36,7 @@ ROUNDS = re.compile(
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1500),  # the first test compiles them all
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="not run: there is no nvcc here"),
 ]
 
