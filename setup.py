@@ -11,7 +11,7 @@ decided at run time.
 
 `INFINITY_CUDA`: "auto" (the default) builds `_cuda` where there is an nvcc, "0" never, "1" always.
 `INFINITY_CUDA_ARCH` names other GPUs than those of this machine: "sm_89", say, or
-"sm_80,sm_100,compute_100". Where there is none, PTX is built, which the driver of any GPU from an
+"sm_80,sm_100,compute_100". If there is none, PTX is built, which the driver of any GPU from an
 A100 on compiles at its first use, rule by rule in seconds. `LDFLAGS` is honoured.
 """
 

@@ -164,7 +164,7 @@ def test_a_step_moves_what_the_arrays_on_the_disk_ask_for(tmp_path, passes):
 
 
 def test_one_memory_is_counted_once(tmp_path):
-    """Where the processor computes and no ``host_memory`` is given, what the device and the host
+    """If the processor computes and no ``host_memory`` is given, what the device and the host
     hold together has to fit, also where the device has a budget. Twin: both budgets are two
     memories, as they are given."""
     plan = plan_of(equal_units(4, NUMEL), config_of(tmp_path, params="host", optimizer="host"))
