@@ -406,6 +406,14 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def collect() -> None:
+    """Collects until nothing is found: what only a graph holds, which the collector cannot look
+    into, is found after the graph is gone."""
+    for _ in range(4):
+        if not gc.collect():
+            return
+
+
 def grown(names: Iterable[str], home: str, folder: Path, rounds: int) -> list[str]:
     """What has grown over so many rounds of each way, after one of each that is not looked at; and
     what had to be gone and is not."""
@@ -413,7 +421,7 @@ def grown(names: Iterable[str], home: str, folder: Path, rounds: int) -> list[st
 
     def run(name: str) -> None:
         gone = WAYS[name](home, folder)
-        gc.collect()
+        collect()
         if left := collections.Counter(
             type(each).__name__ for ref in gone if (each := ref()) is not None
         ):
@@ -429,7 +437,7 @@ def grown(names: Iterable[str], home: str, folder: Path, rounds: int) -> list[st
         for _ in range(rounds):
             for name in names:
                 run(name)
-        gc.collect()  # once more: what a graph held that was in a cycle itself
+        collect()
         after = living(), nbytes(), held(folder), resident()
         if not after[2] < before[2]:
             break  # else a thread from before has ended late, and may have hidden one that stays
