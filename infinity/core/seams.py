@@ -19,20 +19,21 @@ from typing import Any, NamedTuple, Protocol
 
 from .machine.tiers import Tier
 
-# The classes of all extensions, by their path below infinity/. `infinity/__init__.py` fills it.
-EXTENSIONS: list[str] = []
+# The classes of all extensions. `infinity/__init__.py` fills it with paths below infinity/; a class
+# of a script stands there itself.
+EXTENSIONS: list[Any] = []
 # The classes of the ways from disk to the device beside the one through the host's memory
-# (:class:`infinity.core.homes.staging.ThroughHost`), best first, by their path.
-STAGING_BACKENDS: list[str] = []
+# (:class:`infinity.core.homes.staging.ThroughHost`), best first, likewise.
+STAGING_BACKENDS: list[Any] = []
 # The classes of all forms, likewise.
-FORMS: list[str] = []
+FORMS: list[Any] = []
 # The classes of what a wrap changes in a model before it reads it, in their order, likewise.
-CHANGES: list[str] = []
+CHANGES: list[Any] = []
 # The classes that recognise optimizers beside torch's (:class:`.step.rules.Recogniser`), likewise.
-RULES: list[str] = []
+RULES: list[Any] = []
 # The functions that know further limits of memory than :mod:`.machine.limits`, likewise: each
 # returns the bytes that this process may still use, and a description.
-LIMITS: list[str] = []
+LIMITS: list[Any] = []
 # The module that reads other tools' configurations.
 CONFIG_READER = "infinity.ext.migrate.reader"
 
@@ -46,14 +47,16 @@ def is_there(module: str) -> bool:
         return False
 
 
-def classes_of(paths: Iterable[str]) -> Iterator[Any]:
-    """Yields the classes with these paths below infinity/. Skips those whose folder is not there,
-    or another one that it builds on."""
-    return filter(None, map(_load, paths))
+def classes_of(listed: Iterable[Any]) -> Iterator[Any]:
+    """Yields the listed classes. Skips a path whose folder is not there, or another one that it
+    builds on."""
+    return filter(None, map(_load, listed))
 
 
 @functools.cache
-def _load(path: str) -> Any:
+def _load(path: Any) -> Any:
+    if not isinstance(path, str):
+        return path
     module, _, name = f"infinity.{path}".rpartition(".")
     if not is_there(module):
         return None

@@ -94,15 +94,7 @@ class Refusing(Sketch):
 @pytest.fixture(autouse=True)
 def kinds(monkeypatch):
     """The extensions that every wrap asks: the one of this file as well."""
-    monkeypatch.setattr(seams, "EXTENSIONS", [*seams.EXTENSIONS, "sketch.Sketch"])
-    monkeypatch.setattr(seams, "is_there", lambda module: True)
-    of_package = seams.importlib.import_module
-
-    def imported(name: str, *args: Any) -> Any:
-        module = type("Module", (), {"Sketch": Sketch})
-        return module if name == "infinity.sketch" else of_package(name, *args)
-
-    monkeypatch.setattr(seams.importlib, "import_module", imported)
+    monkeypatch.setattr(seams, "EXTENSIONS", [*seams.EXTENSIONS, Sketch])
     return monkeypatch
 
 

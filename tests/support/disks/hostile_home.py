@@ -17,7 +17,6 @@ planned for NVMe then.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,10 +48,9 @@ MOST_NBYTES = 64 * 2**20  # of poisoned memory that a model keeps, so that it is
 def hostile_folder(folder: Path) -> Path:
     """Makes the folder below ``folder`` that makes a wrap hostile. Wraps of this process look for
     it from now on."""
-    sys.modules[f"infinity.{__name__}"] = sys.modules[__name__]  # where the seams look
-    for paths, kind in ((seams.EXTENSIONS, Turns), (seams.STAGING_BACKENDS, PoisonedReads)):
-        if (path := f"{__name__}.{kind.__name__}") not in paths:
-            paths.insert(0, path)
+    for listed, kind in ((seams.EXTENSIONS, Turns), (seams.STAGING_BACKENDS, PoisonedReads)):
+        if kind not in listed:
+            listed.insert(0, kind)
     plan._grad_homes = grad_homes
     (folder / NAME).mkdir(parents=True, exist_ok=True)
     return folder / NAME
