@@ -7,6 +7,7 @@ that the simulator has to find. Programs run in children of a prepared process.
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,15 @@ def test_shrinking_keeps_what_fails():
     assert short.actions == (("save", {"wait": True}), ("load", {}))
     assert short.room is None and "recompute" not in short.config
     assert shrink(given, fails, 0) == given
+
+
+def test_two_lines_that_come_at_once_are_read_one_by_one():
+    """Twin: a line that has no end yet is none."""
+    reader, writer = os.pipe()
+    os.write(writer, b"first\nsecond\nthi")
+    os.close(writer)
+    with os.fdopen(reader, "rb", buffering=0) as pipe:
+        assert [sim_apart.read_line(pipe, 1.0) for _ in "123"] == [b"first\n", b"second\n", None]
 
 
 def test_a_child_that_ends_or_waits_is_a_failure(monkeypatch):

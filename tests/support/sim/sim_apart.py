@@ -165,7 +165,8 @@ def read_line(pipe: Any, seconds: float) -> bytes | None:
     line, deadline = b"", time.monotonic() + seconds
     while not line.endswith(b"\n"):
         left = max(0.0, deadline - time.monotonic())
-        if not select.select([pipe], [], [], left)[0] or not (part := pipe.read(1 << 16)):
+        # One byte: what is read beyond the line would be of the next one.
+        if not select.select([pipe], [], [], left)[0] or not (part := pipe.read(1)):
             return None
         line += part
     return line

@@ -220,7 +220,8 @@ class Game:
         """Goes on with the last save: in place, or after a new start."""
         engine, plain = self.engine, self.plain
         saves = self.on_disk()
-        if saves and plain.saves[saves[0]].form() == engine.form() == plain.form():
+        forms = {each.form() for each in (engine, plain, *(plain.saves[at] for at in saves))}
+        if saves and len(forms) == 1:  # else the save that loads may be of another form
             if typed(engine.load) is None and engine.loaded is not None:
                 self.follow_load(before)
                 self.agree(before)
@@ -256,6 +257,9 @@ class Game:
             engine.average = infinity.ema(engine.model, 0.75)
         engine.loaded = infinity.load_checkpoint(engine.saved, engine.model, engine.optimizer)
         self.follow_load(snapshot)
+        # An older one may have loaded, into a model with what is frozen now.
+        for ours, theirs in zip(self.plain.model.parameters(), engine.model.parameters()):
+            ours.requires_grad_(theirs.requires_grad)
 
     def prove(self) -> None:
         """Takes one step on both sides: the job is alive."""
