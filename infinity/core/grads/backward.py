@@ -89,11 +89,11 @@ class Backward:
     def hold(self, unit: ParamUnit) -> None:
         """Holds ``unit`` until its gradients of the running backward have landed. May block on disk
         and on other ranks."""
-        awaited = self._pass.awaited
-        if unit not in awaited or current_task() not in self._pass.tokens:
+        if unit not in self._pass.awaited or current_task() not in self._pass.tokens:
             self.job.uses.check(Operation.BACKWARD, "this backward")
             refuse_without_bytes("a backward")
             self.track_task()
+        awaited = self._pass.awaited  # of this task, after a recovery from an earlier one
         if unit in awaited:
             awaited[unit] = awaited.pop(unit)  # most recently used
             if unit.arrival.rows is not None:
@@ -117,7 +117,7 @@ class Backward:
             # After the gather, which compute waits for: a transport may run them in turn.
             if self.job.reducer is not None:
                 self.job.reducer.reach(unit)
-        self._pass.awaited[unit] = expected
+        awaited[unit] = expected
         if self.gathers_with_ranks:
             self._pass.expected.setdefault(unit, expected)
         self._pass.since[unit] = time.perf_counter()
@@ -129,7 +129,7 @@ class Backward:
         largest = (
             shape.numel() * (flat.spec.dtype.itemsize + dtype.itemsize)
             for flat in self.job.planned.sizes[unit.index].flat_params
-            if flat.spec.dtype is torch.float32
+            if flat.spec.stepped and flat.spec.dtype is torch.float32
             for shape in flat.shapes
         )
         if unit not in self._pass.awaited:
