@@ -91,9 +91,9 @@ class SavedWeight:
             for buffer in self.unit.buffers
             if buffer.flat is self.flat
             for handle, place in zip(buffer.flat_param.handles, buffer.flat_param.layout.placements)
-            if place.offset <= start <= place.end
+            if place.offset <= start
         ]
-        return not changes or max(changes) > self.version
+        return not changes or changes[-1] > self.version
 
     def tensor(self) -> torch.Tensor:
         """Makes the tensor that was saved. Its unit is resident."""

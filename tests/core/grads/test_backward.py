@@ -210,3 +210,62 @@ def test_a_backward_may_begin_with_a_forward_that_a_checkpoint_runs_again(count,
         gradients(model)
     hook.remove()
     assert all(map(torch.equal, gradients(model), right))
+
+
+class Pair(nn.Module):
+    """Two layers of one unit, the first of which has an input without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))
+
+
+def raise_stop(grad: torch.Tensor) -> None:
+    raise ValueError("stop")
+
+
+def test_a_backward_after_one_that_failed_brings_the_units_that_it_held():
+    """Compares the gradient of an input with plain torch's: a hook on a weight ends a backward,
+    whose unit still awaits that weight's gradient; the next backward has its graph from before."""
+    found = []
+    for wraps in (False, True):
+        model = seeded(3, lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)))
+        if wraps:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            infinity.wrap_model(model, optimizer, CONFIG)
+        inputs = [torch.ones(2, 64, requires_grad=True) for _ in range(2)]
+        failing, loss = (model(x).square().mean() for x in inputs)
+        hook = model[1].weight.register_hook(raise_stop)
+        with pytest.raises(ValueError, match="stop"):
+            failing.backward()
+        hook.remove()
+        loss.backward()
+        found.append(inputs[1].grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", ["first", "last"])
+def test_a_backward_asks_for_the_versions_of_its_own_weights_alone(name):
+    """Method: change a weight between forward and backward, whose neighbour in memory autograd has
+    saved: the gradients are plain torch's. Twin: the saved one, which torch refuses, too."""
+    found = []
+    for wraps in (False, True):
+        model = seeded(3, lambda: nn.Sequential(Pair()))
+        if wraps:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            infinity.wrap_model(model, optimizer, CONFIG | {"units": ["Pair"]})
+        loss = model(torch.ones(2, 64)).square().mean()
+        with torch.no_grad():
+            getattr(model[0], name).weight.add_(1)
+        if name == "last":
+            with pytest.raises(
+                infinity.UsageError if wraps else RuntimeError, match="Run|modified"
+            ):
+                loss.backward()
+        else:
+            loss.backward()
+            found.append([param.grad.clone() for param in model.parameters()])
+    assert name == "last" or all(map(torch.equal, *found))
