@@ -95,7 +95,10 @@ class Schedule:
 
     def first(self) -> Iterator[int]:
         """Returns the units of the next training pass in order, each once: the end of a step can
-        already fetch the first ones."""
+        already fetch the first ones. Without root forwards a step ends the pass."""
+        if not self._kind:
+            self.begin("")
+            return self.upcoming(backward=False)
         return iter(dict.fromkeys(self.expected_after_step()))
 
     def leave(self, unit: int) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from inside import parts_of
 from torch import nn
 
 import infinity
@@ -231,3 +232,19 @@ def test_views_of_weights_in_an_output_outlive_the_unit(home, swap):
     optimizer.step()
     root(torch.ones(2, 64))
     assert torch.equal(first["row"], expected[1]) and torch.equal(first["all"], expected.t())
+
+
+def test_units_of_a_model_that_is_never_called_itself_are_fetched_ahead(swap):
+    """Method: call two modules of an nn.ModuleDict by hand; from the second step on no unit is
+    waited for that was not on its way. Twin: the first step, which has nothing to go by."""
+    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(64, 64)) for name in "ab"})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    config = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [str(swap)]}
+    model, optimizer = infinity.wrap_model(model, optimizer, config | {"units": ["Linear"]})
+    prefetcher, misses = parts_of(model).job.prefetcher, [0]
+    for _ in range(3):
+        model["b"](model["a"](torch.ones(1, 64))).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        misses.append(prefetcher.misses)
+    assert misses[1] > 0 and misses[1:] == [misses[1]] * 3

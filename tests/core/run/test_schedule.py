@@ -52,6 +52,22 @@ def test_a_repeated_pass_is_predicted_at_every_place(trace):
         assert upcoming(schedule) == each_once(trace[place + 1 :], skip=unit)
 
 
+@pytest.mark.parametrize("rooted", [False, True])
+def test_a_step_ends_the_pass_of_a_model_whose_own_forward_is_never_called(rooted):
+    """As of an nn.ModuleDict: what the next pass uses is predicted, and uses do not pile up. Twin:
+    root forwards, which end a pass themselves."""
+    schedule = Schedule()
+    if rooted:
+        schedule.begin("train")
+    for _ in range(3):
+        for unit in (1, 2, 1):
+            schedule.use(unit)
+        assert list(schedule.first()) == [1, 2]
+        assert upcoming(schedule) == ([] if rooted else [1, 2])
+    schedule.use(1)
+    assert upcoming(schedule) == ([] if rooted else [2])
+
+
 def test_a_unit_is_known_by_its_number():
     """Large numbers, of which Python has an object for each time: used again in a row it is one use
     all the same."""
