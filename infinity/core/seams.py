@@ -58,13 +58,11 @@ def _load(path: Any) -> Any:
     if not isinstance(path, str):
         return path
     module, _, name = f"infinity.{path}".rpartition(".")
-    if not is_there(module):
-        return None
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
         folder = ".".join((error.name or "").split(".")[:3])
-        if folder.startswith(("infinity.ext.", "infinity.tools")) and not is_there(folder):
+        if folder.startswith(("infinity.ext", "infinity.tools")) and not is_there(folder):
             return None
         raise
 

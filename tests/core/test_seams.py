@@ -228,7 +228,7 @@ def test_the_listed_extensions_are_there():
 def test_a_deleted_extension_is_skipped(listed, monkeypatch):
     """And one that builds on a folder that was deleted. Twin: an extension that is there and cannot
     be imported raises."""
-    monkeypatch.setattr(seams, "EXTENSIONS", ["ext.gone.away.Nothing", "ext.park.away.Nothing"])
+    monkeypatch.setattr(seams, "EXTENSIONS", ["ext.gone.away.Nothing"])
     assert begin_extensions(None, None, None, Events()) == []
 
     def imported(name: str) -> None:
@@ -241,6 +241,14 @@ def test_a_deleted_extension_is_skipped(listed, monkeypatch):
     for missing in ("infinity.ext.park.misspelt", *of_engine, "a_library"):
         with pytest.raises(ModuleNotFoundError, match=missing):
             [*seams.classes_of(["ext.park.park.OnMissing"])]
+
+
+@pytest.mark.parametrize("path", ["ext.park.prak.Park", "mine.Lane", "infinity.ext.park.park.Park"])
+def test_a_path_that_was_mistyped_is_not_skipped(path):
+    """Its folder is there, or is no extension's. Twin: one whose folder was deleted."""
+    with pytest.raises(ModuleNotFoundError):
+        [*seams.classes_of([path])]
+    assert [*seams.classes_of(["ext.gone.away.Nothing"])] == []
 
 
 def test_a_comparison_of_nothing_agrees():
