@@ -148,12 +148,12 @@ class Touches:
     def _count_edits(self, unit: ParamUnit, operation: str) -> UsageError | None:
         """Counts the changes before they go home, so that an interrupt between the two is told. If
         they may not be made now, takes them back and returns the error."""
-        if not (edited := unit.exposure.edited()):
+        if not (edited := unit.exposure.edits.find()):
             return None
         try:
             self.job.uses.check(Operation.WRITE_VALUE, operation)
         except UsageError as error:
-            unit.exposure.take_back()
+            unit.exposure.edits.take_back()
             unit.exposure.begin()
             return error
         for param in edited:
@@ -167,7 +167,7 @@ def _abandon(units: Sequence[ParamUnit]) -> None:
     again."""
     for unit in units:
         if unit.stays:
-            unit.exposure.take_back()
-            for param in unit.exposure.edited():
+            unit.exposure.edits.take_back()
+            for param in unit.exposure.edits.find():
                 managed(param).changed()
         unit.exposure.forget()

@@ -49,7 +49,7 @@ class FlatParamSize:
         """Counts the bytes of array ``name`` at home on one rank; 0 if the flat param has none."""
         if name == "grad" and self.whole_grad:
             return round_up(
-                int(self.numel * self.spec.nbytes_per_element().get(name, 0)), native.BLOCK_NBYTES
+                int(self.numel * self.spec.nbytes_per_element.get(name, 0)), native.BLOCK_NBYTES
             )
         return self._shard_nbytes.get(name, 0)
 
@@ -60,7 +60,7 @@ class FlatParamSize:
     @cached_property
     def _shard_nbytes(self) -> dict[str, int]:
         """The bytes of every array's shard on one rank."""
-        sizes = self.spec.nbytes_per_element()
+        sizes = self.spec.nbytes_per_element
         return {
             name: round_up(int(self.numel // self.shards * size), native.BLOCK_NBYTES)
             for name, size in sizes.items()

@@ -383,7 +383,13 @@ class Prefetcher:
         held = [each for each in self._pass.resident if each in self._pass.holds]
         held = [each for each in held if each not in units]
         needed = sum(each.weight_nbytes for each in (*units, *held))
-        error = _no_room(units, self._window.nbytes, held)
+        names = " with unit ".join(
+            f"{unit.name} ({format_nbytes(unit.weight_nbytes)})" for unit in units
+        )
+        error = CapacityError(
+            f"unit {names} does not fit the device window of {format_nbytes(self._window.nbytes)}"
+            f" beside the units in use ({', '.join(other.name for other in held)})."
+        )
         error.needed = {BUDGETS[Tier.DEVICE]: budget + needed + grads - self._window.nbytes}
         raise self._explain(error, needed, grads, 0)
 
@@ -416,17 +422,3 @@ class Prefetcher:
             self._finish(unit)
         unit.release()
         self._pass.resident.pop(unit, None)
-
-
-def _no_room(
-    units: Sequence[ParamUnit], window_nbytes: int, held: Iterable[ParamUnit]
-) -> CapacityError:
-    """Makes the error of a window without room for ``units`` beside those that are ``held``."""
-    names = " with unit ".join(
-        f"{unit.name} ({format_nbytes(unit.weight_nbytes)})" for unit in units
-    )
-    return CapacityError(
-        f"unit {names} does not fit the device window of"
-        f" {format_nbytes(window_nbytes)} beside the units in use"
-        f" ({', '.join(other.name for other in held)})."
-    )

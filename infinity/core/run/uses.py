@@ -71,18 +71,17 @@ class Uses:
         is_in = self._is_in.get(state)
         return is_in is not None and is_in()
 
-    def begin(self, *, repairing: bool = False) -> native.Scope:
-        """Opens the scope of a use. ``repairing``: it loads all state. May block on another thread.
+    def begin(
+        self, *, repairing: bool = False, unless: Callable[[], bool] = lambda: False
+    ) -> native.Scope:
+        """Opens the scope of a use. ``repairing``: it loads all state. Nothing is prepared if
+        ``unless()``, which is called once no other thread uses the job. May block on another
+        thread.
 
         Raises UsageError for a halted job, in a forked child, for tensors without bytes, and if
         another thread uses the job and makes no progress.
         """
-        return self._open(partial(self._prepare, repairing))
-
-    def begin_unless(self, stays: Callable[[], bool]) -> native.Scope:
-        """Opens the scope of a use as :meth:`begin`, which prepares nothing if ``stays()``: it is
-        called once no other thread uses the job."""
-        return self._open(lambda: None if stays() else self._prepare(False))
+        return self._open(lambda: None if unless() else self._prepare(repairing))
 
     def _open(self, prepare: Callable[[], None]) -> native.Scope:
         """Opens a scope. ``prepare`` runs in it, once no other thread uses the job, unless this

@@ -94,7 +94,7 @@ class DeviceStepper:
         link, rates = self._traffic.rate("host->device"), None
         if passing and processor_rate and link is not None:
             per_element = max(
-                sum(flat_param.spec.nbytes_per_element().values()) for flat_param in passing
+                sum(flat_param.spec.nbytes_per_element.values()) for flat_param in passing
             )
             numel = sum(flat_param.layout.shard_numel for flat_param in passing)
             rates = Rates(processor_rate, link / per_element, numel)

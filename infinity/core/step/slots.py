@@ -17,7 +17,7 @@ def needed_device_slot_nbytes(units: Sequence[UnitSize]) -> int:
     stepped = [flat for unit in units for flat in unit.flat_params if flat.spec.stepped]
     return max(
         (
-            device_slot_nbytes(sum(flat.spec.nbytes_per_element().values()), flat.numel)
+            device_slot_nbytes(sum(flat.spec.nbytes_per_element.values()), flat.numel)
             for flat in stepped
         ),
         default=0,
@@ -32,7 +32,7 @@ def optimizer_slot_nbytes(
     needed = 0
     for flat_param in flat_params:
         if flat_param.spec.stepped and flat_param.spec.needs is None:
-            sizes = flat_param.spec.nbytes_per_element()
+            sizes = flat_param.spec.nbytes_per_element
             per_element = sum(int(size) for name, size in sizes.items() if tiers[name] is Tier.NVME)
             # A chunk of 1-byte elements must be whole checksum blocks too.
             least = native.CHECKSUM_NBYTES if 1 in sizes.values() else 0

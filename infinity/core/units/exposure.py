@@ -4,7 +4,6 @@ sends home what a forward changed in them."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
@@ -32,6 +31,8 @@ class Exposure:
 
     refusal
         Why a forward may not change them, as changes are lost; "": it may.
+    edits
+        What was changed since :meth:`begin`.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Exposure:
         self._name, self._flat_params, self._buffers = name, flat_params, buffers
         self._collectives, self._ranks = collectives, collectives.ranks
         self._refusal = refusal
-        self._edits = ForwardEdits(flat_params)
+        self.edits = ForwardEdits(flat_params)
 
     def begin(self, *, shows: bool = True) -> None:
         """Watches the parameters for changes, while a forward or backward uses them. ``shows``:
@@ -54,7 +55,7 @@ class Exposure:
         if shows:
             self.show()
         # Values exported before this hold were compared with home already.
-        self._edits.begin(
+        self.edits.begin(
             [
                 param
                 for buffer in self._buffers
@@ -62,10 +63,6 @@ class Exposure:
                 for param in buffer.flat_param.params
             ]
         )
-
-    def adding_rows(self) -> AbstractContextManager[None]:
-        """Returns a block in which more rows of the parameters come: no change of them."""
-        return self._edits.adding_rows()
 
     def show(self) -> None:
         """Makes the parameters ordinary ones."""
@@ -82,7 +79,7 @@ class Exposure:
 
     def forget(self) -> None:
         """Drops everything watched, after an exception, and hooks every use of a parameter."""
-        self._edits.forget()
+        self.edits.forget()
         self.end()
 
     def attach(self) -> None:
@@ -113,7 +110,7 @@ class Exposure:
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor, *, stays: bool) -> None:
         """Watches for changes through ``data``, the ``param.data`` that a user got: torch does not
         count them."""
-        self._edits.watch(param, data, self._can_be_compared(stays))
+        self.edits.watch(param, data, self._can_be_compared(stays))
 
     def _can_lose(self, flat_param: FlatParam) -> bool:
         """Returns whether a change of device bytes could be lost: they have a copy, elsewhere or as
@@ -131,14 +128,6 @@ class Exposure:
         that all find the same."""
         return not self._refusal and not stays and self._ranks.encoding is None
 
-    def take_back(self) -> None:
-        """Restores the values before of watched parameters that home would not have."""
-        self._edits.take_back()
-
-    def edited(self) -> list[torch.nn.Parameter]:
-        """Lists the parameters that were changed since :meth:`begin`, wherever their home is."""
-        return self._edits.find()
-
     def find_edits(self, store: ArrayStore, *, stays: bool) -> bool:
         """Returns whether a forward may have changed its own parameters (clamping a weight, for
         example). ``stays``: the weights have no second copy (home on the device), or rows
@@ -148,16 +137,16 @@ class Exposure:
         home.
         """
         if self._refusal:
-            if self._edits.find():
+            if self.edits.find():
                 raise UsageError(self._refusal)
             return False
         self._look_at_exports(store, stays)
-        return self._edits.look()
+        return self.edits.look()
 
     def write_edits(self, store: ArrayStore, journal: Journal, *, stays: bool) -> None:
         """Sends home what :meth:`find_edits` has found. Raises UsageError if a change cannot be
         distinguished from the earlier value."""
-        self._edits.write(
+        self.edits.write(
             store, journal, self._collectives, encoding=self._ranks.encoding, stays=stays
         )
 
@@ -178,7 +167,7 @@ class Exposure:
             if not self._can_be_compared(stays) or not buffer.is_exported:
                 continue
             for index, param in enumerate(buffer.flat_param.params):
-                if self._edits.knows(param) or buffer.flat_param.holds(
+                if self.edits.knows(param) or buffer.flat_param.holds(
                     store, index, own_bytes(param)
                 ):
                     continue
@@ -188,4 +177,4 @@ class Exposure:
                         " array or an export of it. With several ranks change it through .data, or"
                         " inside infinity.full_params(..., writeback=True)."
                     )
-                self._edits.watch(param, own_bytes(param), True)
+                self.edits.watch(param, own_bytes(param), True)

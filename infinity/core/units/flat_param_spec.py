@@ -71,12 +71,9 @@ class FlatParamSpec:
             dtypes["grad"] = self.grad_dtype
         return dtypes
 
-    def nbytes_per_element(self) -> dict[str, float]:
-        """Maps the name of every array to its bytes per parameter element."""
-        return self._nbytes_per_element
-
     @cached_property
-    def _nbytes_per_element(self) -> dict[str, float]:  # cached: a plan needs it millions of times
+    def nbytes_per_element(self) -> dict[str, float]:  # cached: a plan needs it millions of times
+        """Maps the name of every array to its bytes per parameter element."""
         return {
             name: dtype.itemsize / elements_each(name)
             for name, dtype in self.array_dtypes().items()

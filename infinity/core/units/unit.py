@@ -85,7 +85,8 @@ class ParamUnit:
         self._charge: native.Charge | None = None
         self.pinned: list[ParamUnit] = []
         self.in_use: ParamUnit | None = None
-        self.is_shared = False  # whether several modules use the unit
+        # Whether several modules use the unit, so that its gradients may arrive far apart
+        self.is_shared = False
         self.in_pieces = False  # whether the weights are larger than their staging
 
     @property
@@ -160,7 +161,7 @@ class ParamUnit:
         """Brings the rows that the use which begins needs, and that are not there yet."""
         if missing := self.arrival.take_missing():
             slots = take(self) if self.lies_on_disk and not self.in_pieces else []
-            with self.exposure.adding_rows():
+            with self.exposure.edits.adding_rows():
                 self.arrival.add(missing, store, self._homes, slots)
 
     def wait_for_update(self) -> None:
@@ -202,10 +203,6 @@ class ParamUnit:
             self.arrival.refuse_edits()
             self._second.forget()  # first: a write may fail after others have gone home
             self.exposure.write_edits(store, journal, stays=self.stays)
-
-    def share(self) -> None:
-        """Marks the unit as used by several modules, so that its gradients may arrive far apart."""
-        self.is_shared = True
 
     # --- moves ---
 

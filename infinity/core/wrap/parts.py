@@ -72,7 +72,11 @@ def _merge(
         children = dict.fromkeys(
             child for module in modules if (child := module._modules.get(name)) is not None
         )
-        holding = [child for child in children if _holds_tensors(child)] or list(children)[:1]
+        holding = [
+            child
+            for child in children
+            if next(child.parameters(), None) is not None or next(child.buffers(), None) is not None
+        ] or list(children)[:1]
         if len(holding) == 1:
             into._modules[name] = holding[0]
         elif holding:
@@ -90,7 +94,3 @@ def _free(name: str, taken: Collection[str]) -> str:
     while f"{name}~{number}" in taken:
         number += 1
     return f"{name}~{number}"
-
-
-def _holds_tensors(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None or next(module.buffers(), None) is not None

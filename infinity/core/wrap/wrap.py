@@ -297,5 +297,5 @@ def _find_owners(
             if module is not owner
         )
         if group.at_once is not None or group.is_used_apart or around:
-            unit.share()
+            unit.is_shared = True
     return owners

@@ -33,7 +33,7 @@ class Audit(Extension):
         if config.audit:
             flats = [flat for unit in units for flat in unit.flat_params if flat.spec.stepped]
             numel = sum(flat.numel // flat.shards for flat in flats)
-            each = max((sum(f.spec.nbytes_per_element().values()) for f in flats), default=0)
+            each = max((sum(f.spec.nbytes_per_element.values()) for f in flats), default=0)
             copied = min(numel, config.audit * numel + PIECE_NUMEL) * each
             yield Term(Tier.HOST, TERM, int(2 * copied) + SERVICE_NBYTES)
 

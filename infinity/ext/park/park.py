@@ -71,7 +71,7 @@ def park(
 
     if not stays():
         job.uses.check(ParkOperation.PARK)
-    with job.uses.begin_unless(stays):
+    with job.uses.begin(unless=stays):
         return _park(engine, job, where, what)
 
 

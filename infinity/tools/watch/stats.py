@@ -188,7 +188,7 @@ def _bounds(job: Job, edges: dict[str, EdgeTraffic]) -> dict[str, float]:
             job.config.nvme_paths, read / steps, edges["host->nvme"].nbytes / steps
         )
     moved = sum(
-        2 * sum(spec.nbytes_per_element().values()) - spec.nbytes_per_element()["grad"]
+        2 * sum(spec.nbytes_per_element.values()) - spec.nbytes_per_element["grad"]
         for spec in (flat.spec for unit in job.units for flat in unit.flat_params)
         if spec.stepped
     )

@@ -110,7 +110,7 @@ def terms_by_hand(
             for flat_param in each.flat_params:
                 nbytes = (
                     -(
-                        -int(flat_param.numel * flat_param.spec.nbytes_per_element().get(name, 0))
+                        -int(flat_param.numel * flat_param.spec.nbytes_per_element.get(name, 0))
                         // 4096
                     )
                     * 4096
@@ -137,7 +137,7 @@ def terms_by_hand(
         if flat_param.spec.stepped:
             per = sum(
                 size
-                for name, size in flat_param.spec.nbytes_per_element().items()
+                for name, size in flat_param.spec.nbytes_per_element.items()
                 if plan.tiers[name] is Tier.NVME
             )
             chunk = (

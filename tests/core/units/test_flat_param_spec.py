@@ -63,7 +63,7 @@ def test_each_moment_has_a_scale_if_it_is_8_bit_and_none_otherwise(count):
 def test_bytes_are_counted_per_element_and_a_scale_is_for_64():
     """Twin: the same flat param with other moments has other bytes."""
     wide, eight = (
-        frozen(BF16, dtype).trained("split", dict.fromkeys(MOMENTS, dtype)).nbytes_per_element()
+        frozen(BF16, dtype).trained("split", dict.fromkeys(MOMENTS, dtype)).nbytes_per_element
         for dtype in (F32, torch.uint8)
     )
     common = {"weight": 2, "master": 2, "grad": 2}
