@@ -16,7 +16,7 @@ SHARDED = ("optimizer", "gradients", "parameters")
 SAMPLED = "sampled"  # checksums of a part, if a device cannot compute them
 
 MASTERS = ("split", "fp32", "none")
-QUANTIZED = (None, "nf4", "int8", "fp8")  # formats that a wrap can pack weights in
+QUANTIZED = [None, "nf4", "int8", "fp8"]  # formats that a wrap can pack weights in
 # -> dtype at rest
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 DTYPES = {

@@ -15,12 +15,12 @@ from ...core.machine.device import Device
 from ...core.machine.tiers import Tier
 from ...core.plan.unit_sizes import FlatParamSize, UnitSize
 from ...core.seams import Extension, Term
-from ...core.step.known import NEVER_HONOURED, NO_NAMES, Group, Known, Names
+from ...core.step.known import NEVER_HONOURED, NO_NAMES, Group, Known, Names, path_of
 from ...core.step.optimizer_step import OptimizerStep
 from ...core.units.forms import is_plain
 from ...errors import ConfigError, UsageError
 from .class_step import ClassStepper
-from .class_trial import check_again, switches
+from .class_trial import check_again, switches, with_moments
 from .class_turns import EVERY, PIECE
 from .matrices import check_split
 
@@ -225,6 +225,14 @@ def class_entry(kind: type | str, step: str = "", **others: Any) -> OwnCode:
     step = step or name.rpartition(".")[2] + ".step"
     others = {"counts_steps": False, "dtypes": ("fp32",)} | others
     return OwnCode(None, kind, step, {}, {}, {}, **others)
+
+
+def entry_of(optimizer: torch.optim.Optimizer, **others: Any) -> Known:
+    """Makes the entry of an optimizer whose class steps by its own code: in pieces of a parameter,
+    if a trial finds that they give what the whole gives. ``others``: fields of :class:`OwnCode`.
+    Raises ConfigError as :func:`.class_trial.with_moments`."""
+    entry = class_entry(path_of(type(optimizer)), **others)
+    return with_moments(entry, optimizer, optimizer.param_groups)
 
 
 # Those of torch that step by their own code. In torch, too, Muon's moment has the gradient's dtype.

@@ -18,14 +18,14 @@ from torch import nn
 from ...core.run.registry import is_wrapped
 from ...core.seams import Change
 from ...core.units.added import always_rests
-from ...core.units.inner import inner_tensors
+from ...core.units.inner import has_inner, inner_tensors
 from ...core.wrap.described_model import is_managed
 from ...core.wrap.parts import parts_of
 from ...errors import UsageError
 from ...files.module_names import Incoming, base_name, base_of
 from ...files.source import Source
 from ...files.weight_files import WeightFiles
-from ..packed.packed import SMALL_NBYTES, send_parts
+from ..packed.packed import SMALL_NBYTES, is_code, send_parts
 from ..packed.unpacked import FP8, CodedSource, scaled_weights, without_scales
 from .coded import Coded
 from .gguf_file import GgufFile, gguf_path
@@ -95,8 +95,8 @@ def dequantize(model: nn.Module) -> nn.Module:
     """Makes the weights of ``model`` dense that are in the codes of a file, or experts in those of
     :func:`quantize`, in place, and returns it. They stay frozen, in the dtype of the model.
 
-    For a model that is not wrapped: to merge adapters into it, to train it, or to save it. Raises
-    UsageError for a wrapped one.
+    For a model that is not wrapped: to merge adapters into it, to train it, or to save it. Warns of
+    weights that a library has packed. Raises UsageError for a wrapped model.
     """
     if is_wrapped(model):
         raise UsageError(
@@ -108,6 +108,14 @@ def dequantize(model: nn.Module) -> nn.Module:
             made = nn.Parameter(param.dequantize(), requires_grad=False)
             made.__dict__ = param.__dict__ | made.__dict__
             torch.utils.swap_tensors(param, made)
+    left = [name for name, param in model.named_parameters() if has_inner(param) or is_code(param)]
+    if left:
+        logger.warning(
+            "dequantize leaves %d weights as they are (%s, ...): the library that packed them makes"
+            " them dense",
+            len(left),
+            left[0],
+        )
     return model
 
 

@@ -41,10 +41,9 @@ _told: set[str] = set()  # classes of layers whose dense copies were told
 class PackedForward:
     """The forward of a layer with a packed weight."""
 
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: nn.Module, rows: int, columns: int):
         self._own, self._kind = own_forward(layer), type(layer).__name__
-        self._width = int(layer.in_features)  # type: ignore[arg-type]
-        self._dense_numel = self._width * int(layer.out_features)  # type: ignore[arg-type]
+        self._width, self._dense_numel = columns, rows * columns
         # Kind of input -> shapes of what two probes save; None: differs between them
         self._known: dict[tuple, list[torch.Size | None]] = {}
 
@@ -215,9 +214,11 @@ def _forward_of(module: nn.Module) -> Callable | None:
     if ADDED not in module.__dict__ and not any(map(_has_codes, params)):
         return None
     is_coded = any(isinstance(param, Coded) for param in params)
-    sizes = (getattr(module, name, None) for name in ("in_features", "out_features"))
+    sizes = [getattr(module, name, None) for name in ("out_features", "in_features")]
+    if None in sizes and [each.dim() for each in params if has_inner(each)] == [2]:
+        (sizes,) = (list(each.shape) for each in params if has_inner(each))
     if all(isinstance(size, int) for size in sizes):
-        made: Callable = PackedForward(module)
+        made: Callable = PackedForward(module, *sizes)
     elif is_coded:
         made = CodedForward(module)
     else:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...choices import QUANTIZED
 from ...errors import ConfigError
 from ...files.source import Source
 from .unpacked import library_of
@@ -80,9 +81,19 @@ def _torchao(config: str, dtype: torch.dtype, dense: torch.Tensor) -> nn.Module:
     return layer
 
 
+Packer = Callable[[torch.dtype, torch.Tensor], nn.Module]
+
 # Format -> function of the dtype to compute in, and of a dense weight
-PACKERS: Mapping[str, Callable[[torch.dtype, torch.Tensor], nn.Module]] = {
+PACKERS: dict[str, Packer] = {
     "nf4": partial(packed_by_bitsandbytes_as, "nf4", True),
     "int8": partial(_torchao, "Int8WeightOnlyConfig"),
     "fp8": partial(_torchao, "Float8WeightOnlyConfig"),
 }
+
+
+def add_format(name: str, pack: Packer) -> None:
+    """Adds a format for `infinity.quantize` and `Config(quantize=...)`. ``pack``: makes a layer
+    without a bias of the dtype to compute in and a dense weight [rows, columns]."""
+    PACKERS[name] = pack
+    if name not in QUANTIZED:
+        QUANTIZED.append(name)

@@ -5,15 +5,31 @@ from __future__ import annotations
 import dataclasses
 from types import SimpleNamespace
 
+import pytest
 import torch
+from inside import parts_of
+from models import at_home, seeded
+from torch import nn
 
+import infinity
 from infinity import native
+from infinity.core import seams
 from infinity.core.machine.tiers import Tier
 from infinity.core.plan.unit_sizes import FlatParamSize, UnitSize
 from infinity.core.seams import Term
+from infinity.core.step.known import Known
+from infinity.core.step.rules import Recogniser
 from infinity.core.units.flat_param_spec import FlatParamSpec
 from infinity.ext.class_step.class_costs import ClassPiece
-from infinity.ext.class_step.entries import BY_CLASS, STEP, SUMS, ClassSteps, class_entry
+from infinity.ext.class_step.class_turns import EVERY, PIECE
+from infinity.ext.class_step.entries import (
+    BY_CLASS,
+    STEP,
+    SUMS,
+    ClassSteps,
+    class_entry,
+    entry_of,
+)
 
 SPEC = FlatParamSpec(
     wrapped_dtype=torch.float32,
@@ -68,3 +84,52 @@ def test_an_entry_names_the_step_of_its_class():
     assert class_entry("lib.optim.Own").step == "Own.step"
     told = class_entry("lib.optim.Own", "Base.step", whole=True)
     assert told.step == "Base.step" and told.whole and told.rule is None
+
+
+class SignMomentum(torch.optim.Optimizer):
+    """An optimizer of three lines, as a user writes it."""
+
+    def __init__(self, params, lr: float = 0.01, beta: float = 0.9):
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    moment = state.setdefault("moment", torch.zeros_like(param))
+                    moment.lerp_(param.grad, 1 - group["beta"])
+                    param.sub_(moment.sign(), alpha=group["lr"])
+
+
+class SignMomentums(Recogniser):
+    supported = "SignMomentum"
+
+    @classmethod
+    def recognise(cls, optimizer: torch.optim.Optimizer) -> Known | None:
+        return entry_of(optimizer) if type(optimizer) is SignMomentum else None
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_class_of_a_script_steps_in_pieces_once_its_recogniser_is_listed(
+    listed, monkeypatch, swap
+):
+    """Compares weights after three steps from NVMe with the plain class's. Twin: not listed it
+    steps whole parameters, with the same bits."""
+    if listed:
+        monkeypatch.setattr(seams, "RULES", [*seams.RULES, SignMomentums])
+    found = []
+    for wraps in (False, True):
+        model = seeded(1, lambda: nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 8)))
+        optimizer = SignMomentum(model.parameters())
+        if wraps:
+            model, optimizer = infinity.wrap_model(model, optimizer, at_home("nvme", "nvme", swap))
+            flat = parts_of(model).units[0].flat_params[0]
+            assert flat.spec.needs.numel == (PIECE if listed else EVERY)
+        for step in range(3):
+            model(torch.full((4, 64), step + 1.0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([value.clone() for value in model.state_dict().values()])
+    assert all(map(torch.equal, *found))

@@ -206,6 +206,32 @@ def test_a_wrap_that_fails_leaves_the_packed_tensors(tmp_path):
     assert "_infinity_packed" not in model[0].up.weight.__dict__
 
 
+@pytest.mark.parametrize("rests", [True, False], ids=["at rest", "after a forward"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_load_of_other_codes_is_that_of_the_library(kind, rests, tmp_path):
+    """Compares outputs and state dicts after a load into a plain and a wrapped model. Twin: they
+    are not those from before, unless the library itself loads nothing."""
+    models = make(kind, 1), make(kind, 1)
+    other = make(kind, 1)
+    torch.manual_seed(1)
+    other[0].up, other[0].down = Block(FORMATS[kind]()).up, Block(FORMATS[kind]()).down
+    given = other.state_dict()
+    before = state(models[0])
+    wrap(models[1], "hostile", tmp_path)
+    found = []
+    for model in models:
+        if not rests:
+            model(batch(0))
+        try:
+            said = str(model.load_state_dict(given, strict=False))
+        except RuntimeError as error:
+            said = type(error).__name__
+        with torch.no_grad():
+            found.append((said, state(model), [bytes(model(batch(0)).numpy()) for _ in "ab"]))
+    assert found[0] == found[1]
+    assert found[0][1] != before or kind == "hqq"
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_job_resumes_from_a_checkpoint(kind, tmp_path, at_device):
     """Claim: packed weights are saved and loaded byte for byte, and training goes on with the same
@@ -362,3 +388,14 @@ def test_hqqs_codes_viewed_as_floats_keep_their_bytes(monkeypatch, tmp_path):
         model, _ = wrap(model, "host", tmp_path, param_dtype="bf16")
         made[name] = torch.equal(model.state_dict()["0.W_q"].view(torch.uint8), before)
     assert made == {"hqq.core.quantize": True, "another": False}
+
+
+@pytest.mark.parametrize("kind", ["torchao int8", "a class of one's own", "parameters"])
+def test_dequantize_tells_of_weights_that_a_library_packed(kind, caplog):
+    """Twin: a dense model."""
+    with caplog.at_level(logging.WARNING, "infinity"):
+        infinity.dequantize(nn.Linear(4, 4))
+        assert not caplog.messages
+        infinity.dequantize(make(kind, 1))
+    (said,) = (each for each in caplog.messages if each.startswith("dequantize"))
+    assert "leaves 2 weights as they are (0.up.weight, ...)" in said

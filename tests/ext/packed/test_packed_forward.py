@@ -54,14 +54,14 @@ def rows(count: int = 3) -> torch.Tensor:
 
 def test_a_dense_weight_is_made_again_with_the_same_bits():
     layer, x, y = Unpacking(), rows(), rows()
-    assert kept(layer, x) and not kept(PackedForward(layer), y)
+    assert kept(layer, x) and not kept(PackedForward(layer, 128, 64), y)
     assert torch.equal(x.grad, y.grad)
 
 
 def test_what_depends_on_the_input_is_kept_and_told(caplog, monkeypatch):
     monkeypatch.setattr(packed_forward, "_told", set())
     layer, x, y = Unpacking(scaled=True), rows(), rows()
-    forward = PackedForward(layer)
+    forward = PackedForward(layer, 128, 64)
     with caplog.at_level(logging.WARNING, "infinity"):
         assert kept(layer, x) == kept(forward, y)
         kept(forward, rows())
@@ -72,7 +72,7 @@ def test_what_depends_on_the_input_is_kept_and_told(caplog, monkeypatch):
 
 def test_nothing_is_done_without_a_backward():
     layer = Unpacking()
-    forward = PackedForward(layer)
+    forward = PackedForward(layer, 128, 64)
     with torch.no_grad():
         assert torch.equal(forward(rows()), layer(rows()))
     assert torch.equal(forward(rows().detach()), layer(rows()))
@@ -81,13 +81,13 @@ def test_nothing_is_done_without_a_backward():
 
 def test_a_checkpoint_counts_what_is_saved():
     layer, x, y = Unpacking(), rows(), rows()
-    forward = PackedForward(layer)
+    forward = PackedForward(layer, 128, 64)
     for call, each in ((layer, x), (forward, y)):
         torch.utils.checkpoint.checkpoint(call, each, use_reentrant=False).sum().backward()
     assert torch.equal(x.grad, y.grad)
 
 
-@pytest.mark.parametrize("kind", ["torchao int8", "torchao fp8", "gguf"])
+@pytest.mark.parametrize("kind", ["torchao int8", "torchao fp8", "gguf", "a class of one's own"])
 def test_wrapped_models_keep_no_dense_weights(kind, tmp_path, monkeypatch):
     """Claim: the gradients have the library's bits. Twin: without it, as many dense weights are
     kept as layers have a gradient of their input."""

@@ -33,11 +33,14 @@ from packed_llamas import (
     state,
     wrap,
 )
+from packed_models import OfRounded
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import infinity
+from infinity import choices, config
 from infinity.errors import CapacityError, ConfigError, InfinityError, UsageError
+from infinity.ext.packed import packers
 from infinity.ext.packed import quantize as quantize_module
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -605,3 +608,37 @@ def test_a_truncated_folder_is_refused_and_the_model_stays(tmp_path, weights):
         with pytest.raises(InfinityError, match="truncated"):
             wrap(model, "host", quantize="int8", weights=str(tmp_path))
     assert_same_model(model, before)
+
+
+def test_a_format_of_ones_own_packs_as_the_others(monkeypatch, tmp_path):
+    """Compares the gradients of a model whose layers a wrap packs by an added format with one that
+    was packed by hand. Twin: without the format its name is refused."""
+    with pytest.raises(ConfigError, match="rounded"):
+        infinity.Config(quantize="rounded")
+    monkeypatch.setattr(packers, "PACKERS", {**packers.PACKERS})
+    monkeypatch.setattr(quantize_module, "PACKERS", packers.PACKERS)
+    names = [*choices.QUANTIZED]
+    monkeypatch.setattr(choices, "QUANTIZED", names)
+    monkeypatch.setattr(packers, "QUANTIZED", names)
+    monkeypatch.setattr(config, "QUANTIZED", names)
+
+    def pack(dtype: torch.dtype, dense: torch.Tensor) -> nn.Module:
+        layer = nn.Linear(*reversed(dense.shape), bias=False, device="meta")
+        layer.weight = nn.Parameter(dense.to(dtype), requires_grad=False)
+        return OfRounded(layer)
+
+    packers.add_format("rounded", pack)
+    found = []
+    for wraps in (True, False):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 4))
+        model[:2].requires_grad_(False)
+        if wraps:
+            optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+            homes = {"params": "nvme", "optimizer": "host", "nvme_paths": [str(tmp_path)]}
+            infinity.wrap_model(model, optimizer, {**homes, "quantize": "rounded"})
+        else:
+            model[0], model[1] = OfRounded(model[0]), OfRounded(model[1])
+        model(torch.ones(2, 64)).square().mean().backward()
+        found.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+    assert len(found[0]) == 2 and all(map(torch.equal, *found))

@@ -72,6 +72,59 @@ class Scaled(nn.Module):
         return nn.functional.linear(x, weight, self.bias)
 
 
+class Rounded(torch.Tensor):
+    """A weight in signed bytes with a scale for each row, in a class that no library has: what
+    `__tensor_flatten__` names is all that the engine knows of it."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scales: torch.Tensor):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scales.dtype)
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor):
+        self.codes, self.scales = codes, scales
+
+    def __tensor_flatten__(self):
+        return ["codes", "scales"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Rounded(inner["codes"], inner["scales"])
+
+    def dequantize(self):
+        return self.codes.to(self.dtype) * self.scales
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is nn.functional.linear:
+            x, weight, *bias = args
+            return func(x, weight.dequantize(), *bias)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        one = args[0]
+        if func is torch.ops.aten.copy_.default:
+            one.codes.copy_(args[1].codes)
+            one.scales.copy_(args[1].scales)
+            return one
+        assert func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default), func
+        return cls(func(one.codes, **(kwargs or {})), func(one.scales, **(kwargs or {})))
+
+
+class OfRounded(nn.Module):
+    """A linear layer of a rounded weight, which does not say how many features it has."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        dense = linear.weight.detach()
+        scales = dense.abs().amax(1, keepdim=True) / 127
+        codes = (dense / scales).round().to(torch.int8)
+        self.weight, self.bias = nn.Parameter(Rounded(codes, scales), False), linear.bias
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
 def _bitsandbytes(kind: str, **options) -> Callable[[nn.Linear], nn.Module]:
     bnb = pytest.importorskip("bitsandbytes")
 
@@ -148,6 +201,7 @@ FORMATS: dict[str, Callable[[], Callable[[nn.Linear], nn.Module]]] = {
     "gguf": lambda: _gguf,
     "buffers": lambda: Buffered,
     "parameters": lambda: Scaled,
+    "a class of one's own": lambda: OfRounded,
 }
 
 
