@@ -13,6 +13,7 @@ from torch import nn
 
 from ...config import Config
 from ...core.machine.device import Device
+from ...core.machine.traffic import Traffic
 from ...core.run.context import ForwardContext
 from ...core.run.job import Job
 from ...core.run.replaced_forward import ReplacedForward
@@ -126,7 +127,8 @@ def plan_activations(job: Job, find: Callable[[], ForwardContext]) -> Activation
         find,
         job.device,
         spare_nbytes=spare_nbytes,
-        send_rate=partial(_send_rate, job),
+        # Not of the job: a graph that a user keeps leads to the planner.
+        send_rate=partial(_send_rate, job.device, job.traffic, job.config),
         recomputes=job.config.recompute,
         home_nbytes=job.activations.home.room_nbytes,
         room=room,
@@ -156,10 +158,10 @@ def _why_not_chosen(job: Job) -> str | None:
     return None
 
 
-def _send_rate(job: Job) -> float:
+def _send_rate(device: Device, traffic: Traffic, config: Config) -> float:
     """Returns the bytes per second of an activation's way home and back."""
-    if job.device.is_host:
+    if device.is_host:
         # Every byte is read and written twice, in both directions.
-        return memory_rate(room=job.config.host_memory) / 4
+        return memory_rate(room=config.host_memory) / 4
     ways = ("device->host", "host->device")
-    return 1 / sum(1 / (job.traffic.rate(way) or LINK_RATE) for way in ways)
+    return 1 / sum(1 / (traffic.rate(way) or LINK_RATE) for way in ways)

@@ -553,18 +553,20 @@ def test_what_stays_is_found(fault, name, swap, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"micro_batch": 2}, {"tiles": True}], ids=["plain", "chunks", "tiles"]
+    "more",
+    [{}, {"micro_batch": 2}, {"tiles": True}, {"device_memory": "256KiB"}],
+    ids=["plain", "chunks", "tiles", "chosen activations"],
 )
 def test_a_backward_that_comes_too_late_says_so(more, swap):
     """Method: keep a loss, drop the model, run its backward: a UsageError that says what went, and
-    the homes have gone. With the model it works."""
+    the job and its homes have gone. With the model it works."""
     gc.collect()
     before = held(swap)[2]  # what other tests of this process keep
     model, optimizer, gone = wrapped("nvme", swap, **more)
-    loss = model(batch()).mean()
+    loss, job = model(batch()).mean(), weakref.ref(parts_of(model).job)
     del model, optimizer
-    gc.collect()
-    assert held(swap)[2] == before
+    collect()
+    assert held(swap)[2] == before and job() is None
     with pytest.raises(infinity.UsageError, match="went with the engine"):
         loss.backward()
     model, optimizer, _ = wrapped("nvme", swap, **more)

@@ -29,6 +29,7 @@ def job_of(*, spare: int | None = MIB, alone: bool = True, **config: Any) -> Sim
         activations=activations,
         ranks=SimpleNamespace(alone=alone),
         device=SimpleNamespace(memory=None, is_host=True),
+        traffic=None,
     )
 
 
@@ -109,5 +110,5 @@ def test_sending_is_priced_by_what_the_link_has_moved(out, into, expected):
         traffic.edges[edge].nbytes += 1000  # launched
         if moved is not None:
             traffic.copied(edge, moved[0], "by hand", 0.0, moved[1], is_counted=True)
-    job = SimpleNamespace(device=SimpleNamespace(is_host=False), traffic=traffic)
-    assert blocks._send_rate(job) == pytest.approx(expected)
+    device = SimpleNamespace(is_host=False)
+    assert blocks._send_rate(device, traffic, Config()) == pytest.approx(expected)

@@ -403,7 +403,7 @@ def recomputed() -> list[bool]:
     with (
         mock.patch.object(CardMemory, "left_nbytes", lambda self, **how: 2 << 20),
         mock.patch("infinity.core.run.activation_store.SMALLEST_NBYTES", 1),
-        mock.patch("infinity.ext.blocks.blocks._send_rate", lambda job: 1.0),
+        mock.patch("infinity.ext.blocks.blocks._send_rate", lambda *_: 1.0),
         mock.patch.object(PlannedBlock, "_refuse", lambda self: sys.exit("a block was refused")),
     ):
         found = compared(longer, {**HOST, "recompute": True})

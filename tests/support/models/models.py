@@ -271,7 +271,8 @@ def swap_files(folder: Path, pid: int | str = "self") -> list[Path]:
 def leftovers(folder: Path) -> list[str]:
     """What a job has left in a folder of nvme_paths: names, and files without one that are still
     open."""
-    gc.collect()
+    while gc.collect():  # what only a graph holds is found after the graph is gone
+        pass
     inner = folder / "hostile"
     names = set(os.listdir(folder)) - {inner.name}
     names |= set(os.listdir(inner)) if inner.is_dir() else set()
