@@ -54,14 +54,12 @@ class Guard:
             raise self.failure()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if isinstance(error, StorageError):
-            self.failure = partial(StorageError, error.errno, error.strerror, error.filename)
-        elif isinstance(error, CorruptionError):
+        # Blocks around the one that failed have told of it.
+        if self.failure is None and isinstance(error, (StorageError, CorruptionError)):
             # Made anew each time: the error's traceback would keep the model alive.
-            self.failure = partial(CorruptionError, *error.args)
-        else:
-            return
-        self.on_failure(error)
+            kind, given, *_ = error.__reduce__()
+            self.failure = partial(kind, *given)
+            self.on_failure(error)
 
 
 class ArrayStore:

@@ -41,6 +41,7 @@ from runs import adamw
 
 import infinity
 from infinity import native
+from infinity.core.homes.store import Guard
 
 SEED = 50
 LR = 1e-2
@@ -626,3 +627,26 @@ def test_unknown_engines_are_a_typed_error(variable, value, swap):
         one_step(model, optimizer, 0)
     assert all(type(param) is torch.nn.Parameter for param in model.parameters())
     assert leftovers(swap) == []
+
+
+@pytest.mark.parametrize(
+    "kind, said",
+    [
+        (infinity.StorageError, (5, "Input/output error", "/swap")),
+        (infinity.CorruptionError, ("other bytes",)),
+    ],
+)
+def test_a_failure_is_told_once_and_raised_anew_at_every_later_block(kind, said):
+    """Method: blocks inside each other. Twin: another error is none of the disk's."""
+    told: list[BaseException] = []
+    guard, error = Guard(told.append), kind(*said)
+    with pytest.raises(ValueError), guard, guard:
+        raise ValueError
+    assert guard.failure is None
+    with pytest.raises(kind), guard, guard:
+        raise error
+    assert told == [error]
+    for _ in "ab":
+        with pytest.raises(kind) as raised, guard:
+            pytest.fail("the block ran")
+        assert raised.value is not error and str(raised.value) == str(error)
