@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -282,6 +283,8 @@ def new_optimizer(side):
         new = torch.optim.SGD(params, lr=0.0625, momentum=0.5, foreach=False)
     side.optimizer = infinity.wrap_model(side.model, new)[1] if side.is_engine else new
     side.saves.clear()
+    if side.is_engine:  # else one of the same class would load
+        shutil.rmtree(side.saved, ignore_errors=True)
 
 
 @action(1)

@@ -257,7 +257,9 @@ class Game:
             engine.average = infinity.ema(engine.model, 0.75)
         engine.loaded = infinity.load_checkpoint(engine.saved, engine.model, engine.optimizer)
         self.follow_load(snapshot)
-        # An older one may have loaded, into a model with what is frozen now.
+        # An older save may have loaded: without an average, and with what is frozen now.
+        if self.plain.average is None:
+            engine.average = None
         for ours, theirs in zip(self.plain.model.parameters(), engine.model.parameters()):
             ours.requires_grad_(theirs.requires_grad)
 
