@@ -151,10 +151,11 @@ def test_a_new_optimizer_is_no_finding(tmp_path):
     model, optimizer = build("host", tmp_path)
     step(model, optimizer, 0)
     before = [value.clone() for value in moments_of(optimizer)]
-    infinity.save_checkpoint(tmp_path / "saved", model, optimizer, wait=False)
+    saving = infinity.save_checkpoint(tmp_path / "saved", model, optimizer, wait=False)
     later = infinity.wrap_model(model, torch.optim.AdamW(model.parameters(), lr=1e-3))[1]
     assert not any(bool(value.any()) for value in moments_of(later))
     step(model, later, 1)
+    saving.wait()
     again, its = build("host", tmp_path)
     infinity.load_checkpoint(tmp_path / "saved", again, its)
     assert all(torch.equal(*each) for each in zip(before, moments_of(its), strict=True))
