@@ -92,7 +92,7 @@ TEST_OF_BACKENDS(direct, reads_are_whole_whatever_the_road_does) {
     wait(extent->write(*disk->engine, 0, source->span, source));
     const auto road = std::make_shared<FaultyRoad>(seed, seed == 0 ? 0 : 4);
     DirectOptions options;
-    options.late_seconds = kLateSeconds;
+    options.late_seconds = seed == 0 ? 3600 : kLateSeconds;  // a busy machine is late by itself
     options.threads = 2;
     const auto reader = std::make_unique<DirectReader>(disk->engine, road, kHost, options);
     std::atomic<int> on_device{0}, cancelled{0};
