@@ -398,3 +398,42 @@ def test_the_two_commands_stand_where_it_is_installed_and_exist():
     for command in ("train", "test"):
         assert f"make {command}" in README.partition("## From a chat")[0]
         assert re.search(rf"^{command}:", makefile, flags=re.MULTILINE)
+
+
+WORDS = {"home": r"homes?", "unit": r"units?", "stall": r"stall(?:s|ed)?", "lane": r"lanes?"}
+OF_OTHERS = {"CONTRIBUTING.md": ["unit"], "publishing.md": ["unit"]}  # of measure, of compilation
+TOLD = re.compile(
+    r"between (?:its )?uses|what is moved together|the loop waits|a block, say|waited for it"
+)
+
+
+def untold(page: Path) -> list[str]:
+    """The words of the engine's own whose first use in a page's prose neither links to the glossary
+    nor stands beside what it means."""
+    found = []
+    text = re.sub(r"(?ms)^```.*?^```|^    .*?$|^#.*?$", "", page.read_text())
+    text = re.sub(r"`[^`]*`|\]\((?![^)]*glossary\.md)[^)]*\)|SIMD unit|vector unit", " ", text)
+    for word, forms in WORDS.items():
+        first = re.search(rf"(?<![\w-])(?:{forms})(?![\w-])", text)
+        if first is None or word in OF_OTHERS.get(page.name, ()):
+            continue
+        around = " ".join(text[max(0, first.start() - 200) : first.end() + 200].split())
+        linked = re.match(r"[^\[\]]*\]\([^)]*glossary\.md", text[first.end() :])
+        if not (linked or TOLD.search(around) or text[: first.start()].endswith("**")):
+            found.append(f"{page.name}: {word}")
+    return found
+
+
+def test_each_page_says_what_our_words_mean_where_it_uses_them_first(tmp_path):
+    """Twins: a word without a link, one with it after its first use, and one in code alone."""
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md"]
+    pages = [page for page in pages if page.name not in ("glossary.md", "extensions.md")]
+    assert [each for page in pages for each in untold(page)] == []
+    page = tmp_path / "page.md"
+    for text, expected in (
+        ("Weights at home.", ["page.md: home"]),
+        ("Weights at home, their [home](glossary.md).", ["page.md: home"]),
+        ("Weights at [home](glossary.md), and `a unit`.", []),
+    ):
+        page.write_text(text)
+        assert untold(page) == expected
