@@ -104,12 +104,12 @@ class Interval:
 
     @property
     def stall_seconds(self) -> float:
-        """Those of the dearest of the last saves; 0 before the first."""
+        """Those of the slowest of the last saves; 0 before the first."""
         return max((stall for stall, _ in self._saves), default=0.0)
 
     @property
     def total_seconds(self) -> float:
-        """Those until the dearest of the last saves could be loaded; 0 before the first."""
+        """Those until the slowest of the last saves could be loaded; 0 before the first."""
         return max((total for _, total in self._saves), default=0.0)
 
     @property

@@ -38,15 +38,19 @@ def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParse
         help="folder to look at (repeatable)",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with status 2 if anything could be better"
+    )
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the findings."""
     findings = find(args.nvme_path or [os.getcwd()])
+    status = 2 if args.check and any(finding.remedy for finding in findings) else 0
     if args.json:
         print(json.dumps({finding.name: asdict(finding) for finding in findings}))
-        return 0
+        return status
     width = max(len(finding.name) for finding in findings)
     for finding in findings:
         print(f"{finding.name:<{width}}  {finding.value}")
@@ -54,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"{'':<{width}}  -> {finding.remedy}")
     if not any(finding.remedy for finding in findings):
         print("There is nothing to change.")
-    return 0
+    return status
 
 
 def find(folders: list[str]) -> list[Finding]:
@@ -73,10 +77,23 @@ def find(folders: list[str]) -> list[Finding]:
         *_gpu(torch, folders),
         _memory(),
         _private(torch),
+        *_status(),
     ]
     for folder in folders:
         findings += _disk(folder)
     return findings
+
+
+def _status() -> list[Finding]:
+    """Reports on the folder of jobs' status, if nothing can be written there."""
+    from ...core.machine.disk_profile import cache_folder
+
+    folder = cache_folder()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if there.is_dir() and os.access(there, os.W_OK):
+        return []
+    remedy = "`infinity top` and `report` see no job: set INFINITY_CACHE to a folder of yours"
+    return [Finding("status of jobs", f"{there} cannot be written to", remedy)]
 
 
 def _simd() -> Finding:

@@ -81,9 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     masters, moments = ("split", "fp32", "none"), ("fp32", "bf16", "int8")
     add("--master", choices=masters, help="master weights of bf16 parameters (default split)")
     add("--moments", choices=moments, help="the optimizer's moments (default fp32)")
-    add(
-        "--config", **FILE, help="engine configuration, TOML, JSON or YAML; options here go over it"
-    )
+    add("--config", **FILE, help="engine configuration, TOML, JSON or YAML; options override it")
     add("--deepspeed", **FILE, help="plan with a DeepSpeed JSON, and say what changes in bytes")
     _add_batch(add)
     _add_machine(add)
@@ -291,10 +289,22 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
             unknown = _unknown_machine(args, config)
             found = plan_here(job, dtype, unknown=unknown, rating=rating_of(args))
     except CapacityError as error:
+        if machine is not None and not checkpointing and _fits_recomputed(given):
+            error.args = (f"It fits with --gradient-checkpointing, and not without it: {error}",)
         raise with_larger_disk(error, job, machine, args.nodes) from None
     if args.deepspeed is not None:
         found["deepspeed"] = _deepspeed(model, config)
     return found | {"lora_rank": args.lora_rank, "quantize": args.quantize}
+
+
+def _fits_recomputed(given: argparse.Namespace) -> bool:
+    """Tells whether the same plan fits if the backward computes activations again."""
+    given = copy(given)
+    given.gradient_checkpointing = True
+    try:
+        return bool(make(given))
+    except CapacityError:
+        return False
 
 
 def _machine_of(args: argparse.Namespace) -> Machine | None:

@@ -98,6 +98,8 @@ def _check_model(path: Path, option: str, *, weights: bool) -> None:
         if path.suffix != ".json":
             raise ConfigError(
                 f"{path} is not a model. Give {option}a folder, or a config.json for fresh weights."
+                f" `infinity export {path} OUT --model FOLDER` makes a folder of weights that"
+                " torch.save wrote; FOLDER has their config.json."
             )
         return
     if (path / ADAPTER_CONFIG).is_file():

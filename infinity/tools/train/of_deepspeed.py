@@ -44,7 +44,7 @@ def deepspeed_of(path: Path) -> dict[str, Any]:
 
 def words_of_deepspeed(path: Path, given: Sequence[str]) -> list[str]:
     """Returns the options of `infinity train` that a file's loop stands for. Those that are
-    ``given`` go over them. Raises ConfigError, with the options to paste, for what has none."""
+    ``given`` override them. Raises ConfigError, with the options to paste, for what has none."""
     found = deepspeed_of(path)
     words = [*_optimizer(path, found, given), *_batch(path, found, given)]
     if found.get("gradient_clipping") == 0 and found["gradient_clipping"] is not False:

@@ -28,7 +28,7 @@ from ..cli.values import (
 from ..watch.run_files import job_name
 from .methods import METHODS, check_method
 from .optimizers import OPTIM, OPTIM_HELP
-from .places import TENSORBOARD, saved_extra
+from .places import TENSORBOARD, has_checkpoint, saved_extra
 from .schedules import a_scheduler
 
 HOMES = ("auto", "device", "host", "nvme")
@@ -424,6 +424,12 @@ def check_options(args: argparse.Namespace) -> None:
         raise ConfigError(f"{' and '.join(given)} both say how long to train: give one of them.")
     if args.resume and args.checkpoint is None:
         raise ConfigError("--resume has nowhere to look. Add --checkpoint FOLDER")
+    names_a_job = args.model is not None or args.data is not None or args.config is not None
+    if args.resume and not names_a_job and not has_checkpoint(args.checkpoint):
+        raise ConfigError(
+            f"--resume: {args.checkpoint} has no checkpoint, and nothing says what to train. Check"
+            " the folder, or give --model and --data as for a start"
+        )
     if args.resume and args.overwrite:
         raise ConfigError(
             "--resume continues a checkpoint and --overwrite replaces it: give one of them."

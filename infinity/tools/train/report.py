@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import resource
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -126,6 +127,7 @@ def measurements(
         "shares": counts.shares(job.stalls),
         "edges": counts.edges,
         "tiers": {name: dataclasses.asdict(tier) for name, tier in stats.tiers.items()},
+        "process_peak_nbytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "bound_seconds": stats.bound_seconds,
         "bottleneck": stats.bottleneck,
         "audited": stats.audited,
@@ -194,6 +196,8 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
     for table in (edges, tiers):
         for line in columns(table) if len(table) > 1 else ():
             console.print(line)
+    if process := report.get("process_peak_nbytes"):
+        console.print(f"process: {_size(process)} at most, with torch, activations and Python")
 
 
 def print_stalls(console: Console, stalls: Any) -> None:

@@ -78,7 +78,7 @@ def shares(
         numbers[name] = numbers[name] if value is None else value
     if numbers.get("total_num_steps", 0) is None:
         numbers["total_num_steps"] = steps
-    numbers.pop("warmup_max_lr", None)  # --lr is it, or goes over it
+    numbers.pop("warmup_max_lr", None)  # --lr is it, or overrides it
     return partial(deepspeed_share, kind=table["type"], lr=lr, **numbers)
 
 

@@ -91,14 +91,11 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+# Compared with a checkpoint's before any data is read
 KNOWN_AT_ONCE = (
-    "method",
-    "seed",
-    "batch_size",
-    "lora_rank",
-    "quantize",
-    "optim",
-)  # before any data is read
+    *("method", "seed", "batch_size", "lora_rank", "quantize", "dtype"),
+    *("optim", "lr", "weight_decay", "betas"),
+)
 DEFAULT_PROMPT = "def "  # for the default data, which is Python
 
 DESCRIPTION = """\
@@ -307,6 +304,8 @@ def _check_engine(args: argparse.Namespace, settings: dict[str, Any], console: C
     _choose_dtype(args, device, console)
     if args.resume:
         known = {name: getattr(args, name) for name in KNOWN_AT_ONCE}
+        if args.lr is None:  # it is chosen later
+            del known["lr"]
         check_fixed_values(args.checkpoint, known, saved_extra(args.checkpoint))
 
 

@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--options",
         default="",
         metavar="TEXT",
-        help="options of `infinity train` that go over those of the receipt, as one word:"
+        help="options of `infinity train` that override the receipt's, as one word:"
         " --options='--params nvme'",
     )
 

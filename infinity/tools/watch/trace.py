@@ -202,7 +202,7 @@ def _print(found: dict[str, Any]) -> None:
     print(f"{format_count(found['steps'], 'step')}, {format_seconds(found['seconds'])}")
     idle = found["idle_while_ready"]
     head = f"{'lane':<14}{'events':>8}{'busy':>11}{'share':>8}{'under compute':>15}"
-    print(f"{head}{'idle while ready':>18}")
+    print(f"{head}{'could have run':>18}")
     for lane, of_lane in found["lanes"].items():
         share = f"{idle['lanes'][lane]:.1%}" if lane in idle["lanes"] else "-"
         print(

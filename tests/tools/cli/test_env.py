@@ -169,3 +169,23 @@ def test_the_package_says_what_it_is(capsys):
     assert cli.main(["env", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)["infinity"]["value"]
     assert infinity.__version__ in told and str(Path(infinity.__file__).parent) in told
+
+
+def test_a_check_has_a_status_of_its_own(capsys, monkeypatch, tmp_path):
+    """2 if anything could be better. Twins: without it the status is 0; a machine where nothing
+    could be."""
+    folder = ["--nvme-path", str(tmp_path)]
+    monkeypatch.setattr(env, "find", lambda folders: [env.Finding("disk", "slow", "another one")])
+    assert cli.main(["env", *folder]) == 0 and cli.main(["env", "--check", *folder]) == 2
+    monkeypatch.setattr(env, "find", lambda folders: [env.Finding("disk", "fast")])
+    assert cli.main(["env", "--check", *folder]) == 0
+
+
+def test_a_folder_where_no_status_can_be_written_is_told(capsys, monkeypatch, tmp_path):
+    """Method: the folder of INFINITY_CACHE lies in a file. Twin: one that can be made."""
+    (tmp_path / "file").touch()
+    for name, told in ((tmp_path / "file" / "cache", True), (tmp_path / "new", False)):
+        monkeypatch.setenv("INFINITY_CACHE", str(name))
+        found = findings(capsys, "--nvme-path", str(tmp_path))
+        assert ("status of jobs" in found) is told
+        assert not told or "INFINITY_CACHE" in found["status of jobs"]["remedy"]

@@ -350,6 +350,11 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "job --checkpoint deepspeed": ("it is DeepSpeed's", "Give another folder"),
     "job --resume --checkpoint dcp": ("torch.distributed.checkpoint's", "Give another folder"),
     "job --resume --checkpoint trainer": ("it is the Trainer's", "resume_from_checkpoint"),
+    "train --resume --checkpoint nowhere": ("nowhere has no checkpoint", "give --model and --data"),
+    "tune deepspeed/global_step10/mp_rank_00_model_states.pt": (
+        "is not a model",
+        "`infinity export deepspeed.*pt OUT --model FOLDER` makes",
+    ),
     "job --resume --checkpoint model": (
         "a model's weights alone",
         "load them with from_pretrained",

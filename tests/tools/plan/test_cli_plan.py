@@ -217,6 +217,14 @@ def test_another_machines_plan_does_not_depend_on_this_one(run):
     check_refused(answer, "gradients on their way")
 
 
+def test_a_plan_that_fits_with_recomputation_says_so(run):
+    """Twin: one that does not fit then either."""
+    words = ("--machine", "two-rtx3090", "--batch-tokens", "64K", "--sequence-length", "4096")
+    check_refused(run(*words, model="llama-8b", budgets={}), "fits with --gradient-checkpointing")
+    answer = run(*words, "--device-memory", "64MiB", model="llama-1b", budgets={})
+    assert answer[0] == 2 and "--gradient-checkpointing" not in answer[2]
+
+
 def test_a_plan_with_muon_says_what_it_costs(run):
     """Method: the tiny model's matrices, counted here again. The twin: AdamW has no such line."""
     words = ("--machine", "dgx-h100", "--params", "host", "--optimizer", "host")

@@ -196,6 +196,7 @@ def test_report_has_every_number_and_the_loss_falls(place, report):
     assert set(result["tiers"]) == {"device", "host", "nvme"}
     for tier in result["tiers"].values():
         assert tier["peak_nbytes"] <= tier["planned_nbytes"]
+    assert result["process_peak_nbytes"] > result["tiers"]["host"]["peak_nbytes"]
     assert result["disk"]["read"]["measured_bytes_per_second"] > 0 and result["disk"]["share"] > 0
     assert result["bottleneck"] and result["out"] == "trained" and isinstance(result["sample"], str)
 
@@ -212,6 +213,7 @@ def test_the_human_report_goes_to_stdout_and_names_the_same_things(place, capsys
         "budget",
         "disk",
         "A sample",
+        "process: ",
     ):
         assert words in shown
     assert f"step {STEPS}/{STEPS}" in shown
@@ -481,6 +483,8 @@ def test_what_is_not_given_comes_from_the_checkpoint(place, report, monkeypatch,
         ({"seed": SEED + 1}, "seed"),
         ({"batch_size": 2}, "--batch-size 4 (now 2)"),
         ({"optim": "muon"}, "--optim adamw (now muon)"),
+        ({"lr": 0.5}, "(now 0.5)"),
+        ({"weight_decay": 0.25}, "(now 0.25)"),
     ],
 )
 def test_a_job_of_other_options_is_refused_before_anything_is_built(
