@@ -228,6 +228,7 @@ class Game:
                 self.counts["went on in place"] += 1
                 return
         engine.drop()
+        wait_for_saves()
         if left := leftovers(engine.swap):
             raise Wrong("leak", f"a dropped model leaves {left}")
         said = []
@@ -284,11 +285,7 @@ class Game:
             self.plain.average = None
             self.agree(self.plain.snapshot())
         engine.drop()
-        until = time.monotonic() + SAVED_WITHIN
-        while behind := [each for each in threading.enumerate() if each.name in BEHIND]:
-            behind[0].join(max(0.0, until - time.monotonic()))
-            if time.monotonic() > until:
-                break
+        wait_for_saves()
         if left := left_behind(engine.swap):
             raise Wrong("leak", ", ".join(left))
 
@@ -299,6 +296,15 @@ def caught(work: Any) -> tuple[BaseException | None, Any]:
         return None, work()
     except Exception as error:  # noqa: BLE001 - it is judged
         return error, None
+
+
+def wait_for_saves() -> None:
+    """Waits for the threads that save beside what goes on, as long as one may take."""
+    until = time.monotonic() + SAVED_WITHIN
+    while behind := [each for each in threading.enumerate() if each.name in BEHIND]:
+        behind[0].join(max(0.0, until - time.monotonic()))
+        if time.monotonic() > until:
+            return
 
 
 def left_behind(swap: Path) -> list[str]:
