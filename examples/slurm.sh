@@ -19,7 +19,7 @@
 #SBATCH --time=12:00:00
 #SBATCH --requeue
 #SBATCH --open-mode=append
-# This script gets USR1 five minutes before the end, or one minute more. Longer saves:
+# Slurm sends USR1 five to six minutes before the end. Longer saves:
 # SAVE_SECONDS=900 sbatch --signal=B:USR1@960 examples/slurm.sh ...
 #SBATCH --signal=B:USR1@300
 set -euo pipefail

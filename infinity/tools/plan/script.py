@@ -20,6 +20,7 @@ REMARKS = {
     "device_memory": "  # of each GPU: what saved activations and buffers leave to the state"
 }
 FILE, MODEL, PORT = "job.toml", "model.json", 29400
+RETURNS = "--checkpoint SHARED_FOLDER --resume"  # what has a job go on from its last save
 
 
 def script(
@@ -47,9 +48,11 @@ def script(
     lines += ["", "[train]", *(f"{name} = {_value(value)}" for name, value in options.items())]
     yield from _file(FILE, "\n".join(lines).strip())
     devices = found["ranks"] // nodes
+    yield "# Words after the name of this script are options. To come back after a failure, give:"
+    yield f"#   --data DATA {RETURNS}"
     yield (
         f"# Under Slurm, after the lines above: sbatch --nodes {nodes} --gpus-per-node {devices}"
-        f" examples/slurm.sh -m infinity train --config {FILE}"
+        f" examples/slurm.sh -m infinity train --config {FILE} --data DATA {RETURNS}"
     )
     if nodes > 1:
         yield "# On each node, with NODE_RANK from 0 on, and MASTER_ADDR the first one's address:"
