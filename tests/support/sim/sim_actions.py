@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from sim_device import scarcity
 from sim_models import batch_of, blocks_of, loss_of
-from sim_world import Side
+from sim_world import Side, wait_for_saves
 from torch.optim import swa_utils
 
 import infinity
@@ -274,6 +274,10 @@ def new_optimizer(side):
     """Goes on with another optimizer of the same parameters, which no save before knows."""
     if side.average is not None:  # which the new one would lack
         return
+    side.saves.clear()
+    if side.is_engine:  # else one of the same class would load
+        wait_for_saves()
+        shutil.rmtree(side.saved, ignore_errors=True)
     old = side.optimizer
     params = [each for group in old.param_groups for each in group["params"]]
     old.zero_grad()
@@ -282,9 +286,6 @@ def new_optimizer(side):
     else:
         new = torch.optim.SGD(params, lr=0.0625, momentum=0.5, foreach=False)
     side.optimizer = infinity.wrap_model(side.model, new)[1] if side.is_engine else new
-    side.saves.clear()
-    if side.is_engine:  # else one of the same class would load
-        shutil.rmtree(side.saved, ignore_errors=True)
 
 
 @action(1)

@@ -12,7 +12,6 @@ import contextlib
 import gc
 import os
 import threading
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,22 @@ from sim_device import late
 from sim_disk import SimulatedDisk
 from sim_models import build
 from sim_program import OPTIMIZERS, Program
-from sim_world import EngineSide, Side, Snapshot, Wrong, differing, forget, is_typed, typed
+from sim_world import (
+    EngineSide,
+    Side,
+    Snapshot,
+    Wrong,
+    differing,
+    forget,
+    is_typed,
+    typed,
+    wait_for_saves,
+)
 from striker import MARK, Striker
 
 import infinity
 from infinity.errors import CapacityError, CorruptionError, StorageError
 
-SAVED_WITHIN = 30  # seconds that a save, and what it replaced, may take behind a model that is gone
-BEHIND = ("infinity save", "infinity-removal")  # threads; the first starts the second
 PROOF = {  # the step after a disturbance
     **dict.fromkeys(("together", "keep"), False),
     **{"data": 7, "micro": 1, "clip": None, "edit": "", "at": 0, "how": "", "late": ""},
@@ -296,15 +303,6 @@ def caught(work: Any) -> tuple[BaseException | None, Any]:
         return None, work()
     except Exception as error:  # noqa: BLE001 - it is judged
         return error, None
-
-
-def wait_for_saves() -> None:
-    """Waits for the threads that save beside what goes on, as long as one may take."""
-    until = time.monotonic() + SAVED_WITHIN
-    while behind := [each for each in threading.enumerate() if each.name in BEHIND]:
-        behind[0].join(max(0.0, until - time.monotonic()))
-        if time.monotonic() > until:
-            return
 
 
 def left_behind(swap: Path) -> list[str]:

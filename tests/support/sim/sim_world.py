@@ -10,6 +10,8 @@ import copy
 import functools
 import gc
 import re
+import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,9 @@ from sim_disk import SimulatedDisk
 
 import infinity
 from infinity.errors import InfinityError, InternalError
+
+SAVED_WITHIN = 30  # seconds that a save, and what it replaced, may take behind a model that is gone
+BEHIND = ("infinity save", "infinity-removal")  # threads; the first starts the second
 
 Tensors = dict[str, torch.Tensor]
 
@@ -202,6 +207,15 @@ class EngineSide(Side):
         self.model = self.optimizer = self.average = None
         self.is_wrapped = False
         gc.collect()
+
+
+def wait_for_saves() -> None:
+    """Waits for the threads that save beside what goes on, as long as one may take."""
+    until = time.monotonic() + SAVED_WITHIN
+    while behind := [each for each in threading.enumerate() if each.name in BEHIND]:
+        behind[0].join(max(0.0, until - time.monotonic()))
+        if time.monotonic() > until:
+            return
 
 
 def forget(error: BaseException | None) -> None:
