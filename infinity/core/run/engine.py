@@ -247,6 +247,7 @@ class Engine:
         """Ends a step of the optimizer at ``place``, whose updates are submitted. Starts reading
         the next forward's first units from disk."""
         self.job.prefetcher.fetch_ahead(self.job.schedule.first(), time.perf_counter())
+        self.job.schedule.end_step()
         self.job.updates.end_step(place)
         for listener in self.job.events.step_ended:
             listener(self.steps.index)

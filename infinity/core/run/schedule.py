@@ -95,11 +95,15 @@ class Schedule:
 
     def first(self) -> Iterator[int]:
         """Returns the units of the next training pass in order, each once: the end of a step can
-        already fetch the first ones. Without root forwards a step ends the pass."""
+        already fetch the first ones."""
         if not self._kind:
-            self.begin("")
-            return self.upcoming(backward=False)
+            return iter(dict.fromkeys(self._current or self.expected()))
         return iter(dict.fromkeys(self.expected_after_step()))
+
+    def end_step(self) -> None:
+        """Ends the pass if no training forward of a root has begun it."""
+        if self._kind in ("", "infer"):
+            self.begin("")
 
     def leave(self, unit: int) -> None:
         """Records that a use of ``unit`` ends now."""

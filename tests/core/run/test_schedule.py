@@ -54,18 +54,38 @@ def test_a_repeated_pass_is_predicted_at_every_place(trace):
 
 @pytest.mark.parametrize("rooted", [False, True])
 def test_a_step_ends_the_pass_of_a_model_whose_own_forward_is_never_called(rooted):
-    """As of an nn.ModuleDict: what the next pass uses is predicted, and uses do not pile up. Twin:
-    root forwards, which end a pass themselves."""
+    """As of an nn.ModuleDict: what the next pass uses is predicted, and uses do not pile up; asking
+    for the first units ends nothing. Twin: root forwards, which end a pass themselves."""
     schedule = Schedule()
     if rooted:
         schedule.begin("train")
     for _ in range(3):
         for unit in (1, 2, 1):
             schedule.use(unit)
+        assert list(schedule.first()) == list(schedule.first()) == [1, 2]
+        schedule.end_step()
         assert list(schedule.first()) == [1, 2]
         assert upcoming(schedule) == ([] if rooted else [1, 2])
     schedule.use(1)
     assert upcoming(schedule) == ([] if rooted else [2])
+
+
+def test_an_evaluation_by_the_root_does_not_end_that_for_good():
+    """Twin: the step of a training forward of the root keeps its own kind."""
+    schedule = Schedule()
+    schedule.begin("infer")
+    for _ in range(3):
+        run_by_hand(schedule)
+    assert upcoming(schedule) == [1, 2]
+    schedule.begin("train")
+    run_by_hand(schedule)
+    assert upcoming(schedule) == []
+
+
+def run_by_hand(schedule: Schedule) -> None:
+    for unit in (1, 2):
+        schedule.use(unit)
+    schedule.end_step()
 
 
 def test_a_unit_is_known_by_its_number():
