@@ -21,7 +21,7 @@ from ..run.replaced_forward import ReplacedForward
 from ..units.added import ADDED, own_tensors
 from ..units.forms import like
 from ..units.handle import ParamHandle, handle_of
-from ..units.inner import filled, has_inner, inner_tensors
+from ..units.inner import filled
 
 
 def install_state_dict(engine: Engine, roots: Sequence[nn.Module]) -> list:
@@ -72,7 +72,7 @@ def install_state_dict(engine: Engine, roots: Sequence[nn.Module]) -> list:
         ]
         if is_owner:
             removers.append(module._register_state_dict_hook(fill))
-            removers.append(_load_into(engine, module))
+            removers.append(_raise_as_they_are(module))
         if own_dicts:
             removers.append(module._register_state_dict_hook(partial(_fill_own, own_dicts)))
         if is_owner or module in roots:  # before any buffer is loaded
@@ -90,31 +90,17 @@ class _Messages(list):
         super().append(message)
 
 
-def _load_into(engine: Engine, module: nn.Module) -> ReplacedForward:
-    """Lets our errors pass through torch's ``load_state_dict`` of ``module``. A subclass copies its
-    inner tensors past the rules of parameters at rest: into copies here, which go home."""
+def _raise_as_they_are(module: nn.Module) -> ReplacedForward:
+    """Lets our errors pass through torch's ``load_state_dict`` of ``module``."""
     given, reference = module.__dict__.get("_load_from_state_dict"), weakref.ref(module)
 
-    def load(state: dict, prefix: str, *args: Any) -> None:
+    def load(*args: Any) -> None:
         here = cast("nn.Module", reference())
-        params, found = here._parameters, _Messages()
-        own = {
-            name: param
-            for name, param in params.items()
-            if has_inner(param) and prefix + name in state
-        }
-        copies = {name: filled(param) for name, param in own.items()}
+        found = _Messages()
         try:
-            params.update(copies)
-            torchs = given or MethodType(type(here)._load_from_state_dict, here)
-            torchs(state, prefix, *args[:-1], found)
+            (given or MethodType(type(here)._load_from_state_dict, here))(*args[:-1], found)
         finally:
-            params.update(own)
             args[-1].extend(found)
-        for name in own:
-            for inner, value in zip(inner_tensors(own[name]), inner_tensors(copies[name])):
-                if (handle := handle_of(inner)) is not None:
-                    engine.write_value(handle, value)
 
     return ReplacedForward(module, load, "_load_from_state_dict")
 

@@ -32,6 +32,7 @@ from .schemes import Nf4, Scaled, Scheme, Transposed
 
 logger = logging.getLogger(__name__)
 
+FORMATS = "nf4", "int8", "fp8"  # whose codes and scales are read here
 LATER = "_infinity_packed_later"  # attribute of a module with experts on meta: a format
 DENSE = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -53,7 +54,9 @@ class Experts:
 
 def experts_of(model: nn.Module, format: str) -> Iterator[Experts]:
     """Yields the weights of experts in ``model`` that can be packed in ``format``: frozen, dense
-    and not tied."""
+    and not tied. None for a format that a script has added: its codes are not known."""
+    if format not in FORMATS:
+        return
     places = places_of(model)
     for path, module in model.named_modules():
         # Experts of transformers' FP8 layers are codes already.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from ...core.units.inner import has_inner
 from ...core.wrap.parts import parts_of
 from ...torch_private import top_hooks
 from ..coded.coded import Coded, Unpacked, noting_unpacked
+from .loads import loads_into_home
 from .packed import is_code
 
 logger = logging.getLogger(__name__)
@@ -41,9 +43,9 @@ _told: set[str] = set()  # classes of layers whose dense copies were told
 class PackedForward:
     """The forward of a layer with a packed weight."""
 
-    def __init__(self, layer: nn.Module, rows: int, columns: int):
+    def __init__(self, layer: nn.Module, dense_numel: int):
         self._own, self._kind = own_forward(layer), type(layer).__name__
-        self._width, self._dense_numel = columns, rows * columns
+        self._dense_numel = dense_numel
         # Kind of input -> shapes of what two probes save; None: differs between them
         self._known: dict[tuple, list[torch.Size | None]] = {}
 
@@ -51,9 +53,9 @@ class PackedForward:
         outer, counted = _hooks_around()
         if args or kwargs or counted or not (torch.is_grad_enabled() and x.requires_grad):
             return self._own(x, *args, **kwargs)
-        kind = x.dtype, x.device, _autocast_of(x.device)
+        kind = x.dtype, x.device, _autocast_of(x.device), x.shape[-1]
         if kind not in self._known:
-            self._known[kind] = self._learn(*kind)
+            self._known[kind] = self._learn(kind)
         with torch.autograd.graph.saved_tensors_hooks(*self._hooks(kind, outer)):
             return self._own(x)
 
@@ -72,27 +74,30 @@ class PackedForward:
         return pack, partial(_unpack, outer)
 
     def probe(
-        self, dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None, value: float
+        self,
+        dtype: torch.dtype,
+        device: torch.device,
+        autocast: torch.dtype | None,
+        width: int,
+        value: float,
     ) -> list[torch.Tensor]:
-        """Returns what a forward of one row of ``value`` saves. ``autocast``: the dtype of it, if
-        it is on."""
+        """Returns what a forward of one row of ``width`` times ``value`` saves. ``autocast``: the
+        dtype of it, if it is on."""
         saved: list[torch.Tensor] = []
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             saved.append(tensor.detach())
             return saved[-1]
 
-        row = torch.full((1, self._width), value, dtype=dtype, device=device, requires_grad=True)
+        row = torch.full((1, width), value, dtype=dtype, device=device, requires_grad=True)
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
         casting = torch.autocast(device.type, autocast, enabled=autocast is not None)
         with torch.enable_grad(), hooks, casting:
             self._own(row)
         return saved
 
-    def _learn(
-        self, dtype: torch.dtype, device: torch.device, autocast: torch.dtype | None
-    ) -> list[torch.Size | None]:
-        zeros, ones = (self.probe(dtype, device, autocast, value) for value in (0.0, 1.0))
+    def _learn(self, kind: tuple) -> list[torch.Size | None]:
+        zeros, ones = (self.probe(*kind, value) for value in (0.0, 1.0))
         return [
             a.shape if self._is_dense(a) and a.shape == b.shape and torch.equal(a, b) else None
             for a, b in zip(zeros, ones)
@@ -195,7 +200,7 @@ def _unpack(outer: tuple | None, held: Any) -> torch.Tensor:
 
 
 class PackedForwards(Extension):
-    """The forwards of one model's modules with packed weights."""
+    """The forwards and loads of one model's modules with packed weights."""
 
     @classmethod
     def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> PackedForwards:
@@ -206,7 +211,15 @@ class PackedForwards(Extension):
     ) -> list[ReplacedForward]:
         modules = dict.fromkeys(each for part in parts_of(model) for each in part.modules())
         forwards = ((module, _forward_of(module)) for module in modules)
-        return [ReplacedForward(module, made) for module, made in forwards if made is not None]
+        return [
+            *(ReplacedForward(module, made) for module, made in forwards if made is not None),
+            *(
+                loads_into_home(module)
+                for module in modules
+                if any(has_inner(each) for each in module._parameters.values())
+                and not any(isinstance(each, Coded) for each in module._parameters.values())
+            ),
+        ]
 
 
 def _forward_of(module: nn.Module) -> Callable | None:
@@ -215,10 +228,11 @@ def _forward_of(module: nn.Module) -> Callable | None:
         return None
     is_coded = any(isinstance(param, Coded) for param in params)
     sizes = [getattr(module, name, None) for name in ("out_features", "in_features")]
-    if None in sizes and [each.dim() for each in params if has_inner(each)] == [2]:
-        (sizes,) = (list(each.shape) for each in params if has_inner(each))
+    inner = [param for param in params if has_inner(param)]
     if all(isinstance(size, int) for size in sizes):
-        made: Callable = PackedForward(module, *sizes)
+        made: Callable = PackedForward(module, math.prod(map(int, sizes)))  # type: ignore[arg-type]
+    elif not is_coded and [param.dim() for param in inner] == [2]:
+        made = PackedForward(module, inner[0].numel())
     elif is_coded:
         made = CodedForward(module)
     else:

@@ -232,6 +232,34 @@ def test_a_load_of_other_codes_is_that_of_the_library(kind, rests, tmp_path):
     assert found[0][1] != before or kind == "hqq"
 
 
+@pytest.mark.parametrize("how", ["keep_vars", "renamed", "small parts"])
+def test_a_load_in_other_ways_sets_all_parts(how, tmp_path):
+    """Of parameters at rest themselves, under names that a hook of the module changes, and of
+    scales that are too small to move. Twin: the outputs before."""
+    kind = "a class of one's own"
+    model, other = make(kind, 1), make(kind, 1)
+    for each in (other[0].up.weight, other[0].down.weight):
+        each.codes.neg_()
+        each.scales.mul_(2)
+    with torch.no_grad():
+        before, expected = model(batch(0)), other(batch(0))
+    wrap(model, "host", tmp_path)
+    given = other.state_dict()
+    if how == "keep_vars":
+        wrap(other, "host", tmp_path)
+        given = other.state_dict(keep_vars=True)
+    if how == "renamed":
+
+        def rename(module, state, prefix, *_):
+            state[f"{prefix}weight"] = state.pop(f"{prefix}old")
+
+        model[0].up.register_load_state_dict_pre_hook(rename)
+        given["0.up.old"] = given.pop("0.up.weight")
+    model.load_state_dict(given)
+    with torch.no_grad():
+        assert torch.equal(model(batch(0)), expected) and not torch.equal(expected, before)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_job_resumes_from_a_checkpoint(kind, tmp_path, at_device):
     """Claim: packed weights are saved and loaded byte for byte, and training goes on with the same

@@ -9,7 +9,7 @@ import logging
 
 import pytest
 import torch
-from packed_models import FORMATS, batch, gradients, make, trained
+from packed_models import FORMATS, Rounded, batch, gradients, make, trained
 from torch import nn
 
 import infinity
@@ -54,14 +54,33 @@ def rows(count: int = 3) -> torch.Tensor:
 
 def test_a_dense_weight_is_made_again_with_the_same_bits():
     layer, x, y = Unpacking(), rows(), rows()
-    assert kept(layer, x) and not kept(PackedForward(layer, 128, 64), y)
+    assert kept(layer, x) and not kept(PackedForward(layer, 128 * 64), y)
     assert torch.equal(x.grad, y.grad)
+
+
+class Transposed(nn.Module):
+    """A layer whose weight lies as inputs x outputs, and that does not say so."""
+
+    def __init__(self):
+        super().__init__()
+        scales = torch.ones(64, 1)
+        codes = torch.randint(-8, 8, (64, 128), dtype=torch.int8)
+        self.weight = nn.Parameter(Rounded(codes, scales), False)
+
+    def forward(self, x):
+        return x @ self.weight.dequantize()
+
+
+def test_the_width_of_a_layer_is_that_of_its_input():
+    layer, x, y = Transposed(), rows(), rows()
+    assert not kept(PackedForward(layer, layer.weight.numel()), x)
+    assert kept(layer, y) and torch.equal(x.grad, y.grad)
 
 
 def test_what_depends_on_the_input_is_kept_and_told(caplog, monkeypatch):
     monkeypatch.setattr(packed_forward, "_told", set())
     layer, x, y = Unpacking(scaled=True), rows(), rows()
-    forward = PackedForward(layer, 128, 64)
+    forward = PackedForward(layer, 128 * 64)
     with caplog.at_level(logging.WARNING, "infinity"):
         assert kept(layer, x) == kept(forward, y)
         kept(forward, rows())
@@ -72,7 +91,7 @@ def test_what_depends_on_the_input_is_kept_and_told(caplog, monkeypatch):
 
 def test_nothing_is_done_without_a_backward():
     layer = Unpacking()
-    forward = PackedForward(layer, 128, 64)
+    forward = PackedForward(layer, 128 * 64)
     with torch.no_grad():
         assert torch.equal(forward(rows()), layer(rows()))
     assert torch.equal(forward(rows().detach()), layer(rows()))
@@ -81,7 +100,7 @@ def test_nothing_is_done_without_a_backward():
 
 def test_a_checkpoint_counts_what_is_saved():
     layer, x, y = Unpacking(), rows(), rows()
-    forward = PackedForward(layer, 128, 64)
+    forward = PackedForward(layer, 128 * 64)
     for call, each in ((layer, x), (forward, y)):
         torch.utils.checkpoint.checkpoint(call, each, use_reentrant=False).sum().backward()
     assert torch.equal(x.grad, y.grad)
