@@ -42,7 +42,8 @@ CONFIG_READER = "infinity.ext.migrate.reader"
 def is_there(module: str) -> bool:
     """Tells whether ``module`` exists: a folder of an extension or a tool may be deleted."""
     try:
-        return importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(module)
+        return spec is not None and spec.origin is not None  # else of compiled files alone
     except ModuleNotFoundError:  # of a folder around it
         return False
 

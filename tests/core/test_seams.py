@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,6 +235,15 @@ def test_a_deleted_extension_is_skipped(listed, monkeypatch):
     def imported(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
 
+    monkeypatch.setattr(seams.importlib, "import_module", imported)
+    # What an older version has left of a folder: compiled files alone.
+    folder = SimpleNamespace(origin=None)
+    monkeypatch.setattr(seams.importlib.util, "find_spec", lambda name: folder)
+    seams.is_there.cache_clear()
+    missing = "infinity.ext.left.module"
+    assert [*seams.classes_of(["ext.left.module.OfCompiled"])] == []
+    monkeypatch.undo()
+    seams.is_there.cache_clear()
     monkeypatch.setattr(seams.importlib, "import_module", imported)
     missing = "infinity.ext.gone.deep"
     assert [*seams.classes_of(["ext.park.park.OnDeleted"])] == []
