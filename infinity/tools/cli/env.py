@@ -88,9 +88,9 @@ def _status() -> list[Finding]:
     """Reports on the folder of jobs' status, if nothing can be written there."""
     from ...core.machine.disk_profile import cache_folder
 
-    folder = cache_folder()
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    if there.is_dir() and os.access(there, os.W_OK):
+    folder = cache_folder() / "runs"
+    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    if os.path.isdir(there) and os.access(there, os.W_OK):
         return []
     remedy = "`infinity top` and `report` see no job: set INFINITY_CACHE to a folder of yours"
     return [Finding("status of jobs", f"{there} cannot be written to", remedy)]

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...errors import CapacityError, ConfigError
+from ...errors import CapacityError, ConfigError, InfinityError
 from ...files.outputs import PICTURE, Output, check_outputs
 from ..cli.values import add_rating, at_least_two, rating_of, svg_path
 from ..train.of_deepspeed import deepspeed_of
@@ -289,9 +289,10 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
             unknown = _unknown_machine(args, config)
             found = plan_here(job, dtype, unknown=unknown, rating=rating_of(args))
     except CapacityError as error:
+        told = with_larger_disk(error, job, machine, args.nodes)
         if machine is not None and not checkpointing and _fits_recomputed(given):
-            error.args = (f"It fits with --gradient-checkpointing, and not without it: {error}",)
-        raise with_larger_disk(error, job, machine, args.nodes) from None
+            told.args = (f"It fits with --gradient-checkpointing, and not without it: {told}",)
+        raise told from None
     if args.deepspeed is not None:
         found["deepspeed"] = _deepspeed(model, config)
     return found | {"lora_rank": args.lora_rank, "quantize": args.quantize}
@@ -303,7 +304,7 @@ def _fits_recomputed(given: argparse.Namespace) -> bool:
     given.gradient_checkpointing = True
     try:
         return bool(make(given))
-    except CapacityError:
+    except InfinityError:
         return False
 
 

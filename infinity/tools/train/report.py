@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import resource
 import statistics
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import infinity
@@ -127,7 +127,7 @@ def measurements(
         "shares": counts.shares(job.stalls),
         "edges": counts.edges,
         "tiers": {name: dataclasses.asdict(tier) for name, tier in stats.tiers.items()},
-        "process_peak_nbytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "process_peak_nbytes": _process_peak(),
         "bound_seconds": stats.bound_seconds,
         "bottleneck": stats.bottleneck,
         "audited": stats.audited,
@@ -170,6 +170,14 @@ def _disk_report(measured: dict[str, float] | None, counts: EdgeCounts) -> dict[
         }
         needed_seconds += moved["nbytes"] / measured[direction]
     return {**report, "share": needed_seconds / max(counts.at_seconds, 1e-9)}
+
+
+def _process_peak() -> int:
+    """Returns the most memory that this process has had; 0 if the kernel does not tell. getrusage
+    would count what its parent had before it started this program."""
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
