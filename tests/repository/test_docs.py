@@ -403,7 +403,8 @@ def test_the_two_commands_stand_where_it_is_installed_and_exist():
 WORDS = {"home": r"homes?", "unit": r"units?", "stall": r"stall(?:s|ed)?", "lane": r"lanes?"}
 OF_OTHERS = {"CONTRIBUTING.md": ["unit"], "publishing.md": ["unit"]}  # of measure, of compilation
 TOLD = re.compile(
-    r"between (?:its )?uses|what is moved together|the loop waits|a block, say|waited for it"
+    r"between (?:its )?uses|what is moved together|is what moves|the loop waits|a block, say"
+    r"|waited for it"
 )
 
 

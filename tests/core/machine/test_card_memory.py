@@ -112,7 +112,7 @@ def test_blocks_are_recomputed_once_the_card_is_full(
     """Claim: what is free on the card is used before anything is recomputed, with the same bits.
     Method: a card with room for all that the blocks save, and for a part of it."""
     monkeypatch.setattr(activation_store, "SMALLEST_NBYTES", 1)
-    monkeypatch.setattr("infinity.ext.blocks.blocks._send_rate", lambda job: 1.0)  # no choice
+    monkeypatch.setattr("infinity.ext.blocks.blocks._send_rate", lambda *_: 1.0)  # no choice
 
     class Card(Elsewhere):
         memory = SimpleNamespace(
