@@ -376,6 +376,7 @@ def test_the_end_of_a_step_reads_the_first_units_of_the_next_forward():
     assert [each[:2] for each in log] == [
         ("schedule.first",),
         ("prefetcher.fetch_ahead", [3, 1]),
+        ("schedule.end_step",),
         ("updates.end_step", 0),
     ]
 
