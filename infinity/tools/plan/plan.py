@@ -291,7 +291,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     except CapacityError as error:
         told = with_larger_disk(error, job, machine, args.nodes)
         if machine is not None and not checkpointing and _fits_recomputed(given):
-            told.args = (f"It fits with --gradient-checkpointing, and not without it: {told}",)
+            told.args = (f"It fits with --gradient-checkpointing and not without it: {told}",)
         raise told from None
     if args.deepspeed is not None:
         found["deepspeed"] = _deepspeed(model, config)
