@@ -68,9 +68,15 @@ class Average:
             )
         if job.find(WeightAverage) is not None:
             raise UsageError("this model has an average already: call its remove() first")
-        with job.uses.begin():
-            self._average = job.add(WeightAverage(job, blend))
-        self._model = model
+        average = WeightAverage(job, blend)
+        try:
+            with job.uses.begin():
+                self._average = job.add(average)
+            self._model = model
+        except BaseException:  # an interrupt as well: nobody would hold it, to remove it
+            if average in job.extensions:
+                job.remove(average)
+            raise
 
     @property
     def updates(self) -> int:

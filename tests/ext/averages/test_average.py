@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 import infinity
+from infinity.core.run.job import Job
 from infinity.core.units.kept import Kept
 from infinity.ext.averages import weight_average
 
@@ -613,3 +614,23 @@ def test_a_write_that_is_cut_short_is_carried_to_its_end(interrupt, monkeypatch)
         with pytest.raises(interrupt):
             average.state_dict()
     assert [float(value.mean()) for value in average.state_dict().values()] == [0.5] * 4
+
+
+def test_an_interrupt_while_an_average_is_made_leaves_none(monkeypatch):
+    """Method: it comes once the average has joined. Twin: the next one is made, and one beside it
+    is refused."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host"})
+    add = Job.add
+
+    def interrupted(self, extension):
+        add(self, extension)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Job, "add", interrupted)
+        infinity.ema(model, 0.9)
+    infinity.ema(model, 0.9)
+    with pytest.raises(infinity.UsageError, match="has an average already"):
+        infinity.ema(model, 0.9)

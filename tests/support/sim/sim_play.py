@@ -266,7 +266,8 @@ class Game:
         engine.loaded = infinity.load_checkpoint(engine.saved, engine.model, engine.optimizer)
         self.follow_load(snapshot)
         # An older save may have loaded: without an average, and with what is frozen now.
-        if self.plain.average is None:
+        if self.plain.average is None and engine.average is not None:
+            engine.average.remove()
             engine.average = None
         for ours, theirs in zip(self.plain.model.parameters(), engine.model.parameters()):
             ours.requires_grad_(theirs.requires_grad)
