@@ -75,7 +75,7 @@ class Arrival:
             self.event = self._device.put("in", partial(self._gather_in, in_node))
         if self.event is not PAST:
             for flat_param in self._flat_params:
-                flat_param.homes.pin(COPY, self.event)
+                flat_param.homes.read_until(COPY, self.event)
 
     def bring_rows(self, choose: Callable[[Sequence[FlatLayout]], ChosenRows]) -> None:
         """Brings only the rows that ``choose``, called with the flat params' layouts, chooses, if
@@ -249,7 +249,7 @@ class Arrival:
             if pending is not None:
                 self._pending.append(pending)
                 if pending.borrowed is not None:
-                    flat_param.homes.pin(COPY, pending.borrowed)
+                    flat_param.homes.read_until(COPY, pending.borrowed)
 
     def finish(self, store: ArrayStore) -> None:
         """Orders later compute after the weights. May block on other ranks."""

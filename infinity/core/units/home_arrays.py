@@ -2,9 +2,9 @@
 
 update   the last one that was committed: it defines the bytes at home once it is done. None: all
          bytes are at home
-pin      bytes that stay as they are for a reader: until an event or a ticket, for which the next
-         update waits; or for as long as the pin holds them, with bytes of its own for the update
-draft    where the next update writes: in place, behind all pins, or to the bytes that a pin brought
+reader   what needs the bytes at home as they are: until an event or a ticket, for which the next
+         update waits; or for as long as it holds them, with bytes of its own for the update
+draft    where the next update writes: in place, after all readers, or to the bytes of one
 commit   makes a draft the arrays: the one end of an update
 
 [Note: why these refer to no parameter] A table of the process holds them until an engine's memory
@@ -43,14 +43,14 @@ class Update(Protocol):
         """Blocks until it is done. Raises its error."""
 
 
-COPY = "copy"  # the pin of copies to the device: the last one is the end of all
+COPY = "copy"  # the reader that copies to the device: the last one is the end of all
 
 
 @dataclass(eq=False)
-class Pin:
-    """Bytes that stay as they are. ``until``: the end of a read of all arrays, after which they may
-    change. ``array``: the weights that it holds, in memory of its own or in that of the newest.
-    ``fresh``: bytes for the next update, while it holds the newest weights."""
+class Reader:
+    """What needs the bytes at home as they are. ``until``: the end of its read of all arrays, after
+    which they may change. ``array``: the weights that it holds, in memory of its own or in that of
+    the newest. ``fresh``: bytes for the next update, while it holds the newest weights."""
 
     until: Event | native.Ticket = PAST
     array: StateArray | None = None
@@ -59,10 +59,10 @@ class Pin:
 
 @dataclass(eq=False)
 class Draft:
-    """Where an update writes. ``pin``: whose fresh bytes get the new weights; None: in place.
+    """Where an update writes. ``reader``: whose fresh bytes get the new weights; None: in place.
     ``events``, ``tickets``: what reads the bytes that it changes."""
 
-    pin: Pin | None
+    reader: Reader | None
     fresh: StateArray | None
     events: list[Event]
     tickets: list[native.Ticket]
@@ -76,7 +76,7 @@ class HomeArrays:
         self.spec, self.layout, self._names = spec, layout, names
         self.arrays: dict[str, StateArray] = {}
         self.kept: dict[str, StateArray] = {}  # of features (:mod:`.kept`)
-        self.pins: dict[Hashable, Pin] = {}  # by who reads
+        self.readers: dict[Hashable, Reader] = {}  # by who reads
         self._reserved: list[StateArray] = []  # disk space of arrays that are cached on the host
         self.update: Update | None = None  # the last one that was committed
         self.rows: RowSteps | None = None  # that updates may leave behind
@@ -93,22 +93,24 @@ class HomeArrays:
         return self.arrays["weight"]
 
     def weight_of(self, by: Hashable | None) -> StateArray:
-        """Returns the weights that the pin of ``by`` holds; the newest ones if it has none."""
-        return self.weight if by is None or by not in self.pins else self.pins[by].array
+        """Returns the weights that the reader ``by`` holds; the newest ones if there is none."""
+        return self.weight if by is None or by not in self.readers else self.readers[by].array
 
     @property
     def arrays_beside(self) -> list[tuple[str, StateArray]]:
         """The names and arrays beside the state."""
-        return [*(("weight", array) for array in self._of_pins), *self.kept.items()]
+        return [*(("weight", array) for array in self._of_readers), *self.kept.items()]
 
     @property
     def weight_regions(self) -> list[native.Region | None]:
         """The host memory of the weights, now and after the next updates, or None."""
-        return [array.region for array in (self.weight, *self._of_pins)]
+        return [array.region for array in (self.weight, *self._of_readers)]
 
     @property
-    def _of_pins(self) -> list[StateArray]:
-        return [pin.fresh or pin.array for pin in self.pins.values() if pin.array is not None]
+    def _of_readers(self) -> list[StateArray]:
+        return [
+            each.fresh or each.array for each in self.readers.values() if each.array is not None
+        ]
 
     # --- memory ---
 
@@ -151,7 +153,7 @@ class HomeArrays:
         """Drops the arrays. Units and handles form a cycle, for which the memory must not wait."""
         self.arrays.clear()
         self.kept.clear()
-        self.pins.clear()
+        self.readers.clear()
         self._reserved.clear()
 
     # --- running updates ---
@@ -160,38 +162,38 @@ class HomeArrays:
         if self.update is not None:
             raise InternalError(f"an update of the flat param of {self._names[0]} runs already")
 
-    def pin(self, by: Hashable, until: Event | native.Ticket) -> None:
-        """Lets ``by`` read the arrays ``until`` then. A pin of it before is over no later."""
-        self.pins[by] = Pin(until)
+    def read_until(self, by: Hashable, until: Event | native.Ticket) -> None:
+        """Lets ``by`` read the arrays ``until`` then. Its read before is over no later."""
+        self.readers[by] = Reader(until)
 
     def hold(self, by: Hashable) -> None:
-        """Lets the pin of ``by``, which has bytes of its own, hold the newest weights. The next
+        """Lets the reader ``by``, which has bytes of its own, hold the newest weights. The next
         update writes new ones to those bytes. Idempotent."""
-        pin = self.pins[by]
-        if pin.fresh is None:
-            pin.array, pin.fresh = self.weight, pin.array
+        reader = self.readers[by]
+        if reader.fresh is None:
+            reader.array, reader.fresh = self.weight, reader.array
 
     def drop_drafts(self) -> None:
         """Takes back what :meth:`hold` prepared for an update that was not made. Idempotent."""
-        for pin in self.pins.values():
-            if pin.fresh is not None:
-                pin.array, pin.fresh = pin.fresh, None
+        for reader in self.readers.values():
+            if reader.fresh is not None:
+                reader.array, reader.fresh = reader.fresh, None
 
     def draft(self) -> Draft:
         """Returns where the next update writes, and what it has to wait for."""
         draft = Draft(None, None, [], [])
-        for pin in self.pins.values():
-            if pin.fresh is not None:
-                draft.pin, draft.fresh = pin, pin.fresh
-            if isinstance(pin.until, native.Ticket):
-                draft.tickets.append(pin.until)
-            elif pin.until is not PAST:
-                draft.events.append(pin.until)
+        for reader in self.readers.values():
+            if reader.fresh is not None:
+                draft.reader, draft.fresh = reader, reader.fresh
+            if isinstance(reader.until, native.Ticket):
+                draft.tickets.append(reader.until)
+            elif reader.until is not PAST:
+                draft.events.append(reader.until)
         return draft
 
     def commit(self, draft: Draft, update: Update | None, behind: Replay | None = None) -> None:
         """Records the running ``update``, which writes to ``draft``. Fresh bytes become the
-        weights, and the pin keeps the old ones. ``behind`` brings the rows up to date that the
+        weights, and the reader keeps the old ones. ``behind`` brings the rows up to date that the
         update left out, when they are needed. Idempotent. Raises InternalError if another update
         runs."""
         if behind is not None:
@@ -202,9 +204,9 @@ class HomeArrays:
                 self.update = update
         elif self.weight is not draft.fresh:
             self._check_at_home()
-            pin, before, after = draft.pin, self.weight, self.arrays | {"weight": draft.fresh}
+            reader, before, after = draft.reader, self.weight, self.arrays | {"weight": draft.fresh}
             # One statement, so that no interrupt leaves a version in two places.
-            self.arrays, pin.array, pin.fresh, self.update = after, before, None, update
+            self.arrays, reader.array, reader.fresh, self.update = after, before, None, update
 
     def replay(self, updater: native.Updater, rule: native.Rule, version: int) -> Replay:
         """Returns what brings rows up to date that an update to ``version`` leaves behind."""
@@ -240,9 +242,9 @@ class HomeArrays:
 
     def wait_readers(self) -> None:
         """Waits until nothing reads the arrays, which are about to change."""
-        for pin in self.pins.values():
-            pin.until.wait()
-            pin.until = PAST
+        for reader in self.readers.values():
+            reader.until.wait()
+            reader.until = PAST
 
     def wait_idle(self) -> None:
         """Waits for updates and reads of the arrays, before the host changes them."""
@@ -258,9 +260,9 @@ class HomeArrays:
         # Whoever needed these bytes got the error; here they are discarded.
         except Exception:  # noqa: BLE001
             pass
-        for pin in self.pins.values():
-            if isinstance(pin.until, native.Ticket):  # of a thread: it reads memory that is freed
-                pin.until.wait()
+        for reader in self.readers.values():
+            if isinstance(reader.until, native.Ticket):  # a thread reads memory that is freed
+                reader.until.wait()
         self.update = None
 
     # --- for the optimizer ---

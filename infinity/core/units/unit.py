@@ -45,11 +45,11 @@ class ParamUnit:
         The copy of the weights to there, and the gather.
     exposure
         The parameters, as modules and users see them.
-    pin
-        By whom the weights at home are pinned, which no update of the unit writes. None: the unit
-        is of the newest ones.
+    reader
+        Who holds the weights at home, which no update of the unit writes. None: the unit is of the
+        newest ones.
     pinned
-        Units of the same parameters, of pinned weights.
+        Units of the same parameters, of weights that readers hold.
     in_use
         Which of those a hold gathers. None: the unit itself, which must not refer to itself.
     """
@@ -61,11 +61,11 @@ class ParamUnit:
         flat_params: list[FlatParam],
         device: Device | None = None,
         *,
-        pin: Hashable | None = None,
+        reader: Hashable | None = None,
         refusal: str = "",
     ):
-        """``refusal``: of a pinned unit, what is said of a forward that changes its parameters."""
-        self.index, self.name, self.flat_params, self.pin = index, name, flat_params, pin
+        """``refusal``: of held weights, what is said of a forward that changes its parameters."""
+        self.index, self.name, self.flat_params, self.reader = index, name, flat_params, reader
         self._device = device or Device(torch.device("cpu"), Traffic())
         self._collectives = flat_params[0].collectives if flat_params else Collectives()
         self._ranks = self._collectives.ranks
@@ -150,12 +150,12 @@ class ParamUnit:
     @property
     def _homes(self) -> list[StateArray]:
         """The weights at home, one array for each flat param."""
-        return [flat.homes.weight_of(self.pin) for flat in self.flat_params]
+        return [flat.homes.weight_of(self.reader) for flat in self.flat_params]
 
     @property
     def _updates(self) -> list[Update | None]:
         """The running updates of the weights."""
-        return [None if self.pin is not None else flat.homes.update for flat in self.flat_params]
+        return [None if self.reader is not None else flat.homes.update for flat in self.flat_params]
 
     def complete(self, store: ArrayStore, take: TakeSlots) -> None:
         """Brings the rows that the use which begins needs, and that are not there yet."""
@@ -304,7 +304,7 @@ class ParamUnit:
         self._moves.note_rebuild(self.residency)
         self.exposure.forget()
         # The parameters stay views of the newest weights.
-        self.buffers.align(self._homes if self.stays else None, shows=self.pin is None)
+        self.buffers.align(self._homes if self.stays else None, shows=self.reader is None)
         if self.stays:
             self.residency = Residency.RESIDENT
         else:

@@ -2,7 +2,7 @@
 before they are read.
 
 [Note: how a change by others is seen] Whoever changes arrays at home waits for their readers
-(:meth:`HomeArrays.wait_readers`), which ends every pin. A checksum counts as long as its pin
+(:meth:`HomeArrays.wait_readers`), which ends every read. A checksum counts as long as its reader
 stands.
 """
 
@@ -18,25 +18,25 @@ from ...core.homes.arrays import StateArray
 from ...core.machine.device import PAST
 from ...core.run.job import Job
 from ...core.units.flat_param_spec import elements_each
-from ...core.units.home_arrays import Pin
+from ...core.units.home_arrays import Reader
 from ...core.units.unit import flat_params_of
 from .findings import HOMES, Findings, place_of
 from .turns import ChosenPieces, Piece, coming
 
-KEY = "audit"  # of the pins
+KEY = "audit"  # of the readers
 
 
 @dataclass(eq=False)
 class Known:
-    """The checksums of one flat param. ``pin``: while it stands nobody has changed the arrays."""
+    """The checksums of one flat param. ``reader``: while it stands nobody changed the arrays."""
 
-    pin: Pin | None
+    reader: Reader | None
     sums: dict[tuple[str, int, int], tuple[StateArray, int]] = field(default_factory=dict)
 
 
 class HomeChecks:
     """The checksums of one job's homes. Used from both threads, which never have one flat param at
-    the same time: the training thread waits for the pin's ticket."""
+    the same time: the training thread waits for the reader's ticket."""
 
     def __init__(self, job: Job, share: float, findings: Findings):
         self._units, self._steps, self._findings = job.units, job.steps, findings
@@ -44,11 +44,11 @@ class HomeChecks:
         self._chosen = ChosenPieces(share, seed=2)
 
     def note(
-        self, flat_param: Any, pin: Pin | None, piece: Piece, arrays: Mapping[str, StateArray]
+        self, flat_param: Any, reader: Reader | None, piece: Piece, arrays: Mapping[str, StateArray]
     ) -> None:
         """Takes the checksums of a piece. In the auditing thread."""
-        if (known := self._known.get(flat_param)) is None or known.pin is not pin:
-            known = self._known[flat_param] = Known(pin)
+        if (known := self._known.get(flat_param)) is None or known.reader is not reader:
+            known = self._known[flat_param] = Known(reader)
         for name, array in arrays.items():
             if name != "grad" and is_checked(flat_param, array):
                 each = elements_each(name)
@@ -63,9 +63,9 @@ class HomeChecks:
         known = self._known.get(flat_param)
         if known is None:
             return
-        if changes or not stands(flat_param, known.pin):
+        if changes or not stands(flat_param, known.reader):
             del self._known[flat_param]
-        if stands(flat_param, known.pin):
+        if stands(flat_param, known.reader):
             # A list: the auditing thread adds to those of frozen weights
             for (name, begin, end), (array, expected) in list(known.sums.items()):
                 if flat_param.arrays.get(name) is array and (names is None or name in names):
@@ -100,11 +100,11 @@ class HomeChecks:
         ``run``: runs it in the auditing thread."""
         for flat_param, pieces in self._chosen.choose(turn, self._frozen).items():
             known, ticket = self._known.get(flat_param), native.Ticket(1)
-            if known is None or not stands(flat_param, known.pin):
+            if known is None or not stands(flat_param, known.reader):
                 known = Known(None)
             run(partial(self._look, flat_param, known, pieces, ticket))
-            # Behind it: the pin of work that never runs would stand for ever
-            flat_param.homes.pins[KEY] = known.pin = Pin(ticket)
+            # Behind it: the reader of work that never runs would stand for ever
+            flat_param.homes.readers[KEY] = known.reader = Reader(ticket)
             self._known[flat_param] = known
 
     def _look(
@@ -122,9 +122,13 @@ class HomeChecks:
             ticket.part_done()
 
 
-def stands(flat_param: Any, pin: Pin | None) -> bool:
-    """Tells whether nobody has waited for this pin, to change the arrays."""
-    return pin is not None and flat_param.homes.pins.get(KEY) is pin and pin.until is not PAST
+def stands(flat_param: Any, reader: Reader | None) -> bool:
+    """Tells whether nobody has waited for this reader, to change the arrays."""
+    return (
+        reader is not None
+        and flat_param.homes.readers.get(KEY) is reader
+        and reader.until is not PAST
+    )
 
 
 def is_checked(flat_param: Any, array: StateArray) -> bool:

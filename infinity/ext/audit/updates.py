@@ -22,7 +22,7 @@ from ...core.homes.arrays import StateArray
 from ...core.run.job import Job
 from ...core.step.stepper import FlatParamStep
 from ...core.units.flat_param_spec import elements_each
-from ...core.units.home_arrays import OF_UPDATE, Pin
+from ...core.units.home_arrays import OF_UPDATE, Reader
 from ...core.units.unit import flat_params_of
 from .findings import UPDATES, Findings, differs, place_of
 from .homes import KEY, HomeChecks
@@ -40,7 +40,7 @@ class Check:
         self._updates, self._step, self._rule = updates, step, rule
         self.copies: list[tuple[Piece, list[native.Run], dict[str, torch.Tensor]]] = []
         self.ticket = native.Ticket(1)
-        self.pin = Pin(self.ticket)
+        self.reader = Reader(self.ticket)
         self._joined: native.Ticket | None = None
         self._future: Future | None = None
         self._calls = itertools.count()  # an interrupt may submit it twice
@@ -52,8 +52,8 @@ class Check:
         if self._future is None:
             work = partial(self._run, after, self._step.device_update)
             self._future = self._updates.run(work)
-        # Behind it: the pin of work that never runs would stand for ever
-        self._step.flat_param.homes.pins[KEY] = self.pin
+        # Behind it: the reader of work that never runs would stand for ever
+        self._step.flat_param.homes.readers[KEY] = self.reader
         return self._joined
 
     def _run(self, ticket: native.Ticket | None, on_device: Any) -> None:
@@ -88,7 +88,7 @@ class Check:
                     f" {count} of {found.numel()} elements"
                 )
         updates.findings.count(UPDATES, nbytes)
-        updates.homes.note(flat_param, self.pin, piece, arrays)
+        updates.homes.note(flat_param, self.reader, piece, arrays)
 
 
 def _is_done(ticket: native.Ticket | None, on_device: Any) -> bool:

@@ -205,7 +205,7 @@ class Saving:
             self._events = engine.job.events
             for unit, ticket in self._held.items():
                 for flat_param in unit.flat_params:
-                    flat_param.homes.pin("save", ticket)
+                    flat_param.homes.read_until("save", ticket)
         except BaseException:
             self._is_given_up = True
             if self._thread.ident is None:

@@ -3,12 +3,12 @@ any of them.
 
 newest    the weights of the last update, which are saved, read and stepped
 stale     weights from before an update, still used by micro-batches that started before it
-slot      the place of one stale version: a pin of the home with bytes of its own, and a unit
+slot      the place of one stale version: a reader of the home with bytes of its own, and a unit
 
 Masters and moments belong to the newest weights only. The newest weights are the unit. Stale ones
 are units of their own over the same parameters, with their own buffers, so all can be on the
-device. Before an update a slot's pin holds the newest weights, and the update writes to the bytes
-that it had: so the unit and the slot change places.
+device. Before an update a slot's reader holds the newest weights, and the update writes to the
+bytes that it had: so the unit and the slot change places.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from ...core.homes.store import ArrayStore
 from ...core.machine.device import Device
-from ...core.units.home_arrays import HomeArrays, Pin
+from ...core.units.home_arrays import HomeArrays, Reader
 from ...core.units.unit import ParamUnit
 
 CHANGED = (
@@ -34,13 +34,13 @@ def add_slot(homes: HomeArrays, store: ArrayStore, slot: int, what: str) -> None
     array = store.arrays.allocate_later(
         weight.tier, weight.dtype, weight.numel, f"stale weight of {what}"
     )
-    homes.pins[slot] = Pin(array=array)
+    homes.readers[slot] = Reader(array=array)
 
 
 def drop_slot(homes: HomeArrays, store: ArrayStore, slot: int) -> None:
     """Frees ``slot``, before any update has used it. Idempotent."""
-    if (pin := homes.pins.pop(slot, None)) is not None:
-        store.arrays.free_more(pin.array)
+    if (reader := homes.readers.pop(slot, None)) is not None:
+        store.arrays.free_more(reader.array)
 
 
 def make_stale(unit: ParamUnit, index: int, device: Device) -> ParamUnit:
@@ -51,7 +51,7 @@ def make_stale(unit: ParamUnit, index: int, device: Device) -> ParamUnit:
         f"{unit.name}, stale",
         unit.flat_params,
         device,
-        pin=len(unit.pinned),
+        reader=len(unit.pinned),
         refusal=CHANGED.format(unit.name),
     )
     stale.allocate()
@@ -104,7 +104,7 @@ class UnitVersions:
         new ones. A graph that saved them keeps their buffers."""
         stale, self._slot = self.unit.pinned[slot], slot
         for flat_param in self.unit.flat_params:
-            if slot in flat_param.homes.pins:
+            if slot in flat_param.homes.readers:
                 flat_param.homes.hold(slot)
         stale.version, self.unit.version = self.unit.version, self.unit.version + 1
         self._swap()
@@ -112,7 +112,7 @@ class UnitVersions:
     def extrapolate(self, store: ArrayStore, slot: int, ahead: float | None) -> None:
         """Replaces the weights in ``slot`` as :func:`extrapolate` does."""
         for flat_param in self.unit.flat_params:
-            if slot in flat_param.homes.pins:
+            if slot in flat_param.homes.readers:
                 extrapolate(flat_param.homes, store, slot, ahead)
 
     def settle(self) -> None:

@@ -19,7 +19,7 @@ from infinity.core.machine.tiers import Tier
 from infinity.core.step.device_share import Rates
 from infinity.core.step.device_slots import DEVICE_SLOTS, SLOT_ALIGNMENT
 from infinity.core.step.device_step import DeviceStepper, DeviceUpdate, passing, steps_on_device
-from infinity.core.units.home_arrays import COPY, Pin
+from infinity.core.units.home_arrays import COPY, Reader
 
 QUEUES = ("state-in", "step", "state-out")
 CHUNK, CHUNKS = 4096, DEVICE_SLOTS + 2
@@ -110,7 +110,7 @@ def test_a_chunk_comes_once_its_slot_is_free_and_goes_once_it_is_stepped(state):
     """All of it comes after what the caller waits for, and after the copies of the weights. The
     compute so far need not be over: all arrays are in host memory. Twin: the gradient is not."""
     device, before = Recorder(), SimpleNamespace(name="landing")
-    state.job.flat_param.homes.pin(COPY, read := SimpleNamespace(name="read"))
+    state.job.flat_param.homes.read_until(COPY, read := SimpleNamespace(name="read"))
     update = step(state, device, (0, NUMEL), behind=[before])
     come, stepped, leave = (device.of(queue) for queue in QUEUES)
     for number in range(CHUNKS):
@@ -125,7 +125,7 @@ def test_a_chunk_comes_once_its_slot_is_free_and_goes_once_it_is_stepped(state):
     with patch.object(grad, "tier", Tier.DEVICE):
         step(state, device, (0, NUMEL), behind=[before])
     assert all(NOW in behind for _, behind in device.of("state-in"))
-    state.job.flat_param.homes.pin(COPY, PAST)
+    state.job.flat_param.homes.read_until(COPY, PAST)
 
 
 def test_new_weights_are_made_beside_the_old_ones(state):
@@ -133,10 +133,10 @@ def test_new_weights_are_made_beside_the_old_ones(state):
     weight, store = state.arrays["weight"], parts_of(state.job).store
     newer = store.arrays.allocate_later(Tier.HOST, weight.dtype, weight.numel, "newer")
     homes = state.job.flat_param.homes
-    homes.pins[0] = Pin(array=newer)
+    homes.readers[0] = Reader(array=newer)
     homes.hold(0)
     step(state, Recorder(), (0, CHUNK), version=9)
-    homes.pins.clear()
+    homes.readers.clear()
     assert torch.equal(state.weight, expected())
     assert torch.equal(newer.flat, expected((0, CHUNK))) and newer.extent.version == 9
     store.arrays.free_more(newer)

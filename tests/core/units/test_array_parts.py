@@ -207,7 +207,7 @@ def test_a_write_waits_for_the_last_read():
     """Twin: it leaves the update of the last step running, and lets other reads come after it."""
     case = Case(1)
     read, update = Counted(), Counted()
-    case.homes.pin(COPY, read)
+    case.homes.read_until(COPY, read)
     order = []
     case.store.write = lambda *args, **kw: order.append(read.waits)
     case.parts.write(case.store, "weight", 1, torch.zeros(4000), version=1)
@@ -215,4 +215,4 @@ def test_a_write_waits_for_the_last_read():
     case.homes.commit(case.homes.draft(), update)
     case.parts.write(case.store, "weight", 1, torch.zeros(4000), version=1)
     assert update.waits == 0 and case.homes.update is update
-    case.homes.pin(COPY, PAST)
+    case.homes.read_until(COPY, PAST)

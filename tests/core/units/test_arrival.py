@@ -214,17 +214,17 @@ def test_the_homes_are_lent_until_the_last_work_of_the_queue(size):
     assert case.arrival.event is PAST
     case.start()
     assert case.arrival.event.name == f"copy {size}"
-    assert all(flat.homes.pins[COPY].until is case.arrival.event for flat in case.flat_params)
+    assert all(flat.homes.readers[COPY].until is case.arrival.event for flat in case.flat_params)
 
 
 def test_a_copy_that_is_over_lends_no_homes():
     """Method: a processor, which copies at once. An earlier read is not forgotten by it."""
     case = Case(device=lambda said: Device(torch.device("cpu"), Traffic()))
     for flat_param in case.flat_params:
-        flat_param.homes.pin(COPY, "an earlier one")
+        flat_param.homes.read_until(COPY, "an earlier one")
     case.start()
     assert case.arrival.event is PAST
-    assert all(flat.homes.pins[COPY].until == "an earlier one" for flat in case.flat_params)
+    assert all(flat.homes.readers[COPY].until == "an earlier one" for flat in case.flat_params)
 
 
 # --- the gather ---

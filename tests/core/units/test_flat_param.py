@@ -226,7 +226,7 @@ def busy(flat_param: FlatParam, store: MemoryStore) -> list[Counted]:
     """Gives it an update, and a read of its arrays."""
     found = [Counted(store), Counted(store)]
     flat_param.homes.commit(flat_param.homes.draft(), found[0])
-    flat_param.homes.pin(COPY, found[1])
+    flat_param.homes.read_until(COPY, found[1])
     return found
 
 

@@ -12,7 +12,7 @@ from infinity import native
 from infinity.core.machine.tiers import Tier
 from infinity.core.units.flat_layout import FlatLayout
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
-from infinity.core.units.home_arrays import COPY, HomeArrays, Pin
+from infinity.core.units.home_arrays import COPY, HomeArrays, Reader
 from infinity.errors import InternalError
 from infinity.ext.class_step.admission import allocate_missing
 from infinity.ext.versions_2bw.versions import add_slot, drop_slot
@@ -60,17 +60,17 @@ def versions(home: HomeArrays) -> list:
     return [home.weight_of(by) for by in (None, 0, 1)]
 
 
-def test_an_update_to_fresh_bytes_leaves_the_old_weights_to_the_pin_once(home):
-    """Twins: before it the pin holds the newest weights; a pin that holds nothing brings no bytes,
+def test_an_update_to_fresh_bytes_leaves_the_old_weights_to_the_reader_once(home):
+    """Twins: before it the reader holds the newest weights; one that holds nothing brings no bytes,
     and one without any has the newest."""
     assert home.weight_of(0) == home.weight == "W"
-    home.pins = {0: Pin(array="other"), 1: Pin(array="new")}
+    home.readers = {0: Reader(array="other"), 1: Reader(array="new")}
     assert home.draft().fresh is None and versions(home) == ["W", "other", "new"]
     for _ in range(2):
         home.hold(1)
         assert versions(home) == ["W", "other", "W"]
     draft, update = home.draft(), Update()
-    assert (draft.pin, draft.fresh) == (home.pins[1], "new")
+    assert (draft.reader, draft.fresh) == (home.readers[1], "new")
     for _ in range(2):
         home.commit(draft, update)
         assert versions(home) == ["new", "other", "W"] and home.arrays["grad"] == "G"
@@ -84,7 +84,7 @@ def test_an_update_to_fresh_bytes_leaves_the_old_weights_to_the_pin_once(home):
 def test_a_draft_that_is_dropped_was_never_there(home, is_made):
     """Method: as after an interrupt, twice. Twin: what was committed stays. A draft that is
     committed although it was dropped, as the journal's, leaves each version in one place."""
-    home.pins = {0: Pin(array="new")}
+    home.readers = {0: Reader(array="new")}
     home.hold(0)
     draft = home.draft()
     if is_made:
@@ -98,11 +98,11 @@ def test_a_draft_that_is_dropped_was_never_there(home, is_made):
 
 def test_an_update_waits_for_what_reads_the_bytes_that_it_changes(home):
     """Method: a copy, which a later one follows, and a save. Twins: what is over is not waited for
-    again; weights that a pin holds in bytes of their own are."""
+    again; weights that a reader holds in bytes of their own are."""
     first, copy, save = Update(), Update(), native.Ticket(1)
     for by, until in (("copy", first), ("copy", copy), ("save", save)):
-        home.pin(by, until)
-    home.pins[0] = Pin(array="new")
+        home.read_until(by, until)
+    home.readers[0] = Reader(array="new")
     home.hold(0)
     draft = home.draft()
     assert (draft.events, draft.tickets, draft.fresh) == ([copy], [save], "new")
@@ -118,7 +118,7 @@ def test_idle_arrays_have_waited_for_the_update_and_the_last_read(home):
     for idle in (False, True):
         update, read = Update(), Update()
         home.commit(home.draft(), update)
-        home.pin(COPY, read)
+        home.read_until(COPY, read)
         (home.wait_idle if idle else home.wait)()
         assert (update.waits, read.waits) == (1, int(idle))
         assert home.draft().events == ([] if idle else [read])
@@ -190,10 +190,10 @@ def test_what_is_cached_on_the_host_keeps_its_place_on_the_disk():
     assert home.weight.what == "weight of unit u, kept from NVMe"
     (reserved,) = home._reserved
     assert (reserved.tier, reserved.what) == (Tier.NVME, "weight of unit u")
-    home.pins[0], home.kept["mean"] = Pin(array=reserved), reserved
-    home.pin(COPY, Update())
+    home.readers[0], home.kept["mean"] = Reader(array=reserved), reserved
+    home.read_until(COPY, Update())
     home.clear()
-    assert home.arrays == home.kept == home.pins == {} and home._reserved == []
+    assert home.arrays == home.kept == home.readers == {} and home._reserved == []
 
 
 def test_weights_that_other_ranks_read_are_in_memory_that_they_share():
@@ -206,7 +206,7 @@ def test_weights_that_other_ranks_read_are_in_memory_that_they_share():
     for array in home.arrays.values():
         assert (array.region == "shared") == array.what.startswith("weight")
     assert home.weight_regions == ["shared"]
-    home.pins[0] = Pin(array=SimpleNamespace(region="its own"))
+    home.readers[0] = Reader(array=SimpleNamespace(region="its own"))
     for _ in range(2):
         assert home.weight_regions == ["shared", "its own"]
         home.hold(0)
@@ -255,7 +255,7 @@ def test_older_weights_have_memory_of_their_own_until_they_are_dropped():
         assert stale is not home.weight and stale.what == "stale weight of unit u"
         found = stale.tier, stale.dtype, stale.numel
         assert found == (Tier.NVME, torch.bfloat16, home.weight.numel)
-    first, second = (pin.array for pin in home.pins.values())
+    first, second = (reader.array for reader in home.readers.values())
     assert first is not second and home.arrays_beside == [("weight", first), ("weight", second)]
     for slot, freed in ((1, [second]), (0, [second, first]), (0, [second, first])):
         drop_slot(home, store, slot)

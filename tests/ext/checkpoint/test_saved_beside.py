@@ -131,8 +131,10 @@ def test_a_step_does_not_wait_but_its_updates_do(tmp_path, swap, monkeypatch):
         homes = parts_of(job.model).units[0].flat_params[0].homes
         with held(monkeypatch) as go, monkeypatch.context() as patch:
             if not holds:
-                pin = HomeArrays.pin
-                patch.setattr(HomeArrays, "pin", lambda s, by, e: by == "save" or pin(s, by, e))
+                read = HomeArrays.read_until
+                patch.setattr(
+                    HomeArrays, "read_until", lambda s, by, e: by == "save" or read(s, by, e)
+                )
             saving = job.save(tmp_path / f"{holds}", wait=False)
             homes.wait_running()  # for the update of the step before the save
             before = homes.arrays["master"].flat.clone()

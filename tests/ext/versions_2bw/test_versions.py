@@ -35,7 +35,9 @@ class Unit:
                 spec=SimpleNamespace(stepped=each),
                 weight=SimpleNamespace(flat=flat),
                 homes=SimpleNamespace(
-                    pins=(0, 1), hold=self.log.append, drop_drafts=lambda: self.log.append("drop")
+                    readers=(0, 1),
+                    hold=self.log.append,
+                    drop_drafts=lambda: self.log.append("drop"),
                 ),
             )
             for each, flat in zip(stepped, self.buffers.flats * len(stepped))

@@ -126,8 +126,8 @@ class Turns(seams.Extension):
             arrays = dict(homes.arrays)
             scales = [arrays.pop(name) for name in SCALES.values() if name in arrays]
             weights = [arrays.pop("weight")]
-            for pin in homes.pins.values():
-                weights += [array for array in (pin.array, pin.fresh) if array is not None]
+            for reader in homes.readers.values():
+                weights += [array for array in (reader.array, reader.fresh) if array is not None]
             # The weights of a unit are staged together, those of each version.
             yield from ((array, self._tier(unit.index)) for array in weights)
             for place, array in enumerate([*arrays.values(), *homes.kept.values()], 1):
