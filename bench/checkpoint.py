@@ -173,7 +173,7 @@ def _write_new(path: Path, nbytes: int) -> None:
     holds, and syncs it."""
     slots = make_slots(SLOTS * SLOT_NBYTES)
     with FileWriter(path, nbytes, slots) as file:
-        file.write(_memory(nbytes), stays=True)
+        file.write(_memory(nbytes), stable=True)
         file.finish()
     sync_file(path)
 

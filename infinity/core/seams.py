@@ -245,7 +245,7 @@ class Extension:
         time that one is made: before a wrap changes anything, and for a plan. May not fail."""
 
     @classmethod
-    def staying(
+    def unmoved(
         cls, model: Any, optimizers: Sequence[Any], config: Any, ranks: Any
     ) -> Iterable[Any]:
         """Returns the parameters of ``model`` that ``optimizers`` train where they are, though
@@ -255,7 +255,7 @@ class Extension:
     @classmethod
     def steps_outside(cls, given: Any, books: Any, known: Any) -> OutsideSteps | None:
         """Returns what steps the parameters of the optimizer ``given`` that the engine does not
-        move, as those of :meth:`staying`; the first extension that returns anything does it.
+        move, as those of :meth:`unmoved`; the first extension that returns anything does it.
         ``books``: its state; ``known``: how it steps."""
         return None
 

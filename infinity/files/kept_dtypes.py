@@ -54,7 +54,7 @@ def computing_dtypes(
     parameter that is not floating point, to one that is kept in fp32, and to those that an
     extension keeps."""
     keeps = keeps_fp32(model.parts[0], param_dtype)
-    kept = model.kept | {param for name, param in model.named if keeps(name)}
+    kept = model.own_dtype | {param for name, param in model.named if keeps(name)}
 
     def dtype_of(param: torch.Tensor) -> torch.dtype:
         return (

@@ -24,7 +24,7 @@ class WholeGradients:
 
     def __init__(self, ledger: Ledger, device: Device):
         self._ledger, self._device = ledger, device
-        self._kept: dict[FlatParam, tuple[torch.Tensor, native.Charge]] = {}
+        self._memory: dict[FlatParam, tuple[torch.Tensor, native.Charge]] = {}
         self._got: dict[FlatParam, set[int]] = {}  # parameters with a gradient, by index
         self._without_room: set[FlatParam] = set()
 
@@ -52,7 +52,7 @@ class WholeGradients:
     def take(self, unit: ParamUnit, flat_param: FlatParam) -> torch.Tensor:
         """Returns memory for a flat param's gradient, allocated if it has none. Its elements are
         undefined until added."""
-        if flat_param not in self._kept:
+        if flat_param not in self._memory:
             nbytes = flat_param.layout.numel * flat_param.spec.grad_dtype.itemsize
             charge = self._ledger.reserve(
                 Tier.DEVICE, nbytes, f"the gradients of unit {unit.name}", passing=True
@@ -60,8 +60,8 @@ class WholeGradients:
             whole = torch.empty(
                 flat_param.layout.numel, dtype=flat_param.spec.grad_dtype, device=self._device.where
             )
-            self._kept[flat_param] = whole, charge
-        return self._kept[flat_param][0]
+            self._memory[flat_param] = whole, charge
+        return self._memory[flat_param][0]
 
     def has_gradient(self, handle: ParamHandle) -> bool:
         """Returns whether the parameter of ``handle`` has a gradient here."""
@@ -74,7 +74,7 @@ class WholeGradients:
             return None
         self._got[handle.flat_param].discard(handle.index)
         return handle.flat_param.layout.placements[handle.index].view(
-            self._kept[handle.flat_param][0]
+            self._memory[handle.flat_param][0]
         )
 
     def pop_got(self, flat_param: FlatParam) -> set[int]:
@@ -83,7 +83,7 @@ class WholeGradients:
 
     def pop(self, flat_param: FlatParam) -> tuple[torch.Tensor, native.Charge]:
         """Moves a flat param's memory to the caller, who releases its charge."""
-        return self._kept.pop(flat_param)
+        return self._memory.pop(flat_param)
 
     @property
     def is_empty(self) -> bool:
@@ -92,7 +92,7 @@ class WholeGradients:
 
     def drop(self) -> None:
         """Frees all memory."""
-        for _, charge in self._kept.values():
+        for _, charge in self._memory.values():
             charge.release()
-        self._kept.clear()
+        self._memory.clear()
         self._got.clear()

@@ -48,9 +48,9 @@ class ArrayIO(Protocol):
         source: torch.Tensor,
         *,
         version: int,
-        stays: bool = False,
+        stable: bool = False,
     ) -> None:
-        """Writes as :meth:`ArrayStore.write`. ``stays``: ``source`` stays as it is until home."""
+        """Writes as :meth:`ArrayStore.write`. ``stable``: ``source`` does not change until home."""
 
     @property
     def guard(self) -> AbstractContextManager[None]:

@@ -32,7 +32,7 @@ from .arrays import StateArray, bytes_of
 from .staging import Staging, ThroughHost
 from .swap_folders import SwapFolders
 from .swap_space import SwapSpace
-from .transfers import Window
+from .transfers import TransferQueue
 from .zero_copy_writes import ZeroCopyWrites
 
 logger = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ class ArrayStore:
                 part[1].release()
 
             parts, piece_nbytes = _parts_of(pool)
-            with Window(parts, finish, abandon) as reads:
+            with TransferQueue(parts, finish, abandon) as reads:
                 for offset, nbytes, inner, outer in _blocks(array, begin, end, piece_nbytes):
                     reads.make_room()
                     lease = self.take_lease(pool, nbytes)
@@ -206,10 +206,10 @@ class ArrayStore:
         source: torch.Tensor,
         *,
         version: int,
-        stays: bool = False,
+        stable: bool = False,
     ) -> None:
         """Writes the flat CPU tensor ``source`` at element ``begin``, with ``version``. Blocks
-        until all is written, so ``stays`` has no effect. If interrupted, it must be repeated."""
+        until all is written, so ``stable`` has no effect. If interrupted, it must be repeated."""
         self.check_process()
         end = begin + source.numel()
         if array.tier is not Tier.NVME:
@@ -217,7 +217,7 @@ class ArrayStore:
         else:
             if self._flush_behind is not None:
                 self._flush_behind()
-            with self.guard, Window(AT_ONCE, methodcaller("wait")) as writes:
+            with self.guard, TransferQueue(AT_ONCE, methodcaller("wait")) as writes:
                 for offset, nbytes, inner, outer in _blocks(
                     array, begin, end, _parts_of(self.service)[1]
                 ):

@@ -1,4 +1,4 @@
-"""Transfers: a bounded window of running transfers, and memory that a hung disk may still use.
+"""Transfers: a bounded queue of running transfers, and memory that a hung disk may still use.
 
 A transfer's memory is reused only after its end. A lease stays with its transfer in C++. What else
 a transfer uses is released by ``finish``, or by ``abandon`` after an exception.
@@ -20,7 +20,7 @@ T = TypeVar("T")
 never_freed: list[torch.Tensor] = []
 
 
-class Window(Generic[T]):
+class TransferQueue(Generic[T]):
     """Up to ``limit`` running transfers, which end in the order in which they started.
 
     finish
@@ -74,7 +74,7 @@ class Window(Generic[T]):
             self._abandon(self._running[0])
             self._running.popleft()
 
-    def __enter__(self) -> Window[T]:
+    def __enter__(self) -> TransferQueue[T]:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:

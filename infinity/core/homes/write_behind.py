@@ -90,9 +90,9 @@ class WriteBehind:
         source: torch.Tensor,
         *,
         version: int,
-        stays: bool = False,
+        stable: bool = False,
     ) -> None:
-        """Writes as the store does, without waiting. ``stays``: ``source`` does not change before
+        """Writes as the store does, without waiting. ``stable``: ``source`` does not change before
         :meth:`flush`. Then its whole blocks are borrowed if aligned as on disk. Raises UsageError
         beyond the array's end."""
         if array.tier is not Tier.NVME or not self._count:
@@ -107,7 +107,7 @@ class WriteBehind:
             raise UsageError(f"{raw.numel()} bytes at {at} of an array of {array.nbytes}")
         with self.guard:
             low = high = at
-            if stays and (raw.data_ptr() - at) % native.BLOCK_NBYTES == 0:
+            if stable and (raw.data_ptr() - at) % native.BLOCK_NBYTES == 0:
                 low = min(at + raw.numel(), round_up(at, native.CHECKSUM_NBYTES))
                 high = max(low, round_down(at + raw.numel(), native.CHECKSUM_NBYTES))
             self._gather(array, at, raw[: low - at])

@@ -235,7 +235,7 @@ class Accelerator(Device):
     def warm(self, nbytes: int) -> None:
         # Freed to this queue's part of the cache
         self.put("in", partial(torch.empty, nbytes, dtype=torch.uint8, device=self.where))
-        self.memory.note_kept(nbytes)
+        self.memory.note_cached(nbytes)
 
     def begin_pass(self) -> None:
         if self.where.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -246,7 +246,7 @@ class Accelerator(Device):
             )
         if self.memory.was_given_back():
             with contextlib.suppress(CapacityError):  # the units then take it one by one
-                self.warm(self.memory.kept_nbytes)
+                self.warm(self.memory.cached_nbytes)
 
     def pin(self, region: native.Region) -> None:
         if not self.registers or region.pinned:

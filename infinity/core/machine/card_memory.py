@@ -10,11 +10,11 @@ NCCL_NBYTES = 1 << 30  # of two communicators: gathers and reductions
 
 
 class CardMemory:
-    """The memory of the accelerator ``where``. ``kept_nbytes``: that torch's allocator keeps for
+    """The memory of the accelerator ``where``. ``cached_nbytes``: that torch's allocator caches for
     the window. ``torch.cuda.empty_cache()`` between two steps gives it back to the driver."""
 
     def __init__(self, where: torch.device):
-        self._where, self._reserved, self.kept_nbytes = where, 0, 0
+        self._where, self._reserved, self.cached_nbytes = where, 0, 0
 
     @property
     def is_unified(self) -> bool:
@@ -54,14 +54,14 @@ class CardMemory:
         given = self._reserved_nbytes() or module.memory_allocated(self._where)
         return max(0, free + given - module.max_memory_allocated(self._where))
 
-    def note_kept(self, nbytes: int) -> None:
-        """Notes that the allocator now keeps ``nbytes``."""
-        self.kept_nbytes, self._reserved = nbytes, self._reserved_nbytes()
+    def note_cached(self, nbytes: int) -> None:
+        """Notes that the allocator now caches ``nbytes``."""
+        self.cached_nbytes, self._reserved = nbytes, self._reserved_nbytes()
 
     def was_given_back(self) -> bool:
         """Tells whether the allocator has less from the driver than when it was last asked."""
         before, self._reserved = self._reserved, self._reserved_nbytes()
-        return self.kept_nbytes > 0 and self._reserved < before
+        return self.cached_nbytes > 0 and self._reserved < before
 
     def _reserved_nbytes(self) -> int:
         """Returns what the allocator has from the driver; 0 if it does not tell."""

@@ -66,18 +66,18 @@ def disk_profile(folder: str, kind: str | None = None) -> DiskProfile:
     """
     kind = kind or native.io_kind()
     key = f"{Disk(folder).device} {kind}"
-    kept = _read_kept()
-    if key in kept:
-        return kept[key]
+    profiles = _read_profiles()
+    if key in profiles:
+        return profiles[key]
     with _alone(folder):  # over this machine's processes, or each would measure the rest
-        kept = _read_kept()
-        if key in kept:
-            return kept[key]
+        profiles = _read_profiles()
+        if key in profiles:
+            return profiles[key]
         try:
             profile = _measure(folder, kind)
         except (OSError, CorruptionError):
             return GUESS
-        _keep(_read_kept() | {key: profile})
+        _write_profiles(_read_profiles() | {key: profile})
         return profile
 
 
@@ -206,7 +206,7 @@ def _file() -> Path:
     return cache_folder() / "disks.json"
 
 
-def _read_kept() -> dict[str, DiskProfile]:
+def _read_profiles() -> dict[str, DiskProfile]:
     """Reads the file; empty if it does not exist or is not one of ours."""
     try:
         return {
@@ -228,7 +228,7 @@ def _checked(profile: DiskProfile) -> DiskProfile:
     return profile
 
 
-def _keep(profiles: dict[str, DiskProfile]) -> None:
+def _write_profiles(profiles: dict[str, DiskProfile]) -> None:
     """Replaces the file atomically. If that fails, the disk is measured again next time."""
     path = _file()
     if not path.is_absolute():

@@ -90,7 +90,7 @@ class OptimizerBooks(Shown, defaultdict):
 
     def __contains__(self, key: Any) -> bool:
         return dict.__contains__(self, key) or (
-            self._handle(key) is not None and self._is_kept(handle_of(key))
+            self._handle(key) is not None and self._has_state(handle_of(key))
         )
 
     def __iter__(self) -> Iterator:
@@ -99,13 +99,13 @@ class OptimizerBooks(Shown, defaultdict):
         there = {
             param
             for param in params
-            if self._handle(param) is not None and self._is_kept(handle_of(param))
+            if self._handle(param) is not None and self._has_state(handle_of(param))
         }
         yield from [key for key in params if key in there or dict.__contains__(self, key)]
         others = [
             handle.param
             for handle in context.trained
-            if self._is_kept(handle) and handle.param not in params
+            if self._has_state(handle) and handle.param not in params
         ]
         yield from dict.fromkeys(
             [*others, *(key for key in dict.__iter__(self) if key not in params)]
@@ -144,7 +144,7 @@ class OptimizerBooks(Shown, defaultdict):
             else None
         )
 
-    def _is_kept(self, handle: ParamHandle) -> bool:
+    def _has_state(self, handle: ParamHandle) -> bool:
         return handle.has_state and bool(self.homes.names_of(handle))
 
     # --- values that are not at home ---

@@ -120,7 +120,7 @@ class Lent:
     """One tensor that users hold. ``is_ours``: the engine allocated it, and gives it to its first
     user now. ``on_death``: called with the weak reference when the tensor ends."""
 
-    _kept: torch.Tensor | None = None
+    _strong: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class Lent:
         # Among the tensors of its parameter: a follower is the only one of its source.
         self.key: Any = source if follows else storage_guard.identity(self.bytes)
         if follows:
-            self._kept = tensor
+            self._strong = tensor
         if is_ours:
             arm(self.bytes)  # arms it, after the last use of its address by us
 
@@ -225,11 +225,11 @@ class Lent:
     def give(self, tensor: torch.Tensor) -> None:
         """Sets the tensor that users hold. Keeps it alive until :meth:`let_go`: users may give it
         other memory, and drop it."""
-        self.tensor, self._kept = weakref.ref(tensor), tensor
+        self.tensor, self._strong = weakref.ref(tensor), tensor
 
     def let_go(self) -> None:
         """Stops keeping the tensor alive."""
-        self._kept = None
+        self._strong = None
 
     def given(self) -> torch.Tensor:
         """Returns the tensor, or another one of its memory if users have dropped it."""

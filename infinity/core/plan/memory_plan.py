@@ -63,7 +63,7 @@ class MemoryPlan:
     # array -> unit -> its home, if it differs from ``tiers``
     placed: dict[str, dict[int, Tier]] = field(default_factory=dict)
     # array -> units whose NVMe home is cached on the host
-    kept: dict[str, frozenset[int]] = field(default_factory=dict)
+    cached: dict[str, frozenset[int]] = field(default_factory=dict)
 
     def tiers_of(self, unit: int) -> dict[str, Tier]:
         """Returns the home of every array of the unit with this index."""
@@ -71,9 +71,9 @@ class MemoryPlan:
             name: self.placed.get(name, {}).get(unit, tier) for name, tier in self.tiers.items()
         }
 
-    def kept_of(self, unit: int) -> set[str]:
+    def cached_of(self, unit: int) -> set[str]:
         """Returns the arrays of the unit with this index that are cached on the host."""
-        return {name for name, units in self.kept.items() if unit in units}
+        return {name for name, units in self.cached.items() if unit in units}
 
     def with_gradients(self, nbytes: int) -> MemoryPlan:
         """Returns the plan with ``nbytes`` more for gradients that autograd makes."""

@@ -76,7 +76,7 @@ class Placement:
         self._spare, self._shares = budgets.left(plan), budgets.shared is not None
         self._terms = {tier: dict(of_tier) for tier, of_tier in plan.terms.items()}
         self._placed: dict[str, dict[int, Tier]] = {}
-        self._kept: dict[str, frozenset[int]] = {}
+        self._cached: dict[str, frozenset[int]] = {}
 
     def add_save(self) -> None:
         """Adds the memory of a save beside the training, if it fits."""
@@ -170,7 +170,7 @@ class Placement:
         chosen, nbytes = self._choose(names, Tier.HOST, all_of_them=False, numel=numel)
         if chosen:
             self._terms[Tier.HOST][f"{what} kept from NVMe"] = nbytes
-            self._kept |= dict.fromkeys(names, frozenset(chosen))
+            self._cached |= dict.fromkeys(names, frozenset(chosen))
 
     def _take(self, tier: Tier, nbytes: int) -> None:
         for each in SHARED if self._shares and tier in SHARED else (tier,):
@@ -203,4 +203,4 @@ class Placement:
         return chosen, sum(sizes[index] for index in chosen)
 
     def result(self) -> MemoryPlan:
-        return replace(self._plan, terms=self._terms, placed=self._placed, kept=self._kept)
+        return replace(self._plan, terms=self._terms, placed=self._placed, cached=self._cached)

@@ -93,7 +93,7 @@ def stepped(unit: UnitSize) -> list[FlatParamSize]:
 
 
 def _on_disk(plan: MemoryPlan, index: int, name: str) -> bool:
-    return plan.tiers_of(index)[name] is Tier.NVME and name not in plan.kept_of(index)
+    return plan.tiers_of(index)[name] is Tier.NVME and name not in plan.cached_of(index)
 
 
 def step_cost(plan: MemoryPlan, units: Sequence[UnitSize]) -> tuple[int, int]:

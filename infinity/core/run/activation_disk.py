@@ -14,7 +14,7 @@ import torch
 from ... import native
 from ..homes.arrays import bytes_of
 from ..homes.store import ArrayStore
-from ..homes.transfers import Window
+from ..homes.transfers import TransferQueue
 from ..machine.device import Copy, Event
 from .saved_tensor import Saved, SavingOrder, blocks
 
@@ -46,7 +46,7 @@ class ActivationsOnDisk:
         """Sends ``source``, the bytes of ``saved``, to disk."""
         saved.checksum = 0
         # One part is written while the next one is copied.
-        with Window(2, partial(self._write, saved)) as copies:
+        with TransferQueue(2, partial(self._write, saved)) as copies:
             for begin, end in self._parts(saved):
                 copies.make_room()
                 copies.add(self._copy_out(begin, source[begin:end]))

@@ -66,16 +66,16 @@ class ActivationStore:
         # May stay on the device; None: nothing may, and home must have room.
         self.spare_nbytes = spare_nbytes
         self._kept = native.Account()  # the bytes that do
-        self._stays: set[int] = set()
+        self._excluded: set[int] = set()
         # By storage: its bytes at home, and the tensor's version when they were sent.
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Saved], int]] = {}
 
     # --- the hooks ---
 
-    def begin(self, stays: set[int]) -> None:
-        """Begins a forward. ``stays``: storages (by address) that are not activations: buffers,
+    def begin(self, excluded: set[int]) -> None:
+        """Begins a forward. ``excluded``: storages (by address) that are not activations: buffers,
         foreign parameters."""
-        self._stays = stays
+        self._excluded = excluded
         if self.planner is not None:
             self.planner.begin()
         self.home.forget_freed()
@@ -126,7 +126,7 @@ class ActivationStore:
         ):
             return False
         storage = tensor.untyped_storage()
-        if storage._cdata in self._stays:
+        if storage._cdata in self._excluded:
             return False
         is_taken = (
             tensor.nbytes >= SMALLEST_NBYTES // LARGEST_EXCESS

@@ -102,8 +102,8 @@ class FixedModules(dict):
     replaced by a module that does not have them."""
 
     def __setitem__(self, name: str, module: nn.Module | None) -> None:
-        kept = set() if module is None else {id(param) for param in module.parameters()}
-        _refuse_without(self.get(name), kept, "replaced with its module")
+        present = set() if module is None else {id(param) for param in module.parameters()}
+        _refuse_without(self.get(name), present, "replaced with its module")
         super().__setitem__(name, module)
 
     def __delitem__(self, name: str) -> None:
@@ -116,10 +116,10 @@ class FixedModules(dict):
         return super().pop(name, *default)
 
 
-def _refuse_without(module: nn.Module | None, kept: set[int], what: str) -> None:
-    """Raises UsageError for the first managed parameter of ``module`` that is not ``kept``."""
+def _refuse_without(module: nn.Module | None, present: set[int], what: str) -> None:
+    """Raises UsageError for the first managed parameter of ``module`` that is not ``present``."""
     for param in module.parameters() if module is not None else ():
-        if id(param) not in kept:
+        if id(param) not in present:
             _refuse_another_form(param, what)
 
 

@@ -40,7 +40,7 @@ class Frame:
     # Held until the forward of their own module ends.
     looked_at: list[ParamUnit] = field(default_factory=list)
     # Held until it ends, with parameters at rest: they are used outside of their owners.
-    kept: list[ParamUnit] = field(default_factory=list)
+    used_outside: list[ParamUnit] = field(default_factory=list)
     is_recomputed: bool = False  # inside a checkpoint
     hooks: int = 0  # pairs of our saved-tensor hooks that this thread had before
     start: float = field(default_factory=time.perf_counter)

@@ -209,7 +209,7 @@ class Passes:
     def _unhold(self, frame: Frame) -> None:
         for unit in (*frame.units, *frame.looked_at):
             self.job.prefetcher.unhold(unit)
-        for unit in frame.kept:
+        for unit in frame.used_outside:
             self.job.prefetcher.unhold(unit, shows=False)
 
     def _is_weight_view(self, tensor: torch.Tensor) -> bool:
@@ -223,7 +223,7 @@ class Passes:
 
     def holds(self, unit: ParamUnit) -> bool:
         """Tells whether a running forward holds ``unit``."""
-        return any(unit in frame.units or unit in frame.kept for frame in self.frames)
+        return any(unit in frame.units or unit in frame.used_outside for frame in self.frames)
 
     @contextmanager
     def using(self, handles: Sequence[ParamHandle], *, writes: bool) -> Iterator[None]:
@@ -275,9 +275,9 @@ class Passes:
         its owners has given its memory away."""
         if current_task() != -1:
             self.backward.hold(unit)
-        elif unit not in (*self.frames[0].units, *self.frames[0].kept):
+        elif unit not in (*self.frames[0].units, *self.frames[0].used_outside):
             self.job.prefetcher.hold(unit, shows=False)
-            self.frames[0].kept.append(unit)
+            self.frames[0].used_outside.append(unit)
 
     @makes_hooks
     def _watch_backward(self, frame: Frame, args: tuple, kwargs: dict, output: Any) -> None:

@@ -72,9 +72,9 @@ class Resources:
         self._charges: dict[tuple[Tier, str], native.Charge] = {}
         self._regions: dict[str, native.Region] = {}
         for unit in units:
-            tiers, kept = plan.tiers_of(unit.index), plan.kept_of(unit.index)
+            tiers, cached = plan.tiers_of(unit.index), plan.cached_of(unit.index)
             for flat_param in unit.flat_params:
-                flat_param.homes.allocate(store, tiers, f"unit {unit.name}", kept=kept)
+                flat_param.homes.allocate(store, tiers, f"unit {unit.name}", cached=cached)
         weights = self._pool(plan.staging_nbytes, "staged weights")
         self.grad_staging = self._pool(plan.grad_staging_nbytes, "staged gradients")
         self.activation_staging = self._pool(plan.activation_staging_nbytes, "staged activations")

@@ -79,10 +79,10 @@ class ArrayParts:
         *,
         version: int,
         begin: int = 0,
-        stays: bool = False,
+        stable: bool = False,
     ) -> None:
         """Writes ``part`` to parameter ``index``'s part of array ``name``, from element ``begin``
-        on, as far as it is at home here. ``stays``: it does not change until all is at home."""
+        on, as far as it is at home here. ``stable``: it does not change until all is at home."""
         self._homes.wait_readers()
         begin += self._layout.part(name, index)[0]
         low, high = self._layout.own_part(name, index)
@@ -90,4 +90,4 @@ class ArrayParts:
         if low < high:
             here, first = part[low - begin : high - begin], self._layout.own(name)[0]
             array = self._homes.arrays[name]
-            store.write(array, low - first, here, version=version, stays=stays)
+            store.write(array, low - first, here, version=version, stable=stable)

@@ -122,15 +122,15 @@ class DeviceBuffer:
             return not nbytes
         for event in behind:
             event.wait()
-        return not self._is_kept(torch.UntypedStorage(nbytes, device=self.flat.device))
+        return not self._has_holder(torch.UntypedStorage(nbytes, device=self.flat.device))
 
     def finds_holder(self) -> bool:
         """Tells whether anything holds its memory, which is accessible. May move it to another."""
         if not self.is_held or storage_guard.references(self.flat) is not None:
             return self.is_held
-        return self._is_kept(self.flat.untyped_storage().clone())
+        return self._has_holder(self.flat.untyped_storage().clone())
 
-    def _is_kept(self, other: torch.UntypedStorage) -> bool:
+    def _has_holder(self, other: torch.UntypedStorage) -> bool:
         """Moves to ``other``, and back if something keeps the storage alive."""
         storage = StorageWeakRef(self.flat.untyped_storage())
         self._move_to(other)

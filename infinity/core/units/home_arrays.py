@@ -120,9 +120,9 @@ class HomeArrays:
         tiers: dict[str, Tier],
         what: str,
         *,
-        kept: Collection[str] = (),
+        cached: Collection[str] = (),
     ) -> None:
-        """Allocates arrays at ``tiers``, and host caches of ``kept``."""
+        """Allocates arrays at ``tiers``, and host caches of ``cached``."""
         row = self.layout.ranks.shard_group
         homes = row.homes if row is not None else None  # read by other ranks
         for name, dtype in self.spec.array_dtypes().items():
@@ -136,7 +136,7 @@ class HomeArrays:
                 copied=name not in OF_UPDATE,  # the rest when it first passes
             )
             array = allocate(tiers[name], what=f"{name} of {what}")
-            if name in kept:
+            if name in cached:
                 self._reserved.append(array)
                 array = allocate(Tier.HOST, what=f"{name} of {what}, kept from NVMe")
             self.arrays[name] = array

@@ -26,28 +26,28 @@ from ..units.forms import form_of, is_plain, local_of
 from ..units.rows import RowReader
 from .parts import merged_in, parts_of
 
-STAYS = "_infinity_stays"  # attribute of a parameter
+UNMOVED = "_infinity_unmoved"  # attribute of a parameter
 
 
-class Staying:
+class Unmoved:
     """Parameters that stay in place though their class could be moved."""
 
     def __init__(self, params: Iterable[torch.Tensor]):
         self._params = list(params)
         for param in self._params:
-            setattr(param, STAYS, True)
+            setattr(param, UNMOVED, True)
 
     def remove(self) -> None:
         """Lets the engine move them again. Idempotent."""
         for param in self._params:
-            vars(param).pop(STAYS, None)
+            vars(param).pop(UNMOVED, None)
 
 
 def is_managed(param: torch.Tensor) -> TypeGuard[nn.Parameter]:
     """Tells whether the engine moves ``param``: every Parameter and carrier, but for unknown
-    subclasses and what :class:`Staying` names."""
+    subclasses and what :class:`Unmoved` names."""
     can_move = form_of(param).moves(param) or always_rests(param)
-    return can_move and not hasattr(param, STAYS)
+    return can_move and not hasattr(param, UNMOVED)
 
 
 def unlisted_in(module: nn.Module) -> list[tuple[str, Place]]:
@@ -84,7 +84,7 @@ class DescribedModel:
     # Modules whose forward reads some rows only
     read_by_rows: dict[nn.Module, RowReader] = field(default_factory=dict)
     codes: set[torch.Tensor] = field(default_factory=set)  # whose bytes are not numbers
-    kept: set[torch.Tensor] = field(default_factory=set)  # which keep their own dtype
+    own_dtype: set[torch.Tensor] = field(default_factory=set)  # which keep it
 
     def read_rest(self) -> None:
         """Reads anew what stays with the modules: of a model on meta, buffers and unlisted tensors

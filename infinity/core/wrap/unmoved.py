@@ -12,7 +12,7 @@ from ..machine.sizes import format_nbytes
 from ..units.added import always_rests
 from ..units.forms import local_of
 from ..units.inner import has_inner, inner_tensors, nbytes_of
-from .described_model import STAYS, DescribedModel
+from .described_model import UNMOVED, DescribedModel
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def report_unmoved(model: DescribedModel) -> None:
             f"{count} {name}"
             for name, count in Counter(type(param).__name__ for param in rest).items()
         )
-        trained = sum(hasattr(param, STAYS) for param in rest)
+        trained = sum(hasattr(param, UNMOVED) for param in rest)
         logger.warning(
             "%s of this model's weights (%s) stay where they are, %s: the engine does not move"
             " them, and plans them with the model's buffers",

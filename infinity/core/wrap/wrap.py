@@ -47,7 +47,7 @@ from .aliases import OwnViews, warn_of_aliases
 from .before import Before, MovedRest
 from .changes import Changes
 from .checks import check
-from .described_model import DescribedModel, Staying, is_managed, read_model
+from .described_model import DescribedModel, Unmoved, is_managed, read_model
 from .lay_out import choose_device, lay_out_here, unit_size
 from .make_optimizer import make_optimizer
 from .partition import Group
@@ -148,9 +148,9 @@ def _wrap(
     collectives = Collectives(ranks, traffic)
     collectives.allow_flags(2 * len(described.params) + 1)
     with collectives.together("finding what stays where it is"):
-        kept = [p for kind in kinds() for p in kind.staying(described, given, config, ranks)]
-        stays = Staying(kept)
-        undo.callback(stays.remove)
+        named = [p for kind in kinds() for p in kind.unmoved(described, given, config, ranks)]
+        unmoved = Unmoved(named)
+        undo.callback(unmoved.remove)
     moved = set(filter(is_managed, described.users))
     optimizers = Optimizers(given, moved.__contains__, described.names)
     config = own_budgets(config, share)
@@ -221,7 +221,7 @@ def _wrap(
         broadcast_rest(described, collectives)
         rest = MovedRest(described, device.where)
         report_unmoved(described)
-    stepping = _commit(described, optimizers, engine, groups, blocks, [stays, rest])
+    stepping = _commit(described, optimizers, engine, groups, blocks, [unmoved, rest])
     views.take()
     model.__dict__[RECORD].take_views = views.take
     return stepping

@@ -48,7 +48,7 @@ def hold(
     cannot_cut = size is not None and window_nbytes > int(size) << 20
     if not window_nbytes or not (cannot_cut or share is not None):
         return ""
-    memory.note_kept(0)  # else it would be on the card twice, or come and go in each step
+    memory.note_cached(0)  # else it would be on the card twice, or come and go in each step
     reason = (
         f"{CUTS}:{size} cuts nothing from a larger block"
         if cannot_cut

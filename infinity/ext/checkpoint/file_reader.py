@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from ... import native
-from ...core.homes.transfers import Window
+from ...core.homes.transfers import TransferQueue
 from ...core.machine import processors
 from ...core.machine.sizes import round_up
 from ...errors import CorruptionError, StorageError
@@ -173,7 +173,8 @@ def _read_group(
 
     # Open all of them first: opening one tries a read, which would queue behind those in flight.
     opened_files = [_Open(file, io) for file in group]
-    with Window(PIECES_AT_ONCE, finish) as reads:  # the caller stops the engine after an exception
+    # The caller stops the engine after an exception
+    with TransferQueue(PIECES_AT_ONCE, finish) as reads:
         for opened in opened_files:
             if not opened.missing:
                 opened.announce(0, before)

@@ -60,11 +60,11 @@ class FileWriter:
         self._lease = None
         self._io.shut_down()
 
-    def write(self, raw: torch.Tensor, *, stays: bool = False) -> None:
-        """Appends flat uint8 ``raw``, which may change afterwards. With ``stays`` it must not
+    def write(self, raw: torch.Tensor, *, stable: bool = False) -> None:
+        """Appends flat uint8 ``raw``, which may change afterwards. With ``stable`` it must not
         change until :meth:`finish`; that avoids most of the copy if file blocks and memory blocks
         are aligned. Waits for a slot only. Raises StorageError."""
-        if stays and (raw.data_ptr() - self._end) % native.BLOCK_NBYTES == 0:
+        if stable and (raw.data_ptr() - self._end) % native.BLOCK_NBYTES == 0:
             begin = -self._end % native.CHECKSUM_NBYTES
             end = begin + (raw.numel() - begin) // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
             if begin < end:
@@ -180,7 +180,7 @@ def start_file(
                 continue
             if isinstance(value, HomeValues):
                 for piece in value.pieces(service):
-                    writer.write(piece.view(torch.uint8), stays=value.stays)
+                    writer.write(piece.view(torch.uint8), stable=value.is_stable)
                     del piece  # before the next one is read
             else:
                 writer.write(value.detach().cpu().contiguous().view(-1).view(torch.uint8))

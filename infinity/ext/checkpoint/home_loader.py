@@ -136,15 +136,15 @@ class _Copies:
         return all(self.saved.has_part(name, handle.name, part) for name in moments)
 
     def copy(self, handle: ParamHandle, name: str) -> None:
-        flat_param, stays = handle.flat_param, False
+        flat_param, stable = handle.flat_param, False
         begin, end = handle.flat_param.layout.part_of_param(name, handle.index)
         if flat_param.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
             part = part_of_rank(handle)
             values = self.saved.read_codes(name, handle.name, part, begin, end)
         else:
             dtype = flat_param.arrays[name].dtype
-            values, stays = read_run(self.saved, handle, name, begin, end, dtype)
-        self._write(handle, name, values, begin, stays=stays)
+            values, stable = read_run(self.saved, handle, name, begin, end, dtype)
+        self._write(handle, name, values, begin, stable=stable)
 
     def encode(self, handle: ParamHandle, moments: list[str]) -> None:
         """Encodes moments of other parts as 8-bit codes of this rank's."""
@@ -163,7 +163,7 @@ class _Copies:
         values: torch.Tensor,
         begin: int,
         *,
-        stays: bool = False,
+        stable: bool = False,
     ) -> None:
         handle.flat_param.parts.write(
             self.store,
@@ -172,7 +172,7 @@ class _Copies:
             values,
             begin=begin,
             version=self.version,
-            stays=stays,
+            stable=stable,
         )
 
 
@@ -180,7 +180,7 @@ def read_run(
     saved: SavedTensors, handle: ParamHandle, name: str, begin: int, end: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, bool]:
     """Reads elements ``begin`` to ``end`` of this rank's part, in memory order; read-only. Also
-    returns whether they are in the mapped file: those stay, and take no memory of the engine."""
+    returns whether they are in the mapped file: those are stable, and not the engine's memory."""
     part = part_of_rank(handle)
     boxes = list(boxes_of_run(part.box.shape, part.order, begin, end))
     if len(boxes) == 1 and part.order == tuple(range(len(part.order))):

@@ -36,8 +36,8 @@ class HomeValues:
         return math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def stays(self) -> bool:
-        """Whether the pieces are views of host memory, which stay until the home changes."""
+    def is_stable(self) -> bool:
+        """Whether the pieces are views of host memory, which do not change before the home."""
         return self.array.flat is not None and self.array.flat.is_cpu and self._is_in_order
 
     @property

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ... import native
-from ...core.homes.transfers import Window
+from ...core.homes.transfers import TransferQueue
 from ...core.machine import processors
 from ...errors import ConfigError, CorruptionError, UsageError
 from ...untrusted import Format, is_regular, parse_json, read_text
@@ -203,7 +203,7 @@ def check_files(
             if not behind and sums[name] != (written := files[name]["crc32c"]):
                 raise changed_file(data / name, sums[name], written)
 
-        with Window(2 * threads, join, lambda stretch: stretch[2].cancel()) as stretches:
+        with TransferQueue(2 * threads, join, lambda stretch: stretch[2].cancel()) as stretches:
             for name, entry in files.items():
                 for begin in range(0, max(1, entry["nbytes"]), STRETCH_NBYTES):
                     stretches.make_room()

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ... import native
-from ...core.homes.transfers import Window
+from ...core.homes.transfers import TransferQueue
 from ...core.machine.progress import progress
 from ...core.run.engine import Engine
 from ...core.units.unit import ParamUnit
@@ -221,7 +221,7 @@ def write_files(
         advance(entries[file.name]["nbytes"])
         written(file)
 
-    with Window[tuple[UnitFile, FileWriter]](
+    with TransferQueue[tuple[UnitFile, FileWriter]](
         FILES_AT_ONCE, finish, lambda started: started[1].__exit__()
     ) as under_way:
         for file in draft.files:

@@ -35,7 +35,7 @@ class Outside(Extension):
     """The parameters of one model that are trained where they are, by torch's own class."""
 
     @classmethod
-    def staying(
+    def unmoved(
         cls, model: Any, optimizers: Sequence[Any], config: Any, ranks: Any
     ) -> list[torch.Tensor]:
         """Lists those of a dtype without kernels, or of a sparse embedding. Raises ConfigError for

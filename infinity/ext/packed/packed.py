@@ -165,12 +165,12 @@ class PackedWeights(Extension):
     def describe_model(cls, model: Any) -> None:
         """Names the codes, and the tensors that keep their dtypes."""
         model.codes.update(p for _, p in model.named if not p.requires_grad and is_code(p))
-        model.kept.update(param for _, param in model.named if always_rests(param))
+        model.own_dtype.update(param for _, param in model.named if always_rests(param))
         for module in model.modules:
             own = {name: p for name, p in module._parameters.items() if p is not None}
             if not model.codes.isdisjoint(own.values()):
                 # Codes in one Parameter, and their scales in others
-                model.kept.update(param for name, param in own.items() if name != "bias")
+                model.own_dtype.update(param for name, param in own.items() if name != "bias")
 
     @classmethod
     def unlisted(cls, model: nn.Module) -> list[tuple[str, Place]]:

@@ -183,7 +183,7 @@ def edges_of(
     edges |= {"all-gather": 0, "reduce-scatter": 0}
     for index, (unit, count) in enumerate(zip(units, gathers)):
         tiers = plan.tiers_of(index)
-        from_disk = tiers["weight"] is Tier.NVME and "weight" not in plan.kept_of(index)
+        from_disk = tiers["weight"] is Tier.NVME and "weight" not in plan.cached_of(index)
         if tiers["weight"] is Tier.DEVICE:  # gathered there, and averaged there
             edges["host->device"] -= (
                 2

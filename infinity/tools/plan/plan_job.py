@@ -270,7 +270,7 @@ def _units(plan, units) -> Iterator[dict[str, Any]]:
     """Yields an entry per run of units with the same homes and sizes."""
 
     def entry(index: int) -> tuple:
-        unit, tiers, kept = units[index], plan.tiers_of(index), plan.kept_of(index)
+        unit, tiers, kept = units[index], plan.tiers_of(index), plan.cached_of(index)
         homes = {}
         for what, array in STATE.items():
             held = any(flat.nbytes(array) for flat in unit.flat_params)

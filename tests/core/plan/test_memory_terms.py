@@ -147,7 +147,7 @@ def test_a_step_moves_what_the_arrays_on_the_disk_ask_for(tmp_path, passes):
     plan = plan_of(units, config_of(tmp_path, params="nvme", optimizer="nvme"))
     plan = dataclasses.replace(
         plan,
-        kept={},
+        cached={},
         tiers=plan.tiers
         | dict.fromkeys(("weight", "grad", "master", "exp_avg", "exp_avg_sq"), Tier.NVME),
     )

@@ -138,8 +138,8 @@ def test_auto_plans_stay_within_every_budget(tmp_path, seed):
         for flat_param in unit.flat_params:
             for name in flat_param.spec.array_dtypes():
                 by_tier[plan.tiers_of(index)[name]] += flat_param.nbytes(name)
-                kept += flat_param.nbytes(name) * (name in plan.kept_of(index))
-                assert name not in plan.kept_of(index) or plan.tiers_of(index)[name] is Tier.NVME
+                kept += flat_param.nbytes(name) * (name in plan.cached_of(index))
+                assert name not in plan.cached_of(index) or plan.tiers_of(index)[name] is Tier.NVME
     assert sum(by_tier.values()) == total_nbytes(units)
     held = ("weights", "optimizer state", "gradients")
     for tier in Tier:
@@ -447,7 +447,9 @@ def test_no_budget_changes_a_bit(swap):
         plan = parts_of(engine).planned.plan
         indices = range(len(parts_of(engine).units))
         placements.add(
-            tuple((*map(str, plan.tiers_of(i).values()), *sorted(plan.kept_of(i))) for i in indices)
+            tuple(
+                (*map(str, plan.tiers_of(i).values()), *sorted(plan.cached_of(i))) for i in indices
+            )
         )
         for tier, account in parts_of(engine).ledger.accounts.items():
             assert account.peak_nbytes <= account.planned_nbytes, tier
@@ -608,7 +610,7 @@ def test_kept_units_move_nothing_through_the_disk(swap, micro):
         found, expected = measure(model, optimizer, micro)
         largest = max(unit.weight_nbytes for unit in parts_of(engine).planned.sizes)
         print(
-            host, {what: len(units) for what, units in parts_of(engine).planned.plan.kept.items()}
+            host, {what: len(units) for what, units in parts_of(engine).planned.plan.cached.items()}
         )
         check_exact(
             found,
@@ -730,7 +732,7 @@ def test_predicted_seconds_with_a_disk(tmp_path):
     units = [UnitSize("u", (FlatParamSize(SPECS[1], 1 << 20),))]
     config = config_of(tmp_path, "1GiB", "1GiB", "1GiB", params="nvme", optimizer="nvme")
     plan = make_plan(units, config, held_nbytes=4 << 20)
-    assert not plan.kept  # the largest unit stays on disk
+    assert not plan.cached  # the largest unit stays on disk
     edges = traffic(plan, units)
     assert (edges["nvme->host"], edges["host->nvme"]) == ((8 + 12) << 20, 12 << 20)
     slow = predict(plan, units, Rates(1e12, 1e12, 1e6, 1e6, 1e6), compute_seconds=1.0)

@@ -116,7 +116,7 @@ def terms_by_hand(
                     * 4096
                 )
                 places = [(tier, kinds[name])]
-                if index in plan.kept.get(name, ()):
+                if index in plan.cached.get(name, ()):
                     places.append((Tier.HOST, kinds[name] + " kept from NVMe"))
                 for place, what in places:
                     terms[place][what] = terms[place].get(what, 0) + nbytes
@@ -461,7 +461,7 @@ def test_what_fits_a_given_host_budget_stays_there(tmp_path):
             units, config_of(tmp_path, params="nvme", optimizer="nvme", host_memory=host_memory)
         )
 
-    assert plan_with(None).kept == {}
+    assert plan_with(None).cached == {}
     try:
         plan_with(1)
     except CapacityError as error:
@@ -472,9 +472,11 @@ def test_what_fits_a_given_host_budget_stays_there(tmp_path):
         assert plan.planned_nbytes(Tier.HOST) <= least + spare
         assert plan.terms[Tier.NVME]["weights"] == 8 * 2 * 65536, "its place on disk stays"
         assert plan.terms[Tier.NVME]["optimizer state"] == 8 * 10 * 65536
-        weights.append(len(plan.kept.get("weight", ())))
-        state.append(len(plan.kept.get("exp_avg", ())))
-        assert plan.kept.get("master") == plan.kept.get("exp_avg") == plan.kept.get("exp_avg_sq")
+        weights.append(len(plan.cached.get("weight", ())))
+        state.append(len(plan.cached.get("exp_avg", ())))
+        assert (
+            plan.cached.get("master") == plan.cached.get("exp_avg") == plan.cached.get("exp_avg_sq")
+        )
         # Nothing more of it would have fitted.
         assert weights[-1] == 7 or least + spare - plan.planned_nbytes(Tier.HOST) < 2 * 65536
     assert (weights[-1], state[-1]) == (7, 7)

@@ -94,9 +94,9 @@ class Made:
         self.resources = Resources(self.config, plan, [self.unit(0), self.unit(1)], self.store)
 
     def unit(self, index: int) -> Any:
-        def allocate(store: Any, tiers: Any, what: str, *, kept: Any) -> None:
+        def allocate(store: Any, tiers: Any, what: str, *, cached: Any) -> None:
             assert store is self.store
-            self.allocated.append((what, dict(tiers), set(kept)))
+            self.allocated.append((what, dict(tiers), set(cached)))
 
         homes = SimpleNamespace(allocate=allocate)
         flat_params = [SimpleNamespace(homes=homes)] * (index + 1)
@@ -118,7 +118,7 @@ def make(swap) -> Iterator[Any]:
 
 def test_every_shard_is_allocated_where_the_plan_has_its_unit(make):
     """With what is cached on the host."""
-    plan = plan_of(placed={"grad": {1: Tier.HOST}}, kept={"weight": frozenset({0})})
+    plan = plan_of(placed={"grad": {1: Tier.HOST}}, cached={"weight": frozenset({0})})
     first, *others = make(plan).allocated
     assert first == ("unit u0", plan.tiers, {"weight"})
     assert others == [("unit u1", {**plan.tiers, "grad": Tier.HOST}, set())] * 2

@@ -185,7 +185,7 @@ def test_every_array_of_the_spec_is_allocated_at_its_tier():
 def test_what_is_cached_on_the_host_keeps_its_place_on_the_disk():
     """Twin: the others are where they are."""
     home, store = empty(ADAM), Allocator()
-    home.allocate(store, tiers(weight=Tier.NVME, grad=Tier.NVME), "unit u", kept={"weight"})
+    home.allocate(store, tiers(weight=Tier.NVME, grad=Tier.NVME), "unit u", cached={"weight"})
     assert home.weight.tier is Tier.HOST and home.arrays["grad"].tier is Tier.NVME
     assert home.weight.what == "weight of unit u, kept from NVMe"
     (reserved,) = home._reserved
@@ -202,7 +202,7 @@ def test_weights_that_other_ranks_read_are_in_memory_that_they_share():
     row = SimpleNamespace(homes=SimpleNamespace(make_region="shared"))
     layout = SimpleNamespace(own=layout.own, ranks=SimpleNamespace(shard_group=row))
     home, store = HomeArrays(ADAM, layout, ["a.weight"]), Allocator()
-    home.allocate(store, tiers(), "unit u", kept={"weight"})
+    home.allocate(store, tiers(), "unit u", cached={"weight"})
     for array in home.arrays.values():
         assert (array.region == "shared") == array.what.startswith("weight")
     assert home.weight_regions == ["shared"]

@@ -25,7 +25,7 @@ class Memory(CardMemory):
 @pytest.fixture
 def memory() -> Memory:
     found = Memory(torch.device("cuda:0"))
-    found.note_kept(WINDOW)
+    found.note_cached(WINDOW)
     return found
 
 
@@ -61,12 +61,12 @@ def test_a_window_that_cannot_be_kept_is_taken_unit_by_unit(text, memory):
 def test_settings_under_which_the_plan_holds_change_and_tell_nothing(text, memory):
     settings = settings_of({"PYTORCH_ALLOC_CONF": text})
     assert hold(memory, WINDOW, settings, is_async=False) == ""
-    assert memory.kept_nbytes == WINDOW
+    assert memory.cached_nbytes == WINDOW
 
 
 def test_another_allocator_than_torchs_own_is_told(memory):
     assert "cudaMallocAsync" in hold(memory, WINDOW, {}, is_async=True)
-    assert memory.kept_nbytes == WINDOW
+    assert memory.cached_nbytes == WINDOW
 
 
 def test_a_wrap_tells_it_once(memory, monkeypatch, caplog):

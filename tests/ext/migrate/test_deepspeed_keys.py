@@ -405,5 +405,5 @@ def test_weights_of_a_disk_stay_in_memory_as_many_as_are_asked_for(tmp_path):
         )
         config = Config(params="nvme", nvme_paths=tmp_path, weights_on_host=count)
         plan, _ = lay_out(model, None, config)
-        kept[count] = sum("weight" in plan.kept_of(index) for index in range(4))
+        kept[count] = sum("weight" in plan.cached_of(index) for index in range(4))
     assert kept == {0: 0, 5 * 64 * 64 // 2: 2, None: 0}

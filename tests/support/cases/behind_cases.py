@@ -157,7 +157,7 @@ class Home:
             )
             memory.copy_(raw)
             writer.write(
-                self.arrays[index], begin, memory.view(values.dtype), version=1, stays=True
+                self.arrays[index], begin, memory.view(values.dtype), version=1, stable=True
             )
             return
         writer.write(self.arrays[index], begin, values, version=1)

@@ -36,7 +36,7 @@ class Write:
     begin: int
     numel: int
     version: int
-    stays: bool
+    stable: bool
 
 
 class MemoryStore:
@@ -56,11 +56,11 @@ class MemoryStore:
         source: torch.Tensor,
         *,
         version: int,
-        stays: bool = False,
+        stable: bool = False,
     ) -> None:
         assert source.dtype == array.dtype and source.dim() == 1
         array.flat[begin : begin + source.numel()] = source
-        self.writes.append(Write(array.name, begin, source.numel(), version, stays))
+        self.writes.append(Write(array.name, begin, source.numel(), version, stable))
 
     @property
     @contextmanager

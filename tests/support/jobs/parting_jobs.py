@@ -474,7 +474,7 @@ def kept(count: list[int]) -> Callable[[WholeGradients, ParamUnit, FlatParam], t
 
     def counting(self: WholeGradients, unit: ParamUnit, flat_param: FlatParam) -> torch.Tensor:
         whole = take(self, unit, flat_param)
-        count[0] = max(count[0], len(self._kept))
+        count[0] = max(count[0], len(self._memory))
         return whole
 
     return counting
