@@ -77,10 +77,10 @@ class _Job:
         self.store = ArrayStore(
             [folder], Ledger(), device.traffic, service_nbytes=PIECE_NBYTES, device=device
         )
-        self.array: StateArray = self.store.arrays.allocate(
+        self.array: StateArray = self.store.allocator.allocate(
             Tier.NVME, torch.uint8, settings.scaled(NBYTES, PIECE_NBYTES), "the benchmark"
         )
-        region = self.store.arrays.make_region(AHEAD * PIECE_NBYTES)
+        region = self.store.allocator.make_region(AHEAD * PIECE_NBYTES)
         self.store.open([region], staging=native.PinnedPool(region), backend=backend)
         self._target = device.zeros(PIECE_NBYTES, torch.uint8, "the benchmark")
         data = torch.randint(0, 256, (PIECE_NBYTES,), dtype=torch.uint8, device="cpu")

@@ -313,7 +313,7 @@ class Extension:
 
     def install(self, job: Any, model: Any) -> None:
         """Joins a job whose ``model`` is hooked: the last step of a wrap, or a later call of the
-        user's (``model`` is None then). May allocate (``job.arrays.keep``): an error undoes the
+        user's (``model`` is None then). May allocate (``job.kept.keep``): an error undoes the
         wrap."""
 
     def rights(self, job: Any) -> dict[Any, Callable[[], bool]]:

@@ -65,8 +65,8 @@ class Guard:
 class ArrayStore:
     """Moves parts of arrays for everything outside the training loop, and remembers a failed disk.
 
-    arrays
-        The allocator of arrays, in memory or in :attr:`space`, the swap files.
+    allocator
+        Of arrays, in memory or in :attr:`space`, the swap files.
     staging
         The reads of weights inside the training loop.
     """
@@ -94,7 +94,7 @@ class ArrayStore:
         folders = SwapFolders(nvme_paths, rank=rank, ranks=ranks)
         self.io = folders.make_engine(layer)
         self.space = SwapSpace(folders, self.io, ledger)
-        self.arrays = ArrayAllocator(self.space, ledger, self.device)
+        self.allocator = ArrayAllocator(self.space, ledger, self.device)
         self.staging = Staging(self.io, self.device, checksums=checksums, sampled=sampled)
         self._charges: list[native.Charge] = []
         self._service_nbytes = service_nbytes
@@ -122,7 +122,7 @@ class ArrayStore:
         self.register(regions)
         if staging is not None:
             self.staging.open(staging, backend)
-        self.arrays.open()
+        self.allocator.open()
 
     def register(self, regions: Iterable[native.Region]) -> None:
         """Registers ``regions``, and the service buffer, with the I/O engine, which keeps them in
@@ -141,7 +141,7 @@ class ArrayStore:
     def _make_service(self, nbytes: int) -> None:
         charge = self.ledger.reserve(Tier.HOST, nbytes, "the store's service buffer")
         self._charges.append(charge)
-        self._service_region = self.arrays.make_region(nbytes, copied=False)
+        self._service_region = self.allocator.make_region(nbytes, copied=False)
         self.service = native.PinnedPool(self._service_region)
 
     def rebuild(self) -> None:
@@ -336,7 +336,7 @@ class ArrayStore:
 
     def close(self) -> None:
         """Closes the swap files, and frees disk space and memory. Repeat if interrupted."""
-        self.arrays.close()
+        self.allocator.close()
         self.staging.close()
         if self.io is not None:  # waits for transfers and closes the files
             self.io.shut_down()

@@ -109,7 +109,7 @@ class ActivationHome:
                     f" {format_nbytes(most)}: {format_nbytes(taken)} are in use, and"
                     f" {format_nbytes(size)} more are needed. Free as much"
                 )
-            array = self._store.arrays.allocate_more(self._tier, size, "activations")
+            array = self._store.allocator.allocate_more(self._tier, size, "activations")
             if array.tier is not Tier.NVME:
                 self._arrays.append(array)
             return array
@@ -119,7 +119,7 @@ class ActivationHome:
                 while self._free:
                     array = self._free.pop()
                     self._arrays.remove(array)
-                    self._store.arrays.free_more(array)
+                    self._store.allocator.free_more(array)
                 return self._take(nbytes)
             raise CapacityError(
                 f"activations: {error} or run fewer samples at once (micro_batch),"
@@ -134,7 +134,7 @@ class ActivationHome:
             if ref in self._places:
                 place, transfers = self._places.pop(ref)
                 if place.tier is Tier.NVME:
-                    self._store.arrays.free_more(place, after=transfers)
+                    self._store.allocator.free_more(place, after=transfers)
                 else:
                     self._free.append(place)
             self._left.popleft()

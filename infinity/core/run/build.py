@@ -203,7 +203,7 @@ def _make_job(
         schedule=base.schedule,
         steps=steps,
         storages=WeightStorages(),
-        arrays=KeptArrays(store, base.units, lambda: steps.index, planned),
+        kept=KeptArrays(store, base.units, lambda: steps.index, planned),
         gradients=gradients,
         reducer=_make_reducer(base, gradients, later) if averages else None,
         updates=base.updates,

@@ -82,7 +82,7 @@ class Job:
 
     # State at home, and the tensors of it that users hold.
     storages: WeightStorages  # of the units' device buffers
-    arrays: KeptArrays  # of features, beside the units' own
+    kept: KeptArrays  # of features, beside the units' own
     gradients: GradientBank
     reducer: Reducer | None  # None: gradients are not averaged over ranks
     updates: Updates
@@ -117,7 +117,7 @@ class Job:
 
     def remove(self, extension: Extension) -> None:
         """Removes an extension, its listeners and the arrays that it keeps."""
-        self.arrays.free_of(extension)
+        self.kept.free_of(extension)
         self.extensions.remove(extension)
         self.events.forget(extension)
         self.uses.forget(extension.rights(self))

@@ -93,7 +93,7 @@ class Resources:
         if not nbytes:
             return None
         self._charge(Tier.HOST, nbytes, what)
-        self._regions[what] = self._store.arrays.make_region(
+        self._regions[what] = self._store.allocator.make_region(
             nbytes, copied=what != "optimizer slots"
         )
         return self._regions[what]

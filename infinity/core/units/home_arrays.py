@@ -129,7 +129,7 @@ class HomeArrays:
             begin, end = self.layout.own(name)
             is_shared = homes is not None and name == "weight"
             allocate = partial(
-                store.arrays.allocate,
+                store.allocator.allocate,
                 dtype=dtype,
                 numel=end - begin,
                 make=homes.make_region if is_shared else native.Region,

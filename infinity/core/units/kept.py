@@ -187,13 +187,15 @@ class KeptArrays:
             needed[tier] += nbytes
             tiers.append(tier)
         for tier, nbytes in needed.items():
-            self.store.arrays.make_room(tier, nbytes, what)
+            self.store.allocator.make_room(tier, nbytes, what)
         return tiers
 
     def _allocate(
         self, kept: Kept, flat_param: FlatParam, dtype: torch.dtype, what: str, tier: Tier
     ) -> None:
-        array = self.store.arrays.allocate_later(tier, dtype, flat_param.layout.shard_numel, what)
+        array = self.store.allocator.allocate_later(
+            tier, dtype, flat_param.layout.shard_numel, what
+        )
         flat_param.homes.kept[kept.name] = array
         kept.flat_params[flat_param] = None
         self._planned.add(tier, kept.name, _nbytes_of(flat_param, dtype))
@@ -207,7 +209,7 @@ class KeptArrays:
             array = flat_param.homes.kept.pop(kept.name, None)
             if array is not None:  # else the homes are gone
                 self._planned.add(array.tier, kept.name, -_nbytes_of(flat_param, array.dtype))
-                self.store.arrays.free_more(array)
+                self.store.allocator.free_more(array)
         kept.passing = {}
         self._kept = [each for each in self._kept if each is not kept]
 

@@ -213,7 +213,7 @@ def _wrap(
             homes, sent = Homes(engine.job, store), set[nn.Parameter]()
             for values in (*before.values, OwnValues(engine.job, optimizers)):
                 values.fill(homes, sent)
-        engine.job.store.arrays.await_pages()
+        engine.job.store.allocator.await_pages()
         device.warm(plan.device_window_nbytes)
         for unit in units:
             unit.allocate()

@@ -79,7 +79,7 @@ class WeightAverage(Extension, Source):
         self._changes = 0  # of the averages
         self.is_exchanged = False
         self.is_wanted = False  # as the weights: else the next use brings the weights back
-        self.kept = job.arrays.keep(
+        self.kept = job.kept.keep(
             "average",
             keeper=self,
             what="the average",
@@ -171,7 +171,7 @@ class WeightAverage(Extension, Source):
     def _carry_out(
         self, compute: Callable, progress: Progress, end: Callable, argument: int | bool
     ) -> None:
-        change_pieces(self.kept.flat_params, compute, self.job.arrays.write, progress)
+        change_pieces(self.kept.flat_params, compute, self.job.kept.write, progress)
         end(argument)
 
     # --- checkpoints ---

@@ -28,12 +28,12 @@ class BesideWeights:
 
     manifest: dict[str, Any]
     data: Path
-    arrays: KeptArrays
+    kept: KeptArrays
 
     def check(self) -> None:
         """Raises CorruptionError unless all of it is there, UsageError if it is of other arrays
         than these. Changes nothing."""
-        for name, kept in self.arrays.saved().items():
+        for name, kept in self.kept.saved().items():
             if told := self.manifest.get(name):
                 expected = _expected(kept, told)
                 with self._saved(name, kept) as saved:
@@ -43,7 +43,7 @@ class BesideWeights:
 
     def load(self) -> None:
         """Reads it to its places. What the checkpoint does not have begins anew."""
-        ours = self.arrays.saved()
+        ours = self.kept.saved()
         for name in self.manifest.keys() - OF_EVERY_SAVE - ours.keys():
             if self.manifest[name]:
                 logger.warning(
@@ -56,7 +56,7 @@ class BesideWeights:
             told = self.manifest.get(name) or None
             if told is None:
                 for each in kept:
-                    self.arrays.clear(each)
+                    self.kept.clear(each)
             if kept[0].keeper is not None:
                 kept[0].keeper.resume(told)
             if told is not None:

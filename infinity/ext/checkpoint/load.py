@@ -136,7 +136,7 @@ class _Load:
 
     @property
     def beside(self) -> BesideWeights:
-        return BesideWeights(self.manifest, self.data, self.job.arrays)
+        return BesideWeights(self.manifest, self.data, self.job.kept)
 
     def run(self) -> Any:
         """Checks everything, then loads it. Returns ``extra``. Every rank calls this."""

@@ -79,7 +79,7 @@ def files_of_rank(engine: Engine, told: Mapping[str, Any]) -> list[UnitFile]:
     for unit in job.units:
         files_of = {"unit": unit_files(job, unit)} | {
             name: kept_files(job, kept, unit)
-            for name, kept in job.arrays.saved().items()
+            for name, kept in job.kept.saved().items()
             if told[name]
         }
         for kind, files in files_of.items():

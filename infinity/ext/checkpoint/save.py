@@ -126,7 +126,7 @@ def _draft(
             f" ({landed[0]}, ...) would be lost. Save after step(), or call zero_grad() first."
         )
     tensors: dict[str, torch.Tensor] = {}
-    told = {name: describe(kept) for name, kept in job.arrays.saved().items()}
+    told = {name: describe(kept) for name, kept in job.kept.saved().items()}
     content = {
         "format": FORMAT.number,
         "data": f"infinity-{_token(collectives)}",

@@ -91,7 +91,7 @@ def admit(
     except BaseException:
         for growth in growths.values():
             for array in growth.arrays.values():
-                job.store.arrays.free_more(array)
+                job.store.allocator.free_more(array)
         raise
     plan = replace(job.planned.plan, terms=_terms(job.planned.plan, growths))
 
@@ -221,7 +221,7 @@ def _check_room(job: Job, growths: Mapping[FlatParam, Growth], asked: str) -> No
                 " Config(optimizer='nvme', nvme_paths=[...])"
             )
     for tier, nbytes in budgeted.items():
-        job.store.arrays.make_room(tier, nbytes, f"{asked} of these parameters")
+        job.store.allocator.make_room(tier, nbytes, f"{asked} of these parameters")
 
 
 def _terms(plan: MemoryPlan, growths: Mapping[FlatParam, Growth]) -> dict[Tier, dict[str, int]]:
@@ -258,12 +258,12 @@ def allocate_missing(
         for name, dtype in spec.array_dtypes().items():
             if name not in homes.arrays or homes.arrays[name].dtype != dtype:
                 begin, end = homes.layout.own(name)
-                made[name] = store.arrays.allocate_later(
+                made[name] = store.allocator.allocate_later(
                     tiers[name], dtype, end - begin, f"{name} of {what}"
                 )
     except BaseException:
         for array in made.values():
-            store.arrays.free_more(array)
+            store.allocator.free_more(array)
         raise
     return made
 

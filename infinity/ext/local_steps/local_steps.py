@@ -120,7 +120,7 @@ class LocalSteps:
     def _make_outer(self, job: Job, axis: SlowAxis, settings: OuterSettings) -> OuterStep:
         position = Position(steps=0, at=0, period=self._period(Climber()))
         outer = OuterStep(
-            job.arrays,
+            job.kept,
             job.units,
             axis,
             settings,

@@ -87,17 +87,17 @@ class Parking(Extension):
             self._store.need_service()
         for parked in on_host:
             before, parked.place = parked.place, self._written(parked.place, folder)
-            self._store.arrays.free_more(before)
+            self._store.allocator.free_more(before)
         for array in coming:
             place = self._written(array, folder)
             self._parked.append(_Parked(array, place, in_array=False))
-            self._store.arrays.empty(array)
+            self._store.allocator.empty(array)
 
     def park_blank(self, arrays: Iterable[StateArray]) -> None:
         """Frees the memory of ``arrays``, which hold nothing."""
         for array in self._not_parked(arrays):
             self._parked.append(_Parked(array, in_array=False))
-            self._store.arrays.empty(array)
+            self._store.allocator.empty(array)
 
     def park_on_host(self, arrays: Iterable[StateArray]) -> None:
         """Moves those of ``arrays`` whose home is the device to registered host memory, at the rate
@@ -111,7 +111,7 @@ class Parking(Extension):
                     parked = _Parked(array, event=_Queues(self._device))
                     self._parked.append(parked)
                     # Its pages are populated while the copy before is on its way
-                    parked.place = self._store.arrays.allocate_more(
+                    parked.place = self._store.allocator.allocate_more(
                         Tier.HOST, array.nbytes, "parked state"
                     )
                     parked.event = self._copy(parked.place, array, "out")
@@ -131,13 +131,13 @@ class Parking(Extension):
                 self._forget(parked)
             else:
                 parked.in_array = False
-                self._store.arrays.empty(parked.array)
+                self._store.allocator.empty(parked.array)
 
     def _forget(self, parked: _Parked) -> None:
         """Takes an array that has its bytes off the list, and frees its place."""
         self._parked.remove(parked)
         if parked.place is not None:
-            self._store.arrays.free_more(parked.place)
+            self._store.allocator.free_more(parked.place)
 
     def _settle(self) -> None:
         """Undoes what an exception left of a park or a resume: bytes are in arrays that are not
@@ -147,7 +147,7 @@ class Parking(Extension):
             if parked.in_array:
                 self._forget(parked)
             else:
-                self._store.arrays.empty(parked.array)
+                self._store.allocator.empty(parked.array)
 
     def resume(self) -> None:
         """Brings all parked arrays back, if any. Blocks on the disk and the link. Raises
@@ -158,7 +158,7 @@ class Parking(Extension):
         self._settle()
         try:
             for parked in self._parked:
-                self._store.arrays.refill(parked.array)
+                self._store.allocator.refill(parked.array)
                 if parked.place is None:
                     parked.array.flat.zero_()
                 elif parked.place.tier is Tier.HOST:
@@ -172,7 +172,7 @@ class Parking(Extension):
                 parked.in_array = True
                 self._parked.pop()
                 if parked.place is not None:
-                    self._store.arrays.free_more(parked.place)
+                    self._store.allocator.free_more(parked.place)
         except Exception:
             self._settle()
             raise
@@ -204,7 +204,7 @@ class Parking(Extension):
 
     def _written(self, array: StateArray, folder: str) -> StateArray:
         """Writes the bytes of ``array`` to a new place in ``folder``. Blocks on the disk."""
-        place = self._store.arrays.allocate_more(
+        place = self._store.allocator.allocate_more(
             Tier.NVME, array.nbytes, "parked state", folder=folder
         )
         flat = array.flat.view(torch.uint8)

@@ -85,7 +85,7 @@ class StaleWeights(Extension):
                 for _, flat in flat_params:
                     needed[flat.weight.tier] += (kept - before) * flat.weight.nbytes
                 for tier, nbytes in needed.items():
-                    job.store.arrays.make_room(tier, nbytes, "weights of older versions")
+                    job.store.allocator.make_room(tier, nbytes, "weights of older versions")
                 for slot in range(before, kept):
                     for unit, flat_param in flat_params:
                         flat_param.homes.wait_idle()

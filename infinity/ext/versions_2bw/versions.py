@@ -31,7 +31,7 @@ PIECE = 1 << 20  # elements that are extrapolated at once
 def add_slot(homes: HomeArrays, store: ArrayStore, slot: int, what: str) -> None:
     """Allocates ``slot`` of stale weights at home. Raises CapacityError without room."""
     weight = homes.weight
-    array = store.arrays.allocate_later(
+    array = store.allocator.allocate_later(
         weight.tier, weight.dtype, weight.numel, f"stale weight of {what}"
     )
     homes.readers[slot] = Reader(array=array)
@@ -40,7 +40,7 @@ def add_slot(homes: HomeArrays, store: ArrayStore, slot: int, what: str) -> None
 def drop_slot(homes: HomeArrays, store: ArrayStore, slot: int) -> None:
     """Frees ``slot``, before any update has used it. Idempotent."""
     if (reader := homes.readers.pop(slot, None)) is not None:
-        store.arrays.free_more(reader.array)
+        store.allocator.free_more(reader.array)
 
 
 def make_stale(unit: ParamUnit, index: int, device: Device) -> ParamUnit:

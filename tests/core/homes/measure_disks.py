@@ -124,11 +124,12 @@ def serve(
         disks, Ledger(), Traffic(), service_nbytes=MIB, layer=layer, rank=rank, ranks=ranks
     )
     arrays = [
-        store.arrays.allocate(Tier.NVME, torch.uint8, shard_nbytes, "a unit") for _ in range(UNITS)
+        store.allocator.allocate(Tier.NVME, torch.uint8, shard_nbytes, "a unit")
+        for _ in range(UNITS)
     ]
-    memory = store.arrays.make_region(shard_nbytes)  # of all units: nobody looks at the bytes
+    memory = store.allocator.make_region(shard_nbytes)  # of all units: nobody looks at the bytes
     store.open([memory])
-    store.arrays.await_pages()
+    store.allocator.await_pages()
     end.send(0.0)
     while (wanted := end.recv()) is not None:
         units, at_once = wanted

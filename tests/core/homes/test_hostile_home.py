@@ -128,7 +128,7 @@ class Averaged(Extension):
         self.writes, self.memory, self.expected = writes, None, 0.0
 
     def install(self, job: Any, model: Any) -> None:
-        self.job, self.kept = job, job.arrays.keep("sum", torch.float32, keeper=self)
+        self.job, self.kept = job, job.kept.keep("sum", torch.float32, keeper=self)
         job.events.use_ready.append(self.add)
 
     def add(self) -> None:

@@ -154,7 +154,8 @@ def test_every_array_lies_on_all_disks_by_their_rates(make_disks):
     disks = make_disks([1e9, 3e9, 1e9])
     store = disks.store()
     arrays = [
-        store.arrays.allocate(Tier.NVME, torch.float32, 2 * MIB // 4, "an array") for _ in range(5)
+        store.allocator.allocate(Tier.NVME, torch.float32, 2 * MIB // 4, "an array")
+        for _ in range(5)
     ]
     store.open([])
     assert store.io.device(1) == f"model {disks.folders[1]}"
@@ -171,7 +172,7 @@ def test_no_elements_are_read_and_written_anywhere(make_disks):
     """Claim: an empty part of an array is none wherever it begins, also behind the array: there a
     rank has its elements of a parameter that is all another rank's."""
     store = make_disks([1e9]).store()
-    array = store.arrays.allocate(Tier.NVME, torch.float32, 4096 // 4, "an array")
+    array = store.allocator.allocate(Tier.NVME, torch.float32, 4096 // 4, "an array")
     store.open([])
     store.write(array, 0, torch.ones(array.numel), version=1)
     for begin in (0, 5, array.numel, array.numel + 5):
@@ -186,12 +187,12 @@ def test_disks_of_unlike_size_are_used_in_full(make_disks):
     disks = make_disks([1e9, 1e9, 1e9])
     disks.room = dict(zip(disks.folders, (MIB, 8 * MIB, 8 * MIB)))
     store = disks.store()
-    store.arrays.allocate(Tier.NVME, torch.uint8, 15 * MIB, "an array")
+    store.allocator.allocate(Tier.NVME, torch.uint8, 15 * MIB, "an array")
     store.open([])
     parts = held(store, 0, 15 * MIB)
     assert parts == {0: MIB, 1: 7 * MIB, 2: 7 * MIB}
     too_much = disks.store()
-    too_much.arrays.allocate(Tier.NVME, torch.uint8, 18 * MIB, "an array")
+    too_much.allocator.allocate(Tier.NVME, torch.uint8, 18 * MIB, "an array")
     with pytest.raises(
         infinity.CapacityError,
         match="needs 18.0 MiB at .*disk0, .*disk2 but 17.0 MiB is free. Free 1.0 MiB",
@@ -208,7 +209,7 @@ def test_a_disk_that_is_filled_takes_no_stripe_that_it_has_no_room_for(ranks, ma
     sizes = Counter()
     for rank in range(ranks):
         store = disks.store(rank=rank, ranks=ranks)
-        store.arrays.allocate(Tier.NVME, torch.uint8, 30 * STRIPE // ranks, "an array")
+        store.allocator.allocate(Tier.NVME, torch.uint8, 30 * STRIPE // ranks, "an array")
         store.open([])
         sizes.update(held(store, 0, 30 * STRIPE // ranks))
     assert (
@@ -227,7 +228,7 @@ def test_folders_on_one_file_system_are_one(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: Usage(0, 0, 7 * MIB))
     assert disk_profile.free_nbytes(folders) == 7 * MIB
     store = ArrayStore(folders, Ledger(), Traffic(), service_nbytes=MIB)
-    store.arrays.allocate(Tier.NVME, torch.uint8, 5 * MIB, "an array")
+    store.allocator.allocate(Tier.NVME, torch.uint8, 5 * MIB, "an array")
     store.open([])
     assert held(store, 0, 5 * MIB) == {0: 5 * MIB}
     store.close()
@@ -241,7 +242,7 @@ def test_ranks_of_one_machine_start_at_different_disks(make_disks):
     first = set()
     for rank in range(4):
         store = disks.store(rank=rank, ranks=4)
-        array = store.arrays.allocate(Tier.NVME, torch.uint8, MIB, "an array")
+        array = store.allocator.allocate(Tier.NVME, torch.uint8, MIB, "an array")
         store.open([])
         first.add(store.space.first.place(array.extent.offset, 1)[0])
     assert first == {0, 1, 2, 3}
@@ -252,7 +253,7 @@ def test_a_swap_file_ends_where_the_file_system_would_not_have_it_longer(make_di
     every byte comes back. With room for none at all the error names the folder."""
     disks = make_disks([1e9, 1e9])
     store = disks.store()
-    array = store.arrays.allocate(Tier.NVME, torch.uint8, 6 * MIB, "an array")
+    array = store.allocator.allocate(Tier.NVME, torch.uint8, 6 * MIB, "an array")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limits[1]))
@@ -260,7 +261,7 @@ def test_a_swap_file_ends_where_the_file_system_would_not_have_it_longer(make_di
         assert len(held(store, 0, 6 * MIB)) > 6 and max(held(store, 0, 6 * MIB).values()) <= MIB
         resource.setrlimit(resource.RLIMIT_FSIZE, (64 * 1024, limits[1]))
         other = disks.store()
-        other.arrays.allocate(Tier.NVME, torch.uint8, 6 * MIB, "an array")
+        other.allocator.allocate(Tier.NVME, torch.uint8, 6 * MIB, "an array")
         with pytest.raises(infinity.StorageError, match="disk0") as raised:
             other.open([])
         assert raised.value.errno == errno.EFBIG
@@ -280,12 +281,12 @@ def test_what_is_added_later_lies_on_all_disks_too(make_disks):
     disks = make_disks([1e9, 1e9])
     store = disks.store()
     store.open([])
-    store.arrays.free_more(store.arrays.allocate_more(Tier.NVME, 4 * MIB, "activations"))
-    arrays = [store.arrays.allocate_more(Tier.NVME, MIB, "activations") for _ in range(4)]
+    store.allocator.free_more(store.allocator.allocate_more(Tier.NVME, 4 * MIB, "activations"))
+    arrays = [store.allocator.allocate_more(Tier.NVME, MIB, "activations") for _ in range(4)]
     for number, array in enumerate(arrays):
         store.write(array, 0, torch.full((array.numel,), number, dtype=torch.uint8), version=1)
-    store.arrays.free_more(arrays.pop(1))
-    arrays.append(store.arrays.allocate_more(Tier.NVME, MIB, "activations"))
+    store.allocator.free_more(arrays.pop(1))
+    arrays.append(store.allocator.allocate_more(Tier.NVME, MIB, "activations"))
     store.write(arrays[-1], 0, torch.full((MIB,), 9, dtype=torch.uint8), version=1)
     for number, array in zip((0, 2, 3, 9), arrays):
         assert store.read(array, 0, array.numel).unique().tolist() == [number]
@@ -295,7 +296,7 @@ def test_what_is_added_later_lies_on_all_disks_too(make_disks):
     store.rebuild()
     assert [added.nbytes for added in store.space.added] == [4 * MIB]
     assert not store.space.free_spaces
-    arrays.append(store.arrays.allocate_more(Tier.NVME, MIB, "activations"))
+    arrays.append(store.allocator.allocate_more(Tier.NVME, MIB, "activations"))
     assert [added.nbytes for added in store.space.added] == [4 * MIB] * 2
     assert sum(size for _, _, size in store.space.free_spaces) == 3 * MIB
 
@@ -310,11 +311,11 @@ def test_an_array_of_any_size_lies_on_disk(when, make_disks):
     spaces begin and end with a block."""
     store = make_disks([1e9, 1e9]).store()
     if when == "before":
-        arrays = [store.arrays.allocate(Tier.NVME, torch.uint8, size, "state") for size in SIZES]
+        arrays = [store.allocator.allocate(Tier.NVME, torch.uint8, size, "state") for size in SIZES]
         store.open([])
     else:
         store.open([])
-        arrays = [store.arrays.allocate_more(Tier.NVME, size, "state") for size in SIZES]
+        arrays = [store.allocator.allocate_more(Tier.NVME, size, "state") for size in SIZES]
     values = [torch.randint(0, 255, (size,), dtype=torch.uint8) for size in SIZES]
     for array, value in zip(arrays, values):
         store.write(array, 0, value, version=1)
@@ -327,8 +328,8 @@ def test_an_array_of_any_size_lies_on_disk(when, make_disks):
     )
     if when == "later":
         for array in arrays[::2]:
-            store.arrays.free_more(array)
-        anew = [store.arrays.allocate_more(Tier.NVME, size, "state") for size in reversed(SIZES)]
+            store.allocator.free_more(array)
+        anew = [store.allocator.allocate_more(Tier.NVME, size, "state") for size in reversed(SIZES)]
         for array in anew:
             store.write(array, 0, torch.full((array.numel,), 9, dtype=torch.uint8), version=3)
         assert all(store.read(array, 0, array.numel).unique().tolist() == [9] for array in anew)
@@ -347,7 +348,7 @@ def test_a_space_that_is_no_whole_blocks_is_refused(make_disks, monkeypatch):
     store = make_disks([1e9]).store()
     store.open([])
     with pytest.raises(Exception, match="not a positive multiple of 4096"):
-        store.arrays.allocate_more(Tier.NVME, 64, "state")
+        store.allocator.allocate_more(Tier.NVME, 64, "state")
 
 
 def test_space_that_not_all_disks_have_is_given_back(make_disks, monkeypatch):
@@ -355,7 +356,7 @@ def test_space_that_not_all_disks_have_is_given_back(make_disks, monkeypatch):
     had, and gives more once both do."""
     disks = make_disks([1e9, 1e9])
     store = disks.store()
-    store.arrays.allocate(Tier.NVME, torch.uint8, MIB, "an array")
+    store.allocator.allocate(Tier.NVME, torch.uint8, MIB, "an array")
     store.open([])
     create = swap_folders.create_swap_file
 
@@ -368,9 +369,9 @@ def test_space_that_not_all_disks_have_is_given_back(make_disks, monkeypatch):
         patched.setattr(swap_folders, "create_swap_file", refused)
         for _ in range(3):
             with pytest.raises(infinity.CapacityError, match="it is full"):
-                store.arrays.allocate_more(Tier.NVME, MIB, "activations")
+                store.allocator.allocate_more(Tier.NVME, MIB, "activations")
     assert number_of_swap_files(disks, 1) == [1, 1]
-    array = store.arrays.allocate_more(Tier.NVME, MIB, "activations")
+    array = store.allocator.allocate_more(Tier.NVME, MIB, "activations")
     assert number_of_swap_files(disks, 2) == [2, 2]
     value = torch.randint(0, 255, (MIB,), dtype=torch.uint8)
     store.write(array, 0, value, version=1)
@@ -382,7 +383,7 @@ def test_a_volume_whose_making_is_interrupted_takes_no_space(make_disks):
     files and gives its charge back, and takes what it needs."""
     disks = make_disks([1e9, 1e9])
     store = disks.store()
-    kept = store.arrays.allocate(Tier.NVME, torch.uint8, MIB, "an array")
+    kept = store.allocator.allocate(Tier.NVME, torch.uint8, MIB, "an array")
     store.open([])
     account, found = store.ledger.accounts[Tier.NVME], set[tuple[str, int]]()
     codes = {
@@ -403,7 +404,7 @@ def test_a_volume_whose_making_is_interrupted_takes_no_space(make_disks):
         sys.settrace(trace)
         array = None
         try:
-            array = store.arrays.allocate_more(Tier.NVME, swap_folders.MIB, "activations")
+            array = store.allocator.allocate_more(Tier.NVME, swap_folders.MIB, "activations")
         except KeyboardInterrupt:
             pass
         finally:
@@ -439,7 +440,7 @@ def test_a_folder_that_vanishes_in_mid_run_takes_nothing_with_it(make_disks):
     and more space is refused with its name."""
     disks = make_disks([1e9, 1e9])
     store = disks.store()
-    array = store.arrays.allocate(Tier.NVME, torch.uint8, 2 * MIB, "an array")
+    array = store.allocator.allocate(Tier.NVME, torch.uint8, 2 * MIB, "an array")
     store.open([])
     value = torch.randint(0, 255, (2 * MIB,), dtype=torch.uint8)
     store.write(array, 0, value, version=1)
@@ -448,7 +449,7 @@ def test_a_folder_that_vanishes_in_mid_run_takes_nothing_with_it(make_disks):
     store.write(array, 0, value.flip(0), version=2)
     assert torch.equal(store.read(array, 0, array.numel), value.flip(0))
     with pytest.raises(infinity.InfinityError, match=f"there is no folder {disks.folders[1]}"):
-        store.arrays.allocate_more(Tier.NVME, MIB, "activations")
+        store.allocator.allocate_more(Tier.NVME, MIB, "activations")
 
 
 @pytest.mark.parametrize("fault", ["eio", "enospc", "read_only", "hang"])
@@ -464,7 +465,7 @@ def test_a_disk_that_fails_in_mid_run_is_named_and_the_others_keep_what_they_hav
     faults.file, faults.first_piece = 2, 40
     setattr(faults, fault, 1.0)
     store = disks.store(layer=doubles.layer(faults))
-    array = store.arrays.allocate(Tier.NVME, torch.uint8, 3 * MIB, "an array")
+    array = store.allocator.allocate(Tier.NVME, torch.uint8, 3 * MIB, "an array")
     store.open([])
     store.write(array, 0, torch.ones(3 * MIB, dtype=torch.uint8), version=1)
     with pytest.raises(infinity.StorageError, match=disks.folders[2]) as raised:

@@ -106,7 +106,7 @@ def test_memory_that_a_hung_disk_may_still_read_is_never_freed(tmp_path, monkeyp
             service_nbytes=5 * BLOCK,
             layer=doubles.layer(fault_plan(hang=1.0)),
         )
-    array = store.arrays.allocate(Tier.NVME, torch.uint8, 4 * BLOCK, "array")
+    array = store.allocator.allocate(Tier.NVME, torch.uint8, 4 * BLOCK, "array")
     store.open([])
     region = native.Region(4 * BLOCK, False, 0)
     memory = native.tensor_at(region, region.address, 4 * BLOCK, torch.uint8)

@@ -45,7 +45,7 @@ class Disk:
         ]
 
     def take(self, nbytes: int) -> StateArray:
-        return self.store.arrays.allocate_more(
+        return self.store.allocator.allocate_more(
             Tier.NVME, -(-nbytes // BLOCK) * BLOCK, "activations"
         )
 

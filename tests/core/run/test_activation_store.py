@@ -47,14 +47,14 @@ class Made:
         self.activations = ActivationStore(self.store, tier, pool, spare_nbytes=spare)
         self.pack, self.unpack = self.activations.hooks(None)
 
-        allocate, self.taken = self.store.arrays.allocate_more, []
+        allocate, self.taken = self.store.allocator.allocate_more, []
 
         def taking(tier: Tier, nbytes: int, what: str) -> Any:
             array = allocate(tier, nbytes, what)
             self.taken.append(nbytes)
             return array
 
-        self.store.arrays.allocate_more = taking
+        self.store.allocator.allocate_more = taking
 
     @property
     def sent(self) -> int:

@@ -82,7 +82,7 @@ class Sleeping(Extension):
         return {Sleep.ASLEEP: lambda: self.sleeps}
 
     def install(self, job: Any, model: Any) -> None:
-        job.arrays.keep("sleep", keeper=self)
+        job.kept.keep("sleep", keeper=self)
         job.events.step_ended.append(self.wake)
         if self.fails is not None:
             raise self.fails("no sleep")

@@ -79,7 +79,7 @@ class Made:
             Collectives(),
         )
         self.opened, self.regions = {}, {}
-        make_region, opening = self.store.arrays.make_region, self.store.open
+        make_region, opening = self.store.allocator.make_region, self.store.open
 
         def making(nbytes: int, *, copied: bool) -> native.Region:
             region = make_region(nbytes, copied=copied)
@@ -90,7 +90,7 @@ class Made:
             self.opened = {"regions": [self.regions[region.address] for region in regions], **more}
             opening(regions, **more)
 
-        self.store.arrays.make_region, self.store.open = making, open_
+        self.store.allocator.make_region, self.store.open = making, open_
         self.resources = Resources(self.config, plan, [self.unit(0), self.unit(1)], self.store)
 
     def unit(self, index: int) -> Any:

@@ -131,7 +131,7 @@ def test_a_chunk_comes_once_its_slot_is_free_and_goes_once_it_is_stepped(state):
 def test_new_weights_are_made_beside_the_old_ones(state):
     """Also of elements that are not stepped."""
     weight, store = state.arrays["weight"], parts_of(state.job).store
-    newer = store.arrays.allocate_later(Tier.HOST, weight.dtype, weight.numel, "newer")
+    newer = store.allocator.allocate_later(Tier.HOST, weight.dtype, weight.numel, "newer")
     homes = state.job.flat_param.homes
     homes.readers[0] = Reader(array=newer)
     homes.hold(0)
@@ -139,7 +139,7 @@ def test_new_weights_are_made_beside_the_old_ones(state):
     homes.readers.clear()
     assert torch.equal(state.weight, expected())
     assert torch.equal(newer.flat, expected((0, CHUNK))) and newer.extent.version == 9
-    store.arrays.free_more(newer)
+    store.allocator.free_more(newer)
 
 
 def test_only_state_on_the_device_itself_is_stepped_in_place(state):

@@ -251,7 +251,7 @@ def test_a_group_without_room_leaves_all_as_it_was(home, tmp_path, monkeypatch):
     before = [
         parts_of(engine).ledger.accounts[tier].charged_nbytes for tier in (Tier.DEVICE, Tier.HOST)
     ]
-    allocate, calls = type(parts_of(engine).store.arrays).allocate_later, []
+    allocate, calls = type(parts_of(engine).store.allocator).allocate_later, []
 
     def failing(store, tier, dtype, numel, what):
         calls.append(what)
@@ -259,7 +259,7 @@ def test_a_group_without_room_leaves_all_as_it_was(home, tmp_path, monkeypatch):
             raise infinity.CapacityError("no room")
         return allocate(store, tier, dtype, numel, what)
 
-    monkeypatch.setattr(type(parts_of(engine).store.arrays), "allocate_later", failing)
+    monkeypatch.setattr(type(parts_of(engine).store.allocator), "allocate_later", failing)
     with pytest.raises(infinity.CapacityError, match="no room"):
         thaw(model, optimizer, 0)
     monkeypatch.undo()

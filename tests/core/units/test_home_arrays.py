@@ -139,7 +139,7 @@ class Allocator:
     """Notes what is allocated and freed; the array number ``fails`` is refused."""
 
     def __init__(self, fails: int = -1):
-        self.arrays, self.fails = self, fails  # as the store's
+        self.allocator, self.fails = self, fails  # as the store's
         self.made, self.freed = [], []
 
     def allocate(self, tier, dtype, numel, what, *, make=None, copied=True) -> SimpleNamespace:

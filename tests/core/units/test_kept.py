@@ -48,8 +48,8 @@ class Sketch(Extension):
 
     def install(self, job: Any, model: Any) -> None:
         mean, marks, wide = NAMES
-        keep, self.job, self.count = job.arrays.keep, job, 0
-        last = job.arrays.stepped[-1:]
+        keep, self.job, self.count = job.kept.keep, job, 0
+        last = job.kept.stepped[-1:]
         self.kept = [
             keep(mean, keeper=self, saved_as="sketch"),
             keep(marks, torch.uint8, keeper=self, saved_as="sketch"),
@@ -60,7 +60,7 @@ class Sketch(Extension):
         flat_params = list(self.kept[0].flat_params)
         for flat_param in flat_params:
             flat_param.homes.wait_idle()
-        change_pieces(flat_params, self.changed, self.job.arrays.write, Progress())
+        change_pieces(flat_params, self.changed, self.job.kept.write, Progress())
         self.count += 1
 
     def changed(self, piece: Any) -> dict[str, torch.Tensor]:
@@ -174,14 +174,14 @@ def test_on_a_disk_kept_arrays_take_what_they_need(monkeypatch, swap):
     """At most twice. Those that come in their place take no more. Twin: the volumes of many arrays
     are large."""
     made = Made("nvme", swap)
-    space, held = made.job.store.arrays.space, sum(made.held().values())
+    space, held = made.job.store.allocator.space, sum(made.held().values())
     sizes = [added.nbytes for added in space.added]
     assert held <= sum(sizes) <= 2 * held
     made.job.remove(made.sketch)
     made.job.add(Sketch())
     assert [added.nbytes for added in space.added] == sizes
     monkeypatch.setattr(swap_space, "GROWTH_NBYTES", 1 << 20)
-    allocate = made.job.store.arrays.allocate_more
+    allocate = made.job.store.allocator.allocate_more
     arrays = [allocate(Tier.NVME, 1 << 16, "more") for _ in range(32)]
     more = [added.nbytes for added in space.added[len(sizes) :]]
     assert len(arrays) == 32 and len(more) < 9 and max(more) == 1 << 20
@@ -275,9 +275,9 @@ def test_arrays_get_a_name_of_their_own(name, saved_as, swap):
     that no file has. Twin: a name of its own."""
     made = Made("host", swap)
     with pytest.raises(InternalError, match=name if saved_as is None else saved_as):
-        made.job.arrays.keep(name, saved_as=saved_as)
+        made.job.kept.keep(name, saved_as=saved_as)
     assert NAMES[0] in made.job.units[1].flat_params[0].homes.kept
-    made.job.arrays.keep("mine").free()
+    made.job.kept.keep("mine").free()
 
 
 def test_a_keeper_that_refuses_what_it_told_changes_nothing(swap, tmp_path):

@@ -105,10 +105,10 @@ def test_disk_space_that_had_other_bytes_is_zeroed(tmp_path):
     """Method: space is taken, written and freed before."""
     job = with_frozen("nvme", tmp_path)
     store = parts_of(job).store
-    old = [store.arrays.allocate_more(Tier.NVME, 1 << 16, "old") for _ in range(2)]
+    old = [store.allocator.allocate_more(Tier.NVME, 1 << 16, "old") for _ in range(2)]
     for array in old:
         store.write(array, 0, torch.full((array.numel,), 7).to(array.dtype), version=0)
-        store.arrays.free_more(array)
+        store.allocator.free_more(array)
     Told(job).admit(4, 5)
     for index in FROZEN:
         flat_param = job.handles[index].flat_param
@@ -314,7 +314,7 @@ def fail(*args: Any) -> None:
 def test_what_was_allocated_before_a_failure_is_freed(fails, monkeypatch):
     """Twin: the next admission has its room."""
     job = with_frozen()
-    resources, arrays, freed = parts_of(job)._resources, parts_of(job).store.arrays, []
+    resources, arrays, freed = parts_of(job)._resources, parts_of(job).store.allocator, []
     free = arrays.free_more
     with monkeypatch.context() as patched:
         patched.setattr(arrays, "free_more", lambda array: (freed.append(array), free(array)))

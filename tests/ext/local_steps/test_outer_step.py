@@ -65,7 +65,7 @@ class Made:
         self.engine, self.line = parts_of(self.model).engine, line or Line()
         job = parts_of(self).job
         outer = OuterStep(
-            job.arrays,
+            job.kept,
             job.units,
             self.line,
             settings,
@@ -197,12 +197,12 @@ def test_what_a_checkpoint_holds_comes_back(swap):
     made.set(0.0)
     made.outer.start(made.unit, 3, (1, 7))
     told = made.outer.describe()
-    saved = {kept.name: kept for kept in parts_of(made).arrays.saved()["outer"]}
+    saved = {kept.name: kept for kept in parts_of(made).kept.saved()["outer"]}
     assert told["due"] == {made.unit.name: 3} and told["kinds"] == ["anchor", "momentum"]
     expected = again.outer.expect(told)
     assert list(expected) == list(saved) == ["outer_anchor", "outer_momentum", "outer_mean"]
     again.outer.resume(told)
-    taking = {kept.name: kept for kept in parts_of(again).arrays.saved()["outer"]}
+    taking = {kept.name: kept for kept in parts_of(again).kept.saved()["outer"]}
     for name, flat_params in expected.items():
         for handle in (handle for flat_param in flat_params for handle in flat_param.handles):
             array = saved[name].array_of(made.unit.flat_params[0])

@@ -132,7 +132,7 @@ def test_cut_short_it_comes_back_whole(way, tmp_path, monkeypatch):
         with monkeypatch.context() as patched:
             calls, name = [], "empty" if way == "park" else "read"
             store = parts_of(model).store
-            target = store.arrays if way == "park" else store
+            target = store.allocator if way == "park" else store
             original = getattr(target, name)
 
             def interrupted(*args: Any, calls=calls, original=original, cut=cut) -> Any:

@@ -45,7 +45,7 @@ class Store(ArrayStore):
 
     def empty(self, array: StateArray) -> None:
         """In place of the arrays' own."""
-        type(self.arrays).empty(self.arrays, array)
+        type(self.allocator).empty(self.allocator, array)
         self.empties_left -= 1
         if not self.empties_left:
             raise KeyboardInterrupt
@@ -57,15 +57,15 @@ def store(swap, monkeypatch) -> Iterator[Store]:
     monkeypatch.setattr(parking, "PIECE_NBYTES", BLOCK)
     made = Store([], Ledger(), Traffic(), service_nbytes=native.BLOCK_NBYTES)
     made.open([])
-    monkeypatch.setattr(made.arrays, "empty", made.empty)
+    monkeypatch.setattr(made.allocator, "empty", made.empty)
     yield made
     made.close()
 
 
 def arrays_of(store: Store) -> tuple[list[StateArray], list[torch.Tensor]]:
     """Arrays of random bytes, and copies of those."""
-    arrays = [store.arrays.allocate_more(Tier.HOST, nbytes, "an array") for nbytes in SIZES]
-    store.arrays.await_pages()
+    arrays = [store.allocator.allocate_more(Tier.HOST, nbytes, "an array") for nbytes in SIZES]
+    store.allocator.await_pages()
     for number, array in enumerate(arrays):
         generator = torch.Generator().manual_seed(number)
         array.flat.copy_(torch.randint(1, 256, (array.numel,), generator=generator))

@@ -127,7 +127,7 @@ class Home:
         )
         places = [*((Tier.NVME, *array) for array in ARRAYS), (Tier.HOST, 3 * PAGE, torch.float32)]
         self.arrays = [
-            self.store.arrays.allocate(tier, dtype, n // dtype.itemsize, "array")
+            self.store.allocator.allocate(tier, dtype, n // dtype.itemsize, "array")
             for tier, n, dtype in places
         ]
         self.store.open([])

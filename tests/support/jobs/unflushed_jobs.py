@@ -472,7 +472,7 @@ def one_lacks_room() -> dict[str, Any]:
     )
     account, allocate = (
         parts_of(engine).ledger.accounts[Tier.HOST],
-        parts_of(engine).store.arrays.allocate_later,
+        parts_of(engine).store.allocator.allocate_later,
     )
     before, calls = account.charged_nbytes, []
 
@@ -482,11 +482,11 @@ def one_lacks_room() -> dict[str, Any]:
             raise CapacityError("nothing is left")
         return allocate(*arguments)
 
-    parts_of(engine).store.arrays.allocate_later = refusing
+    parts_of(engine).store.allocator.allocate_later = refusing
     found: dict[str, Any] = {
         "said": told(lambda: infinity.parallel.without_flush(schedule, optimizer))
     }
-    del parts_of(engine).store.arrays.allocate_later
+    del parts_of(engine).store.allocator.allocate_later
     found["taken"] = account.charged_nbytes - before
     found["keeps"] = parts_of(engine).find(StaleWeights) is not None
     found["goes on"] = told(

@@ -11,7 +11,7 @@ from infinity.core.run.engine import Engine
 from infinity.core.run.registry import wrapped
 
 OF_JOB = frozenset(
-    "activations add arrays borrowed collectives config edits events extensions find journal ledger"
+    "activations add borrowed collectives config edits events extensions find journal kept ledger"
     " lents planned prefetcher ranks reducer remove running schedule scopes storages store traffic"
     " trained units updates".split()
 )
