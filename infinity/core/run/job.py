@@ -106,9 +106,9 @@ class Job:
 
     def add(self, extension: E) -> E:
         """Installs an extension that a call after the wrap has made. An error leaves none."""
-        self.extensions.append(extension)
-        self.uses.define(extension.rights(self))
         try:
+            self.extensions.append(extension)
+            self.uses.define(extension.rights(self))
             extension.install(self, None)
         except BaseException:
             self.remove(extension)
@@ -116,9 +116,11 @@ class Job:
         return extension
 
     def remove(self, extension: Extension) -> None:
-        """Removes an extension, its listeners and the arrays that it keeps."""
+        """Removes an extension, its listeners and the arrays that it keeps, as far as they are
+        there."""
         self.kept.free_of(extension)
-        self.extensions.remove(extension)
+        if extension in self.extensions:
+            self.extensions.remove(extension)
         self.events.forget(extension)
         self.uses.forget(extension.rights(self))
 

@@ -58,7 +58,7 @@ class Uses:
     def forget(self, states: Iterable[StateKind]) -> None:
         """Takes the definitions of ``states`` back."""
         for state in states:
-            del self._is_in[state]
+            self._is_in.pop(state, None)
         self._refusing.clear()
 
     def takes(self, right: Right) -> bool:

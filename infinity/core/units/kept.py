@@ -149,12 +149,12 @@ class KeptArrays:
         kept = Kept(self, name, dtype, keeper, saved_as)
         wanted = {each: kept.dtype_of(each) for each in found}
         tiers = self.make_room(wanted.items(), what or name, otherwise=otherwise)
-        self._kept.append(kept)
-        for tier, terms in self._planned.plan.terms.items():
-            if term := terms.get(name):  # a keeper's, of these arrays
-                self._planned.add(tier, name, -term)
-                self.store.ledger.accounts[tier].planned_nbytes -= term
         try:
+            self._kept.append(kept)
+            for tier, terms in self._planned.plan.terms.items():
+                if term := terms.get(name):  # a keeper's, of these arrays
+                    self._planned.add(tier, name, -term)
+                    self.store.ledger.accounts[tier].planned_nbytes -= term
             for (flat_param, each), tier in zip(wanted.items(), tiers):
                 self._allocate(kept, flat_param, each, what or name, tier)
         except BaseException:

@@ -68,14 +68,12 @@ class Average:
             )
         if job.find(WeightAverage) is not None:
             raise UsageError("this model has an average already: call its remove() first")
-        average = WeightAverage(job, blend)
+        self._model, self._average = model, WeightAverage(job, blend)
         try:
             with job.uses.begin():
-                self._average = job.add(average)
-            self._model = model
+                job.add(self._average)
         except BaseException:  # an interrupt as well: nobody would hold it, to remove it
-            if average in job.extensions:
-                job.remove(average)
+            job.remove(self._average)
             raise
 
     @property

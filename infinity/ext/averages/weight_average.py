@@ -70,7 +70,7 @@ class AverageOperation(OperationKind):
 
 class WeightAverage(Extension, Source):
     """The averages of one engine's trained parameters: fp32 where they have masters, else in the
-    parameters' dtype. ``kept``: their arrays, of which users hold tensors."""
+    parameters' dtype. ``kept``: their arrays, of which users hold tensors, once installed."""
 
     def __init__(self, job: Job, blend: Blend):
         # Users hold the average, which must not keep the homes alive.
@@ -79,19 +79,20 @@ class WeightAverage(Extension, Source):
         self._changes = 0  # of the averages
         self.is_exchanged = False
         self.is_wanted = False  # as the weights: else the next use brings the weights back
-        self.kept = job.kept.keep(
-            "average",
-            keeper=self,
-            what="the average",
-            otherwise=job.planned.plan.tiers["master"],
-        )
 
     def rights(self, job: Job) -> dict[StateKind, Callable[[], bool]]:
         """Takes the weights while they are the averages."""
         return {AverageState.AVERAGED: lambda: self.is_exchanged and self.is_wanted}
 
     def install(self, job: Job, model: object) -> None:
-        """Adds listeners for the end of an interrupted block and for parameters that come later."""
+        """Allocates the averages, and adds listeners for the end of an interrupted block and for
+        parameters that come later. Raises CapacityError."""
+        self.kept = job.kept.keep(
+            "average",
+            keeper=self,
+            what="the average",
+            otherwise=job.planned.plan.tiers["master"],
+        )
         job.events.use_ready.append(self.bring_back)
         job.events.admitting.append(self.refuse_more)
 

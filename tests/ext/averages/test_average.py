@@ -20,8 +20,9 @@ from torch.optim import swa_utils
 
 import infinity
 from infinity.core.run.job import Job
-from infinity.core.units.kept import Kept
+from infinity.core.units.kept import Kept, KeptArrays
 from infinity.ext.averages import weight_average
+from infinity.ext.averages.weight_average import WeightAverage
 
 SEED = 180
 HOMES = ["device", "hostile"]
@@ -188,8 +189,6 @@ def test_a_load_that_is_cut_short_is_carried_to_its_end(when, tmp_path, monkeypa
 def test_a_change_that_is_cut_short_is_carried_to_its_end(change, tmp_path, monkeypatch):
     """Method: the write of the fifth piece raises, once before and once after the bytes went out;
     going on gives the bits of a run in which nothing was raised."""
-    from infinity.core.units.kept import KeptArrays
-
     ends = []
     for when in ("never", "before", "after"):
         model, optimizer = pair("nvme", tmp_path)
@@ -236,8 +235,6 @@ def test_applied_ends_with_the_weights_whatever_cuts_it_short(way, tmp_path, mon
     """Method: Ctrl-C at the fifth piece of the exchange at the block's begin, or at its end. Behind
     it the model has its weights, and another `applied` the averages. Without it the block is
     entered: the twin."""
-    from infinity.core.units.kept import KeptArrays
-
     model, optimizer = pair("host", tmp_path)
     average = infinity.ema(model, 0.9)
     for number in range(2):
@@ -616,20 +613,30 @@ def test_a_write_that_is_cut_short_is_carried_to_its_end(interrupt, monkeypatch)
     assert [float(value.mean()) for value in average.state_dict().values()] == [0.5] * 4
 
 
-def test_an_interrupt_while_an_average_is_made_leaves_none(monkeypatch):
-    """Method: it comes once the average has joined. Twin: the next one is made, and one beside it
-    is refused."""
+@pytest.mark.parametrize("at", ["extensions", "rights", "arrays", "listeners", "installed"])
+def test_an_interrupt_while_an_average_is_made_leaves_none(at, monkeypatch):
+    """Method: it comes behind each part of the average that joins. Twin: the next one is made, and
+    one beside it is refused."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     infinity.wrap_model(model, optimizer, {"params": "host", "optimizer": "host"})
-    add = Job.add
+    owner, name = {
+        "extensions": (WeightAverage, "rights"),
+        "rights": (WeightAverage, "install"),
+        "arrays": (KeptArrays, "_allocate"),
+        "listeners": (KeptArrays, "keep"),
+        "installed": (Job, "add"),
+    }[at]
+    original = getattr(owner, name)
 
-    def interrupted(self, extension):
-        add(self, extension)
+    def interrupted(*args, **kwargs):
+        if at not in ("extensions", "rights"):
+            original(*args, **kwargs)
+        monkeypatch.setattr(owner, name, original)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(Job, "add", interrupted)
+    monkeypatch.setattr(owner, name, interrupted)
+    with pytest.raises(KeyboardInterrupt):
         infinity.ema(model, 0.9)
     infinity.ema(model, 0.9)
     with pytest.raises(infinity.UsageError, match="has an average already"):
