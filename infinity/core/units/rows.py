@@ -48,9 +48,6 @@ class RowSteps(Protocol):
 
     count: int  # of the rows
 
-    def elements_of(self, index: int) -> int:
-        """Returns the elements of a row of parameter ``index``."""
-
     def runs(
         self, index: int, rows: Iterable[int], hyper: Hyper, number: int
     ) -> Iterator[native.Run]:

@@ -55,10 +55,6 @@ class ExpertRows:
         # An update that brings rows up to date, and the steps when it was submitted
         self._catching: tuple[native.UnitUpdate, tuple[_Steps, ...]] | None = None
 
-    def elements_of(self, index: int) -> int:
-        """Returns the elements of a row of parameter ``index``."""
-        return self._steps[index].each
-
     # --- steps ---
 
     def runs(
