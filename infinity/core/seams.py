@@ -103,9 +103,9 @@ class NoValues:
 class FirstValues:
     """Values of one model's parameters as it is wrapped: in its memory, in files, or drawn."""
 
-    def fill(self, homes: Any, sent: set[Any]) -> None:
-        """Sends the values of parameters that are not in ``sent`` to ``homes``
-        (:class:`~infinity.core.wrap.send_home.Homes`), and adds those to ``sent``. Makes their
+    def fill(self, writer: Any, sent: set[Any]) -> None:
+        """Sends the values of parameters that are not in ``sent`` to ``writer``
+        (:class:`~infinity.core.wrap.send_home.HomeWriter`), and adds those to ``sent``. Makes their
         tensors, and buffers, real. Raises ConfigError. Every rank calls this; it reads files."""
 
     def undo(self) -> None:

@@ -2,8 +2,8 @@
 
 opened     home on a disk, bytes now in a staging slot (:mod:`infinity.core.grads.opened`)
 landing    transfer home still in the device's queue (:mod:`infinity.core.grads.landing`)
-apart      home on a disk, and larger than the staging: bytes pass in pieces
-remote     the home is memory that the device cannot compute with, or the bytes are apart
+in pieces  home on a disk, and larger than the staging: bytes pass one piece at a time
+remote     the home is memory that the device cannot compute with, or the bytes come in pieces
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class GradHomes:
         self._store = store
         self.queue = LandingQueue(self.device, store.traffic, in_flight_nbytes)
         self._opened = OpenedGrads(store, staging, self.queue.wait)
-        self.are_apart = self._opened.are_apart
+        self.are_in_pieces = self._opened.are_in_pieces
 
     def rebuild(self) -> None:
         """Sends opened gradients home after an exception. Only while no transfer is running."""
@@ -52,7 +52,7 @@ class GradHomes:
     def is_remote(self, handle: ParamHandle) -> bool:
         """Returns whether the device cannot compute with the gradient's home."""
         array = handle.flat_param.arrays["grad"]
-        return self.are_apart(handle.flat_param) or not (
+        return self.are_in_pieces(handle.flat_param) or not (
             self.device.is_host or array.tier is Tier.DEVICE
         )
 
@@ -75,7 +75,7 @@ class GradHomes:
         low, high = max(low, offset + begin), high if end is None else min(high, offset + end)
         high = max(low, high)
         first = flat_param.layout.own("grad")[0]
-        if not self.are_apart(flat_param):
+        if not self.are_in_pieces(flat_param):
             home = self._flat(flat_param, write=write, wait=True)
             yield low - offset, home[low - first : high - first]
             return
@@ -89,7 +89,7 @@ class GradHomes:
         about to change. ``wait``: block until landing gradients have arrived."""
         flat_param = handle.flat_param
         place = flat_param.layout.placements[handle.index]
-        if self.are_apart(flat_param):
+        if self.are_in_pieces(flat_param):
             return self.flat_view(handle, write=write).as_strided(place.shape, place.stride)
         return place.view(self._flat(flat_param, write=write, wait=wait))
 
@@ -108,10 +108,10 @@ class GradHomes:
     def _elements(
         self, flat_param: FlatParam, begin: int, end: int, *, write: bool, wait: bool
     ) -> torch.Tensor:
-        """Returns elements of the whole flat gradient at home; copies of them if they are apart,
-        which are not to be written."""
+        """Returns elements of the whole flat gradient at home; copies of them if they pass in
+        pieces, which are not to be written."""
         first = flat_param.layout.own("grad")[0]
-        if self.are_apart(flat_param):
+        if self.are_in_pieces(flat_param):
             if write:
                 raise InternalError(f"the gradient of {flat_param.names[0]} is not there whole")
             return self._store.read(flat_param.arrays["grad"], begin - first, end - first)

@@ -40,7 +40,7 @@ class Lander:
         flat_param = handle.flat_param
         if flat_param.homes.update is not None:
             flat_param.homes.wait_running()
-        if self._homes.are_apart(flat_param):
+        if self._homes.are_in_pieces(flat_param):
             self.land_span(handle, 0, self._flat(handle, grad), adds=adds)
         elif flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
             self._land_rows(handle, grad, self._norms.of, adds=adds)
@@ -68,7 +68,7 @@ class Lander:
             else:
                 for _, home in self._homes.pieces(handle, fresh=True):
                     home.zero_()
-            if self._homes.are_apart(handle.flat_param):
+            if self._homes.are_in_pieces(handle.flat_param):
                 for index, row in zip(ids.tolist(), rows):
                     self.land_span(handle, index * len(row), row, adds=True)
             else:
@@ -161,7 +161,7 @@ class Lander:
         flat_param = handle.flat_param
         flat_param.homes.wait_running()
         first, last = flat_param.layout.shard_part(handle.index)
-        if self._homes.are_apart(flat_param) or own.numel() < last - first:
+        if self._homes.are_in_pieces(flat_param) or own.numel() < last - first:
             first -= flat_param.layout.placements[handle.index].offset
             self.land_span(handle, first + begin, own, adds=adds)
             return

@@ -45,7 +45,7 @@ class LandingQueue:
         if self._next.nbytes + nbytes > self._shared_nbytes:
             self.begin()
         job = self._next
-        job.add(send, nbytes, what, read, behind=self._device.now(), begin=self.begin)
+        job.add(send, nbytes, what, read, after=self._device.now(), begin=self.begin)
         self.landing[flat_param] = job
         if job.nbytes >= self._shared_nbytes:
             self.begin()
@@ -93,7 +93,7 @@ class _Job:
         self._begin: Callable[[], None] | None = None  # enqueues this one, if it was not
         self._sends: list[Callable[[], None]] = []
         self._read: list[torch.Tensor] = []
-        self._behind: list[Event] = []  # of the compute, which may run on several streams
+        self._after: list[Event] = []  # of the compute, which may run on several streams
         self._first = ""
         self._end: Event = PAST
         self.nbytes = 0
@@ -109,18 +109,18 @@ class _Job:
         what: str,
         read: Sequence[torch.Tensor],
         *,
-        behind: Event,
+        after: Event,
         begin: Callable[[], None],
     ) -> None:
         self._begin, self._first = begin, self._first or what
         self._sends.append(send)
-        self._behind.append(behind)
+        self._after.append(after)
         self._read += read
         self.nbytes += nbytes
 
     def enqueue(self, device: Device) -> list[torch.Tensor]:
         """Enqueues the sends. Returns the tensors that they read."""
-        sends, read, behind = self._sends, self._read, self._behind
+        sends, read, after = self._sends, self._read, self._after
         more = f" and {len(sends) - 1} more" if len(sends) > 1 else ""
         self.give_up()
 
@@ -129,12 +129,12 @@ class _Job:
                 send()
 
         transfer = Copy("device->host", self.nbytes, f"{self._first}{more}")
-        self._end = device.put("out", work, behind=behind, transfer=transfer)
+        self._end = device.put("out", work, after=after, transfer=transfer)
         return read
 
     def give_up(self) -> None:
         """Forgets the sends: they are enqueued, or will never be."""
-        self._sends, self._read, self._behind, self._begin = [], [], [], None
+        self._sends, self._read, self._after, self._begin = [], [], [], None
 
     @property
     def end(self) -> Event:

@@ -2,7 +2,7 @@
 pool.
 
 opened     the flat param's gradients are in a slot, where they are read and written
-apart      they are larger than the pool: they pass through it in pieces
+in pieces  they are larger than the pool: they pass through it one piece at a time
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class OpenedGrads:
         self._opened.move_to_end(flat_param)
         return opened.flat
 
-    def are_apart(self, flat_param: FlatParam) -> bool:
+    def are_in_pieces(self, flat_param: FlatParam) -> bool:
         """Tells whether the gradients of ``flat_param`` pass in pieces."""
         array = flat_param.homes.arrays["grad"]
         return array.tier is Tier.NVME and array.nbytes > self._staging.capacity_nbytes
@@ -100,8 +100,8 @@ class OpenedGrads:
     def pieces(
         self, array: StateArray, begin: int, end: int, *, fresh: bool, write: bool
     ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields elements ``begin`` to ``end`` of gradients that are apart, with the first one's
-        number, piece by piece. What a piece has become is at home when the next one is asked for.
+        """Yields elements ``begin`` to ``end`` of gradients that pass in pieces, each with its
+        first one's number. What a piece has become is at home when the next one is asked for.
         ``fresh``: all will be overwritten, so that nothing is read. Not ``write``: nothing is."""
         size, block = array.dtype.itemsize, native.CHECKSUM_NBYTES
         most = min(PIECE_NBYTES, self._staging.capacity_nbytes)

@@ -218,11 +218,11 @@ def _forward(module: nn.Module, table: Table) -> Callable[..., Any]:
     forward = own_forward(module)
 
     @functools.wraps(forward)
-    def told_apart(*args: Any, **kwargs: Any) -> Any:
+    def with_single_uses(*args: Any, **kwargs: Any) -> Any:
         gets_gradient = torch.is_grad_enabled() and table.param.requires_grad
         if torch.compiler.is_compiling() or not gets_gradient or are_running():
             return forward(*args, **kwargs)
         with _Uses(table):
             return forward(*args, **kwargs)
 
-    return told_apart
+    return with_single_uses

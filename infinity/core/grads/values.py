@@ -82,7 +82,7 @@ class GradValues:
             flat = self.homes.flat_view(handle, write=False)
             self.homes.queue.wait(handle.flat_param)
             with self._store.traffic.copying("host->device", flat.nbytes, handle.name):
-                is_copy = self.homes.are_apart(handle.flat_param)
+                is_copy = self.homes.are_in_pieces(handle.flat_param)
                 value = flat.to(self.device.where, copy=not is_copy)
         return multiply(value, handle.grad.factors).as_strided(place.shape, place.stride)
 

@@ -149,11 +149,11 @@ class Accelerator(Device):
         queue: str,
         work: Callable[[], None],
         *,
-        behind: Iterable[Event] = (),
+        after: Iterable[Event] = (),
         transfer: Copy | None = None,
     ) -> Event:
         stream = self._queues[queue]
-        for event in behind:
+        for event in after:
             if isinstance(event, _DeviceEvent):
                 stream.wait_event(event.event)
             else:
@@ -212,23 +212,23 @@ class Accelerator(Device):
             self._watch.put((event, ticket))
         return ticket
 
-    def resize(self, storage: torch.UntypedStorage, nbytes: int, *, behind: Events = ()) -> None:
+    def resize(self, storage: torch.UntypedStorage, nbytes: int, *, after: Events = ()) -> None:
         storage_guard.open(storage)
         if nbytes:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
             return
-        self._free_behind(behind)
+        self._free_after(after)
         storage.resize_(0)
         storage_guard.close(storage)
 
-    def close_storage(self, storage: torch.UntypedStorage, *, behind: Events = ()) -> None:
-        self._free_behind(behind)
+    def close_storage(self, storage: torch.UntypedStorage, *, after: Events = ()) -> None:
+        self._free_after(after)
         super().close_storage(storage)
 
-    def _free_behind(self, behind: Events) -> None:
-        """Makes the queue ``in`` allocate and free memory after the events ``behind``."""
-        for event in behind:
+    def _free_after(self, after: Events) -> None:
+        """Makes the queue ``in`` allocate and free memory after the events ``after``."""
+        for event in after:
             if isinstance(event, _DeviceEvent):
                 self._queues["in"].wait_event(event.event)
 

@@ -124,11 +124,11 @@ class Device:
         queue: str,
         work: Callable[[], None],
         *,
-        behind: Iterable[Event] = (),
+        after: Iterable[Event] = (),
         transfer: Copy | None = None,
     ) -> Event:
         """Runs ``work`` in ``queue``, after earlier work of the queue and after the events
-        ``behind``."""
+        ``after``."""
         if transfer is None:
             work()
         else:
@@ -186,9 +186,9 @@ class Device:
         ]
         return native.joined(tickets) if tickets else None
 
-    def resize(self, storage: torch.UntypedStorage, nbytes: int, *, behind: Events = ()) -> None:
+    def resize(self, storage: torch.UntypedStorage, nbytes: int, *, after: Events = ()) -> None:
         """Allocates the memory of ``storage`` (called inside work of the queue ``in``), or frees it
-        after the events ``behind``."""
+        after the events ``after``."""
         storage_guard.open(storage)
         freed = storage.nbytes()
         if freed != nbytes:  # no resize of unchanged memory: torch could refuse it
@@ -202,9 +202,9 @@ class Device:
         allocator keeps it, unless the heap is trimmed."""
         self._heap.freed(nbytes)
 
-    def close_storage(self, storage: torch.UntypedStorage, *, behind: Events = ()) -> None:
+    def close_storage(self, storage: torch.UntypedStorage, *, after: Events = ()) -> None:
         """Makes the bytes of ``storage`` inaccessible, and keeps its memory. The next fill comes
-        after the events ``behind``."""
+        after the events ``after``."""
         storage_guard.close(storage)
 
     def zeros(self, numel: int, dtype: torch.dtype, what: str) -> torch.Tensor:

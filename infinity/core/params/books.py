@@ -33,7 +33,7 @@ class OptimizerBooks(Shown, defaultdict):
     ):
         defaultdict.__init__(self, dict)
         self._owner = owner
-        self.homes = StateAtHome(
+        self.at_home = StateAtHome(
             lambda: owner()[0], moments, counts_steps=counts_steps, by_class=by_class
         )
 
@@ -42,8 +42,8 @@ class OptimizerBooks(Shown, defaultdict):
     def __getitem__(self, key: Any) -> Any:
         if not dict.__contains__(self, key):
             handle = self._handle(key)
-            homes = None if handle is None else self.homes
-            dict.__setitem__(self, key, StateEntry(homes=homes, handle=handle))
+            state = None if handle is None else self.at_home
+            dict.__setitem__(self, key, StateEntry(state=state, handle=handle))
         return dict.__getitem__(self, key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -53,7 +53,7 @@ class OptimizerBooks(Shown, defaultdict):
         if value is dict.get(self, key, self):
             return
         value = dict(value)
-        self.homes.check(handle, value)
+        self.at_home.check(handle, value)
         self._drop(key, handle)
         self[key].update(value)
 
@@ -69,7 +69,7 @@ class OptimizerBooks(Shown, defaultdict):
         """Resets a parameter's state. An entry that a user may hold keeps its values."""
         if (entry := dict.pop(self, key, None)) is not None:
             entry.part()
-        self.homes.restart(handle)
+        self.at_home.restart(handle)
 
     def get(self, key: Any, default: Any = None) -> Any:
         return self[key] if key in self else default
@@ -128,7 +128,7 @@ class OptimizerBooks(Shown, defaultdict):
         }
         for key, value in given.items():
             if (handle := self._handle(key)) is not None:
-                self.homes.check(handle, value)
+                self.at_home.check(handle, value)
         self.clear()
         self.update(given)
 
@@ -145,7 +145,7 @@ class OptimizerBooks(Shown, defaultdict):
         )
 
     def _has_state(self, handle: ParamHandle) -> bool:
-        return handle.has_state and bool(self.homes.names_of(handle))
+        return handle.has_state and bool(self.at_home.names_of(handle))
 
     # --- values that are not at home ---
 
@@ -153,7 +153,7 @@ class OptimizerBooks(Shown, defaultdict):
         """Forgets ``params``, which another optimizer steps from now on. Idempotent."""
         for param in params:
             dict.pop(self, param, None)
-        self.homes.forget_partial()
+        self.at_home.forget_partial()
 
     def own_values(self) -> dict[Any, Any]:
         """Returns copies of the values that are not at home, with the user's own keys."""
@@ -186,8 +186,8 @@ class OptimizerBooks(Shown, defaultdict):
         """Replaces the values that are not at home by copies of those of ``state``: a step changes
         its tensors in place."""
         dict.clear(self)
-        self.homes.forget_partial()
-        at_home = self.homes.keys
+        self.at_home.forget_partial()
+        at_home = self.at_home.keys
         for key, values in state.items():
             if self._handle(key) is None:
                 dict.__setitem__(self, key, dict(values) if isinstance(values, Mapping) else values)

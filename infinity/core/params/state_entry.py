@@ -60,41 +60,41 @@ def _short(key: object) -> str:
 
 
 class StateEntry(Shown):
-    """The optimizer state of one parameter, in torch's form. Without ``homes`` a plain dict.
+    """The optimizer state of one parameter, in torch's form. Without ``state`` a plain dict.
 
     The user's own keys are in the dict itself, and so are torch's keys while some of them are
     missing.
     """
 
     def __init__(
-        self, *args: Any, homes: StateAtHome | None = None, handle: ParamHandle | None = None
+        self, *args: Any, state: StateAtHome | None = None, handle: ParamHandle | None = None
     ):
         # No cycle: both go with the last reference
-        self._of = None if homes is None else weakref.ref(homes)
+        self._of = None if state is None else weakref.ref(state)
         self._handle = handle
         self.update(*args)
 
     @property
-    def _homes(self) -> StateAtHome | None:
+    def _state(self) -> StateAtHome | None:
         if self._of is None:
             return None
-        if (homes := self._of()) is None:
+        if (state := self._of()) is None:
             raise UsageError(GONE)
-        return homes
+        return state
 
     @property
     def _at_home(self) -> tuple[str, ...]:
-        return self._names if self._homes is not None and self._handle.has_state else ()
+        return self._names if self._state is not None and self._handle.has_state else ()
 
     @property
     def _names(self) -> tuple[str, ...]:
         """torch's keys of the values that have a home."""
-        return self._homes.names_of(self._handle)
+        return self._state.names_of(self._handle)
 
     @property
     def missing(self) -> list[str]:
         """The keys that torch's step needs and that are missing."""
-        names = () if self._homes is None or self._at_home else self._names
+        names = () if self._state is None or self._at_home else self._names
         return [name for name in names if not dict.__contains__(self, name)]
 
     @property
@@ -103,23 +103,23 @@ class StateEntry(Shown):
 
     def __getitem__(self, key: Any) -> Any:
         return (
-            self._homes.read(self._handle, key)
+            self._state.read(self._handle, key)
             if key in self._at_home
             else dict.__getitem__(self, key)
         )
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        if self._homes is None or key not in self._names:
+        if self._state is None or key not in self._names:
             dict.__setitem__(self, key, value)
         elif self._at_home:
-            self._homes.write(self._handle, {key: value})
+            self._state.write(self._handle, {key: value})
         elif value is not None:
-            self._homes.check(self._handle, {key: value})
+            self._state.check(self._handle, {key: value})
             dict.__setitem__(self, key, value)
-            self._homes.note(self._handle, self)
+            self._state.note(self._handle, self)
             if not self.missing:
                 names = self._names
-                self._homes.write(
+                self._state.write(
                     self._handle, {name: dict.__getitem__(self, name) for name in names}
                 )
                 for name in names:
@@ -130,9 +130,9 @@ class StateEntry(Shown):
             dict.__delitem__(self, key)
             return
         rest = {name: self[name] for name in self._at_home if name != key}
-        self._homes.restart(self._handle)
+        self._state.restart(self._handle)
         dict.update(self, rest)
-        self._homes.note(self._handle, self)
+        self._state.note(self._handle, self)
 
     def __iter__(self) -> Iterator:
         yield from self._at_home
@@ -143,7 +143,7 @@ class StateEntry(Shown):
 
     def clear(self) -> None:
         if self._at_home:
-            self._homes.restart(self._handle)
+            self._state.restart(self._handle)
         dict.clear(self)
 
     def part(self) -> None:

@@ -47,13 +47,13 @@ class ActivationCopies:
     def send(self, saved: Saved, source: torch.Tensor, tensor: torch.Tensor) -> None:
         """Starts copying ``source``, the bytes of ``saved``, home. ``tensor`` was saved of them."""
         array = saved.place
-        behind = [self._device.now(), self._in_use.pop(array.extent.address, PAST)]
+        after = [self._device.now(), self._in_use.pop(array.extent.address, PAST)]
         transfer = Copy("device->host", saved.nbytes, "activations")
         target = array.flat[: saved.nbytes]
         event = self._device.put(
             "out",
             lambda: target.copy_(source, non_blocking=True),
-            behind=behind,
+            after=after,
             transfer=transfer,
         )
         saved.sent = self._last["out"] = event
@@ -88,9 +88,9 @@ class ActivationCopies:
             saved.place.flat[: saved.nbytes],
         )
         transfer = Copy("host->device", saved.nbytes, "activations")
-        behind = [self._device.now(), saved.sent]
+        after = [self._device.now(), saved.sent]
         event = self._device.put(
-            "in", lambda: target.copy_(source, non_blocking=True), behind=behind, transfer=transfer
+            "in", lambda: target.copy_(source, non_blocking=True), after=after, transfer=transfer
         )
         # The copy writes to it even if no backward uses the result.
         self._in_flight.keep([target], event)

@@ -61,7 +61,7 @@ class ActivationsOnDisk:
         event = self._device.put(
             "out",
             lambda: whole[:nbytes].copy_(source, non_blocking=True),
-            behind=[self._device.now()],
+            after=[self._device.now()],
             transfer=transfer,
         )
         return _CopiedPart(begin, nbytes, lease, whole, event)

@@ -109,16 +109,16 @@ class DeviceStepper:
         draft: Draft,
         *,
         version: int,
-        behind: Sequence[Event],
+        after: Sequence[Event],
     ) -> DeviceUpdate:
-        """Steps ``spans`` of a flat param to ``draft``, after ``behind``, its landing gradients,
+        """Steps ``spans`` of a flat param to ``draft``, after ``after``, its landing gradients,
         and after the compute enqueued so far unless all is in host memory."""
         names, arrays = passing(flat_param), flat_param.arrays
         for ticket in draft.tickets:
             ticket.wait()
-        behind = [*draft.events, *behind]
+        after = [*draft.events, *after]
         if len(names) < len(arrays):
-            behind.append(self._device.now())
+            after.append(self._device.now())
         event: Event = PAST
         if draft.fresh is not None:
             arrays = arrays | {"weight": draft.fresh}
@@ -129,12 +129,12 @@ class DeviceStepper:
                 native.copy_flat(fresh, weight)
             else:
                 copy = partial(fresh.copy_, weight, non_blocking=True)
-                event = self._device.put("step", copy, behind=behind)
-                behind.append(event)
+                event = self._device.put("step", copy, after=after)
+                after.append(event)
         for begin, end, part in _chunks(
             spans, self._chunk(flat_param, names) if names else flat_param.layout.shard_numel
         ):
-            event = self._step_chunk(flat_param, arrays, layout, names, begin, end, part, behind)
+            event = self._step_chunk(flat_param, arrays, layout, names, begin, end, part, after)
         for array in arrays.values():
             array.extent.version = version
         return DeviceUpdate(event, on_device=not names)
@@ -154,7 +154,7 @@ class DeviceStepper:
         begin: int,
         end: int,
         spans: list[Span],
-        behind: list[Event],
+        after: list[Event],
     ) -> Event:
         def part(name: str) -> torch.Tensor:
             each = elements_each(name)
@@ -166,7 +166,7 @@ class DeviceStepper:
         if not names:
             parts = {name: part(name) for name in arrays}
             return self._device.put(
-                "step", partial(self._kernel, layout, parts, begin, runs), behind=behind
+                "step", partial(self._kernel, layout, parts, begin, runs), after=after
             )
         slot = self._slots[self._turn]
         self._turn = (self._turn + 1) % len(self._slots)
@@ -186,14 +186,14 @@ class DeviceStepper:
                     part(name).copy_(source, non_blocking=True)
 
         nbytes = sum(target.nbytes for target in there.values())
-        transfer, before = Copy("host->device", nbytes, label), [slot.free, *behind]
-        arrived = self._device.put("state-in", come, behind=before, transfer=transfer)
+        transfer, before = Copy("host->device", nbytes, label), [slot.free, *after]
+        arrived = self._device.put("state-in", come, after=before, transfer=transfer)
         stepped = self._device.put(
-            "step", partial(self._kernel, layout, parts, begin, runs), behind=[arrived]
+            "step", partial(self._kernel, layout, parts, begin, runs), after=[arrived]
         )
         nbytes -= there["grad"].nbytes if "grad" in there else 0
         slot.free = self._device.put(
-            "state-out", leave, behind=[stepped], transfer=Copy("device->host", nbytes, label)
+            "state-out", leave, after=[stepped], transfer=Copy("device->host", nbytes, label)
         )
         return slot.free
 

@@ -138,7 +138,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
         """Reads users' changes since the last step. Changes nothing if it raises."""
         self.read_groups()
         self.check_groups(self.param_groups, where)
-        self._books.homes.settle()
+        self._books.at_home.settle()
         if self._known.counters is not None:  # before anything changes
             for handle, index in self._members.group_of.items():
                 numbers_of(self._known.counters, self.param_groups[index], handle, self._books)
@@ -324,7 +324,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
                 hook(self)
             self.read_groups()
             self._state.refuse_outside()
-            self._books.homes.settle()
+            self._books.at_home.settle()
             found = self._state.read(self._books, lends=True)
             for hook in self._optimizer_state_dict_post_hooks.values():
                 found = returned if (returned := hook(self, found)) is not None else found
@@ -333,7 +333,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
     def plain_state_dict(self) -> dict[str, Any]:
         """Returns the state dict without masters, for a plain optimizer."""
         self.read_groups()
-        self._books.homes.settle()
+        self._books.at_home.settle()
         return self._state.read(self._books, lends=False)
 
     def state_outside_groups(self) -> dict[torch.Tensor, dict[str, Any]]:

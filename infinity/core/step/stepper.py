@@ -188,7 +188,7 @@ class Stepper:
                 own,
                 step.draft,
                 version=step.version,
-                behind=self._context.gradients.homes.queue.of(flat_param),
+                after=self._context.gradients.homes.queue.of(flat_param),
             )
 
     def _processor_update(

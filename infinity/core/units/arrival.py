@@ -52,24 +52,24 @@ class Arrival:
     def start(
         self,
         store: ArrayStore,
-        homes: Sequence[StateArray],
+        weights: Sequence[StateArray],
         reads: StagedReads | None,
         *,
         in_node: bool,
     ) -> None:
         """Starts copying this rank's shards, and gathering the other ranks'.
 
-        ``homes``: the weights at home; ``reads``: those of their bytes, if they are on disk.
+        ``weights``: the weights at home; ``reads``: those of their bytes, if they are on disk.
         ``in_node``: only the ranks of this machine are needed, with what is near.
         """
         if reads is None:
             self.choose()
         transfer = Copy("host->device", self._nbytes(self.spans), self._name)
-        # The optimizer stepped device homes on a queue that only compute has waited for.
-        there = any(home.tier is Tier.DEVICE for home in homes)
-        copy = partial(self._copy_in, store, homes, reads, in_node)
+        # The optimizer stepped device weights on a queue that only compute has waited for.
+        there = any(weight.tier is Tier.DEVICE for weight in weights)
+        copy = partial(self._copy_in, store, weights, reads, in_node)
         self.event = self._device.put(
-            "in", copy, behind=[self._device.now()] if there else (), transfer=transfer
+            "in", copy, after=[self._device.now()] if there else (), transfer=transfer
         )
         if self._collectives.ranks.size > 1:
             self.event = self._device.put("in", partial(self._gather_in, in_node))
@@ -152,7 +152,7 @@ class Arrival:
         self,
         rows: Rows,
         store: ArrayStore,
-        homes: Sequence[StateArray],
+        weights: Sequence[StateArray],
         slots: list[native.Lease],
     ) -> None:
         """Brings ``rows`` to those that are there. Blocks on the disk, from where they come through
@@ -162,10 +162,10 @@ class Arrival:
         reads = StagedReads(slots) if slots else None
         try:
             if reads is not None:
-                after, pieces = [None] * len(homes), self._device.overlaps
-                reads.start(store, homes, after, in_pieces=pieces, spans=spans)
+                after, pieces = [None] * len(weights), self._device.overlaps
+                reads.start(store, weights, after, in_pieces=pieces, spans=spans)
             transfer = Copy("host->device", self._nbytes(spans), self._name)
-            copy = partial(self._copy_own, store, homes, reads, spans)
+            copy = partial(self._copy_own, store, weights, reads, spans)
             event = self._device.put("in", copy, transfer=transfer)
         except BaseException:
             if reads is not None:
@@ -201,7 +201,7 @@ class Arrival:
     def _copy_in(
         self,
         store: ArrayStore,
-        homes: Sequence[StateArray],
+        weights: Sequence[StateArray],
         reads: StagedReads | None,
         in_node: bool,
     ) -> None:
@@ -210,12 +210,12 @@ class Arrival:
         if in_node:
             self.second.copy_out(self._buffers.flats)
         else:
-            self._copy_own(store, homes, reads, self.spans)
+            self._copy_own(store, weights, reads, self.spans)
 
     def _copy_own(
         self,
         store: ArrayStore,
-        homes: Sequence[StateArray],
+        weights: Sequence[StateArray],
         reads: StagedReads | None,
         spans: Spans | None,
     ) -> None:
@@ -224,15 +224,15 @@ class Arrival:
         if reads is not None:
             reads.copy(store, self._flat_params, flats, self._name)
         elif spans is not None:
-            for home, flat, of_flat in zip(homes, flats, spans):
+            for weight, flat, of_flat in zip(weights, flats, spans):
                 for begin, end in of_flat:
-                    _bring(store, home, begin, flat[begin:end])
+                    _bring(store, weight, begin, flat[begin:end])
         else:
-            for flat_param, home, flat in zip(self._flat_params, homes, flats):
+            for flat_param, weight, flat in zip(self._flat_params, weights, flats):
                 begin, end = flat_param.layout.own("weight")
                 # Makes no view if this rank has all of it: units can be many and small.
                 own = flat if end - begin == flat.numel() else flat[begin:end]
-                _bring(store, home, 0, own)
+                _bring(store, weight, 0, own)
 
     def _gather_in(self, in_node: bool) -> None:
         """Gathers the other ranks' shards, after this rank's copy, on the same queue."""

@@ -101,26 +101,26 @@ class DeviceBuffer:
         self._device.resize(self.flat.untyped_storage(), self.flat_param.weight_nbytes)
         self._left_print = None
 
-    def empty(self, behind: Sequence[Event]) -> None:
-        """Frees its memory after the events ``behind``. If the memory is held, makes it
+    def empty(self, after: Sequence[Event]) -> None:
+        """Frees its memory after the events ``after``. If the memory is held, makes it
         inaccessible to torch instead."""
         storage_guard.open(self.flat.untyped_storage())
-        if self.is_held and not self.is_moved and not self._was_freed(behind):
-            self._leave(behind)
+        if self.is_held and not self.is_moved and not self._was_freed(after):
+            self._leave(after)
             return
         if self.is_fixed:
             self._move_to(
                 torch.UntypedStorage(self.flat_param.weight_nbytes, device=self.flat.device)
             )
         self._left_print = None
-        self._device.resize(self.flat.untyped_storage(), 0, behind=behind)
+        self._device.resize(self.flat.untyped_storage(), 0, after=after)
 
-    def _was_freed(self, behind: Sequence[Event]) -> bool:
+    def _was_freed(self, after: Sequence[Event]) -> bool:
         """Frees memory that nothing holds, in a torch that does not count its users."""
         nbytes = self.flat.untyped_storage().nbytes()
         if storage_guard.references(self.flat) is not None or not nbytes:
             return not nbytes
-        for event in behind:
+        for event in after:
             event.wait()
         return not self._has_holder(torch.UntypedStorage(nbytes, device=self.flat.device))
 
@@ -139,7 +139,7 @@ class DeviceBuffer:
         self._move_to(torch.UntypedStorage._new_with_weak_ptr(storage.cdata))
         return True
 
-    def _leave(self, behind: Sequence[Event]) -> None:
+    def _leave(self, after: Sequence[Event]) -> None:
         """Leaves the memory to its holders, as if it were their copy. The next fill reuses it in
         place."""
         storage = self.flat.untyped_storage()
@@ -155,7 +155,7 @@ class DeviceBuffer:
                     format_nbytes(self.flat_param.weight_nbytes),
                     self.flat_param.names[0],
                 )
-        self._device.close_storage(storage, behind=behind)
+        self._device.close_storage(storage, after=after)
 
     def check_left(self) -> None:
         """Raises UsageError, once, if left memory was written to since: home does not have that

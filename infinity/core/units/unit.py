@@ -148,7 +148,7 @@ class ParamUnit:
     # --- homes ---
 
     @property
-    def _homes(self) -> list[StateArray]:
+    def _weights(self) -> list[StateArray]:
         """The weights at home, one array for each flat param."""
         return [flat.homes.weight_of(self.reader) for flat in self.flat_params]
 
@@ -162,7 +162,7 @@ class ParamUnit:
         if missing := self.arrival.take_missing():
             slots = take(self) if self.lies_on_disk and not self.in_pieces else []
             with self.exposure.edits.adding_rows():
-                self.arrival.add(missing, store, self._homes, slots)
+                self.arrival.add(missing, store, self._weights, slots)
 
     def wait_for_update(self) -> None:
         """Waits until the weights of the last step are at home. Raises its error."""
@@ -184,7 +184,7 @@ class ParamUnit:
         """Allocates the device memory, and the parameters' views while it is there. Raises
         CapacityError if the device has no room."""
         self.arrival.stop_choosing()
-        self.buffers.allocate(self._homes if self.stays else None)
+        self.buffers.allocate(self._weights if self.stays else None)
         self._second.allocate(self.buffers.flats)
         if self.stays:
             self.residency = Residency.RESIDENT
@@ -212,7 +212,7 @@ class ParamUnit:
         self._move(Residency.FETCHING)
         self._reads = StagedReads(slots, ready)
         after, pieces = self.arrival.choose(self._updates), self.copies_while_fetching
-        self._reads.start(store, self._homes, after, in_pieces=pieces, spans=self.arrival.spans)
+        self._reads.start(store, self._weights, after, in_pieces=pieces, spans=self.arrival.spans)
 
     def stage(self) -> None:
         """Waits for the reads (FETCHING -> STAGED). After a failed read frees the slots and raises
@@ -250,7 +250,7 @@ class ParamUnit:
         reads = self._reads if from_disk else None
         self._charge, self._copied = charge, reads or self._copied
         try:
-            self.arrival.start(store, self._homes, reads, in_node=self.is_near)
+            self.arrival.start(store, self._weights, reads, in_node=self.is_near)
         except BaseException:
             self._fail_gather()
             raise
@@ -304,7 +304,7 @@ class ParamUnit:
         self._moves.note_rebuild(self.residency)
         self.exposure.forget()
         # The parameters stay views of the newest weights.
-        self.buffers.align(self._homes if self.stays else None, shows=self.reader is None)
+        self.buffers.align(self._weights if self.stays else None, shows=self.reader is None)
         if self.stays:
             self.residency = Residency.RESIDENT
         else:

@@ -35,9 +35,9 @@ class UnitBuffers:
         """The whole device buffers."""
         return [buffer.flat for buffer in self._buffers]
 
-    def allocate(self, homes: Sequence[StateArray] | None) -> None:
+    def allocate(self, weights: Sequence[StateArray] | None) -> None:
         """Allocates the buffers, and the parameters' views while a buffer has memory. Raises
-        CapacityError if the device has no room. ``homes``: the buffers are these arrays."""
+        CapacityError if the device has no room. ``weights``: the buffers are these arrays."""
         flats: list[torch.Tensor] = []
 
         def make() -> None:
@@ -45,8 +45,8 @@ class UnitBuffers:
                 numel, dtype = flat_param.layout.numel, flat_param.spec.dtype
                 flats.append(torch.empty(numel, dtype=dtype, device=self._device.where))
 
-        if homes is not None:
-            flats = [home.flat for home in homes]
+        if weights is not None:
+            flats = [weight.flat for weight in weights]
         else:
             self._device.put("in", make).wait()
         self._buffers = [
@@ -59,20 +59,20 @@ class UnitBuffers:
         for buffer in self._buffers:
             buffer.show()
 
-    def align(self, homes: Sequence[StateArray] | None, *, shows: bool) -> None:
-        """Restores the views of parameters and buffers. ``homes``: the buffers are these arrays.
+    def align(self, weights: Sequence[StateArray] | None, *, shows: bool) -> None:
+        """Restores the views of parameters and buffers. ``weights``: the buffers are these arrays.
         ``shows``: makes the parameters views of these."""
         for index, buffer in enumerate(self._buffers):
-            if homes is not None:
-                buffer.return_to(homes[index])
+            if weights is not None:
+                buffer.return_to(weights[index])
             buffer.align(shows=shows)
 
     def empty(self) -> None:
         """Frees the memory after its uses. Not after all compute so far: the thread that launches
         it is ahead, and the next weights would come late."""
-        behind = [*self._uses, *([] if self._uses and not self._leaked else [self._device.now()])]
+        after = [*self._uses, *([] if self._uses and not self._leaked else [self._device.now()])]
         for buffer in self._buffers:
-            buffer.empty(behind)
+            buffer.empty(after)
         self.forget_uses()
 
     def check_left(self) -> None:

@@ -58,7 +58,7 @@ class Group:
         return [owner for owner in self.owners if owner in inside]
 
     @property
-    def is_used_apart(self) -> bool:
+    def has_distant_users(self) -> bool:
         """Whether several modules use it, and not only those of one block, or any module may."""
         if self.block is None:
             return len(self.owners) != 1 and self.at_once is None
@@ -223,8 +223,8 @@ def held_nbytes(model: DescribedModel, groups: list[Group], nbytes_of: dict[int,
     id(group) -> bytes.
 
     Nested forwards hold the units of all of them; an operation outside of owners holds what it
-    uses. A backward holds a unit that is used apart (tied weights, small ones that share a unit)
-    from its first use to its last.
+    uses. A backward holds a unit that has distant users (tied weights, small ones that share a
+    unit) from its first use to its last.
     """
     owned: dict[nn.Module, list[Group]] = {}
     for group in groups:
@@ -242,4 +242,4 @@ def held_nbytes(model: DescribedModel, groups: list[Group], nbytes_of: dict[int,
         seen.add((id(module), here))
         most = max(most, sum(nbytes_of[group] for group in here))
         pending += [(child, here) for _, child in model.children[module]]
-    return most + sum(nbytes_of[id(group)] for group in groups if group.is_used_apart)
+    return most + sum(nbytes_of[id(group)] for group in groups if group.has_distant_users)

@@ -55,18 +55,18 @@ def _merge(
     for module in modules:
         into._parameters.update(module._parameters)
         module._parameters = into._parameters
-        apart = [
+        renamed = [
             name
             for name, buffer in module._buffers.items()
             if into._buffers.get(name, buffer) is not buffer
         ]
-        for name in apart:
+        for name in renamed:
             into._buffers[_free(name, into._buffers)] = module._buffers[name]
         into._buffers.update(
-            {name: buffer for name, buffer in module._buffers.items() if name not in apart}
+            {name: buffer for name, buffer in module._buffers.items() if name not in renamed}
         )
         into._non_persistent_buffers_set |= module._non_persistent_buffers_set
-        if not apart:
+        if not renamed:
             module._buffers = into._buffers
     for name in dict.fromkeys(name for module in modules for name in module._modules):
         children = dict.fromkeys(

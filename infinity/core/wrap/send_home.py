@@ -21,7 +21,7 @@ from ..units.handle import raw_grad
 from ..units.unit import flat_params_of
 
 
-class Homes:
+class HomeWriter:
     """Writes values to their homes, and reads them back, before the parameters are attached to the
     engine."""
 
@@ -93,12 +93,12 @@ class OwnValues(FirstValues):
         self._optimizers = optimizers
         self._units = list(zip(job.units, job.planned.sizes))
 
-    def fill(self, homes: Homes, sent: set[nn.Parameter]) -> None:
+    def fill(self, writer: HomeWriter, sent: set[nn.Parameter]) -> None:
         total = sum(size.shard_nbytes for _, size in self._units)
         with progress("sending the values home", total) as advance:
             for unit, size in self._units:
                 for flat_param in unit.flat_params:
-                    send_flat_param_home(homes.store, flat_param, self._optimizers, done=sent)
+                    send_flat_param_home(writer.store, flat_param, self._optimizers, done=sent)
                 advance(size.shard_nbytes)
 
 

@@ -53,7 +53,7 @@ from .make_optimizer import make_optimizer
 from .partition import Group
 from .parts import Parts
 from .remedies import with_larger_budgets
-from .send_home import Homes, OwnValues
+from .send_home import HomeWriter, OwnValues
 from .unmoved import report_unmoved
 
 logger = logging.getLogger(__name__)
@@ -210,9 +210,9 @@ def _wrap(
         ]
         # Every value, moment and gradient. Meta tensors become real.
         with writing_behind(engine.job.store) as store:
-            homes, sent = Homes(engine.job, store), set[nn.Parameter]()
+            writer, sent = HomeWriter(engine.job, store), set[nn.Parameter]()
             for values in (*before.values, OwnValues(engine.job, optimizers)):
-                values.fill(homes, sent)
+                values.fill(writer, sent)
         engine.job.store.allocator.await_pages()
         device.warm(plan.device_window_nbytes)
         for unit in units:
@@ -296,6 +296,6 @@ def _find_owners(
             for module in model.inside(owner)
             if module is not owner
         )
-        if group.at_once is not None or group.is_used_apart or around:
+        if group.at_once is not None or group.has_distant_users or around:
             unit.is_shared = True
     return owners

@@ -78,11 +78,11 @@ class Materialized(FirstValues):
         self._noted: list[tuple[Any, dict]] = []
         self.sent: set[nn.Parameter] = set()
 
-    def fill(self, homes: Home, sent: set[nn.Parameter]) -> None:
+    def fill(self, writer: Home, sent: set[nn.Parameter]) -> None:
         """Sends the value of every meta tensor home. Raises ConfigError, naming the tensor, if
         there is no source for it. Every rank calls this; it reads files."""
         self._take_apart()
-        self._fill(homes)
+        self._fill(writer)
         self._put_together()
         sent |= self.sent
 

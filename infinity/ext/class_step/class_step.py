@@ -75,7 +75,7 @@ class ClassStepper:
         self._context, self._known, self._groups = context, known, groups
         self._group_of, self._given, self._books = group_of, given, books
         self._changed, self._method = changed, method
-        self._moments = books.homes.moments
+        self._moments = books.at_home.moments
         measures = known.measured is not None and method == "step"
         self._measured = known.measured(groups) if measures else None
         self._under_way: list[Future] = []

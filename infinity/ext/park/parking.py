@@ -198,7 +198,7 @@ class Parking(Extension):
         return self._device.put(
             queue,
             copy,
-            behind=[self._device.now()],
+            after=[self._device.now()],
             transfer=Copy(edge, source.nbytes, "parked state"),
         )
 

@@ -205,7 +205,7 @@ def _copies(gpu: Accelerator, settings: Settings) -> list:
 
     def both() -> None:
         out = gpu.put(
-            "out", lambda: host_out.copy_(device_out, non_blocking=True), behind=[gpu.now()]
+            "out", lambda: host_out.copy_(device_out, non_blocking=True), after=[gpu.now()]
         )
         device_in.copy_(host_in, non_blocking=True)
         out.precede()

@@ -178,9 +178,9 @@ class Counting(Device):
         super().__init__(torch.device("cpu"), Traffic())
         self.sent: list[Copy] = []
 
-    def put(self, queue, work, *, behind=(), transfer=None):
+    def put(self, queue, work, *, after=(), transfer=None):
         self.sent.append(transfer)
-        return super().put(queue, work, behind=behind, transfer=transfer)
+        return super().put(queue, work, after=after, transfer=transfer)
 
 
 @pytest.fixture
@@ -233,19 +233,19 @@ def test_a_job_that_is_large_enough_begins_at_once(counting):
 def test_a_job_comes_after_the_compute_of_each_of_its_gradients(counting, monkeypatch):
     """Which may have run on several streams."""
     moments = iter(range(9))
-    behind = []
+    after = []
     monkeypatch.setattr(counting, "now", lambda: next(moments))
     put = counting.put
 
-    def noted(queue, work, *, behind=(), transfer=None, told=behind):
-        told.append(list(behind))
+    def noted(queue, work, *, after=(), transfer=None, told=after):
+        told.append(list(after))
         return put(queue, work, transfer=transfer)
 
     monkeypatch.setattr(counting, "put", noted)
     queue = LandingQueue(counting, counting.traffic, 100 * NBYTES)
     sent_by(queue, 3)
     queue.begin()
-    assert behind == [[0, 1, 2]]
+    assert after == [[0, 1, 2]]
 
 
 def test_a_job_is_no_larger_than_what_may_be_in_flight(counting):

@@ -55,7 +55,7 @@ class WithoutStreams(Accelerator):
         self.where, self._cuda = torch.device("cuda"), cuda
         self.memory = CardMemory(self.where)
 
-    def put(self, queue, work, *, behind=(), transfer=None):
+    def put(self, queue, work, *, after=(), transfer=None):
         if not self._cuda.has_room:
             raise CapacityError("no room")
         self._cuda.reserved += 50

@@ -423,7 +423,7 @@ def _norm_taken_anew(grads, handle, order):
     return torch.linalg.vector_norm(grads.value(handle, write=False), order)
 
 
-def _resize(detector, storage, nbytes, *, behind=(), real=RaceDetector.resize):
+def _resize(detector, storage, nbytes, *, after=(), real=RaceDetector.resize):
     real(detector, storage, nbytes)
 
 
@@ -479,7 +479,7 @@ def test_work_of_a_queue_is_in_order_and_behind_what_it_was_put_behind():
     device = Delayed(torch.device("cpu"), Traffic())
     done = []
     first = device.put("in", lambda: (time.sleep(0.02), done.append("first")))
-    second = device.put("out", lambda: done.append("second"), behind=[first])
+    second = device.put("out", lambda: done.append("second"), after=[first])
     third = device.put("in", lambda: done.append("third"))
     second.wait()
     third.wait()
@@ -494,11 +494,11 @@ def test_an_error_in_a_queue_is_raised_where_it_is_waited_for_and_behind_it():
         raise CapacityError("no room")
 
     failed = device.put("in", fail)
-    behind = device.put("out", lambda: None, behind=[failed])
+    after = device.put("out", lambda: None, after=[failed])
     with pytest.raises(CapacityError, match="no room"):
         failed.wait()
     with pytest.raises(CapacityError, match="no room"):
-        behind.precede()
+        after.precede()
     device.close()
 
 

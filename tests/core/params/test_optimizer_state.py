@@ -81,7 +81,7 @@ def test_what_was_loaded_is_at_home_and_the_rest_begins_anew():
     held = job.optimizer.state[first.param]["exp_avg"]
     job.optimizer.load_state_dict(given)
     held.fill_(9.0)  # the user's own
-    job.optimizer.state.homes.settle()
+    job.optimizer.state.at_home.settle()
     assert first.step == 5 and not second.has_state
     assert job.optimizer.param_groups[1]["lr"] == 0.75
     assert job.optimizer.param_groups[0]["params"] == [first.param]

@@ -130,12 +130,12 @@ def test_what_is_merged_into_it_goes_where_its_key_is_kept_and_is_cleared_there(
 def test_a_tensor_in_torchs_form_is_the_state_from_then_on():
     """What is written to it later counts. Twin: of one of another dtype the values were taken."""
     job = stepped()
-    entry, homes = entry_of(job), job.optimizer.state.homes
+    entry, at_home = entry_of(job), job.optimizer.state.at_home
     own, other = torch.zeros(2, 4), torch.zeros(2, 4, dtype=torch.float64)
     entry["exp_avg"], entry["exp_avg_sq"] = own, other
     own.fill_(3.0)
     other.fill_(3.0)
-    homes.settle()
+    at_home.settle()
     flat_param, store = job.handles[0].flat_param, parts_of(job).store
     assert entry["exp_avg"] is own
     assert flat_param.read_moment(store, "exp_avg", 0).tolist() == [[3.0] * 4] * 2
@@ -145,7 +145,7 @@ def test_a_tensor_in_torchs_form_is_the_state_from_then_on():
 def test_keys_wait_until_all_of_torchs_are_there():
     """Nothing of them is at home before, and a step is refused. Twin: None is no value."""
     job = small_at_home(make=adam)
-    entry, handle, homes = entry_of(job), job.handles[0], job.optimizer.state.homes
+    entry, handle, at_home = entry_of(job), job.handles[0], job.optimizer.state.at_home
     entry["step"] = None
     assert len(entry) == 0 and not entry.is_partial
     entry["exp_avg"], entry["step"] = torch.ones(2, 4), 3
@@ -155,25 +155,25 @@ def test_keys_wait_until_all_of_torchs_are_there():
         with pytest.raises(
             UsageError, match=r"layers\.0\.weight lacks exp_avg_sq: set all of step,"
         ):
-            homes.settle()
+            at_home.settle()
     entry["exp_avg_sq"] = torch.full((2, 4), 2.0)
-    homes.settle()
+    at_home.settle()
     assert not entry.is_partial and handle.step == 3 and entry.own == {}
     assert values(entry) == dict(zip(NAMES, (3.0, [[1.0] * 4] * 2, [[2.0] * 4] * 2)))
 
 
 def test_a_deleted_key_takes_the_state_from_home_and_can_come_back():
     job = stepped()
-    entry, handle, homes = entry_of(job), job.handles[0], job.optimizer.state.homes
+    entry, handle, at_home = entry_of(job), job.handles[0], job.optimizer.state.at_home
     del entry["exp_avg"]
     assert entry.missing == ["exp_avg"] and not handle.has_state
     assert values(entry) == {key: expected()[key] for key in ("step", "exp_avg_sq")}
     with pytest.raises(UsageError, match="lacks exp_avg"):
-        homes.settle()
+        at_home.settle()
     entry["exp_avg"] = torch.zeros(2, 4)
     assert handle.step == 1 and not entry.is_partial
     del entry["step"], entry["exp_avg"], entry["exp_avg_sq"]
-    homes.settle()  # without any of them the parameter begins anew
+    at_home.settle()  # without any of them the parameter begins anew
     assert len(entry) == 0 and not handle.has_state
 
 
@@ -213,12 +213,12 @@ def test_a_rule_without_a_count_has_made_its_first_step_when_its_buffer_is_set()
 
 
 def test_an_entry_whose_optimizer_is_gone_says_so():
-    homes = StateAtHome(lambda: None, {"momentum_buffer": "exp_avg"}, counts_steps=False)
-    assert homes.names == ("momentum_buffer",)
-    assert homes.keys == {"momentum_buffer", "exp_avg", "step", "master"}
-    homes = StateAtHome(lambda: None, {}, counts_steps=True)
-    entry = StateEntry(homes=homes, handle=small_at_home().handles[0])
-    assert len(entry) == 0 == len(homes.names)
-    del homes
+    at_home = StateAtHome(lambda: None, {"momentum_buffer": "exp_avg"}, counts_steps=False)
+    assert at_home.names == ("momentum_buffer",)
+    assert at_home.keys == {"momentum_buffer", "exp_avg", "step", "master"}
+    at_home = StateAtHome(lambda: None, {}, counts_steps=True)
+    entry = StateEntry(state=at_home, handle=small_at_home().handles[0])
+    assert len(entry) == 0 == len(at_home.names)
+    del at_home
     with pytest.raises(UsageError, match=GONE):
         len(entry)

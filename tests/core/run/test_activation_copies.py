@@ -24,11 +24,11 @@ NBYTES = 256
 class Work:
     """A piece of queued work, done once it is waited for, after all that it comes behind."""
 
-    def __init__(self, work: Callable[[], None], behind: list, before: list[Work]):
-        self._work, self.behind, self._before, self.done = work, behind, before, False
+    def __init__(self, work: Callable[[], None], after: list, before: list[Work]):
+        self._work, self.after, self._before, self.done = work, after, before, False
 
     def wait(self) -> None:
-        for each in (*self._before, *self.behind):
+        for each in (*self._before, *self.after):
             each.wait()
         if not self.done:
             self.done, work, self._work = True, self._work, None
@@ -47,9 +47,9 @@ class Lazy(Device):
         self.queues: dict[str, list[Work]] = {"in": [], "out": []}
 
     def put(
-        self, queue: str, work: Callable[[], None], *, behind: Iterable = (), transfer=None
+        self, queue: str, work: Callable[[], None], *, after: Iterable = (), transfer=None
     ) -> Work:
-        event = Work(work, [each for each in behind if each is not PAST], self.queues[queue][-1:])
+        event = Work(work, [each for each in after if each is not PAST], self.queues[queue][-1:])
         self.queues[queue].append(event)
         return event
 
@@ -164,12 +164,12 @@ def test_a_buffer_is_filled_again_only_after_it_was_read():
     (back,) = sent.device.queues["in"]
     sent.places.again = sent.saved[0].place
     other, own = sent.send(7), sent.send(8)
-    assert other.sent.behind == [back] and own.sent.behind == []
+    assert other.sent.after == [back] and own.sent.after == []
     other.sent.wait()
     assert torch.empty(0).set_(storage).unique().tolist() == [1.0]
     assert sent.bring(1) == [7.0]
     sent.places.again = sent.saved[0].place
-    assert back not in sent.send(9).sent.behind  # waited for once
+    assert back not in sent.send(9).sent.after  # waited for once
 
 
 def test_to_wait_is_to_wait_for_both_directions():

@@ -55,7 +55,7 @@ def state(job) -> SimpleNamespace:
     return SimpleNamespace(weight=arrays["weight"].flat, arrays=arrays, job=job)
 
 
-def step(state, device: Recorder, *spans: tuple[int, int], behind=(), **more) -> DeviceUpdate:
+def step(state, device: Recorder, *spans: tuple[int, int], after=(), **more) -> DeviceUpdate:
     stepper = DeviceStepper(device, device.traffic, SLOT_NBYTES)
     flat_param, hyper = state.job.flat_param, native.Hyperparameters()
     return stepper.step(
@@ -63,7 +63,7 @@ def step(state, device: Recorder, *spans: tuple[int, int], behind=(), **more) ->
         flat_param.homes.native_layout(native.Rule.SGD),
         [(begin, end, hyper) for begin, end in spans],
         state.job.flat_param.homes.draft(),
-        behind=behind,
+        after=after,
         **{"version": 7} | more,
     )
 
@@ -111,20 +111,20 @@ def test_a_chunk_comes_once_its_slot_is_free_and_goes_once_it_is_stepped(state):
     compute so far need not be over: all arrays are in host memory. Twin: the gradient is not."""
     device, before = Recorder(), SimpleNamespace(name="landing")
     state.job.flat_param.homes.read_until(COPY, read := SimpleNamespace(name="read"))
-    update = step(state, device, (0, NUMEL), behind=[before])
+    update = step(state, device, (0, NUMEL), after=[before])
     come, stepped, leave = (device.of(queue) for queue in QUEUES)
     for number in range(CHUNKS):
-        behind = come[number][1]
-        assert NOW not in behind and before in behind and read in behind
+        after = come[number][1]
+        assert NOW not in after and before in after and read in after
         if number >= DEVICE_SLOTS:
-            assert leave[number - DEVICE_SLOTS][0] in behind
+            assert leave[number - DEVICE_SLOTS][0] in after
         assert stepped[number][1] == [come[number][0]]
         assert leave[number][1] == [stepped[number][0]]
     assert update.event is leave[-1][0]
     device, grad = Recorder(), state.arrays["grad"]
     with patch.object(grad, "tier", Tier.DEVICE):
-        step(state, device, (0, NUMEL), behind=[before])
-    assert all(NOW in behind for _, behind in device.of("state-in"))
+        step(state, device, (0, NUMEL), after=[before])
+    assert all(NOW in after for _, after in device.of("state-in"))
     state.job.flat_param.homes.read_until(COPY, PAST)
 
 

@@ -76,7 +76,7 @@ def trained(model, optimizer, config) -> list[torch.Tensor]:
     apart = {
         passes
         for unit in job.units
-        for passes in (unit.in_pieces, job.gradients.homes.are_apart(unit.flat_params[0]))
+        for passes in (unit.in_pieces, job.gradients.homes.are_in_pieces(unit.flat_params[0]))
         if unit.weight_nbytes > PIECE
     }
     assert apart == {"host_memory" in config}

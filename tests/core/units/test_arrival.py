@@ -67,9 +67,9 @@ class Queues(Device):
     def now(self):
         return NOW
 
-    def put(self, queue, work, *, behind=(), transfer=None):
+    def put(self, queue, work, *, after=(), transfer=None):
         work()
-        self.puts.append((queue, list(behind), transfer))
+        self.puts.append((queue, list(after), transfer))
         return Event(self.said, f"copy {len(self.puts)}")
 
 

@@ -48,13 +48,13 @@ class Asked(Device):
         super().__init__(torch.device("cpu"), Traffic())
         self.asked: list[tuple] = []
 
-    def resize(self, storage, nbytes, *, behind=()):
-        self.asked.append((nbytes, behind))
-        super().resize(storage, nbytes, behind=behind)
+    def resize(self, storage, nbytes, *, after=()):
+        self.asked.append((nbytes, after))
+        super().resize(storage, nbytes, after=after)
 
-    def close_storage(self, storage, *, behind=()):
-        self.asked.append(("closed", behind))
-        super().close_storage(storage, behind=behind)
+    def close_storage(self, storage, *, after=()):
+        self.asked.append(("closed", after))
+        super().close_storage(storage, after=after)
 
 
 class Struck(torch.nn.Parameter):

@@ -32,14 +32,14 @@ class Late(Device):
         self.queues: list[str] = []
         self.freed: list = []
 
-    def put(self, queue, work, *, behind=(), transfer=None):
+    def put(self, queue, work, *, after=(), transfer=None):
         self.queues.append(queue)
         return SimpleNamespace(wait=work)
 
-    def resize(self, storage, nbytes, *, behind=()):
+    def resize(self, storage, nbytes, *, after=()):
         if not nbytes:
-            self.freed.append(behind)
-        super().resize(storage, nbytes, behind=behind)
+            self.freed.append(after)
+        super().resize(storage, nbytes, after=after)
 
 
 def flat_params() -> list[FlatParam]:
@@ -167,8 +167,8 @@ def test_a_unit_that_is_never_freed_remembers_no_use_that_is_over():
     for _ in range(100):
         buffers.note_use(PAST)
     buffers.empty()
-    behind = buffers._device.freed[0]
-    assert behind[0] is running and len(behind) <= USES
+    after = buffers._device.freed[0]
+    assert after[0] is running and len(after) <= USES
 
 
 @pytest.mark.parametrize("held", [0, 1])

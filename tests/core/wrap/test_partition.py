@@ -93,7 +93,7 @@ def test_a_block_that_is_a_container_is_owned_by_what_is_called_inside(kind):
     for block, group in zip(layers, groups):
         assert group.block is block and group.params == list(block.parameters())
         assert group.owners == group.called == [block.get_submodule(name) for name in called]
-        assert not group.is_used_apart
+        assert not group.has_distant_users
 
     class Runs(type(layers[0])):
         def forward(self) -> None: ...
@@ -128,9 +128,9 @@ def test_parameters_of_a_container_outside_of_blocks_have_no_owner():
     (group,) = partition(whole, "auto")
     assert group.params == list(whole.parameters())
     assert group.owners == [whole.b, whole.c.norm, whole.c.inner.block.linear]
-    assert group.called == [] and group.is_used_apart
+    assert group.called == [] and group.has_distant_users
     (alone,) = partition(model(a=nn.ParameterList([torch.ones(4)])), "auto")
-    assert alone.owners == [] and alone.is_used_apart  # it may be used anywhere
+    assert alone.owners == [] and alone.has_distant_users  # it may be used anywhere
 
 
 def test_a_tied_weight_of_a_container_is_owned_by_the_called_modules_that_hold_it():
@@ -140,8 +140,8 @@ def test_a_tied_weight_of_a_container_is_owned_by_the_called_modules_that_hold_i
     whole.head.weight = whole.names.weight = layers[0][1].linear.weight
     first, second = partition(whole, "auto")
     assert first.owners == [layers[0][0], layers[0][1], layers[0][3], whole.head]
-    assert first.is_used_apart and first.called == first.owners[:3]
-    assert not second.is_used_apart
+    assert first.has_distant_users and first.called == first.owners[:3]
+    assert not second.has_distant_users
 
 
 def test_named_classes_are_units_and_a_name_without_a_module_is_refused():

@@ -80,7 +80,7 @@ def trained(home: str, folder, *, tied: bool) -> tuple[list[torch.Tensor], bool]
         seen.append(loss.detach())
         optimizer.zero_grad(set_to_none=step != 1)
     (unit,) = [unit for unit in parts_of(model).units if unit.name.startswith("table")]
-    is_apart = parts_of(model).gradients.homes.are_apart(unit.flat_params[0])
+    is_apart = parts_of(model).gradients.homes.are_in_pieces(unit.flat_params[0])
     assert device(model).peak_nbytes <= device(model).planned_nbytes
     model, optimizer = infinity.unwrap_model(model, optimizer)
     states = [each["exp_avg"] for each in optimizer.state.values()]

@@ -100,10 +100,10 @@ class RaceDetector(device.Device):
     def join(self, line: str, clock: Clock) -> None:
         self.clocks[line] = merged(self.clocks[line], clock)
 
-    def put(self, queue, work, *, behind: Iterable = (), transfer=None):
+    def put(self, queue, work, *, after: Iterable = (), transfer=None):
         self.tick(queue)
         self.join(queue, self.clocks["host"])
-        for moment in behind:
+        for moment in after:
             if isinstance(moment, DetectedMoment):
                 self.join(queue, moment.clock)
         before, self.line = self.line, queue
@@ -136,9 +136,9 @@ class RaceDetector(device.Device):
     def pin(self, region):
         self.host_memory.append((region.address, region.address + region.nbytes))
 
-    def resize(self, storage, nbytes, *, behind=()):
+    def resize(self, storage, nbytes, *, after=()):
         if not nbytes and storage.nbytes():
-            for moment in behind:
+            for moment in after:
                 if isinstance(moment, DetectedMoment):
                     self.join("in", moment.clock)
             self.free(storage._cdata, "in")

@@ -44,11 +44,11 @@ class Recorder(Device):
     def now(self):
         return NOW
 
-    def put(self, queue, work, *, behind=(), transfer=None):
+    def put(self, queue, work, *, after=(), transfer=None):
         super().put(queue, work, transfer=transfer)
         event = SimpleNamespace(name=f"{queue} {len(self.puts)}", done=True)
-        self.puts.append((queue, event, list(behind)))
+        self.puts.append((queue, event, list(after)))
         return event
 
     def of(self, queue: str) -> list[tuple]:
-        return [(event, behind) for name, event, behind in self.puts if name == queue]
+        return [(event, after) for name, event, after in self.puts if name == queue]

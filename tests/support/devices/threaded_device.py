@@ -72,15 +72,15 @@ class ThreadedDevice(Device):
         queue: str,
         work: Callable[[], None],
         *,
-        behind: Iterable[Event] = (),
+        after: Iterable[Event] = (),
         transfer: Copy | None = None,
     ) -> Event:
-        event, behind = _ThreadEvent(), list(behind)
+        event, after = _ThreadEvent(), list(after)
 
         def run() -> None:
             nonlocal work
             try:
-                for before in behind:
+                for before in after:
                     before.wait()
                 start = time.perf_counter()
                 work()

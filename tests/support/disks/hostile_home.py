@@ -275,12 +275,12 @@ class PoisonedDevice(Device):
     freed: set[int]
     fillers: list[torch.Tensor]
 
-    def resize(self, storage, nbytes, *, behind=()):
+    def resize(self, storage, nbytes, *, after=()):
         before = storage.nbytes()
         if before and not nbytes:
             poison(storage)
             self.freed.add(storage.data_ptr())
-        super().resize(storage, nbytes, behind=behind)
+        super().resize(storage, nbytes, after=after)
         if nbytes and not before:
             for _ in range(16):
                 if storage.data_ptr() not in self.freed:

@@ -858,7 +858,7 @@ def with_fault(owner: Any, name: str, fault: Any, train: Callable, config: dict)
     return run
 
 
-def _free_at_once(self, storage, nbytes, *, behind=()):
+def _free_at_once(self, storage, nbytes, *, after=()):
     storage_guard.open(storage)
     storage.resize_(nbytes)
     if not nbytes:
