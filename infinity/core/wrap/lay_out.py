@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import logging
 import os
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -47,9 +47,6 @@ from .remedies import with_remedies
 from .unmoved import unmoved_nbytes
 
 logger = logging.getLogger(__name__)
-
-
-MakeFlatParams = Callable[[Group], list[FlatParam]]
 
 
 def choose_device(model: DescribedModel, config: Config, collectives: Collectives) -> Device:
@@ -117,7 +114,7 @@ def lay_out(
             reuses=reuses,
             explains=explains,
         )
-    return laid.plan, list(map(unit_size, laid.groups, laid.flat_params))
+    return laid.plan, laid.sizes
 
 
 class Ways:
@@ -127,22 +124,20 @@ class Ways:
     def __init__(
         self,
         model: DescribedModel,
-        dtype_of: Callable[[torch.Tensor], torch.dtype],
-        make_flat_params: MakeFlatParams,
+        config: Config,
+        optimizers: Optimizers,
         device: Device,
+        collectives: Collectives,
         *,
         reuses: bool = False,
     ):
-        """``dtype_of``: the dtype in which a parameter computes. ``reuses``: see
+        """``config``: its dtypes and master are those of every way. ``reuses``: see
         :func:`make_plan`."""
-        self.model, self._make, self.device, self._reuses = (
-            model,
-            make_flat_params,
-            device,
-            reuses,
-        )
-        self._tables, self.dtype_of = tables_of(model.users), dtype_of
-        self._buffers_nbytes = unmoved_nbytes(model)
+        self.model, self.device, self._reuses = model, device, reuses
+        self._config, self._optimizers, self.collectives = config, optimizers, collectives
+        # The dtype in which a parameter computes
+        self.dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
+        self._tables, self._buffers_nbytes = tables_of(model.users), unmoved_nbytes(model)
         self._made: dict[tuple, _Way | None] = {}
 
     def lay_out(
@@ -191,7 +186,8 @@ class Ways:
                 if split is None or split.is_sure:
                     refused = error
                 continue
-            return Laid(way.groups, way.flat_params, plan, partial(_refuses_window, whole), split)
+            refuses_window = partial(_refuses_window, whole)
+            return Laid(way.groups, way.flat_params, way.sizes, plan, refuses_window, split)
         if refused is None:
             raise InternalError("no plan was tried")
         raise refused
@@ -233,11 +229,11 @@ class Ways:
             self._made[key] = None
             return None
         groups = partition(self.model, cast("str | tuple[str, ...]", config.units), at_once)
-        flat_params = [self._make(group) for group in groups]
+        flat_params = [self._flat_params_of(group) for group in groups]
         for group in groups:
             if group.at_once is None:
                 group.tables = {p: self._tables[p] for p in group.params if p in self._tables}
-        sizes = [unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
+        sizes = [_unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
         held = held_nbytes(
             self.model,
             groups,
@@ -245,6 +241,43 @@ class Ways:
         )
         self._made[key] = way = _Way(groups, flat_params, sizes, held)
         return way
+
+    def _flat_params_of(self, group: Group) -> list[FlatParam]:
+        """Makes one flat param for each kind of parameter in the group, and for each optimizer.
+        Inside a flat param, parameters of one optimizer group are adjacent."""
+        by_spec: dict[FlatParamSpec, list[nn.Parameter]] = {}
+        for param in group.params:
+            by_spec.setdefault(self._spec_of(param), []).append(param)
+        collectives = self.collectives
+        return [
+            FlatParam(
+                spec,
+                sorted(params, key=self._optimizers.order_of),
+                collectives.of_experts if group.is_divided else collectives,
+                is_whole=group.at_once is None,
+            )
+            for spec, params in by_spec.items()
+        ]
+
+    def _spec_of(self, param: nn.Parameter) -> FlatParamSpec:
+        config, dtype = self._config, self.dtype_of(param)
+        # A gradient is not narrower than its parameter: one kept in fp32 has an fp32 gradient.
+        grad_dtype = dtype if dtype == torch.float32 else config.grad_dtype or dtype
+        frozen = FlatParamSpec(
+            wrapped_dtype=param.dtype,
+            dtype=dtype,
+            master=native.Master.OWN,
+            grad_dtype=cast(torch.dtype, grad_dtype),
+            moment_dtype=MOMENT_DTYPES[config.moments],
+            moments=(),
+            stepped=False,
+            exact=param in self.model.codes,
+        )
+        place, stepped_by = self._optimizers.place_of(param), self._optimizers.of(param)
+        if place is None or stepped_by is None:
+            return frozen
+        moments = self._optimizers.arrays_of(param, config)
+        return frozen.trained(config.master, moments, place, needs=stepped_by.known.needs)
 
 
 class _Way(NamedTuple):
@@ -257,10 +290,12 @@ class _Way(NamedTuple):
 class Laid(NamedTuple):
     """The result of :meth:`Ways.lay_out`. ``refuses_window``: plans without a split for a window of
     so many bytes, and so many of gradients and of what is not planned beside it. Returns the error
-    of a configuration that is too small for them, or None."""
+    of a configuration that is too small for them, or None. An engine keeps it, so it refers to no
+    parameter."""
 
     groups: list[Group]
     flat_params: list[list[FlatParam]]
+    sizes: list[UnitSize]
     plan: MemoryPlan
     refuses_window: Callable[[int, int, int, Config], CapacityError | None]
     split: Any  # an extension's; None: all weights are gathered whole
@@ -305,8 +340,7 @@ def _tell_of_kernels(laid: Laid, device: Device) -> None:
     """Says what it costs that the device has no kernels for what is trained."""
     if device.is_host or device.kernels is not None:
         return
-    sizes = map(unit_size, laid.groups, laid.flat_params)
-    trained = [flat for unit in sizes for flat in unit.flat_params if flat.spec.stepped]
+    trained = [flat for unit in laid.sizes for flat in unit.flat_params if flat.spec.stepped]
     if kept_off := sum(flat.nbytes(name) for flat in trained for name in ARRAYS):
         logger.warning(
             "%s has no optimizer kernels (%s): the processor steps, and %s of weights, state and"
@@ -317,7 +351,7 @@ def _tell_of_kernels(laid: Laid, device: Device) -> None:
         )
 
 
-def unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
+def _unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
     at_once_nbytes = 0
     if group.at_once is not None:
         row = group.params[0].size(1) * flat_params[0].spec.dtype.itemsize
@@ -340,9 +374,9 @@ def _autograd_nbytes(flat_param: FlatParam, group: Group) -> int:
     if group.at_once is not None:
         itemsize = flat_param.spec.dtype.itemsize + group.at_once.summed_itemsize
         return group.at_once.rows * group.params[0].size(1) * itemsize
-    apart = set() if _size_of_flat_param(flat_param).is_averaged else group.tables.keys()
+    by_use = set() if _size_of_flat_param(flat_param).is_averaged else group.tables.keys()
     return flat_param.spec.dtype.itemsize * sum(
-        place.numel * (SUMMED_AT_ONCE if param in group.tied - apart else 1)
+        place.numel * (SUMMED_AT_ONCE if param in group.tied - by_use else 1)
         for param, place in zip(flat_param.params, flat_param.layout.placements)
     )
 
@@ -359,61 +393,6 @@ def _size_of_flat_param(flat_param: FlatParam) -> FlatParamSize:
         node_size=ranks.node_group.size if ranks.node_group is not None else 0,
         shapes=tuple(place.shape for place in flat_param.layout.placements),
     )
-
-
-def flat_params_of_group(
-    group: Group,
-    optimizers: Optimizers,
-    config: Config,
-    collectives: Collectives,
-    dtype_of: Callable[[torch.Tensor], torch.dtype],
-    codes: Container[torch.Tensor],
-) -> list[FlatParam]:
-    """Makes one flat param for each kind of parameter in the group, and for each optimizer. Inside
-    a flat param, parameters of one optimizer group are adjacent. ``dtype_of``: the dtype in which a
-    parameter computes. ``codes``: those whose bytes are not numbers."""
-    by_spec: dict[FlatParamSpec, list[nn.Parameter]] = {}
-    collectives = collectives.of_experts if group.is_divided else collectives
-    for param in group.params:
-        spec = _spec_of(param, optimizers, config, dtype_of(param), param in codes)
-        by_spec.setdefault(spec, []).append(param)
-    return [
-        FlatParam(
-            spec,
-            sorted(params, key=optimizers.order_of),
-            collectives,
-            is_whole=group.at_once is None,
-        )
-        for spec, params in by_spec.items()
-    ]
-
-
-def _spec_of(
-    param: nn.Parameter,
-    optimizers: Optimizers,
-    config: Config,
-    dtype: torch.dtype,
-    is_code: bool,
-) -> FlatParamSpec:
-    # A gradient is not narrower than its parameter: a parameter kept in fp32 has an fp32 gradient.
-    grad_dtype = (
-        dtype if dtype == torch.float32 else cast("torch.dtype | None", config.grad_dtype) or dtype
-    )
-    frozen = FlatParamSpec(
-        wrapped_dtype=param.dtype,
-        dtype=dtype,
-        master=native.Master.OWN,
-        grad_dtype=grad_dtype,
-        moment_dtype=MOMENT_DTYPES[config.moments],
-        moments=(),
-        stepped=False,
-        exact=is_code,
-    )
-    place, stepped_by = optimizers.place_of(param), optimizers.of(param)
-    if place is None or stepped_by is None:
-        return frozen
-    moments = optimizers.arrays_of(param, config)
-    return frozen.trained(config.master, moments, place, needs=stepped_by.known.needs)
 
 
 def _within_device(
@@ -471,17 +450,8 @@ def lay_out_here(
     """
 
     config, most = _within_device(model, config, device, collectives)
-    dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
-    make_flat_params = partial(
-        flat_params_of_group,
-        optimizers=optimizers,
-        config=config,
-        collectives=collectives,
-        dtype_of=dtype_of,
-        codes=model.codes,
-    )
-    ways = Ways(model, dtype_of, make_flat_params, device, reuses=reuses)
-    placed = partial(_placed, ways, collectives, device, share, most)
+    ways = Ways(model, config, optimizers, device, collectives, reuses=reuses)
+    placed = partial(_placed, ways, share, most)
     if config.nvme_paths != AUTO:
         return config, placed(config, explains=explains)
     left, limit = limits.tightest()
@@ -527,8 +497,6 @@ def lay_out_here(
 
 def _placed(
     ways: Ways,
-    collectives: Collectives,
-    device: Device,
     share: Fraction,
     most: int | None,
     config: Config,
@@ -538,6 +506,7 @@ def _placed(
 ) -> Laid:
     """Lays the model out in the homes of ``config``, and says what that costs. ``most``: the bytes
     of the device, if they are known. Every rank calls this. Raises CapacityError."""
+    collectives, device = ways.collectives, ways.device
     free = free_everywhere(config, collectives, device, share)
     try:
         laid = ways.lay_out(config, free, splits=splits)

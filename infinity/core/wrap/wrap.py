@@ -48,7 +48,7 @@ from .before import Before, MovedRest
 from .changes import Changes
 from .checks import check
 from .described_model import DescribedModel, Unmoved, is_managed, read_model
-from .lay_out import choose_device, lay_out_here, unit_size
+from .lay_out import choose_device, lay_out_here
 from .make_optimizer import make_optimizer
 from .partition import Group
 from .parts import Parts
@@ -166,7 +166,8 @@ def _wrap(
             share=share,
             reuses=isinstance(model, Parts) or ranks.pp_group is not None,
         )
-    groups, flat_params, plan, refuses_window, _ = laid
+
+    refuses_window = laid.refuses_window
 
     def explain(error: CapacityError, *nbytes: Any) -> CapacityError:
         works = partial(refuses_window, *nbytes)
@@ -176,22 +177,23 @@ def _wrap(
     if ranks.data_size > 1 and (device.backend is not None or device.where.type != "cpu"):
         join_device(ranks, mesh, device.backend)
     with collectives.together("allocating"):
-        blocks = _blocks(described, groups)
+        blocks = [
+            (described.modules[block], block) for group in laid.groups for block in group.called
+        ]
         for kind in kinds():
             kind.check_blocks(config, model, blocks)
         units = [
             ParamUnit(place, group.name, own, device)
-            for place, (group, own) in enumerate(zip(groups, flat_params))
+            for place, (group, own) in enumerate(zip(laid.groups, laid.flat_params))
         ]
-        for unit, group in zip(units, groups):
+        for unit, group in zip(units, laid.groups):
             if group.reader is not None:
                 unit.arrival.bring_rows(group.reader.choose)
-        sizes = list(map(unit_size, groups, flat_params))
         engine = build_engine(
             config,
-            plan,
+            laid.plan,
             units,
-            sizes,
+            laid.sizes,
             stepping=len(optimizers) > 0,
             device=device,
             collectives=collectives,
@@ -214,22 +216,17 @@ def _wrap(
             for values in (*before.values, OwnValues(engine.job, optimizers)):
                 values.fill(writer, sent)
         engine.job.store.allocator.await_pages()
-        device.warm(plan.device_window_nbytes)
+        device.warm(laid.plan.device_window_nbytes)
         for unit in units:
             unit.allocate()
         described.read_rest()
         broadcast_rest(described, collectives)
         rest = MovedRest(described, device.where)
         report_unmoved(described)
-    stepping = _commit(described, optimizers, engine, groups, blocks, [unmoved, rest])
+    stepping = _commit(described, optimizers, engine, laid.groups, blocks, [unmoved, rest])
     views.take()
     model.__dict__[RECORD].take_views = views.take
     return stepping
-
-
-def _blocks(model: DescribedModel, groups: list[Group]) -> list[tuple[str, nn.Module]]:
-    """Lists the called modules of the blocks of ``groups``, with their names."""
-    return [(model.modules[block], block) for group in groups for block in group.called]
 
 
 def _commit(
