@@ -56,13 +56,19 @@ class Bulk:
         what: str,
         *,
         homes: Sequence[native.Region | None] = (),
+        in_node: bool = False,
     ) -> Pending | None:
         """Gathers every rank's shard into ``flat``, which has this one's. None: nothing to wait
         for.
 
         ``homes``: the memory that starts with that shard, now or after an update; if all ranks
-        share it, they read the bytes there.
+        share it, they read the bytes there. ``in_node``: only among this machine's ranks, whose
+        shards are larger.
         """
+        if in_node:
+            raw, node = bytes_of(flat), self.ranks.node_group
+            mine = raw.view(node.size, -1)[node.rank]
+            return self._gather(Kind.GATHER_IN_NODE, raw, mine, f"gathering {what} in the node")
         if self.ranks.size == 1:
             return None
         what = f"gathering {what}"
@@ -83,12 +89,6 @@ class Bulk:
             begin = partial(shared.read, homes[0], raw, mine.numel(), what)
             return self._gather(Kind.READ, raw, mine, f"{what} where it lies", begin=begin)
         return self._gather(Kind.GATHER, raw, mine, what)
-
-    def gather_in_node(self, flat: torch.Tensor, what: str) -> Pending:
-        """Gathers among this machine's ranks, whose shards of ``flat`` are larger."""
-        raw = bytes_of(flat)
-        mine = raw.view(self.ranks.node_group.size, -1)[self.ranks.node_group.rank]
-        return self._gather(Kind.GATHER_IN_NODE, raw, mine, f"gathering {what} in the node")
 
     def _gather(
         self,
@@ -160,13 +160,19 @@ class Bulk:
     # --- gradients ---
 
     def reduce(
-        self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]
+        self,
+        flat: torch.Tensor,
+        what: str,
+        done: Callable[[torch.Tensor], None],
+        *,
+        meets: bool = False,
     ) -> Pending:
         """Averages this rank's shard of all ranks' ``flat``, weighed by :attr:`weighing`.
-        The wait passes it, fp32, to ``done``.
-
-        Precondition: after :meth:`agree`, or the next collective of a verified pass.
+        The wait passes it, fp32, to ``done``. ``meets``: meets the ranks first, unless this is the
+        next collective of a verified pass. Without it they have met, or have begun its like.
         """
+        if meets and not self._passes.is_next(what):
+            self._passes.meet_for(what)
         works, start, received = [], time.perf_counter(), flat
         if self.ranks.size > 1:
             received = torch.empty_like(flat)
@@ -206,15 +212,6 @@ class Bulk:
             return None
         first = self.ranks.data_rank - self.ranks.rank
         return self.weighing.weights[first : first + self.ranks.size]
-
-    @property
-    def can_reduce_flags(self) -> bool:
-        """Whether :meth:`reduce_flags`, in the shard group, reaches every rank."""
-        return (
-            self.ranks.size > 1
-            and self.ranks.replicate_group is None
-            and self.ranks.tp_group is None
-        )
 
     def reduce_flags(
         self, flags: Sequence[bool], what: str, done: Callable[[list[bool]], None]

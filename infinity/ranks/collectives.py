@@ -10,33 +10,35 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..core.machine.traffic import Traffic
 from ..errors import ConfigError, InfinityError
 from .bulk import Bulk
 from .channel import HEARING_SECONDS, Channel
-from .comparing import Comparison, compare
+from .comparing import Comparison
 from .kinds import DummyCollectives, bytes_of
 from .parallel_dims import ParallelDims
 from .pass_agreement import PassAgreement, Progress
-from .transfer import Operation, Transfer, all_gather, broadcast, end_groups, exchange_objects
+from .transfer import Transfer, all_gather, broadcast, end_groups, exchange_objects
 
 
 class Collectives:
     """Passes values between the ranks of one job. In a job of one rank each exchange is a no-op.
-    Used from the thread that runs the model."""
+    Used from the thread that runs the model. ``most_flags``: that a sync point of ranks with the
+    same units has room for."""
 
     def __init__(
         self,
         ranks: ParallelDims | None = None,
         traffic: Traffic | None = None,
         progress: Progress | None = None,
+        *,
+        most_flags: int = 0,
     ):
         self.ranks = ranks if ranks is not None else ParallelDims()
         self.traffic = traffic if traffic is not None else Traffic()
@@ -44,6 +46,8 @@ class Collectives:
         self.passes = PassAgreement(self.ranks, self._progress)
         self.bulk = Bulk(self.ranks, self.traffic, self.passes, self._progress)
         self._is_closed = False
+        for channel in self.ranks.unit_places:
+            channel.flags_nbytes = max(channel.flags_nbytes, most_flags)
         if self.ranks.dp_group is not None and self.ranks.ep_size == 1:
             self.ranks.dp_group.collective_trace.dummy_of = DummyCollectives(
                 lambda of_experts: (self.of_experts if of_experts else self).ranks
@@ -69,12 +73,6 @@ class Collectives:
     def _progress_on(self, channel: Channel) -> str:
         """Returns the progress to announce on ``channel``."""
         return self._progress.of_steps if channel is self.ranks.pp_group else str(self._progress)
-
-    def allow_flags(self, count: int) -> None:
-        """Makes room for ``count`` flags at sync points of ranks with the same units. Each passes
-        the same number."""
-        for channel in self.ranks.unit_places:
-            channel.flags_nbytes = max(channel.flags_nbytes, count)
 
     def agree(self, flags: Sequence[int], what: str) -> list[bool]:
         """Returns which of ``flags`` any rank with the same units has set. Every rank of those
@@ -115,44 +113,42 @@ class Collectives:
         raw = self.ranks.place_of(channel).pass_on(what, transfer)
         return raw.view(value.dtype).view(channel.size, *value.shape).to(value.device)
 
-    def least(self, values: Sequence[int], what: str, *, over_stages: bool = False) -> list[int]:
-        """Returns the minimum of each of ``values`` over all ranks with the same units.
-        ``over_stages``: over all ranks."""
-        found = torch.tensor(values, dtype=torch.int64, device="cpu")
-        for channel in self.ranks.channels if over_stages else self.ranks.unit_channels:
-            found = self._from_all(channel, found, what).amin(0)
-        return found.tolist()
+    def assemble(
+        self,
+        out: torch.Tensor,
+        what: str,
+        pieces: Sequence[tuple[int, int]] | None = None,
+        *,
+        over_tensors: bool = False,
+    ) -> torch.Tensor:
+        """Completes contiguous ``out`` from the ranks that have it, in place. ``pieces``: the range
+        of each rank of the shard group, in elements. None: the first data rank has all, or with
+        ``over_tensors`` the first of all ranks with these units."""
+        ranks = self.ranks
+        if pieces is not None:
+            if ranks.size > 1:
+                self._send(ranks.shard_group, out, pieces, f"{what} {self._progress}")
+        elif ranks.data_size > 1 or (over_tensors and ranks.tp_group is not None):
+            flat, tensors = out.detach().view(-1), ranks.tp_group if over_tensors else None
+            sent = flat.cpu()
+            # To the first rank of each tensor part, of each replica, then along the shard group.
+            for channel in filter(None, (tensors, ranks.replicate_group, ranks.shard_group)):
+                self._send(channel, sent, [(0, sent.numel())], what)
+            if sent is not flat:
+                flat.copy_(sent)
+        return out
 
-    def assemble(self, out: torch.Tensor, pieces: Sequence[tuple[int, int]], what: str) -> None:
-        """Completes flat ``out``: each rank broadcasts its range of ``pieces``, in elements by
-        rank, which it has filled."""
-        if self.ranks.size == 1:
-            return
-        group = self.ranks.shard_group.group
+    def _send(
+        self, channel: Channel, out: torch.Tensor, pieces: Sequence[tuple[int, int]], what: str
+    ) -> None:
+        """Broadcasts each rank's range of flat ``out`` to the ranks of ``channel``."""
         parts = [
             (peer, bytes_of(out[begin:end]))
             for peer, (begin, end) in enumerate(pieces)
             if begin < end
         ]
-        transfer = Transfer(lambda: [broadcast(group, raw, peer) for peer, raw in parts])
-        self.ranks.dp_group.pass_on(f"{what} {self._progress}", transfer)
-
-    def broadcast(
-        self, tensor: torch.Tensor, what: str, *, over_tensors: bool = False
-    ) -> torch.Tensor:
-        """Broadcasts contiguous ``tensor`` from the first data rank, in place. ``over_tensors``:
-        from the first of all ranks with these units."""
-        if self.ranks.data_size > 1 or (over_tensors and self.ranks.tp_group is not None):
-            raw = bytes_of(tensor.view(-1))
-            sent, tensors = raw.cpu(), self.ranks.tp_group if over_tensors else None
-            # To the first rank of each tensor part, of each replica, then along the shard group.
-            for channel in (tensors, self.ranks.replicate_group, self.ranks.shard_group):
-                if channel is not None:
-                    transfer = Transfer(partial(_first_to_all, channel.group, sent))
-                    self.ranks.place_of(channel).pass_on(what, transfer)
-            if sent is not raw:
-                raw.copy_(sent)
-        return tensor
+        transfer = Transfer(lambda: [broadcast(channel.group, raw, peer) for peer, raw in parts])
+        self.ranks.place_of(channel).pass_on(what, transfer)
 
     def collect(self, mine: Any, what: str, among: Sequence[Channel] | None = None) -> list[Any]:
         """Gathers every rank's ``mine``, anything picklable. Order: shards, then replicas, then
@@ -164,6 +160,12 @@ class Collectives:
             )
             found = [item for of_one in everyones for item in of_one]
         return found
+
+    def least(self, values: Sequence[int], what: str, *, over_stages: bool = False) -> list[int]:
+        """Returns the minimum of each of ``values`` over all ranks with the same units.
+        ``over_stages``: over all ranks."""
+        among = None if over_stages else self.ranks.unit_channels
+        return [min(each) for each in zip(*self.collect([*values], what, among))]
 
     def compare(
         self,
@@ -209,11 +211,15 @@ class Collectives:
                     other.fail(error)
                 raise
 
-    def barrier(self, what: str, *, wherever: bool = False) -> None:
+    def barrier(
+        self, what: str, *, wherever: bool = False, among: Sequence[Channel] | None = None
+    ) -> None:
         """Blocks until every rank is at ``what``. ``wherever``: ranks may be at different steps,
-        because all state is about to be loaded."""
-        for channel in self.ranks.places:
-            channel.barrier(what if wherever else f"{what} {self._progress_on(channel)}")
+        because all state is about to be loaded. ``among``: only the ranks of these channels, whose
+        errors the others raise later."""
+        for channel in self.ranks.places if among is None else among:
+            with nullcontext() if among is None else self.heard_elsewhere(channel):
+                channel.barrier(what if wherever else f"{what} {self._progress_on(channel)}")
 
     def same(
         self,
@@ -240,21 +246,6 @@ class Collectives:
         else:
             then()
 
-    def warn(self, error: BaseException) -> None:
-        """Reports to the others why this rank does not go on yet. Does not block."""
-        for channel in self.ranks.places:
-            channel.warn(error)
-
-    def meet_stages(self, what: str, *, then: Callable[[], None] = lambda: None) -> None:
-        """Blocks until every stage is at ``what``. Errors are raised on the ranks with the same
-        units, too. ``then``: called as soon as all are known to be there."""
-        if (stages := self.ranks.pp_group) is not None:
-            try:
-                stages.barrier(f"{what} {self._progress_on(stages)}", then=lambda found: then())
-            except InfinityError as error:
-                self.fail_elsewhere(stages, error)
-                raise
-
     def meet_for_step(
         self,
         common: str,
@@ -273,43 +264,57 @@ class Collectives:
         """
         syncs: list[Callable] = []
         if over_stages is not None and (stages := self.ranks.pp_group) is not None:
-            spans = partial(self.spans_over, stages)
-            syncs.append(partial(compare, spans, *over_stages))
+            syncs.append(partial(self._compare, stages, *over_stages))
         if (tensor := self.ranks.tp_group) is not None:
-            spans = partial(self.spans_over, tensor)
-            syncs.append(partial(compare, spans, common, in_common))
+            syncs.append(partial(self._compare, tensor, common, in_common))
         if self.ranks.dp_group is not None:
             syncs.append(partial(self.passes.predict, f"{common}{own}", trace))
         in_turn(syncs, then)  # data ranks last: others' errors are raised before they meet
 
-    def spans_over(
+    def _compare(
         self,
         channel: Channel,
         what: str,
-        values: Sequence[int],
-        *,
-        then: Callable[[list[tuple[int, int]]], None] = lambda spans: None,
+        comparison: Comparison,
+        then: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Makes ``comparison`` over the ranks of ``channel``. Raises UsageError, and does not call
+        ``then``, if the values differ."""
+
+        def go_on(spans: list[tuple[int, int]]) -> None:
+            if comparison.agrees(spans):
+                then()
+
+        with self.heard_elsewhere(channel):
+            comparison.check(self.spans(channel, what, comparison.values(), then=go_on))
+
+    def spans(
+        self, channel: Channel, what: str, values: Sequence[int], **then: Callable
     ) -> list[tuple[int, int]]:
         """Meets the ranks of ``channel`` at ``what``. Returns the minimum and maximum of each of
-        their ``values``. Errors are raised on the other ranks with the same units, too. ``then``:
-        called with the spans as soon as they are known."""
+        their ``values``."""
+        return channel.spans(f"{what} {self._progress_on(channel)}", values, **then)
+
+    @contextmanager
+    def heard_elsewhere(self, channel: Channel) -> Iterator[None]:
+        """Reports an error of the block, which all ranks of ``channel`` raise, to the other ranks
+        with the same units, at their next sync point."""
         try:
-            return channel.spans(f"{what} {self._progress_on(channel)}", values, then=then)
+            yield
         except InfinityError as error:
-            self.fail_elsewhere(channel, error)
+            of_sequences = [self.ranks.cp_group] if self.ranks.cp_group is not None else []
+            for other in (*of_sequences, *reversed(self.ranks.unit_places)):
+                if other is not channel:
+                    other.fail(error)
             raise
 
-    def fail_elsewhere(self, channel: Channel, error: BaseException) -> None:
-        """Reports ``error``, which all ranks of ``channel`` raise, to the other ranks with the same
-        units, at their next sync point."""
-        of_sequences = [self.ranks.cp_group] if self.ranks.cp_group is not None else []
-        for other in (*of_sequences, *reversed(self.ranks.unit_places)):
-            if other is not channel:
-                other.fail(error)
-
-    def report_failure(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, for_now: bool = False) -> None:
         """Reports that this rank cannot go on. Waits up to ``HEARING_SECONDS`` for a rank to
-        receive it: this process may end next."""
+        receive it: this process may end next. ``for_now``: it can later, and this does not wait."""
+        if for_now:
+            for channel in self.ranks.places:
+                channel.warn(error)
+            return
         if all(channel.has_ended for channel in self.ranks.places):
             return  # also if there are none
         for channel in self.ranks.places:
@@ -346,7 +351,3 @@ def in_turn(syncs: Sequence[Callable], then: Callable[[], None]) -> None:
         syncs[-1](then=then)
     else:
         then()
-
-
-def _first_to_all(group: dist.ProcessGroup, tensor: torch.Tensor) -> list[Operation]:
-    return [broadcast(group, tensor, 0)]

@@ -1,8 +1,7 @@
-"""Comparing: compares values over ranks at a sync point, and names those that differ."""
+"""Comparing: compares values over ranks, and names those that differ."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 
@@ -17,16 +16,3 @@ class Comparison(Protocol):
 
     def check(self, spans: list[tuple[int, int]]) -> None:
         """Raises UsageError if the spans show that they differ."""
-
-
-def compare(
-    meet: Callable, what: str, comparison: Comparison, then: Callable[[], None] = lambda: None
-) -> None:
-    """Makes ``comparison`` over ranks by the sync point ``meet``. Raises UsageError, and does not
-    call ``then``, if the values differ."""
-
-    def go_on(spans: list[tuple[int, int]]) -> None:
-        if comparison.agrees(spans):
-            then()
-
-    comparison.check(meet(what, comparison.values(), then=go_on))

@@ -154,6 +154,11 @@ class ParallelDims:
         return self.size > 1 and self.shard == "optimizer"
 
     @property
+    def can_reduce_flags(self) -> bool:
+        """Whether flags that pass within the shard group reach every rank with these units."""
+        return self.size > 1 and self.replicate_group is None and self.tp_group is None
+
+    @property
     def channels(self) -> list[Channel]:
         """The channels that together reach all ranks: shard group, replicas, tensor-parallel group,
         pipeline group."""

@@ -135,12 +135,6 @@ class PassAgreement:
             self._place.collective_trace.end()
         self._is_alone = False
 
-    def meet_before(self, what: str) -> None:
-        """Meets the data ranks before the collective ``what``, unless it is next in a verified
-        pass."""
-        if not self.is_next(what):
-            self.meet_for(what)
-
     def is_next(self, what: str) -> bool:
         """Returns whether the collective ``what`` is next in a verified pass."""
         self.enter()

@@ -40,6 +40,7 @@ def replicas(of: torch.Tensor, monkeypatch) -> Collectives:
     place = SimpleNamespace(
         rank=0, size=2, bulk=None, collective_trace=CollectiveTrace(), finish_sync=lambda: None
     )
+    place.flags_nbytes = 0
     place.lock, place.raise_heard = contextlib.nullcontext(), lambda: None
     return Collectives(ParallelDims(replicate_group=place))
 
@@ -193,7 +194,7 @@ def test_pieces_of_any_length_are_assembled(both):
         def assemble(collectives: Collectives) -> list:
             rank, out = collectives.ranks.rank, torch.zeros(8)
             out[slice(*pieces[rank])] = 1.0 + rank
-            collectives.assemble(out, pieces, "a gradient")
+            collectives.assemble(out, "a gradient", pieces)
             return out.tolist()
 
         return assemble
@@ -201,24 +202,24 @@ def test_pieces_of_any_length_are_assembled(both):
     assert both(work([(0, 3), (3, 8)])) == [[1.0] * 3 + [2.0] * 5] * 2
     assert both(work([(0, 0), (0, 8)])) == [[2.0] * 8] * 2
     alone = torch.ones(2)
-    Collectives().assemble(alone, [(0, 2)], "a gradient")
+    Collectives().assemble(alone, "a gradient", [(0, 2)])
     assert alone.tolist() == [1.0, 1.0]
 
 
 def test_the_first_ranks_tensor_is_everyones(both):
-    assert both(lambda c: c.broadcast(torch.tensor([5 + c.ranks.rank]), "a value").tolist()) == [
+    assert both(lambda c: c.assemble(torch.tensor([5 + c.ranks.rank]), "a value").tolist()) == [
         [5],
         [5],
     ]
     found = both(
-        lambda c: c.broadcast(
+        lambda c: c.assemble(
             torch.tensor([5 + c.ranks.tp_rank]), "a value", over_tensors=True
         ).tolist(),
         axis="tp_group",
     )
     assert found == [[5], [5]]
     assert both(
-        lambda c: c.broadcast(torch.tensor([5 + c.ranks.tp_rank]), "a value").tolist(),
+        lambda c: c.assemble(torch.tensor([5 + c.ranks.tp_rank]), "a value").tolist(),
         axis="tp_group",
     ) == [[5], [6]]
 
@@ -313,6 +314,25 @@ def test_ranks_that_are_at_other_steps_are_told(both):
     assert both(work, axis="pp_group") == ["met"] * 2
 
 
+def test_an_error_of_the_stages_is_raised_on_the_data_ranks_too():
+    """Twins: not on the stages again, and nothing where nothing failed."""
+    told: list[tuple[str, str]] = []
+
+    def place(name: str) -> SimpleNamespace:
+        said = {"fail": lambda error: told.append((name, str(error)))}
+        trace = SimpleNamespace()
+        return SimpleNamespace(rank=0, size=2, flags_nbytes=0, collective_trace=trace, **said)
+
+    data, stages = place("data"), place("stages")
+    collectives = Collectives(ParallelDims(shard_group=data, pp_group=stages))
+    with collectives.heard_elsewhere(stages):
+        pass
+    assert told == []
+    with pytest.raises(UsageError), collectives.heard_elsewhere(stages):
+        raise UsageError("differs")
+    assert told == [("data", "differs")]
+
+
 @pytest.mark.parametrize("agree", [True, False])
 def test_a_step_of_parts_is_written_down_only_where_they_have_the_same(agree):
     """Where no data ranks meet behind them: as soon as the spans are known, before the meeting
@@ -320,6 +340,8 @@ def test_a_step_of_parts_is_written_down_only_where_they_have_the_same(agree):
     told: list[str] = []
 
     class Place:
+        flags_nbytes = 0
+
         def spans(self, what: str, values: list[int], then: Callable) -> list[tuple[int, int]]:
             then([(1, 1 if agree else 2)])
             told.append("met")

@@ -31,7 +31,7 @@ WORDS = {
 }
 # What was reached. A change may lower a number, and raises none.
 MOST_IMPORTS, MOST_PAIRS, MOST_WALKS = 0, 25, 29
-MOST_TOKENS = {"core": 167_733, "ranks": 19_633, "files": 7_214}
+MOST_TOKENS = {"core": 167_701, "ranks": 19_500, "files": 7_214}
 WALKS = re.compile(
     r"\b(?:named_)?(?:modules|parameters|children|buffers)\((?:remove_duplicate=\w+)?\)"
 )

@@ -215,10 +215,10 @@ class Reducer:
             return
         mine = [(unit, *span) for unit, spans in self._own_spans().items() for span in spans]
         what = "the order of gradients"
-        count = self._collectives.broadcast(torch.tensor(len(mine), device="cpu"), what).item()
+        count = self._collectives.assemble(torch.tensor(len(mine), device="cpu"), what).item()
         table = torch.tensor((mine + [(0, 0, 0)] * count)[:count], device="cpu").view(count, 3)
         self._spans = {}
-        for index, start, end in self._collectives.broadcast(table, what).tolist():
+        for index, start, end in self._collectives.assemble(table, what).tolist():
             self._spans.setdefault(index, []).append((start, end))
         self._order = _order_of(self._by_index, self._spans)
         used = (unit for unit in self._order if unit.index in self._spans and not unit.is_shared)
@@ -261,12 +261,11 @@ class Reducer:
         self._got |= {handle for handle in handles if handle.index in got}
         flags = [*(handle.index in got for handle in handles), unit not in self._ready]
         early = self._decides_early() or self._in_buckets  # each lands once it is known
-        if early and not self._collectives.bulk.can_reduce_flags:
+        if early and not self._ranks.can_reduce_flags:
             *anywhere, incomplete = self._collectives.agree(flags, what)
             wanted = [handle for handle, is_wanted in zip(handles, anywhere) if is_wanted]
             self._reduce(unit, flat_param, got, wanted, what, decided=True)
             return not incomplete
-        self._collectives.passes.meet_before(what)
         self._reduce(unit, flat_param, got, handles, what, flags=flags if early else ())
         return early
 
@@ -311,7 +310,9 @@ class Reducer:
         for begin in range(0, numel, most):
             given = rows[:, begin : begin + most].reshape(-1)
             said = f"{what} from {begin}" if begin else what
-            pending = flat_param.collectives.bulk.reduce(given, said, partial(done, given, begin))
+            pending = flat_param.collectives.bulk.reduce(
+                given, said, partial(done, given, begin), meets=not (decided or begin)
+            )
             self._finish()
             self._pending.append(pending)
             if flags and not begin:

@@ -261,7 +261,7 @@ class GradValues:
         pieces = [(begin - place.offset, end - place.offset) for begin, end in spans]
         begin, end = pieces[flat_param.ranks.rank]
         out[begin:end] = self._arrived_shard(handle)
-        flat_param.collectives.assemble(out, pieces, f"reading the gradient of {handle.name}")
+        flat_param.collectives.assemble(out, f"reading the gradient of {handle.name}", pieces)
         return out.to(self.device.where).as_strided(place.shape, place.stride)
 
     def _norm_over_ranks(self, handle: ParamHandle, order: float) -> torch.Tensor:

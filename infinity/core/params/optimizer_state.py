@@ -228,7 +228,8 @@ class OptimizerState:
         handles = list(map(handle_of, self._params_of(state_dict).values()))
         loaded = set(of_masters["loaded"])
         everywhere = self._context.collectives.least(
-            [handle.name in loaded for handle in handles], "masters that were loaded"
+            [handle.name in loaded for handle in handles],
+            "masters that were loaded",
         )
         for handle, whole in zip(handles, everywhere):
             handle.has_loaded_master = bool(whole)

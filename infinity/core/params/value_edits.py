@@ -89,7 +89,7 @@ class ValueEdits(Source):
         # Optimizer state was loaded first: it may include this value's master.
         if handle.has_loaded_master:
             holds = handle.flat_param.holds(self._store, handle.index, value)
-            is_there = bool(self._collectives.least([holds], f"setting {handle.name}")[0])
+            (is_there,) = self._collectives.least([holds], f"setting {handle.name}")
 
         def change() -> None:
             if not is_there:

@@ -138,7 +138,9 @@ class Engine:
             listener()
         self.recover(finishing=not repairing)
         if (error := self.uses.halted_error()) is not None and not repairing:
-            self.job.collectives.warn(error)  # so that other ranks do not wait for this one
+            self.job.collectives.fail(
+                error, for_now=True
+            )  # so that other ranks do not wait for this one
             raise error
         for listener in () if repairing else self.job.events.use_ready:
             listener()

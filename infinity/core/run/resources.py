@@ -53,7 +53,7 @@ def make_store(
         device=device,
         rank=ranks.world_rank % ranks.local_size,
         ranks=ranks.local_size,
-        on_failure=collectives.report_failure,
+        on_failure=collectives.fail,
     )
 
 

@@ -172,21 +172,19 @@ class StepInputs:
         if not (differing := self._differing(spans)):
             return
         name, collectives = differing[0], self._context.collectives
-        stages = collectives.ranks.pp_group
-        mine = collectives.ranks.world_rank, self._over_stages()[name]
+        ranks = collectives.ranks
+        mine = ranks.world_rank, self._over_stages()[name]
         have = [
             (rank, number)
-            for rank, number in collectives.collect(mine, "what differs at a step", [stages])
+            for rank, number in collectives.collect(mine, "differences at a step", [ranks.pp_group])
             if number is not None
         ]
         first = have[0]
         # The difference may be gone by now
         other = next((each for each in have if each[1] != first[1]), have[-1])
-        error = UsageError(
+        raise UsageError(
             f"step(): {name} of rank {first[0]} and of rank {other[0]} differ. {REMEDIES[name]}"
         )
-        collectives.fail_elsewhere(stages, error)
-        raise error
 
 
 def _digest(value: Any) -> str:

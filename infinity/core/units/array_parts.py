@@ -39,7 +39,7 @@ class ArrayParts:
                 first, last = self._layout.own(name)
                 out[first:last] = store.read(arrays[name], 0, last - first)
                 self._collectives.assemble(
-                    out, pieces, f"reading {name} of {self._names[0]} and its unit"
+                    out, f"reading {name} of {self._names[0]} and its unit", pieces
                 )
                 self._assembled[name] = out
             yield
@@ -67,7 +67,7 @@ class ArrayParts:
             low, high = layout.own(name, rank)
             low, high = max(begin, low), min(end, high)
             pieces.append((low - begin, max(low, high) - begin))
-        self._collectives.assemble(out, pieces, f"reading {name} of {self._names[index]}")
+        self._collectives.assemble(out, f"reading {name} of {self._names[index]}", pieces)
         return out
 
     def write(

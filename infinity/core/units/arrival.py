@@ -238,14 +238,12 @@ class Arrival:
         """Gathers the other ranks' shards, after this rank's copy, on the same queue."""
         for i, (flat_param, flat) in enumerate(zip(self._flat_params, self._buffers.flats)):
             what = f"{self._name} ({i})"
-            if in_node:
-                pending = self._collectives.bulk.gather_in_node(flat, what)
-            else:
-                pending = self._collectives.bulk.gather(
-                    bytes_of(flat) if flat_param.spec.exact else flat,
-                    what,
-                    homes=flat_param.homes.weight_regions,
-                )
+            pending = self._collectives.bulk.gather(
+                bytes_of(flat) if flat_param.spec.exact else flat,
+                what,
+                homes=flat_param.homes.weight_regions,
+                in_node=in_node,
+            )
             if pending is not None:
                 self._pending.append(pending)
                 if pending.borrowed is not None:

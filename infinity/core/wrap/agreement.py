@@ -233,7 +233,7 @@ def broadcast_rest(model: DescribedModel, collectives: Collectives) -> None:
         ):
             overwrite(
                 tensor,
-                collectives.broadcast(
+                collectives.assemble(
                     tensor.detach().clone(memory_format=torch.contiguous_format), name
                 ),
             )

@@ -35,7 +35,7 @@ class HomeWriter:
     def send(self, param: nn.Parameter, begin: int, values: torch.Tensor, *, drawn: bool) -> None:
         flat_param, index = self._places[param]
         if drawn:  # each rank has values of its own, such as random ones
-            values = self._collectives.broadcast(
+            values = self._collectives.assemble(
                 values.clone(), "the initial values", over_tensors=True
             )
         if is_plain(param):
@@ -145,4 +145,4 @@ def _of_first_rank(collectives: Collectives, tensor: torch.Tensor, what: str) ->
     local = local_of(tensor)
     if collectives.ranks.data_size == 1:
         return local
-    return collectives.broadcast(local.detach().clone(memory_format=torch.contiguous_format), what)
+    return collectives.assemble(local.detach().clone(memory_format=torch.contiguous_format), what)

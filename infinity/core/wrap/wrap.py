@@ -145,8 +145,7 @@ def _wrap(
     for kind in kinds():
         ranks = kind.describe_ranks(config, ranks)
     ranks = join_node(ranks, mesh) if config.shard_in_node else ranks
-    collectives = Collectives(ranks, traffic)
-    collectives.allow_flags(2 * len(described.params) + 1)
+    collectives = Collectives(ranks, traffic, most_flags=2 * len(described.params) + 1)
     with collectives.together("finding what stays where it is"):
         named = [p for kind in kinds() for p in kind.unmoved(described, given, config, ranks)]
         unmoved = Unmoved(named)

@@ -176,11 +176,12 @@ class InCommon(Extension):
         ``given``, or drew different random numbers. Every rank calls this, and waits for the
         others."""
         collectives = self._collectives
-        spans = collectives.spans_over(
-            self._channel, what, [number_of(given), number_of(self._draws.drawn)]
-        )
-        if any(least != most for least, most in spans):
-            self._refuse(what, given if spans[0][0] != spans[0][1] else {})
+        with collectives.heard_elsewhere(self._channel):
+            spans = collectives.spans(
+                self._channel, what, [number_of(given), number_of(self._draws.drawn)]
+            )
+            if any(least != most for least, most in spans):
+                self._refuse(what, given if spans[0][0] != spans[0][1] else {})
         self._draws.forget()
 
     def _takes_parts(self, root: torch.nn.Module) -> bool:
@@ -250,7 +251,7 @@ class InCommon(Extension):
         if drawn:
             self._refuse("a step", {})
         if losses:
-            self._raise(
+            raise UsageError(
                 "a step: the gradient of what the model gives differs between ranks with parts of"
                 f" the same tensors, though the model gives the same on all of them. {SAME_LOSS}"
             )
@@ -301,10 +302,10 @@ class InCommon(Extension):
                             f"{name} is {firsts.get(name, 'absent')} on rank {first} and"
                             f" {theirs.get(name, 'absent')} on rank {rank}"
                         )
-                        self._raise(
+                        raise UsageError(
                             f"{what}: {told}, though they have parts of the same tensors. {remedy}"
                         )
-        self._raise(
+        raise UsageError(
             f"{what}: ranks with parts of the same tensors reached this call"
             " with different inputs, but no difference can be named"
         )
@@ -322,7 +323,7 @@ class InCommon(Extension):
         name, (off, rank) = max(
             apart.items(), key=lambda item: item[1], default=("a parameter", (0.0, first))
         )
-        self._raise(
+        raise UsageError(
             f"a step: the gradient of {name}, which ranks {first} and {rank} have whole, differs"
             f" between them by {off:.3g} of its norm, though they have parts of the same tensors."
             f" {SAME_LOSS}"
@@ -333,11 +334,6 @@ class InCommon(Extension):
         return collectives.collect(
             (collectives.ranks.world_rank, mine), f"what differs at {what}", [self._channel]
         )
-
-    def _raise(self, text: str) -> NoReturn:
-        error = UsageError(text)
-        self._collectives.fail_elsewhere(self._channel, error)
-        raise error
 
     # --- readings ---
 

@@ -194,7 +194,8 @@ def _compare(
     said = (
         f"a step of {type(schedule).__name__}, {kind}, of {count} stages with {parts} micro-batches"
     )
-    job.collectives.meet_stages(said)
+    if (of_stages := job.ranks.pp_group) is not None:
+        job.collectives.barrier(said, among=[of_stages])
     if (common := job.find(InCommon)) is not None:
         common.compare_batch(said, args, kwargs)
 
@@ -207,7 +208,7 @@ def _refuse_cut_short(schedule: Any, job: Job) -> None:
             " stages over a new process group (torch.distributed.new_group) and a schedule of them,"
             " on all ranks, and attach that; infinity.parallel.pipeline does so itself."
         )
-        job.collectives.warn(error)  # others may wait in the comparison of batches
+        job.collectives.fail(error, for_now=True)  # others may wait in the comparison of batches
         raise error
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -40,20 +40,21 @@ class Sequences(Extension):
         given = {"the mode": mode_of(root, self._device)} | {
             name: shape_of(tensor) for name, tensor in named
         }
-        spans = self._collectives.spans_over(self._channel, "a forward", [number_of(given)])
-        if spans[0][0] == spans[0][1]:
-            return
+        with self._collectives.heard_elsewhere(self._channel):
+            spans = self._collectives.spans(self._channel, "a forward", [number_of(given)])
+            if spans[0][0] != spans[0][1]:
+                self._refuse(given)
+
+    def _refuse(self, given: dict[str, Any]) -> NoReturn:
         mine = self._collectives.ranks.world_rank, given
         (first, firsts), *others = self._collectives.collect(
             mine, "what differs at a forward", [self._channel]
         )
         rank, theirs = next((rank, theirs) for rank, theirs in others if theirs != firsts)
         name = next(name for name in {**firsts, **theirs} if firsts.get(name) != theirs.get(name))
-        error = UsageError(
+        raise UsageError(
             f"a forward: {name} is {firsts.get(name, 'absent')} on rank {first} and"
             f" {theirs.get(name, 'absent')} on rank {rank}, though they have parts of the same"
             " sequences. Give all ranks of one coordinate of the other data axes parts of one"
             " batch, of equal lengths."
         )
-        self._collectives.fail_elsewhere(self._channel, error)
-        raise error

@@ -40,7 +40,7 @@ def fetch(
     if low < high:
         store.read(flat_param.weight, first + low, first + high, out=out[low:high])
     start = time.perf_counter()
-    flat_param.collectives.assemble(out, pieces, f"bringing {what}")
+    flat_param.collectives.assemble(out, f"bringing {what}", pieces)
     if flat_param.ranks.size > 1:
         nbytes = (out.numel() - high + low) * out.itemsize
         store.traffic.received("all-gather", nbytes, what, start)

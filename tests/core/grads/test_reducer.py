@@ -40,9 +40,7 @@ class Collectives:
             "keeps_weights": shard != "parameters",
             "keeps_gradients": shard == "optimizer",
         }
-        self.ranks = SimpleNamespace(rank=rank, size=2, data_size=2, **keeps)
-
-    can_reduce_flags = True
+        self.ranks = SimpleNamespace(rank=rank, size=2, data_size=2, can_reduce_flags=True, **keeps)
 
     @property
     def passes(self) -> Collectives:
@@ -56,21 +54,20 @@ class Collectives:
     def is_next(self, what: str) -> bool:
         return False
 
-    def meet_before(self, what: str) -> None:
-        self._pair.exchange(self._rank, what, None)
-
     def agree(self, flags: list, what: str) -> list[bool]:
         return [
             any(both)
             for both in zip(*self._pair.exchange(self._rank, what, list(flags)), strict=True)
         ]
 
-    def broadcast(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
+    def assemble(self, tensor: torch.Tensor, what: str) -> torch.Tensor:
         return self._pair.exchange(self._rank, what, tensor)[0]
 
     def reduce(
-        self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None]
+        self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None], *, meets: bool
     ) -> Pending:
+        if meets:
+            self._pair.exchange(self._rank, what, None)
         total = sum(self._pair.exchange(self._rank, what, flat.clone()))
         own = total.view(2, -1)[self._rank] / 2
         return Pending([], what, lambda: done(own))

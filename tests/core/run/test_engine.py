@@ -163,7 +163,7 @@ def test_a_halted_job_is_told_to_the_other_ranks_and_refused():
     engine.recover = lambda *, finishing: log.append(("recover", finishing))
     with pytest.raises(UsageError, match="lost") as refused:
         engine.prepare(False)
-    assert log == [("recover", True), ("warn", refused.value)]
+    assert log == [("recover", True), ("fail", refused.value, True)]
     log.clear()
     engine.prepare(True)
     assert log == [("recover", False), ("lents.begin_use", True)]

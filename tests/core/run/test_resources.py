@@ -190,7 +190,7 @@ def test_a_store_is_made_as_the_config_and_the_ranks_say(swap):
     """With checksums or without; a failed disk is told to the other ranks."""
     told, traffic = [], Traffic()
     collectives = SimpleNamespace(
-        ranks=SimpleNamespace(world_rank=5, local_size=4), report_failure=told.append
+        ranks=SimpleNamespace(world_rank=5, local_size=4), fail=told.append
     )
     for checksums, is_checked in ((True, True), (False, False), ("sampled", True)):
         config = infinity.Config(nvme_paths=[str(swap)], checksums=checksums)

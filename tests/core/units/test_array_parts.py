@@ -71,7 +71,7 @@ def test_every_rank_says_which_elements_of_a_part_each_has():
     asked = []
     for rank in range(2):
         case = Case(rank)
-        case.told.assemble = lambda out, pieces, what: asked.append((out.numel(), pieces))
+        case.told.assemble = lambda out, what, pieces: asked.append((out.numel(), pieces))
         for index in range(3):
             case.read("weight", index)
     first, second, third = (
@@ -136,7 +136,7 @@ def test_whole_gradients_are_assembled_of_each_ranks_own():
     """Method: gradients that every rank has whole, of which the last rank's counts."""
     case = Case(0, shard="optimizer")
     asked = []
-    case.told.assemble = lambda out, pieces, what: asked.append((out.clone(), pieces))
+    case.told.assemble = lambda out, what, pieces: asked.append((out.clone(), pieces))
     with case.parts.assembling(case.store, ["grad"]):
         pass
     ((out, pieces),) = asked

@@ -92,12 +92,8 @@ class Bulk:
     def __init__(self, said: Said):
         self.said, self.asked, self.pending = said, [], {}
 
-    def gather(self, flat, what, *, homes):
-        self.asked.append((flat, what, homes))
-        return self.pending.get(what)
-
-    def gather_in_node(self, flat, what):
-        self.asked.append((flat, what, "in node"))
+    def gather(self, flat, what, *, homes, in_node):
+        self.asked.append((flat, what, "in node" if in_node else homes))
         return self.pending.get(what)
 
     def drop_lost(self) -> None:

@@ -102,7 +102,7 @@ def test_a_schedule_is_refused_after_an_exception_between_its_messages(monkeypat
     def complains() -> None:
         raise ValueError("arguments")
 
-    engine = SimpleNamespace(collectives=SimpleNamespace(warn=lambda error: None))
+    engine = SimpleNamespace(collectives=SimpleNamespace(fail=lambda error, for_now: None))
     for work, ranks, is_refused in (
         (_step_microbatches, 2, True),
         (complains, 2, False),

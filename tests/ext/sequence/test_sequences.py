@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pair
@@ -105,9 +106,16 @@ def test_without_parts_of_sequences_nothing_is_compared():
 def test_other_ranks_with_these_units_are_told_too(begin, monkeypatch):
     """Twin: nobody is, where nothing differs."""
     told: list[str] = []
-    monkeypatch.setattr(
-        Collectives, "fail_elsewhere", lambda self, channel, error: told.append(str(error))
-    )
+
+    @contextmanager
+    def heard(self: Collectives, channel: object) -> Iterator[None]:
+        try:
+            yield
+        except UsageError as error:
+            told.append(str(error))
+            raise
+
+    monkeypatch.setattr(Collectives, "heard_elsewhere", heard)
     begin(of(SHORT), of(SHORT))
     assert told == []
     errors, _ = begin(of(SHORT), of(LONG))

@@ -84,7 +84,7 @@ class Told:
     def __post_init__(self) -> None:
         self.ranks = ParallelDims(rank=self.rank, size=self.size, shard=self.shard)
 
-    def assemble(self, out: torch.Tensor, pieces: list[tuple[int, int]], what: str) -> None:
+    def assemble(self, out: torch.Tensor, what: str, pieces: list[tuple[int, int]]) -> None:
         self.meetings.append(what)
         assert len(pieces) == self.size
         assert out.numel() == max(end for begin, end in pieces if begin < end)

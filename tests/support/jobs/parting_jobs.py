@@ -316,7 +316,7 @@ def goes_back(how: str, zeros: bool = False, counts_on: bool = False) -> dict[st
 
 STRUCK = {  # what lies between a meeting and the collectives that it is for
     "bulk": {"_gather", "_start", "_go_on_with", "reduce", "reduce_flags"},
-    "pass_agreement": {"meet_before", "meet_for"},
+    "pass_agreement": {"is_next", "meet_for"},
     "kinds": {"begin", "count_begun", "describe", "bytes_of", "_group_of"},
     "sync_point": {"wait", "_flags_of"},
     "collective_trace": {"expect", "start", "_note"},
