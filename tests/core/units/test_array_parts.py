@@ -178,7 +178,7 @@ def test_a_part_is_written_as_far_as_it_is_at_home_here(rank, size):
         assert torch.equal(case.arrays["weight"].flat, expected[first:last])
         case.arrays["weight"].flat.copy_(whole("weight")[first:last])
     assert len(case.store.writes) == (3 if size == 1 else 2)
-    assert {(each.version, each.stays) for each in case.store.writes} == {(4, False)}
+    assert {(each.version, each.stable) for each in case.store.writes} == {(4, False)}
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_a_part_is_written_as_far_as_it_is_at_home_here(rank, size):
 def test_some_elements_of_a_part_are_written_from_where_they_begin(rank, begin, numel, written):
     """By hand: the second parameter is at 128, and rank 1 begins at 4096."""
     case, values = Case(rank), -torch.arange(1.0, numel + 1)
-    case.parts.write(case.store, "weight", 1, values, version=1, begin=begin, stays=True)
+    case.parts.write(case.store, "weight", 1, values, version=1, begin=begin, stable=True)
     expected = whole("weight")
     expected[128 + begin : 128 + begin + numel] = values
     first, last = case.flat_param.layout.own("weight")
