@@ -111,7 +111,7 @@ class GradientBank:
         value = self.assigned.plain_of(handle, value)
         if value is record.shown or self.assigned.is_assigned(handle, value):
             return
-        given, part = value, part_of(handle.param, value.detach(), f"{handle.name}.grad")
+        assigned, part = value, part_of(handle.param, value.detach(), f"{handle.name}.grad")
         value = part.clone()
         # Compared over the ranks that share it: with an ep axis each rank has other experts.
         handle.flat_param.collectives.same(
@@ -125,7 +125,7 @@ class GradientBank:
         with self.store.guard:
             handle.flat_param.homes.wait_running()
             self.values.put(handle, value)
-        self.assigned.watch(handle, given, part)
+        self.assigned.watch(handle, assigned, part)
 
     def average(self, of: Callable[[FlatParam], bool] = lambda flat: True) -> None:
         """Settles assigned tensors, then averages gradients that wait for it, of the flat params
@@ -404,8 +404,8 @@ def _check_value(handle: ParamHandle, value: object) -> None:
         wanted,
         handle.flat_param.spec.dtype,
     ):
-        found = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
-        raise UsageError(f"{handle.name}.grad must be None or a tensor of {wanted}, not {found}")
+        actual = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
+        raise UsageError(f"{handle.name}.grad must be None or a tensor of {wanted}, not {actual}")
     if value.shape != handle.param.shape:
         raise UsageError(
             f"{handle.name}.grad: a gradient of shape {tuple(value.shape)} for another shape"

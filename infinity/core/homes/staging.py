@@ -186,8 +186,8 @@ class Staging:
 
     def collect(self, *, wait: bool = False) -> bool:
         """Releases slots that are no longer read (``wait``: at least one). Returns whether any."""
-        found = False
-        while self._returning and (self._returning[0][0].done or (wait and not found)):
+        collected = False
+        while self._returning and (self._returning[0][0].done or (wait and not collected)):
             event, slots = self._returning.popleft()
             try:
                 event.wait()
@@ -195,8 +195,8 @@ class Staging:
                 pass  # raised where its bytes are waited for, not where a slot is taken
             for slot in slots:
                 slot.release()
-            found = True
-        return found
+            collected = True
+        return collected
 
     def forget(self) -> None:
         """Forgets slots on their way back, once no transfer uses the pool."""

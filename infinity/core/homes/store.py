@@ -57,8 +57,8 @@ class Guard:
         # Blocks around the one that failed have told of it.
         if self.failure is None and isinstance(error, (StorageError, CorruptionError)):
             # Made anew each time: the error's traceback would keep the model alive.
-            kind, given, *_ = error.__reduce__()
-            self.failure = partial(kind, *given)
+            kind, args, *_ = error.__reduce__()
+            self.failure = partial(kind, *args)
             self.on_failure(error)
 
 

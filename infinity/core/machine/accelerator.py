@@ -172,8 +172,8 @@ class Accelerator(Device):
         end.record(stream)
         if transfer is not None:
             self.traffic.edges[transfer.edge].nbytes += transfer.nbytes
-            given = transfer.edge, transfer.nbytes, transfer.what
-            count = partial(self.traffic.copied, *given, is_counted=True)
+            copied = transfer.edge, transfer.nbytes, transfer.what
+            count = partial(self.traffic.copied, *copied, is_counted=True)
             self._clock.add(start, end, count)
         return _DeviceEvent(end, self.streams)
 
@@ -326,11 +326,11 @@ def make_device(where: torch.device, traffic: Traffic) -> Device:
             f"device {where} is AMD's, by ROCm, for which there are no kernels and no registered"
             " host memory here. Compute on the processor: Config(device='cpu')"
         )
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if found is None or found.type != where.type:
+    current = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if current is None or current.type != where.type:
         reason = native.cuda_driver()[1] if where.type == "cuda" else ""
         raise ConfigError(
             f"there is no device {where} here: torch {torch.__version__} finds"
-            f" {found or 'no accelerator'}{reason and f'; {reason}'}"
+            f" {current or 'no accelerator'}{reason and f'; {reason}'}"
         )
     return Accelerator(where, traffic)

@@ -51,8 +51,8 @@ class CardMemory:
         if not hasattr(module, "memory_allocated"):
             return free
         # What the driver has given out, or what lives if all else counts as free
-        given = self._reserved_nbytes() or module.memory_allocated(self._where)
-        return max(0, free + given - module.max_memory_allocated(self._where))
+        reserved = self._reserved_nbytes() or module.memory_allocated(self._where)
+        return max(0, free + reserved - module.max_memory_allocated(self._where))
 
     def note_cached(self, nbytes: int) -> None:
         """Notes that the allocator now caches ``nbytes``."""

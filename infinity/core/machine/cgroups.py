@@ -41,21 +41,21 @@ def read(file: Path) -> str:
     """Reads ``file`` of the kernel: every wrap reads some thirty. Raises OSError."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        found = b""
+        content = b""
         while part := os.read(descriptor, 1 << 16):
-            found += part
+            content += part
     finally:
         os.close(descriptor)
-    return found.decode()
+    return content.decode()
 
 
 def number(file: Path) -> int | None:
     """Reads the number in ``file``; None for "max", v1's number for it, or a missing file."""
     try:
-        found = int(read(file))
+        limit = int(read(file))
     except (OSError, ValueError):
         return None
-    return found if found < V1_UNLIMITED else None
+    return limit if limit < V1_UNLIMITED else None
 
 
 def table(file: Path) -> dict[str, int]:

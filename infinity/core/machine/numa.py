@@ -15,7 +15,7 @@ SYSFS = "/sys/devices/system/node"
 
 def nodes(root: str | os.PathLike = SYSFS) -> list[set[int]]:
     """Lists the processors of every node that has any, in order; empty if unknown."""
-    found = []
+    processors = []
     for path in sorted(
         Path(root).glob("node[0-9]*"), key=lambda path: int(path.name.removeprefix("node"))
     ):
@@ -24,8 +24,8 @@ def nodes(root: str | os.PathLike = SYSFS) -> list[set[int]]:
         except OSError:
             continue
         if listed:
-            found.append(parse(listed))
-    return found
+            processors.append(parse(listed))
+    return processors
 
 
 def parse(listed: str) -> set[int]:

@@ -81,15 +81,15 @@ def for_checksums() -> int:
 def _quotas(root: Path, own: Path) -> list[float]:
     """Returns the quota of each control group above this process, in processors."""
     first, second = cgroups.folders("cpu", root, own)
-    found = [quota for folder in second if (quota := _ratio(folder / "cpu.max"))]
+    quotas = [quota for folder in second if (quota := _ratio(folder / "cpu.max"))]
     for folder in first:
         quota, period = (
             cgroups.number(folder / "cpu.cfs_quota_us"),
             cgroups.number(folder / "cpu.cfs_period_us"),
         )
         if quota and period and quota > 0:
-            found.append(quota / period)
-    return found
+            quotas.append(quota / period)
+    return quotas
 
 
 def _ratio(file: Path) -> float | None:

@@ -99,13 +99,13 @@ def refuse_without_bytes(what: str, *, transforms: bool = True) -> None:
     without the engine. ``transforms``: also if a transform saves tensors for its backward."""
     if not count_dispatch_modes() and innermost_transform() is None and tracing_state() is None:
         return
-    if (found := _without_bytes(transforms)) is not None:
+    if (mode := _without_bytes(transforms)) is not None:
         instead = mistakes.advice() or (
             "Do it with the model before wrap_model, or with another one on torch.device('meta')"
             " that is not wrapped."
         )
         raise UsageError(
-            f"{what} of a wrapped model under {found}: its weights come from home, which is not"
+            f"{what} of a wrapped model under {mode}: its weights come from home, which is not"
             f" done there. {instead}"
         )
 

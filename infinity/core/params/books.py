@@ -122,15 +122,15 @@ class OptimizerBooks(Shown, defaultdict):
         """Replaces all state, as ``optimizer.state = state`` does."""
         if state is self:
             return
-        given = {
+        entries = {
             key: dict(value) if isinstance(value, Mapping) else value
             for key, value in state.items()
         }
-        for key, value in given.items():
+        for key, value in entries.items():
             if (handle := self._handle(key)) is not None:
                 self.at_home.check(handle, value)
         self.clear()
-        self.update(given)
+        self.update(entries)
 
     def _handle(self, key: Any) -> ParamHandle | None:
         """Returns the handle of a parameter that is stepped; None for any other key."""
@@ -157,12 +157,12 @@ class OptimizerBooks(Shown, defaultdict):
 
     def own_values(self) -> dict[Any, Any]:
         """Returns copies of the values that are not at home, with the user's own keys."""
-        found = ((key, dict.__getitem__(self, key)) for key in dict.__iter__(self))
+        entries = ((key, dict.__getitem__(self, key)) for key in dict.__iter__(self))
         return {
             key: {name: _copied(each) for name, each in value.own.items()}
             if isinstance(value, StateEntry)
             else value
-            for key, value in found
+            for key, value in entries
         }
 
     def own_of(self, param: torch.nn.Parameter) -> dict[Any, Any]:

@@ -144,12 +144,12 @@ class BorrowedState:
         }
         common, own = self._edits.get(handle, (b"", b""))
         for name, value in values.items():
-            told = checksum_of(local_of(value)).to_bytes(4)
+            checksum = checksum_of(local_of(value)).to_bytes(4)
             common += name.encode()
             if name == STEP or is_plain(handle.param):
-                common += told
+                common += checksum
             else:
-                own = hashlib.blake2b(own + told, digest_size=16).digest()
+                own = hashlib.blake2b(own + checksum, digest_size=16).digest()
         self._edits[handle] = hashlib.blake2b(common, digest_size=16).digest(), own
         self._journal.carry_out(partial(self._write, handle, values, then))
 

@@ -165,8 +165,8 @@ def _running(frame: FrameType | None) -> Iterator[tuple[str, bool]]:
     for _ in range(DEEPEST):
         if frame is None:
             return
-        if (found := _known(frame.f_code)) is not None:
-            yield found
+        if (known := _known(frame.f_code)) is not None:
+            yield known
         frame = frame.f_back
 
 

@@ -87,13 +87,13 @@ class OptimizerState:
             masters = lends and flat_param.hides_bits
             with flat_param.assembling_state(store, arrays, masters=masters):
                 state |= {indices[param]: self._read_one(param, lends=lends) for param in params}
-        found = {index: state[index] for index in sorted(state) if state[index]}
+        entries = {index: state[index] for index in sorted(state) if state[index]}
         for key, own in books.own_values().items():
             if key not in indices:
-                found[key] = own
+                entries[key] = own
             else:
-                found[indices[key]] = found.get(indices[key], {}) | own
-        return {"state": found, "param_groups": groups}
+                entries[indices[key]] = entries.get(indices[key], {}) | own
+        return {"state": entries, "param_groups": groups}
 
     def _moments_at(self, flat_param: FlatParam) -> dict[str, str]:
         """Returns the moments that the parameters of ``flat_param`` have."""
@@ -119,17 +119,17 @@ class OptimizerState:
 
     def _read_one(self, param: torch.Tensor, *, lends: bool) -> dict[str, torch.Tensor]:
         handle, store = handle_of(param), self._context.store
-        found = {}
+        entry = {}
         if self.moments and self._known.counts_steps:
-            found[STEP] = torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")
+            entry[STEP] = torch.tensor(float(handle.step), dtype=torch.float32, device="cpu")
         for name, array in self._moments_at(handle.flat_param).items():
-            found[name] = like(param, handle.flat_param.read_moment(store, array, handle.index))
+            entry[name] = like(param, handle.flat_param.read_moment(store, array, handle.index))
         if lends and handle.flat_param.hides_bits:
-            found[MASTER] = like(param, handle.flat_param.read_master(store, handle.index))
-        for name, value in found.items() if lends else ():
+            entry[MASTER] = like(param, handle.flat_param.read_master(store, handle.index))
+        for name, value in entry.items() if lends else ():
             state = StateSource(self._context.borrowed, self.moments.get(name, name))
             self._context.lents.lend(MASTERS if name == MASTER else state, handle, value)
-        return found
+        return entry
 
     def check(self, state_dict: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns the groups after loading ``state_dict``. Raises UsageError if it does not fit.
@@ -178,13 +178,13 @@ class OptimizerState:
 
     def _params_of(self, state_dict: dict[str, Any]) -> dict[int, torch.Tensor]:
         """Maps the indices of ``state_dict`` to our parameters at home."""
-        found = self._all_params_of(state_dict).items()
-        return {index: param for index, param in found if handle_of(param) is not None}
+        params = self._all_params_of(state_dict).items()
+        return {index: param for index, param in params if handle_of(param) is not None}
 
     def by_number(self, state_dict: dict[str, Any]) -> dict[int, Any]:
         """Returns the state of ``state_dict`` by the numbers of our parameters."""
-        found = enumerate(self._all_params_of(state_dict))
-        return {n: state_dict["state"][key] for n, key in found if key in state_dict["state"]}
+        numbered = enumerate(self._all_params_of(state_dict))
+        return {n: state_dict["state"][key] for n, key in numbered if key in state_dict["state"]}
 
     def _comparisons(self, state_dict: dict[str, Any]) -> list[Callable]:
         """Lists the sync points that compare the tensors of ``state_dict``. Over the ranks that

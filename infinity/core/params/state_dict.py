@@ -92,15 +92,15 @@ class _Messages(list):
 
 def _raise_as_they_are(module: nn.Module) -> ReplacedForward:
     """Lets our errors pass through torch's ``load_state_dict`` of ``module``."""
-    given, reference = module.__dict__.get("_load_from_state_dict"), weakref.ref(module)
+    original, reference = module.__dict__.get("_load_from_state_dict"), weakref.ref(module)
 
     def load(*args: Any) -> None:
         here = cast("nn.Module", reference())
-        found = _Messages()
+        messages = _Messages()
         try:
-            (given or MethodType(type(here)._load_from_state_dict, here))(*args[:-1], found)
+            (original or MethodType(type(here)._load_from_state_dict, here))(*args[:-1], messages)
         finally:
-            args[-1].extend(found)
+            args[-1].extend(messages)
 
     return ReplacedForward(module, load, "_load_from_state_dict")
 

@@ -208,14 +208,14 @@ class StateAtHome:
                 or value.is_meta
                 or value.shape != handle.param.shape
             ):
-                found = (
+                actual = (
                     f"{tuple(value.shape)} on {value.device}"
                     if isinstance(value, torch.Tensor)
                     else type(value).__name__
                 )
                 raise UsageError(
                     f"optimizer.state: {name} of {handle.name} must be a tensor of shape"
-                    f" {tuple(handle.param.shape)}, not {found}"
+                    f" {tuple(handle.param.shape)}, not {actual}"
                 )
 
     def write(self, handle: ParamHandle, values: Mapping[str, Any]) -> None:

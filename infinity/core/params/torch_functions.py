@@ -22,15 +22,15 @@ def _metadata_functions() -> set:
         " retain_grad __hash__ __len__ untyped_storage is_shared get_device ndimension is_same_size"
         " is_inference is_conj is_neg has_names dim_order is_set_to"
     ).split()
-    found = set()
+    functions = set()
     for name in attributes:
         if (attribute := getattr(torch.Tensor, name, None)) is not None:
-            found |= {
+            functions |= {
                 getattr(attribute, accessor, None)
                 for accessor in ("__get__", "__set__", "__delete__")
             }
-    found |= {getattr(torch.Tensor, name, None) for name in methods}
-    found |= {
+    functions |= {getattr(torch.Tensor, name, None) for name in methods}
+    functions |= {
         getattr(torch, name, None)
         for name in (
             "is_floating_point",
@@ -43,7 +43,7 @@ def _metadata_functions() -> set:
             "is_inference",
         )
     }
-    return found - {None}
+    return functions - {None}
 
 
 METADATA = _metadata_functions()

@@ -38,8 +38,8 @@ class View(torch.autograd.Function):
                 shape, stride, dtype=dtype, device=device, requires_grad=True
             )
             view = ctx.step.repeat(stand_in)
-        (found,) = torch.autograd.grad(view, stand_in, grad, create_graph=torch.is_grad_enabled())
-        return found, None, None
+        (inner,) = torch.autograd.grad(view, stand_in, grad, create_graph=torch.is_grad_enabled())
+        return inner, None, None
 
 
 class Bytes(torch.autograd.Function):
@@ -98,10 +98,10 @@ def ask_for_places(func: Callable, args: tuple, kwargs: dict, kind: type) -> Any
         return func(*bound.args, **bound.kwargs)
     # torch makes no zeros for a place in the graph
     bound.arguments |= {"materialize_grads": False, "allow_unused": True}
-    found = func(*bound.args, **bound.kwargs)
+    results = func(*bound.args, **bound.kwargs)
     if isinstance(asked, dict):
-        return {name: _or_zeros(found[name], each) for name, each in asked.items()}
-    return tuple(map(_or_zeros, found, [asked] if isinstance(asked, torch.Tensor) else asked))
+        return {name: _or_zeros(results[name], each) for name, each in asked.items()}
+    return tuple(map(_or_zeros, results, [asked] if isinstance(asked, torch.Tensor) else asked))
 
 
 def _or_zeros(grad: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

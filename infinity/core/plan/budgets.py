@@ -44,25 +44,25 @@ class Budgets:
     def of_one_memory(self) -> Budgets:
         """Returns the budgets of a plan for which the engine chooses homes on the device: if that
         is the host's memory, and has no budget of its own, all of it counts in the host's."""
-        found = copy.copy(self)
+        budgets = copy.copy(self)
         if self._host_counts_both:
-            found._of = dict(self._of)
-            found._share()
-        return found
+            budgets._of = dict(self._of)
+            budgets._share()
+        return budgets
 
     def __getitem__(self, tier: Tier) -> int:
         return self._of[tier]
 
     def over(self, plan: MemoryPlan) -> dict[Tier, int]:
         """Counts the bytes by which ``plan`` is too large, for each tier; empty if it fits."""
-        found = {
+        excess = {
             tier: more for tier in Tier if (more := plan.planned_nbytes(tier) - self._of[tier]) > 0
         }
         if self.shared is not None:
             more = plan.planned_nbytes(Tier.DEVICE) + plan.planned_nbytes(Tier.HOST) - self.shared
-            if more > max(found.get(Tier.DEVICE, 0), found.get(Tier.HOST, 0)):
-                found[Tier.HOST] = more
-        return found
+            if more > max(excess.get(Tier.DEVICE, 0), excess.get(Tier.HOST, 0)):
+                excess[Tier.HOST] = more
+        return excess
 
     def excess(self, plan: MemoryPlan) -> tuple[int, int]:
         """Returns how far a plan is from fitting: (number of budgets too small, excess bytes). The
@@ -110,7 +110,7 @@ def budget_too_small(
     needed = sum(parts.values())
     terms = ", ".join(f"{what} {format_nbytes(nbytes)}" for what, nbytes in parts.items())
     name = BUDGETS[tier]
-    given = (
+    subject = (
         f"{name} is"
         if getattr(config, name) is not None
         else f"{name} was not given and what may be used of what is free is"
@@ -119,18 +119,18 @@ def budget_too_small(
     is_measured = tier is Tier.NVME and config.nvme_capacity is None
     where = f" at {', '.join(config.nvme_paths)}" if is_measured else ""
     buffers = parts.get(BUFFERS, 0)
-    told = (
+    advice = (
         f" Of that {format_nbytes(buffers)} are the model's buffers, which stay with their modules:"
         " give it smaller ones."
         if buffers > budget
         else ""
     )
     if reuses and tier is Tier.DEVICE:
-        told += " What passes between stages comes on top: the first step tells how much."
+        advice += " What passes between stages comes on top: the first step tells how much."
     error = CapacityError(
-        f"{given} {format_nbytes(budget)} ({budget} bytes){where}, but the least that works"
+        f"{subject} {format_nbytes(budget)} ({budget} bytes){where}, but the least that works"
         " here is"
-        f" {format_nbytes(needed)} ({needed} bytes): {terms}.{told}{meant}"
+        f" {format_nbytes(needed)} ({needed} bytes): {terms}.{advice}{meant}"
     )
     error.needed = {name: needed}
     return error

@@ -52,9 +52,9 @@ def found_weakly(make: Callable[[], ForwardContext]) -> Callable[[], ForwardCont
     reference = weakref.WeakMethod(make)
 
     def find() -> ForwardContext:
-        if (found := reference()) is None:
+        if (context := reference()) is None:
             raise too_late()
-        return found()
+        return context()
 
     return find
 

@@ -29,12 +29,12 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
 
 
 def living(reference: weakref.ref[nn.Module]) -> nn.Module:
-    if (found := reference()) is None:
+    if (module := reference()) is None:
         raise UsageError(
             "this backward runs a block's forward again, but the model is gone: keep the model"
             " until then"
         )
-    return found
+    return module
 
 
 class ReplacedForward:

@@ -145,23 +145,23 @@ _unpacked = threading.local()  # parameters that the running `saved_tensors` has
 
 def _saved_tensors(ctx: Any) -> tuple:
     """Returns ``ctx.saved_tensors``, with the parameters themselves."""
-    outer, found = getattr(_unpacked, "params", None), []
-    _unpacked.params = found
+    outer, unpacked = getattr(_unpacked, "params", None), []
+    _unpacked.params = unpacked
     try:
         values = _SAVED_TENSORS.__get__(ctx)
     finally:
         _unpacked.params = outer
-    if not found:
+    if not unpacked:
         return values
-    given, left = [], list(found)
+    tensors, left = [], list(unpacked)
     for value in values:  # in their order: a view of a whole weight has its place
         at = next((n for n, (place, _) in enumerate(left) if place == _place(value)), None)
-        given.append(value if at is None or left[at][1] is None else left[at][1])
+        tensors.append(value if at is None or left[at][1] is None else left[at][1])
         left = left if at is None else left[at + 1 :]
-    params = {id(param) for _, param in found if param is not None}
-    if not params <= {id(each) for each in given}:  # the Function would compute with other bytes
+    params = {id(param) for _, param in unpacked if param is not None}
+    if not params <= {id(each) for each in tensors}:  # the Function would compute with other bytes
         raise InternalError("the backward of a Function did not get back the parameters it saved")
-    return tuple(given)
+    return tuple(tensors)
 
 
 # Of every class: as a weight is saved, nothing tells for which one. In torch 2.15 `apply` has no

@@ -64,10 +64,10 @@ class Schedule:
         self._current.append(unit)
         expected = self._traces.get(self._kind, [])
         try:
-            found = expected.index(unit, self._position, self._position + RESYNC_DISTANCE)
+            position = expected.index(unit, self._position, self._position + RESYNC_DISTANCE)
         except ValueError:
             return  # diverged from the trace: keep the position, later uses may match it again
-        self._position = found + 1
+        self._position = position + 1
 
     def upcoming(self, *, backward: bool) -> Iterator[int]:
         """Yields the units expected next, in order, each once."""

@@ -49,10 +49,10 @@ class AutogradTasks:
             other() is None for other in self._pass.tokens.values()
         ):
             begin()
-        me, found = weakref.ref(self), weakref.WeakMethod(end)
+        me, weak_end = weakref.ref(self), weakref.WeakMethod(end)
 
         def leave() -> None:
-            if (tasks := me()) is not None and (alive := found()) is not None:
+            if (tasks := me()) is not None and (alive := weak_end()) is not None:
                 tasks._leave(task, alive)
 
         self._pass.tokens[task] = weakref.ref(token)

@@ -112,8 +112,8 @@ class Known:
                 flags = {key: of for key, of in self.flags.items() if of != "decoupled"}
                 always = ("decoupled",) if self.kind is torch.optim.AdamW else ()
                 flags |= {name: name}
-                found = replace(self, rule=rule, flags=flags, always=always, instead={})
-                return replace(found, ignored=(*self.ignored, "decoupled_weight_decay"))
+                known = replace(self, rule=rule, flags=flags, always=always, instead={})
+                return replace(known, ignored=(*self.ignored, "decoupled_weight_decay"))
         return self
 
     @property

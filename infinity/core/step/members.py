@@ -35,21 +35,21 @@ class Members:
         )
         if is_same and all(map(self._context.steps_flat_param, self._flat_params)):
             return
-        found: dict[ParamHandle, int] = {}
+        group_of: dict[ParamHandle, int] = {}
         for index, params in enumerate(lists):
             for param in params:
                 if handle_of(param) is None and self._has_outside:
                     continue
                 handle = self._stepped(param, index)
-                if handle in found:
+                if handle in group_of:
                     raise UsageError(
-                        f"{handle.name} is in the optimizer's groups {found[handle]} and {index}"
-                        if found[handle] != index
+                        f"{handle.name} is in the optimizer's groups {group_of[handle]} and {index}"
+                        if group_of[handle] != index
                         else f"{handle.name} is twice in the optimizer's group {index}"
                     )
-                found[handle] = index
-        self._params, self.group_of = [list(params) for params in lists], found
-        self._flat_params = {handle.flat_param for handle in found}
+                group_of[handle] = index
+        self._params, self.group_of = [list(params) for params in lists], group_of
+        self._flat_params = {handle.flat_param for handle in group_of}
 
     @property
     def are_consumed(self) -> bool:

@@ -325,10 +325,10 @@ class InfinityOptimizer(torch.optim.Optimizer):
             self.read_groups()
             self._state.refuse_outside()
             self._books.at_home.settle()
-            found = self._state.read(self._books, lends=True)
+            state = self._state.read(self._books, lends=True)
             for hook in self._optimizer_state_dict_post_hooks.values():
-                found = returned if (returned := hook(self, found)) is not None else found
-            return found
+                state = returned if (returned := hook(self, state)) is not None else state
+            return state
 
     def plain_state_dict(self) -> dict[str, Any]:
         """Returns the state dict without masters, for a plain optimizer."""

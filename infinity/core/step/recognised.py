@@ -92,19 +92,19 @@ class Optimizers:
         """Returns the moments of ``param``, which is stepped, by the settings of its group: torch's
         name -> array."""
         place, index = self._order[param]
-        found = self._all[place]
-        return found.known.moments_of([found.optimizer.param_groups[index]])
+        recognised = self._all[place]
+        return recognised.known.moments_of([recognised.optimizer.param_groups[index]])
 
     def arrays_of(self, param: torch.Tensor, config: Config) -> dict[str, torch.dtype]:
         """Returns the arrays of the moments of ``param``, which is stepped, and their dtype. Raises
         ConfigError as :meth:`Known.arrays_of` does."""
         place, index = self._order[param]
-        found = self._all[place]
-        group = found.optimizer.param_groups[index]
+        recognised = self._all[place]
+        group = recognised.optimizer.param_groups[index]
         dtype = config.param_dtype or param.dtype
-        found.known.check_dtype(found.optimizer, group, dtype, config)
-        return found.known.arrays_of(
-            self.moments_of(param), config, found.known.dtype_at_wrap(param)
+        recognised.known.check_dtype(recognised.optimizer, group, dtype, config)
+        return recognised.known.arrays_of(
+            self.moments_of(param), config, recognised.known.dtype_at_wrap(param)
         )
 
     def of(self, param: torch.Tensor) -> Recognised | None:

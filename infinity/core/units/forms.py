@@ -101,8 +101,8 @@ def forms() -> tuple[Form, ...]:
 
 class _Forms(dict):
     def __missing__(self, kind: type) -> Form:
-        found = (form for form in forms() if form.classes and issubclass(kind, form.classes[0]))
-        self[kind] = form = next(found, PLAIN)
+        matching = (form for form in forms() if form.classes and issubclass(kind, form.classes[0]))
+        self[kind] = form = next(matching, PLAIN)
         return form
 
 

@@ -145,9 +145,9 @@ class KeptArrays:
             raise InternalError(f"other arrays are called {name!r}, saved as {saved_as!r}")
         if not (NAME.fullmatch(name) and NAME.fullmatch(saved_as)):
             raise InternalError(f"arrays {name!r}, saved as {saved_as!r}: use a-z, 0-9 and _")
-        found = self.stepped if flat_params is None else flat_params
+        targets = self.stepped if flat_params is None else flat_params
         kept = Kept(self, name, dtype, keeper, saved_as)
-        wanted = {each: kept.dtype_of(each) for each in found}
+        wanted = {each: kept.dtype_of(each) for each in targets}
         tiers = self.make_room(wanted.items(), what or name, otherwise=otherwise)
         try:
             self._kept.append(kept)
@@ -245,10 +245,10 @@ class KeptArrays:
 
     def saved(self) -> dict[str, list[Kept]]:
         """Returns what checkpoints hold, by the name under which they do."""
-        found: dict[str, list[Kept]] = {}
+        by_name: dict[str, list[Kept]] = {}
         for kept in self._kept:
-            found.setdefault(kept.saved_as, []).append(kept)
-        return found
+            by_name.setdefault(kept.saved_as, []).append(kept)
+        return by_name
 
 
 def _nbytes_of(flat_param: FlatParam, dtype: torch.dtype) -> int:
