@@ -19,10 +19,10 @@ from ...core.units.handle import handle_of
 from ...core.units.unit import ParamUnit
 from ...core.wrap.module_settings import describe_order
 from ...errors import ConfigError, PeerError, UsageError
+from .averaging_schedule import SKEW, AveragingSchedule
 from .climber import Climber
 from .outer_step import OuterSettings, OuterStep, Position
 from .over_groups import OverGroups
-from .rounds import SKEW, Rounds
 from .slow_axis import SlowAxis
 
 
@@ -93,10 +93,10 @@ class LocalSteps:
         probe: Callable[[int], float] | None = None,
         probe_every: int = 200,
     ):
-        self._rounds = Rounds(every, stream, delay, least, coefficient, probe_every)
+        self._schedule = AveragingSchedule(every, stream, delay, least, coefficient, probe_every)
         self._probe = probe
         settings = OuterSettings(lr, momentum, alpha)
-        _check(self._rounds, settings, probe, codes)
+        _check(self._schedule, settings, probe, codes)
         record = wrapped(model)
         _refuse(record)
         # Users hold this, which must not keep the homes alive.
@@ -106,7 +106,7 @@ class LocalSteps:
         with job.uses.operation(LocalOperation.LOCAL_STEPS), job.store.guard:
             axis = SlowAxis(mesh, job.traffic, compresses=codes)
             try:
-                axis.compare(_describe(job, self._rounds, settings, codes), "LocalSteps")
+                axis.compare(_describe(job, self._schedule, settings, codes), "LocalSteps")
                 job.add(self._make_outer(job, axis, settings))
             except BaseException:
                 axis.close()
@@ -124,7 +124,7 @@ class LocalSteps:
             job.units,
             axis,
             settings,
-            most=self._rounds.most_at_once(len(job.units)),
+            most=self._schedule.most_at_once(len(job.units)),
             release=job.prefetcher.release_all,
             position=position,
         )
@@ -149,7 +149,7 @@ class LocalSteps:
     @property
     def _averages_gradients(self) -> bool:
         settings = self._outer.settings
-        return self._rounds.every == 1 and settings.is_plain and not settings.alpha
+        return self._schedule.every == 1 and settings.is_plain and not settings.alpha
 
     @property
     def group(self) -> int:
@@ -179,7 +179,7 @@ class LocalSteps:
 
     @torch.no_grad()
     def after_step(self) -> bool:
-        """Counts a step, and averages the units whose turn it is. Every rank of every group calls
+        """Counts a step, and averages the units that are due. Every rank of every group calls
         this after ``optimizer.step()``. Returns whether the groups have the same weights now:
         after the last step of a period that is not streamed.
 
@@ -194,7 +194,7 @@ class LocalSteps:
         position = outer.position
         climber, probed = Climber(*position.climber), position.probed
         is_last = position.at + 1 == position.period
-        due = probed + self._rounds.probe_every
+        due = probed + self._schedule.probe_every
         if self._probe is not None and is_last and position.steps + 1 >= due:
             error, probed = self._observe(self._probe, climber), position.steps + 1
         with job.uses.operation(LocalOperation.LOCAL_STEPS), job.store.guard:
@@ -209,21 +209,21 @@ class LocalSteps:
             job.journal.carry_out(partial(_carry_out, outer, calls, [0], after))
         if error is not None:
             raise error
-        is_at_once = not self._rounds.stream or self._averages_gradients or len(outer.units) == 1
+        is_at_once = not self._schedule.stream or self._averages_gradients or len(outer.units) == 1
         return is_last and is_at_once and outer.is_whole
 
     def _calls(self, outer: OuterStep) -> list[Callable[[], None]]:
         """Lists what this step does. Each may be repeated until the next one has begun."""
         step, period = outer.position.steps + 1, outer.position.period
-        turns = self._rounds.turns(len(outer.units), period)
-        units = [unit for unit, at in zip(outer.units, turns) if at == outer.position.at + 1]
+        steps = self._schedule.averaging_steps(len(outer.units), period)
+        units = [unit for unit, at in zip(outer.units, steps) if at == outer.position.at + 1]
         due = [unit for unit in outer.due(step) if unit not in units]
         calls: list[Callable[[], None]] = [partial(outer.finish, unit) for unit in due]
         ahead: list[ParamUnit] = []
         for unit in units:
             calls.append(partial(outer.finish, unit))  # of the period before, if it was longer
-            calls.append(partial(outer.start, unit, step + self._rounds.delay, (step, period)))
-            ahead += [] if self._rounds.delay else [unit]
+            calls.append(partial(outer.start, unit, step + self._schedule.delay, (step, period)))
+            ahead += [] if self._schedule.delay else [unit]
             if len(ahead) > 1:
                 calls.append(partial(outer.finish, ahead.pop(0)))
         return calls + [partial(outer.finish, unit) for unit in ahead]
@@ -233,7 +233,7 @@ class LocalSteps:
     def _period(self, climber: Climber) -> int:
         record = self._record()
         groups = record.optimizers[0].param_groups if record is not None else [{"lr": 0.0}]
-        return self._rounds.period(climber, float(groups[0]["lr"]))
+        return self._schedule.period(climber, float(groups[0]["lr"]))
 
     def _observe(self, probe: Callable[[int], float], climber: Climber) -> BaseException | None:
         """Probes the model on the data of this group and of the next one, and moves the period.
@@ -274,19 +274,19 @@ def _score(value: Any) -> float:
         raise UsageError(f"probe returned {value!r}, not an accuracy from 0 to 1") from error
 
 
-def _check(rounds: Rounds, settings: OuterSettings, probe: Any, codes: bool) -> None:
+def _check(schedule: AveragingSchedule, settings: OuterSettings, probe: Any, codes: bool) -> None:
     """Raises ConfigError for arguments that do not fit together."""
-    if (rounds.every == SKEW) != (probe is not None) or not callable(probe or float):
+    if (schedule.every == SKEW) != (probe is not None) or not callable(probe or float):
         raise ConfigError(
-            f"every={rounds.every!r} with probe={probe!r}: a probe goes with {SKEW!r}, which needs"
-            " it"
+            f"every={schedule.every!r} with probe={probe!r}: a probe goes with {SKEW!r}, which"
+            " needs it"
         )
     most = {"lr": math.inf, "momentum": 1, "alpha": 1}
     for name, value in asdict(settings).items():
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not is_number or not 0 <= value < most[name] or (name == "lr" and not value):
             raise ConfigError(f"{name}={value!r}: give a number from 0 to below {most[name]}")
-    if codes and settings.is_plain and rounds.every == 1:
+    if codes and settings.is_plain and schedule.every == 1:
         raise ConfigError("codes with every=1, lr=1 and momentum=0: gradients travel as they are")
 
 
@@ -316,12 +316,14 @@ def _refuse(record: Wrapped) -> None:
         )
 
 
-def _describe(job: Job, rounds: Rounds, settings: OuterSettings, codes: bool) -> dict[str, Any]:
+def _describe(
+    job: Job, schedule: AveragingSchedule, settings: OuterSettings, codes: bool
+) -> dict[str, Any]:
     """Describes what all groups must have in common."""
     ranks = job.ranks
     flats = [flat for unit in job.units for flat in unit.flat_params]
     return {
-        "the period": rounds,
+        "the period": schedule,
         "the outer optimizer": (settings, codes),
         "place in its group": (ranks.data_rank, ranks.tp_rank, ranks.pp_rank),
         "size of the group": (ranks.data_size, ranks.size, ranks.tp_size),

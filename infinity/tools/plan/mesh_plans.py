@@ -1,7 +1,7 @@
 """Mesh plans: finds the fastest way to train a sharded model on each of many meshes.
 
-way    a schedule, and 1, 2, 4 ... samples a micro-batch, on one mesh
-limit  seconds of the slowest of the fastest meshes so far: what takes longer is not planned
+candidate  a schedule, and 1, 2, 4 ... samples a micro-batch, on one mesh
+limit      seconds of the slowest of the fastest meshes so far: what takes longer is not planned
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Iterable, Iterator
 from ...errors import CapacityError, ConfigError
 from ...ext.pipeline.choice import WEIGHTS_APART, Choice, check_counts, choose
 from ..cli.amounts import format_seconds
+from .mesh_candidate import Candidate, Job
 from .mesh_choice import SHOWN, MeshPlan, best_of
 from .mesh_shape import UNFLUSHED, MeshShape
-from .mesh_way import Job, Way
 from .on_paper import tell
 
 TRIED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS")
 
 
 class Search:
-    """The search for the fastest ways of one job."""
+    """The search for the fastest candidates of one job."""
 
     def __init__(self, job: Job):
         self._job = job
@@ -34,21 +34,27 @@ class Search:
         seconds is looked at."""
         best: MeshPlan | None = None
         refused: ConfigError | CapacityError | None = None
-        ways: list[Way] = []
+        candidates: list[Candidate] = []
         for name in self._names(mesh):
-            for way in self._ways(mesh, name, limit):
-                if isinstance(way, Way):
-                    ways.append(way)
+            for candidate in self._candidates(mesh, name, limit):
+                if isinstance(candidate, Candidate):
+                    candidates.append(candidate)
                 elif not isinstance(refused, CapacityError):
-                    refused = way if refused is None or isinstance(way, CapacityError) else refused
-        for way in sorted(ways, key=lambda way: (way.least_seconds, way.samples)):
+                    refused = (
+                        candidate
+                        if refused is None or isinstance(candidate, CapacityError)
+                        else refused
+                    )
+        for candidate in sorted(
+            candidates, key=lambda candidate: (candidate.least_seconds, candidate.samples)
+        ):
             # Nothing that is added to a run makes it shorter.
-            if best is not None and way.least_seconds >= best.step_seconds:
+            if best is not None and candidate.least_seconds >= best.step_seconds:
                 break
-            if best is not None and way.run.seconds >= best.step_seconds:
+            if best is not None and candidate.run.seconds >= best.step_seconds:
                 continue
             try:
-                found = way.plan()
+                found = candidate.plan()
             except CapacityError as error:
                 refused = error
                 continue
@@ -86,10 +92,10 @@ class Search:
             )
         return (asked,)
 
-    def _ways(
+    def _candidates(
         self, mesh: MeshShape, name: str, limit: float
-    ) -> Iterator[Way | ConfigError | CapacityError]:
-        """Yields the ways with a schedule whose activations fit, with 1, 2, 4 ... samples a
+    ) -> Iterator[Candidate | ConfigError | CapacityError]:
+        """Yields the candidates with a schedule whose activations fit, with 1, 2, 4 ... samples a
         micro-batch, and why others are none."""
         if self._job.batch.samples % mesh.data:
             yield ConfigError(
@@ -101,14 +107,13 @@ class Search:
         while each % samples == 0:
             try:
                 choice = self._choose(mesh, "1F1B" if name == UNFLUSHED else name, each // samples)
-                way = Way(self._job, mesh, choice, samples, flushes=name != UNFLUSHED)
-                if way.least_seconds >= limit:
-                    yield ConfigError(
-                        f"{mesh}: takes {format_seconds(way.least_seconds)} or more, others less"
-                    )
+                candidate = Candidate(self._job, mesh, choice, samples, flushes=name != UNFLUSHED)
+                if candidate.least_seconds >= limit:
+                    seconds = format_seconds(candidate.least_seconds)
+                    yield ConfigError(f"{mesh}: takes {seconds} or more, others less")
                 else:
-                    way.check_room()
-                    yield way
+                    candidate.check_room()
+                    yield candidate
             except CapacityError as error:  # more samples need more
                 yield error
                 return

@@ -152,8 +152,8 @@ def _work(
     """Returns what a child does: shards the model once, and plans all meshes with these parts."""
 
     def work() -> Tried:
+        from .mesh_candidate import Job as MeshJob
         from .mesh_plans import plan_meshes
-        from .mesh_way import Job as MeshJob
         from .on_paper import shard_on_paper
 
         try:

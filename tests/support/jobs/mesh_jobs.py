@@ -23,9 +23,9 @@ import infinity
 from infinity.config import Config
 from infinity.ext.pipeline.choice import Choice
 from infinity.tools.plan.machine_file import Machine
+from infinity.tools.plan.mesh_candidate import Candidate, Job
 from infinity.tools.plan.mesh_choice import Batch
 from infinity.tools.plan.mesh_shape import MeshShape
-from infinity.tools.plan.mesh_way import Job, Way
 from infinity.tools.plan.on_paper import CountingSends, in_children, shard_on_paper
 
 MICRO, SAMPLES, LENGTH = 4, 8, 12
@@ -113,8 +113,8 @@ def planned(sizes: tuple[int, ...], lengths: tuple[int, ...]) -> list[dict[str, 
     inner = "ep" if shape.ep > 1 else "tp"
 
     def work() -> list[dict[str, Any]]:
-        way = way_of(job_of(on_meta(MODELS[inner]), shape), shape, lengths)
-        orders = way._orders(MICRO)
+        candidate = candidate_of(job_of(on_meta(MODELS[inner]), shape), shape, lengths)
+        orders = candidate._orders(MICRO)
         return [
             {
                 "done": [tuple(op) for op in orders[rank.stage]],
@@ -122,7 +122,7 @@ def planned(sizes: tuple[int, ...], lengths: tuple[int, ...]) -> list[dict[str, 
                 inner: rank.sent[inner],
                 "dp": {name: rank.edges[name] for name in ("all-gather", "reduce-scatter")},
             }
-            for rank in way.plan().ranks
+            for rank in candidate.plan().ranks
         ]
 
     return in_children([work], shape.ranks)[0]
@@ -143,9 +143,9 @@ def job_of(model: nn.Module, shape: MeshShape, **config: Any) -> Job:
     return Job(paper, [optimizer], Config.make(given), machine, batch)
 
 
-def way_of(job: Job, shape: MeshShape, lengths: tuple[int, ...]) -> Way:
+def candidate_of(job: Job, shape: MeshShape, lengths: tuple[int, ...]) -> Candidate:
     choice = Choice("1F1B", lengths, shape.pp, MICRO, "")
-    return Way(job, shape, choice, SAMPLES // MICRO)
+    return Candidate(job, shape, choice, SAMPLES // MICRO)
 
 
 def wraps(axes: dict[str, int], config: dict[str, Any]) -> str:

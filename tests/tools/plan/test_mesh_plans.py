@@ -22,7 +22,7 @@ from ranks import run_all
 from infinity.core.machine.accelerator import make_device
 from infinity.core.machine.traffic import Traffic
 from infinity.errors import CapacityError, ConfigError, InternalError
-from infinity.tools.plan import mesh_way
+from infinity.tools.plan import mesh_candidate
 from infinity.tools.plan.machine_file import Machine
 from infinity.tools.plan.mesh_choice import MeshPlan, best_of
 from infinity.tools.plan.mesh_plans import Search, plan_meshes
@@ -51,7 +51,7 @@ def draw_machine(draw: random.Random) -> Machine:
     )
 
 
-def draw_job(job: mesh_way.Job, draw: random.Random) -> mesh_way.Job:
+def draw_job(job: mesh_candidate.Job, draw: random.Random) -> mesh_candidate.Job:
     config = dataclasses.replace(
         job.config,
         params="auto",
@@ -103,7 +103,7 @@ def compared(count: int, tp: int) -> Callable[[], tuple[int, int, int]]:
     return work
 
 
-def _planned(job: mesh_way.Job, mesh: MeshShape) -> MeshPlan | None:
+def _planned(job: mesh_candidate.Job, mesh: MeshShape) -> MeshPlan | None:
     try:
         return Search(job).best(mesh)
     except (ConfigError, CapacityError):
@@ -269,9 +269,11 @@ def test_a_pipeline_that_is_planned_wraps_and_one_that_is_refused_does_not(tmp_p
     """Method: budgets around the least that works; the planner is given this machine's processor
     for a device, and four ranks over gloo wrap with the
     same budgets."""
-    monkeypatch.setattr(mesh_way, "OnPaper", lambda: make_device(torch.device("cpu"), Traffic()))
-    none = mesh_way.Saved(0, 0, 0, 0)  # the engine plans none
-    monkeypatch.setattr(mesh_way.Way, "_activations", lambda *_: none)
+    monkeypatch.setattr(
+        mesh_candidate, "OnPaper", lambda: make_device(torch.device("cpu"), Traffic())
+    )
+    none = mesh_candidate.Saved(0, 0, 0, 0)  # the engine plans none
+    monkeypatch.setattr(mesh_candidate.Candidate, "_activations", lambda *_: none)
     shape, budgets = MeshShape(2, 2, 1), (500_000, 900_000, 1_100_000, 1_400_000, 4_000_000)
 
     def work() -> list[bool]:

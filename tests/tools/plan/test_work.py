@@ -12,10 +12,10 @@ import torch
 from infinity.config import Config
 from infinity.ext.pipeline.choice import NAMES
 from infinity.tools.plan.machine_file import Machine
+from infinity.tools.plan.mesh_candidate import Job
 from infinity.tools.plan.mesh_choice import Batch
 from infinity.tools.plan.mesh_plans import Search
 from infinity.tools.plan.mesh_shape import SCHEDULES, UNFLUSHED, MeshShape
-from infinity.tools.plan.mesh_way import Job
 from infinity.tools.plan.on_paper import in_children, shard_on_paper
 from infinity.tools.plan.work import TOKENS, CountingWork, Work, product_seconds
 

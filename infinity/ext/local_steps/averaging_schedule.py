@@ -1,7 +1,7 @@
-"""Rounds: after which steps groups that train apart are averaged.
+"""AveragingSchedule: after which steps groups that train on their own are averaged.
 
-round   the steps of one period, in which every unit has its turn once
-turn    the step of a round after which a unit is averaged
+period          the steps in which every unit is averaged once
+averaging step  the step of a period after which a unit is averaged
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SKEW, QUADRATIC = "skew", "quadratic"
 
 
 @dataclass(frozen=True)
-class Rounds:
+class AveragingSchedule:
     """The user's choice. ``every``: a number of steps, or how the period is chosen; ``least`` and
     ``coefficient``: of ``"quadratic"``; ``probe_every``: of ``"skew"``. Raises ConfigError for what
     does not fit."""
@@ -54,15 +54,15 @@ class Rounds:
         return self.least if self.every == QUADRATIC else 1
 
     def period(self, climber: Climber, lr: float) -> int:
-        """Returns the steps of the next round. ``lr``: of the inner optimizer."""
+        """Returns the steps of the next period. ``lr``: of the inner optimizer."""
         if isinstance(self.every, int):
             return self.every
         if self.every == QUADRATIC and self.coefficient is not None:
             return quadratic_period(self.least, self.coefficient, lr)
         return climber.period
 
-    def turns(self, units: int, period: int) -> list[int]:
-        """Returns the turn of each unit: spread evenly, that of the last one at the end."""
+    def averaging_steps(self, units: int, period: int) -> list[int]:
+        """Returns the averaging step of each unit: spread evenly, that of the last at the end."""
         if not self.stream:
             return [period] * units
         return [-(-(unit + 1) * period // units) for unit in range(units)]
@@ -72,9 +72,9 @@ class Rounds:
         with the next one under way."""
         if not self.delay:
             return min(2, units)
-        turns = self.turns(units, self.shortest)
-        turns += [turn + self.shortest for turn in turns]
-        return max((sum(end - self.delay < at <= end for at in turns) for end in turns), default=0)
+        steps = self.averaging_steps(units, self.shortest)
+        steps += [step + self.shortest for step in steps]
+        return max((sum(end - self.delay < at <= end for at in steps) for end in steps), default=0)
 
 
 def _is_steps(value: object) -> bool:

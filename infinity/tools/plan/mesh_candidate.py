@@ -1,4 +1,4 @@
-"""Mesh way: one way to train on a mesh, with the seconds and bytes of its ranks.
+"""Mesh candidate: one way to train on a mesh, with the seconds and bytes of its ranks.
 
 The schedule's own order runs on a clock. The chunks of a rank of each kind are laid out by the
 planner that runs, in the room that the activations leave.
@@ -92,7 +92,7 @@ class Job:
         return self.known[key]
 
 
-class Way:
+class Candidate:
     """One way to train on a mesh. ``flushes``: a step ends with an empty pipeline."""
 
     def __init__(
