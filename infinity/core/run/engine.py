@@ -259,7 +259,7 @@ class Engine:
         optimizer state. Blocks on disk. Raises the error of a failed transfer or update."""
         wait_idle(self.job)
 
-    def finish_beside(self) -> None:
+    def finish_background(self) -> None:
         """Waits until what runs beside the training is over, as a save. Raises its error, once.
         Every rank calls this."""
         for listener in tuple(self.job.events.finishing):

@@ -97,7 +97,7 @@ class HomeArrays:
         return self.weight if by is None or by not in self.readers else self.readers[by].array
 
     @property
-    def arrays_beside(self) -> list[tuple[str, StateArray]]:
+    def extra_arrays(self) -> list[tuple[str, StateArray]]:
         """The names and arrays beside the state."""
         return [*(("weight", array) for array in self._of_readers), *self.kept.items()]
 

@@ -85,7 +85,7 @@ def _plan_unwrap(record: Wrapped, managed: Sequence[InfinityOptimizer]) -> Calla
     optimizers plain. Nothing changes before that is called. It is idempotent: call it until it
     completes."""
     engine, model = record.engine, record.model
-    engine.finish_beside()
+    engine.finish_background()
     engine.wait_idle()
     books = [
         (each.given, each.plain_state_dict(), each.state_outside_groups(), each.own_attributes)

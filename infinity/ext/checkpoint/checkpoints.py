@@ -22,7 +22,7 @@ from ...core.run.registry import wrapped
 from ...core.seams import Extension
 from ...errors import ConfigError, InfinityError, UsageError
 from ...files.outputs import folder_of
-from .behind import Saving
+from .background_save import Saving
 from .interval import Interval, share_of
 from .load import load_checkpoint
 from .manifest import MANIFEST, read_manifest

@@ -78,7 +78,7 @@ def load_checkpoint(
         job.uses.operation(CheckpointOperation.LOAD),
         job.collectives.together("load_checkpoint"),
     ):
-        engine.finish_beside()
+        engine.finish_background()
         with checkpoint_of(root, job.collectives) as (manifest, data):
             return _Load(manifest, data, engine, whole_of(model), books).run()
 

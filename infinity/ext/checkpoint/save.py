@@ -38,7 +38,7 @@ from ...errors import ConfigError, InternalError, UsageError
 from ...files.outputs import folder_of
 from ...files.values import encode_value
 from ...ranks.collectives import Collectives
-from .behind import Saving, save_beside
+from .background_save import Saving, save_in_background
 from .beside_weights import OF_EVERY_SAVE, describe
 from .content import (
     Books,
@@ -98,10 +98,10 @@ def save_checkpoint(
         job.uses.operation(CheckpointOperation.SAVE),
         job.collectives.together("save_checkpoint"),
     ):
-        engine.finish_beside()
+        engine.finish_background()
         job.lents.settle_all()
         draft = _draft(root, engine, whole_of(model), books, extra, overwrite)
-        if not wait and (saving := save_beside(draft, engine)) is not None:
+        if not wait and (saving := save_in_background(draft, engine)) is not None:
             return saving
         engine.wait_idle()
         publish(draft, job.collectives)

@@ -138,7 +138,7 @@ def _settle(engine: Engine, job: Job) -> None:
             f"park between backward and step: {len(landed)} gradients ({landed[0]}, ...) wait"
             " for it. Park after step()"
         )
-    engine.finish_beside()
+    engine.finish_background()
     with job.store.guard:
         engine.wait_idle()
         job.prefetcher.release_all([unit for unit in job.units if not unit.stays])

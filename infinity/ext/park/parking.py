@@ -237,7 +237,7 @@ def arrays_in_memory(
 def _arrays(flat_param: FlatParam) -> list[tuple[str, StateArray]]:
     return [
         (name, array)
-        for name, array in (*flat_param.arrays.items(), *flat_param.homes.arrays_beside)
+        for name, array in (*flat_param.arrays.items(), *flat_param.homes.extra_arrays)
         if array.flat is not None
     ]
 

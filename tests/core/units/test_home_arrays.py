@@ -169,7 +169,7 @@ def test_every_array_of_the_spec_is_allocated_at_its_tier():
     is beside."""
     home, store = empty(ADAM), Allocator()
     home.allocate(store, tiers(exp_avg=Tier.NVME), "unit u")
-    assert set(home.arrays) == NAMES and home.arrays_beside == []
+    assert set(home.arrays) == NAMES and home.extra_arrays == []
     for name, array in home.arrays.items():
         assert array.what == f"{name} of unit u" and array.numel == home.layout.numel
         assert array.dtype == ADAM.array_dtypes()[name] and array.region is native.Region
@@ -256,11 +256,11 @@ def test_older_weights_have_memory_of_their_own_until_they_are_dropped():
         found = stale.tier, stale.dtype, stale.numel
         assert found == (Tier.NVME, torch.bfloat16, home.weight.numel)
     first, second = (reader.array for reader in home.readers.values())
-    assert first is not second and home.arrays_beside == [("weight", first), ("weight", second)]
+    assert first is not second and home.extra_arrays == [("weight", first), ("weight", second)]
     for slot, freed in ((1, [second]), (0, [second, first]), (0, [second, first])):
         drop_slot(home, store, slot)
         assert store.freed == freed
-    assert home.weight_of(0) is home.weight and home.arrays_beside == []
+    assert home.weight_of(0) is home.weight and home.extra_arrays == []
 
 
 def test_the_kernel_is_told_the_dtypes_of_the_arrays(monkeypatch):

@@ -366,7 +366,7 @@ def test_a_save_that_fails_beside_a_step_is_told_at_a_later_one(tmp_path, monkey
     with saver:
         saver.resume()
         with monkeypatch.context() as patch:
-            patch.setattr("infinity.ext.checkpoint.behind.write_files", no_room)
+            patch.setattr("infinity.ext.checkpoint.background_save.write_files", no_room)
             with pytest.raises(StorageError, match="the old one stands"):
                 train(net, optimizer, saver, 1000)
         assert 2 < saver.steps < 1000
@@ -380,7 +380,7 @@ def test_the_last_steps_are_saved_though_the_save_before_failed(tmp_path, monkey
     with saver:
         saver.resume()
         with monkeypatch.context() as patch:
-            patch.setattr("infinity.ext.checkpoint.behind.write_files", no_room)
+            patch.setattr("infinity.ext.checkpoint.background_save.write_files", no_room)
             train(net, optimizer, saver, 2)
             while not saver._saving[0].done:
                 time.sleep(0.01)

@@ -26,7 +26,7 @@ from models import leftovers
 import infinity
 from infinity.core.machine.tiers import Tier
 from infinity.core.units.home_arrays import HomeArrays
-from infinity.ext.checkpoint import behind, publish
+from infinity.ext.checkpoint import background_save, publish
 
 HOMES = [("device", "device"), ("host", "host"), ("nvme", "host"), ("nvme", "nvme")]
 
@@ -52,14 +52,14 @@ def files(path: Path) -> dict[str, bytes]:
 @contextmanager
 def held(monkeypatch) -> Iterator[threading.Event]:
     """Saves inside the block are held until the event is set, or the block is left."""
-    go, write = threading.Event(), behind.write_files
+    go, write = threading.Event(), background_save.write_files
 
     def wait(*args, **kwargs):
         assert go.wait(60)
         return write(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(behind, "write_files", wait)
+        patch.setattr(background_save, "write_files", wait)
         try:
             yield go
         finally:
@@ -166,7 +166,7 @@ def test_an_error_is_raised_at_the_next_call(call, tmp_path, swap, monkeypatch):
     job = started(("nvme", "nvme"), swap, 1)
     job.save(tmp_path / "saved")
     with monkeypatch.context() as patch:
-        patch.setattr(behind, "write_files", no_room)
+        patch.setattr(background_save, "write_files", no_room)
         saving = job.save(tmp_path / "saved", wait=False)
         job.run(3)
         while not saving.done:
@@ -247,7 +247,11 @@ def test_a_save_that_cannot_begin_leaves_nothing(tmp_path, swap, monkeypatch):
     job = started(("nvme", "nvme"), swap, 1)
     account = parts_of(job.model).ledger.accounts[Tier.HOST]
     before = account.charged_nbytes, account.planned_nbytes
-    for owner, name in ((threading.Thread, "start"), (behind.Saving, "__init__"), (Path, "mkdir")):
+    for owner, name in (
+        (threading.Thread, "start"),
+        (background_save.Saving, "__init__"),
+        (Path, "mkdir"),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(
                 owner, name, lambda *args, **kwargs: (_ for _ in ()).throw(RuntimeError("no"))

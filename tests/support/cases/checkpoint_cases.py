@@ -27,7 +27,7 @@ from runs import adamw
 
 import infinity
 import infinity.ext.checkpoint.pretrained
-from infinity.ext.checkpoint.behind import Saving
+from infinity.ext.checkpoint.background_save import Saving
 
 SEED = 40
 LR = 1e-2

@@ -125,7 +125,7 @@ def full_disk(path: str, full: int) -> dict[str, str]:
 def beside(path: str, full: int | None) -> dict[str, Any]:
     """Saves at step 2 and trains on meanwhile; the disk of rank ``full`` has no room for a second
     save. What that raised, what is loaded then, and the state that was saved."""
-    from infinity.ext.checkpoint import behind
+    from infinity.ext.checkpoint import background_save
 
     model = build()
     model, optimizer = infinity.wrap_model(
@@ -137,14 +137,14 @@ def beside(path: str, full: int | None) -> dict[str, Any]:
     saving = infinity.save_checkpoint(path, model, optimizer, extra="first", wait=False)
     train(model, optimizer, steps=2, first=2)
     saving.wait()
-    write, me, said = behind.write_files, dist.get_rank(), "saved"
+    write, me, said = background_save.write_files, dist.get_rank(), "saved"
 
     def no_room(draft, *args, **kwargs):
         if me == full:
             raise OSError(errno.ENOSPC, "No space left on device", str(draft.data / "unit"))
         return write(draft, *args, **kwargs)
 
-    behind.write_files = no_room
+    background_save.write_files = no_room
     try:
         infinity.save_checkpoint(path, model, optimizer, extra="second", wait=False)
         train(model, optimizer, steps=1, first=4)
@@ -153,7 +153,7 @@ def beside(path: str, full: int | None) -> dict[str, Any]:
         said = f"{type(error).__name__}: {error}"
         extra = infinity.load_checkpoint(path, model, optimizer)
     finally:
-        behind.write_files = write
+        background_save.write_files = write
     found = {"said": said, "extra": extra, "saved": saved, "loaded": cloned(model.state_dict())}
     found["names"] = [sorted(os.listdir(each)) for each in (path, f"{path}-waited")]
     found["files"] = [

@@ -781,10 +781,10 @@ def one_falls(how: str, folder: str, steps: int = 50) -> None:
 
 def falls_beside_a_save(who: int, how: str, folder: str) -> None:
     """Rank ``who`` ends in some way while its thread holds its files of a save."""
-    from infinity.ext.checkpoint import behind
+    from infinity.ext.checkpoint import background_save
     from infinity.ranks import failure_report
 
-    model, write = build(), behind.write_files
+    model, write = build(), background_save.write_files
     model, optimizer = infinity.wrap_model(
         model, adamw(model), {"params": "host", "optimizer": "host"}
     )
@@ -796,9 +796,9 @@ def falls_beside_a_save(who: int, how: str, folder: str) -> None:
         time.sleep((1 if how == "raises" else 60) * falls)
         return write(*given, **more)
 
-    behind.write_files = write_late
+    background_save.write_files = write_late
     if how == "cannot be seen":  # as on another machine
-        failure_report.processes, behind.LEFT_SECONDS = dict, 1.0
+        failure_report.processes, background_save.LEFT_SECONDS = dict, 1.0
     infinity.save_checkpoint(path, model, optimizer, extra="second", wait=False)
     if falls and how == "raises":
         raise SystemExit("the user's own")

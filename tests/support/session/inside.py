@@ -16,7 +16,7 @@ OF_JOB = frozenset(
     " trained units updates".split()
 )
 OF_ENGINE = frozenset(
-    "_resources accumulation admit backward computing device end_step finish_beside gradients"
+    "_resources accumulation admit backward computing device end_step finish_background gradients"
     " is_open make_forward_context make_step_context passes prepare put_to_rest read_value recover"
     " refusal saving_tensors shut_down steps touch touching units_of uses"
     " wait_idle write_value".split()

@@ -1,4 +1,4 @@
-"""Saving: a save that runs beside the next forward and backward (Mohan et al. 2021, CheckFreq).
+"""Saving: a save in the background of the next forward and backward (Mohan et al. 2021, CheckFreq).
 
 Between two steps nothing changes weights, masters or moments. So a thread reads each unit at its
 home and writes it, and the unit's next update waits until that is done. There is no copy of the
@@ -104,7 +104,7 @@ class SaveBuffers:
         self.slots, self.service = None, None
 
 
-def save_beside(draft: Draft, engine: Engine) -> Saving | None:
+def save_in_background(draft: Draft, engine: Engine) -> Saving | None:
     """Starts to save beside the training; returns None if a rank has no room for that. Every rank
     calls this, between two steps."""
     job, buffers = engine.job, None
