@@ -369,9 +369,14 @@ def _dispatched(func, args: tuple, kwargs: dict) -> Any:
     touched = [
         leaf
         for leaf in tree_flatten((args, kwargs))[0]
-        if isinstance(leaf, (StoredAlias, StoredParameter)) and not always_rests(leaf)
+        if isinstance(leaf, (StoredAlias, StoredParameter))
     ]
-    handle = handle_of(touched[0])
+    handle, subject = handle_of(touched[0]), args[0] if args else None
+    if isinstance(subject, Stored) and not handle.engine.computing:
+        if func.overloadpacket is torch.ops.aten.detach:
+            return subject.detached_at_rest()
+        if func.overloadpacket is torch.ops.aten.copy_ and is_whole(subject):
+            return set_value(subject, *args[1:])
     with handle.engine.uses.begin() if handle.engine.computing else nullcontext():
         if not (handle.engine.computing and func.overloadpacket is torch.ops.aten.set_):
             return touch(func, args, kwargs, touched, StoredAlias.like, dispatched=True)

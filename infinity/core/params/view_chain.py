@@ -140,13 +140,12 @@ def bytes_of(tensor: torch.Tensor, *, written: bool = False) -> torch.Tensor:
     Raises UsageError for a view of values that ``param.data = ...`` has replaced.
     """
     handle, chain = managed(tensor), tensor.__dict__.get("_chain")
+    param = own_bytes(handle.param) if always_rests(handle.param) else handle.param
     if chain is None:
-        return own_bytes(handle.param) if always_rests(handle.param) else handle.param
+        return param
     if chain.replaced != handle.replaced:
         raise UsageError(
             f"a view of parameter {handle.name} shows the values before {handle.name}.data was"
             " assigned, which are gone. Take the view again, or keep a copy: view.clone()."
         )
-    if written:
-        return chain.repeat(handle.param, with_grad=True)
-    return chain.repeat(own_bytes(handle.param))
+    return chain.repeat(param if written else own_bytes(param), with_grad=written)

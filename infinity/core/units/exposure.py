@@ -87,6 +87,7 @@ class Exposure:
         for flat_param in self._flat_params:
             for param in filter(always_rests, flat_param.params):
                 param.__class__ = class_at_rest(param)
+                set_python_key(param)
         self.end()
 
     @cached_property

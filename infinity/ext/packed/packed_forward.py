@@ -32,7 +32,6 @@ from ...core.units.inner import has_inner
 from ...core.wrap.parts import parts_of
 from ...torch_private import top_hooks
 from ..coded.coded import Coded, Unpacked, noting_unpacked
-from .loads import loads_into_home
 from .packed import is_code
 
 logger = logging.getLogger(__name__)
@@ -211,15 +210,7 @@ class PackedForwards(Extension):
     ) -> list[ReplacedForward]:
         modules = dict.fromkeys(each for part in parts_of(model) for each in part.modules())
         forwards = ((module, _forward_of(module)) for module in modules)
-        return [
-            *(ReplacedForward(module, made) for module, made in forwards if made is not None),
-            *(
-                loads_into_home(module)
-                for module in modules
-                if any(has_inner(each) for each in module._parameters.values())
-                and not any(isinstance(each, Coded) for each in module._parameters.values())
-            ),
-        ]
+        return [ReplacedForward(module, made) for module, made in forwards if made is not None]
 
 
 def _forward_of(module: nn.Module) -> Callable | None:

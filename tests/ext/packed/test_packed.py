@@ -29,7 +29,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.core.units.inner import has_inner
+from infinity.core.params.forward_edits import COMPARED_FIRST
+from infinity.core.units.inner import has_inner, inner_tensors
 from infinity.errors import CapacityError, InfinityError
 from infinity.ext.packed.packed import is_code
 
@@ -230,6 +231,68 @@ def test_a_load_of_other_codes_is_that_of_the_library(kind, rests, tmp_path):
             found.append((said, state(model), [bytes(model(batch(0)).numpy()) for _ in "ab"]))
     assert found[0] == found[1]
     assert found[0][1] != before or kind == "hqq"
+
+
+def _set(weight, given):
+    weight.data = given.data
+
+
+def _set_inner(weight, given):
+    for inner, value in zip(inner_tensors(weight), inner_tensors(given), strict=True):
+        inner.data.copy_(value)
+
+
+CHANGES = {
+    "copy_": lambda weight, given: weight.copy_(given),
+    "detach": lambda weight, given: weight.detach().copy_(given),
+    "rows": lambda weight, given: weight[:1].copy_(given[:1]),
+    "data": _set,
+    "inner": _set_inner,
+}
+
+
+def _changed_output(model: nn.Module, given: nn.Module, how: str, in_forward: bool) -> bytes | str:
+    """Changes the weight of a layer that a library packed. Returns the next output, or the name of
+    what is raised."""
+    name = next(name for name in ("weight", "qweight", "W_q") if hasattr(given, name))
+
+    def change(*_):
+        CHANGES[how](getattr(model[0].up, name), getattr(given, name))
+
+    with torch.no_grad():
+        try:
+            if in_forward:
+                for _ in range(COMPARED_FIRST + 1):
+                    model(batch(0))
+                hook = model[0].up.register_forward_pre_hook(change)
+                model(batch(0))
+                hook.remove()
+            else:
+                change()
+            return bytes(model(batch(0)).numpy())
+        except (RuntimeError, TypeError, AttributeError, AssertionError) as error:
+            return type(error).__name__
+
+
+@pytest.mark.parametrize("in_forward", [False, True], ids=["at rest", "in a forward"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_change_in_place_is_that_of_the_library(kind, in_forward, tmp_path):
+    """Claim: a write to a packed weight, by any way that its library has, counts as in the model in
+    memory, or raises a typed error. Twin: writes of the library change the output."""
+    torch.manual_seed(1)
+    given = Block(FORMATS[kind]()).up
+    with torch.no_grad():
+        before = bytes(make(kind, 1)(batch(0)).numpy())
+    changed = []
+    for how in CHANGES:
+        plain, model = make(kind, 1), make(kind, 1)
+        (tmp_path / how).mkdir()
+        wrap(model, "hostile", tmp_path / how)
+        expected = _changed_output(plain, given, how, in_forward)
+        found = _changed_output(model, given, how, in_forward)
+        assert found in (expected, "UsageError"), how
+        changed.append(isinstance(found, bytes) and found != before)
+    assert sum(changed) > 1
 
 
 @pytest.mark.parametrize("how", ["keep_vars", "renamed", "small parts"])

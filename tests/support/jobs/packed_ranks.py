@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +17,7 @@ import torch.distributed as dist
 import infinity
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
-from packed_models import BLOCKS, ROWS, WIDTH, Block, make, state, trained
+from packed_models import BLOCKS, FORMATS, ROWS, WIDTH, Block, make, state, trained
 from safetensors.torch import save_file
 from scaled import in_fp8
 from torch import nn
@@ -120,7 +122,31 @@ def run(kind: str, home: str, shard: str, folder: Path) -> dict:
         same &= any(isinstance(each, Coded) for each in model.parameters())
     else:
         same = state(model) == state(plain)
+    if kind == "torchao int8":
+        same &= all(state(each) == state(plain) for each in changed(plain, model))
     return {"losses": losses, "expected": expected, "same": same}
+
+
+def changed(plain: nn.Module, model: nn.Module) -> Iterator[nn.Module]:
+    """Changes the packed weights of both models in place: between passes, in a forward, by a
+    load. Yields the wrapped one after each."""
+    torch.manual_seed(1)
+    given = Block(FORMATS["torchao int8"]())
+    with torch.no_grad():
+        for each in (plain, model):
+            each[0].up.weight.copy_(given.up.weight)
+        yield model
+        for each in (plain, model):
+            change = partial(each[1].up.weight.copy_, given.up.weight)
+            hook = each[1].up.register_forward_pre_hook(
+                lambda *_, change=change: (change(), None)[1]
+            )
+            each(batch(9, 0))
+            hook.remove()
+        yield model
+        for each in (plain, model):
+            each[2].load_state_dict(given.state_dict())
+        yield model
 
 
 def main() -> None:
