@@ -69,7 +69,7 @@ class Channel:
         self.ranks = dist.get_process_group_ranks(group)  # global ranks
         self.flags_nbytes = 32  # flags that fit a sync point: the same on all ranks
         self._alarms = alarms  # this channel's own store
-        self._ended = False  # the ranks have diverged, or some are gone
+        self._ended = ""  # why no sync point is possible: the ranks have diverged, or some are gone
         self.has_lost = False  # a rank is gone, or did not come
         self._sync_point: SyncPoint | None = None  # the last one
         self._failure_report: SyncPoint | None = None  # at which this rank reported its failure
@@ -89,15 +89,14 @@ class Channel:
     def close(self) -> None:
         """Releases the groups now: their threads and descriptors must not wait for the garbage
         collector. No sync point is possible afterwards. Idempotent."""
-        self._ended, self._sync_point, self._failure_report = True, None, None
+        self._ended, self._sync_point, self._failure_report = "it was closed", None, None
         if self._listener is not None:
             self._listener.close()
         self.collective_trace.close()
         if self.homes is not None:
             self.homes.close()
         self.tree.close()
-        for name in ("group", "bulk", "reductions"):
-            setattr(self, name, None)
+        self.group = self.bulk = self.reductions = None
 
     # --- sync points ---
 
@@ -122,8 +121,8 @@ class Channel:
         """
         if self._ended:
             raise PeerError(
-                f"rank {dist.get_rank()} cannot go on at '{what}': this job failed before. Start it"
-                " again."
+                f"rank {dist.get_rank()} cannot go on at '{what}': this job failed before"
+                f" ({self._ended}). Start it again."
             )
         if not settling:
             self.raise_heard()
@@ -156,7 +155,7 @@ class Channel:
     def pass_on(self, what: str, transfer: Transfer) -> Any:
         """Meets for ``what``, then returns the result of ``transfer``. Raises as
         :meth:`barrier`."""
-        self.start_sync(what, transfer=transfer).wait()
+        self.barrier(what, transfer=transfer)
         return transfer.wait()
 
     @_locked
@@ -233,7 +232,7 @@ class Channel:
         if not self._ended:
             with contextlib.suppress(InfinityError):
                 self._failure_report = self._begin_failure_report(error)
-            self._ended = True
+            self._ended = f"{type(error).__name__}: {error}"
 
     def _begin_failure_report(self, error: BaseException) -> SyncPoint:
         with contextlib.suppress(InfinityError):
@@ -243,7 +242,7 @@ class Channel:
     @property
     def has_ended(self) -> bool:
         """True once no sync point is possible here: closed, failed, or ranks lost."""
-        return self._ended
+        return bool(self._ended)
 
     @_locked
     def is_heard(self) -> bool:
@@ -371,9 +370,10 @@ class Channel:
 
     def lost(self, what: str, error: RuntimeError) -> PeerError:
         """Makes the error for a failed transport, and marks the channel as ended."""
-        self._ended = self.has_lost = True
+        lost = ranks_lost(what, error)
+        self._ended, self.has_lost = f"{lost}", True
         give_up()
-        return ranks_lost(what, error)
+        return lost
 
     def exchange_texts(self, what: str) -> Transfer:
         """Makes the transfer in which all ranks exchange what they announced: a list, in their

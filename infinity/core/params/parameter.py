@@ -157,7 +157,7 @@ class ResidentParameter(torch.nn.Parameter):
         if handle_of(self) is None:
             return super().set_(*(() if source is None else (source,)), *form)
         if form or not isinstance(source, torch.Tensor):
-            raise handle_of(self).engine.refusal(handle_of(self), "set_")
+            raise _refused(self, "set_")
         self.data = source
         return self
 
@@ -192,7 +192,7 @@ class Stored:
                 return 0  # what else is in the device's buffer is not seen
             if func is torch.Tensor.untyped_storage:
                 if not storage_guard.is_available():  # each read of it would be of address zero
-                    raise handle_of(args[0]).engine.refusal(handle_of(args[0]), "untyped_storage")
+                    raise _refused(args[0], "untyped_storage")
                 handle_of(args[0]).engine.put_to_rest(handle_of(args[0]))
             with DisableTorchFunction():
                 return func(*args, **kwargs)
@@ -238,7 +238,7 @@ class Stored:
         """Copies ``source`` home, as ``data = source`` does. torch asks no ``__torch_function__``
         here."""
         if form or not isinstance(source, torch.Tensor):
-            raise handle_of(self).engine.refusal(handle_of(self), "set_")
+            raise _refused(self, "set_")
         set_data(self, source)
         return self
 
@@ -309,7 +309,7 @@ def _detached(subject: torch.Tensor) -> torch.Tensor:
     if (
         caller is not None and caller.f_code is torch.nn.Parameter.__new__.__code__
     ):  # which would be another Parameter over the weight's memory
-        raise handle_of(subject).engine.refusal(handle_of(subject), "torch.nn.Parameter")
+        raise _refused(subject, "torch.nn.Parameter")
     return subject.detached_at_rest()
 
 
@@ -352,8 +352,7 @@ class StoredAlias(Stored, torch.Tensor):
 
     def gathered(self) -> torch.Tensor:
         """Returns its bytes, once the parameter's are on the device, in a forward or backward."""
-        handle = handle_of(self)
-        handle.unit.watch(handle.param, own_bytes(handle.param))
+        _bytes_in_pass(handle_of(self).param)
         return present(self)
 
     @classmethod
@@ -371,12 +370,12 @@ def _dispatched(func, args: tuple, kwargs: dict) -> Any:
         for leaf in tree_flatten((args, kwargs))[0]
         if isinstance(leaf, (StoredAlias, StoredParameter))
     ]
-    handle, subject = handle_of(touched[0]), args[0] if args else None
-    if isinstance(subject, Stored) and not handle.engine.computing:
-        if func.overloadpacket is torch.ops.aten.detach:
+    handle, subject = handle_of(touched[0]), touched[0]
+    if not handle.engine.computing and args and args[0] is subject:
+        if func is torch.ops.aten.detach.default:
             return subject.detached_at_rest()
-        if func.overloadpacket is torch.ops.aten.copy_ and is_whole(subject):
-            return set_value(subject, *args[1:])
+        if func is torch.ops.aten.copy_.default and is_whole(subject):
+            return set_value(*args)
     with handle.engine.uses.begin() if handle.engine.computing else nullcontext():
         if not (handle.engine.computing and func.overloadpacket is torch.ops.aten.set_):
             return touch(func, args, kwargs, touched, StoredAlias.like, dispatched=True)
@@ -447,7 +446,7 @@ def _like(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> torch.Tenso
     misuse."""
     handle = handle_of(subject)
     if mistakes.advice():
-        raise handle.engine.refusal(handle, func.__name__)
+        raise _refused(subject, func.__name__)
     with DisableTorchFunction(), DisableTorchDispatch():
         if is_whole(subject):
             return func(handle.param, *args, **kwargs)

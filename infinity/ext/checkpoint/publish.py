@@ -154,9 +154,12 @@ def _write_data(draft: Draft, collectives: Collectives) -> None:
                 raise
             failure = error
         told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        everyones = collectives.collect(
-            (collectives.ranks.world_rank, files, told), "the files of a checkpoint"
-        )
+        try:
+            everyones = collectives.collect(
+                (collectives.ranks.world_rank, files, told), "the files of a checkpoint"
+            )
+        except PeerError as error:
+            raise failure or error from None  # this rank's own may have ended the job
         if failure is not None:
             raise failure
         for rank, _, why in everyones:

@@ -103,7 +103,8 @@ def tell(seed: int | None, outcome: Outcome, args: argparse.Namespace) -> Progra
 
     print(f"{outcome.kind}: {outcome.text}")
     if seed is not None:
-        print(f"replay: make sim SEED={seed}")
+        kind = " ARGS=--ranks" * args.ranks + " ARGS=--late" * args.late
+        print(f"replay: make sim SEED={seed}{kind}")
     print(f"whole:  make sim PROGRAM='{outcome.program.text()}'", flush=True)
     if not args.tries:
         return outcome.program

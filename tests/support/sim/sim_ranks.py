@@ -193,6 +193,8 @@ class RankGame(Game):
         if error is not None:
             if not isinstance(error, (PeerError, StorageError)):
                 raise Wrong("untyped", f"{type(error).__name__}: {error}")
+            if not isinstance(error, StorageError) and "StorageError" not in str(error):
+                raise Wrong("untold", f"a disk failed: {error}")
             self.counts[f"{type(error).__name__} in disk_fails"] += 1
             forget(error)
         if self.meet(error is not None):
