@@ -61,16 +61,16 @@ def candidates() -> list[Candidate]:
         str(disk_profile.cache_folder()),
         os.getcwd(),
     ]
-    found: list[Candidate] = []
+    result: list[Candidate] = []
     seen: set[str] = set()
     for folder in dict.fromkeys(os.path.abspath(folder) for folder in folders):
         if os.path.isdir(folder):
             candidate, disk = _look_at(folder), disk_profile.Disk(folder).device
             if disk not in seen:
-                found.append(candidate)
+                result.append(candidate)
             if not candidate.refusal:
                 seen.add(disk)
-    return found
+    return result
 
 
 def choose(found: Sequence[Candidate], needed_nbytes: int) -> Candidate | None:

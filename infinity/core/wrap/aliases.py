@@ -62,7 +62,7 @@ def warn_of_aliases(
     of_dicts = _in_state_dicts(
         [tensor for tensors in others.values() for tensor in tensors], set(names.values())
     )
-    found = []
+    affected = []
     for key, params in held.items():
         references = references_to(local[params[0]]) or 0
         hidden = references - counts[key] - len(_with_bases(others[key]))
@@ -79,16 +79,16 @@ def warn_of_aliases(
         if others[key] and passed.keys() >= {id(tensor) for tensor in others[key]}:
             continue
         if others[key] or (hidden > 0 and not any(map(_may_be_saved, params))):
-            found += [names[param] for param in params]
-    if found:
+            affected += [names[param] for param in params]
+    if affected:
         logger.warning(
             "%d of this model's parameters (%s%s) share memory with a tensor or array outside of"
             " the model, which keeps the values of before from here on: steps do not show there,"
             " and writes to it do not reach the weights. Read and write these through"
             " model.state_dict(), or in `with infinity.full_params(model, names, writeback=True)`.",
-            len(found),
-            ", ".join(found[:TOLD]),
-            ", ..." if len(found) > TOLD else "",
+            len(affected),
+            ", ".join(affected[:TOLD]),
+            ", ..." if len(affected) > TOLD else "",
         )
 
 
@@ -162,10 +162,10 @@ class _View:
     def there(self) -> torch.Tensor | None:
         """Returns the view, if it still is at its place."""
         try:
-            found = self._place[self._key]
+            value = self._place[self._key]
         except (LookupError, AttributeError):
             return None
-        return found if found is self._view() else None
+        return value if value is self._view() else None
 
     def take(self) -> None:
         if self.there() is None:
@@ -314,15 +314,15 @@ def _own_tensors(
     model: DescribedModel, optimizers: Sequence[torch.optim.Optimizer]
 ) -> dict[int, torch.Tensor]:
     """Returns the tensors of the model and its optimizers, and their view bases, by id."""
-    given: list[torch.Tensor | None] = [
+    tensors: list[torch.Tensor | None] = [
         *model.users,
         *model.buffers.values(),
         *map(raw_grad, model.users),
     ]
     for state in (state for optimizer in optimizers for state in optimizer.state.values()):
         values = state.values() if isinstance(state, Mapping) else [state]  # some keep a count
-        given += [value for value in values if isinstance(value, torch.Tensor)]
-    return _with_bases([local_of(each) for each in given if each is not None])
+        tensors += [value for value in values if isinstance(value, torch.Tensor)]
+    return _with_bases([local_of(each) for each in tensors if each is not None])
 
 
 def _with_bases(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -337,24 +337,24 @@ def _others(
     """Finds other Python tensors than ``own`` in the storages ``held``: in the same storage, or in
     another one over its memory."""
     by_address = {_address(local_of(params[0])): key for key, params in held.items()}
-    found: dict[int, list[torch.Tensor]] = {key: [] for key in held}
+    others: dict[int, list[torch.Tensor]] = {key: [] for key in held}
     for each in gc.get_objects():
         if issubclass(type(each), torch.Tensor) and id(each) not in own and _has_bytes(each):
             here = identity(each)
-            key = here if here in found else by_address.get(_address(each))
+            key = here if here in others else by_address.get(_address(each))
             if key is not None:
-                found[key].append(each)
-    return found
+                others[key].append(each)
+    return others
 
 
 def _in_state_dicts(tensors: list[torch.Tensor], names: set[str]) -> set[int]:
     """Returns the ids of those of ``tensors`` that are values of a dict whose keys include most of
     a model's ``names``."""
-    found: set[int] = set()
+    listed: set[int] = set()
     for each in gc.get_referrers(*tensors) if tensors else ():
         if isinstance(each, dict) and 2 * len(names & each.keys()) >= len(names):
-            found |= {id(each[name]) for name in names & each.keys()}
-    return found
+            listed |= {id(each[name]) for name in names & each.keys()}
+    return listed
 
 
 def _may_be_saved(param: nn.Parameter) -> bool:

@@ -126,12 +126,12 @@ class DescribedModel:
     @cached_property
     def users(self) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
         """The modules that have each parameter, and their names for it."""
-        found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+        by_param: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for module in self.modules:
             for name, param in module._parameters.items():
                 if param is not None:
-                    found.setdefault(param, []).append((module, name))
-        return found
+                    by_param.setdefault(param, []).append((module, name))
+        return by_param
 
     @cached_property
     def containers(self) -> set[nn.Module]:
@@ -152,13 +152,13 @@ class DescribedModel:
 
     def inside(self, module: nn.Module) -> list[nn.Module]:
         """Lists ``module`` and all modules inside, each once, in torch's order."""
-        found: dict[nn.Module, None] = {}
+        modules: dict[nn.Module, None] = {}
         pending = [module]
         while pending:
-            if (each := pending.pop()) not in found:
-                found[each] = None
+            if (each := pending.pop()) not in modules:
+                modules[each] = None
                 pending += [child for _, child in reversed(self.children.get(each, []))]
-        return list(found)
+        return list(modules)
 
     def reader_of(self, module: nn.Module, taken: Container[torch.Tensor]) -> RowReader | None:
         """Returns how a forward of ``module`` reads some rows only of its own parameters, if these

@@ -107,14 +107,14 @@ def _select(model: nn.Module, names: str | list[str] | None) -> dict[str, nn.Par
             f" {type(names).__name__}"
         )
     for wanted in listed:
-        found = {
+        matching = {
             n: p
             for n, p in moved.items()
             if n == wanted or n.startswith(wanted + ".") or wanted == ""
         }
-        if not found:
+        if not matching:
             near = difflib.get_close_matches(wanted, moved, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise UsageError(f"full_params: no parameter or module {wanted!r}{hint}")
-        selected |= found
+        selected |= matching
     return selected

@@ -408,19 +408,19 @@ def _within_device(
     # Parameters that are there move into the plan's homes.
     own = sum(param.nbytes for param in model.users if param.device == device.where)
     (most,) = collectives.least([left + own], "device memory")
-    given = int(config.device_memory)
-    if given <= most:
+    asked = int(config.device_memory)
+    if asked <= most:
         return config, most
     if not most:
         raise CapacityError(
-            f"device_memory is {format_nbytes(given)}, but {device.where} has nothing left beside"
+            f"device_memory is {format_nbytes(asked)}, but {device.where} has nothing left beside"
             " other tensors and processes and what cuBLAS and NCCL need. Free some of it, or"
             " compute elsewhere: Config(device='cpu')"
         )
     logger.warning(
         "device_memory is %s, but %s can give %s, beside other tensors and processes and what"
         " cuBLAS%s needs: it is planned with that. Activations need room, too.",
-        format_nbytes(given),
+        format_nbytes(asked),
         device.where,
         format_nbytes(most),
         "" if collectives.ranks.alone else " and NCCL",
@@ -470,7 +470,7 @@ def lay_out_here(
 
     if (chosen_memory := in_memory(splits=False)) is not None:
         return chosen_memory
-    found = scratch.candidates()
+    folders = scratch.candidates()
     # All arrays that this rank has at home: the upper bound for the disk.
     needed = sum(
         flat.nbytes(name)
@@ -478,7 +478,7 @@ def lay_out_here(
         for flat in size.flat_params
         for name in ARRAYS
     )
-    chosen = scratch.choose(found, needed * collectives.ranks.local_size)
+    chosen = scratch.choose(folders, needed * collectives.ranks.local_size)
     everywhere, usable = collectives.least(
         [chosen is not None, chosen.usable_nbytes // collectives.ranks.local_size if chosen else 0],
         "scratch folders",
@@ -486,7 +486,7 @@ def lay_out_here(
     if not everywhere or chosen is None:
         if (chosen_memory := in_memory(splits=True)) is not None:
             return chosen_memory
-        raise _nowhere(found, needed, left, limit)
+        raise _nowhere(folders, needed, left, limit)
     capacity = usable if config.nvme_capacity is None else config.nvme_capacity
     config = dataclasses.replace(config, nvme_paths=(chosen.folder,), nvme_capacity=capacity)
     laid = placed(config, explains=explains)

@@ -56,7 +56,7 @@ def describe_modules(
 ) -> dict[str, str]:
     """Describes the class and the settings of each module. Left out are ``unlike``, private
     attributes, ``training``, and names of what ranks have of their own (``OWN``)."""
-    found, left_out = {}, set(unlike)
+    descriptions, left_out = {}, set(unlike)
     for module, name in modules.items():
         if module in left_out:
             continue
@@ -65,15 +65,15 @@ def describe_modules(
             for key, value in sorted(vars(module).items())
             if not key.startswith("_") and key != "training" and not OWN.search(key)
         )
-        told = ", ".join(f"{key}={value}" for key, value in settings if value is not None)
-        if len(told) > LONGEST:
-            digest = hashlib.blake2b(told.encode(errors="replace"), digest_size=8).hexdigest()
-            told = f"{told[:LONGEST]}... with digest {digest}"
+        text = ", ".join(f"{key}={value}" for key, value in settings if value is not None)
+        if len(text) > LONGEST:
+            digest = hashlib.blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
+            text = f"{text[:LONGEST]}... with digest {digest}"
         kind = type(module)
-        found[f"module {name}" if name else "the outermost module"] = (
-            f"{kind.__module__}.{kind.__qualname__}({told})"
+        descriptions[f"module {name}" if name else "the outermost module"] = (
+            f"{kind.__module__}.{kind.__qualname__}({text})"
         )
-    return found
+    return descriptions
 
 
 def _told(value: Any, depth: int = DEEPEST) -> str | None:

@@ -70,16 +70,16 @@ def _larger(error: CapacityError, config: Config, works: Works, share: Fraction)
             larger[name] = nbytes
         refused = works(dataclasses.replace(config, **larger))
         if refused is None:
-            given = {name: getattr(config, name) for name in larger}
+            budgets = {name: getattr(config, name) for name in larger}
             whole, before = (
                 {
                     name: nbytes if name == "device_memory" else math.ceil(nbytes / share)
                     for name, nbytes in each.items()
                 }
-                for each in (larger, given)
+                for each in (larger, budgets)
             )
-            told = (f"{name} by {format_nbytes(whole[name] - before[name])}" for name in whole)
-            return f"raise {' and '.join(told)}: {_as_config(whole)}"
+            amounts = (f"{name} by {format_nbytes(whole[name] - before[name])}" for name in whole)
+            return f"raise {' and '.join(amounts)}: {_as_config(whole)}"
     return ""
 
 
@@ -106,8 +106,8 @@ def _changes(
     usable = (
         [] if config.nvme_paths else [each for each in scratch.candidates() if not each.refusal]
     )
-    found = max(usable, key=lambda each: each.usable_nbytes, default=None)
-    folder: dict[str, Any] = {"nvme_paths": (found.folder,)} if found is not None else {}
+    largest = max(usable, key=lambda each: each.usable_nbytes, default=None)
+    folder: dict[str, Any] = {"nvme_paths": (largest.folder,)} if largest is not None else {}
     if folder and AUTO in (config.params, config.optimizer):
         yield folder, "add a folder on a disk"
     for homes in _homes(config, steps):
@@ -133,14 +133,14 @@ def _changes(
 def _homes(config: Config, steps: bool) -> list[dict[str, Any]]:
     """Returns other homes than the given ones, the smallest changes first. Those that were left to
     the engine have been tried."""
-    given = {"params": config.params} | ({"optimizer": config.optimizer} if steps else {})
-    choices = [(home,) if home == AUTO else (home, *LOWER) for home in given.values()]
-    found = [
-        {name: home for name, home in zip(given, homes) if home != given[name]}
+    asked = {"params": config.params} | ({"optimizer": config.optimizer} if steps else {})
+    choices = [(home,) if home == AUTO else (home, *LOWER) for home in asked.values()]
+    others = [
+        {name: home for name, home in zip(asked, homes) if home != asked[name]}
         for homes in dict.fromkeys(itertools.product(*choices))
     ]
     return sorted(
-        (each for each in found if each), key=lambda each: (len(each), sorted(each.items()))
+        (each for each in others if each), key=lambda each: (len(each), sorted(each.items()))
     )
 
 

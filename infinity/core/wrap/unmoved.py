@@ -26,17 +26,17 @@ def unmoved_nbytes(model: DescribedModel) -> int:
         for param in model.users
         if param in managed and has_storage(param)
     }
-    found: dict[tuple[str, int], int] = {}
+    sizes: dict[tuple[str, int], int] = {}
     rest = [p for p in model.unmanaged.values() if not has_inner(p)]
     for tensor in (*model.buffers.values(), *rest, *(place.tensor for _, place in model.unlisted)):
         if always_rests(tensor):
             continue
         if has_storage(tensor):
             storage = local_of(tensor).untyped_storage()
-            found["storage", storage._cdata] = 0 if storage._cdata in moved else storage.nbytes()
+            sizes["storage", storage._cdata] = 0 if storage._cdata in moved else storage.nbytes()
         else:
-            found["other", id(tensor)] = nbytes_of(tensor)
-    return sum(found.values())
+            sizes["other", id(tensor)] = nbytes_of(tensor)
+    return sum(sizes.values())
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

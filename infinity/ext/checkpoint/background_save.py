@@ -65,17 +65,17 @@ LEFT_SECONDS = 60.0  # the same once its process is ending, or the ranks cannot 
 
 def _running_updates(job: Job) -> list[native.Ticket]:
     """Lists the last step's updates that run on the processor. Waits for others."""
-    found = []
+    updates = []
     for unit in job.units:
         for flat_param in unit.flat_params:
             update = flat_param.homes.update
             if isinstance(update, native.Ticket) and not unit.stays:
-                found.append(update)
+                updates.append(update)
             else:  # on the device, or of experts, of which some may be behind
                 flat_param.homes.wait()
     if not job.device.is_host:
         job.device.drain()  # the thread reads on another stream
-    return found
+    return updates
 
 
 class SaveBuffers:
@@ -244,8 +244,8 @@ class Saving:
         if collectives.ranks.alone:
             return self._error
         # The first rank comes before its thread ends, which may wait for one that has failed
-        mine = None if is_first else _told(self._error)
-        everyones = collectives.collect((self._me, mine), "the end of a save")
+        failure = None if is_first else _told(self._error)
+        everyones = collectives.collect((self._me, failure), "the end of a save")
         self._failed = [(rank, why) for rank, why in everyones if why is not None]
         self._thread.join()
         first = collectives.collect((self._me, _told(self._error)), "the outcome of a save")[0]
@@ -348,13 +348,13 @@ class Saving:
         self._await(
             lambda rank: any(self._mark(rank, what).exists() for what in ("json", "failed"))
         )
-        found = []
+        files = []
         for rank in self._writers:
             if self._mark(rank, "failed").exists():
                 raise failed_rank(self._draft, rank, "its own output says why")
-            found.append(json.loads(self._mark(rank, "json").read_text()))
+            files.append(json.loads(self._mark(rank, "json").read_text()))
             self._mark(rank, "json").unlink()
-        return found
+        return files
 
     def _await(self, is_over: Callable[[int], bool]) -> None:
         """Waits until ``is_over`` for every rank that writes. Raises PeerError if one has said that

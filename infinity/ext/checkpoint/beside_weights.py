@@ -34,8 +34,8 @@ class BesideWeights:
         """Raises CorruptionError unless all of it is there, UsageError if it is of other arrays
         than these. Changes nothing."""
         for name, kept in self.kept.saved().items():
-            if told := self.manifest.get(name):
-                expected = _expected(kept, told)
+            if saved_values := self.manifest.get(name):
+                expected = _expected(kept, saved_values)
                 with self._saved(name, kept) as saved:
                     for each, flat_param in expected:
                         for handle in flat_param.handles:
@@ -53,14 +53,14 @@ class BesideWeights:
                     MAKERS.get(name, "what has made it"),
                 )
         for name, kept in ours.items():
-            told = self.manifest.get(name) or None
-            if told is None:
+            saved_values = self.manifest.get(name) or None
+            if saved_values is None:
                 for each in kept:
                     self.kept.clear(each)
             if kept[0].keeper is not None:
-                kept[0].keeper.resume(told)
-            if told is not None:
-                self._read(name, kept, told)
+                kept[0].keeper.resume(saved_values)
+            if saved_values is not None:
+                self._read(name, kept, saved_values)
 
     def _read(self, name: str, kept: list[Kept], told: Any) -> None:
         with self._saved(name, kept) as saved:

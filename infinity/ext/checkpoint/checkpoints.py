@@ -315,17 +315,17 @@ class Checkpoints:
         asked = self._signals.saves or (is_first and self._interval.is_due)
         self._signals.forget(signal.SIGUSR1)
         if not self._collectives.ranks.alone:
-            given = [int(not each) for each in (over, asked, ending)]
-            found = self._collectives.least(given, "Checkpoints.after_step", over_stages=True)
-            over, asked, ending = (not each for each in found)
+            flags = [int(not each) for each in (over, asked, ending)]
+            agreed = self._collectives.least(flags, "Checkpoints.after_step", over_stages=True)
+            over, asked, ending = (not each for each in agreed)
         return over, asked or ending, ending
 
     def _has_checkpoint(self) -> bool:
         """Tells whether the folder has a checkpoint: as the first rank sees it."""
-        found = int((self._folder / MANIFEST).is_file())
+        exists = int((self._folder / MANIFEST).is_file())
         if self._collectives.ranks.alone:
-            return bool(found)
-        return bool(self._collectives.collect(found, "the folder of Checkpoints")[0])
+            return bool(exists)
+        return bool(self._collectives.collect(exists, "the folder of Checkpoints")[0])
 
     def _refuse_others(self) -> None:
         """Raises UsageError if the folder's checkpoint is not of this class."""
@@ -363,8 +363,8 @@ class Checkpoints:
     def _loaders(self) -> list[Any] | None:
         if self._loader is None:
             return None
-        mine = self._collectives.ranks.world_rank, self._loader.state_dict()
-        everyones = dict(self._collectives.collect(mine, "the loaders' states"))
+        own_state = self._collectives.ranks.world_rank, self._loader.state_dict()
+        everyones = dict(self._collectives.collect(own_state, "the loaders' states"))
         return [everyones[rank] for rank in sorted(everyones)]
 
     def _load_loader(self, states: list[Any] | None) -> None:

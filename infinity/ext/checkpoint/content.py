@@ -95,8 +95,11 @@ def _entries(job: Job, handle: ParamHandle, name: str) -> Iterator[tuple[str, En
     if flat_param.spec.moment_dtype == torch.uint8 and name not in ("weight", "master"):
         if begin < end or (not part.box.numel and job.ranks.rank == 0):
             values = HomeValues(job.store, array, at_home, (end - begin,), (0,))
-            told = {"saved_offsets": [begin], "part": part.describe()}
-            yield f"{name}/{handle.name}#{'-'.join(map(str, part.box.offset)) or 0}", (values, told)
+            place = {"saved_offsets": [begin], "part": part.describe()}
+            yield (
+                f"{name}/{handle.name}#{'-'.join(map(str, part.box.offset)) or 0}",
+                (values, place),
+            )
         return
     for entry in _boxes(job, part, array, at_home - begin, begin, end):
         yield f"{name}/{handle.name}", entry
@@ -202,16 +205,16 @@ def every_value_outside(books: Books) -> dict[str, torch.Tensor]:
 def describe_own_state(optimizer: InfinityOptimizer) -> dict[str, dict[Any, Any]]:
     """Lists users' entries in ``optimizer.state`` beside torch's keys: of ``parameters``, by name,
     and ``others``."""
-    found: dict[str, dict[Any, Any]] = {"parameters": {}, "others": {}}
+    described: dict[str, dict[Any, Any]] = {"parameters": {}, "others": {}}
     names = names_in_groups(optimizer)
     for key, own in optimizer.state.own_values().items():
         if isinstance(key, torch.Tensor) and key in names:
-            found["parameters"] |= {names[key]: own} if own else {}
+            described["parameters"] |= {names[key]: own} if own else {}
         elif (handle := handle_of(key)) is not None:
-            found["parameters"] |= {handle.name: own} if own else {}
+            described["parameters"] |= {handle.name: own} if own else {}
         elif not isinstance(key, torch.Tensor):
-            found["others"][key] = own
-    return found
+            described["others"][key] = own
+    return described
 
 
 def put_own_state(optimizer: InfinityOptimizer, saved: dict[str, dict[Any, Any]]) -> None:
@@ -243,11 +246,11 @@ def groups_of_stages(
 ) -> list[dict[str, Any]]:
     """Describes an optimizer's groups with the parameters of all pipeline stages. Raises UsageError
     if stages have different group counts. Every rank calls this."""
-    mine, stages = describe_groups(optimizer), collectives.ranks.pp_group
+    own_groups, stages = describe_groups(optimizer), collectives.ranks.pp_group
     if stages is None:
-        return mine
+        return own_groups
     everyones = collectives.collect(
-        [group["params"] for group in mine], "the optimizer's groups", [stages]
+        [group["params"] for group in own_groups], "the optimizer's groups", [stages]
     )
     if len({len(groups) for groups in everyones}) > 1:
         raise UsageError(
@@ -258,7 +261,7 @@ def groups_of_stages(
     # A parameter on two stages is one.
     return [
         group | {"params": list(dict.fromkeys(n for names in everyones for n in names[i]))}
-        for i, group in enumerate(mine)
+        for i, group in enumerate(own_groups)
     ]
 
 

@@ -99,8 +99,8 @@ def description_of(model: nn.Module) -> str | None:
     if not is_transformers(model):
         return None
     try:
-        told = json.loads(model.config.to_json_string(use_diff=True))
-        return json.dumps(told | {"architectures": [type(model).__name__]})
+        config = json.loads(model.config.to_json_string(use_diff=True))
+        return json.dumps(config | {"architectures": [type(model).__name__]})
     except Exception as error:  # noqa: BLE001 - a configuration is any code
         logger.warning(
             "the configuration of %s cannot be written as JSON: %s", type(model).__name__, error

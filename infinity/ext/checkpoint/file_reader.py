@@ -85,13 +85,13 @@ class _Open:
         if self.missing:
             return nbytes
         file, blocks = self.file, self.file.blocks_nbytes
-        found = self.extent.checksum(blocks) if blocks else 0
+        checksum = self.extent.checksum(blocks) if blocks else 0
         if blocks < file.nbytes:
             rest = _read_rest(file.path, blocks, file.nbytes)
             _hand_out(rest, blocks, file)
-            found = native.crc32c(rest, found)
-        if found != file.crc32c:
-            raise changed_file(file.path, found, file.crc32c)
+            checksum = native.crc32c(rest, checksum)
+        if checksum != file.crc32c:
+            raise changed_file(file.path, checksum, file.crc32c)
         return nbytes + file.nbytes - blocks
 
 
@@ -100,8 +100,8 @@ def _read_rest(path: Path, begin: int, end: int) -> torch.Tensor:
     checksum detects."""
     try:
         with open(path, "rb", buffering=0) as file:
-            found = os.pread(file.fileno(), end - begin, begin)
-            return torch.frombuffer(bytearray(found.ljust(end - begin, b"\0")), dtype=torch.uint8)
+            content = os.pread(file.fileno(), end - begin, begin)
+            return torch.frombuffer(bytearray(content.ljust(end - begin, b"\0")), dtype=torch.uint8)
     except OSError as error:
         raise StorageError(
             error.errno or 0, f"cannot read {path}: {error.strerror}", str(path)

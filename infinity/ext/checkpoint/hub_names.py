@@ -129,9 +129,9 @@ def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, So
     convert = of_transformers("revert_weight_conversion", "core_model_loading")
     if convert is None:
         return {_name_in_version_4(model, name): source for name, source in sources.items()}
-    given = {name: _Traced.make(name, source) for name, source in sources.items()}
+    traced = {name: _Traced.make(name, source) for name, source in sources.items()}
     try:
-        made: dict[str, torch.Tensor] = convert(model, dict(given))
+        made: dict[str, torch.Tensor] = convert(model, dict(traced))
     except Exception as error:
         raise ConfigError(
             f"transformers cannot undo its conversions of {type(model).__name__}"
@@ -142,7 +142,7 @@ def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, So
     found: dict[str, Source] = {}
     for name, tensor in made.items():
         origins = sorted(_origins(tensor))
-        if len(origins) == 1 and given[origins[0]] is tensor:
+        if len(origins) == 1 and traced[origins[0]] is tensor:
             found[name] = sources[origins[0]]
             continue
         if not origins:

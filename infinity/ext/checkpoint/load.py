@@ -321,8 +321,8 @@ def _check_files(data: Path, files: dict[str, dict[str, Any]], collectives: Coll
     if collectives.ranks.alone:
         check_files(data, files)
         return
-    rank, found = collectives.ranks.world_rank, data.parent.stat()
-    place = running_kernel() or rank, found.st_dev, found.st_ino
+    rank, status = collectives.ranks.world_rank, data.parent.stat()
+    place = running_kernel() or rank, status.st_dev, status.st_ino
     here = [
         peer
         for peer, theirs in collectives.collect((rank, place), "where the checkpoint is read")

@@ -155,7 +155,7 @@ def check_same_model(root: Path, parameters: dict[str, dict[str, Any]]) -> None:
     remedy = "Give another folder, or overwrite=True to replace it."
     try:
         content = parse_json(read_text(path))
-        told = {name: tuple(entry["shape"]) for name, entry in content["parameters"].items()}
+        saved = {name: tuple(entry["shape"]) for name, entry in content["parameters"].items()}
         FORMAT.check(path, content)
     except UsageError as error:
         raise ConfigError(f"{error}\n{remedy}") from None
@@ -165,11 +165,11 @@ def check_same_model(root: Path, parameters: dict[str, dict[str, Any]]) -> None:
         ) from None
     own = {name: tuple(entry["shape"]) for name, entry in parameters.items()}
     if other := sorted(
-        name for name in told.keys() | own.keys() if told.get(name) != own.get(name)
+        name for name in saved.keys() | own.keys() if saved.get(name) != own.get(name)
     ):
         raise ConfigError(
             f"{root} holds a checkpoint of another model: {other[0]} is"
-            f" {told.get(other[0], 'not there')} in it and {own.get(other[0], 'not there')} in"
+            f" {saved.get(other[0], 'not there')} in it and {own.get(other[0], 'not there')} in"
             f" this one. {remedy}"
         )
 
@@ -230,8 +230,8 @@ def _sum_of_stretch(path: Path, begin: int, end: int) -> int:
     """Returns the CRC-32C of bytes ``begin`` to ``end`` of a file. Missing bytes at its end are
     left out, which changes the sum."""
     slot = torch.empty(max(1, min(READ_NBYTES, end - begin)), dtype=torch.uint8, device="cpu")
-    memory, found, at = memoryview(slot.numpy()), 0, begin
+    memory, checksum, at = memoryview(slot.numpy()), 0, begin
     with open(path, "rb", buffering=0) as file:
         while at < end and (count := os.preadv(file.fileno(), [memory[: end - at]], at)):
-            found, at = native.crc32c(slot[:count], found), at + count
-    return found
+            checksum, at = native.crc32c(slot[:count], checksum), at + count
+    return checksum

@@ -169,14 +169,14 @@ class Materialized(FirstValues):
         themselves. A configuration does not say any more that they are scaled."""
         if self._weights is None or any(each.dtype in FP8 for each in targets.values()):
             return files
-        given = without_scales(files, self._weights)
-        is_dense = given.keys() != files.keys() or gguf_path(self._weights) is not None
+        sources = without_scales(files, self._weights)
+        is_dense = sources.keys() != files.keys() or gguf_path(self._weights) is not None
         for part in map(base_of, parts_of(self._model)) if is_dense else ():
             config: Any = getattr(part, "config", None)
-            if (told := getattr(config, "quantization_config", None)) is not None:
-                self._noted.append((config, {"quantization_config": told}))
+            if (packing := getattr(config, "quantization_config", None)) is not None:
+                self._noted.append((config, {"quantization_config": packing}))
                 del config.quantization_config
-        return given
+        return sources
 
     def _check(self, sources: dict[str, Source], targets: dict[str, torch.Tensor]) -> None:
         """Raises ConfigError if the file lacks a tensor, has another shape or a quantised dtype, or

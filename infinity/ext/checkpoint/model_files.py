@@ -77,12 +77,12 @@ def describe_files(files: list[dict[str, Source]]) -> list[dict[str, int]]:
     """Returns the names in each file, and their bytes; the bytes of a shared storage count for its
     first view."""
     seen: set[Storage] = set()
-    told: list[dict[str, int]] = [{} for _ in files]
-    for entries, sources in zip(told, files):
+    described: list[dict[str, int]] = [{} for _ in files]
+    for entries, sources in zip(described, files):
         for name, source in sources.items():
             entries[name] = 0 if source.storage in seen else (source.storage or source).nbytes
             seen |= {source.storage} - {None}
-    return told
+    return described
 
 
 def name_files(counts: Sequence[int]) -> list[list[str]]:
@@ -154,12 +154,14 @@ def name_written(folder: Path, files: dict[str, dict[str, int]], *, numel: int |
     for name in files:
         os.replace(_partial(folder / name), folder / name)
     if len(files) > 1:
-        told = {} if numel is None else {"total_parameters": numel}
-        told["total_size"] = sum(
+        metadata = {} if numel is None else {"total_parameters": numel}
+        metadata["total_size"] = sum(
             nbytes for entries in files.values() for nbytes in entries.values()
         )
         names = {key: name for name, entries in files.items() for key in entries}
-        text = json.dumps({"metadata": told, "weight_map": names}, indent=2, sort_keys=True) + "\n"
+        text = (
+            json.dumps({"metadata": metadata, "weight_map": names}, indent=2, sort_keys=True) + "\n"
+        )
         _partial(index).write_text(text)
         _flush(_partial(index))
         os.replace(_partial(index), index)

@@ -98,8 +98,8 @@ def own_place(model: nn.Module, job: Job, folder: Path, overwrite: bool) -> Iter
             check_free(Output("the folder", folder, replaces=WEIGHT_NAMES), way="overwrite=True")
         except ConfigError as error:
             refusal, beside = str(error), str(_new_beside(folder))
-    told = job.collectives.collect((refusal, beside), "the folder to write to")
-    refusal, beside = max(told)  # of the first rank, which checked
+    refusals = job.collectives.collect((refusal, beside), "the folder to write to")
+    refusal, beside = max(refusals)  # of the first rank, which checked
     place = Path(beside) if beside else folder
     try:
         yield place

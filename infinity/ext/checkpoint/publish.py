@@ -153,10 +153,10 @@ def _write_data(draft: Draft, collectives: Collectives) -> None:
             if collectives.ranks.alone:
                 raise
             failure = error
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        failed = None if failure is None else f"{type(failure).__name__}: {failure}"
         try:
             everyones = collectives.collect(
-                (collectives.ranks.world_rank, files, told), "the files of a checkpoint"
+                (collectives.ranks.world_rank, files, failed), "the files of a checkpoint"
             )
         except PeerError as error:
             raise failure or error from None  # this rank's own may have ended the job
@@ -255,8 +255,8 @@ def write_tensors(
     path: Path, tensors: dict[str, torch.Tensor], slots: native.PinnedPool
 ) -> dict[str, Any]:
     """Writes a file of whole ``tensors``. Returns its entry in the manifest."""
-    told = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
-    with _start_file(path, tensors, slots, told) as file:
+    entries = {name: {"saved_offsets": [0] * tensor.dim()} for name, tensor in tensors.items()}
+    with _start_file(path, tensors, slots, entries) as file:
         entry = file.finish()
     sync_file(path)
     return entry

@@ -126,7 +126,7 @@ def _draft(
             f" ({landed[0]}, ...) would be lost. Save after step(), or call zero_grad() first."
         )
     tensors: dict[str, torch.Tensor] = {}
-    told = {name: describe(kept) for name, kept in job.kept.saved().items()}
+    kept_values = {name: describe(kept) for name, kept in job.kept.saved().items()}
     content = {
         "format": FORMAT.number,
         "data": f"infinity-{_token(collectives)}",
@@ -147,9 +147,9 @@ def _draft(
         ),
         "config": description_of(parts_of(model)[0]),
     }
-    if taken := OF_EVERY_SAVE & told.keys():
+    if taken := OF_EVERY_SAVE & kept_values.keys():
         raise InternalError(f"a manifest has another {min(taken)!r}: keep arrays by another name")
-    content |= told
+    content |= kept_values
     tensors |= every_value_outside(books)
     buffers = buffers_of(model)
     rest = {f"buffer/{name}": buffer for name, buffer in buffers.items()}
@@ -158,7 +158,7 @@ def _draft(
     for rank, states in enumerate(collectives.collect(random_state_tensors(), "random state")):
         tensors |= {f"random/{rank}/{name}": state for name, state in states.items()}
     tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    return Draft(root, content, tensors, files_of_rank(engine, told))
+    return Draft(root, content, tensors, files_of_rank(engine, kept_values))
 
 
 def _describe_optimizer(
@@ -172,22 +172,20 @@ def _describe_optimizer(
     own = describe_own_state(optimizer)
     own = {kind: _of_stages(values, collectives) for kind, values in own.items()}
     groups = groups_of_stages(optimizer, collectives)
-    told = {
+    description = {
         "rule": optimizer.rule_name,
         "groups": encode_value(groups, tensors, f"groups/{place}"),
     }
     if any(own.values()):
-        told["own_state"] = encode_value(own, tensors, f"own_state/{place}")
-    return told
+        description["own_state"] = encode_value(own, tensors, f"own_state/{place}")
+    return description
 
 
 def _describe_parameters(root: Path, job: Job, *, overwrite: bool) -> dict[str, Any]:
     """Returns the manifest's entries. Raises ConfigError if ``root`` has another model's
     checkpoint, which must not be replaced."""
-    mine = {
-        handle.name: describe_parameter(handle) for unit in job.units for handle in unit.handles
-    }
-    parameters = _of_stages(mine, job.collectives)
+    own = {handle.name: describe_parameter(handle) for unit in job.units for handle in unit.handles}
+    parameters = _of_stages(own, job.collectives)
     if job.ranks.is_first and not overwrite:
         check_same_model(root, parameters)
     return parameters
@@ -225,10 +223,10 @@ def _of_stages(mine: dict[str, Any], collectives: Collectives) -> dict[str, Any]
     this."""
     if collectives.ranks.pp_group is None:
         return mine
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for theirs in collectives.collect(mine, "what each stage has", [collectives.ranks.pp_group]):
-        found |= {key: value for key, value in theirs.items() if key not in found}
-    return found
+        merged |= {key: value for key, value in theirs.items() if key not in merged}
+    return merged
 
 
 def _token(collectives: Collectives) -> str:

@@ -115,9 +115,9 @@ class SavedTensors:
         with opened_file(self._data / file) as opened:
             header = read_header(opened)
             for key in opened.keys():
-                entry, told = opened.get_slice(key), header.get(key, {})
+                entry, noted = opened.get_slice(key), header.get(key, {})
                 self._add(
-                    file, key, tuple(entry.get_shape()), FILE_DTYPES.get(entry.get_dtype()), told
+                    file, key, tuple(entry.get_shape()), FILE_DTYPES.get(entry.get_dtype()), noted
                 )
 
     def _add(
@@ -223,8 +223,8 @@ class SavedTensors:
     def mapped(self, array: str, name: str, box: Box) -> torch.Tensor | None:
         """Returns ``box`` of the global tensor as mapped memory of the file, read-only; None if it
         is not one entry."""
-        found = self.entry_of(array, name, box)
-        return self._open(found[0]).get_tensor(found[1]) if found is not None else None
+        entry = self.entry_of(array, name, box)
+        return self._open(entry[0]).get_tensor(entry[1]) if entry is not None else None
 
     def entry_of(self, array: str, name: str, box: Box) -> tuple[str, str] | None:
         """Finds the file and the entry that is exactly ``box`` of the global tensor; None if there
@@ -253,14 +253,14 @@ class SavedTensors:
         self, array: str, name: str, part: LocalPart, begin: int, end: int
     ) -> torch.Tensor:
         """Reads entries ``begin`` to ``end`` of the flat array of ``part``."""
-        found = [torch.empty(0, dtype=torch.uint8, device="cpu")]
+        codes = [torch.empty(0, dtype=torch.uint8, device="cpu")]
         for run in sorted(self._runs[f"{array}/{name}"][part], key=lambda run: run.begin):
             low, high = max(begin, run.begin), min(end, run.end)
             if low < high:
-                found.append(
+                codes.append(
                     self._open(run.file).get_slice(run.key)[low - run.begin : high - run.begin]
                 )
-        return torch.cat(found)
+        return torch.cat(codes)
 
     def _decoded(self, array: str, name: str, part: LocalPart) -> torch.Tensor:
         numel = part.box.numel

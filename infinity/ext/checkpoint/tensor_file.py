@@ -62,17 +62,17 @@ def write_file(
 def _lay_out(sources: Mapping[str, Source]) -> tuple[dict[str, int], bytes]:
     """Returns the offset of each tensor after the header, and the header. The widest elements come
     first, so that each tensor is aligned to its elements."""
-    told: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     places, at = {}, 0
     for name in sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name)):
         source, places[name] = sources[name], at
         at += source.nbytes
-        told[name] = {
+        header[name] = {
             "dtype": NAMES[source.dtype],
             "shape": list(source.shape),
             "data_offsets": [places[name], at],
         }
-    text = json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode()
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return places, len(text).to_bytes(8, "little") + text
 
