@@ -109,7 +109,7 @@ class Device:
 
     is_host = True  # whether the processor can access device memory in place
     overlaps = False  # whether queues run beside the compute
-    is_on_paper = False  # of a machine that is not here, for a plan
+    on_paper: Any = None  # of a machine that is not here: the bytes of its tiers, for a plan
     memory: CardMemory | None = None  # None: the host's
     backend: str | None = None  # of process groups that reach its memory; None: the processor's
 

@@ -455,15 +455,16 @@ def lay_out_here(
     if config.nvme_paths != AUTO:
         return config, placed(config, explains=explains)
     left, limit = limits.tightest()
+    homes = config.params, config.optimizer
 
     def in_memory(*, splits: bool) -> tuple[Config, Laid] | None:
-        if "nvme" in (config.params, config.optimizer, config.activations):
+        if "nvme" in (*homes, config.activations):
             return None
         without = dataclasses.replace(config, nvme_paths=())
         # On all ranks alike: they plan with the minimum of their free bytes.
         with contextlib.suppress(CapacityError):
             laid = placed(without, splits=splits, explains=False)
-            if collectives.ranks.is_first:
+            if AUTO in homes and collectives.ranks.is_first:
                 _tell(laid.plan, left, limit, None)
             return without, laid
         return None
@@ -522,6 +523,7 @@ def _placed(
             works,
             steps=any(flat.spec.stepped for size in sizes for flat in size.flat_params),
             largest_nbytes=max((size.weight_nbytes for size in sizes), default=0),
+            frees=device.on_paper is None,
             share=share,
         ) from None
     if laid.split is not None:
@@ -532,10 +534,10 @@ def _placed(
 
 
 def _room(config: Config, device: Device, most: int | None) -> dict[Tier, int]:
-    """Returns the bytes of each tier that this machine can give; nothing for a device on paper.
+    """Returns the bytes of each tier that this machine can give, or that of a device on paper.
     ``most``: of the device, if that was found already."""
-    if device.is_on_paper:
-        return {}
+    if device.on_paper is not None:
+        return device.on_paper
     tiers = [tier for tier in Tier if tier is not Tier.NVME or config.nvme_paths]
     room = {tier: measured_free(tier, config, device) for tier in tiers}
     return room if most is None else room | {Tier.DEVICE: most}

@@ -34,13 +34,15 @@ def with_remedies(
     *,
     steps: bool,
     largest_nbytes: int,
+    frees: bool,
     share: Fraction = Fraction(1),
 ) -> CapacityError:
     """Returns ``error`` with the changes after which the plan fits: larger budgets, if budgets were
     given, and the smallest change of something else. ``steps``: whether an optimizer steps the
-    model. ``largest_nbytes``: the weights of its largest unit. ``share``: this rank's
-    part of the budgets of a machine. Tries some twenty plans."""
-    larger = _larger(error, config, works, share) or ("make so much free" if error.needed else "")
+    model. ``largest_nbytes``: the weights of its largest unit. ``frees``: whether others may use
+    memory of the machine. ``share``: this rank's part of its budgets. Tries some twenty plans."""
+    larger = _larger(error, config, works, share)
+    larger = larger or "make so much free" * bool(frees and error.needed)
     return _told(error, [larger, _other(config, works, steps, largest_nbytes)])
 
 
@@ -62,23 +64,20 @@ def _told(error: CapacityError, remedies: list[str]) -> CapacityError:
 def _larger(error: CapacityError, config: Config, works: Works, share: Fraction) -> str:
     """Returns the budgets that are enough, if all that are short were given."""
     larger: dict[str, Any] = {}
-    refused: CapacityError | None = error
     for _ in range(MOST_TRIES):
-        for name, nbytes in (refused.needed if refused is not None else {}).items():
+        for name, nbytes in error.needed.items():
             if getattr(config, name) is None:
                 return ""
             larger[name] = nbytes
-        refused = works(dataclasses.replace(config, **larger))
-        if refused is None:
-            budgets = {name: getattr(config, name) for name in larger}
-            whole, before = (
-                {
-                    name: nbytes if name == "device_memory" else math.ceil(nbytes / share)
-                    for name, nbytes in each.items()
-                }
-                for each in (larger, budgets)
+        if refused := works(dataclasses.replace(config, **larger)):
+            error = refused
+        else:
+            part = {**dict.fromkeys(larger, share), "device_memory": 1}
+            whole = {name: math.ceil(larger[name] / part[name]) for name in larger}
+            amounts = (
+                f"{name} by {format_nbytes(whole[name] - int(getattr(config, name) / part[name]))}"
+                for name in whole
             )
-            amounts = (f"{name} by {format_nbytes(whole[name] - before[name])}" for name in whole)
             return f"raise {' and '.join(amounts)}: {_as_config(whole)}"
     return ""
 

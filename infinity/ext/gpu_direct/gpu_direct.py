@@ -47,7 +47,7 @@ class GpuDirect(ThroughHost):
         device on paper that is not known."""
         verified = device.kernels is not None or config.checksums is not True
         return (
-            not device.is_on_paper
+            device.on_paper is None
             and bool(config.nvme_paths)
             and verified
             and bool(device.direct_calls)

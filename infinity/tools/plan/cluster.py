@@ -16,9 +16,11 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from ...config import Config
 from ...core.machine.device import Device
 from ...core.machine.sizes import format_nbytes
 from ...core.machine.tiers import Tier
@@ -44,13 +46,14 @@ UNCHECKED = "no run on several GPUs has checked this"  # as long as bench/result
 
 class OnPaper(Device):
     """A GPU of a machine that is not here, with the optimizer's kernels: what plans ask of one.
-    ``saved_nbytes``: that forwards save there."""
+    ``saved_nbytes``: that forwards save there. ``room``: bytes of the tiers of its machine, as far
+    as they are known, which no remedy exceeds."""
 
-    is_host, overlaps, is_on_paper = False, True, True
+    is_host, overlaps = False, True
 
-    def __init__(self, saved_nbytes: int = 0) -> None:
+    def __init__(self, saved_nbytes: int = 0, room: Mapping[Tier, int] | None = None) -> None:
         super().__init__(torch.device("cuda"), Traffic())
-        self.saved_nbytes = saved_nbytes
+        self.saved_nbytes, self.on_paper = saved_nbytes, room or {}
         self.kernels, self.kernels_refusal = "on paper", ""
 
 
@@ -88,19 +91,21 @@ def predict_cluster(
     *,
     compute: float,
     passes: int = 1,
+    averaged: int = 1,
     tied: str = "",
 ) -> ClusterPrediction:
     """Predicts a step of ``nodes`` machines with one rank per device, sharded over all ranks.
 
     ``units``: one rank's sizes, sharded. ``compute``: seconds of one rank's step, of ``passes``
-    forwards and backwards. ``tied``: the unit of an embedding whose weight is also the head's.
+    forwards and backwards, after ``averaged`` of which gradients leave. ``tied``: the unit of an
+    embedding whose weight is also the head's.
     """
     ranks = nodes * machine.devices
     gathers = [passes * count for count in gathers_of(plan, units, tied)]
-    edges = edges_of(plan, units, gathers, passes)
+    edges = edges_of(plan, units, gathers, averaged)
     received = edges["all-gather"] + edges["reduce-scatter"]
     steps = optimizer_traffic(plan, units)
-    messages = (sum(gathers) + passes * len(units)) * (ranks - 1)
+    messages = (sum(gathers) + averaged * len(units)) * (ranks - 1)
     seconds = {
         "compute": compute,
         "devices' links": received / machine.device_link,
@@ -121,6 +126,21 @@ def predict_cluster(
             " in [devices]",
         )
     return ClusterPrediction(ranks, sum(gathers), edges, seconds, told)
+
+
+def averaged_passes(config: Config, passes: int) -> int:
+    """Counts after how many of a step's ``passes`` the gradients of data ranks leave: of all of
+    them, or the last one if ranks keep them whole."""
+    return 1 if config.shard == "optimizer" else passes
+
+
+def embedding_of(model: Any) -> tuple[str, str]:
+    """Returns the name of the module that looks tokens up, and the same if its weight is also the
+    head's: ("name", "") or ("", "name")."""
+    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
+    name = next((name for name, module in model.named_modules() if module is inputs), "")
+    is_tied = outputs is not None and getattr(outputs, "weight", None) is inputs.weight
+    return ("", name) if is_tied else (name, "")
 
 
 def home_seconds(edges: Mapping[str, int], stepped: int, machine: Machine) -> dict[str, float]:

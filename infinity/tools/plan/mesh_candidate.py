@@ -26,7 +26,14 @@ from ...errors import CapacityError
 from ...ext.pipeline.choice import Choice
 from ...ext.pipeline.pipelines import give_back, keep_own
 from ...ranks.parallel_dims import ExpertGroup, ParallelDims
-from .cluster import OnPaper, edges_of
+from .cluster import (
+    OnPaper,
+    averaged_passes,
+    edges_of,
+    embedding_of,
+    gathers_of,
+    timeline_of,
+)
 from .machine_file import Machine
 from .mesh_bytes import all_gather_nbytes, boundary_nbytes
 from .mesh_choice import Batch, MeshPlan, RankPlan, count_gathers, seconds_of
@@ -76,6 +83,7 @@ class Job:
     machine: Machine
     batch: Batch
     schedule: str | None = None  # None: the fastest of those that are tried
+    whole: nn.Module | None = None  # what data ranks alone train: ``paper`` may lack its packing
     known: dict[tuple, list[list[Op]]] = dataclasses.field(default_factory=dict)
 
     @cached_property
@@ -159,8 +167,8 @@ class Candidate:
         share = sum(job.shares[n] for n in self._choice.layers_of(number))
         rate = self._mesh.tp * machine.device_flops
         compute = batch.flops * share * self.samples / batch.samples / rate
-        forward = compute / (4 if batch.recomputes else 3)
-        return forward, 2 * forward
+        forward = compute * batch.forward
+        return forward, compute - (1 + batch.recomputes) * forward
 
     @property
     def least_seconds(self) -> float:
@@ -277,13 +285,14 @@ class Candidate:
             job.paper.chain.make_chunk(self._choice.layers_of(number))
             for number in self._choice.chunks_of(rank)
         ]
+        if mesh.is_data_alone and job.whole is not None:
+            chunks = [job.whole]
         away = {tier: saved.away * (tier == job.config.activations) for tier in BUDGETS}
         config = _less(dataclasses.replace(job.config, device_memory=self._room(rank)), away)
 
         def laid_out(config: Config) -> tuple[MemoryPlan, list[UnitSize]]:
-            reuses = mesh.pp > 1 or self._choice.micro_batches > 1
             ranks = _ranks_on_paper(mesh, job)
-            return _lay_out(chunks, job.optimizers, config, ranks, reuses=reuses)
+            return _lay_out(chunks, job.optimizers, config, ranks, reuses=mesh.pp > 1)
 
         plan, units = laid_out(config)
         versions: dict[Tier, int] = {}
@@ -299,9 +308,9 @@ class Candidate:
                     " room: choose a schedule with a flush, or more ranks"
                 )
         gathers = self._gathers(rank, plan, units, chunks)
-        # A pipeline's wait for the last micro-batch; others' if the device has room for all.
-        waits = mesh.pp > 1 or plan.waiting_nbytes or config.shard == "optimizer"
-        passes = 1 if waits else self._choice.micro_batches
+        count = self._choice.micro_batches
+        # A pipeline's gradients wait for the last micro-batch, and it is one pass of all ranks.
+        passes = 1 if mesh.pp > 1 else averaged_passes(config, count)
         edges = edges_of(plan, units, gathers, passes)
         for edge in AWAY.get(job.config.activations, ()):
             edges[edge] += saved.sent
@@ -315,6 +324,7 @@ class Candidate:
             gathers=gathers,
             sent=sent,
             passes=passes,
+            meetings=1 if mesh.pp > 1 else count,
         )
         sent |= {"dp": edges["all-gather"] + edges["reduce-scatter"]}
         return RankPlan(
@@ -330,7 +340,29 @@ class Candidate:
             edges=edges,
             sent=sent,
             seconds=seconds,
+            timeline_seconds=self._alone(plan, units),
         )
+
+    def _alone(self, plan: MemoryPlan, units: Sequence[UnitSize]) -> float | None:
+        """Computes the seconds of a step of one rank alone, as without a mesh; None: of others, and
+        of one whose forwards save to a home."""
+        job = self._job
+        if self._mesh.ranks > 1 or self._is_away:
+            return None
+        lookup, tied = embedding_of(job.paper.chain.model if job.whole is None else job.whole)
+        each = self._seconds[0]
+        forward = each.forward / ((each.forward + each.backward) or 1.0)
+        return timeline_of(
+            plan,
+            units,
+            job.machine,
+            compute=self.least_seconds,
+            passes=self._choice.micro_batches,
+            forward=forward,
+            clips=job.config.max_grad_norm is not None,
+            lookup=lookup,
+            tied=tied,
+        ).seconds
 
     def _sent(self, rank: int) -> dict[str, int]:
         """Counts the bytes that a rank sends to other stages and parts in a step."""
@@ -375,8 +407,12 @@ class Candidate:
             else unit.weight_nbytes
             for index, unit in enumerate(units)
         ]
+        count = self._choice.micro_batches
+        if self._mesh.is_data_alone:
+            whole = self._job.paper.chain.model if self._job.whole is None else self._job.whole
+            return [count * each for each in gathers_of(plan, units, embedding_of(whole)[1])]
         if sum(sizes) <= plan.device_window_nbytes:
-            return [int(size > 0) for size in sizes]
+            return [int(size > 0) * (count if self._mesh.pp == 1 else 1) for size in sizes]
         numbers = self._choice.chunks_of(rank)
         of_chunk = dict(zip(numbers, _units_of(units, chunks)))
 

@@ -42,6 +42,7 @@ class Batch:
     recomputes: bool
     width: int
     itemsize: int
+    forward: float = 1 / 3  # the part of ``flops`` that is the first forward
 
     @property
     def tokens(self) -> int:
@@ -62,6 +63,7 @@ class RankPlan:
     edges: dict[str, int]
     sent: dict[str, int]
     seconds: dict[str, float]
+    timeline_seconds: float | None = None  # of a step of one rank alone, by its own clock
 
     def room(self, config: Config) -> int:
         """Returns the bytes of a device's budget that what waits there leaves to the state."""
@@ -70,6 +72,8 @@ class RankPlan:
     @property
     def step_seconds(self) -> float:
         """Seconds of a step: the chain or the slowest resource beside it, then the barriers."""
+        if self.timeline_seconds is not None:
+            return self.timeline_seconds
         chain = sum(self.seconds[name] for name in CHAIN)
         rest = [self.seconds[name] for name in self.seconds if name not in (*CHAIN, "meetings")]
         return max(chain, *rest) + self.seconds["meetings"]
@@ -168,10 +172,11 @@ def seconds_of(
     gathers: Sequence[int],
     sent: Mapping[str, float],
     passes: int = 1,
+    meetings: int = 1,
 ) -> dict[str, float]:
     """Computes what a step needs of each resource but the chain's, on a node with as much to do on
     every device. ``gathers``: of each unit. ``sent``: bytes that a rank sends over pp, and over tp
-    or ep. ``passes``: in each of which gradients go home."""
+    or ep. ``passes``: in each of which gradients go home. ``meetings``: of all ranks."""
     axes = {name: mesh.axis(name, machine) for name in sent}
     received = edges["all-gather"] + edges["reduce-scatter"]
     of_experts = sum(
@@ -199,7 +204,7 @@ def seconds_of(
         "network": network,
         **home_seconds(edges, steps[Tier.HOST], machine),
         "optimizer on device": steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),
-        "meetings": MEETINGS * barrier_seconds(mesh.ranks, machine),
+        "meetings": meetings * MEETINGS * barrier_seconds(mesh.ranks, machine),
     }
 
 

@@ -1,6 +1,6 @@
 """Mesh plans: finds the fastest way to train a sharded model on each of many meshes.
 
-candidate  a schedule, and 1, 2, 4 ... samples a micro-batch, on one mesh
+candidate  a schedule, and the samples of a micro-batch, on one mesh
 limit      seconds of the slowest of the fastest meshes so far: what takes longer is not planned
 """
 
@@ -17,6 +17,7 @@ from .mesh_candidate import Candidate, Job
 from .mesh_choice import SHOWN, MeshPlan, best_of
 from .mesh_shape import UNFLUSHED, MeshShape
 from .on_paper import tell
+from .saved import by_least, is_faster, sizes_of
 
 TRIED = ("1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS")
 
@@ -46,19 +47,19 @@ class Search:
                         else refused
                     )
         for candidate in sorted(
-            candidates, key=lambda candidate: (candidate.least_seconds, candidate.samples)
+            candidates, key=lambda each: by_least(each.least_seconds, each.samples)
         ):
             # Nothing that is added to a run makes it shorter.
-            if best is not None and candidate.least_seconds >= best.step_seconds:
+            if best is not None and not is_faster(candidate.least_seconds, best.step_seconds):
                 break
-            if best is not None and candidate.run.seconds >= best.step_seconds:
+            if best is not None and not is_faster(candidate.run.seconds, best.step_seconds):
                 continue
             try:
                 found = candidate.plan()
             except CapacityError as error:
                 refused = error
                 continue
-            if best is None or found.step_seconds < best.step_seconds:
+            if best is None or is_faster(found.step_seconds, best.step_seconds):
                 best = found
         if best is None:
             raise refused or ConfigError(f"{mesh}: no schedule fits")
@@ -95,16 +96,16 @@ class Search:
     def _candidates(
         self, mesh: MeshShape, name: str, limit: float
     ) -> Iterator[Candidate | ConfigError | CapacityError]:
-        """Yields the candidates with a schedule whose activations fit, with 1, 2, 4 ... samples a
-        micro-batch, and why others are none."""
+        """Yields the candidates with a schedule whose activations fit, with each number of samples
+        a micro-batch that divides them, and why others are none."""
         if self._job.batch.samples % mesh.data:
             yield ConfigError(
                 f"{mesh}: {self._job.batch.samples} samples of a step do not divide by the"
                 f" {mesh.data} data ranks"
             )
             return
-        each, samples = self._job.batch.samples // mesh.data, 1
-        while each % samples == 0:
+        each = self._job.batch.samples // mesh.data
+        for samples in sizes_of(each):
             try:
                 choice = self._choose(mesh, "1F1B" if name == UNFLUSHED else name, each // samples)
                 candidate = Candidate(self._job, mesh, choice, samples, flushes=name != UNFLUSHED)
@@ -119,7 +120,6 @@ class Search:
                 return
             except ConfigError as error:
                 yield error
-            samples *= 2
 
     def _choose(self, mesh: MeshShape, name: str, micro_batches: int) -> Choice:
         chain, ranks = self._job.paper.chain, mesh.pp

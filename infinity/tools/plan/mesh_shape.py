@@ -50,6 +50,11 @@ class MeshShape:
         return self.dp * self.ep
 
     @property
+    def is_data_alone(self) -> bool:
+        """Whether all ranks are data ranks, as without a mesh."""
+        return self.dp == self.ranks
+
+    @property
     def sizes(self) -> dict[str, int]:
         """The ranks of each axis, from the outermost, with tp or ep as the innermost."""
         left_out = "ep" if self.ep == 1 else "tp"

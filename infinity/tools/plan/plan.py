@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from ..train.options import (
     check_adapters,
 )
 from ..train.settings import AUTO, check_folders, engine_config, engine_settings
+from .budgets import USABLE, budgets_of
 from .larger_disk import with_larger_disk
 from .machine_file import Machine, known_machines
 from .mesh_shape import SCHEDULES
@@ -46,7 +47,6 @@ from .shapes import SHAPES, find_config
 
 MEASURED = ("this", "measured")  # names of this machine
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-USABLE = 0.9  # share of a machine's memory and disks; the system and libraries use the rest
 DEFAULT_SAMPLES = 4
 ANY_DISK = [Path(".")]  # stands for another machine's disk, of which only the size matters
 
@@ -108,7 +108,11 @@ def _add_batch(add: Callable[..., Any]) -> None:
         help="tokens of a step, of all ranks together, as 32768 or 32K, instead of --batch-size",
     )
     length = {"type": at_least_two, "metavar": "N"}
-    add("--sequence-length", **length, help="tokens of a sample (default 256, with --mesh 4096)")
+    add(
+        "--sequence-length",
+        **length,
+        help=f"tokens of a sample (default {DEFAULT_SEQUENCE_LENGTH})",
+    )
     add("--gradient-checkpointing", **FLAG, help="the backward computes activations again")
 
 
@@ -189,7 +193,6 @@ def _waiting(is_silent: bool) -> Iterator[None]:
 def _script(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[str]:
     """Yields the script of a plan. ``args``: as they were given, without a machine's budgets."""
     from ..train.model import choose_sequence_length
-    from .plan_mesh import LENGTH
     from .script import script
 
     args.micro_batch = args.trace = args.max_grad_norm = None
@@ -201,11 +204,10 @@ def _script(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[str]:
     plan = found["meshes"][0] if "meshes" in found else found
     settings["device_memory"] = plan["device_memory"]
     model_config = find_config(args.model, trust=args.trust_remote_code)
-    default = LENGTH if args.mesh is not None else DEFAULT_SEQUENCE_LENGTH
     train = {
         "dtype": args.dtype,
         "optim": args.optim,
-        "sequence_length": choose_sequence_length(args.sequence_length, model_config, default),
+        "sequence_length": choose_sequence_length(args.sequence_length, model_config),
     }
     if args.trust_remote_code:
         train["trust_remote_code"] = True
@@ -235,7 +237,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
 
     from ..train.classes import freeze_untouched, touched
     from ..train.model import adapted, choose_sequence_length, packed_base
-    from .plan_mesh import LENGTH, plan_meshes
+    from .plan_mesh import plan_meshes
 
     logging.set_verbosity_error()
     check_adapters(args)
@@ -243,8 +245,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     given = copy(args)
     settings = _settings(args, machine)
     model_config = find_config(args.model, trust=args.trust_remote_code)
-    default = LENGTH if args.mesh is not None else DEFAULT_SEQUENCE_LENGTH
-    length = choose_sequence_length(args.sequence_length, model_config, default)
+    length = choose_sequence_length(args.sequence_length, model_config)
     if getattr(model_config.get_text_config(), "vocab_size", 1) == 0:
         raise ConfigError(f"{args.model}: a model with a vocabulary of 0 has nothing to predict")
     ranks = _ranks_of(args, machine)
@@ -263,9 +264,13 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     adapt = partial(adapted, rank=args.lora_rank, quantize=args.quantize, text=text)
     if args.mesh is None:  # before its base is packed, which does not run on meta
         saved = saved_on_paper(model, recomputes=checkpointing, adapt=partial(adapt, quantize=None))
+    has_adapters = args.mesh is not None and args.lora_rank is not None
+    unpacked = deepcopy(model) if has_adapters else None
     model = packed_base(model, args.quantize)
     with torch.device("meta"):
         model = adapt(model, quantize=None)
+        if unpacked is not None:
+            adapt(unpacked, quantize=None)
     config = engine_config(settings, model)
 
     def configure(machine: Machine) -> Any:
@@ -273,14 +278,17 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
 
     make_all = partial(make_optimizers, name=args.optim, lr=1e-4, weight_decay=0.1)
     batch = {"batch": samples, "length": length, "checkpointing": checkpointing}
-    job = Job(model, model_config, make_all(model), config, batch, saved, adapt)
+    job = Job(model, model_config, make_all(model), config, batch, saved, adapt, unpacked)
+    made = {"lora_rank": args.lora_rank, "quantize": args.quantize}
+    made["budgets"] = budgets_of(given, config, machine is not None)
     if machine is not None and args.mesh is None and config.activations not in (AUTO, "device"):
         raise ConfigError(
             "--machine without --mesh plans with what forwards save on the device: add --mesh auto"
             " or leave out --activations"
         )
     if machine is not None and args.mesh is not None:
-        return plan_meshes(job, machine, args.nodes, args.mesh, make_all, args.schedule)
+        found = plan_meshes(job, machine, args.nodes, args.mesh, make_all, args.schedule)
+        return found | made
     try:
         if machine is not None:
             found = plan_cluster(job, machine, args.nodes)
@@ -295,7 +303,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         raise told from None
     if args.deepspeed is not None:
         found["deepspeed"] = _deepspeed(model, config)
-    return found | {"lora_rank": args.lora_rank, "quantize": args.quantize}
+    return found | made
 
 
 def _fits_recomputed(given: argparse.Namespace) -> bool:
@@ -325,11 +333,6 @@ def _machine_of(args: argparse.Namespace) -> Machine | None:
     for option in ("svg", "deepspeed", "timetable") if args.mesh is not None else ():
         if getattr(args, option):
             raise ConfigError(f"--{option} is of one rank: leave out --mesh")
-    if args.mesh is not None and args.lora_rank is not None:
-        raise ConfigError(
-            "--lora has data ranks alone, for adapters are small. All ranks are data ranks if you"
-            " leave out --mesh"
-        )
     if args.machine in MEASURED:
         from .plan_measured import measured_machine
 

@@ -12,10 +12,17 @@ from ...core.machine.tiers import Tier
 from ..cost.cost import FORMAT as PROFILE
 from ..train.optimizers import muon_cost, trained_of
 from .efficiency import explain_slowest
-from .saved import ASSUMED, ESTIMATED, Passes, SavedByForwards, pass_here, ways_on_paper
+from .saved import (
+    ASSUMED,
+    ESTIMATED,
+    Passes,
+    SavedByForwards,
+    is_faster,
+    pass_here,
+    ways_on_paper,
+)
 
 NO_LINKS = ("compute", "optimizer on device", "meetings", "devices' links")
-ALL_COMPUTE = 1.02  # times its compute: a step that is bound by nothing else
 STATE = {"weights": "weight", "optimizer": "exp_avg", "gradients": "grad"}
 
 
@@ -30,6 +37,7 @@ class Job:
     batch: dict[str, Any]  # of a step, as compute_time takes it
     saved: SavedByForwards | None = None  # a plan of meshes counts by itself
     adapt: Callable[[Any], Any] = lambda model: model  # what ``model`` has beside its config
+    unpacked: Any = None  # ``model``, if it has adapters, as its layers run on meta
 
     @property
     def tokens(self) -> int:
@@ -151,11 +159,13 @@ def plan_here(job: Job, dtype: Any, *, unknown: str, rating: float | None = None
     )
 
 
-def _lay_out(job: Job, ranks: Any, saved: int, explains: bool) -> tuple[Any, list[Any]]:
+def _lay_out(
+    job: Job, ranks: Any, saved: int, explains: bool, room: Any = None
+) -> tuple[Any, list[Any]]:
     from ...core.wrap.lay_out import lay_out
     from .cluster import OnPaper
 
-    device = OnPaper(saved)
+    device = OnPaper(saved, room)
     return lay_out(job.model, job.optimizers, job.config, ranks, device, explains=explains)
 
 
@@ -164,27 +174,43 @@ def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
     its step into passes, takes the fastest."""
     from ...ranks.parallel_dims import ParallelDims
 
-    ranks = ParallelDims(size=nodes * machine.devices, local_size=machine.devices)
+    ranks = ParallelDims(
+        size=nodes * machine.devices, local_size=machine.devices, shard=job.config.shard
+    )
     best: dict[str, Any] = {}
-    for passes, plan, units in ways_on_paper(job, partial(_lay_out, job, ranks)):
+    each = machine.host_memory // machine.devices
+    room = {Tier.DEVICE: machine.device_memory, Tier.HOST: each}
+
+    def least(passes: Passes) -> float:
+        return _compute(job, machine, passes)[0]
+
+    for passes, plan, units in ways_on_paper(job, partial(_lay_out, job, ranks, room=room), least):
+        if best and not is_faster(least(passes), best["step_seconds"]):
+            break  # nothing that is added makes a step shorter
         found = _plan_passes(job, machine, nodes, passes, plan, units)
-        if not best or found["step_seconds"] < best["step_seconds"]:
+        if not best or is_faster(found["step_seconds"], best["step_seconds"]):
             best = found
-        if found["step_seconds"] < ALL_COMPUTE * found["seconds"]["compute"]:
-            break  # nothing is faster
     return best
 
 
 def _plan_passes(
     job: Job, machine: Any, nodes: int, passes: Passes, plan: Any, units: list[Any]
 ) -> dict[str, Any]:
-    from .cluster import predict_cluster, timeline_of
+    from .cluster import averaged_passes, embedding_of, predict_cluster, timeline_of
     from .work import rate_of
 
-    lookup, tied = _embedding_of(job.model)
+    lookup, tied = embedding_of(job.model)
     compute, forward = _compute(job, machine, passes)
+    averaged = averaged_passes(job.config, passes.count)
     found = predict_cluster(
-        plan, units, machine, nodes, compute=compute, passes=passes.count, tied=tied
+        plan,
+        units,
+        machine,
+        nodes,
+        compute=compute,
+        passes=passes.count,
+        averaged=averaged,
+        tied=tied,
     )
     tokens, step_seconds = job.tokens * found.ranks, found.step_seconds
     described, bound, seconds = (
@@ -255,15 +281,6 @@ def _compute(job: Job, machine: Any, passes: Passes) -> tuple[float, float]:
 
 def _works_of(job: Job) -> Any:
     return job.saved and job.saved.works
-
-
-def _embedding_of(model: Any) -> tuple[str, str]:
-    """Returns the name of the module that looks tokens up, and the same if its weight is also the
-    head's: ("name", "") or ("", "name")."""
-    inputs, outputs = model.get_input_embeddings(), model.get_output_embeddings()
-    name = next((name for name, module in model.named_modules() if module is inputs), "")
-    is_tied = outputs is not None and getattr(outputs, "weight", None) is inputs.weight
-    return ("", name) if is_tied else (name, "")
 
 
 def _units(plan, units) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 from ...core.machine.sizes import format_nbytes
 from ...errors import CapacityError, ConfigError
 from ..cli.amounts import format_count, format_seconds
+from .budgets import fits_line
 from .cluster import UNCHECKED
 from .efficiency import explain_slowest
 from .machine_file import Machine
@@ -21,7 +22,6 @@ from .plan_job import Job, endurance, profile
 from .saved import ASSUMED, ESTIMATED
 from .work import rate_of
 
-LENGTH = 4096  # tokens of a sample, if neither the user nor the model says less
 EVERY = 5.0  # seconds between two lines of progress
 REFUSED, LONGEST = 6, 150  # reasons that are printed, and their characters
 NO_LINKS = (*CHAIN, "meetings", "devices' links")
@@ -41,6 +41,7 @@ def plan_meshes(
     plain data. The batch of ``job`` is that of all ranks. ``schedule``: of the pipelines; None: the
     fastest. Raises ConfigError or CapacityError if no mesh fits."""
     from ...ext.experts_parallel.experts import experts_of
+    from ...ext.packed.packed import dense_numel
     from ..train.model import can_recompute
     from . import mesh_plans  # noqa: F401 - each child would import it by itself
     from .on_paper import in_children
@@ -48,6 +49,13 @@ def plan_meshes(
     ranks = nodes * machine.devices
     experts = experts_of(job.model)
     meshes = [*meshes_of(ranks, experts)] if wanted == "auto" else [parse_mesh(wanted, ranks)]
+    if job.unpacked is not None:
+        meshes = [mesh for mesh in meshes if mesh.is_data_alone]
+    if not meshes:
+        raise ConfigError(
+            f"--mesh {wanted}: --lora has data ranks alone, for adapters are small: --mesh"
+            f" dp={ranks}"
+        )
     batches = [_batch_of(job)]
     batch = batches[0]
     if wanted == "auto" and not batch.recomputes and can_recompute(job.model):
@@ -70,7 +78,7 @@ def plan_meshes(
         "machine": machine.name,
         "nodes": nodes,
         "ranks": ranks,
-        "parameters": sum(param.numel() for param in job.model.parameters()),
+        "parameters": sum(map(dense_numel, job.model.parameters())),
         "tokens_per_step": batch.tokens,
         "samples_per_step": batch.samples,
         "meshes": [
@@ -126,7 +134,7 @@ class _Progress:
 def _batch_of(job: Job) -> Batch:
     import torch
 
-    from ..train.compute import step_flops
+    from ..train.compute import forward_share, step_flops
 
     checkpointing = job.batch["checkpointing"]
     width = getattr(job.model_config.get_text_config(), "hidden_size", 0) or 0
@@ -138,6 +146,7 @@ def _batch_of(job: Job) -> Batch:
         recomputes=checkpointing,
         width=width,
         itemsize=torch.empty(0, dtype=dtype).itemsize,
+        forward=forward_share(job.model, job.model_config, **job.batch),
     )
 
 
@@ -156,13 +165,15 @@ def _work(
         from .mesh_plans import plan_meshes
         from .on_paper import shard_on_paper
 
+        model = job.model if job.unpacked is None else job.unpacked
         try:
-            paper = shard_on_paper(job.model, meshes[0].tp, meshes[0].ep)
+            paper = shard_on_paper(model, meshes[0].tp, meshes[0].ep)
         except ConfigError as error:
             return [(mesh, None, error) for mesh in meshes]
         optimizers = make_optimizers(job.model)
         planned = (
-            MeshJob(paper, optimizers, job.config, machine, batch, schedule) for batch in batches
+            MeshJob(paper, optimizers, job.config, machine, batch, schedule, job.model)
+            for batch in batches
         )
         return plan_meshes(planned, meshes)
 
@@ -238,6 +249,13 @@ def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
 
 def text(found: dict[str, Any]) -> Iterator[str]:
     """Yields the lines for a terminal: the best mesh in full, the others in short."""
+    held = dict.fromkeys(found["budgets"], 0)
+    for rank in found["meshes"][0]["ranks"]:
+        there = {"device": rank["activations"] + rank["buffers"]}
+        for tier in held:
+            held[tier] = max(held[tier], rank["tiers"][tier] + there.get(tier, 0))
+    whose = {True: "It", False: "Each rank of the best mesh"}[found["ranks"] == 1]
+    yield fits_line(held, found["budgets"], whose)
     yield (
         f"{found['parameters']:,} parameters on {found['nodes']} x {found['machine']},"
         f" {format_count(found['ranks'], 'rank')}; a step is {found['tokens_per_step']:,} tokens"

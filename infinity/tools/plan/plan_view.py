@@ -8,6 +8,7 @@ from typing import Any
 from ...core.machine.sizes import format_nbytes
 from ..cli.amounts import format_count, format_seconds
 from ..watch import svg
+from .budgets import fits_line
 from .plan_next import next_line
 from .saved import SAVED
 
@@ -30,6 +31,11 @@ COLOURS = {"weights": "#1f6fb2", "optimizer state": "#8a6d1b", "gradients": "#7a
 
 def text(found: dict[str, Any], *, timetable: bool = False) -> Iterator[str]:
     """Yields the plan's lines for a terminal: the answer, then where everything lives."""
+    held = {tier: of_tier["nbytes"] for tier, of_tier in found["tiers"].items()}
+    if found["fits"]:
+        yield fits_line(held, found["budgets"], "It" if found.get("ranks", 1) == 1 else "Each rank")
+    else:
+        yield f"It does not fit: {found['activations']['line']}"
     yield from _answer(found)
     yield from _homes(found["units"], "elements" if found.get("quantize") else "parameters")
     yield from _memory_map(found["tiers"])

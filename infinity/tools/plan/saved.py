@@ -22,6 +22,7 @@ from ..cli.amounts import format_count
 
 SAVED = "saved for the backward"
 
+ROUNDING = 1e-6
 ASSUMED = "attention saves no scores; what forwards save stays on the device"
 ESTIMATED = (
     "this model cannot be tried on meta: what a layer saves and sends is estimated by its width"
@@ -81,6 +82,11 @@ class Passes:
         )
 
     @property
+    def fits(self) -> bool:
+        """Whether what is saved has room beside the state, as far as that is known."""
+        return self.room_nbytes is None or self.saved_nbytes <= self.room_nbytes
+
+    @property
     def line(self) -> str:
         """The line of a plan."""
         said = f"forwards save {self.said}"
@@ -91,7 +97,7 @@ class Passes:
         if self.room_nbytes is None:
             return said
         said += f", beside the state, which leaves {format_nbytes(max(0, self.room_nbytes))}"
-        if self.saved_nbytes <= self.room_nbytes:
+        if self.fits:
             return said
         less = "" if self.recomputes else ", --gradient-checkpointing"
         return f"{said}. They do not fit: use fewer samples{less} or a smaller budget for the state"
@@ -102,6 +108,7 @@ class Passes:
             "micro_batch": self.samples,
             "micro_batches": self.count,
             "device_memory": self.left_nbytes,
+            "fits": self.fits,
             "activations": {"nbytes": self.saved_nbytes, "line": self.line},
         }
 
@@ -153,27 +160,47 @@ def pass_here(job: Any, plan: Any) -> Passes:
     return dataclasses.replace(pass_of(job), room_nbytes=left - state if is_there else None)
 
 
-def ways_on_paper(job: Any, lay_out: LayOut) -> Iterator[tuple[Passes, Any, list[Any]]]:
-    """Yields the ways to divide a rank's step into passes after which the state fits, fewest passes
-    first: the passes, the plan and its units. Raises CapacityError if there is none."""
-    found, whole = False, pass_of(job)
-    sizes = [each for each in range(1, whole.samples + 1) if whole.samples % each == 0]
-    for samples in reversed(sizes):
+def sizes_of(samples: int) -> list[int]:
+    """Lists the micro-batches that ``samples`` divide into, smallest first."""
+    return [each for each in range(1, samples + 1) if samples % each == 0]
+
+
+def is_faster(seconds: float, others: float) -> bool:
+    """Tells whether a step is faster than another, by more than rounding."""
+    return seconds < others * (1 - ROUNDING)
+
+
+def by_least(seconds: float, samples: int) -> tuple[float, int]:
+    """Returns the place of a way in the order of its ``seconds`` of compute, rounded: of equal ones
+    fewer passes come first."""
+    return float(f"{seconds:.6g}"), -samples
+
+
+def ways_on_paper(
+    job: Any, lay_out: LayOut, least: Callable[[Passes], float] = lambda passes: 0.0
+) -> Iterator[tuple[Passes, Any, list[Any]]]:
+    """Yields the ways to divide a rank's step into passes after which the state fits: the passes,
+    the plan and its units. Those of the ``least`` seconds come first, of equal ones the fewest
+    passes. Raises CapacityError if there is none."""
+    whole, found, ways = pass_of(job), False, list[Passes]()
+    for samples in sizes_of(whole.samples):
         saved = job.saved.nbytes(samples * whole.length)
-        is_last = samples == 1 and not found
+        passes = dataclasses.replace(whole, samples=samples, count=whole.samples // samples)
         left = int(job.config.device_memory) - saved
-        if left <= 0 and not is_last:
+        ways.append(dataclasses.replace(passes, saved_nbytes=saved, left_nbytes=left))
+    for passes in sorted(ways, key=lambda passes: by_least(least(passes), passes.samples)):
+        if passes.left_nbytes <= 0:
             continue
         try:
             with quietly():
-                plan, units = lay_out(saved, is_last)
+                plan, units = lay_out(passes.saved_nbytes, False)
         except CapacityError:
-            if is_last:
-                raise
             continue
         found = True
-        passes = dataclasses.replace(whole, samples=samples, count=whole.samples // samples)
-        yield dataclasses.replace(passes, saved_nbytes=saved, left_nbytes=left), plan, units
+        yield passes, plan, units
+    if not found:
+        with quietly():
+            lay_out(ways[0].saved_nbytes, True)  # of one sample, which says why not
 
 
 @contextlib.contextmanager

@@ -155,6 +155,51 @@ def test_a_plan_computes_as_long_with_a_mesh_as_without(run, planned, more):
     assert flat["seconds"]["compute"] != pytest.approx(sized["seconds"]["compute"], rel=0.1)
 
 
+SAME_PLAN = {
+    "alone": ("rtx4090",),
+    "alone, by sizes of products": ("h100",),
+    "micro-batches of three": ("rtx4090", "--batch-size", 12, "--device-memory", "6MiB"),
+    "state at home": ("rtx4090", "--params", "host", "--optimizer", "nvme"),
+    "recomputed": ("h100", "--gradient-checkpointing", "--optimizer", "host"),
+    "two data ranks": ("two-rtx3090", "--batch-size", 24, "--device-memory", "6MiB"),
+    "two nodes": ("dgx-h100", "--nodes", 2, "--params", "nvme", "--optimizer", "nvme"),
+}
+
+
+@pytest.mark.parametrize("words", SAME_PLAN.values(), ids=SAME_PLAN)
+def test_data_ranks_have_one_plan_with_a_mesh_and_without(planned, words):
+    """Method: whole steps, their passes, bytes and tokens, where no length is given. Twin: other
+    moments move other bytes, and have another step."""
+    words = ("--machine", *words)
+    alone = planned(*words)
+    mesh = planned(*words, "--mesh", f"dp={alone['ranks']}")
+    (plan,) = mesh["meshes"]
+    (rank,) = plan["ranks"]
+    assert plan["step_seconds"] == pytest.approx(alone["step_seconds"])
+    for key in ("micro_batch", "micro_batches", "device_memory"):
+        assert plan[key] == alone[key]
+    for key in ("tokens_per_step", "samples_per_step", "parameters", "checkpoint_nbytes"):
+        assert mesh[key] == alone[key]
+    assert {edge: rank["edges"][edge] for edge in alone["edges"]} == alone["edges"]
+    other = planned(*words, "--moments", "int8")
+    assert other["edges"] != alone["edges"]
+    if alone["ranks"] == 1:  # of several, what is slowest hides the optimizer
+        assert other["step_seconds"] != pytest.approx(plan["step_seconds"])
+
+
+def test_a_step_with_a_mesh_has_what_only_a_clock_shows(planned):
+    """Method: one device, whose optimizer ends after the passes: no resource alone takes as long as
+    the step. Twin: of two ranks the slowest resource decides, and meetings."""
+    words = ("--optimizer", "host", "--params", "host", "--mesh")
+    (plan,) = planned("--machine", "rtx4090", *words, "dp=1")["meshes"]
+    assert plan["step_seconds"] > 1.01 * max(plan["ranks"][0]["seconds"].values())
+    (plan,) = planned("--machine", "two-rtx3090", *words, "dp=2")["meshes"]
+    seconds = plan["ranks"][0]["seconds"]
+    device = seconds["compute"] + seconds["optimizer on device"]
+    meetings = seconds.pop("meetings")
+    assert plan["step_seconds"] == pytest.approx(max(device, *seconds.values()) + meetings)
+
+
 def test_checkpointing_is_tried_for_all_meshes(run, planned):
     """Method: a device with little room beside what forwards save. Twins: a mesh that is asked for
     is planned as it is asked for, and is slower; with all memory no mesh needs it."""
@@ -306,7 +351,6 @@ def test_state_on_nvme_wears_the_drives(run, planned):
         ),
         (("--schedule", "1F1B"), "--schedule is of a mesh"),
         (("--mesh", "auto", "--timetable"), "--timetable is of one rank"),
-        (("--mesh", "auto", "--activations", "host"), "--activations"),
         (("--mesh", "auto", "--batch-tokens", "100"), "multiple of --sequence-length"),
         (("--mesh", "auto", "--device-memory", "2KiB"), "none of the 10 meshes"),
         (("--mesh", "dp=8", "--device-memory", "2KiB"), "what forwards save"),

@@ -23,7 +23,7 @@ from marks import few
 transformers = pytest.importorskip("transformers")
 
 import infinity.tools.cli
-from infinity.tools.plan import machine_file, plan_view
+from infinity.tools.plan import machine_file, plan_view, saved
 from infinity.tools.plan.saved import SAVED
 from infinity.tools.train import compute
 
@@ -40,6 +40,8 @@ KEYS = {
     "save_seconds",
     "load_seconds",
     "activations",
+    "budgets",
+    "fits",
     "device_memory",
     "micro_batch",
     "micro_batches",
@@ -159,6 +161,38 @@ def test_a_cluster_is_planned_on_paper(run):
     )
 
 
+def test_a_plan_says_first_whether_it_fits_and_in_what(run, monkeypatch):
+    """Method: budgets of a machine, given ones and what is free here; with a mesh, the first
+    line is of the best. Twin: forwards that save more than is left do not fit."""
+    words = ("--machine", "rtx4090", "--host-memory", "2GiB")
+    for more in ((), ("--mesh", "dp=1")):
+        first = run(*words, *more, budgets={})[1].splitlines()[0]
+        device = r"It fits: device \d.* of 20.1 GiB \(90% of the machine's\), "
+        assert re.match(device + r"host \S+ \S+ of 2.0 GiB \(given\), nvme ", first), first
+    words = ("--machine", "two-rtx3090", "--mesh", "auto")
+    assert run(*words, budgets={})[1].startswith(
+        "Each rank of the best mesh fits in what is 90% of"
+    )
+    out = run("--params", "host", "--optimizer", "host", budgets={})[1]
+    assert out.startswith("It fits: ") and "(free here, in one memory with the device)" in out
+    monkeypatch.setattr(saved.limits, "memory_left", lambda: 8 << 20)
+    small, out, _ = run("--batch-size", 64, budgets={"--host-memory": "64MiB"})
+    assert small == 0 and out.startswith("It does not fit: forwards save")
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_no_remedy_names_more_memory_than_the_machine_has(run, tier):
+    """Method: the bytes in the remedies. Twin: a budget that the machine has is named."""
+    Path("model.json").write_text(json.dumps(TINY | {"n_embd": 8192, "n_layer": 24}))
+    words = ("--machine", "laptop", "--params", tier, "--optimizer", tier)
+    status, out, err = run(*words, "--nvme-capacity", "1GiB", budgets={})
+    assert status == 2 and not re.search(r"--(device|host)-memory \d", err), err
+    assert "free" not in err.partition("works here")[2]
+    Path("model.json").write_text(json.dumps(TINY | {"n_embd": 512, "n_layer": 4}))
+    status, out, err = run(*words, f"--{tier}-memory", "8MiB", budgets={})
+    assert status == 2 and re.search(rf"--{tier}-memory \d", err), err
+
+
 def test_one_device_has_a_timeline(run):
     """By a known model's name, in tokens: every unit of it, with what its queues do, and what
     decides."""
@@ -172,7 +206,7 @@ def test_one_device_has_a_timeline(run):
     assert found["seconds"][found["bottleneck"]] <= found["step_seconds"] * (1 + 1e-9)
     text = run(*words, "--timetable", model="llama-1b", budgets={})[1]
     assert "model.layers.15" in text and "more (--json has all)" in text
-    assert re.search(r"bound by .*, at work for \d+% of it", text.splitlines()[1])
+    assert re.search(r"bound by .*, at work for \d+% of it", text.splitlines()[2])
     assert "(--json has all)" not in run(*words, model="llama-1b", budgets={})[1]
 
 
@@ -333,9 +367,9 @@ def test_another_machines_sizes_give_a_plan_and_no_time(run, planned, words):
     found = planned(*words, budgets={})
     assert found["step_seconds"] is None and found["edges"] and words[0] in found["unknown"]
     out = run(*words, budgets={})[1]
-    assert "No time is predicted" in out.splitlines()[1] and "--machine" in out.splitlines()[1]
+    assert "No time is predicted" in out.splitlines()[2] and "--machine" in out.splitlines()[2]
     out = run("--host-memory", "64MiB", "--nvme-path", "nvme", budgets={})[1]
-    assert " for a step of 256 tokens" in out.splitlines()[1]
+    assert " for a step of 256 tokens" in out.splitlines()[2]
 
 
 def test_text_names_every_unit_tier_and_part(run, planned):
@@ -343,7 +377,8 @@ def test_text_names_every_unit_tier_and_part(run, planned):
     status, out, err = run()
     found = planned()
     assert (status, err) == (0, "")
-    assert f"{found['parameters']:,} parameters" in out.splitlines()[0]
+    assert out.startswith("It fits in what is given: device ")
+    assert f"{found['parameters']:,} parameters" in out.splitlines()[1]
     for unit in found["units"]:
         assert unit["first"] in out
     for name, tier in found["tiers"].items():

@@ -93,7 +93,7 @@ def test_frozen_weights_cost_no_products_for_their_gradients():
     ("words", "said"),
     [
         (["--quantize", "nf4"], "add --lora"),
-        (["--lora", "--machine", "rtx4090", "--mesh", "auto"], "leave out --mesh"),
+        (["--lora", "--machine", "two-rtx3090", "--mesh", "tp=2"], "--mesh dp=2"),
         (["--lora", "--machine", "rtx4090", "--script"], "give --model a folder"),
     ],
 )
@@ -101,6 +101,28 @@ def test_adapters_that_train_would_refuse_are_refused(place, capsys, words, said
     """Method: words that `infinity train` takes no more. Twin: the first with --lora is planned."""
     assert infinity.tools.cli.main(["plan", "--model", "config.json", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_adapters_have_one_plan_with_a_mesh_and_without(place, capsys, quantize):
+    """Method: two data ranks, by both ways; all meshes are that one. Twin: the whole model has
+    another step."""
+    words = ["--machine", "two-rtx3090", "--batch-size", "8"]
+    whole = planned(capsys, *words)
+    words += ["--lora", str(RANK)]
+    if quantize is not None:
+        pytest.importorskip("torchao")
+        words += ["--quantize", quantize]
+    alone = planned(capsys, *words)
+    for axes in ("dp=2", "auto"):
+        found = planned(capsys, *words, "--mesh", axes)
+        (plan,) = found["meshes"]
+        assert plan["mesh"] == {"pp": 1, "dp": 2, "tp": 1}
+        assert plan["step_seconds"] == pytest.approx(alone["step_seconds"])
+        assert found["parameters"] == alone["parameters"]
+        for tier in ("host", "nvme"):
+            assert plan["ranks"][0]["tiers"][tier] == alone["tiers"][tier]["nbytes"]
+    assert whole["step_seconds"] > alone["step_seconds"]
 
 
 def test_a_script_starts_the_planned_adapters(place, capsys):
