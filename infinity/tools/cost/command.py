@@ -20,9 +20,16 @@ from ...ext.checkpoint.interval import steps_between
 from ...files.outputs import Output, check_outputs
 from ...untrusted import parse_json, printable, read_text
 from ..cli.amounts import format_count, format_seconds
-from ..cli.values import a_count, a_number_of_tokens, a_path, columns, parse_seconds
+from ..cli.values import (
+    a_count,
+    a_number_of_tokens,
+    a_path,
+    columns,
+    parse_seconds,
+    positive_real,
+)
 from ..plan import sky
-from .cost import DAY, FORMAT, Bill, Move, Profile, Rental, Saves
+from .cost import DAY, FORMAT, HOUR, START_SECONDS, Bill, Move, Profile, Rental, Saves
 from .prices import Offer, parse_time, read_lifetimes, read_prices
 
 SHOWN_OFFERS = 10
@@ -36,7 +43,14 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     add = parser.add_argument
     add("--profile", type=a_path, required=True, metavar="FILE", help="report of `infinity train`")
     add("--prices", type=a_path, required=True, metavar="FILE", help="a CSV file of offers")
-    add("--tokens", type=a_number_of_tokens, required=True, metavar="N", help="to train, as 2B")
+    length = parser.add_mutually_exclusive_group(required=True)
+    length.add_argument("--tokens", type=a_number_of_tokens, metavar="N", help="to train, as 2B")
+    length.add_argument(
+        "--hours",
+        type=positive_real,
+        metavar="H",
+        help="to train: what the profile's first GPU does in so many hours, without a loss",
+    )
     add(
         "--nodes",
         type=a_count,
@@ -53,6 +67,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--on-demand-failures",
         metavar="S",
         help="mean time between failures of an on-demand machine, as 60d (default: it has none)",
+    )
+    add(
+        "--restart",
+        metavar="S",
+        help="seconds from a loss until the job trains again, as 5m (default: restart_seconds of"
+        f" the profile, else {START_SECONDS:.0f} s until its processes run, and a load)",
     )
     add(
         "--notice",
@@ -72,6 +92,11 @@ def run(args: argparse.Namespace) -> int:
         output = Output("--sky", args.sky, made=sky.HEAD.encode())
         check_outputs([output], [*read, ("--lifetimes", args.lifetimes)], overwrite=args.overwrite)
     profile, offers = read_profile(args.profile), read_prices(args.prices)
+    if args.restart is not None:
+        restart = parse_seconds(args.restart, "--restart")
+        profile = dataclasses.replace(profile, restart_seconds=restart)
+    if args.hours is not None:
+        args.tokens = args.hours * HOUR * next(iter(profile.gpus.values()))
     move = None if args.move is None else parse_move(args.move, profile)
     found = report(*_rental(args, profile, offers), move)
     if args.sky is not None:
@@ -268,6 +293,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
             f" {format_seconds(saves['save_seconds'])} {how} into the notice of"
             f" {format_seconds(found['notice_seconds'])}, and saves are"
             f" {format_seconds(saves['interval_seconds'])} apart.",
+            f"Of that a restart takes {format_seconds(saves['restart_seconds'])} (--restart).",
         ]
         if any(row["market"] != "spot" and row["losses"] for row in rows):
             lost = format_seconds(found["lost_seconds_on_demand"])

@@ -28,6 +28,7 @@ from .prices import Offer
 FORMAT = Format("profile of a job", number=1, unnumbered=1)
 DAY, HOUR = 86400.0, 3600.0  # seconds
 MOST_DAYS = 3660  # with prices
+START_SECONDS = 46.0  # until a job that lost a machine runs again: by Slurm, of docs/returns.md
 CLOSER = 1e-12  # of the best plan: as much less makes a better one
 
 
@@ -62,7 +63,7 @@ class Profile:
     gpus: dict[str, float]
     save_seconds: float | None = None
     load_seconds: float | None = None
-    restart_seconds: float | None = None  # of a new machine, until it trains
+    restart_seconds: float | None = None  # from a loss until the job trains again
     checkpoint_nbytes: float | None = None
     median_step_seconds: float | None = None
 
@@ -89,9 +90,12 @@ class Profile:
 
     @property
     def restart(self) -> float:
-        """Seconds until a job goes on after a loss: at least those of a load, else of a save."""
-        known = (self.restart_seconds, self.load_seconds, self.save_seconds, 0.0)
-        return next(each for each in known if each is not None)
+        """Seconds until a job goes on after a loss: if they are not known, those until processes
+        run again, and a load, else a save."""
+        if self.restart_seconds is not None:
+            return self.restart_seconds
+        load = self.save_seconds if self.load_seconds is None else self.load_seconds
+        return START_SECONDS + (load or 0.0)
 
 
 def _name_and_count(name: str) -> tuple[str, int]:

@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("scipy")
 
 from infinity.tools.cli import main
+from infinity.tools.cost.cost import START_SECONDS
 
 FLEET = """
 [workers.h100]
@@ -53,6 +54,7 @@ PROFILE = {
     "checkpoint_nbytes": 100e9,
     "losses": [3.2],
 }
+RESTART = START_SECONDS + PROFILE["load_seconds"]
 COST = ["cost", "--profile", "run.json", "--prices", "prices.csv", "--tokens", "1B"]
 
 
@@ -102,7 +104,7 @@ def test_moves_are_planned_where_they_pay(place, capsys):
     """Method: a dear day on one GPU, then a cheap market; a long job moves, at the seconds of its
     own checkpoint and dollars for its bytes. Twin: a dearer move is not made."""
     found = reported(capsys, *COST, "--move", "seconds=auto dollars=0.01/GB")
-    assert found["move"] == {"dollars": pytest.approx(1.0), "seconds": 30.0}
+    assert found["move"] == {"dollars": pytest.approx(1.0), "seconds": 20 + RESTART}
     assert found["plan"]["moves"] == 0
     offers = (place / "prices.csv").read_text() + "gcp,b,a2,A100,1,spot,2026-03-01T00:00Z,1.0\n"
     (place / "prices.csv").write_text(offers)
@@ -110,7 +112,7 @@ def test_moves_are_planned_where_they_pay(place, capsys):
     plan = found["plan"]
     assert plan["moves"] == 1 and plan["stays"][1]["time"] == "2026-03-02T00:00Z"
     hours = 1e9 / 2000 / 3600 - 24
-    assert plan["dollars"] == pytest.approx(24 + 9 + 0.5 * (hours + 30 / 3600))
+    assert plan["dollars"] == pytest.approx(24 + 9 + 0.5 * (hours + (20 + RESTART) / 3600))
     assert main([*COST, "--move", "dollars=9"]) == 0 and "With 1 move" in capsys.readouterr().out
     assert main([*COST, "--move", "dollars=999"]) == 0
     assert "No move pays" in capsys.readouterr().out
@@ -143,14 +145,51 @@ def test_spot_machines_lose_time(place, capsys):
         rows[notice] = {row["market"]: row for row in found["offers"]}, found
     (short, of_short), (long, of_long) = rows["15s"], rows["25s"]
     assert of_long["notice_suffices"] and not of_short["notice_suffices"]
-    assert of_long["lost_seconds"] == 30.0 and of_short["lost_seconds"] == 775 / 2 + 10
-    share = 775 / 795 * (1 - (775 / 2 + 10) / 15000)
+    assert of_long["lost_seconds"] == 20 + RESTART
+    assert of_short["lost_seconds"] == 775 / 2 + RESTART
+    share = 775 / 795 * (1 - (775 / 2 + RESTART) / 15000)
     assert short["spot"]["tokens_per_second"] == pytest.approx(
         short["spot"]["count"] * 2000 * share
     )
     assert short["spot"]["losses"] == pytest.approx(short["spot"]["hours"] * 3600 / 15000)
     assert short["on-demand"]["losses"] == 0 and short["on-demand"]["tokens_per_second"] == 16000
     assert long["spot"]["hours"] < short["spot"]["hours"]
+
+
+def spot_hours(found: dict) -> float:
+    return sum(row["hours"] for row in found["offers"] if row["market"] == "spot")
+
+
+def test_a_restart_takes_what_the_page_of_returns_says(place, capsys):
+    """Method: the row of that page, beside the bill of a loss; a profile's figure, and an option
+    over it. Twin: with a restart of no time a loss costs less, and the hours are fewer."""
+    page = (Path(__file__).parents[3] / "docs" / "returns.md").read_text()
+    (row,) = re.findall(r"^\| a machine is lost \|.*$", page, re.M)
+    assert max(map(float, re.findall(r"\d+", row))) == START_SECONDS
+    lost = [*COST, "--between-failures", "15000"]
+    found = {each: reported(capsys, *lost, "--restart", each) for each in ("0", "5m")}
+    found[None] = reported(capsys, *lost)
+    assert found[None]["saves"]["restart_seconds"] == RESTART
+    assert found["5m"]["saves"]["restart_seconds"] == 300
+    hours = [spot_hours(found[each]) for each in ("0", None, "5m")]
+    assert hours == sorted({*hours}) and len(hours) == 3
+    (place / "run.json").write_text(json.dumps(PROFILE | {"restart_seconds": 200}))
+    assert reported(capsys, *lost)["saves"]["restart_seconds"] == 200
+    assert main(lost) == 0
+    assert "a restart takes 200 s (--restart)" in capsys.readouterr().out
+    assert "--restart" in refused(capsys, [*lost, "--restart", "soon"])
+
+
+def test_a_job_of_so_many_hours_is_priced(place, capsys):
+    """Method: on the profile's own GPU it takes these hours; on eight, an eighth. Twins: tokens and
+    hours together, and none of both."""
+    words = [word for word in COST if word not in ("--tokens", "1B")]
+    found = reported(capsys, *words, "--hours", "24")
+    hours = {row["count"]: row["hours"] for row in found["offers"]}
+    assert hours[1] == pytest.approx(24) and hours[8] == pytest.approx(3)
+    for wrong in ([*COST, "--hours", "24"], words, [*words, "--hours", "0"]):
+        assert main(wrong) == 2
+        assert "--hours" in capsys.readouterr().err
 
 
 def test_lives_of_machines_give_their_rate(place, capsys):
@@ -190,10 +229,11 @@ def test_machines_on_demand_fail_without_notice(place, capsys):
     options = ("--on-demand-failures", "15000", "--notice", "25s")
     found = reported(capsys, *COST, *options)
     rows = {row["market"]: row for row in found["offers"]}
-    share = 775 / 795 * (1 - (775 / 2 + 10) / 15000)
+    share = 775 / 795 * (1 - (775 / 2 + RESTART) / 15000)
     assert rows["on-demand"]["tokens_per_second"] == pytest.approx(8 * 2000 * share)
     assert rows["on-demand"]["losses"] > 0 and rows["spot"]["losses"] == 0
-    assert found["lost_seconds"] == 30.0 and found["lost_seconds_on_demand"] == 775 / 2 + 10
+    assert found["lost_seconds"] == 20 + RESTART
+    assert found["lost_seconds_on_demand"] == 775 / 2 + RESTART
     assert main([*COST, *options]) == 0
     assert "comes without notice, and costs" in capsys.readouterr().out
     assert {row["losses"] for row in reported(capsys, *COST)["offers"]} == {None}
@@ -230,7 +270,7 @@ def test_a_plan_is_a_profile(place, capsys):
         assert plan["save_seconds"] == plan["checkpoint"]["save_seconds"] > 0
         assert saves["saves"]["save_seconds"] == pytest.approx(plan["save_seconds"])
         assert saves["move"]["seconds"] == pytest.approx(
-            plan["save_seconds"] + plan["load_seconds"]
+            plan["save_seconds"] + START_SECONDS + plan["load_seconds"]
         )
         del plan["save_seconds"]
         (place / "run.json").write_text(json.dumps(plan))
