@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, InfinityError, StorageError
-from .run_files import has_ended, is_number
+from .run_files import counts_as_running, is_number, is_stalled, silence
 
 BEGIN = b"# HELP infinity_"
 TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -43,11 +43,20 @@ class Metric:
 RUNNING = Metric(
     "infinity_running",
     "gauge",
-    "1 while a process of the run lives, and has not ended the run",
+    "1 while a process of the run lives, or wrote within 300 s on another host, and has not ended"
+    " the run",
     "running",
+)
+STALLED = Metric(
+    "infinity_stalled",
+    "gauge",
+    "1 if the rank has not ended, and wrote nothing for more than 30 s",
+    "stalled",
 )
 METRICS = (
     Metric("infinity_status_timestamp_seconds", "gauge", "Unix time of the status", "at"),
+    Metric("infinity_status_age_seconds", "gauge", "time since the status was written", "age"),
+    STALLED,
     Metric("infinity_steps_total", "counter", "steps that the loop has taken", "step"),
     Metric("infinity_planned_steps", "gauge", "steps that the loop will take in all", "steps"),
     Metric("infinity_loss", "gauge", "loss of the last step", "loss"),
@@ -114,12 +123,13 @@ def text_of(jobs: list[dict[str, Any]]) -> str:
     numbers are left out."""
     lines: list[str] = []
     names = [Path(job["folder"]).name for job in jobs]
+    now = time.time()
     running = [
-        ({"run": name}, job["running"] and not has_ended(job)) for name, job in zip(names, jobs)
+        ({"run": name}, float(counts_as_running(job, now))) for name, job in zip(names, jobs)
     ]
-    _add(lines, RUNNING, [(labels, float(is_on)) for labels, is_on in running])
+    _add(lines, RUNNING, running)
     ranks = [
-        ({"run": name, "rank": str(status.get("rank", 0))}, status)
+        ({"run": name, "rank": str(status.get("rank", 0))}, status | _age(status, now))
         for name, job in zip(names, jobs)
         for status in job["ranks"]
     ]
@@ -133,6 +143,10 @@ def text_of(jobs: list[dict[str, Any]]) -> str:
         if samples:
             _add(lines, metric, samples)
     return "\n".join(lines) + "\n"
+
+
+def _age(status: dict[str, Any], now: float) -> dict[str, float | None]:
+    return {"age": silence([status], now), "stalled": float(is_stalled(status, now))}
 
 
 def _values(metric: Metric, status: dict[str, Any]) -> Iterator[tuple[dict[str, str], Any]]:

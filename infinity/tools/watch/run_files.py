@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ OURS = ("status-rank", "plan-rank", "history-rank")  # prefixes of a run's file 
 MOST_NBYTES = 16 * 1024 * 1024
 FORMAT = Format("file of a run", number=1, unnumbered=1)
 KEPT_RUNS = 20  # ended ones
+STALE_SECONDS = 30  # without news: the process computes one long unit, waits, or is gone
+LOST_SECONDS = 300  # without news from another host: no more counted as running
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,45 @@ def is_running(folder: Path) -> bool:
     found = list(read(folder, STATUS))
     here = [status for status in found if is_here(status)]
     return any(process_of(status).is_running for status in here) or len(here) < len(found)
+
+
+def silence(statuses: Iterable[dict[str, Any]], now: float) -> float | None:
+    """Returns the seconds since the last write of any rank; None: none says when."""
+    times = [at for status in statuses if is_number(at := status.get("at"))]
+    return max(0.0, now - max(times)) if times else None
+
+
+def is_stalled(status: dict[str, Any], now: float) -> bool:
+    """Tells whether a rank that has not ended wrote nothing for a while."""
+    has_ended = str(status.get("phase", "")).startswith("ended")
+    return not has_ended and (silence([status], now) or 0.0) > STALE_SECONDS
+
+
+def counts_as_running(job: dict[str, Any], now: float) -> bool:
+    """Tells whether a job that :func:`infinity.tools.watch.top.look` read runs: its process lives,
+    or, on another host, wrote not long ago."""
+    if not job["running"] or has_ended(job):
+        return False
+    return is_among(job["ranks"]) or (silence(job["ranks"], now) or 0.0) <= LOST_SECONDS
+
+
+def is_among(statuses: Iterable[dict[str, Any]]) -> bool:
+    """Tells whether a process of the statuses runs on this host."""
+    return any(is_here(status) and process_of(status).is_running for status in statuses)
+
+
+def state_of(job: dict[str, Any], now: float) -> str:
+    """Says what a job that :func:`infinity.tools.watch.top.look` read does, by its processes here
+    and the age of what it wrote last."""
+    if not job["running"] or (has_ended(job) and not is_among(job["ranks"])):
+        return "over"
+    if has_ended(job):
+        return "ended, its process runs"
+    silent = silence(job["ranks"], now) or 0.0
+    if silent <= STALE_SECONDS:
+        return "running"
+    where = "its process runs" if is_among(job["ranks"]) else "its host may tell more"
+    return f"no news for {silent:.0f} s, {where}"
 
 
 def has_ended(job: dict[str, Any]) -> bool:

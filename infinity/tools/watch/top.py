@@ -17,11 +17,10 @@ from ...errors import ConfigError, UsageError
 from ..cli.values import a_path, add_rating, rating_of
 from .prometheus import place_of
 from .prometheus import run as publish
-from .run_files import is_number
+from .run_files import is_number, is_stalled, silence
 
 WIDTH = 80  # characters of a line, at most
 BAR, EDGE_BAR = 24, 12
-STALE_SECONDS = 30  # without an update: the process computes one long unit, or waits
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -150,9 +149,7 @@ def _lines(jobs: list[dict[str, Any]], rating: float | None) -> Iterator[str]:
             " another INFINITY_CACHE is in that folder's runs."
         )
     for job in jobs:
-        state = "running" if job["running"] else "over"
-        if job["running"] and run_files.has_ended(job):
-            state = "ended, its process runs"
+        state = run_files.state_of(job, time.time())
         yield f"{_shortened(job['folder'], WIDTH - len(state) - 2)}  {state}"
         if "refused" in job:
             yield f" {job['refused']}"
@@ -185,8 +182,8 @@ def _rank(status: dict[str, Any]) -> Iterator[str]:
         f" {number(status.get('loss'), '.4f')}  {number(status.get('tokens_per_second'))} tokens/s "
         f" {remaining(status.get('remaining_seconds'))} left  {doing}"
     )
-    if is_number(at := status.get("at")) and (silent := time.time() - at) > STALE_SECONDS:
-        yield f"   (said {silent:.0f} s ago)"
+    if is_stalled(status, now := time.time()):
+        yield f"   (said {silence([status], now):.0f} s ago)"
     shares = status.get("shares")
     if isinstance(shares, dict) and all(map(is_number, shares.values())):
         yield f"   {printable(shares_text(shares))}"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
 
+from infinity.core.machine.kernel import process_space
 from infinity.errors import ConfigError, StorageError
 from infinity.tools.cli import main
-from infinity.tools.watch import run_files
+from infinity.tools.watch import prometheus, run_files
 from infinity.tools.watch.prometheus import (
     METRICS,
     RUNNING,
@@ -22,6 +25,7 @@ from infinity.tools.watch.prometheus import (
     text_of,
     write_file,
 )
+from infinity.tools.watch.top import look
 
 DOCS = Path(__file__).parents[3] / "docs" / "watching.md"
 STATUS = {
@@ -67,7 +71,8 @@ def samples(text: str) -> dict[tuple, float]:
 
 def test_the_text_has_every_figure_of_every_rank():
     """Method: two ranks, read by Prometheus' own parser. Twin: what a status lacks is left out."""
-    found = samples(text_of(jobs(STATUS, STATUS | {"rank": 1, "step": 6, "loss": None})))
+    now = {"at": time.time()}
+    found = samples(text_of(jobs(STATUS, STATUS | now | {"rank": 1, "step": 6, "loss": None})))
     of = [("rank", "0"), ("run", "node7-1")]
     edge, tier = ("edge", "nvme->host"), ("tier", "host")
     assert found["infinity_running", ("run", "node7-1")] == 1
@@ -87,6 +92,33 @@ def test_the_text_has_every_figure_of_every_rank():
     assert found["infinity_audited_bytes_total", ("kind", "updates"), *of] == 4096
     names = {name for name, *_ in found}
     assert names == {metric.name for metric in (*METRICS, RUNNING)}
+
+
+@pytest.mark.parametrize("here", [True, False])
+def test_a_silent_run_is_told_by_the_age_of_its_last_write(here, tmp_path, capsys):
+    """Method: a run of this process and one of another host, whose last write is ever older; top
+    and the text of Prometheus say the same. Twins: fresh news, and a rank that ended."""
+    process = run_files.this_process()
+    mine = {"pid": process.pid, "started": process.started, "space": process_space()}
+    mine["host"] = os.uname().nodename
+    status = STATUS | (mine if here else mine | {"space": "another-boot pid:[1]"})
+    said, of = {}, (("rank", "0"), ("run", tmp_path.name))
+    for age, phase in ((0, "step"), (100, "step"), (4000, "step"), (4000, "ended: 7 steps")):
+        told = status | {"at": time.time() - age, "phase": phase}
+        run_files.write(tmp_path, run_files.STATUS, 0, told)
+        found = samples(text_of(look(tmp_path)))
+        assert age <= found["infinity_status_age_seconds", *of] < age + 60
+        assert found["infinity_stalled", *of] == (age > 0 and phase == "step")
+        is_on = found["infinity_running", ("run", tmp_path.name)]
+        assert is_on == (phase == "step" and (here or age <= 300))
+        assert main(["top", "--once", str(tmp_path)]) == 0
+        said[age, phase] = " ".join(capsys.readouterr().out.split())
+    assert "running" in said[0, "step"] and "no news" not in said[0, "step"]
+    where = "its process runs" if here else "its host may tell more"
+    for age in (100, 4000):
+        assert re.search(rf"no news for {age}|no news for {age + 1}", said[age, "step"])
+        assert where in said[age, "step"] and " running" not in said[age, "step"]
+    assert ("ended, its process runs" if here else " over ") in said[4000, "ended: 7 steps"]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +142,7 @@ def test_a_strange_status_makes_no_text_that_is_refused(status):
 def test_a_label_of_any_text_comes_back_as_it_was(text):
     """Method: the name of a run, a tier and a cause, through Prometheus' own parser."""
     status = {"shares": {text: 0.5}, "tiers": {text: {"peak_nbytes": 3}}}
+    status |= {"at": time.time()}
     found = samples(text_of(jobs(status, folder=f"/runs/{text}")))
     of = ("rank", "0"), ("run", text)
     assert found["infinity_running", ("run", text)] == 1
@@ -119,7 +152,7 @@ def test_a_label_of_any_text_comes_back_as_it_was(text):
 
 def test_names_have_their_units_and_counters_their_ending():
     """Twin: a name without a unit is found out."""
-    units = "bytes|seconds|ratio|bytes_per_second|tokens_per_second|steps|loss|running"
+    units = "bytes|seconds|ratio|bytes_per_second|tokens_per_second|steps|loss|running|stalled"
     ends = re.compile(rf"infinity_\w*?(?:{units})(_total)?")
     for metric in (*METRICS, RUNNING):
         assert ends.fullmatch(metric.name), metric
@@ -181,9 +214,10 @@ def test_a_file_without_jobs_is_one_that_may_be_replaced(tmp_path):
         write_file(tmp_path / "folder.prom", list, 1.0, once=True)
 
 
-def test_a_port_of_this_machine_is_scraped():
+def test_a_port_of_this_machine_is_scraped(monkeypatch):
     """Method: a server on a free port, over HTTP. Twins: another path, a folder that is gone, and
     a port that is taken."""
+    monkeypatch.setattr(prometheus, "silence", lambda statuses, now: 9.0)
     found: list = [jobs(STATUS)]
 
     def read():
