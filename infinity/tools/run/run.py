@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -132,10 +133,34 @@ def _run(args: argparse.Namespace) -> int:
     except Exception as error:  # noqa: BLE001 - the script's own
         if getattr(error, "exit_code", None) == REFUSED:  # of torch.multiprocessing: it was told
             return REFUSED
+        if _lacks_deepspeed(error):
+            raise _of_deepspeed(error, args.script) from None
         error.__traceback__ = _of_script(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
         return 1
     return 0
+
+
+def _lacks_deepspeed(error: Exception) -> bool:
+    """Tells whether the script asked for DeepSpeed, which is not installed."""
+    if isinstance(error, importlib.metadata.PackageNotFoundError):  # by a library
+        return "deepspeed" in str(error)
+    return isinstance(error, ModuleNotFoundError) and error.name == "deepspeed"
+
+
+def _of_deepspeed(error: Exception, script: str) -> ConfigError:
+    """Returns what to do with a script that asks for DeepSpeed."""
+    given: Any = "ds.json"
+    trace = error.__traceback__
+    while trace is not None:  # transformers' TrainingArguments keep what they were given
+        given = getattr(trace.tb_frame.f_locals.get("self"), "deepspeed", None) or given
+        trace = trace.tb_next
+    path = given if isinstance(given, str) else "ds.json"
+    return ConfigError(
+        f"{script} asks for DeepSpeed, in whose place infinity run works. Leave deepspeed= out of"
+        " its TrainingArguments (docs/migration.md has calls of deepspeed itself), and give its"
+        f" JSON here: infinity run --config {path} {script}"
+    )
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:

@@ -393,3 +393,37 @@ def test_what_is_refused_in_a_spawned_process_is_told_once(place, capfd):
         assert main(["run", "--params", "host", script_of(place, text)]) == status
         out, err = capfd.readouterr()
         assert said in err and not out and ("Traceback" in err) == (status == 1)
+
+
+ASKS = """
+import sys
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+given = {"deepspeed": "conf/zero.json"} if "asks" in sys.argv else {}
+args = TrainingArguments("out", max_steps=1, report_to=[], use_cpu=True, **given)
+sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+sizes |= {"num_attention_heads": 2, "vocab_size": 64}
+data = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+Trainer(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=data).train()
+"""
+ZERO = '{"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}'
+
+
+@pytest.mark.parametrize("script", [ASKS, "import deepspeed", "import no_such_package"])
+def test_a_script_that_asks_for_deepspeed_is_told_how_it_runs(script, place, capfd):
+    """Method: what is told is done, and trains. Twin: another package that is missing is an error
+    of the script."""
+    pytest.importorskip("transformers")
+    (place / "conf").mkdir()
+    (place / "conf" / "zero.json").write_text(ZERO)
+    (place / "train.py").write_text(script)
+    status = main(["run", "--params", "host", "train.py", "asks"])
+    err = capfd.readouterr().err
+    if "no_such" in script:
+        assert status == 1 and "No module named 'no_such_package'" in err
+        return
+    assert status == 2 and "Leave deepspeed= out" in err and "Traceback" not in err
+    told = re.search(r"infinity (run --config \S+ train\.py)\b", err)[1]
+    if script is ASKS:
+        assert told == "run --config conf/zero.json train.py"
+        assert main(told.split()) == 0
+        assert "at home now: LlamaForCausalLM" in capfd.readouterr().err
