@@ -6,7 +6,7 @@
 # The job comes back by itself, with the bits of one that was never struck (docs/returns.md):
 #
 #     a rank dies            torchrun starts all ranks again
-#     torchrun dies          the job is queued again, unless it failed within a minute: then it would fail so again
+#     torchrun dies          the job is queued again, unless it was refused or failed within a minute: then it would so again
 #     a machine is lost      Slurm queues the job again
 #     the time is over       the ranks save, train on, and the job is queued again
 #
@@ -30,6 +30,9 @@ FIRST=${HOSTS%%$'\n'*} # not by a pipe to head, which may end scontrol, and with
 # Swap files go to $INFINITY_SCRATCH, else to a disk of the machine: $SLURM_TMPDIR, where a cluster sets it, or /tmp.
 # This folder has measurements and the status of runs: `INFINITY_CACHE=cache infinity top` shows the job.
 export INFINITY_CACHE="${SLURM_SUBMIT_DIR:-.}/cache"
+# `infinity train` writes there why it refuses a job, such as a wrong option: it would do so again.
+export INFINITY_REFUSED="$INFINITY_CACHE/refused-$SLURM_JOB_ID"
+rm -f "$INFINITY_REFUSED"
 # For scripts of your own: torchrun's store outlives its ranks, which would find the address of one that died.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 # Pinned memory and io_uring's buffers count as locked: the limit has to be raised by the cluster where it is small.
@@ -61,7 +64,9 @@ status=0
 while kill -0 "$child" 2> /dev/null; do # a signal ends wait before srun has ended
     wait "$child" && status=0 || status=$?
 done
-if ((status)) && [ -z "$cancelled" ] && ((SECONDS > ${LEAST_SECONDS:-60} && ${SLURM_RESTART_COUNT:-0} < 100)); then
+if [ -e "$INFINITY_REFUSED" ]; then
+    echo "not queued again: $(cat "$INFINITY_REFUSED")" >&2
+elif ((status)) && [ -z "$cancelled" ] && ((SECONDS > ${LEAST_SECONDS:-60} && ${SLURM_RESTART_COUNT:-0} < 100)); then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -39,6 +39,7 @@ LEAST = {
     "gguf": "0.17",
     "diffusers": "0.35",
     "lm-eval": "0.4.12",
+    "ray": "2.44",
 }
 
 _told: set[str] = set()  # libraries whose version was warned about in this process

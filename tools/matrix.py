@@ -105,7 +105,17 @@ LIBRARIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (f"{INTEGRATIONS}/test_packed_adapters.py", "tests/ext/packed/test_unpacked.py"),
     ),
     "lightning": (("2.5", "2.6"), (f"{INTEGRATIONS}/test_lightning.py",)),
+    "ray": (
+        ("2.44", "2.60"),
+        (
+            "tests/repository/test_examples.py::test_ray_train_gives_the_bits_of_torchrun",
+            "tests/tools/train/test_strikes.py"
+            "::test_a_job_of_ray_survives_three_strikes_with_the_bits_of_torchrun",
+        ),
+    ),
 }
+SLOW = ("ray",)  # its tests are slow ones: `make test` has none of them
+EXTRAS = {"ray": "ray[train]"}  # as they are installed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +147,13 @@ class Cell:
         asked = [least[name] for name in dict.fromkeys(named) if name != self.library]
         if self.library == "trl":
             asked.append("requests")  # some versions import it and do not ask for it
-        return [*asked, *([f"{self.library}=={self.version}.*"] if self.version else [])]
+        name = EXTRAS.get(self.library, self.library)
+        return [*asked, *([f"{name}=={self.version}.*"] if self.version else [])]
+
+    @property
+    def marked(self) -> str:
+        """Returns which of its tests are run, by pytest's marks."""
+        return "" if self.library in SLOW else "not slow"
 
     def tests(self) -> tuple[str, ...]:
         return LIBRARIES[self.library][1] if self.version else CORE_TESTS
@@ -234,17 +250,20 @@ def run(cell: Cell, tests: tuple[str, ...] = ()) -> dict[str, Any]:
         if refused := make(cell, place):
             result |= {"outcome": "not installed", "reason": refused}
         else:
-            result |= tested(place, tests or cell.tests(), log)
+            result |= tested(place, tests or cell.tests(), log, cell.marked)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     return result | {"seconds": round(time.monotonic() - start)}
 
 
-def tested(place: Path, tests: tuple[str, ...], log: Path) -> dict[str, Any]:
-    """Runs ``tests`` in the environment at ``place``. Returns what passed and failed."""
+def tested(
+    place: Path, tests: tuple[str, ...], log: Path, marked: str = "not slow"
+) -> dict[str, Any]:
+    """Runs ``tests``, those with the marks, in the environment at ``place``. Returns what passed
+    and failed."""
     report = WORK / "report.xml"
     report.unlink(missing_ok=True)
-    command = [place / "bin" / "python", "-m", "pytest", "-q", "-m", "not slow"]
+    command = [place / "bin" / "python", "-m", "pytest", "-q", "-m", marked]
     command += ["-p", "no:cacheprovider", f"--junitxml={report}", f"--basetemp={WORK / 'pytest'}"]
     with log.open("w") as output:
         child = subprocess.Popen(

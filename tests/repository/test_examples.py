@@ -406,7 +406,9 @@ SLURM = {
     "scontrol": '[ "$1" = requeue ] && echo "$@" || { echo first; echo second; }',
     "scancel": 'echo scancel "$@"',
     "srun": 'trap "kill \\$!; echo saved; exit 1" TERM; echo "$@"\n'
-    "sleep $LASTS > /dev/null & wait; exit $ENDS",
+    "sleep $LASTS > /dev/null & wait\n"
+    '[ -z "$REFUSES" ] || { mkdir -p "$INFINITY_CACHE"; echo no >> "$INFINITY_REFUSED"; }\n'
+    "exit $ENDS",
 }
 
 
@@ -423,6 +425,8 @@ def slurm_script(folder: Path, **more: str) -> subprocess.Popen:
         "SLURM_JOB_NODELIST": "x",
         "LASTS": "30",
         "ENDS": "0",
+        "SLURM_SUBMIT_DIR": str(folder),
+        "REFUSES": "",
     }
     return subprocess.Popen(
         ["bash", EXAMPLES / "slurm.sh", "train.py", "saved"],
@@ -483,6 +487,30 @@ def test_the_slurm_script_queues_a_job_that_failed_after_a_while(
     job = slurm_script(tmp_path, **more)
     assert ("requeue 7" in job.communicate(timeout=20)[0]) == is_queued
     assert job.returncode == int(ends)
+
+
+def test_the_slurm_script_queues_no_job_that_was_refused(tmp_path):
+    """Method: the step says that it was refused, after a while, as by a wrong option that torchrun
+    has tried four times. Twin: the same failure of a job that says nothing is queued again."""
+    more = {"LASTS": "0", "ENDS": "1", "LEAST_SECONDS": "-1"}
+    for refuses in ("yes", ""):
+        job = slurm_script(tmp_path, **more, REFUSES=refuses)
+        said = job.communicate(timeout=20)[0]
+        assert ("requeue 7" in said) != bool(refuses) and job.returncode == 1
+
+
+def test_stopping_waits_as_long_as_the_page_says():
+    """Method: the seconds of the page's table, in the files. Twin: Docker's own ten are less."""
+    page = (EXAMPLES.parent / "docs" / "returns.md").read_text()
+    told = {
+        "Dockerfile": ("--stop-timeout 300", 300),
+        "compose.yaml": ("stop_grace_period: 5m", 5 * 60),
+        "kubernetes.yaml": ("terminationGracePeriodSeconds: 300", 300),
+    }
+    for name, (line, seconds) in told.items():
+        assert line in (EXAMPLES / name).read_text() and line in page
+        assert seconds == 300 and f"`{name}`: " in page
+    assert "| `docker stop` | 10 s |" in page
 
 
 @pytest.mark.slow

@@ -37,9 +37,23 @@ def test_the_cells_reach_from_the_least_to_the_newest(tool):
         assert tried[0].startswith(library_versions.LEAST[library])
         assert tried[-1] == library_versions.TESTED.get(library, tried[-1])
     for cell in cells:
-        assert all((ROOT / test).exists() for test in cell.tests()), cell
+        for test in cell.tests():
+            path, _, name = test.partition("::")
+            assert (ROOT / path).exists(), cell
+            assert not name or f"def {name}(" in (ROOT / path).read_text(), cell
         assert cell.packages()
     assert not any(cell.has({"torch": {"2.9"}}) for cell in cells)
+
+
+def test_ray_has_cells_that_run_its_slow_tests(tool):
+    """Method: what is installed, and the marks. Twin: other cells run no slow test."""
+    cells = {cell.library: cell for cell in tool.cells()}
+    assert "ray[train]==2.60.*" in cells["ray"].packages() and cells["ray"].marked == ""
+    for test in cells["ray"].tests():
+        path, _, name = test.partition("::")
+        before = (ROOT / path).read_text().partition(f"def {name}(")[0]
+        assert "mark.slow" in before.rpartition("\n\n\n")[2]
+    assert cells["peft"].marked == "not slow"
 
 
 def test_the_page_has_the_results_that_were_kept(tool):

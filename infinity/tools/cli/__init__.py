@@ -14,6 +14,7 @@ traceback); 130 and 143 interrupted by SIGINT and SIGTERM. INFINITY_TRACEBACK=1 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import logging
@@ -26,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from ... import __version__
-from ...errors import ConfigError, InfinityError
+from ...errors import CapacityError, ConfigError, InfinityError, UsageError
 from ...library_versions import LEAST
 from ...ranks import failure_report
 from ..train import wording
@@ -55,6 +56,7 @@ SUBCOMMANDS = {
 BAD_INPUT_STATUS = 2
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
+REFUSALS = (CapacityError, ConfigError, UsageError)  # what is started again fails so again
 # They warn of what users of a command cannot change: kernels for other machines, renamed functions.
 NOISY = ("bitsandbytes", "torchao", "torch.utils._pytree")
 
@@ -150,9 +152,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = build_parser()
         args = parser.parse_args(presets.expanded(sys.argv[1:] if argv is None else argv))
     except SystemExit as stop:  # argparse has printed help (0) or its message (2)
+        if stop.code:
+            _note_refusal("wrong words: see the message on standard error")
         return stop.code
     except InfinityError as error:
         print(f"infinity train: {error}", file=sys.stderr)
+        _note_refusal(str(error))
         return BAD_INPUT_STATUS
     options = option_names(command_of(parser, args.subcommand))
     return answer(f"infinity {args.subcommand}", _module(args.subcommand).run, args, options)
@@ -184,12 +189,25 @@ def answer(
             raise
         failure_report.leave(error)
         message = _missing(error) if isinstance(error, ImportError) else _told(error)
-        print(f"{command}: {wording.in_options(message, options)}", file=sys.stderr)
+        message = wording.in_options(message, options)
+        print(f"{command}: {message}", file=sys.stderr)
+        if isinstance(error, REFUSALS):
+            _note_refusal(message)
         return BAD_INPUT_STATUS
     except KeyboardInterrupt as error:
         failure_report.leave(error)
         print(f"{command}: interrupted", file=sys.stderr)
         return INTERRUPTED_STATUS
+
+
+def _note_refusal(message: str) -> None:
+    """Writes to the file of INFINITY_REFUSED, if there is one, why the command would be refused
+    again: whoever starts jobs again leaves this one."""
+    if path := os.environ.get("INFINITY_REFUSED"):
+        with contextlib.suppress(OSError):  # the message was printed
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            with open(path, "w") as file:
+                file.write(f"{message}\n")
 
 
 def _check_variables() -> None:

@@ -41,6 +41,7 @@ FOLDER: dict[str, Any] = {"type": a_path, "metavar": "FOLDER"}
 NUMBER: dict[str, Any] = {"type": a_count, "metavar": "N"}
 COUNT: dict[str, Any] = {"type": zero_or_more, "metavar": "N"}
 QUANTIZE: dict[str, Any] = {"choices": ("nf4", "int8", "fp8")}
+PACKED = "nf4 has 4 (needs bitsandbytes), int8 and fp8 have 8 (need torchao)"
 DEFAULT_SEQUENCE_LENGTH = 256
 DEFAULT_ROW_LENGTH = 1024
 DEFAULT_DATA_LIMIT = "64MiB"
@@ -111,7 +112,7 @@ def add_adapter_options(add: Callable[..., Any]) -> None:
         help="train adapters of this rank (needs peft) and save them, not the model",
     )
     add("--lora", nargs="?", const=LORA_RANK, **NUMBER, help=f"--lora-rank (default {LORA_RANK})")
-    add("--quantize", **QUANTIZE, help="pack the base under the adapters in fewer bits")
+    add("--quantize", **QUANTIZE, help=f"pack the base under the adapters in fewer bits: {PACKED}")
 
 
 def check_adapters(args: argparse.Namespace) -> None:

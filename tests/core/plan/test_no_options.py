@@ -64,6 +64,17 @@ def test_what_fits_stays_in_memory_and_is_told(caplog):
     assert parts_of(model).config.nvme_paths == ()
 
 
+def test_homes_that_were_all_named_are_no_warning(caplog):
+    """Twin: one of them left to the engine is told."""
+    named = {"params": "host", "optimizer": "host", "nvme_paths": "auto"}
+    for given, count in ((named, 0), (named | {"optimizer": "auto"}, 1)):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            model, _ = infinity.wrap_model(*make(), given)
+        assert len(lines(caplog)) == count
+        assert parts_of(model).config.nvme_paths == ()
+
+
 @pytest.mark.parametrize("device", [None, "cpu"])
 def test_a_gpu_that_is_not_used_is_told(device, monkeypatch):
     """Twin: a device that was asked for is used without a word."""

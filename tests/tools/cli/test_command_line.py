@@ -3,6 +3,8 @@ leftovers, and signals to a child."""
 
 from __future__ import annotations
 
+import argparse
+import errno
 import json
 import os
 import re
@@ -16,7 +18,7 @@ import pytest
 
 from infinity import native
 from infinity.config import Config
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, StorageError
 from infinity.tools import cli
 from infinity.tools.cli import SUBCOMMANDS, build_parser, main, presets
 from infinity.tools.cli.completion import script, words
@@ -698,3 +700,24 @@ def test_a_folder_that_is_a_file_is_told_as_one(place, capsys):
     assert "text.txt is a file" in capsys.readouterr().err
     assert main([*words, "none"]) == 2
     assert "mkdir -p none" in capsys.readouterr().err
+
+
+def test_what_is_refused_is_noted_for_who_starts_jobs_again(tmp_path, monkeypatch, capsys):
+    """Method: an unknown option, a wrong value, a wrong combination. Twins: a disk that is full may
+    be free the next time, a command that is done, and no place to note it."""
+    note = tmp_path / "cache" / "refused"
+    words = ["plan", "--quantize", "nf4"]
+    assert main(words) == 2 and not note.exists()
+    monkeypatch.setenv("INFINITY_REFUSED", str(note))
+    for wrong in (["plan", "--no-such"], ["plan", "--batch-size", "0"], words):
+        assert main(wrong) == 2
+        assert note.read_text().strip()
+        note.unlink()
+    assert main(words) == 2 and "add --lora" in note.read_text()
+    note.unlink()
+
+    def full(args):
+        raise StorageError(errno.ENOSPC, "no space left")
+
+    assert cli.answer("infinity train", full, argparse.Namespace()) == 2
+    assert main(["--help"]) == 0 and not note.exists()
