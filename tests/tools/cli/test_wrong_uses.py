@@ -94,7 +94,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "completion powershell": ("invalid choice: 'powershell'", "choose from 'bash', 'zsh'"),
     "completion bash zsh": ("unrecognized arguments: zsh", HELP),
     # --- cost, fleet ---
-    "cost": ("required: --profile, --prices, --tokens", HELP),
+    "cost": ("required: --profile, --prices", HELP),
     "cost --profile model.json --prices text.txt --tokens 2G": (
         "2G.* not a number of tokens",
         "as 2B",
@@ -233,7 +233,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "plan --model model.json --host-memory 0%": ("0% is not a share", 'Give more than 0, as "25%"'),
     "plan --model llama-8b --machine laptop --params device": (
         "device.memory is 6.7 GiB .* the least that works here is",
-        "Raise .*device.memory by .* or give the weights a lower home",
+        "GiB. Give the weights a lower home",
     ),
     # --- report, top, trace ---
     "report": ("has no run", "`infinity train` .* a loop with infinity.Watch"),
