@@ -233,7 +233,7 @@ USES: dict[str, tuple[str, str]] = {  # use -> patterns of its cause and of its 
     "plan --model model.json --host-memory 0%": ("0% is not a share", 'Give more than 0, as "25%"'),
     "plan --model llama-8b --machine laptop --params device": (
         "device.memory is 6.7 GiB .* the least that works here is",
-        "GiB. Give the weights a lower home",
+        r"MiB\. Give the weights a lower home",
     ),
     # --- report, top, trace ---
     "report": ("has no run", "`infinity train` .* a loop with infinity.Watch"),
