@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...errors import InternalError
+from .queues import Job, run
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "inputs", "weights"
 ROUNDS = 4  # rounds of micro-batches that are run; more are extrapolated linearly
@@ -69,11 +69,11 @@ def run_orders(
 ) -> PipelineRun:
     """Runs the ``orders`` of all ranks. ``seconds``: of each chunk. ``hops``: seconds from each
     chunk to the next one; none: 0."""
-    clock = Clock(orders, seconds, hops)
-    clock.run()
+    jobs = jobs_of(orders, seconds, hops)
+    run([*jobs.values()])
     owner = {op.chunk: rank for rank, order in enumerate(orders) for op in order}
     return PipelineRun(
-        seconds=max(clock.now, default=0.0),
+        seconds=max((job.end for job in jobs.values()), default=0.0),
         busy=tuple(sum(seconds[op.chunk].of(op.kind) for op in order) for order in orders),
         messages=sum(
             owner.get(op.chunk + (1 if op.kind == FORWARD else -1), rank) != rank
@@ -82,8 +82,37 @@ def run_orders(
             if op.kind != WEIGHTS
         ),
         in_flight=tuple(in_flight(order) for order in orders),
-        ends=tuple(clock.now),
+        ends=tuple(jobs[order[-1]].end if order else 0.0 for order in orders),
     )
+
+
+def jobs_of(
+    orders: Orders, seconds: Sequence[ChunkSeconds], hops: Sequence[float] = ()
+) -> dict[Op, Job]:
+    """Makes a job of each op, which waits for the one before it in its rank's order and for those
+    that give its inputs. Arguments as :func:`run_orders` takes them."""
+    jobs: dict[Op, Job] = {}
+    for rank, order in enumerate(orders):
+        for op, before in zip(order, (None, *order)):
+            jobs[op] = Job(rank, seconds[op.chunk].of(op.kind))
+            if before is not None:
+                jobs[op].follow(jobs[before])
+    last, hops = len(seconds) - 1, hops or [0.0] * len(seconds)
+
+    def gradient(chunk: int, number: int) -> Job:
+        return jobs.get(Op(BACKWARD, chunk, number)) or jobs[Op(INPUTS, chunk, number)]
+
+    for (kind, chunk, number), job in jobs.items():
+        if kind == WEIGHTS:
+            job.follow(gradient(chunk, number))
+        elif kind == FORWARD:
+            if chunk:
+                job.follow(jobs[Op(FORWARD, chunk - 1, number)], hops[chunk - 1])
+        else:
+            job.follow(jobs[Op(FORWARD, chunk, number)])
+            if chunk < last:
+                job.follow(gradient(chunk + 1, number), hops[chunk])
+    return jobs
 
 
 def in_flight(order: Sequence[Op], weights: Sequence[float] | None = None) -> float:
@@ -127,55 +156,3 @@ def extrapolated(
     last = (ROUNDS - 1) * step + micro_batches % step
     more = (micro_batches - last) // step
     return [b + more * (b - a) for a, b in zip(at(last - step), at(last))]
-
-
-class Clock:
-    """When each op ends. ``now``: of each rank."""
-
-    def __init__(self, orders: Orders, seconds: Sequence[ChunkSeconds], hops: Sequence[float] = ()):
-        self._orders, self._seconds = orders, seconds
-        self._hops = hops or [0.0] * len(seconds)
-        self._last = len(seconds) - 1
-        self.now = [0.0] * len(orders)
-        self._outputs: dict[tuple[int, int], float] = {}  # chunk and micro-batch -> its end
-        self._grads: dict[tuple[int, int], float] = {}  # of the gradient of a chunk's input
-
-    def run(self) -> None:
-        """Runs all ops. Raises InternalError if ranks wait for each other."""
-        places = [0] * len(self._orders)
-        left = sum(map(len, self._orders))
-        while left:
-            before = left
-            for rank, order in enumerate(self._orders):
-                place = places[rank]
-                while place < len(order) and (ready := self.ready(rank, order[place])) is not None:
-                    self.do(rank, order[place], max(ready, self.now[rank]))
-                    place += 1
-                left -= place - places[rank]
-                places[rank] = place
-            if left == before:
-                waiting = [o[at] for o, at in zip(self._orders, places) if at < len(o)]
-                raise InternalError(f"the ranks of a pipeline wait for each other: {waiting}")
-
-    def ready(self, rank: int, op: Op) -> float | None:
-        """Returns when the inputs of an op of ``rank`` are there; None: not known yet."""
-        kind, chunk, number = op
-        if kind == FORWARD:
-            given = self._outputs.get((chunk - 1, number)) if chunk else 0.0
-            return None if given is None else given + (self._hops[chunk - 1] if chunk else 0.0)
-        if kind == WEIGHTS:
-            return self._grads.get((chunk, number))
-        mine = self._outputs.get((chunk, number))
-        if chunk == self._last or mine is None:
-            return mine
-        given = self._grads.get((chunk + 1, number))
-        return None if given is None else max(mine, given + self._hops[chunk])
-
-    def do(self, rank: int, op: Op, start: float) -> None:
-        """Ends an op that begins at ``start``."""
-        end = start + self._seconds[op.chunk].of(op.kind)
-        self.now[rank] = end
-        if op.kind == FORWARD:
-            self._outputs[op.chunk, op.number] = end
-        elif op.kind != WEIGHTS:
-            self._grads[op.chunk, op.number] = end

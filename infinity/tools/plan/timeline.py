@@ -16,7 +16,9 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+
+from .queues import Job, run
 
 COMPUTE, UP, DOWN = "compute", "host->device", "device->host"
 DISK, OPTIMIZER, ON_DEVICE = "disks", "optimizer", "optimizer on device"
@@ -47,24 +49,13 @@ class UnitSeconds:
     step_on_device: float = 0.0
 
 
-@dataclass(eq=False)
-class Job:
-    """A job of a queue. ``start`` and ``end``: seconds. ``followers``: wait for it."""
+@dataclass(eq=False, kw_only=True)
+class UnitJob(Job):
+    """A job of a unit."""
 
-    queue: str
     kind: str
     unit: int
     step: int
-    seconds: float
-    start: float = math.nan
-    end: float = math.nan
-    waits_for: int = 0
-    followers: list[Job] = field(default_factory=list, repr=False)
-
-    @property
-    def rank(self) -> int:
-        """Its turn among the jobs that may begin."""
-        return self.step * RANKS + (self.unit if self.queue not in IN_ORDER else 0)
 
 
 @dataclass(frozen=True)
@@ -82,7 +73,7 @@ class Timeline:
     beside the next forward."""
 
     units: tuple[str, ...]  # names, in order of use
-    jobs: tuple[Job, ...]
+    jobs: tuple[UnitJob, ...]
     seconds: float
 
     @property
@@ -215,7 +206,7 @@ def simulate(
     """
     steps = _Steps(units, window_nbytes, passes, slots, pieces, again)
     ends = [steps.add_step(after_backward=after_backward) for _ in range(STEPS)]
-    _run(steps.jobs)
+    run(steps.jobs)
     before, last = (end.end for end in ends[-2:])
     found = [job for job in steps.jobs if job.step == STEPS - 1]
     begin = min(job.start for job in found if job.queue == COMPUTE)
@@ -237,10 +228,11 @@ class _Steps:
         again: int | None,
     ):
         self._units, self._pieces, self._passes = units, pieces, passes
-        self._saved: deque[list[Job]] = deque([[]] * slots, maxlen=slots)  # frees the oldest slot
-        self._last: dict[str, list[Job]] = {}  # job of a queue that keeps its order
-        self._home: list[list[Job]] = [[] for _ in units]  # after which the weights are at home
-        self._used: dict[int, Job] = {}  # place of a use -> the end of its compute
+        # Frees the oldest slot
+        self._saved: deque[list[UnitJob]] = deque([[]] * slots, maxlen=slots)
+        self._last: dict[str, list[UnitJob]] = {}  # job of a queue that keeps its order
+        self._home: list[list[UnitJob]] = [[] for _ in units]  # after which the weights are at home
+        self._used: dict[int, UnitJob] = {}  # place of a use -> the end of its compute
         self._uses, self._step, self._pass = len(uses_of(len(units), again)), -1, -1
         sizes = [unit.nbytes if unit.copy else 0 for unit in units]
         gathers = plan_gathers(sizes, window_nbytes, passes=STEPS * passes, again=again)
@@ -249,9 +241,9 @@ class _Steps:
         self._forward = [(at, unit.forward, unit.backward) for at, unit in enumerate(units)]
         if again is not None:
             self._forward.append((again, units[again].head_forward, units[again].head_backward))
-        self.jobs: list[Job] = []
+        self.jobs: list[UnitJob] = []
 
-    def add_step(self, *, after_backward: bool) -> Job:
+    def add_step(self, *, after_backward: bool) -> UnitJob:
         """Adds a step, and returns the end of its backward."""
         self._step += 1
         for number in range(1, self._passes + 1):
@@ -263,7 +255,7 @@ class _Steps:
             self._update(unit, [*jobs, *everything])
         return end
 
-    def _add_pass(self) -> tuple[Job, dict[int, list[Job]]]:
+    def _add_pass(self) -> tuple[UnitJob, dict[int, list[UnitJob]]]:
         """Adds a forward and its backward. Returns the end, and by unit what its landed gradients
         wait for."""
         self._pass += 1
@@ -271,7 +263,7 @@ class _Steps:
         for at, (unit, seconds, _) in enumerate(self._forward):
             copied = self._gather(first + at)
             self._used[first + at] = self._compute(FORWARD, unit, seconds, copied)
-        landed: dict[int, list[Job]] = {}
+        landed: dict[int, list[UnitJob]] = {}
         for at, (unit, _, seconds) in reversed(list(enumerate(self._forward))):
             # What the forward used last is still there, and the first needs no weights.
             place = first + 2 * last - at
@@ -283,7 +275,7 @@ class _Steps:
                 landed[unit] = self._add(DOWN, "landing", unit, self._units[unit].landing, [end])
         return end, landed
 
-    def _gather(self, place: int) -> list[Job]:
+    def _gather(self, place: int) -> list[UnitJob]:
         if (gather := self._gathers.get(place)) is None:
             return []
         unit = self._units[gather.unit]
@@ -291,10 +283,10 @@ class _Steps:
         read = self._add(DISK, "read", gather.unit, unit.read, behind)
         return self._add(UP, "copy", gather.unit, unit.copy, read)
 
-    def _compute(self, kind: str, unit: int, seconds: float, behind: list[Job]) -> Job:
+    def _compute(self, kind: str, unit: int, seconds: float, behind: list[UnitJob]) -> UnitJob:
         return self._add(COMPUTE, kind, unit, seconds, behind, always=True)[0]
 
-    def _update(self, index: int, landed: list[Job]) -> None:
+    def _update(self, index: int, landed: list[UnitJob]) -> None:
         unit, done = self._units[index], []
         done += self._add(ON_DEVICE, "step", index, unit.step_on_device, landed)
         for _ in range(self._pieces) if unit.load else ():
@@ -314,46 +306,19 @@ class _Steps:
         kind: str,
         unit: int,
         seconds: float,
-        behind: list[Job],
+        behind: list[UnitJob],
         *,
         always: bool = False,
-    ) -> list[Job]:
+    ) -> list[UnitJob]:
         """Adds a job, and returns what follows it waits for: ``behind`` if it takes no time."""
         if not seconds and not always:
             return behind
-        job = Job(queue, kind, unit, self._step, seconds)
         in_order = queue in IN_ORDER
+        rank = self._step * RANKS + (0 if in_order else unit)
+        job = UnitJob(queue, seconds, rank, kind=kind, unit=unit, step=self._step)
         for other in [*behind, *self._last.get(queue, ())] if in_order else behind:
-            other.followers.append(job)
-            job.waits_for += 1
+            job.follow(other)
         if in_order:
             self._last[queue] = [job]
         self.jobs.append(job)
         return [job]
-
-
-def _run(jobs: Sequence[Job]) -> None:
-    """Runs ``jobs`` on a clock, and notes when each starts and ends."""
-    ready: dict[str, list[tuple[int, int, Job]]] = {job.queue: [] for job in jobs}
-    running: list[tuple[float, int, Job]] = []
-    busy: set[str] = set()
-    number = {job: at for at, job in enumerate(jobs)}
-    for job in jobs:
-        if not job.waits_for:
-            heapq.heappush(ready[job.queue], (job.rank, number[job], job))
-    now = 0.0
-    while True:
-        for queue, waiting in ready.items():
-            if waiting and queue not in busy:
-                job = heapq.heappop(waiting)[-1]
-                job.start, job.end = now, now + job.seconds
-                busy.add(queue)
-                heapq.heappush(running, (job.end, number[job], job))
-        if not running:
-            return
-        now, _, over = heapq.heappop(running)
-        busy.discard(over.queue)
-        for job in over.followers:
-            job.waits_for -= 1
-            if not job.waits_for:
-                heapq.heappush(ready[job.queue], (job.rank, number[job], job))

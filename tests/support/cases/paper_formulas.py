@@ -21,35 +21,32 @@ from infinity.tools.plan.pipeline_clock import (
     BACKWARD,
     FORWARD,
     ChunkSeconds,
-    Clock,
-    Op,
     Orders,
     PipelineRun,
+    jobs_of,
 )
+from infinity.tools.plan.queues import Job, run
 
 ALL_REDUCES, WITH_RECOMPUTATION = 4, 6  # of a layer with tensor parallelism, both directions
 
 
-class ClockOfSums(Clock):
-    """The clock of a pipeline without flush, with sums of gradients over replicas, each beside the
-    next batch of ``batch`` micro-batches. A batch begins when the sum of the last but one has ended
-    (Narayanan et al., PipeDream-2BW, 2021, section 3.1)."""
-
-    def __init__(
-        self, orders: Orders, seconds: Sequence[ChunkSeconds], batch: int, sum_seconds: float
-    ):
-        super().__init__(orders, seconds)
-        self._batch, self._sum_seconds = batch, sum_seconds
-        self._summed: list[dict[int, float]] = [{} for _ in orders]  # batch -> end of its sum
-
-    def do(self, rank: int, op: Op, start: float) -> None:
-        batch, place = divmod(op.number, self._batch)
-        if op.kind == FORWARD:
-            start = max(start, self._summed[rank].get(batch - 2, 0.0))
-        super().do(rank, op, start)
-        if op.kind == BACKWARD and place == self._batch - 1:
-            begin = max(self.now[rank], self._summed[rank].get(batch - 1, 0.0))
-            self._summed[rank][batch] = begin + self._sum_seconds
+def seconds_with_sums(
+    orders: Orders, seconds: Sequence[ChunkSeconds], batch: int, sum_seconds: float
+) -> float:
+    """The seconds of a pipeline without flush, with sums of gradients over replicas, each beside
+    the next batch of ``batch`` micro-batches. A batch begins when the sum of the last but one has
+    ended (Narayanan et al., PipeDream-2BW, 2021, section 3.1)."""
+    jobs, sums = jobs_of(orders, seconds), {}
+    for rank, order in enumerate(orders):
+        for op in order:
+            of, place = divmod(op.number, batch)
+            if op.kind == FORWARD and (rank, of - 2) in sums:
+                jobs[op].follow(sums[rank, of - 2])
+            if op.kind == BACKWARD and place == batch - 1:
+                sums[rank, of] = Job(("sums", rank), sum_seconds)
+                sums[rank, of].follow(jobs[op])
+    run([*jobs.values(), *sums.values()])
+    return max(job.end for job in jobs.values())
 
 
 def idle_shares(run: PipelineRun) -> list[float]:
