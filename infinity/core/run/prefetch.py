@@ -6,8 +6,8 @@ show      a hold in which the parameters are ordinary ones: the forward of an ow
           them as references there, and nowhere else
 idle      resident without a hold; a full window evicts idle units, the one needed last first
 window    device bytes for gathered weights
-pinned    of weights of a unit that stay while newer ones come: units of their own here, one of
-          which a hold of the unit may mean
+older     of weights of a unit from before an update: units of their own here, one of which a hold
+          of the unit may mean
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Prefetcher:
     def release_all(self, units: Iterable[ParamUnit]) -> None:
         """Releases ``units`` from device and staging, in any state: their homes change."""
         for unit in units:
-            for each in (unit, *unit.pinned):
+            for each in (unit, *unit.older):
                 self._release(each)
 
     def _release(self, unit: ParamUnit) -> None:
@@ -168,16 +168,16 @@ class Prefetcher:
         if unit.residency is Residency.RESIDENT and not unit.stays:
             self._evict(unit)
 
-    def hand_over(self, unit: ParamUnit, pinned: ParamUnit, change: Callable[[], None]) -> None:
-        """Makes the gathered weights of ``unit`` those of ``pinned``, by ``change``, before an
-        update writes new ones. Those that ``pinned`` had are dropped."""
-        self._release(pinned)
+    def hand_over(self, unit: ParamUnit, older: ParamUnit, change: Callable[[], None]) -> None:
+        """Makes the gathered weights of ``unit`` those of ``older``, by ``change``, before an
+        update writes new ones. Those that ``older`` had are dropped."""
+        self._release(older)
         if unit.residency is not Residency.RESIDENT:
             self._release(unit)
         change()
         if unit in self._pass.resident:
             del self._pass.resident[unit]
-            self._pass.resident[pinned] = None
+            self._pass.resident[older] = None
 
     @apart
     def release_idle(self) -> None:

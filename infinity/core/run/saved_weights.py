@@ -83,7 +83,7 @@ class SavedWeight:
 
     def _is_changed(self) -> bool:
         """Tells whether the parameter itself has changed, not only others of its unit."""
-        if self.unit.pinned:  # whose versions change without the parameters'
+        if self.unit.older:  # whose versions change without the parameters'
             return True
         start = self.offset * self.dtype.itemsize // self.flat.itemsize - self.flat.storage_offset()
         changes = [

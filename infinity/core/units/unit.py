@@ -48,8 +48,8 @@ class ParamUnit:
     reader
         Who holds the weights at home, which no update of the unit writes. None: the unit is of the
         newest ones.
-    pinned
-        Units of the same parameters, of weights that readers hold.
+    older
+        Units of the same parameters, of weights from before an update, that readers hold.
     in_use
         Which of those a hold gathers. None: the unit itself, which must not refer to itself.
     """
@@ -83,7 +83,7 @@ class ParamUnit:
         self._reads = StagedReads([])  # and their slots, until these go back
         self._copied: StagedReads | None = None  # the last ones that were copied
         self._charge: native.Charge | None = None
-        self.pinned: list[ParamUnit] = []
+        self.older: list[ParamUnit] = []
         self.in_use: ParamUnit | None = None
         # Whether several modules use the unit, so that its gradients may arrive far apart
         self.is_shared = False

@@ -57,7 +57,7 @@ class Gathered:
             return
         if unit.residency is not Residency.RESIDENT or unit.stays:
             return
-        if unit.pinned or unit.reader is not None or unit.arrival.rows is not None:
+        if unit.older or unit.reader is not None or unit.arrival.rows is not None:
             self._findings.leave_out("weights of older versions, and rows of weights")
             return
         for flat_param, flat in zip(unit.flat_params, unit.buffers.flats):

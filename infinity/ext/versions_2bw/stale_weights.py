@@ -98,7 +98,7 @@ class StaleWeights(Extension):
                     ]
         except BaseException:
             for unit in units:
-                unit.pinned = unit.pinned[:before]
+                unit.older = unit.older[:before]
             for slot in range(before, kept):
                 for _, flat_param in flat_params:
                     drop_slot(flat_param.homes, job.store, slot)
@@ -176,7 +176,7 @@ class StaleWeights(Extension):
         with job.uses.begin():
             for versions in self._versions if self._kept else ():
                 job.prefetcher.hand_over(
-                    versions.unit, versions.unit.pinned[slot], partial(versions.begin_update, slot)
+                    versions.unit, versions.unit.older[slot], partial(versions.begin_update, slot)
                 )
         self._is_updating = True
         step()
@@ -188,7 +188,7 @@ class StaleWeights(Extension):
         job = self._job
         with job.uses.begin():
             for versions in self._versions:
-                job.prefetcher.release_all([versions.unit.pinned[slot]])
+                job.prefetcher.release_all([versions.unit.older[slot]])
                 versions.extrapolate(job.store, slot, ahead)
 
     def install(self, job: Job, model: object) -> None:

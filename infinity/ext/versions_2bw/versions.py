@@ -51,11 +51,11 @@ def make_stale(unit: ParamUnit, index: int, device: Device) -> ParamUnit:
         f"{unit.name}, stale",
         unit.flat_params,
         device,
-        reader=len(unit.pinned),
+        reader=len(unit.older),
         refusal=CHANGED.format(unit.name),
     )
     stale.allocate()
-    unit.pinned = [*unit.pinned, stale]
+    unit.older = [*unit.older, stale]
     return stale
 
 
@@ -89,7 +89,7 @@ class UnitVersions:
 
     def compute_with(self, slot: int | None) -> None:
         """Makes later compute use the stale weights in ``slot``, or the newest."""
-        unit = None if slot is None else self.unit.pinned[slot]
+        unit = None if slot is None else self.unit.older[slot]
         if self.unit.in_use is not unit:
             self.unit.in_use = unit
             self._show()
@@ -102,7 +102,7 @@ class UnitVersions:
     def begin_update(self, slot: int) -> None:
         """Moves the newest weights to ``slot``, with their device buffers, before an update writes
         new ones. A graph that saved them keeps their buffers."""
-        stale, self._slot = self.unit.pinned[slot], slot
+        stale, self._slot = self.unit.older[slot], slot
         for flat_param in self.unit.flat_params:
             if slot in flat_param.homes.readers:
                 flat_param.homes.hold(slot)
@@ -129,5 +129,5 @@ class UnitVersions:
         self._show()
 
     def _swap(self) -> None:
-        self.unit.change_places(self.unit.pinned[self._slot])
+        self.unit.change_places(self.unit.older[self._slot])
         self._show()

@@ -35,7 +35,7 @@ class Unit:
     index, name, weight_nbytes, stays, lies_on_disk = 0, "a unit", 8, False, False
 
     def __init__(self, residency: Residency):
-        self.residency, self.asked, self.pinned = residency, [], []
+        self.residency, self.asked, self.older = residency, [], []
 
     @property
     def in_use(self) -> Unit:
@@ -58,7 +58,7 @@ def test_a_unit_goes_home_from_every_stage(residency):
     """What is under way is finished, or dropped, before its memory goes; of weights before the last
     update, too."""
     unit, device = Unit(residency), Device(torch.device("cpu"), Traffic())
-    unit.pinned = [Unit(residency), Unit(residency)]
+    unit.older = [Unit(residency), Unit(residency)]
     prefetcher = Prefetcher(
         [unit],
         SimpleNamespace(),
@@ -73,7 +73,7 @@ def test_a_unit_goes_home_from_every_stage(residency):
         running=Pass(),
     )
     prefetcher.release_all([unit])
-    assert [each.asked for each in (unit, *unit.pinned)] == [FLEETING[residency]] * 3
+    assert [each.asked for each in (unit, *unit.older)] == [FLEETING[residency]] * 3
 
 
 class Gathered(Unit):

@@ -27,7 +27,7 @@ class Unit:
 
     def __init__(self, *, stays: bool = False, stepped: tuple[bool, ...] = (True,)):
         self.param = torch.nn.Parameter(torch.zeros(2, 2))
-        self.version, self.in_use, self.stays, self.pinned = 5, None, stays, []
+        self.version, self.in_use, self.stays, self.older = 5, None, stays, []
         self.log: list[Any] = []
         self.buffers = Buffers(self.param, 1.0)
         self.flat_params = [
@@ -44,8 +44,8 @@ class Unit:
         ]
 
     def make_pinned(self, index: int):
-        value = 2.0 + len(self.pinned)
-        self.pinned.append(
+        value = 2.0 + len(self.older)
+        self.older.append(
             SimpleNamespace(index=index, version=0, buffers=Buffers(self.param, value))
         )
 
@@ -85,8 +85,8 @@ def test_parameters_are_the_version_that_is_computed_with(versions):
         for slot, value in ((0, 2), (None, 1), (1, 3), (0, 2)):
             versions.compute_with(slot)
             assert (unit.shown, cast(unit)) == (value, value)
-            assert unit.in_use is (None if slot is None else unit.pinned[slot])
-    unit.pinned[0].buffers.flats[0] = torch.full((2, 2), 9.0)
+            assert unit.in_use is (None if slot is None else unit.older[slot])
+    unit.older[0].buffers.flats[0] = torch.full((2, 2), 9.0)
     versions.compute_with(0)
     assert unit.shown == 2
 
@@ -98,14 +98,14 @@ def test_an_update_makes_the_newest_weights_the_older_ones(versions):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert cast(unit) == 1
         versions.begin_update(0)
-        assert (unit.version, unit.pinned[0].version) == (6, 5)
+        assert (unit.version, unit.older[0].version) == (6, 5)
         assert unit.shown == cast(unit) == 2
         versions.compute_with(0)
         assert unit.shown == cast(unit) == 1
         versions.compute_with(1)
         assert unit.shown == cast(unit) == 3
     versions.begin_update(1)
-    assert (unit.version, unit.pinned[0].version, unit.pinned[1].version) == (7, 5, 6)
+    assert (unit.version, unit.older[0].version, unit.older[1].version) == (7, 5, 6)
     assert unit.log == [0, 1]
 
 
@@ -119,8 +119,8 @@ def test_after_an_interrupt_the_newest_weights_are_computed_with(stays, is_swapp
     unit.make_pinned(7)
     versions = UnitVersions(unit)
     if is_swapped:
-        unit.change_places(unit.pinned[0])
-    unit.in_use = unit.pinned[0]
+        unit.change_places(unit.older[0])
+    unit.in_use = unit.older[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         unit.in_use.buffers.show()
         cast(unit)

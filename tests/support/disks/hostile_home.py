@@ -107,7 +107,7 @@ class Turns(seams.Extension):
         units = [
             unit
             for unit in job.units
-            if not any(each in job.running.holds for each in (unit, *unit.pinned))
+            if not any(each in job.running.holds for each in (unit, *unit.older))
         ]
         job.prefetcher.release_all(units)
         places = {array: tier for unit in units for array, tier in self._places(unit)}
@@ -115,7 +115,7 @@ class Turns(seams.Extension):
         with job.store.guard, torch.inference_mode(False), torch.no_grad():
             self._bring(places)
         for unit in units:
-            for each in (unit, *unit.pinned):
+            for each in (unit, *unit.older):
                 each.lies_on_disk = self._tier(unit.index) is Tier.NVME
 
     def _places(self, unit: ParamUnit) -> Iterator[tuple[StateArray, Tier]]:
