@@ -191,10 +191,12 @@ class PaperModel:
         return found.plus(self.after) if layers.stop == len(self.chain.layers) else found
 
 
-def shard_on_paper(model: nn.Module, tp: int, ep: int = 1) -> PaperModel:
+def shard_on_paper(
+    model: nn.Module, tp: int, ep: int = 1, *, fused_loss: bool = False
+) -> PaperModel:
     """Shards ``model``, on meta, over ``tp`` ranks of the process group, or its experts over
-    ``ep``, and tries its layers. The model is changed. Raises ConfigError if it cannot be
-    sharded."""
+    ``ep``, and tries its layers. The model is changed. ``fused_loss``: whole logits never exist,
+    unless tp divides the output layer. Raises ConfigError if the model cannot be sharded."""
     ranks, inner = dist.get_world_size(), max(tp, ep)
     name = "ep" if ep > 1 else "tp"
     mesh = init_device_mesh("cpu", (ranks // inner, inner), mesh_dim_names=("dp", name))
@@ -203,7 +205,7 @@ def shard_on_paper(model: nn.Module, tp: int, ep: int = 1) -> PaperModel:
     if tp > 1:
         tensor_parallel(model, mesh["tp"], quiet=True)
     parts = tp if ep == 1 and axis_that_shares(model, mesh) is not None else 1
-    trials = _trials(chain, tp)
+    trials = _trials(chain, tp, fused_loss=fused_loss and tp == 1)
     if ep > 1:
         sent = _sent_to_experts(chain, ep)
         expert_parallel(model, mesh["ep"], exchange="tokens", quiet=True)
@@ -220,10 +222,10 @@ def _places(chain: Chain) -> list[range]:
     return [range(middle, middle + 1), range(0, 1), range(count - 1, count)]
 
 
-def _trials(chain: Chain, tp: int) -> tuple[Trial, ...]:
+def _trials(chain: Chain, tp: int, *, fused_loss: bool) -> tuple[Trial, ...]:
     """Tries a layer that stands for all, the first and the last one."""
     try:
-        return tuple(_try(chain, place, tp) for place in _places(chain))
+        return tuple(_try(chain, place, tp, fused_loss=fused_loss) for place in _places(chain))
     except Exception:  # noqa: BLE001 - models that look at values do not run on meta
         return (_estimate(chain, tp),) * 3
 
@@ -260,19 +262,19 @@ def _estimate(chain: Chain, tp: int) -> Trial:
     return Trial(saved, sent, sent, messages, messages, is_counted=False)
 
 
-def _try(chain: Chain, layers: range, tp: int) -> Trial:
+def _try(chain: Chain, layers: range, tp: int, *, fused_loss: bool) -> Trial:
     """Runs a chunk forward and backward on meta."""
     chunk = chain.make_chunk(layers).train()
     weights = {id(local_of(param).untyped_storage()) for param in chunk.parameters()}
     given = _inputs(chain, layers)
-    saved: dict[int, tuple[int, Any]] = {}
+    saved: dict[int, tuple[int, torch.Size, Any]] = {}  # bytes, last dimension, storage
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
         local = local_of(tensor)
         storage = local.untyped_storage()
         # A fused kernel saves no scores of attention, which the plain one on meta does.
         if local.shape[-2:] != (TOKENS, TOKENS):
-            saved[id(storage)] = storage.nbytes(), storage
+            saved[id(storage)] = storage.nbytes(), local.shape[-1:], storage
         return tensor
 
     forward, backward = CountingSends(tp), CountingSends(tp)
@@ -284,7 +286,9 @@ def _try(chain: Chain, layers: range, tp: int) -> Trial:
     with forward, ahead, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         output = chunk(given, attention_mask=mask)
         output = output if isinstance(output, torch.Tensor) else output.logits
+        whole = None
         if layers.stop == len(chain.layers):
+            whole = output.shape[-1:] if fused_loss else None
             labels = torch.zeros(TOKENS, dtype=torch.long, device="meta")
             output = nn.functional.cross_entropy(output.flatten(0, 1).float(), labels)
     with backward, back:
@@ -294,7 +298,9 @@ def _try(chain: Chain, layers: range, tp: int) -> Trial:
         if param.grad is not None:
             added += ADDING * local_of(param.grad).nbytes
         param.grad = None
-    kept = sum(nbytes for key, (nbytes, _) in saved.items() if key not in weights)
+    kept = sum(
+        nbytes for key, (nbytes, size, _) in saved.items() if key not in weights and size != whole
+    )
     return Trial(
         saved=kept / TOKENS,
         forward_nbytes=forward.nbytes / TOKENS,

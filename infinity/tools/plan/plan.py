@@ -114,6 +114,7 @@ def _add_batch(add: Callable[..., Any]) -> None:
         help=f"tokens of a sample (default {DEFAULT_SEQUENCE_LENGTH})",
     )
     add("--gradient-checkpointing", **FLAG, help="the backward computes activations again")
+    add("--fused-loss", **FLAG, help="the loss is computed in parts, without whole logits")
 
 
 def _add_machine(add: Callable[..., Any]) -> None:
@@ -263,7 +264,12 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     checkpointing, saved = args.gradient_checkpointing, None
     adapt = partial(adapted, rank=args.lora_rank, quantize=args.quantize, text=text)
     if args.mesh is None:  # before its base is packed, which does not run on meta
-        saved = saved_on_paper(model, recomputes=checkpointing, adapt=partial(adapt, quantize=None))
+        saved = saved_on_paper(
+            model,
+            recomputes=checkpointing,
+            fused_loss=args.fused_loss,
+            adapt=partial(adapt, quantize=None),
+        )
     has_adapters = args.mesh is not None and args.lora_rank is not None
     unpacked = deepcopy(model) if has_adapters else None
     model = packed_base(model, args.quantize)

@@ -167,7 +167,9 @@ def _work(
 
         model = job.model if job.unpacked is None else job.unpacked
         try:
-            paper = shard_on_paper(model, meshes[0].tp, meshes[0].ep)
+            paper = shard_on_paper(
+                model, meshes[0].tp, meshes[0].ep, fused_loss=job.config.fused_loss
+            )
         except ConfigError as error:
             return [(mesh, None, error) for mesh in meshes]
         optimizers = make_optimizers(job.model)

@@ -114,7 +114,11 @@ class Passes:
 
 
 def saved_on_paper(
-    model: Any, *, recomputes: bool, adapt: Callable[[Any], Any] = lambda model: model
+    model: Any,
+    *,
+    recomputes: bool,
+    fused_loss: bool = False,
+    adapt: Callable[[Any], Any] = lambda model: model,
 ) -> SavedByForwards:
     """Counts what the forwards of a whole model on meta save, in a child, where ``adapt`` changes
     it first."""
@@ -122,7 +126,7 @@ def saved_on_paper(
 
     def work() -> SavedByForwards:
         adapt(model)
-        paper = shard_on_paper(model, 1)
+        paper = shard_on_paper(model, 1, fused_loss=fused_loss)
         layers = range(len(paper.chain.layers))
         kept, whole = paper.saved_of(layers, recomputes=recomputes), paper.trial_of(layers)
         works = (whole.forward_work, whole.backward_work) if whole.is_counted else None

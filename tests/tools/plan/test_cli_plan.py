@@ -259,6 +259,19 @@ def test_a_plan_that_fits_with_recomputation_says_so(run):
     assert answer[0] == 2 and "--gradient-checkpointing" not in answer[2]
 
 
+def test_a_fused_loss_saves_no_logits(planned, run):
+    """Claim: of each token the scores in fp32 less, and the script asks for it. Twin: a plan
+    without it."""
+    words = ("--machine", "rtx4090", "--batch-size", 1, "--sequence-length", 2048)
+    given = {"model": "llama-1b", "budgets": {}}
+    whole, parts = (
+        planned(*words, *more, **given)["activations"]["nbytes"] for more in ((), ("--fused-loss",))
+    )
+    assert whole - parts == 2048 * 128_256 * 4
+    scripts = [run(*words, "--script", *more, **given)[1] for more in ((), ("--fused-loss",))]
+    assert ["fused_loss = true" in script for script in scripts] == [False, True]
+
+
 def test_a_plan_with_muon_says_what_it_costs(run):
     """Method: the tiny model's matrices, counted here again. The twin: AdamW has no such line."""
     words = ("--machine", "dgx-h100", "--params", "host", "--optimizer", "host")

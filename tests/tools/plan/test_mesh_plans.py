@@ -172,8 +172,19 @@ def test_parts_hold_and_save_what_a_trial_counts():
     assert not estimated["layer"].is_counted and estimated["layer"].saved == 64 * 34 * 2
 
 
-def _trials(model: torch.nn.Module, tp: int) -> dict[str, Any]:
-    paper = shard_on_paper(model, tp)
+def test_a_fused_loss_saves_no_logits_unless_they_are_divided():
+    """98 scores in fp32 of each token less. Twin: two tensor ranks save what they did."""
+    for tp, less in ((1, 98 * 4), (2, 0)):
+        whole, fused = (
+            on_paper(lambda tp=tp, is_on=is_on: _trials(mesh_jobs.on_meta(), tp, fused_loss=is_on))
+            for is_on in (False, True)
+        )
+        assert whole["after"].saved - fused["after"].saved == less
+        assert whole["layer"] == fused["layer"]
+
+
+def _trials(model: torch.nn.Module, tp: int, **how: bool) -> dict[str, Any]:
+    paper = shard_on_paper(model, tp, **how)
     return {"layer": paper.layer, "after": paper.after}
 
 
