@@ -269,7 +269,7 @@ def test_divided_experts_are_gathered_and_reduced_as_planned(tmp_path):
     def whole() -> dict[str, int]:
         shape = MeshShape(2, 2, 1)
         job = mesh_jobs.job_of(mesh_jobs.on_meta("mixtral"), shape)
-        return mesh_jobs.way_of(job, shape, (2, 2)).plan().ranks[0].edges
+        return mesh_jobs.candidate_of(job, shape, (2, 2)).plan().ranks[0].edges
 
     edges = in_children([whole], 4)[0]
     assert all(edges[name] > 2 * planned[0]["dp"][name] for name in planned[0]["dp"])
@@ -291,7 +291,7 @@ def test_a_pipeline_that_is_planned_wraps_and_one_that_is_refused_does_not(tmp_p
         first, found = mesh_jobs.job_of(mesh_jobs.on_meta(), shape), []
         for memory in budgets:
             config = dataclasses.replace(first.config, device_memory=memory)
-            way = mesh_jobs.way_of(dataclasses.replace(first, config=config), shape, (2, 2))
+            way = mesh_jobs.candidate_of(dataclasses.replace(first, config=config), shape, (2, 2))
             try:
                 found.append(bool(way.plan()))
             except CapacityError:
