@@ -181,10 +181,10 @@ def lost(program: Program, child: int, said: Any) -> Outcome:
             break
         time.sleep(0.05)
     if not pid:
-        os.kill(child, signal.SIGUSR2)  # its stacks
+        os.killpg(child, signal.SIGUSR2)  # the stacks of it and its ranks
         time.sleep(0.5)
     said.seek(0)
-    text = said.read().decode(errors="replace")[-3000:]
+    text = said.read().decode(errors="replace")[-12000:]
     return Outcome(program, "crash" if pid else "hang", f"status {status}\n{text}")
 
 

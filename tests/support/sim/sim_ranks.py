@@ -1,5 +1,5 @@
 """Programs of several ranks: forks over gloo, of which one may come late, fail alone, have a disk
-that fails, or be lost.
+that fails, or be lost, and some may be interrupted inside of the engine.
 
 Each rank has a plain side of its own, with the batches of all: its sums have the same bits.
 **meet**: ranks wait for each other beside all that they do with the engine. **lost**: a rank that
@@ -19,6 +19,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from sim_models import blocks_of
 from sim_network import SimulatedNetwork
 from sim_play import PROOF, Game, caught
 from sim_program import Program
-from sim_world import Snapshot, Wrong, forget, is_typed, typed
+from sim_world import Side, Snapshot, Wrong, differing, forget, is_typed, typed
+from striker import MARK, Striker
 
 from infinity.errors import PeerError, StorageError
 
@@ -39,7 +41,8 @@ PATIENCE = timedelta(seconds=20)  # of the process group
 TRIES = 6  # until ranks that diverged have met again
 WORLDS = (2, 2, 2, 2, 4)  # of which averages are exact
 KEPT_ACTIONS = ("step", "evaluate", "edit_weight", "set_rate", "save", "load", "look")
-OF_RANKS = ("late", "alone", "disk_fails")
+OF_RANKS = ("late", "alone", "struck", "disk_fails")
+STRUCK = ("step", "evaluate", "edit_weight", "save")
 HOMES = ("host", "nvme")
 
 
@@ -67,8 +70,10 @@ def draw_ranks(seed: int) -> Program:
         network = {"late": rng.choice([0.02, 0.2]), "seed": rng.randrange(1 << 30)}
     actions = []
     for _ in range(rng.randrange(3, 8)):
-        name = rng.choice([*KEPT_ACTIONS, "late", "alone", *["disk_fails"] * fails])
-        if name in OF_RANKS:
+        name = rng.choice([*KEPT_ACTIONS, "late", "alone", "struck", *["disk_fails"] * fails])
+        if name == "struck":
+            given = draw_struck(rng, world)
+        elif name in OF_RANKS:
             given = {"rank": rng.randrange(world), "data": rng.randrange(1000)}
         else:
             given = ACTIONS[name].draw(rng) | plain_options(name)
@@ -87,6 +92,16 @@ def draw_ranks(seed: int) -> Program:
         network=network,
         ranks=world,
     )
+
+
+def draw_struck(rng: random.Random, world: int) -> dict[str, Any]:
+    """Draws an action that an exception ends on some ranks, each at a point inside of the
+    engine."""
+    name = rng.choice(STRUCK)
+    given = ACTIONS[name].draw(rng) | plain_options(name)
+    count = rng.choice([1, 1, 1, world])
+    points = {str(rank): rng.randrange(1, 4000) for rank in rng.sample(range(world), count)}
+    return {"work": [name, given], "points": points}
 
 
 def plain_options(name: str) -> dict[str, Any]:
@@ -131,13 +146,13 @@ class RankGame(Game):
         return self._store.add(f"said {self._met}", 0) > 0
 
     def act(self, name: str, given: dict[str, Any]) -> None:
-        if name in ACTIONS:
-            super().act(name, given)
-        elif name == "late":
+        if name == "late":
             if given["rank"] == self.rank:
                 time.sleep(0.2)
+        elif name in (*OF_RANKS, "lost"):
+            getattr(self, name)(**given)
         else:
-            {"alone": self.alone, "lost": self.lost, "disk_fails": self.disk_fails}[name](**given)
+            super().act(name, given)
 
     def alone(self, rank: int, data: int) -> None:
         """Has the user's own code fail on one rank. The others are told; then all go on."""
@@ -157,6 +172,50 @@ class RankGame(Game):
         self.counts[f"{type(error).__name__} in alone"] += 1
         forget(error)
         self.prove()
+
+    def struck(self, work: list, points: dict[str, int]) -> None:
+        """Interrupts ranks in an action. All have the state before it or that after it."""
+        name, given = work
+        before, number, point = self.plain.snapshot(), self.plain.number, points.get(str(self.rank))
+        shown, striker = (
+            ACTIONS[name].play(self.plain, **given),
+            Striker(KeyboardInterrupt, "signal"),
+        )
+        if self.plain.number > number:
+            self.doubtful.add(number)
+        run = partial(striker.run, point) if point else caught
+        error, seen = run(partial(self.play, name, given))
+        if error is not None:
+            self.counts[f"{type(error).__name__} in struck"] += 1
+            if not is_typed(error) and (MARK not in str(error) or not striker.place):
+                raise Wrong("untyped", f"{type(error).__name__}: {error}")
+        else:
+            self.compare(shown, seen)
+        forget(error)
+        self.come_together(before)
+        self.prove()
+
+    def come_together(self, before: Snapshot) -> None:
+        """Finds out on all ranks which state they have, or has them start again."""
+
+        def read() -> None:
+            self.engine.model.train()
+            self.engine.optimizer.zero_grad()
+            self.agree(before)
+
+        # As users go on: an interrupted rank's next use of the engine tells the others
+        for _ in range(TRIES):
+            after, refusal = self.plain.snapshot(), typed(read)
+            if refusal is None:
+                break
+            self.plain.restore(after)
+            self.counts[f"{type(refusal).__name__} afterwards"] += 1
+        if self.meet(refusal is not None):
+            return self.start_again(before)
+        went_on = bool(differing(Side(before).tensors(), self.plain.tensors()))
+        if self.meet(went_on) and self.meet(not went_on):
+            raise Wrong("torn", f"this rank {'made' if went_on else 'did not make'} the change")
+        return None
 
     def prove(self) -> None:
         """Takes one step. Ranks that diverged are told so, and try again as their users do."""
