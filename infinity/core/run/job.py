@@ -116,13 +116,13 @@ class Job:
         return extension
 
     def remove(self, extension: Extension) -> None:
-        """Removes an extension, its listeners and the arrays that it keeps, as far as they are
-        there."""
-        self.kept.free_of(extension)
+        """Removes an extension, its listeners and the arrays that it keeps. Does nothing if it has
+        not joined."""
         if extension in self.extensions:
+            self.kept.free_of(extension)
+            self.events.forget(extension)
+            self.uses.forget(extension.rights(self))
             self.extensions.remove(extension)
-        self.events.forget(extension)
-        self.uses.forget(extension.rights(self))
 
 
 def wait_idle(job: Job) -> None:

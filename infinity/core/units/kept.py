@@ -196,8 +196,8 @@ class KeptArrays:
         array = self.store.allocator.allocate_later(
             tier, dtype, flat_param.layout.shard_numel, what
         )
+        kept.flat_params[flat_param] = None  # first: an interrupt must not hide it from free()
         flat_param.homes.kept[kept.name] = array
-        kept.flat_params[flat_param] = None
         self._planned.add(tier, kept.name, _nbytes_of(flat_param, dtype))
         if tier is Tier.NVME:  # disk space may hold old bytes
             self._clear(array)

@@ -66,11 +66,11 @@ class Average:
             raise UsageError(
                 "this model was wrapped without an optimizer: its weights do not change"
             )
-        if job.find(WeightAverage) is not None:
-            raise UsageError("this model has an average already: call its remove() first")
         self._model, self._average = model, WeightAverage(job, blend)
         try:
             with job.uses.begin():
+                if job.find(WeightAverage) is not None:
+                    raise UsageError("this model has an average already: call its remove() first")
                 job.add(self._average)
         except BaseException:  # an interrupt as well: nobody would hold it, to remove it
             job.remove(self._average)
