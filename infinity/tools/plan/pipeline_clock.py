@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ...errors import InternalError
 from .queues import Job, run
 
 FORWARD, BACKWARD, INPUTS, WEIGHTS = "forward", "backward", "inputs", "weights"
@@ -99,17 +100,23 @@ def jobs_of(
                 jobs[op].follow(jobs[before])
     last, hops = len(seconds) - 1, hops or [0.0] * len(seconds)
 
+    def end_of(*ops: Op) -> Job:
+        for op in ops:
+            if op in jobs:
+                return jobs[op]
+        raise InternalError(f"no rank of a pipeline runs {' or '.join(map(str, ops))}")
+
     def gradient(chunk: int, number: int) -> Job:
-        return jobs.get(Op(BACKWARD, chunk, number)) or jobs[Op(INPUTS, chunk, number)]
+        return end_of(Op(BACKWARD, chunk, number), Op(INPUTS, chunk, number))
 
     for (kind, chunk, number), job in jobs.items():
         if kind == WEIGHTS:
             job.follow(gradient(chunk, number))
         elif kind == FORWARD:
             if chunk:
-                job.follow(jobs[Op(FORWARD, chunk - 1, number)], hops[chunk - 1])
+                job.follow(end_of(Op(FORWARD, chunk - 1, number)), hops[chunk - 1])
         else:
-            job.follow(jobs[Op(FORWARD, chunk, number)])
+            job.follow(end_of(Op(FORWARD, chunk, number)))
             if chunk < last:
                 job.follow(gradient(chunk + 1, number), hops[chunk])
     return jobs

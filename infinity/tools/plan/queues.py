@@ -75,4 +75,5 @@ def run(jobs: Sequence[Job]) -> None:
                 let_begin(other)
                 changed.add(other.queue)
     if left:
-        raise InternalError(f"{left} jobs of a plan wait for each other")
+        first = [job for job in jobs if math.isnan(job.end)][:3]
+        raise InternalError(f"{left} jobs of a plan wait for each other, as {first}")
