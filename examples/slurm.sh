@@ -64,7 +64,7 @@ status=0
 while kill -0 "$child" 2> /dev/null; do # a signal ends wait before srun has ended
     wait "$child" && status=0 || status=$?
 done
-if [ -e "$INFINITY_REFUSED" ]; then
+if ((status)) && [ -e "$INFINITY_REFUSED" ]; then
     echo "not queued again: $(cat "$INFINITY_REFUSED")" >&2
 elif ((status)) && [ -z "$cancelled" ] && ((SECONDS > ${LEAST_SECONDS:-60} && ${SLURM_RESTART_COUNT:-0} < 100)); then
     scontrol requeue "$SLURM_JOB_ID"

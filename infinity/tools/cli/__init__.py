@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from ... import __version__
-from ...errors import CapacityError, ConfigError, InfinityError, UsageError
+from ...errors import ConfigError, InfinityError, UsageError
 from ...library_versions import LEAST
 from ...ranks import failure_report
 from ..train import wording
@@ -56,7 +56,7 @@ SUBCOMMANDS = {
 BAD_INPUT_STATUS = 2
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
-REFUSALS = (CapacityError, ConfigError, UsageError)  # what is started again fails so again
+REFUSALS = (ConfigError, UsageError)  # what is started again fails so again; memory may be free
 # They warn of what users of a command cannot change: kernels for other machines, renamed functions.
 NOISY = ("bitsandbytes", "torchao", "torch.utils._pytree")
 

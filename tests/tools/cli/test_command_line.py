@@ -18,7 +18,7 @@ import pytest
 
 from infinity import native
 from infinity.config import Config
-from infinity.errors import ConfigError, StorageError
+from infinity.errors import CapacityError, ConfigError, StorageError
 from infinity.tools import cli
 from infinity.tools.cli import SUBCOMMANDS, build_parser, main, presets
 from infinity.tools.cli.completion import script, words
@@ -703,8 +703,8 @@ def test_a_folder_that_is_a_file_is_told_as_one(place, capsys):
 
 
 def test_what_is_refused_is_noted_for_who_starts_jobs_again(tmp_path, monkeypatch, capsys):
-    """Method: an unknown option, a wrong value, a wrong combination. Twins: a disk that is full may
-    be free the next time, a command that is done, and no place to note it."""
+    """Method: an unknown option, a wrong value, a wrong combination. Twins: a disk or a memory that
+    is full may be free the next time, a command that is done, and no place to note it."""
     note = tmp_path / "cache" / "refused"
     words = ["plan", "--quantize", "nf4"]
     assert main(words) == 2 and not note.exists()
@@ -716,8 +716,10 @@ def test_what_is_refused_is_noted_for_who_starts_jobs_again(tmp_path, monkeypatc
     assert main(words) == 2 and "add --lora" in note.read_text()
     note.unlink()
 
-    def full(args):
-        raise StorageError(errno.ENOSPC, "no space left")
+    for error in (StorageError(errno.ENOSPC, "no space left"), CapacityError("no room")):
 
-    assert cli.answer("infinity train", full, argparse.Namespace()) == 2
+        def full(args, error=error):
+            raise error
+
+        assert cli.answer("infinity train", full, argparse.Namespace()) == 2
     assert main(["--help"]) == 0 and not note.exists()
