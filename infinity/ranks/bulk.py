@@ -169,7 +169,7 @@ class Bulk:
     ) -> Pending:
         """Averages this rank's shard of all ranks' ``flat``, weighed by :attr:`weighing`.
         The wait passes it, fp32, to ``done``. ``meets``: meets the ranks first, unless this is the
-        next collective of a verified pass. Without it they have met, or have begun its like.
+        next collective of a verified pass. Without it they have met for this one.
         """
         if meets and not self._passes.is_next(what):
             self._passes.meet_for(what)

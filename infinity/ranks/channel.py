@@ -89,7 +89,7 @@ class Channel:
     def close(self) -> None:
         """Releases the groups now: their threads and descriptors must not wait for the garbage
         collector. No sync point is possible afterwards. Idempotent."""
-        self._ended, self._sync_point, self._failure_report = "it was closed", None, None
+        self._ended, self._sync_point, self._failure_report = "the model was unwrapped", None, None
         if self._listener is not None:
             self._listener.close()
         self.collective_trace.close()

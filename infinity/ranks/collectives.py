@@ -124,12 +124,12 @@ class Collectives:
         """Completes contiguous ``out`` from the ranks that have it, in place. ``pieces``: the range
         of each rank of the shard group, in elements. None: the first data rank has all, or with
         ``over_tensors`` the first of all ranks with these units."""
-        ranks = self.ranks
+        ranks, tensors = self.ranks, self.ranks.tp_group if over_tensors else None
         if pieces is not None:
             if ranks.size > 1:
                 self._send(ranks.shard_group, out, pieces, f"{what} {self._progress}")
-        elif ranks.data_size > 1 or (over_tensors and ranks.tp_group is not None):
-            flat, tensors = out.detach().view(-1), ranks.tp_group if over_tensors else None
+        elif ranks.data_size > 1 or tensors is not None:
+            flat = out.detach().view(-1)
             sent = flat.cpu()
             # To the first rank of each tensor part, of each replica, then along the shard group.
             for channel in filter(None, (tensors, ranks.replicate_group, ranks.shard_group)):
@@ -164,8 +164,10 @@ class Collectives:
     def least(self, values: Sequence[int], what: str, *, over_stages: bool = False) -> list[int]:
         """Returns the minimum of each of ``values`` over all ranks with the same units.
         ``over_stages``: over all ranks."""
-        among = None if over_stages else self.ranks.unit_channels
-        return [min(each) for each in zip(*self.collect([*values], what, among))]
+        found = torch.tensor(values, dtype=torch.int64, device="cpu")
+        for channel in self.ranks.channels if over_stages else self.ranks.unit_channels:
+            found = self._from_all(channel, found, what).amin(0)
+        return found.tolist()
 
     def compare(
         self,
@@ -302,26 +304,26 @@ class Collectives:
         try:
             yield
         except InfinityError as error:
-            of_sequences = [self.ranks.cp_group] if self.ranks.cp_group is not None else []
-            for other in (*of_sequences, *reversed(self.ranks.unit_places)):
-                if other is not channel:
+            for other in (self.ranks.cp_group, *reversed(self.ranks.unit_places)):
+                if other not in (None, channel):
                     other.fail(error)
             raise
 
     def fail(self, error: BaseException, *, for_now: bool = False) -> None:
         """Reports that this rank cannot go on. Waits up to ``HEARING_SECONDS`` for a rank to
         receive it: this process may end next. ``for_now``: it can later, and this does not wait."""
+        places = self.ranks.places
         if for_now:
-            for channel in self.ranks.places:
+            for channel in places:
                 channel.warn(error)
             return
-        if all(channel.has_ended for channel in self.ranks.places):
+        if all(channel.has_ended for channel in places):
             return  # also if there are none
-        for channel in self.ranks.places:
+        for channel in places:
             channel.report_failure(error)
         deadline = time.monotonic() + HEARING_SECONDS
         while time.monotonic() < deadline:
-            if any(channel.is_heard() for channel in self.ranks.places):
+            if any(channel.is_heard() for channel in places):
                 return
             time.sleep(0.01)
 

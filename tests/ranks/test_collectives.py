@@ -314,22 +314,41 @@ def test_ranks_that_are_at_other_steps_are_told(both):
     assert both(work, axis="pp_group") == ["met"] * 2
 
 
-def test_an_error_of_the_stages_is_raised_on_the_data_ranks_too():
-    """Twins: not on the stages again, and nothing where nothing failed."""
+@pytest.mark.parametrize("what", ["barrier", "differs", "spans"])
+def test_an_error_of_the_stages_is_raised_on_the_data_ranks_too(what):
+    """At a barrier, where values differ, and where the stages do not meet. Twins: not on the stages
+    again, and nothing where nothing failed."""
     told: list[tuple[str, str]] = []
 
-    def place(name: str) -> SimpleNamespace:
+    def fail(*_: object, **__: object) -> None:
+        raise UsageError("differs")
+
+    def place(name: str, **own: object) -> SimpleNamespace:
+        met = {"barrier": lambda *_, **__: None, "spans": lambda *_, **__: [(1, 2)]} | own
         said = {"fail": lambda error: told.append((name, str(error)))}
         trace = SimpleNamespace()
-        return SimpleNamespace(rank=0, size=2, flags_nbytes=0, collective_trace=trace, **said)
+        return SimpleNamespace(
+            rank=0, size=2, flags_nbytes=0, collective_trace=trace, **said, **met
+        )
 
-    data, stages = place("data"), place("stages")
-    collectives = Collectives(ParallelDims(shard_group=data, pp_group=stages))
-    with collectives.heard_elsewhere(stages):
-        pass
+    def meet(failing: str) -> None:
+        own = {failing: fail} if failing in ("barrier", "spans") else {}
+        check = fail if failing == "differs" else lambda spans: None
+        data, stages = place("data"), place("stages", **own)
+        collectives = Collectives(ParallelDims(shard_group=data, pp_group=stages))
+        if what == "barrier":
+            collectives.barrier("a step of a schedule", among=[stages])
+        else:
+            compared = SimpleNamespace(values=lambda: [1], agrees=lambda _: True, check=check)
+            collectives.passes.predict = lambda *_, **__: None
+            collectives.meet_for_step(
+                "", "", over_stages=("a step", compared), trace=[], in_common=SAID, then=list
+            )
+
+    meet("")
     assert told == []
-    with pytest.raises(UsageError), collectives.heard_elsewhere(stages):
-        raise UsageError("differs")
+    with pytest.raises(UsageError):
+        meet(what)
     assert told == [("data", "differs")]
 
 

@@ -138,9 +138,8 @@ class Engine:
             listener()
         self.recover(finishing=not repairing)
         if (error := self.uses.halted_error()) is not None and not repairing:
-            self.job.collectives.fail(
-                error, for_now=True
-            )  # so that other ranks do not wait for this one
+            # Other ranks must not wait for this one.
+            self.job.collectives.fail(error, for_now=True)
             raise error
         for listener in () if repairing else self.job.events.use_ready:
             listener()

@@ -165,7 +165,6 @@ def _wrap(
             share=share,
             reuses=isinstance(model, Parts) or ranks.pp_group is not None,
         )
-
     refuses_window = laid.refuses_window
 
     def explain(error: CapacityError, *nbytes: Any) -> CapacityError:

@@ -57,7 +57,7 @@ class OuterSettings:
 
 @dataclass(frozen=True)
 class Position:
-    """Position of a job: ``steps`` made, ``at`` of them in the present round of ``period`` steps.
+    """Position of a job: ``steps`` made, ``at`` of them in the present period of ``period`` steps.
     ``probed``: steps at the last probe; ``climber``: what the choice of the period remembers.
     Raises ValueError for what is none."""
 
