@@ -65,17 +65,22 @@ def run(args: argparse.Namespace) -> int:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder: name folders that exist, or none")
     found = list(find(args.folder))
-    if args.json:
-        print(json.dumps({"leftovers": [asdict(each) for each in found], "removed": args.yes}))
-    for leftover in found:
-        if not args.json:
-            print(f"{format_nbytes(leftover.nbytes):>11}  {leftover.path}  ({leftover.why})")
     if args.yes:
         remove(args.folder)
-    elif found and not args.json:
-        print("Nothing is removed. Add --yes to remove these.")
-    elif not args.json:
+    if args.json:
+        print(json.dumps({"leftovers": [asdict(each) for each in found], "removed": args.yes}))
+        return 0
+    stayed = [each for each in found if args.yes and os.path.lexists(each.path)]
+    for each in found:
+        done = "" if not args.yes else "not removed " if each in stayed else "removed "
+        print(f"{done}{format_nbytes(each.nbytes):>11}  {each.path}  ({each.why})")
+    if not found:
         print("Nothing is left of any job here.")
+    elif args.yes:
+        nbytes = sum(each.nbytes for each in found if each not in stayed)
+        print(f"removed {len(found) - len(stayed)} of {len(found)}, {nbytes:,} bytes")
+    else:
+        print("Nothing is removed. Add --yes to remove these.")
     return 0
 
 

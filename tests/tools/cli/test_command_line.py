@@ -357,9 +357,31 @@ def test_clean_finds_what_is_ours_and_leaves_everything_else(place, capsys, monk
         path.resolve() for path in ours
     } and not found["removed"]
     assert all(path.exists() for path in ours)
+    assert main(["clean", "saved"]) == 0
+    assert "removed " not in capsys.readouterr().out.replace("Nothing is removed. ", "")
+    nbytes = sum(each["nbytes"] for each in found["leftovers"])
     assert main(["clean", "saved", "--yes"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[-1] == f"removed 3 of 3, {nbytes:,} bytes" and nbytes > 0
+    assert len(told) == 4 and all(line.startswith("removed ") for line in told)
     assert not any(path.exists() for path in ours) and all(path.exists() for path in theirs)
     assert main(["clean", "nowhere"]) == 2
+
+
+def test_clean_says_what_it_could_not_remove(place, capsys, monkeypatch):
+    """Method: a probe that the system does not let go. Twin: the same one, let go."""
+    monkeypatch.setattr("tempfile.tempdir", str(place / "tmp"))
+    probe = data(place / "tmp", "infinity-probe-abcdefgh", "probe")
+    os.utime(probe, (0, 0))
+    with monkeypatch.context() as held:
+        held.setattr("infinity.tools.cli.clean.shutil.rmtree", lambda *path, **options: None)
+        assert main(["clean", "--yes"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("not removed ") and told[1] == "removed 0 of 1, 0 bytes"
+    assert main(["clean", "--yes"]) == 0 and not probe.exists()
+    assert capsys.readouterr().out.splitlines()[1] == "removed 1 of 1, 1 bytes"
+    assert main(["clean", "--yes"]) == 0
+    assert capsys.readouterr().out == "Nothing is left of any job here.\n"
 
 
 def test_clean_asks_no_name_of_a_user(place, capsys, monkeypatch):
