@@ -46,7 +46,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--prometheus",
         type=place_of,
         metavar="PORT|FILE",
-        help="publish the figures for Prometheus: at a port of localhost, or as a file *.prom",
+        help="publish the figures for Prometheus until Ctrl-C or SIGTERM: at a port of localhost,"
+        " or as a file *.prom",
     )
     parser.add_argument(
         "--json", action="store_true", help="print once, as one JSON object on stdout"
@@ -90,10 +91,15 @@ def look(folder: Path | None) -> list[dict[str, Any]]:
             if run_files.is_running(each)
         ]
     )
-    return [
+    found = [
         {"folder": str(each), "running": run_files.is_running(each)} | _ranks(each, folder)
         for each in folders
     ]
+    for job in found:
+        for status in job["ranks"]:
+            if not job["running"] or run_files.has_ended({"ranks": [status]}):
+                status["remaining_seconds"] = None  # what is over takes no more time
+    return found
 
 
 def _ranks(run: Path, asked: Path | None) -> dict[str, Any]:
@@ -177,10 +183,12 @@ def _rank(status: dict[str, Any]) -> Iterator[str]:
 
     step, of = number(status.get("step")), status.get("steps")
     doing = printable(f"{status.get('phase', '')} {status.get('unit', '')}").strip()[:60]
+    seconds = status.get("remaining_seconds")
+    left = "" if seconds is None else f" {remaining(seconds)} left"
     yield (
         f" rank {number(status.get('rank'))}  step {step}{f' of {number(of)}' if of else ''}  loss"
-        f" {number(status.get('loss'), '.4f')}  {number(status.get('tokens_per_second'))} tokens/s "
-        f" {remaining(status.get('remaining_seconds'))} left  {doing}"
+        f" {number(status.get('loss'), '.4f')}  {number(status.get('tokens_per_second'))} tokens/s"
+        f"{' ' * bool(left)}{left}  {doing}"
     )
     if is_stalled(status, now := time.time()):
         yield f"   (said {silence([status], now):.0f} s ago)"

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -240,6 +243,25 @@ def test_a_port_of_this_machine_is_scraped(monkeypatch):
         with pytest.raises(ConfigError, match="in use. Give another port"):
             server_of(server.server_port, read)
         server.shutdown()
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, -15)])
+def test_a_port_is_served_until_a_signal(sent, status, tmp_path, capsys):
+    """Method: the command in a process of its own is scraped, and then sent the signal; the help
+    and the page name both. Twin: without a signal it still serves."""
+    command = [sys.executable, "-m", "infinity", "top", "--prometheus", "0"]
+    environment = os.environ | {"INFINITY_CACHE": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        address = process.stdout.readline().strip()
+        for _ in range(2):
+            with urllib.request.urlopen(address, timeout=60) as answer:
+                assert answer.status == 200
+            assert process.poll() is None
+        process.send_signal(sent)
+        assert process.wait(60) == status
+    assert "until Ctrl-C or SIGTERM" in " ".join(DOCS.read_text().split())
+    assert main(["top", "--help"]) == 0
+    assert "until Ctrl-C or SIGTERM" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_place_is_a_port_or_a_file():

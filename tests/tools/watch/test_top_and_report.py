@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from html.parser import HTMLParser
 
 import browser
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.core.machine.kernel import process_space
 from infinity.core.machine.sizes import format_nbytes
 from infinity.tools.cli import main
 from infinity.tools.watch import run_files
@@ -120,6 +122,31 @@ def test_top_fits_80_columns(tmp_path, monkeypatch, capsys, refused):
     ):
         assert text in words, screen
     assert len(words) > 8 * 80
+
+
+def test_what_is_over_has_no_time_left(tmp_path, capsys):
+    """Method: a job that was interrupted, one whose process was killed, and one whose second rank
+    ended. Twin: the rank that runs has its time, on the screen and in the object."""
+    process = run_files.this_process()
+    mine = {"pid": process.pid, "started": process.started, "space": process_space()}
+    mine |= {"at": time.time(), "step": 3, "steps": 9, "remaining_seconds": 336.0}
+    for name, phases, pid in (
+        ("interrupted", ["ended"], 1),
+        ("killed", ["backward"], 1),
+        ("mixed", ["backward", "ended"], process.pid),
+    ):
+        for rank, phase in enumerate(phases):
+            status = mine | {"rank": rank, "phase": phase, "pid": pid}
+            run_files.write(tmp_path / name, run_files.STATUS, rank, status)
+        runs = name == "mixed"
+        assert main(["top", "--once", str(tmp_path / name)]) == 0
+        screen = capsys.readouterr().out
+        assert screen.count("5m36s left") == screen.count(" left") == runs, screen
+        assert runs == (f"{name}  over" not in screen)
+        assert main(["top", "--json", str(tmp_path / name)]) == 0
+        (found,) = json.loads(capsys.readouterr().out)["runs"]
+        times = [each["remaining_seconds"] for each in found["ranks"]]
+        assert times == ([336.0, None] if runs else [None])
 
 
 def test_without_a_job_top_says_what_tells(tmp_path, monkeypatch, capsys):
