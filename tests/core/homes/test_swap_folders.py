@@ -13,8 +13,10 @@ import errno
 import itertools
 import json
 import os
+import re
 import resource
 import shutil
+import subprocess
 import sys
 import time
 from collections import Counter, namedtuple
@@ -114,6 +116,25 @@ def number_of_swap_files(disks: Disks, expected: int) -> list[int]:
             break
         time.sleep(0.01)
     return found
+
+
+@pytest.mark.skipif(shutil.which("lsof") is None, reason="lsof is not installed")
+def test_the_page_of_disks_names_a_command_that_lists_swap_files(tmp_path):
+    """Method: the page's own command, on the folder of a model's swap file. Twin: a folder that has
+    none is not in it."""
+    page = (Path(__file__).parents[3] / "docs" / "disks.md").read_text()
+    command = re.search(r"`(lsof .*?)`", page)[1].replace("\\|", "|")
+    assert "<folder>" in command
+    (tmp_path / "swap").mkdir()
+    config = {"params": "nvme", "optimizer": "nvme", "nvme_paths": [str(tmp_path / "swap")]}
+    model = torch.nn.Linear(64, 64)
+    wrapped = infinity.wrap_model(model, adamw(model, 1e-3), config)
+    for folder, has_some in ((tmp_path / "swap", True), (tmp_path / "other", False)):
+        done = subprocess.run(
+            command.replace("<folder>", str(folder)), shell=True, capture_output=True, text=True
+        )
+        assert ("(deleted)" in done.stdout) == has_some, done.stdout + done.stderr
+    infinity.unwrap_model(*wrapped)
 
 
 # --- how many bytes each folder takes ---
