@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
+import io
 from pathlib import Path
 
 ROOT = Path("/sys/fs/cgroup")
@@ -39,14 +39,8 @@ def _upward(root: Path, path: str) -> list[Path]:
 
 def read(file: Path) -> str:
     """Reads ``file`` of the kernel: every wrap reads some thirty. Raises OSError."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        content = b""
-        while part := os.read(descriptor, 1 << 16):
-            content += part
-    finally:
-        os.close(descriptor)
-    return content.decode()
+    with io.FileIO(file) as opened:  # no descriptor of ours: an interrupt would leave it open
+        return opened.readall().decode()
 
 
 def number(file: Path) -> int | None:
