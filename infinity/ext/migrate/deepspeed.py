@@ -38,7 +38,13 @@ SCHEDULES = {  # of DeepSpeed, by transformers' names
     "WarmupDecayLR": "linear",
     "WarmupCosineLR": "cosine",
 }
-
+AFTER_WARMUP = {  # what a schedule does, by transformers' names
+    "constant": "stays constant, without a warm-up",
+    "constant_with_warmup": "stays constant after the warm-up",
+    "linear": "decays to 0 along a line",
+    "cosine": "decays along a cosine",
+}
+THE_JSONS = "the JSON's "  # begins a line that is a warning of its own
 
 # Keys of DeepSpeed's that are other tools' words, too: only a table of its form is DeepSpeed's.
 SHARED = {
@@ -90,9 +96,15 @@ def folded(report: list[str]) -> list[str]:
         or "left to the loop" in line
         or line.startswith("start it with")
     ]
-    left = len(report) - len(told)
+    told = [line for line in told if not line.startswith(THE_JSONS)]
+    left = len(report) - len(told) - len(differences(report))
     counted = f"{left} more key{'s are' if left > 1 else ' is'} not needed, or off"
     return [*told, counted] if left else told
+
+
+def differences(report: list[str]) -> list[str]:
+    """Returns the lines of a report on what trains otherwise than the JSON says."""
+    return [line for line in report if line.startswith(THE_JSONS)]
 
 
 def torch_line(expected: Mapping[str, Any]) -> str:
@@ -177,14 +189,15 @@ class _Translation:
             )
         self.report.append(f"{path}{key} unknown{hint}")
 
-    def only_the_loop(self, key: str, value: Any, why: str) -> None:
-        """Reports a key that only the training loop can handle. Raises ConfigError if strict."""
+    def only_the_loop(self, key: str, value: Any, why: str, told: str = "") -> None:
+        """Reports a key that only the training loop can handle, as ``told``. Raises ConfigError if
+        strict."""
         if self.strict:
             raise ConfigError(
                 f"DeepSpeed {key}={value!r}: {why}. With from_deepspeed(..., strict=False) it is"
                 " left to the loop."
             )
-        self.report.append(f"{key} off: left to the loop")
+        self.report.append(told or f"{key} off: left to the loop")
 
     def section(self, path: str, parent: Mapping, key: str) -> Mapping:
         """Returns the table ``key`` of ``parent``; empty if absent, null or false. Raises
@@ -421,18 +434,16 @@ class _Translation:
         if table.get("type") is None or all(
             leaf == AUTO for key, value in table.items() if key != "type" for leaf in _leaves(value)
         ):
-            if table and SCHEDULE in self.loop:
-                self.report.append(
-                    f"scheduler {table.get('type')} left to the loop, {self._has(SCHEDULE)}"
-                )
+            if table.get("type") is not None:
+                self.report.append(_told_of(table["type"], self.loop.get(SCHEDULE)))
             elif table:
-                self.off("scheduler", "it is the loop's")
+                self.off("scheduler", "it has no type")
         elif SCHEDULE not in self.loop:
             why = (
                 "a Config holds no scheduler. Make one of torch's over the optimizer that"
                 " wrap_model returns, and leave it out here"
             )
-            self.only_the_loop("scheduler", dict(table), why)
+            self.only_the_loop("scheduler", dict(table), why, _told_of(table["type"], None))
         else:
             self._compare_scheduler(table["type"], params)
 
@@ -452,7 +463,28 @@ class _Translation:
                 f" Give the Trainer lr_scheduler_type={SCHEDULES.get(kind, 'its name')!r} with the"
                 ' same learning_rate and warmup_steps, or set these to "auto".'
             )
-        self.report.append(f"scheduler {kind} left to the loop, which has the same")
+        self.report.append(_told_of(kind, self.loop[SCHEDULE]))
+
+
+def _told_of(kind: Any, loops: Any) -> str:
+    """Returns the report's line of a scheduler ``kind`` whose loop has ``loops``; None: it is not
+    known."""
+    if kind == loops:
+        return f"scheduler {kind} left to the loop, which has the same"
+    wanted, runs = SCHEDULES.get(str(kind)), SCHEDULES.get(str(loops), str(loops))
+    does = AFTER_WARMUP[wanted] if wanted else "is none of transformers'"
+    remedy = f"set lr_scheduler_type={wanted!r}" if wanted else "make it of torch's in your script"
+    if loops is None:
+        default = "its default" if wanted == "linear" else "its default decays to 0 along a line"
+        where = (
+            f"In transformers' Trainer {remedy} ({default}), in a loop of your own one of torch's"
+        )
+        said = where if wanted else "Make it of torch's in your script"
+        return f"{THE_JSONS}scheduler is left to the loop: {kind} {does}. {said}"
+    now = AFTER_WARMUP.get(runs, "is another")
+    return (
+        f"{THE_JSONS}{kind} {does}, this Trainer's {runs} schedule {now}: for the JSON's {remedy}"
+    )
 
 
 def translate_deepspeed(

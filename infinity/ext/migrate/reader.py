@@ -13,7 +13,7 @@ from typing import Any
 from ...config import Config
 from ...untrusted import read_table
 from .accelerate import translate_accelerate
-from .deepspeed import folded, torch_line, translate_deepspeed
+from .deepspeed import differences, folded, torch_line, translate_deepspeed
 from .other_tools import DEEPSPEED, refuse_others, whose
 
 logger = logging.getLogger(__name__)
@@ -40,12 +40,13 @@ def from_deepspeed(
     strict: bool,
     loop: Mapping[str, Any] | None,
     makes_folders: bool = True,
+    tells_loop: bool = True,
 ) -> Config:
     """Makes a Config as :meth:`infinity.Config.from_deepspeed` says. ``makes_folders``: its folder
-    for NVMe, too."""
+    for NVMe, too. ``tells_loop``: warns of what its loop does otherwise."""
     refuse_others(mapping := _mapping_of(source))
     fields, report = translate_deepspeed(mapping, strict=strict, loop=loop)
-    return _told("DeepSpeed", kind(**WITH_MASTERS | fields), report, makes_folders)
+    return _told("DeepSpeed", kind(**WITH_MASTERS | fields), report, makes_folders, tells_loop)
 
 
 def from_accelerate(
@@ -55,14 +56,17 @@ def from_accelerate(
     strict: bool,
     loop: Mapping[str, Any] | None,
     makes_folders: bool = True,
+    tells_loop: bool = True,
 ) -> Config:
     """Makes a Config as :meth:`infinity.Config.from_accelerate` says."""
     refuse_others(mapping := _mapping_of(source))
     fields, report = translate_accelerate(mapping, strict=strict, read=read_table, loop=loop)
-    return _told("Accelerate", kind(**WITH_MASTERS | fields), report, makes_folders)
+    return _told("Accelerate", kind(**WITH_MASTERS | fields), report, makes_folders, tells_loop)
 
 
-def _told(tool: str, config: Config, report: list[str], makes_folders: bool) -> Config:
+def _told(
+    tool: str, config: Config, report: list[str], makes_folders: bool, tells_loop: bool
+) -> Config:
     for path in config.nvme_paths if makes_folders else ():
         with contextlib.suppress(OSError):  # then the wrap says that there is no folder
             os.makedirs(path, exist_ok=True)
@@ -70,6 +74,8 @@ def _told(tool: str, config: Config, report: list[str], makes_folders: bool) -> 
     if config.expects_optimizer is not None:
         told.append(f"its optimizer: {torch_line(dict(config.expects_optimizer))}")
     logger.warning("%s config read:\n  %s", tool, "\n  ".join(told))
+    for line in differences(report) if tells_loop else ():
+        logger.warning("%s", line)
     logger.info("every key of it:\n  %s", "\n  ".join(report))
     return config
 

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         _check_script(args.script)
     elif not _is_module(args.script):
         raise ConfigError(f"there is no module {args.script}. Name one that `python -m` runs")
-    settings = engine_settings(args)
+    settings = engine_settings(args, has_loop=False)
     engine_config({"device": "cpu"} | settings)  # raises for wrong values before the script begins
     with contextlib.ExitStack() as until_end:
         if args.json:

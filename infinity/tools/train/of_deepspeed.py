@@ -18,7 +18,7 @@ from ...errors import ConfigError
 from ...untrusted import read_table
 from ..cli.values import value_of
 from .ranks import count_of
-from .schedules import a_scheduler
+from .schedules import TYPES, a_scheduler
 
 AUTO = "auto"
 NEVER_CLIPS = "1e9"  # multiplies by 1
@@ -64,6 +64,13 @@ def tell_loop(args: argparse.Namespace, say: Callable[[str], None]) -> None:
         if values:
             said = " ".join(f"{name} {value}" for name, value in values)
             say(f"{path}: its loop becomes {said}")
+        table = {} if path is None else deepspeed_of(path).get("scheduler") or {}
+        if table.get("type") in TYPES and not _numbers(table) and args.scheduler is None:
+            say(
+                f"{path}: its {table['type']} has no numbers, and the loop's own schedule runs, a"
+                " cosine to a tenth of the rate. For the JSON's add"
+                f" --scheduler '{json.dumps(table)}'"
+            )
 
 
 def _optimizer(path: Path, found: Mapping, given: Sequence[str]) -> list[str]:
@@ -133,12 +140,17 @@ def _batch(path: Path, found: Mapping, given: Sequence[str]) -> list[str]:
     return [f"{option}={value}" for option, value in sized.items() if value]
 
 
+def _numbers(scheduler: Any) -> dict[str, Any]:
+    params = scheduler.get("params") if isinstance(scheduler, Mapping) else None
+    return {name: value for name, value in (params or {}).items() if value not in (None, AUTO)}
+
+
 def _scheduler(path: Path, found: Mapping, given: Sequence[str]) -> list[str]:
     """Returns the options of a scheduler with numbers, whose peak is the rate; none beside
     --warmup-steps, which asks for the loop's. Raises ConfigError for one that is not known."""
     table = found.get("scheduler")
     params = table.get("params") if isinstance(table, Mapping) else None
-    numbers = {name: value for name, value in (params or {}).items() if value not in (None, AUTO)}
+    numbers = _numbers(table)
     if not numbers or {"--warmup-steps", "--scheduler"} & {w.partition("=")[0] for w in given}:
         return []
     try:

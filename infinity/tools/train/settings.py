@@ -38,13 +38,16 @@ MOMENTS_NBYTES = {"fp32": 8, "bf16": 4, "int8": 2}  # both moments of one parame
 MASTER_NBYTES = {"split": 2, "fp32": 4, "none": 0}  # in addition to a 16-bit weight
 
 
-def engine_settings(args: argparse.Namespace, *, plans: bool = False) -> dict[str, Any]:
+def engine_settings(
+    args: argparse.Namespace, *, plans: bool = False, has_loop: bool = True
+) -> dict[str, Any]:
     """Collects the engine's options by `Config` field name; the command line overrides --config. If
     neither sets a home, folder or budget, nvme_paths is "auto". ``plans``: folders for swap files
-    may be another machine's, and are neither made nor looked for. Raises ConfigError."""
-    settings = _read_config_file(args.config, plans) if args.config else {}
+    may be another machine's, and are neither made nor looked for. ``has_loop``: the command takes a
+    DeepSpeed JSON's scheduler, too. Raises ConfigError."""
+    settings = _read_config_file(args.config, plans, has_loop) if args.config else {}
     if getattr(args, "deepspeed", None) is not None:
-        settings |= translated(args.deepspeed, "--deepspeed", plans=plans)
+        settings |= translated(args.deepspeed, "--deepspeed", plans=plans, has_loop=has_loop)
     given = {
         "params": args.params,
         "optimizer": args.optimizer,
@@ -77,7 +80,7 @@ def paths_of(given: list[Path] | None) -> list[str] | str | None:
     return AUTO if given == [Path(AUTO)] else given and [str(path) for path in given]
 
 
-def _read_config_file(path: Path, plans: bool) -> dict[str, Any]:
+def _read_config_file(path: Path, plans: bool, has_loop: bool) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(
             f"No such configuration: {path}. Give --config a TOML, JSON or YAML file."
@@ -91,19 +94,24 @@ def _read_config_file(path: Path, plans: bool) -> dict[str, Any]:
     names = [field.name for field in dataclasses.fields(infinity.Config)]
     way_out = f" Options of `infinity train` go into the table {TABLE}."
     tool = whose(settings, [*names, TABLE], f"{path}: ", way_out)
-    return settings if tool is None else translated(path, plans=plans)
+    return settings if tool is None else translated(path, plans=plans, has_loop=has_loop)
 
 
-def translated(path: Path, option: str = "--config", *, plans: bool) -> dict[str, Any]:
+def translated(
+    path: Path, option: str = "--config", *, plans: bool, has_loop: bool = True
+) -> dict[str, Any]:
     """Returns the engine's settings of a DeepSpeed JSON or Accelerate's YAML; logs once what it
     changes, and makes its folder for NVMe unless it only ``plans``. ``--dtype`` and the loop here
-    replace its dtype and its optimizer. Raises ConfigError for a file that is not of the
-    ``option``."""
-    return dict(_translated(path, option, plans, path.stat().st_mtime_ns if path.exists() else 0))
+    replace its dtype and its optimizer. ``has_loop``: and its scheduler; otherwise a script has the
+    loop. Raises ConfigError for a file that is not of the ``option``."""
+    changed = path.stat().st_mtime_ns if path.exists() else 0
+    return dict(_translated(path, option, plans, has_loop, changed))
 
 
 @functools.cache
-def _translated(path: Path, option: str, plans: bool, changed: int) -> dict[str, Any]:
+def _translated(
+    path: Path, option: str, plans: bool, has_loop: bool, changed: int
+) -> dict[str, Any]:
     from ...ext.migrate import reader
     from ...ext.migrate.accelerate import is_accelerate
     from ...ext.migrate.deepspeed import is_deepspeed
@@ -118,7 +126,14 @@ def _translated(path: Path, option: str, plans: bool, changed: int) -> dict[str,
             f"{path} is not a DeepSpeed configuration: it has the keys"
             f" {', '.join(list(given)[:5])}. Give one that has zero_optimization."
         )
-    config = read(infinity.Config, path, strict=False, loop=None, makes_folders=not plans)
+    config = read(
+        infinity.Config,
+        path,
+        strict=False,
+        loop=None,
+        makes_folders=not plans,
+        tells_loop=not has_loop,
+    )
     default = infinity.Config()
     settings = {
         field.name: getattr(config, field.name)

@@ -8,6 +8,7 @@ engine's kernels do.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -394,6 +395,20 @@ def test_a_json_in_bf16_is_what_the_argument_says(tmp_path):
     assert_same(*runs[:2])
     with pytest.raises(AssertionError):
         assert_same(runs[1], runs[2])
+
+
+def test_a_trainer_whose_schedule_is_not_the_json_says_what_to_set(tmp_path, caplog):
+    """Method: what is told is set. Twin: then nothing is told."""
+    home = DEEPSPEED | {"scheduler": DEEPSPEED["scheduler"] | {"type": "WarmupLR"}}
+    given = {"model": llama(), "train_dataset": rows(4), "infinity": home}
+    decays = arguments(tmp_path, lr_scheduler_type="linear")
+    integrations.InfinityTrainer(args=decays, **given)
+    told = "the JSON's WarmupLR stays constant after the warm-up, this Trainer's linear"
+    assert caplog.messages[-1].startswith(told)
+    (kind,) = re.findall("set lr_scheduler_type='(.*)'", caplog.messages[-1])
+    caplog.clear()
+    integrations.InfinityTrainer(args=arguments(tmp_path, lr_scheduler_type=kind), **given)
+    assert "the JSON's" not in caplog.text and "which has the same" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -314,7 +315,37 @@ def test_what_only_the_loop_can_do_is_refused_unless_told(source, caplog):
         Config.from_deepspeed(source)
     with caplog.at_level(logging.WARNING):
         assert Config.from_deepspeed(source, strict=False) == Config()
-    assert f"{key} off: left to the loop" in caplog.text
+    assert re.search(f"{key} (off: |is )left to the loop", caplog.text)
+
+
+CONSTANT = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto"}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "loop", "told"),
+    [
+        (
+            "WarmupLR",
+            "WarmupDecayLR",
+            "the JSON's WarmupLR stays constant after the warm-up, this Trainer's linear schedule"
+            " decays to 0 along a line: for the JSON's set"
+            " lr_scheduler_type='constant_with_warmup'",
+        ),
+        ("WarmupLR", "WarmupLR", None),
+        ("WarmupDecayLR", "polynomial", "the JSON's WarmupDecayLR .* set lr_.*='linear'"),
+        ("OneCycle", "WarmupDecayLR", "OneCycle is none of transformers'.* make it of torch's"),
+        ("WarmupLR", None, "is left to the loop: WarmupLR stays .* set .*'constant_with_warmup'"),
+        ("OneCycle", None, "is left to the loop: OneCycle is none .* Make it of torch's"),
+    ],
+)
+def test_another_schedule_than_the_json_is_a_warning_of_its_own(kind, loop, told, caplog):
+    """Twin: a loop with the same schedule is told in the report alone."""
+    known = {} if loop is None else {"scheduler.type": loop}
+    with caplog.at_level(logging.WARNING):
+        Config.from_deepspeed({"scheduler": CONSTANT | {"type": kind}}, loop=known)
+    report, *more = [record.getMessage() for record in caplog.records]
+    assert ("left to the loop, which has the same" in report) == (told is None)
+    assert len(more) == (told is not None) and (told is None or re.search(told, more[0]))
 
 
 def adamw(**params):

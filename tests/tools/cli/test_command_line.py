@@ -558,6 +558,13 @@ def test_a_scheduler_with_numbers_is_taken(place, capsys):
         found.append(json.loads(said.out.splitlines()[-1])["losses"])
         assert ("--scheduler" in said.err) == (more[-1] == "saved")
     assert found[0] == found[1] != found[2]
+    autos = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    Path("auto.json").write_text(json.dumps(DEEPSPEED | {"scheduler": autos}))
+    for more, is_told in (([], True), (["--scheduler", json.dumps(autos)], False)):
+        assert main([*words, "--deepspeed", "auto.json", *more]) == 0
+        said = capsys.readouterr().err
+        assert (f"add --scheduler '{json.dumps(autos)}'" in said) == is_told
+        assert "Trainer" not in said
     again = ["train", "--checkpoint", "saved", "--resume", "--steps", "20", "--json"]
     assert main(again) == 0
     told = json.loads(capsys.readouterr().out.splitlines()[-1])

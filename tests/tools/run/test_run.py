@@ -427,3 +427,13 @@ def test_a_script_that_asks_for_deepspeed_is_told_how_it_runs(script, place, cap
         assert told == "run --config conf/zero.json train.py"
         assert main(told.split()) == 0
         assert "at home now: LlamaForCausalLM" in capfd.readouterr().err
+
+
+def test_a_scheduler_of_the_json_is_told_to_be_the_scripts(place, capfd):
+    """Twin: a JSON without one."""
+    scheduler = {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
+    for more in ({"scheduler": scheduler}, {}):
+        (place / "ds.json").write_text(json.dumps(json.loads(ZERO) | more))
+        assert main(["run", "--config", "ds.json", script_of(place, MODEL)]) == 0
+        told = "WarmupLR stays constant after the warm-up. In transformers' Trainer set lr_sch"
+        assert (told in capfd.readouterr().err) == bool(more)
