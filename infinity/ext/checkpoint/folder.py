@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import io
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -46,7 +47,7 @@ def writing(root: Path) -> Iterator[None]:
     root.mkdir(parents=True, exist_ok=True)
     path = root / LOCK
     try:
-        descriptor = _made_and_locked(path)
+        lock = _made_and_locked(path)
     except Busy:
         raise UsageError(
             f"another process is saving a checkpoint to {root} just now: two jobs need two folders."
@@ -60,28 +61,34 @@ def writing(root: Path) -> Iterator[None]:
                 # While it is held: a process that has opened it finds no link to it.
                 path.unlink(missing_ok=True)
         finally:
-            os.close(descriptor)
+            lock.close()
 
 
-def _made_and_locked(path: Path) -> int:
-    """Returns a descriptor of the locked lock file ``path``. Raises Busy, or OSError if it cannot
-    be created."""
+def _open(path: Path, flags: int) -> io.FileIO:
+    """Opens a file that is no link. It is an object, not a number: whatever line an interrupt comes
+    behind, it is closed, and its lock is free."""
+    flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    return io.FileIO(path, opener=lambda name, _: os.open(name, flags, 0o666))
+
+
+def _made_and_locked(path: Path) -> io.FileIO:
+    """Returns the locked lock file ``path``. Raises Busy, or OSError if it cannot be created."""
     for _ in range(TRIES):
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        lock = _open(path, os.O_RDWR | os.O_CREAT)
         try:
-            _lock(descriptor, fcntl.LOCK_EX)
-            status = os.fstat(descriptor)
+            _lock(lock, fcntl.LOCK_EX)
+            status = os.fstat(lock.fileno())
             if status.st_size:
                 raise UsageError(
                     f"{path} is not an (empty) lock file: a save would remove it. Give another"
                     " folder."
                 )
             if status.st_nlink:
-                return descriptor
+                return lock
         except BaseException:
-            os.close(descriptor)
+            lock.close()
             raise
-        os.close(descriptor)  # its holder has just removed it
+        lock.close()  # its holder has just removed it
     raise Busy
 
 
@@ -100,16 +107,14 @@ def reading(root: Path, read_name: Callable[[], str]) -> Iterator[Path]:
         yield root / name
     finally:
         if held is not None:
-            os.close(held)
+            held.close()
 
 
-def hold(data: Path) -> int | None:
-    """Opens a descriptor that keeps ``data`` from being removed until it is closed; None if it is
-    gone, or being removed."""
+def hold(data: Path) -> io.FileIO | None:
+    """Opens a file that keeps ``data`` from being removed until it is closed; None if it is gone,
+    or being removed."""
     try:
-        descriptor = os.open(
-            data / OF_READERS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        )
+        held = _open(data / OF_READERS, os.O_RDONLY)
     except OSError as error:
         if error.errno in GONE:
             return None
@@ -117,12 +122,12 @@ def hold(data: Path) -> int | None:
             error.errno, f"{data} cannot be read: {error.strerror}", str(data)
         ) from error
     try:
-        _lock(descriptor, fcntl.LOCK_SH)
-        if os.fstat(descriptor).st_nlink:
-            return descriptor
+        _lock(held, fcntl.LOCK_SH)
+        if os.fstat(held.fileno()).st_nlink:
+            return held
     except Busy:
         pass
-    os.close(descriptor)
+    held.close()
     return None
 
 
@@ -137,27 +142,21 @@ def remove_data(root: Path, *, keep: str = "") -> None:
 def remove_unread(data: Path) -> None:
     """Removes a data folder unless it is being read. Only inside :func:`writing`."""
     try:
-        descriptor = os.open(
-            data / OF_READERS, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        )
+        file = _open(data / OF_READERS, os.O_RDWR)
     except OSError as error:
         if error.errno in GONE:
             remove_folder(data)  # of an interrupted save: no manifest ever named it
         return
-    try:
-        _lock(descriptor, fcntl.LOCK_EX)
+    with file, contextlib.suppress(Busy):
+        _lock(file, fcntl.LOCK_EX)
         remove_folder(data)
-    except Busy:
-        pass
-    finally:
-        os.close(descriptor)
 
 
-def _lock(descriptor: int, kind: int) -> None:
+def _lock(file: io.FileIO, kind: int) -> None:
     """Takes the lock without waiting, or raises Busy. Does without if the file system has no
     locks."""
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         raise Busy from None
     except OSError as error:

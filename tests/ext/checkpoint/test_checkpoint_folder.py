@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import prepared
 import pytest
@@ -199,10 +200,10 @@ def test_what_is_held_is_not_removed_and_what_is_not_is(tmp_path):
     for name in ("infinity-00000000000a", "infinity-00000000000b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / OF_READERS).touch()
-    descriptor = hold(tmp_path / "infinity-00000000000a")
+    held = hold(tmp_path / "infinity-00000000000a")
     remove_data(tmp_path)
     assert os.listdir(tmp_path) == ["infinity-00000000000a"]
-    os.close(descriptor)
+    held.close()
     remove_data(tmp_path)
     assert os.listdir(tmp_path) == [] and hold(tmp_path / "infinity-00000000000a") is None
 
@@ -282,3 +283,37 @@ def test_another_programs_folder_is_named_by_what_it_is(name, tmp_path):
         read_manifest(tmp_path / "none")
     with pytest.raises(UsageError, match="is a file"):
         read_manifest(tmp_path / name)
+
+
+def test_an_interrupt_at_any_line_leaves_no_lock(tmp_path):
+    """Claim: the next save of this process has the folder. Twin: inside the block it has not."""
+    lines, point = 0, 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != folders.__file__:
+            return None
+        lines += event == "line"
+        if lines == point and event == "line":
+            raise KeyboardInterrupt
+        return trace
+
+    before, interrupted = os.listdir("/proc/self/fd"), 0
+    for point in range(1, 60):
+        lines = 0
+        sys.settrace(trace)
+        try:
+            with writing(tmp_path):
+                sys.settrace(None)
+                with pytest.raises(UsageError, match="another process is saving"):
+                    with writing(tmp_path):
+                        pass
+                sys.settrace(trace)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            sys.settrace(None)
+        with writing(tmp_path):
+            pass
+        assert os.listdir("/proc/self/fd") == before
+    assert 10 < interrupted < 59
