@@ -27,18 +27,21 @@ APART = (
     *("resume", "overwrite", "checkpoint", "json", "trace", "config", "preset", "help"),
     *("trust_remote_code", "push", "log", "tensorboard"),
 )
-INSTEAD = (
+ALTERNATIVES = (
     {"--steps", "--epochs", "--minutes"},
     {"--eval-data", "--eval-share"},
     {"--scheduler", "--warmup-steps"},
     {"--lora", "--lora-rank"},
     {"--checkpoint-every", "--checkpoint-overhead"},
-    {"--mesh", "--pipeline-schedule", "--pipeline-chunks"},
+    {"--resume", "--overwrite"},
 )
+# What an option takes the place of: given later, those that were said before do not count.
+INSTEAD = {option: group for group in ALTERNATIVES for option in group}
+INSTEAD["--mesh"] = {"--mesh", "--pipeline-schedule", "--pipeline-chunks"}
 PRESETS = {
     "full": [],
-    "lora": ["--lora-rank", "16", "--lr", "2e-4"],
-    "cpu-only": ["--device", "cpu", "--gradient-checkpointing"],
+    "lora": ["--lora-rank=16", "--lr=2e-4"],
+    "cpu-only": ["--device=cpu", "--gradient-checkpointing"],
 }
 
 
@@ -57,10 +60,26 @@ def expanded(argv: Sequence[str]) -> list[str]:
             from ..train.of_deepspeed import words_of_deepspeed
 
             of_file += words_of_deepspeed(Path(file), rest)
-    words = [*PRESETS.get(preset or "", ()), *of_file, *rest]
+    words = _without(of_file, _replaced(rest)) + rest
+    words = _without(PRESETS.get(preset or "", ()), _replaced(words)) + words
     if "--resume" in words and (checkpoint := value_of("--checkpoint", words)):
         words = [*_words_of_checkpoint(Path(checkpoint), words), *words]
     return ["train", *words]
+
+
+def _replaced(given: Sequence[str]) -> set[str]:
+    """Returns the options that those which are ``given`` take the place of."""
+    options = {word.partition("=")[0] for word in given}
+    return set().union(*(INSTEAD[option] for option in options & INSTEAD.keys()))
+
+
+def _without(words: Sequence[str], options: set[str]) -> list[str]:
+    """Returns words before the command line's, without some options and what follows them."""
+    kept, keeps = [], True
+    for word in words:
+        keeps = word.partition("=")[0] not in options if word.startswith("--") else keeps
+        kept += [word] if keeps else []
+    return kept
 
 
 def words_of(args: argparse.Namespace) -> list[str]:
@@ -90,8 +109,7 @@ def _words_of_checkpoint(folder: Path, given: Sequence[str]) -> list[str]:
     saved = saved_extra(folder).get("words", [])
     known = set(option_names(command_of(build_parser(), "train")))
     known -= {f"--{name.replace('_', '-')}" for name in APART}
-    for option in {word.partition("=")[0] for word in given}:
-        known -= {option}.union(*(others for others in INSTEAD if option in others))
+    known -= {word.partition("=")[0] for word in given} | _replaced(given)
     words = saved if isinstance(saved, list) else []
     return [word for word in words if isinstance(word, str) and word.partition("=")[0] in known]
 

@@ -133,6 +133,33 @@ def test_a_file_has_the_same_options_and_the_command_line_goes_over_it(place):
 
 
 @pytest.mark.parametrize(
+    ("in_file", "given", "stands"),
+    [
+        ("minutes = 5", "--steps 3", {"steps": 3, "minutes": None}),
+        ("steps = 5", "--epochs=2", {"epochs": 2.0, "steps": None}),
+        ("steps = [4, 5]", "--epochs=2", {"epochs": 2.0, "steps": None}),
+        ("eval_share = '5%'", "--eval-data x", {"eval_data": Path("x"), "eval_share": None}),
+        ("warmup_steps = 4", "--scheduler={}", {"scheduler": "{}", "warmup_steps": None}),
+        ("lora_rank = 4", "--lora 8", {"lora": 8, "lora_rank": None}),
+        ("preset = 'lora'", "--lora 8", {"lora": 8, "lora_rank": None, "lr": 2e-4}),
+        ("checkpoint_overhead = '1%'", "--checkpoint-every 2", {"checkpoint_overhead": None}),
+        ("overwrite = true", "--resume", {"resume": True, "overwrite": False}),
+        ("mesh = 'pp=2'\npipeline_chunks = 2", "--mesh=dp=2", {"pipeline_chunks": None}),
+        ("mesh = 'pp=2'", "--pipeline-chunks=2", {"mesh": "pp=2", "pipeline_chunks": 2}),
+    ],
+)
+def test_an_option_replaces_its_alternatives_in_the_file(in_file, given, stands, place):
+    """Twin: without it the file's counts, and two of one place stay two, which is refused."""
+    (place / "a.toml").write_text(f"[train]\nseed = 3\n{in_file}\n")
+    args = vars(parsed("--config", "a.toml", *given.split()))
+    assert {name: args[name] for name in stands} == stands and args["seed"] == 3
+    alone = vars(parsed("--config", "a.toml"))
+    assert {name: alone[name] for name in stands} != stands
+    both = vars(parsed("--minutes", "5", "--steps", "3"))
+    assert both["minutes"] == 5 and both["steps"] == 3
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         ("train = 3", "not a table"),
