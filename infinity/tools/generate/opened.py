@@ -43,6 +43,7 @@ def add_home_options(add: Callable[..., Any]) -> None:
     add("--nvme-path", action="append", **FOLDER, help="swap files go here")
     add("--host-memory", metavar="BYTES", help='budget, as "8GiB"')
     add("--device-memory", metavar="BYTES", help='budget, as "8GiB"')
+    add("--nvme-capacity", metavar="BYTES", help='budget of swap files, as "1TiB"')
     add("--device", metavar="DEVICE", help='what computes: "cuda", "cuda:1" or "cpu"')
     add("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="of the weights")
     add("--quantize", **QUANTIZE, help="pack the weights in fewer bits, as they are read")
@@ -175,6 +176,7 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "nvme_paths": paths_of(args.nvme_path) or "auto",
         "host_memory": args.host_memory,
         "device_memory": args.device_memory,
+        "nvme_capacity": args.nvme_capacity,
         "device": args.device,
     }
     return {name: value for name, value in given.items() if value is not None}

@@ -200,8 +200,6 @@ def _script(args: argparse.Namespace, found: dict[str, Any]) -> Iterator[str]:
     settings = engine_settings(args, plans=True)
     if settings.get("nvme_paths") == AUTO:
         del settings["nvme_paths"]
-    if args.nvme_capacity is not None:
-        settings["nvme_capacity"] = args.nvme_capacity
     plan = found["meshes"][0] if "meshes" in found else found
     settings["device_memory"] = plan["device_memory"]
     model_config = find_config(args.model, trust=args.trust_remote_code)
@@ -448,6 +446,5 @@ def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:
         found = scratch.choose(scratch.candidates(), 0)
         settings["nvme_paths"] = [found.folder] if found is not None else []
     if args.nvme_capacity is not None:
-        settings["nvme_capacity"] = args.nvme_capacity
-        settings.setdefault("nvme_paths", ["."])
+        settings["nvme_paths"] = settings["nvme_paths"] or ["."]
     return settings

@@ -160,6 +160,11 @@ def add_memory_options(group: argparse._ArgumentGroup) -> None:
         " RAM",
     )
     add("--device-memory", metavar="BYTES", help='budget, as "8GiB"')
+    add(
+        "--nvme-capacity",
+        metavar="BYTES",
+        help='budget of swap files, as "1TiB" (default: what is free there)',
+    )
     masters, moments = ("split", "fp32", "none"), ("fp32", "bf16", "int8")
     add("--master", choices=masters, help="master weights of bf16 parameters (default split)")
     add("--moments", choices=moments, help="the optimizer's moments (default fp32)")

@@ -42,9 +42,10 @@ def engine_settings(
     args: argparse.Namespace, *, plans: bool = False, has_loop: bool = True
 ) -> dict[str, Any]:
     """Collects the engine's options by `Config` field name; the command line overrides --config. If
-    neither sets a home, folder or budget, nvme_paths is "auto". ``plans``: folders for swap files
-    may be another machine's, and are neither made nor looked for. ``has_loop``: the command takes a
-    DeepSpeed JSON's scheduler, too. Raises ConfigError."""
+    neither sets a home, folder or budget, or one sets a budget of disks alone, nvme_paths is
+    "auto". ``plans``: folders for swap files may be another machine's, and are neither made nor
+    looked for. ``has_loop``: the command takes a DeepSpeed JSON's scheduler, too. Raises
+    ConfigError."""
     settings = _read_config_file(args.config, plans, has_loop) if args.config else {}
     if getattr(args, "deepspeed", None) is not None:
         settings |= translated(args.deepspeed, "--deepspeed", plans=plans, has_loop=has_loop)
@@ -54,6 +55,7 @@ def engine_settings(
         "nvme_paths": paths_of(args.nvme_path),
         "host_memory": args.host_memory,
         "device_memory": args.device_memory,
+        "nvme_capacity": args.nvme_capacity,
         "activations": args.activations,
         "shard": getattr(args, "shard", None),  # `infinity plan` has no such option
         "micro_batch": args.micro_batch,
@@ -66,8 +68,8 @@ def engine_settings(
         "moments": args.moments,
     }
     settings.update({name: value for name, value in given.items() if value is not None})
-    if not any(name in settings for name in PLACES):
-        settings["nvme_paths"] = AUTO
+    if "nvme_capacity" in settings or not any(name in settings for name in PLACES):
+        settings.setdefault("nvme_paths", AUTO)
     if args.max_grad_norm is not None:
         settings.pop("max_grad_norm", None)  # the loop clips to the command line's value
     _check_nvme_paths(settings, plans)

@@ -159,6 +159,37 @@ def test_an_option_replaces_its_alternatives_in_the_file(in_file, given, stands,
     assert both["minutes"] == 5 and both["steps"] == 3
 
 
+def test_a_budget_of_disks_is_an_option_of_all_that_use_them(place, capsys):
+    """Method: the engine's settings by the option, alone and with a folder, and by a file. Twins:
+    without it, and a disk that is too small, which the message tells in the option's name."""
+    from infinity.tools.generate import opened
+    from infinity.tools.train.settings import engine_settings
+
+    (place / "a.toml").write_text("nvme_capacity = '3GiB'")
+    (place / "nvme").mkdir(exist_ok=True)
+    for given, wanted in (
+        (["--nvme-capacity=2GiB"], {"nvme_capacity": "2GiB", "nvme_paths": "auto"}),
+        (["--config=a.toml"], {"nvme_capacity": "3GiB", "nvme_paths": "auto"}),
+        (
+            ["--config=a.toml", "--nvme-capacity=2GiB"],
+            {"nvme_capacity": "2GiB", "nvme_paths": "auto"},
+        ),
+        (["--nvme-capacity=1", "--nvme-path=nvme"], {"nvme_capacity": "1", "nvme_paths": ["nvme"]}),
+        ([], {"nvme_paths": "auto"}),
+        (["--host-memory=1GiB"], {"host_memory": "1GiB"}),
+    ):
+        assert engine_settings(parsed(*given)) == wanted
+    for command in ("eval a", "generate a"):
+        args = build_parser().parse_args([*command.split(), "--nvme-capacity", "2GiB"])
+        assert opened._settings(args)["nvme_capacity"] == "2GiB"
+    homes = ["--params", "nvme", "--optimizer", "nvme", "--nvme-path", "nvme", "--steps", "1"]
+    words = ["train", "--model", "model.json", "--data", "text.txt", *homes]
+    assert main([*words, "--nvme-capacity", "8KiB"]) == 2
+    told = capsys.readouterr().err
+    assert "--nvme-capacity is 8.0 KiB" in told and "nvme_capacity" not in told
+    assert main([*words, "--nvme-capacity", "1GiB"]) == 0
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
