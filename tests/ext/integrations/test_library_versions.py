@@ -28,7 +28,7 @@ def asked_for(project: dict) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for asked in [project["dependencies"], *project["optional-dependencies"].values()]:
         for name, least in (one.split(">=") for one in asked if ">=" in one):
-            found.setdefault(name, set()).add(least)
+            found.setdefault(name.partition("[")[0], set()).add(least)
     return found
 
 
