@@ -145,13 +145,15 @@ def saved_extra(checkpoint: Path | None) -> dict[str, Any]:
         return {}  # damaged, or not of `infinity train`: loading it raises
 
 
-def check_room(option: str, folder: Path, nbytes: int, what: str) -> None:
-    """Raises CapacityError if the disk of ``folder`` has less than ``nbytes`` free."""
+def check_room(option: str, folder: Path, nbytes: int, what: str, why: str = "") -> None:
+    """Raises CapacityError if the disk of ``folder`` has less than ``nbytes`` free. ``why``: so
+    much is needed."""
     free = shutil.disk_usage(existing(folder)).free
     if nbytes > free:
         raise CapacityError(
-            f"{option} {folder}: {what} needs {format_nbytes(nbytes)}, and {format_nbytes(free)} is"
-            f" free there. Free {format_nbytes(nbytes - free)}, or give a folder on another disk."
+            f"{option} {folder}: {what} needs {format_nbytes(nbytes)}{why and f': {why}'}, and"
+            f" {format_nbytes(free)} is free there. Free {format_nbytes(nbytes - free)}, or give a"
+            " folder on another disk."
         )
 
 

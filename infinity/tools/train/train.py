@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import infinity
 
 from ...errors import ConfigError, UsageError
+from ...ext.checkpoint.interval import FIRST_SECONDS, FIRST_STEPS
 from ...files.outputs import replacing
 from ...library_versions import refuse_older
 from ..cli.amounts import format_count, format_seconds
@@ -177,9 +178,10 @@ def _train(
     model, _ = _make_model(args, settings, inputs.model_config, console, whole=shown)
     config = engine_config(settings, model)
     compute = _time_compute(args, model, inputs, config)
+    parts = math.prod(ranks.mesh[name].size() for name in axes_of(ranks.mesh) if name != "ep")
     with no_cache(model):
         if ranks.is_first:
-            _check_room(args, model, config)
+            _check_room(args, model, config, compute.seconds * args.accumulate / parts)
             make_way(args)
             if args.push is not None:
                 make_repository(args.push)
@@ -187,7 +189,6 @@ def _train(
             args, model, inputs.batches, config, ranks, inputs.tokenizer, say=console.print
         )
         measured_disk = measure_disks(job)
-        parts = math.prod(ranks.mesh[name].size() for name in axes_of(ranks.mesh) if name != "ep")
         predicted = predict_step(job, compute.seconds * args.accumulate / parts)
         if predicted >= LEAST_PREDICTED:
             console.print(
@@ -460,8 +461,14 @@ def _choose_dtype(args: argparse.Namespace, device: str | None, console: Console
         )
 
 
-def _check_room(args: argparse.Namespace, model: Any, config: infinity.Config) -> None:
-    """Raises CapacityError if what the job will save does not fit."""
+def _check_room(
+    args: argparse.Namespace,
+    model: Any,
+    config: infinity.Config,
+    step_seconds: float | None = None,
+) -> None:
+    """Raises CapacityError if what the job will save does not fit. ``step_seconds``: of a step, at
+    least; None: unknown."""
     from ...core.units.inner import nbytes_of
 
     weights = sum(map(nbytes_of, model.parameters()))
@@ -469,12 +476,27 @@ def _check_room(args: argparse.Namespace, model: Any, config: infinity.Config) -
         check_room("--out", args.out, weights, "the trained model")
     if args.checkpoint is not None and args.repeats is None:
         state = training_state_nbytes(model, config)
-        both = (
-            "a checkpoint"
-            if not has_checkpoint(args.checkpoint)
-            else "the next checkpoint, while the old one is there,"
-        )
-        check_room("--checkpoint", args.checkpoint, state, both)
+        if has_checkpoint(args.checkpoint):
+            both = "the next checkpoint, while the old one is there,"
+            check_room("--checkpoint", args.checkpoint, state, both)
+        elif _saves_again(args, step_seconds):
+            why = "the old one stands until the new one is whole"
+            check_room("--checkpoint", args.checkpoint, 2 * state, "a checkpoint", why)
+        else:
+            check_room("--checkpoint", args.checkpoint, state, "a checkpoint")
+
+
+def _saves_again(args: argparse.Namespace, step_seconds: float | None) -> bool:
+    """Tells whether a job saves more than once, the last time at its end."""
+    seconds = None if args.minutes is None else 60 * args.minutes
+    steps = math.inf if args.steps is None else args.steps
+    if step_seconds and seconds is not None:
+        steps = seconds / step_seconds
+    elif step_seconds:
+        seconds = steps * step_seconds
+    if args.checkpoint_every is not None:
+        return steps > args.checkpoint_every
+    return steps > FIRST_STEPS and (seconds is None or seconds > FIRST_SECONDS)
 
 
 def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:

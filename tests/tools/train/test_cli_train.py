@@ -4,6 +4,7 @@ NVMe."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("rich")
 
 import infinity.tools.cli
+from infinity.core.machine.sizes import format_nbytes
 from infinity.errors import ConfigError
 from infinity.ext.checkpoint import interval
 from infinity.tools.train import corpus as corpora
@@ -823,6 +825,52 @@ def test_a_place_that_is_too_small_is_found_before_the_training(place, capsys, m
         said
     )
     assert not Path("results").exists()
+
+
+def test_room_for_two_saves_is_asked_for_where_two_will_come(place, capsys, monkeypatch):
+    """Method: the disk has room for one save and a half. Twins: a job that saves once, and one that
+    is there already, whose old save has its place."""
+    state = []
+    count = train_module.training_state_nbytes
+    monkeypatch.setattr(
+        train_module,
+        "training_state_nbytes",
+        lambda *given: state.append(count(*given)) or state[-1],
+    )
+
+    def free(path):
+        return types.SimpleNamespace(free=state[-1] * 3 // 2, total=10**12)
+
+    monkeypatch.setattr(places, "shutil", types.SimpleNamespace(disk_usage=free))
+    assert run(checkpoint="saved", checkpoint_every=STEPS - 1) == 2
+    said = capsys.readouterr().err
+    needed = format_nbytes(2 * state[-1])
+    told = f"a checkpoint needs {needed}: the old one stands until the new one is whole, and"
+    assert f"--checkpoint saved: {told}" in said and not Path("saved").exists()
+    assert run(checkpoint="saved", checkpoint_every=STEPS) == 0
+    assert run("--resume", checkpoint="saved", checkpoint_every=2, steps=STEPS + 2) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "step_seconds", "again"),
+    [
+        ({"steps": 8, "checkpoint_every": 7}, 1.0, True),
+        ({"steps": 8, "checkpoint_every": 8}, 1.0, False),
+        ({"steps": None, "minutes": 5, "checkpoint_every": 299}, 1.0, True),
+        ({"steps": None, "minutes": 5, "checkpoint_every": 300}, 1.0, False),
+        ({"steps": 61}, 1.0, True),
+        ({"steps": 60}, 1.0, False),  # the first save comes after a minute
+        ({"steps": 10}, 100.0, False),  # and ten steps
+        ({"steps": None, "minutes": 2}, 1.0, True),
+        ({"steps": None, "minutes": 1}, 1.0, False),
+        ({"steps": 11}, None, True),  # of how long it takes nothing is known
+        ({"steps": 10}, None, False),
+        ({"steps": None}, None, True),
+    ],
+)
+def test_a_job_that_saves_again_is_known(options, step_seconds, again):
+    given = {"minutes": None, "checkpoint_every": None} | options
+    assert train_module._saves_again(argparse.Namespace(**given), step_seconds) == again
 
 
 # --- what is not installed ---
