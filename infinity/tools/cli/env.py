@@ -15,6 +15,12 @@ from pathlib import Path
 from ... import __version__
 from ...errors import InfinityError
 
+KIB = 1024
+TRIED_NBYTES = 64 * KIB**2  # of buffers
+ENOUGH_MEMLOCK = (
+    TRIED_NBYTES + 2 * KIB**2  # rings of io_uring, which some kernels count
+)
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -119,7 +125,17 @@ def _io() -> Finding:
         return Finding(
             "io", "threads (INFINITY_IO=threads)", "unset INFINITY_IO: io_uring works here"
         )
-    return Finding("io", "threads", reason)
+    return Finding("io", "threads", _with_number(reason))
+
+
+def _with_number(reason: str) -> str:
+    """Returns a remedy, with the memlock limit that is enough if it is that which is too low."""
+    if "memlock" not in reason:
+        return reason
+    return (
+        f"{reason}. {ENOUGH_MEMLOCK // KIB} KiB are enough here, which all processes of a user"
+        " share; for jobs set it to unlimited"
+    )
 
 
 def _memlock() -> Finding:
@@ -127,17 +143,19 @@ def _memlock() -> Finding:
     from infinity import native
 
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // 1024} KiB"
+    text = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit // KIB} KiB"
     if os.geteuid() == 0:
         text += ", which root is exempt from: look as a user, too"
     engine = native.make_io_engine()
     if engine.backend != "uring":
         return Finding("fixed buffers", "none: they need io_uring", "see io")
-    region = native.Region(64 * 1024 * 1024, True, 1)
+    region = native.Region(TRIED_NBYTES, True, 1)
     engine.register([region])
     refusals = [note for note in engine.notes if "buffers" in note]
     if refusals:
-        return Finding("fixed buffers", f"refused (memlock limit {text})", refusals[0])
+        return Finding(
+            "fixed buffers", f"refused (memlock limit {text})", _with_number(refusals[0])
+        )
     return Finding("fixed buffers", f"registered with the kernel (memlock limit {text})")
 
 

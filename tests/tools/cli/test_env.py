@@ -4,6 +4,9 @@ be."""
 from __future__ import annotations
 
 import json
+import os
+import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from native_arrays import outcome_in_child
 
 import infinity
 from infinity import native
@@ -189,3 +193,28 @@ def test_a_folder_where_no_status_can_be_written_is_told(capsys, monkeypatch, tm
         found = findings(capsys, "--nvme-path", str(tmp_path))
         assert ("status of jobs" in found) is told
         assert not told or "INFINITY_CACHE" in found["status of jobs"]["remedy"]
+
+
+@pytest.mark.skipif(native.uring_refusal() != "", reason=f"no io_uring: {native.uring_refusal()}")
+@pytest.mark.parametrize("kib", [64, 8192])
+def test_a_low_limit_of_locked_memory_comes_with_the_number_to_set(kib):
+    """Method: an ordinary user with little lockable memory. Some kernels count the rings, and
+    refuse io_uring; what the rings take is no more than the number has for them. Twin: a remedy of
+    another kind has no number."""
+
+    def work():
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (kib * 1024, kib * 1024))
+        if os.getuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+        return " ".join(each.remedy for each in (env._io(), env._memlock()))
+
+    said = outcome_in_child(work)
+    assert said.count(f"{env.ENOUGH_MEMLOCK // 1024} KiB are enough here") == 1, said
+    assert "set it to unlimited" in said and "67584 KiB" in said
+    if found := re.search(r"(\d+) MiB of 64 MiB were registered", said):
+        rings = env.ENOUGH_MEMLOCK - env.TRIED_NBYTES
+        assert int(found[1]) * 1024**2 >= kib * 1024 - rings
+    page = (Path(__file__).parents[3] / "docs" / "administrators.md").read_text()
+    assert f"{env.ENOUGH_MEMLOCK // 1024} KiB" in page
+    assert env._with_number("allow it in the seccomp profile") == "allow it in the seccomp profile"
