@@ -196,6 +196,7 @@ def test_the_commands_run(command, tmp_path):
         command = command.replace(open_, meant)
     assert "<" not in command and "..." not in command, "a command that this test cannot fill in"
     for one in command.split(" && "):
+        one, _, file = one.partition(" > ")
         words = [sys.executable, "-m", *shlex.split(one)]
         done = subprocess.run(
             words,
@@ -206,6 +207,8 @@ def test_the_commands_run(command, tmp_path):
             timeout=240,
         )
         assert done.returncode == 0, f"{one}\n{done.stdout}\n{done.stderr}"
+        if file:
+            (tmp_path / file.strip()).write_text(done.stdout)
 
 
 @pytest.mark.slow

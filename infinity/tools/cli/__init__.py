@@ -196,7 +196,7 @@ def answer(
         return BAD_INPUT_STATUS
     except KeyboardInterrupt as error:
         failure_report.leave(error)
-        print(f"{command}: interrupted", file=sys.stderr)
+        print(f"{command}: {str(error) or 'interrupted'}", file=sys.stderr)
         return INTERRUPTED_STATUS
 
 

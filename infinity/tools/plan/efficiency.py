@@ -31,9 +31,10 @@ def explain(link: str, compute_seconds: float, link_seconds: float) -> str:
         return ""
     apart = compute_seconds / (compute_seconds + link_seconds)
     beside = min(1.0, compute_seconds / link_seconds)
+    source = link.removesuffix("s")
     said = (
-        f"GPU busy {100 * apart:.0f}\u2013{100 * beside:.0f} %, depending on how much"
-        f" {link.removesuffix('s')} time overlaps compute"
+        f"the GPU waits for the {source}: it computes {100 * apart:.0f}\u2013{100 * beside:.0f} %"
+        " of the time"
     )
     times = 1
     while times < LARGEST and times * compute_seconds < GOOD * (
@@ -43,4 +44,6 @@ def explain(link: str, compute_seconds: float, link_seconds: float) -> str:
     if times == 1:
         return said
     better = times * compute_seconds / (times * compute_seconds + link_seconds)
-    return f"{said}; with a batch {times} times as large at least {better:.0%}"
+    return (
+        f"{said}; a batch {times} times as large would keep it busy at least {100 * better:.0f} %"
+    )

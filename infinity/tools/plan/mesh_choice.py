@@ -147,9 +147,7 @@ class MeshPlan:
         ]
         if below:
             slower = f"{self.slower:.3g} x slower" if self.slower >= 1.005 else "at the same speed"
-            found.append(
-                f"does not fit with all state on the GPU; with {', '.join(below)} it does, {slower}"
-            )
+            found.append(f"Too large for the GPU alone; with {', '.join(below)} it fits, {slower}")
         return "; ".join(found)
 
     @property

@@ -40,7 +40,7 @@ from .larger_disk import with_larger_disk
 from .machine_file import Machine, known_machines
 from .mesh_shape import SCHEDULES
 from .plan_job import Job, plan_cluster, plan_here
-from .plan_next import plan_next
+from .plan_next import plan_faster, plan_next
 from .plan_view import draw, text
 from .saved import saved_on_paper
 from .shapes import SHAPES, find_config
@@ -259,15 +259,13 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     model = _build(args, model_config, dtype)
     text = touched(model_config, args.model, trust=args.trust_remote_code)
     freeze_untouched(model, text, lambda line: None)
-    checkpointing, saved = args.gradient_checkpointing, None
+    checkpointing, saved, recomputed = args.gradient_checkpointing, None, None
     adapt = partial(adapted, rank=args.lora_rank, quantize=args.quantize, text=text)
     if args.mesh is None:  # before its base is packed, which does not run on meta
-        saved = saved_on_paper(
-            model,
-            recomputes=checkpointing,
-            fused_loss=args.fused_loss,
-            adapt=partial(adapt, quantize=None),
+        saved, recomputed = saved_on_paper(
+            model, fused_loss=args.fused_loss, adapt=partial(adapt, quantize=None)
         )
+        saved = recomputed if checkpointing else saved
     has_adapters = args.mesh is not None and args.lora_rank is not None
     unpacked = deepcopy(model) if has_adapters else None
     model = packed_base(model, args.quantize)
@@ -277,8 +275,9 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
             adapt(unpacked, quantize=None)
     config = engine_config(settings, model)
 
-    def configure(machine: Machine) -> Any:
-        return engine_config(_settings(copy(given), machine), model)
+    def configure(machine: Machine, **options: str) -> Any:
+        anew = argparse.Namespace(**vars(given) | options)
+        return engine_config(_settings(anew, machine), model)
 
     make_all = partial(make_optimizers, name=args.optim, lr=1e-4, weight_decay=0.1)
     batch = {"batch": samples, "length": length, "checkpointing": checkpointing}
@@ -297,14 +296,19 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         if machine is not None:
             found = plan_cluster(job, machine, args.nodes)
             found |= plan_next(job, found, machine, args.nodes, configure)
+            found |= plan_faster(job, found, machine, args.nodes, configure, recomputed)
         else:
             unknown = _unknown_machine(args, config)
             found = plan_here(job, dtype, unknown=unknown, rating=rating_of(args))
     except CapacityError as error:
-        told = with_larger_disk(error, job, machine, args.nodes)
         if machine is not None and not checkpointing and _fits_recomputed(given):
-            told.args = (f"It fits with --gradient-checkpointing and not without it: {told}",)
-        raise told from None
+            plain = error.__context__  # before remedies were added, which are no better
+            raise CapacityError(
+                "It fits with --gradient-checkpointing and not without it:"
+                f" {plain if isinstance(plain, CapacityError) else error}"
+                " Add --gradient-checkpointing"
+            ) from None
+        raise with_larger_disk(error, job, machine, args.nodes) from None
     if args.deepspeed is not None:
         found["deepspeed"] = _deepspeed(model, config)
     return found | made

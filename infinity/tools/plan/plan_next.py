@@ -12,6 +12,9 @@ from .machine_file import Machine
 from .plan_job import Job, plan_cluster
 
 PARTS = {"disk": "one more disk", "memory": "twice the memory"}
+RECOMPUTE, MOMENTS = "--gradient-checkpointing", "--moments int8"
+INEXACT = {MOMENTS: ", not exact: it rounds the moments to 8 bits"}
+GAIN = 1.05  # times the tokens, from which an option is told
 
 
 def plan_next(
@@ -25,15 +28,47 @@ def plan_next(
     ``configure``: the configuration with the budgets of a machine."""
     rows = {}
     for part, larger in _larger(machine, found):
-        try:
-            other = plan_cluster(replace(job, config=configure(larger)), larger, nodes)
-        except (CapacityError, ConfigError):
-            continue  # the same memory for more ranks
-        rows[part] = {
-            "step_seconds": other["step_seconds"],
-            "times": other["tokens_per_second"] / found["tokens_per_second"],
-        }
+        if row := _row(job, found, larger, nodes, lambda: {"config": configure(larger)}):
+            rows[part] = row
     return {"next": rows}
+
+
+def plan_faster(
+    job: Job,
+    found: dict[str, Any],
+    machine: Machine,
+    nodes: int,
+    configure: Callable[..., Any],
+    recomputed: Any,
+) -> dict[str, Any]:
+    """Plans the training of ``found`` with each option that may make it faster on the same machine,
+    and returns those that do. ``recomputed``: what forwards save that are computed again."""
+    ways: dict[str, Callable[[], dict[str, Any]]] = {}
+    if not job.batch["checkpointing"]:
+        batch = {**job.batch, "checkpointing": True}
+        ways[RECOMPUTE] = lambda: {"batch": batch, "saved": recomputed}
+    if job.config.moments == "fp32":
+        ways[MOMENTS] = lambda: {"config": configure(machine, moments="int8")}
+    rows = {option: _row(job, found, machine, nodes, way) for option, way in ways.items()}
+    return {"faster": {option: row for option, row in rows.items() if row and row["times"] >= GAIN}}
+
+
+def _row(
+    job: Job,
+    found: dict[str, Any],
+    machine: Machine,
+    nodes: int,
+    changes: Callable[[], dict[str, Any]],
+) -> dict[str, float]:
+    """Returns what a plan with ``changes`` of the job brings; empty if it does not fit."""
+    try:
+        other = plan_cluster(replace(job, **changes()), machine, nodes)
+    except (CapacityError, ConfigError):
+        return {}  # the same memory for more ranks
+    return {
+        "step_seconds": other["step_seconds"],
+        "times": other["tokens_per_second"] / found["tokens_per_second"],
+    }
 
 
 def _larger(machine: Machine, found: dict[str, Any]) -> Iterator[tuple[str, Machine]]:
@@ -51,3 +86,13 @@ def next_line(rows: dict[str, dict[str, float]], nodes: int) -> str:
         for part, row in sorted(rows.items(), key=lambda each: -each[1]["times"])
     ]
     return f"tokens/s would be {', '.join(said)}"
+
+
+def faster_lines(rows: dict[str, dict[str, float]]) -> Iterator[str]:
+    """Yields a line of a terminal for each option, the one that brings most first."""
+    for option, row in sorted(rows.items(), key=lambda each: -each[1]["times"]):
+        seconds = format_seconds(row["step_seconds"])
+        yield (
+            f"tokens/s would be {row['times']:.2f} x with {option} ({seconds} a"
+            f" step{INEXACT.get(option, '')})"
+        )

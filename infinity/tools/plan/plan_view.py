@@ -9,7 +9,7 @@ from ...core.machine.sizes import format_nbytes
 from ..cli.amounts import format_count, format_seconds
 from ..watch import svg
 from .budgets import fits_line
-from .plan_next import next_line
+from .plan_next import faster_lines, next_line
 from .saved import SAVED
 
 BAR = 48  # characters of the memory map
@@ -44,6 +44,7 @@ def text(found: dict[str, Any], *, timetable: bool = False) -> Iterator[str]:
     yield from filter(None, (found.get("explanation"),))
     if found.get("next"):
         yield next_line(found["next"], found["nodes"])
+    yield from faster_lines(found.get("faster", {}))
     if "checkpoint" in found:
         yield found["checkpoint"]["line"]
     if "endurance" in found:

@@ -116,21 +116,25 @@ class Passes:
 def saved_on_paper(
     model: Any,
     *,
-    recomputes: bool,
     fused_loss: bool = False,
     adapt: Callable[[Any], Any] = lambda model: model,
-) -> SavedByForwards:
-    """Counts what the forwards of a whole model on meta save, in a child, where ``adapt`` changes
-    it first."""
+) -> tuple[SavedByForwards, SavedByForwards]:
+    """Counts what the forwards of a whole model on meta save, as it is and if the backward computes
+    it again, in a child, where ``adapt`` changes the model first."""
     from .on_paper import in_children, shard_on_paper
 
-    def work() -> SavedByForwards:
+    def work() -> tuple[SavedByForwards, ...]:
         adapt(model)
         paper = shard_on_paper(model, 1, fused_loss=fused_loss)
         layers = range(len(paper.chain.layers))
-        kept, whole = paper.saved_of(layers, recomputes=recomputes), paper.trial_of(layers)
+        whole = paper.trial_of(layers)
         works = (whole.forward_work, whole.backward_work) if whole.is_counted else None
-        return SavedByForwards(*kept, paper.layer.is_counted, works)
+        return tuple(
+            SavedByForwards(
+                *paper.saved_of(layers, recomputes=recomputes), paper.layer.is_counted, works
+            )
+            for recomputes in (False, True)
+        )
 
     return in_children([work], 1)[0]
 

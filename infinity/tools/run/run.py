@@ -66,10 +66,15 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             until_end.enter_context(contextlib.redirect_stdout(sys.stderr))
         auto = until_end.enter_context(begin(settings))
+        status: Any = 1  # of a script that an error ends
         try:
-            return _run(args)
+            status = _run(args)
+            return status
+        except SystemExit as stop:
+            status = stop.code
+            raise
         finally:
-            if not (auto.wrapped or auto.spawned):
+            if not (auto.wrapped or auto.spawned or status):
                 _tell("no model was trained by a torch.optim.Optimizer, so none is at home")
             if args.json:
                 print(json.dumps({"wrapped": auto.wrapped}), file=sys.__stdout__)

@@ -6,8 +6,26 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from ...ext.checkpoint.signals import ONE_REQUEST_SECONDS
+
+
+@contextmanager
+def before_first_step(checkpoint: Path | None, *, goes_on: bool) -> Iterator[None]:
+    """Names what a Ctrl-C inside the block, before a job's first step, leaves. ``goes_on``: from one
+    that is there, ``checkpoint``."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        left, again = "nothing was saved", ", without --resume" if checkpoint else ""
+        if goes_on:
+            left, again = f"{checkpoint} is as it was", ""
+        raise KeyboardInterrupt(
+            f"interrupted before the first step: {left}; start with the same command{again}"
+        ) from None
 
 
 class Interrupt:

@@ -433,8 +433,9 @@ def check_options(args: argparse.Namespace) -> None:
     names_a_job = args.model is not None or args.data is not None or args.config is not None
     if args.resume and not names_a_job and not has_checkpoint(args.checkpoint):
         raise ConfigError(
-            f"--resume: {args.checkpoint} has no checkpoint, and nothing says what to train. Check"
-            " the folder, or give --model and --data as for a start"
+            f"--resume: {args.checkpoint} has no checkpoint, and nothing says what to train. A job"
+            " that ended before its first save left none: start it with its first command, without"
+            " --resume (give --model and --data). Otherwise check the folder"
         )
     if args.resume and args.overwrite:
         raise ConfigError(

@@ -216,6 +216,9 @@ class PreferenceJob(Measured):
         """Measures the held-out rows, and returns the job's numbers. Every rank calls this."""
         assert self.counts is not None
         after = self.held_out()
+        held_out, batch = len(self.trainer.eval_dataset), self.args.batch_size
+        # Otherwise TRL's means, of batches, are not the rows'.
+        is_even = self.ranks.count == 1 and (held_out <= batch or held_out % batch == 0)
         last = next((e for e in reversed(self.trainer.state.log_history) if "loss" in e), {})
         return {
             "interrupted": False,
@@ -224,7 +227,8 @@ class PreferenceJob(Measured):
                 "source": self.preferred.source,
                 "samples": len(self.preferred.rows),
                 "rows": len(self.trainer.train_dataset),
-                "held_out_rows": len(self.trainer.eval_dataset),
+                "held_out_rows": held_out,
+                "held_out_evenly": is_even,
                 "unlearned_answers": self.unlearned,
                 "cut_answers": self.cut,
             },

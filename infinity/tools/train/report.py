@@ -230,7 +230,9 @@ def _summary_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     elif after is not None:
         yield "held-out loss", f"{before or math.nan:.4f} -> {after:.4f}"
         if (share := report["held_out"].get("eval_rewards/accuracies")) is not None:
-            yield "", f"{share:.0%} of its pairs told apart"
+            pairs, even = report["data"]["held_out_rows"], report["data"]["held_out_evenly"]
+            apart = f"{share * pairs:,.0f} of" if even else f"{share:.0%} of its"
+            yield "", f"{apart} {pairs:,} pairs told apart"
     if report.get("bits_per_byte_after") is not None:
         yield (
             "",

@@ -15,6 +15,7 @@ The modules of `training/`. Each imports only modules above it:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import warnings
@@ -36,7 +37,7 @@ from .corpus import Corpus
 from .counts import EdgeCounts
 from .folders import check_packed, is_streamed
 from .inputs import Inputs, find_files, read_inputs, tell_skipped
-from .interrupt import Interrupt
+from .interrupt import Interrupt, before_first_step
 from .job import (
     Job,
     check_finite,
@@ -124,17 +125,26 @@ def run(args: argparse.Namespace) -> int:
     if args.model is not None:
         args.model = find_model(args.model)
     check_options(args)
+    goes_on = args.resume and has_checkpoint(args.checkpoint)
     ranks = Ranks(args.timeout)
     try:
         sizes = mesh_sizes(args, ranks.count)
-        with warnings.catch_warnings():  # what libraries will rename is no news to their users
+        with warnings.catch_warnings(), contextlib.ExitStack() as start:
+            # What libraries will rename is no news to their users.
             warnings.simplefilter("ignore", FutureWarning)
-            return _run(args, ranks, sizes)
+            start.enter_context(before_first_step(args.checkpoint, goes_on=goes_on))
+            return _run(args, ranks, sizes, start)
     finally:
         ranks.end()
 
 
-def _run(args: argparse.Namespace, ranks: Ranks, sizes: dict[str, int] | None) -> int:
+def _run(
+    args: argparse.Namespace,
+    ranks: Ranks,
+    sizes: dict[str, int] | None,
+    start: contextlib.ExitStack,
+) -> int:
+    """Reads what is needed, then trains. ``start``: is closed as the first step begins."""
     settings = engine_settings(args)
     check_places(args, settings)
     check_trackers(args.log)
@@ -158,11 +168,11 @@ def _run(args: argparse.Namespace, ranks: Ranks, sizes: dict[str, int] | None) -
     if args.receipt is not None and (args.method or "pp" in axes_of(ranks.mesh)):
         raise ConfigError("--receipt goes with neither --method nor a mesh with pp: leave it out")
     if args.method is not None:
-        return _learn_preferences(args, settings, files, ranks, console)
+        return _learn_preferences(args, settings, files, ranks, console, start)
     inputs = read_inputs(args, files, ranks, console)
     check_batches(ranks.mesh, inputs.batches)
     with begin_trackers(args, ranks, console.print) as trackers:
-        return _train(args, ranks, settings, inputs, console, trackers)
+        return _train(args, ranks, settings, inputs, console, trackers, start)
 
 
 def _train(
@@ -172,6 +182,7 @@ def _train(
     inputs: Inputs,
     console: Console,
     trackers: Trackers,
+    start: contextlib.ExitStack,
 ) -> int:
     """Makes the job, runs it to its end, and saves what it made. Every rank calls this."""
     shown = isinstance(inputs.batches.corpus, PictureExamples)
@@ -214,6 +225,7 @@ def _train(
             job.stops_at = repeat.to
         watch = infinity.Watch(job.model, steps=job.steps, first_step=job.first_step)
         with Interrupt() as interrupt, make_progress(console, job) as progress, watch:
+            start.close()
             counts = train(
                 job,
                 interrupt=interrupt,
@@ -246,7 +258,12 @@ def _tell_held_out(job: Job, console: Console, trackers: Trackers, loss: float) 
 
 
 def _learn_preferences(
-    args: argparse.Namespace, settings: dict[str, Any], files: Any, ranks: Ranks, console: Console
+    args: argparse.Namespace,
+    settings: dict[str, Any],
+    files: Any,
+    ranks: Ranks,
+    console: Console,
+    start: contextlib.ExitStack,
 ) -> int:
     """Learns from preferred answers with a trainer of TRL, and returns the exit status."""
     quiet = type(console)(quiet=True)
@@ -263,6 +280,7 @@ def _learn_preferences(
     with begin_trackers(args, ranks, console.print) as trackers:
         trackers.tell_options(args, job)
         with Interrupt() as interrupt:
+            start.close()
             job.train(interrupt, console, trackers)
         if interrupt.signum is not None:
             return job.end_interrupted(interrupt.signum, console)

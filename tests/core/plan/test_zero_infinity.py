@@ -83,8 +83,8 @@ def test_the_line_of_a_plan_says_what_helps():
     """71 % without overlap becomes 91 % with four times the tokens. Twins: a link that moves
     nothing, one that is good enough, and rates of 0."""
     said = explain("host's links", 71.0, 29.0)
-    assert said.endswith("with a batch 4 times as large at least 91%")
-    assert "GPU busy 71\u2013100 %, depending on how much host's link time overlaps compute" in said
+    waits = "the GPU waits for the host's link: it computes 71\u2013100 % of the time"
+    assert said == f"{waits}; a batch 4 times as large would keep it busy at least 91 %"
     assert explain("disks", 1.0, 0.0) == ""
     assert "batch" not in explain("disks", 95.0, 5.0)
     with pytest.raises(ConfigError, match="above 0"):

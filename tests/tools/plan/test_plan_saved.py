@@ -53,7 +53,7 @@ def saved_by(model: torch.nn.Module, samples: int) -> int:
 def test_planned_bytes_are_those_that_a_forward_saves(recomputes):
     """Method: every storage that autograd is given on a processor, with and without checkpointing.
     Twin: of twice the samples."""
-    found = saved_on_paper(llama("meta"), recomputes=recomputes)
+    found = saved_on_paper(llama("meta"))[recomputes]
     assert found.is_counted and (found.at_once > 0) == recomputes
     real = llama("cpu").train()
     if recomputes:
@@ -72,7 +72,7 @@ def job() -> Job:
     config = replace(config, nvme_paths=["."])
     optimizers = [torch.optim.AdamW(model.parameters())]
     batch = {"batch": SAMPLES, "length": LENGTH, "checkpointing": False}
-    saved = saved_on_paper(model, recomputes=False)
+    saved = saved_on_paper(model)[0]
     return Job(model, model.config, optimizers, config, batch, saved)
 
 

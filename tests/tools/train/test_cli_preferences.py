@@ -12,6 +12,7 @@ import json
 import math
 import shutil
 import signal
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from safetensors.torch import load_file
 
 import infinity.tools.cli
 from infinity.errors import ConfigError, UsageError
-from infinity.tools.train import preferences
+from infinity.tools.train import preferences, report
 from infinity.tools.train.example_files import find_examples
 from infinity.tools.train.examples import PLAIN_TEMPLATE
 from infinity.tools.train.preferred import read_preferred
@@ -838,6 +839,15 @@ def test_held_out_losses_are_those_of_trls_own_trainer(method, base, train, tmp_
     assert f"{ours[0]:.4f} -> {ours[1]:.4f}" in err and "tokens/s" in err
 
 
+def test_pairs_are_counted_where_the_mean_of_batches_is_theirs():
+    """Twin: batches of several sizes, whose mean is no count of pairs."""
+    told = {"held_out_loss_before": 1.0, "held_out_loss_after": 0.5, "method": "dpo"}
+    told |= {"held_out": {"eval_rewards/accuracies": 0.75}, "step_seconds": None}
+    for even, said in ((True, "3 of 4 pairs told apart"), (False, "75% of its 4 pairs told apart")):
+        told["data"] = {"held_out_rows": 4, "held_out_evenly": even}
+        assert ("", said) in islice(report._summary_rows(told), 2)
+
+
 def test_pairs_of_the_users_own_are_measured(train):
     """Method: as many rows as the part held out, and the same; measured after each step. Twins: the
     learned bits are those of a job that measures no step; another file has another loss."""
@@ -853,6 +863,8 @@ def test_pairs_of_the_users_own_are_measured(train):
         status, out, err = train("--method", "dpo", *words, "--json", *SAID)
         assert status == 0, err
         found.append(json.loads(out))
+        apart = int(found[-1]["held_out"]["eval_rewards/accuracies"])
+        assert f"{apart} of 1 pairs told apart" in err
     names = ("losses", "held_out_loss_before", "held_out_loss_after")
     told = [[each[name] for name in names] for each in found]
     assert told[0] == told[1]

@@ -312,6 +312,34 @@ def test_an_interrupted_job_resumes_to_the_same_bits(place, report, capsys, sign
     assert_same_bits(weights("resumed"), weights("whole"))
 
 
+@pytest.mark.parametrize("at", ["read_inputs", "make_job", "held_out"])
+def test_an_interrupt_before_the_first_step_says_what_it_leaves(at, place, capsys, monkeypatch):
+    """Method: at three places before it, without a checkpoint and beside one. What is told is done.
+    Twins: an interrupt behind the last step; one with nothing to resume from."""
+
+    def interrupts(*args, **options):
+        raise KeyboardInterrupt
+
+    began = "interrupted before the first step: "
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, at, interrupts)
+        assert run(checkpoint="saved") == 130
+        told = "nothing was saved; start with the same command, without --resume"
+        assert f"infinity train: {began}{told}" in capsys.readouterr().err
+        assert run() == 130 and capsys.readouterr().err.rstrip().endswith("the same command")
+    assert infinity.tools.cli.main(["train", "--resume", "--checkpoint", "saved"]) == 2
+    assert "start it with its first command, without --resume" in capsys.readouterr().err
+    assert run(checkpoint="saved", steps=2) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "read_inputs", interrupts)
+        assert run("--resume", checkpoint="saved") == 130
+        assert f"{began}saved is as it was; start with the same" in capsys.readouterr().err
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "make_report", interrupts)
+        assert run("--resume", checkpoint="saved", steps=2) == 130
+        assert "infinity train: interrupted\n" in capsys.readouterr().err
+
+
 def test_a_job_that_died_repeats_the_steps_after_its_checkpoint(place, report):
     """Dies in step 5 with the last checkpoint after step 3: nothing of steps 3 and 4 may be left in
     the weights."""
@@ -502,7 +530,7 @@ def test_a_job_of_other_options_is_refused_before_anything_is_built(
         built.append(1)
         return make(*given, **how)
 
-    monkeypatch.setattr(train, "_make_model", making)
+    monkeypatch.setattr(train_module, "_make_model", making)
     assert run("--resume", checkpoint="saved", **(BARE | changes)) == 2
     assert message in capsys.readouterr().err and not built
     assert run("--resume", checkpoint="saved", **(BARE | {"steps": 3})) == 0 and built
@@ -928,9 +956,7 @@ def test_the_version_is_told(capsys):
 
 @pytest.mark.parametrize("fast", [True, False])
 def test_auto_is_the_dtype_that_the_processor_multiplies(place, report, monkeypatch, fast):
-    from infinity.tools.train import train
-
-    monkeypatch.setattr(train, "multiplies_bf16", lambda device: fast)
+    monkeypatch.setattr(train_module, "multiplies_bf16", lambda device: fast)
     for dtype in ("auto", None):
         report("--overwrite", dtype=dtype, out="trained")
     assert {value.dtype for value in weights("trained").values()} == {
