@@ -15,8 +15,8 @@ from ...ext.checkpoint.signals import ONE_REQUEST_SECONDS
 
 @contextmanager
 def before_first_step(checkpoint: Path | None, *, goes_on: bool) -> Iterator[None]:
-    """Names what a Ctrl-C inside the block, before a job's first step, leaves. ``goes_on``: from one
-    that is there, ``checkpoint``."""
+    """Names what a Ctrl-C inside the block, before a job's first step, leaves. ``goes_on``: from a
+    ``checkpoint`` that is there."""
     try:
         yield
     except KeyboardInterrupt:
