@@ -251,7 +251,14 @@ def test_a_port_is_served_until_a_signal(sent, status, tmp_path, capsys):
     and the page name both. Twin: without a signal it still serves."""
     command = [sys.executable, "-m", "infinity", "top", "--prometheus", "0"]
     environment = os.environ | {"INFINITY_CACHE": str(tmp_path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # A shell has its background jobs, such as these tests, ignore SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         address = process.stdout.readline().strip()
         for _ in range(2):
             with urllib.request.urlopen(address, timeout=60) as answer:
