@@ -59,7 +59,7 @@ class Reader:
 
 @dataclass(eq=False)
 class Draft:
-    """Where an update writes. ``reader``: whose fresh bytes get the new weights; None: in place.
+    """Where an update writes. ``reader``: has the bytes that get the new weights; None: in place.
     ``events``, ``tickets``: what reads the bytes that it changes."""
 
     reader: Reader | None

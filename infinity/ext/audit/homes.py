@@ -28,7 +28,8 @@ KEY = "audit"  # of the readers
 
 @dataclass(eq=False)
 class Known:
-    """The checksums of one flat param. ``reader``: while it stands nobody changed the arrays."""
+    """The checksums of one flat param. No array has changed while no update has waited for
+    ``reader``."""
 
     reader: Reader | None
     sums: dict[tuple[str, int, int], tuple[StateArray, int]] = field(default_factory=dict)
@@ -123,7 +124,7 @@ class HomeChecks:
 
 
 def stands(flat_param: Any, reader: Reader | None) -> bool:
-    """Tells whether nobody has waited for this reader, to change the arrays."""
+    """Tells whether no change of the arrays has waited for this reader."""
     return (
         reader is not None
         and flat_param.homes.readers.get(KEY) is reader

@@ -72,7 +72,7 @@ class Average:
                 if job.find(WeightAverage) is not None:
                     raise UsageError("this model has an average already: call its remove() first")
                 job.add(self._average)
-        except BaseException:  # an interrupt as well: nobody would hold it, to remove it
+        except BaseException:  # also an interrupt: no user could remove it
             job.remove(self._average)
             raise
 

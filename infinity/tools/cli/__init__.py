@@ -202,7 +202,7 @@ def answer(
 
 def _note_refusal(message: str) -> None:
     """Writes to the file of INFINITY_REFUSED, if there is one, why the command would be refused
-    again: whoever starts jobs again leaves this one."""
+    again. A launcher that finds the file does not restart the job."""
     if path := os.environ.get("INFINITY_REFUSED"):
         with contextlib.suppress(OSError):  # the message was printed
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)

@@ -127,7 +127,7 @@ def serve(
         store.allocator.allocate(Tier.NVME, torch.uint8, shard_nbytes, "a unit")
         for _ in range(UNITS)
     ]
-    memory = store.allocator.make_region(shard_nbytes)  # of all units: nobody looks at the bytes
+    memory = store.allocator.make_region(shard_nbytes)  # of all units: the bytes are not read
     store.open([memory])
     store.allocator.await_pages()
     end.send(0.0)
