@@ -31,12 +31,14 @@ import infinity
 BYTES_ACKED = 120  # where the struct tcp_info of Linux 4.1 and newer has them
 
 
-def kernel_sent() -> int:
-    """Reads the kernel's counter."""
-    total = 0
+def kernel_sent() -> dict[str, int]:
+    """Reads the kernel's counter of each socket. Sockets of a former job's groups may close
+    meanwhile, so a total would fall."""
+    counted = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            inode = os.readlink(f"/proc/self/fd/{name}")
+            if not inode.startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(name))) as found:
                 if found.type == socket.SOCK_STREAM and found.family in (
@@ -47,8 +49,8 @@ def kernel_sent() -> int:
                     waiting = fcntl.ioctl(found, termios.TIOCOUTQ, bytes(4))
                     info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                     acked = struct.unpack_from("=Q", info, BYTES_ACKED)[0]
-                    total += acked + struct.unpack("=i", waiting)[0]
-    return total
+                    counted[inode] = acked + struct.unpack("=i", waiting)[0]
+    return counted
 
 
 def sent(
@@ -65,7 +67,7 @@ def sent(
     config = {"params": "host", "optimizer": "host"} | config
     model, optimizer = infinity.wrap_model(model, optimizer, config, mesh=mesh)
 
-    def counters() -> tuple[int, dict[str, Any]]:
+    def counters() -> tuple[dict[str, int], dict[str, Any]]:
         dist.barrier()
         return kernel_sent(), infinity.stats(model).collectives
 
@@ -83,8 +85,9 @@ def sent(
     after, now = counters()
     nbytes = {name: now[name].nbytes - then[name].nbytes for name in now}
     operations = {name: now[name].operations - then[name].operations for name in now}
+    kernel = sum(count - before.get(inode, 0) for inode, count in after.items())
     infinity.unwrap_model(model, optimizer)
-    return {"kernel": after - before, "nbytes": nbytes, "operations": operations}
+    return {"kernel": kernel, "nbytes": nbytes, "operations": operations}
 
 
 if __name__ == "__main__":
