@@ -37,16 +37,14 @@ GATHERS = {  # as what traffic counts them
 }
 
 
-class Bulk:
+class Bulk(PassAgreement):
     """The collectives of a pass. No-ops in a job of one rank. Used from the thread that runs the
     model."""
 
-    def __init__(
-        self, ranks: ParallelDims, traffic: Traffic, passes: PassAgreement, progress: Progress
-    ):
-        self.ranks, self.traffic = ranks, traffic
-        self._passes, self._progress = passes, progress
+    def __init__(self, ranks: ParallelDims, traffic: Traffic, progress: Progress):
+        super().__init__(ranks, traffic, progress)
         self._ordered: deque[Pending] = deque()
+        self._whole: Bulk = self  # of all data ranks; another one for divided experts
 
     # --- weights ---
 
@@ -101,9 +99,9 @@ class Bulk:
     ) -> Pending:
         collective = Collective(what, whole.numel(), describe(self.ranks, kind, mine, whole))
         with self._alone():
-            self._passes.enter()
-            if self.ranks.dp_group.collective_trace.next != collective:
-                self._passes.meet_for(what)
+            self._enter()
+            if self._place.collective_trace.next != collective:
+                self._meet_for(what)
             start = time.perf_counter()
             work = self._start(collective, kind, mine, whole, begin)
 
@@ -128,8 +126,8 @@ class Bulk:
         if other ranks have diverged meanwhile."""
         while self._ordered:
             self._ordered.popleft().wait()
-        if self.ranks.dp_group is not None:
-            self.ranks.dp_group.raise_heard()
+        if self._place is not None:
+            self._place.raise_heard()
 
     def _pending(
         self,
@@ -139,7 +137,7 @@ class Bulk:
         device: torch.device,
     ) -> Pending:
         pending = Pending(works, what, finish, is_on_host=device.type == "cpu")
-        if (place := self.ranks.dp_group) is not None:
+        if (place := self._place) is not None:
 
             def poll(settling: bool) -> None:
                 place.meet_if_called(f"{what} {self._progress}", settling=settling)
@@ -163,28 +161,40 @@ class Bulk:
         self,
         flat: torch.Tensor,
         what: str,
-        done: Callable[[torch.Tensor], None],
+        done: Callable[[torch.Tensor, list[bool]], None],
         *,
+        flags: Sequence[bool] = (),
         meets: bool = False,
     ) -> Pending:
         """Averages this rank's shard of all ranks' ``flat``, weighed by :attr:`weighing`.
-        The wait passes it, fp32, to ``done``. ``meets``: meets the ranks first, unless this is the
-        next collective of a verified pass. Without it they have met for this one.
+        The wait passes it, fp32, to ``done``, with those of ``flags`` that any rank has set, also
+        one with other experts. ``meets``: meets the ranks first, unless this is the next collective
+        of a verified pass. Without it they have met for this one.
         """
-        if meets and not self._passes.is_next(what):
-            self._passes.meet_for(what)
-        works, start, received = [], time.perf_counter(), flat
-        if self.ranks.size > 1:
+        if meets and not self.is_next(what):
+            self._meet_for(what)
+        works, start, received, size = [], time.perf_counter(), flat, self.ranks.size
+        mine = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        everyones = mine.new_empty(self._whole.ranks.size, mine.numel())
+        if size > 1:
             received = torch.empty_like(flat)
             works.append(self._go_on_with(what, Kind.REDUCE, flat, received))
         elif self.ranks.ep_size > 1:
             self._go_on_with(what, Kind.NOTHING, flat, flat)  # keeps its place in the order
+        if flags:
+            said = f"{what}: who has them"
+            telling = self._whole._go_on_with(said, Kind.TELL, mine, everyones.view(-1))
+            of_host = self._pending([telling], said, None, mine.device)
 
         def finish() -> None:
-            if self.ranks.size > 1:
-                moved = flat.nbytes - flat.nbytes // self.ranks.size
+            if flags:
+                of_host.wait()
+                self.traffic.received("flags", everyones.nbytes - mine.nbytes, what, start)
+            if size > 1:
+                moved = flat.nbytes - flat.nbytes // size
                 self.traffic.received("reduce-scatter", moved, what, start)
-            done(self.average(received.view(self.ranks.size, -1), what))
+            average = self.average(received.view(size, -1), what)
+            done(average, everyones.amax(0).bool().tolist() if flags else [])
 
         return self._pending(works, what, finish, flat.device)
 
@@ -213,22 +223,6 @@ class Bulk:
         first = self.ranks.data_rank - self.ranks.rank
         return self.weighing.weights[first : first + self.ranks.size]
 
-    def reduce_flags(
-        self, flags: Sequence[bool], what: str, done: Callable[[list[bool]], None]
-    ) -> Pending:
-        """Sends ``flags`` to the shard group's ranks, without blocking. The wait calls ``done``
-        with the flags that any rank has set. Precondition: as for :meth:`reduce`."""
-        mine, start = torch.tensor(flags, dtype=torch.uint8, device="cpu"), time.perf_counter()
-        everyones = mine.new_empty(self.ranks.size * mine.numel())
-
-        def finish() -> None:
-            self.traffic.received("flags", everyones.nbytes - mine.nbytes, what, start)
-            done(everyones.view(self.ranks.size, -1).amax(0).bool().tolist())
-
-        return self._pending(
-            [self._go_on_with(what, Kind.TELL, mine, everyones)], what, finish, mine.device
-        )
-
     def _gather_over_replicas(self, total: torch.Tensor, what: str) -> torch.Tensor:
         what, start = f"{what} over replicas", time.perf_counter()
         everyones = total.new_empty(self.ranks.replicate_group.size, total.numel())
@@ -244,22 +238,19 @@ class Bulk:
         self, what: str, kind: Kind, given: torch.Tensor, taken: torch.Tensor
     ) -> dist.Work:
         """Starts a collective. Meets first if the verified pass continues with another one."""
-        passing, collective = (
-            self.ranks.dp_group.collective_trace,
-            Collective(what, given.nbytes, describe(self.ranks, kind, given, taken)),
-        )
+        passing = self._place.collective_trace
+        collective = Collective(what, given.nbytes, describe(self.ranks, kind, given, taken))
         with self._alone():
-            self._passes.enter()
+            self._enter()
             if passing.is_verified and passing.next != collective:
-                self._passes.meet_for(what)
+                self._meet_for(what)
             return self._start(collective, kind, given, taken)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Lets the channel's listener do nothing in the block. Raises what it has met with."""
-        place = self.ranks.dp_group
-        with place.lock:
-            place.raise_heard()
+        with self._place.lock:
+            self._place.raise_heard()
             yield
 
     # --- shared by both ---
@@ -275,17 +266,17 @@ class Bulk:
         begin = begin or partial(begin_kind, self.ranks, kind, given, taken)
         count = partial(count_begun, self.ranks, kind, given.device)
         try:
-            return self.ranks.dp_group.collective_trace.start(collective, begin, count)
+            return self._place.collective_trace.start(collective, begin, count)
         except RuntimeError as error:
             raise ranks_lost(collective.what, error) from error
 
-    def drop_lost(self) -> None:
+    def _drop_lost(self) -> None:
         """Waits for all transfers. After an interrupt the last one may or may not have started."""
         self._ordered.clear()  # the collective trace has their works
         lost: list[tuple[dist.Work, bool]] = []
-        if (place := self.ranks.dp_group) is not None:
-            with place.lock:
-                lost += place.collective_trace.under_way()
+        if self._place is not None:
+            with self._place.lock:
+                lost += self._place.collective_trace.under_way()
         if self.ranks.shard_group is not None and self.ranks.shard_group.homes is not None:
             lost += [(work, True) for work in self.ranks.shard_group.homes.under_way()]
         for work, is_on_host in lost:

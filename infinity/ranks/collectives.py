@@ -1,7 +1,8 @@
 """Collectives: passes values, agreements and failures between the ranks of a job.
 
-Outside of a pass. Inside one, `passes` compares what the ranks expect to do, and `bulk` moves the
-bytes of weights and gradients. Ranks announce their progress at every sync point.
+Outside of a pass. Inside one, :class:`PassAgreement` compares what the ranks expect to do, and
+:class:`Bulk` moves the bytes of weights and gradients. Ranks announce their progress at every sync
+point.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from typing import Any
 import torch
 
 from ..core.machine.traffic import Traffic
-from ..errors import ConfigError, InfinityError
+from ..errors import InfinityError
 from .bulk import Bulk
 from .channel import HEARING_SECONDS, Channel
 from .comparing import Comparison
 from .kinds import DummyCollectives, bytes_of
 from .parallel_dims import ParallelDims
-from .pass_agreement import PassAgreement, Progress
+from .pass_agreement import Progress
 from .transfer import Transfer, all_gather, broadcast, end_groups, exchange_objects
 
 
-class Collectives:
+class Collectives(Bulk):
     """Passes values between the ranks of one job. In a job of one rank each exchange is a no-op.
     Used from the thread that runs the model. ``most_flags``: that a sync point of ranks with the
     same units has room for."""
@@ -40,11 +41,8 @@ class Collectives:
         *,
         most_flags: int = 0,
     ):
-        self.ranks = ranks if ranks is not None else ParallelDims()
-        self.traffic = traffic if traffic is not None else Traffic()
-        self._progress = progress if progress is not None else Progress()
-        self.passes = PassAgreement(self.ranks, self._progress)
-        self.bulk = Bulk(self.ranks, self.traffic, self.passes, self._progress)
+        super().__init__(ranks or ParallelDims(), traffic or Traffic(), progress or Progress())
+        self.steps = self._progress.steps
         self._is_closed = False
         for channel in self.ranks.unit_places:
             channel.flags_nbytes = max(channel.flags_nbytes, most_flags)
@@ -58,12 +56,9 @@ class Collectives:
         """For divided experts: bytes pass between ranks with the same ones; all data ranks meet."""
         if self.ranks.expert_group is None:
             return self
-        return Collectives(self.ranks.as_experts_see, self.traffic, self._progress)
-
-    def note_progress(self, *, steps: int, backwards: int) -> None:
-        """Sets the progress that this rank announces at every sync point."""
-        self._progress.steps, self._progress.backwards = steps, backwards
-        self.passes.restart(after_step=backwards == 0)
+        found = Collectives(self.ranks.as_experts_see, self.traffic, self._progress)
+        found._whole, found._ordered = self, self._ordered
+        return found
 
     def note_origin(self, load: str) -> None:
         """Sets the origin that this rank announces at every sync point: ``load``, a name unique to
@@ -73,35 +68,6 @@ class Collectives:
     def _progress_on(self, channel: Channel) -> str:
         """Returns the progress to announce on ``channel``."""
         return self._progress.of_steps if channel is self.ranks.pp_group else str(self._progress)
-
-    def agree(self, flags: Sequence[int], what: str) -> list[bool]:
-        """Returns which of ``flags`` any rank with the same units has set. Every rank of those
-        calls this."""
-        if self.ranks.alone:
-            return [bool(flag) for flag in flags]
-        flags = [int(flag) for flag in flags]
-        for channel in self.ranks.unit_places:
-            flags = channel.barrier(f"{what} {self._progress}", flags).tolist()
-        return [bool(flag) for flag in flags]
-
-    def exchange(
-        self,
-        values: torch.Tensor,
-        what: str,
-        *,
-        over_tensors: bool = False,
-        over_stages: bool = False,
-    ) -> torch.Tensor:
-        """Gathers ``values`` (of one shape) from every rank of the shard group: [size, ...], in the
-        same order on every rank. ``over_tensors``: also over the tensor-parallel group.
-        ``over_stages``: also over stages."""
-        found, ranks = values.unsqueeze(0), self.ranks
-        tensors, stages = ranks.tp_group if over_tensors else None, ranks.pp_group
-        for channel in (ranks.shard_group, tensors, stages if over_stages else None):
-            if channel is not None:
-                said = f"{what} {self._progress_on(channel)}"
-                found = self._from_all(channel, found, said).flatten(0, 1)
-        return found
 
     def _from_all(self, channel: Channel, value: torch.Tensor, what: str) -> torch.Tensor:
         """Gathers ``value`` from every rank of ``channel``: [size, ...]."""
@@ -150,51 +116,52 @@ class Collectives:
         transfer = Transfer(lambda: [broadcast(channel.group, raw, peer) for peer, raw in parts])
         self.ranks.place_of(channel).pass_on(what, transfer)
 
-    def collect(self, mine: Any, what: str, among: Sequence[Channel] | None = None) -> list[Any]:
-        """Gathers every rank's ``mine``, anything picklable. Order: shards, then replicas, then
-        tensor parts, then stages. ``among``: only over these channels."""
-        found = [mine]
+    def collect(self, mine: Any, what: str, among: Sequence[Channel] | None = None) -> Any:
+        """Gathers every rank's ``mine``, anything picklable: a list. Order: shards, then replicas,
+        then tensor parts, then stages. ``among``: only over these channels. Tensors of one shape,
+        of ranks at the same step, are gathered into one tensor: [ranks, ...]."""
+        is_tensor = isinstance(mine, torch.Tensor)
+        found = mine.unsqueeze(0) if is_tensor else [mine]
         for channel in self.ranks.channels if among is None else among:
+            if is_tensor:
+                said = f"{what} {self._progress_on(channel)}"
+                found = self._from_all(channel, found, said).flatten(0, 1)
+                continue
             everyones = self.ranks.place_of(channel).pass_on(
                 what, exchange_objects(channel.group, channel.size, found)
             )
             found = [item for of_one in everyones for item in of_one]
         return found
 
-    def least(self, values: Sequence[int], what: str, *, over_stages: bool = False) -> list[int]:
-        """Returns the minimum of each of ``values`` over all ranks with the same units.
-        ``over_stages``: over all ranks."""
-        found = torch.tensor(values, dtype=torch.int64, device="cpu")
-        for channel in self.ranks.channels if over_stages else self.ranks.unit_channels:
-            found = self._from_all(channel, found, what).amin(0)
-        return found.tolist()
-
-    def compare(
+    def meet(
         self,
-        mine: dict[str, str],
         what: str,
-        *,
-        over_stages: bool = False,
-        among: Sequence[Channel] | None = None,
-        remedy: str = "All ranks must be given the same.",
-    ) -> None:
-        """Raises ConfigError with the first difference, and ``remedy``, if a rank's description
-        differs from the first rank's. Compared are the ranks with the same units, all with
-        ``over_stages``, or those of the channels ``among``."""
-        if self.ranks.alone:
-            return
-        units = self.ranks.channels if over_stages else self.ranks.unit_channels
-        channels = units if among is None else among
-        everyones = self.collect((self.ranks.world_rank, mine), what, channels)
-        first_rank, firsts = everyones[0]
-        for peer, theirs in everyones:
-            for key in dict.fromkeys([*firsts, *theirs]):
-                first, other = firsts.get(key, "absent"), theirs.get(key, "absent")
-                if first != other:
-                    raise ConfigError(
-                        f"{what}: {key} is {first} on rank {first_rank} and {other} on rank {peer}."
-                        f" {remedy}"
-                    )
+        *same: torch.Tensor,
+        flags: Sequence[bool] = (),
+        over_tensors: bool = True,
+        then: Callable[[], None] = lambda: None,
+    ) -> list[bool]:
+        """Blocks until all ranks with the same units come to ``what``. Returns which of ``flags``
+        any of them has set. Raises UsageError if they do not have the ``same`` tensors.
+        ``over_tensors``: over the tensor-parallel group, too. ``then``: called as soon as all are
+        known to be there, even if this rank is interrupted."""
+        places = self.ranks.unit_places if over_tensors else self.ranks.sharing
+        if same and places:
+            digest = hashlib.blake2b(digest_size=8)
+            for tensor in same:
+                # Of a copy: NumPy would make the storage one that cannot be resized any more.
+                copied = tensor.detach().clone(memory_format=torch.contiguous_format)
+                digest.update(bytes_of(copied.view(-1)).cpu().numpy())
+            what = f"{what}, to values of digest {digest.hexdigest()},"
+        found = [int(flag) for flag in flags]
+        for channel in places:
+            done = then if channel is places[-1] else _nothing
+            found = channel.barrier(
+                f"{what} {self._progress}", found, then=lambda _, done=done: done()
+            ).tolist()
+        if not places:
+            then()
+        return [bool(flag) for flag in found]
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -223,31 +190,6 @@ class Collectives:
             with nullcontext() if among is None else self.heard_elsewhere(channel):
                 channel.barrier(what if wherever else f"{what} {self._progress_on(channel)}")
 
-    def same(
-        self,
-        what: str,
-        *tensors: torch.Tensor,
-        over_tensors: bool = False,
-        then: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Raises UsageError if the data ranks do not have the same ``tensors``. ``over_tensors``:
-        nor the tensor-parallel group, which has these in common. ``then``: called as soon as all
-        are known to have them, even if this rank is interrupted."""
-        places = self.ranks.unit_places if over_tensors else self.ranks.sharing
-        if places:
-            digest = hashlib.blake2b(digest_size=8)
-            for tensor in tensors:
-                # Of a copy: NumPy would make the storage one that cannot be resized any more.
-                copied = tensor.detach().clone(memory_format=torch.contiguous_format)
-                digest.update(bytes_of(copied.view(-1)).cpu().numpy())
-            *others, last = places
-            said = f"{what}, to values of digest {digest.hexdigest()}, {self._progress}"
-            for channel in others:
-                channel.barrier(said)
-            last.barrier(said, then=lambda found: then())
-        else:
-            then()
-
     def meet_for_step(
         self,
         common: str,
@@ -270,7 +212,7 @@ class Collectives:
         if (tensor := self.ranks.tp_group) is not None:
             syncs.append(partial(self._compare, tensor, common, in_common))
         if self.ranks.dp_group is not None:
-            syncs.append(partial(self.passes.predict, f"{common}{own}", trace))
+            syncs.append(partial(self._predict, f"{common}{own}", trace))
         in_turn(syncs, then)  # data ranks last: others' errors are raised before they meet
 
     def _compare(
@@ -341,7 +283,11 @@ class Collectives:
         started. Waits for all transfers."""
         for channel in self.ranks.places:
             channel.strike()
-        self.bulk.drop_lost()
+        self._drop_lost()
+
+
+def _nothing() -> None:
+    """Does nothing where other channels are still to agree."""
 
 
 def in_turn(syncs: Sequence[Callable], then: Callable[[], None]) -> None:

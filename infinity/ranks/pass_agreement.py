@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 import torch
 
+from ..core.machine.traffic import Traffic
+from ..core.run.step_counter import StepCounter
 from . import collective_trace
 from .collective_trace import CollectiveTrace
 from .parallel_dims import ParallelDims
@@ -48,56 +50,58 @@ class Progress:
     announced at every sync point. A rank interrupted after the agreement to load, or on other
     weights, but before its change, is found by it before its values mix with the others'."""
 
-    steps: int = 0
-    backwards: int = 0
+    steps: StepCounter = field(default_factory=StepCounter)
     origin: str = ""  # the load that its values are from, as announced
     weighing: Weighing | None = None  # None: averages weigh all data ranks alike
 
     def __str__(self) -> str:
         said = "" if self.weighing is None else self.weighing.said
-        return f"(after {self.steps} steps and {self.backwards} backwards{said}{self.origin})"
+        done = f"{self.steps.done} steps and {self.steps.backwards} backwards"
+        return f"(after {done}{said}{self.origin})"
 
     @property
     def of_steps(self) -> str:
         """The progress without backwards: a stage that trains nothing runs none."""
-        return f"(after {self.steps} steps{self.origin})"
+        return f"(after {self.steps.done} steps{self.origin})"
 
 
 class PassAgreement:
     """The passes of one rank, as the data ranks agree on them. No-ops in a job of one rank. Used
     from the thread that runs the model."""
 
-    def __init__(self, ranks: ParallelDims, progress: Progress):
-        self._place, self._progress = ranks.dp_group, progress
+    def __init__(self, ranks: ParallelDims, traffic: Traffic, progress: Progress):
+        self.ranks, self.traffic, self._progress = ranks, traffic, progress
+        self._place = ranks.dp_group
         self._gathers = ranks.size > 1  # else each rank has all weights, and may measure alone
         self._traces_agree = self._is_alone = False
-        self._count = 0  # of passes started since the last backward or step
-        self._is_after_step = True  # no backward since the last step
         self._found_after_step: list[int] = []  # gathered units at the first forward after a step
 
-    def restart(self, *, after_step: bool) -> None:
-        """Counts passes anew: after a step, or after a backward."""
-        self._count, self._is_after_step = 0, after_step
-
-    def begin(self, trace: Iterable[int], resident: Iterable[int], *, training: bool) -> None:
+    def begin_pass(
+        self, trace: Iterable[int], resident: Iterable[int], *, training: bool
+    ) -> Callable[[], bool]:
         """Starts a pass that expects to use the units of ``trace`` in order, and finds ``resident``
         gathered. Every data rank calls this, unless it trains nothing and has all weights. A later
-        collective waits for the comparison."""
+        collective waits for the comparison.
+
+        Returns a function that tells whether all data ranks expect to use the same units, equal on
+        all of them. It blocks until all have started the pass.
+        """
         self._is_alone = not (training or self._gathers)
         if self._place is None or self._is_alone:
-            return
-        self._count += training
-        found = sorted(resident) if self._gathers else []
-        key = _key_of(trace, found, self._count if training else 0)
-        if training and self._count == 1 and self._is_after_step:
+            return self._wait_traces_agree
+        steps, found = self._progress.steps, sorted(resident) if self._gathers else []
+        steps.forwards += training
+        key = _key_of(trace, found, steps.forwards if training else 0)
+        if training and steps.forwards == 1 and not steps.backwards:
             self._found_after_step = found
-        self.enter()
+        self._enter()
         if not self._place.collective_trace.enter(key):
             self._place.start_sync(
                 f"a forward {self._progress}",
                 _flags_of(self._place.collective_trace, key),
                 then=partial(self._begin, key),
             )
+        return self._wait_traces_agree
 
     def _begin(self, key: bytes, found: torch.Tensor, *, predicted: bool = False) -> None:
         """Starts a pass from all ranks' flags. It is verified if they match. A predicted pass
@@ -108,9 +112,9 @@ class PassAgreement:
             self._traces_agree = all(same[:DIGEST_NBYTES])
             self._place.collective_trace.begin(key, verified=verified, predicted=predicted)
 
-    def predict(self, what: str, trace: Iterable[int], then: Callable[[], None]) -> None:
+    def _predict(self, what: str, trace: Iterable[int], then: Callable[[], None]) -> None:
         """Meets the data ranks before the step ``what``. A forward of ``trace`` may follow: if all
-        ranks predict the same, it needs no barrier. ``then``: as of :meth:`Collectives.same`."""
+        ranks predict the same, it needs no barrier. ``then``: as of :meth:`Collectives.meet`."""
         key = _key_of(trace, self._found_after_step, 1)
         # After a divergence gathered units may differ over ranks: this rank does not vote.
         flags = [255] * (2 * SAID_NBYTES)
@@ -123,31 +127,29 @@ class PassAgreement:
 
         self._place.barrier(f"{what} {self._progress}", flags, then=go_on)
 
-    def enter(self) -> None:
+    def _enter(self) -> None:
         """Completes the sync point of a pass that has just started."""
         if self._place is not None:
             self._place.finish_sync()
 
-    def end(self) -> None:
+    def end_pass(self) -> None:
         """Ends the pass: later collectives do not belong to it."""
         if self._place is not None and not self._is_alone:
-            self.enter()
+            self._enter()
             self._place.collective_trace.end()
         self._is_alone = False
 
     def is_next(self, what: str) -> bool:
         """Returns whether the collective ``what`` is next in a verified pass."""
-        self.enter()
+        self._enter()
         following = self._place.collective_trace.next
         return following is not None and following.what == what
 
-    def wait_traces_agree(self) -> bool:
-        """Returns whether all data ranks expect to use the same units in this pass. Equal on all
-        ranks. Blocks until all have started it."""
-        self.enter()
+    def _wait_traces_agree(self) -> bool:
+        self._enter()
         return self._traces_agree
 
-    def meet_for(self, what: str) -> None:
+    def _meet_for(self, what: str) -> None:
         """Meets the data ranks. Each rank's next operation is to start a collective."""
         self._place.start_sync(
             f"{what} {self._progress}", then=lambda found: self._place.collective_trace.expect()

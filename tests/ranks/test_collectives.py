@@ -13,6 +13,7 @@ import pair
 import pytest
 import torch
 
+from infinity.core.wrap.agreement import compare, least
 from infinity.errors import ConfigError, PeerError, UsageError
 from infinity.ext.shared_homes.quantize import BlockCodes
 from infinity.ranks import kinds
@@ -48,8 +49,8 @@ def replicas(of: torch.Tensor, monkeypatch) -> Collectives:
 def test_averages_are_over_all_data_ranks(monkeypatch):
     """A row of one and two replicas: the sum of both is divided by two, not by the row's size."""
     found = []
-    pending = replicas(torch.tensor([5.0, 7.0]), monkeypatch).bulk.reduce(
-        torch.tensor([1.0, 2.0]), "a gradient", found.append
+    pending = replicas(torch.tensor([5.0, 7.0]), monkeypatch).reduce(
+        torch.tensor([1.0, 2.0]), "a gradient", lambda average, _: found.append(average)
     )
     pending.wait()
     assert torch.equal(found[0], torch.tensor([3.0, 4.5]))
@@ -62,7 +63,9 @@ def both(monkeypatch) -> Callable[..., list]:
     monkeypatch.setattr(kinds, "all_gather", pair.all_gather)
     monkeypatch.setattr(kinds, "dist", pair)
     monkeypatch.setattr(
-        ParallelDims, "world_rank", property(lambda ranks: next(iter(ranks.channels)).rank)
+        ParallelDims,
+        "world_rank",
+        property(lambda ranks: next((each.rank for each in ranks.channels), 0)),
     )
 
     def run(work: Callable[[Collectives], Any], *, axis: str = "shard_group", **more: Any) -> list:
@@ -96,18 +99,18 @@ def test_a_gather_brings_the_others_slices(both, dtype):
 
     def work(collectives: Collectives) -> tuple:
         flat = filled(collectives, dtype=dtype)
-        collectives.bulk.gather(flat, "unit 0").wait()
+        collectives.gather(flat, "unit 0").wait()
         return flat, collectives.traffic.collectives["all-gather"].nbytes
 
     for flat, nbytes in both(work):
         assert torch.equal(flat, WHOLE.to(dtype)) and nbytes == 256 * dtype.itemsize
-    assert Collectives().bulk.gather(torch.zeros(4), "unit 0") is None
+    assert Collectives().gather(torch.zeros(4), "unit 0") is None
 
 
 def test_a_compressed_gather_passes_a_quarter_within_half_a_step(both):
     def work(collectives: Collectives) -> tuple:
         flat = filled(collectives)
-        collectives.bulk.gather(flat, "unit 0").wait()
+        collectives.gather(flat, "unit 0").wait()
         return flat, collectives.traffic.collectives["all-gather"].nbytes
 
     first, second = both(work, encoding=BlockCodes())
@@ -120,9 +123,10 @@ def test_a_compressed_gather_passes_a_quarter_within_half_a_step(both):
 def test_a_pass_tells_whether_both_expect_the_same_units(both):
     def work(traces: list[list[int]]) -> Callable[[Collectives], bool]:
         def gather(collectives: Collectives) -> bool:
-            collectives.passes.begin(traces[collectives.ranks.rank], [], training=True)
-            collectives.bulk.gather(filled(collectives), "unit 0").wait()
-            return collectives.passes.wait_traces_agree()
+            rank = collectives.ranks.rank
+            agree = collectives.begin_pass(traces[rank], [], training=True)
+            collectives.gather(filled(collectives), "unit 0").wait()
+            return agree()
 
         return gather
 
@@ -136,7 +140,7 @@ def test_a_reduction_gives_each_rank_its_slice_of_the_mean(both):
     def work(collectives: Collectives) -> tuple:
         rank, found = collectives.ranks.rank, []
         flat = torch.full((512,), 256.0 if rank else 1.0, dtype=torch.bfloat16)
-        collectives.bulk.reduce(flat, "unit 0", found.append).wait()
+        collectives.reduce(flat, "unit 0", lambda average, _: found.append(average)).wait()
         return found[0], collectives.traffic.collectives["reduce-scatter"].nbytes
 
     for average, nbytes in both(work):
@@ -149,41 +153,33 @@ def test_a_reduction_gives_each_rank_its_slice_of_the_mean(both):
 
 def test_flags_that_any_rank_has_set_are_set(both):
     flags = [[True, False, False], [False, False, True]]
-    assert both(lambda c: c.agree(flags[c.ranks.rank], "flags")) == [[True, False, True]] * 2
+    assert both(lambda c: c.meet("flags", flags=flags[c.ranks.rank])) == [[True, False, True]] * 2
     assert (
-        both(lambda c: c.agree(flags[c.ranks.tp_group.rank], "flags"), axis="tp_group")
+        both(lambda c: c.meet("flags", flags=flags[c.ranks.tp_group.rank]), axis="tp_group")
         == [[True, False, True]] * 2
     )
-    assert Collectives().agree([1, 0], "flags") == [True, False]
+    assert Collectives().meet("flags", flags=[1, 0]) == [True, False]
 
 
 @pytest.mark.parametrize("axis", ["shard_group", "tp_group", "pp_group"])
-def test_values_are_exchanged_along_the_axes_that_are_asked_for(both, axis):
-    def work(collectives: Collectives) -> list[list[float]]:
-        mine = torch.tensor([1.0, 2.0]) + 10 * collectives.ranks.channels[0].rank
-        return collectives.exchange(
-            mine, "values", over_tensors=axis == "tp_group", over_stages=axis == "pp_group"
-        ).tolist()
+def test_tensors_are_collected_along_the_axes_that_are_asked_for(both, axis):
+    """Twin: along none."""
 
-    assert both(work, axis=axis) == [[[1.0, 2.0], [11.0, 12.0]]] * 2
-    if axis != "shard_group":  # and not along others
-        own = both(
-            lambda c: c.exchange(torch.tensor([1.0 + c.ranks.channels[0].rank]), "values").tolist(),
-            axis=axis,
-        )
-        assert own == [[[1.0]], [[2.0]]]
+    def work(collectives: Collectives) -> tuple:
+        mine = torch.tensor([1.0, 2.0]) + 10 * collectives.ranks.channels[0].rank
+        own = collectives.collect(mine, "values", [])
+        return collectives.collect(mine, "values").tolist(), own.tolist() == [mine.tolist()]
+
+    assert both(work, axis=axis) == [([[1.0, 2.0], [11.0, 12.0]], True)] * 2
 
 
 def test_the_least_of_each_value_is_found(both):
     values = [[3, 5], [4, 2]]
-    assert both(lambda c: c.least(values[c.ranks.rank], "values")) == [[3, 2]] * 2
+    assert both(lambda c: least(c, values[c.ranks.rank], "values")) == [[3, 2]] * 2
     assert (
-        both(
-            lambda c: c.least(values[c.ranks.pp_rank], "values", over_stages=True), axis="pp_group"
-        )
-        == [[3, 2]] * 2
+        both(lambda c: least(c, values[c.ranks.pp_rank], "values"), axis="pp_group") == [[3, 2]] * 2
     )
-    assert both(lambda c: c.least(values[c.ranks.pp_rank], "values"), axis="pp_group") == values
+    assert both(lambda c: least(c, values[c.ranks.pp_rank], "", []), axis="pp_group") == values
 
 
 def test_pieces_of_any_length_are_assembled(both):
@@ -243,14 +239,14 @@ def test_objects_are_collected_in_the_order_of_ranks(both):
 def test_descriptions_that_differ_are_told_with_the_first_difference(both, theirs, said):
     def work(collectives: Collectives) -> str | None:
         try:
-            collectives.compare(theirs if collectives.ranks.rank else {"a": "1"}, "wrap_model")
+            compare(collectives, theirs if collectives.ranks.rank else {"a": "1"}, "wrap_model")
         except ConfigError as error:
             return str(error)
         return None
 
     for found in both(work):
         assert found is None if said is None else said in found
-    Collectives().compare({"a": "1"}, "wrap_model")
+    compare(Collectives(), {"a": "1"}, "wrap_model")
 
 
 @pytest.mark.parametrize(
@@ -264,7 +260,7 @@ def test_values_that_differ_are_refused_where_they_are_to_be_the_same(
         def same(collectives: Collectives) -> bool:
             tensor = torch.arange(6).view(2, 3).t() + change * collectives.ranks.channels[0].rank
             try:
-                collectives.same("setting it", tensor, over_tensors=over_tensors)
+                collectives.meet("setting it", tensor, over_tensors=over_tensors)
             except UsageError:
                 return False
             return True
@@ -292,7 +288,8 @@ def test_what_one_rank_raises_all_raise_and_can_go_on(both):
 
 def test_ranks_that_are_at_other_steps_are_told(both):
     def work(collectives: Collectives) -> str:
-        collectives.note_progress(steps=2, backwards=collectives.ranks.channels[0].rank)
+        collectives.steps.finish(2)
+        collectives.steps.count_backwards(collectives.ranks.channels[0].rank)
         try:
             collectives.meet_for_step(
                 "step()",
@@ -340,7 +337,7 @@ def test_an_error_of_the_stages_is_raised_on_the_data_ranks_too(what):
             collectives.barrier("a step of a schedule", among=[stages])
         else:
             compared = SimpleNamespace(values=lambda: [1], agrees=lambda _: True, check=check)
-            collectives.passes.predict = lambda *_, **__: None
+            collectives._predict = lambda *_, **__: None
             collectives.meet_for_step(
                 "", "", over_stages=("a step", compared), trace=[], in_common=SAID, then=list
             )

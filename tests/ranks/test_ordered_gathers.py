@@ -41,7 +41,7 @@ NEVER = 1 << 40
 def bulk(monkeypatch):
     monkeypatch.setattr("infinity.ranks.pending.ranks_lost", _lost)
     monkeypatch.setattr("infinity.ranks.transfer._gave_up", None)
-    return Bulk(ParallelDims(), Traffic(), SimpleNamespace(), SimpleNamespace())
+    return Bulk(ParallelDims(), Traffic(), SimpleNamespace())
 
 
 def _lost(what: str, error: BaseException) -> PeerError:
@@ -97,11 +97,11 @@ def test_what_an_exception_left_is_polled_where_it_is_a_devices(bulk, monkeypatc
 
     place = SimpleNamespace(collective_trace=trace, lock=nullcontext(), raise_heard=lambda: None)
     place.meet_if_called = lambda *_, **__: None
-    monkeypatch.setattr(ParallelDims, "dp_group", place)
+    bulk._place = place
     for is_on_host in (False, True):
         numbers = (0, 0, 0, 0, 0, is_on_host)
         trace.start(Collective("a gather", 8, numbers), lambda: Limited(3), lambda: 0)
-    bulk.drop_lost()
+    bulk._drop_lost()
     assert waits == [(), (timedelta(milliseconds=500),)]
 
 

@@ -224,7 +224,7 @@ def test_the_command_line_trains_under_torchrun_and_exports(tmp_path):
             for case in [
                 ("learning rates differ", "learning rates 0.1"),
                 ("other parameters are read", "reading weight of blocks.1.feed.0.weight"),
-                ("one rank edits", "leaving full_params with 1 edited"),
+                ("one rank edits", "leaving full_params with 1 tensors"),
                 ("other values are loaded", "setting"),
                 ("other gradients are set", "setting the gradient of positions"),
                 ("one rank saves", "naming a checkpoint"),

@@ -92,7 +92,7 @@ def test_what_is_written_to_layers_that_are_cut_is_theirs(two, home):
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("values", "taking over state_dict() values with 1 edited"),
+        ("values", "taking over state_dict() values with 1 tensors"),
         ("moments", "optimizer.state) with learning rates"),
         ("averages", "writing the average of positions"),
     ],

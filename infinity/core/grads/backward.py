@@ -362,7 +362,7 @@ class Backward:
         """Ends the backward. Every gradient is then on its way home, or waits for the rest of an
         accumulation pass."""
         job = self.job
-        job.collectives.bulk.wait_for_ordered()
+        job.collectives.wait_for_ordered()
         if self._pass.is_accumulating:
             self._pass.backward_count += 1  # its gradients stay incomplete until the last one
             return

@@ -114,7 +114,7 @@ class GradientBank:
         assigned, part = value, part_of(handle.param, value.detach(), f"{handle.name}.grad")
         value = part.clone()
         # Compared over the ranks that share it: with an ep axis each rank has other experts.
-        handle.flat_param.collectives.same(
+        handle.flat_param.collectives.meet(
             f"setting the gradient of {handle.name}", value, over_tensors=is_common(handle.param)
         )
         self.assigned.part_from(handle)

@@ -102,7 +102,7 @@ class Reducer:
         while self._position < len(self._order):  # next of the order, and of a verified pass
             following = self._order[self._position]
             what = f"reducing {following.name} (0)"
-            if not self._collectives.passes.is_next(what) or following not in self._ready:
+            if not self._collectives.is_next(what) or following not in self._ready:
                 break
             self._start_before(self._position + 1)
 
@@ -126,7 +126,7 @@ class Reducer:
         if self._waits_for_step():
             return
         self._start_before(len(self._order))
-        self._collectives.passes.end()
+        self._collectives.end_pass()
         self._decide()
         for unit in self._incomplete:  # complete now
             self._on_reduced(unit)
@@ -146,13 +146,13 @@ class Reducer:
         handles = [handle for *_, of_flat_param in flat_params for handle in of_flat_param]
         while True:
             late = {handle for handle in handles if self.whole.has_gradient(handle)}
-            *flags, is_outdated = self._collectives.agree(
-                [
+            *flags, is_outdated = self._collectives.meet(
+                "the end of a backward",
+                flags=[
                     *(handle in self._got or handle in late for handle in handles),
                     *(handle in late for handle in handles),
                     bool(late) and self._own_spans() != self._spans,
                 ],
-                "the end of a backward",
             )
             if is_outdated:
                 self._order = []  # the next backward agrees on one anew
@@ -193,8 +193,8 @@ class Reducer:
             for _, flat_param, handles in flat_params
             for handle in handles
         ]
-        self._collectives.passes.end()
-        anywhere = iter(self._collectives.agree(flags, "reducing the gradients of a pass"))
+        self._collectives.end_pass()
+        anywhere = iter(self._collectives.meet("reducing the gradients of a pass", flags=flags))
         self._is_reducing_all, self._failure = True, None
         try:
             for unit, flat_param, handles in flat_params:
@@ -262,7 +262,7 @@ class Reducer:
         flags = [*(handle.index in got for handle in handles), unit not in self._ready]
         early = self._decides_early() or self._in_buckets  # each lands once it is known
         if early and not self._ranks.can_reduce_flags:
-            *anywhere, incomplete = self._collectives.agree(flags, what)
+            *anywhere, incomplete = self._collectives.meet(what, flags=flags)
             wanted = [handle for handle, is_wanted in zip(handles, anywhere) if is_wanted]
             self._reduce(unit, flat_param, got, wanted, what, decided=True)
             return not incomplete
@@ -290,14 +290,14 @@ class Reducer:
         else:
             self.whole.take(unit, flat_param)
             whole, charge = self.whole.pop(flat_param)
-        reduction, telling = Reduction(flat_param, wanted, got, is_decided=decided), None
+        reduction = Reduction(flat_param, wanted, got, is_decided=decided)
         reduction.bring_nothing(whole)
 
-        def done(given: torch.Tensor, begin: int, average: torch.Tensor) -> None:
+        def done(given: torch.Tensor, begin: int, average: torch.Tensor, told: list[bool]) -> None:
             for listener in self._listeners:
                 listener(flat_param, given, begin, average)
-            if telling is not None:
-                telling.wait()
+            if told:
+                reduction.note_flags(told)
             if reduction.more_comes:
                 self._late.add(unit)
             with self._landing():
@@ -310,16 +310,15 @@ class Reducer:
         for begin in range(0, numel, most):
             given = rows[:, begin : begin + most].reshape(-1)
             said = f"{what} from {begin}" if begin else what
-            pending = flat_param.collectives.bulk.reduce(
-                given, said, partial(done, given, begin), meets=not (decided or begin)
+            pending = flat_param.collectives.reduce(
+                given,
+                said,
+                partial(done, given, begin),
+                flags=() if begin else flags,
+                meets=not (decided or begin),
             )
             self._finish()
             self._pending.append(pending)
-            if flags and not begin:
-                telling = self._collectives.bulk.reduce_flags(
-                    flags, f"{what}: who has them", reduction.note_flags
-                )
-                self._pending.append(telling)
         if not self._ranks.keeps_gradients:
             if most < numel and len(rows) > 1:  # each bucket is a copy
                 charge.release()
@@ -370,7 +369,7 @@ class Reducer:
             for *_, handles in flat_params
         ]
         flags = [h.index in had for (*_, handles), had in zip(flat_params, got) for h in handles]
-        anywhere = iter(self._collectives.agree(flags, "averaging the gradients"))
+        anywhere = iter(self._collectives.meet("averaging the gradients", flags=flags))
         for (unit, flat_param, handles), had in zip(flat_params, got):
             wanted = [handle for handle in handles if next(anywhere)]
             if wanted:

@@ -207,9 +207,7 @@ def _unscale(func, args: tuple) -> None:
         if not values.ranks.alone:
             # The scale must be equal on every rank
             what = f"{what} that are multiplied by {args[2].item()!r}"
-        args[1].copy_(
-            values.collectives.exchange(args[1], what, over_tensors=True, over_stages=True).amax(0)
-        )
+        args[1].copy_(values.collectives.collect(args[1], what).amax(0))
 
 
 class GradView(AtHome):

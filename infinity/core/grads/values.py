@@ -207,9 +207,8 @@ class GradValues:
                 for h in handles
             ]
         )
-        return self.collectives.exchange(
-            parts, f"the norm of {len(handles)} gradients", over_tensors=True
-        )
+        channels = filter(None, (self.ranks.shard_group, self.ranks.tp_group))
+        return self.collectives.collect(parts, f"the norm of {len(handles)} gradients", channels)
 
     def counts(self, handle: ParamHandle) -> bool:
         """Returns whether this rank's local part of ``handle`` counts: of parts in common only the
@@ -272,7 +271,8 @@ class GradValues:
         if record.proxy_norm is None or record.proxy_norm[0] != order or record.norm is None:
             handles = [h for h in self.handles if h.grad.state is not GradState.ABSENT]
             parts = torch.stack([self._own_norm(h, order) for h in handles])
-            everyones = self.collectives.exchange(parts, f"norms of {len(handles)} gradients")
+            said, row = f"norms of {len(handles)} gradients", [self.ranks.shard_group]
+            everyones = self.collectives.collect(parts, said, row)
             norms = torch.linalg.vector_norm(everyones, order, dim=0)
             # Combined over the ranks with the same experts
             if (experts := self.ranks.expert_group) is not None:

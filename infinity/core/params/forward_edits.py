@@ -139,7 +139,7 @@ class ForwardEdits:
                 continue
             before = self._watched.get(param)
             name = param._infinity.name
-            collectives.same(
+            collectives.meet(
                 f"changing {name} in a forward", own_bytes(param), over_tensors=is_common(param)
             )
             if encoding is not None and before is None:

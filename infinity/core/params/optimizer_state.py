@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
 from ...errors import UsageError
-from ...ranks.collectives import in_turn
 from ..step.context import StepContext
 from ..step.known import Known
 from ..step.rules import saved_step
 from ..units.flat_param import FlatParam
-from ..units.forms import is_common, like, local_of, part_of
+from ..units.forms import like, local_of, part_of
 from ..units.handle import ParamHandle, handle_of
 from .books import OptimizerBooks
 from .borrowed_state import STEP, StateSource
 from .lent import Source
+from .value_edits import compare_values
 
 logger = logging.getLogger(__name__)
 
@@ -186,37 +185,6 @@ class OptimizerState:
         numbered = enumerate(self._all_params_of(state_dict))
         return {n: state_dict["state"][key] for n, key in numbered if key in state_dict["state"]}
 
-    def _comparisons(self, state_dict: dict[str, Any]) -> list[Callable]:
-        """Lists the sync points that compare the tensors of ``state_dict``. Over the ranks that
-        share them: those of divided experts, and those common to all tensor parts. Then those of
-        all data ranks."""
-        params, collectives = self._params_of(state_dict), self._context.collectives
-        # Whether all data ranks have it
-        found: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-        common: list[torch.Tensor] = []  # to all parts of the tensors
-        for index, param in params.items():
-            state = state_dict["state"].get(index, {})
-            values = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            found[handle_of(param).flat_param.collectives is collectives] += values
-            common += values if is_common(param) else []
-        comparisons: list[Callable] = []
-        if (view := collectives.of_experts) is not collectives:
-            comparisons.append(
-                partial(view.same, "loading the state of experts", *map(local_of, found[False]))
-            )
-        if collectives.ranks.tp_group is not None:
-            what = "loading state that all parts have"
-            comparisons.append(
-                partial(collectives.same, what, *map(local_of, common), over_tensors=True)
-            )
-        if collectives.ranks.sharing:
-            comparisons.append(
-                partial(
-                    collectives.same, "loading the optimizer's state", *map(local_of, found[True])
-                )
-            )
-        return comparisons
-
     def write(
         self, state_dict: dict[str, Any], groups: list[dict[str, Any]], books: OptimizerBooks
     ) -> None:
@@ -224,15 +192,23 @@ class OptimizerState:
         values go into ``books``. With several ranks every rank calls this."""
         of_masters = {kind: [] for kind in OUTCOMES}
         change = partial(self._set, state_dict, groups, books, of_masters)
-        self._context.journal.carry_out(change, partial(in_turn, self._comparisons(state_dict)))
-        handles = list(map(handle_of, self._params_of(state_dict).values()))
+        params = self._params_of(state_dict)
+        handles = list(map(handle_of, params.values()))
+        given = [
+            (handle, local_of(value))
+            for index, handle in zip(params, handles)
+            for value in state_dict["state"].get(index, {}).values()
+            if isinstance(value, torch.Tensor)
+        ]
+        said, collectives = "loading the optimizer's state", self._context.collectives
+        meet = partial(compare_values, collectives, said, given)
+        self._context.journal.carry_out(change, meet)
         loaded = set(of_masters["loaded"])
-        everywhere = self._context.collectives.least(
-            [handle.name in loaded for handle in handles],
-            "masters that were loaded",
+        absent = collectives.meet(
+            "masters that were loaded", flags=[handle.name not in loaded for handle in handles]
         )
-        for handle, whole in zip(handles, everywhere):
-            handle.has_loaded_master = bool(whole)
+        for handle, is_absent in zip(handles, absent):
+            handle.has_loaded_master = not is_absent
         self._tell_of_masters(of_masters["absent"], of_masters["others"])
 
     def _set(

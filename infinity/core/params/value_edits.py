@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -89,7 +89,8 @@ class ValueEdits(Source):
         # Optimizer state was loaded first: it may include this value's master.
         if handle.has_loaded_master:
             holds = handle.flat_param.holds(self._store, handle.index, value)
-            (is_there,) = self._collectives.least([holds], f"setting {handle.name}")
+            (lacks,) = self._collectives.meet(f"setting {handle.name}", flags=[not holds])
+            is_there = not lacks
 
         def change() -> None:
             if not is_there:
@@ -100,8 +101,8 @@ class ValueEdits(Source):
                 )
 
         def meet(then: Callable[[], None]) -> None:
-            same = handle.flat_param.collectives.same
-            same(f"setting {handle.name}", value, over_tensors=is_common(handle.param), then=then)
+            meets = handle.flat_param.collectives.meet
+            meets(f"setting {handle.name}", value, over_tensors=is_common(handle.param), then=then)
 
         self._journal.carry_out(change, meet)
 
@@ -129,29 +130,28 @@ class ValueEdits(Source):
                 )
             then()
 
-        self._journal.carry_out(change, partial(self._meet, edited, what))
+        self._journal.carry_out(change, partial(compare_values, self._collectives, what, edited))
 
-    def _meet(
-        self,
-        edited: Sequence[tuple[ParamHandle, torch.Tensor]],
-        what: str,
-        then: Callable[[], None],
-    ) -> None:
-        """Compares ``edited`` with the other ranks. Calls ``then`` as soon as all are known to be
-        equal."""
-        collectives, comparisons = self._collectives, []
-        views = dict.fromkeys((collectives, collectives.of_experts))
-        for view in views if collectives.ranks.data_size > 1 else ():
-            values = [value for handle, value in edited if handle.flat_param.collectives is view]
-            comparisons.append(partial(view.same, f"{what} with {len(values)} edited", *values))
-        if collectives.ranks.tp_group is not None:
-            common = [value for handle, value in edited if is_common(handle.param)]
-            comparisons.append(
-                partial(
-                    collectives.same,
-                    f"{what} with {len(common)} edited that all have",
-                    *common,
-                    over_tensors=True,
-                )
-            )
-        in_turn(comparisons, then)
+
+def compare_values(
+    collectives: Collectives,
+    what: str,
+    given: Iterable[tuple[ParamHandle, torch.Tensor]],
+    then: Callable[[], None],
+) -> None:
+    """Compares tensors that were ``given`` for parameters over the ranks that share them: what all
+    tensor parts have in common, then the experts' of this rank, then the rest. Calls ``then`` as
+    soon as all are known to be equal."""
+    common: list[torch.Tensor] = []
+    values: dict[Collectives, list] = {collectives.of_experts: [], collectives: []}
+    for handle, value in given:
+        values[handle.flat_param.collectives].append(value)
+        common += [value] * is_common(handle.param)
+    meetings, ranks = [], collectives.ranks
+    if ranks.tp_group is not None:
+        said = f"{what} with {len(common)} tensors that all have"
+        meetings.append(partial(collectives.meet, said, *common))
+    for view, own in values.items() if ranks.data_size > 1 else ():
+        said = f"{what} with {len(own)} tensors"
+        meetings.append(partial(view.meet, said, *own, over_tensors=False))
+    in_turn(meetings, then)

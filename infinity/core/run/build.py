@@ -154,7 +154,7 @@ def _make_base(
         schedule=Schedule(),
         journal=Journal(),
         running=Pass(),
-        steps=StepCounter(note_progress=collectives.note_progress),
+        steps=collectives.steps,
         events=events,
         extensions=extensions,
     )

@@ -190,7 +190,7 @@ class Passes:
                 self.job.prefetcher.unhold(unit)
         if not self.frames:
             if output is not None:  # a forward that failed uses no gather; recovery drops them
-                self.job.collectives.bulk.wait_for_ordered()
+                self.job.collectives.wait_for_ordered()
             for listener in self.job.events.pass_ended:
                 listener(module, (t for t in _tensors(output) if type(t) not in LAZY))
             for hook in self.reorder_hooks:

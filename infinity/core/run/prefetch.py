@@ -83,6 +83,7 @@ class Prefetcher:
         self._collectives, self._ranks, self._device = collectives, collectives.ranks, device
         self._give_way = give_way  # lets the backward release a unit; False when it has none
         self._pass = running
+        self._traces_agree: Callable[[], bool] = bool  # of the pass: see Collectives.begin_pass
         self.misses = 0  # units that were not fetched ahead of their use
 
     def add(self, units: Sequence[ParamUnit]) -> None:
@@ -108,7 +109,7 @@ class Prefetcher:
             else:
                 self._make_resident(unit)
             if not (backward or (in_pass and self._pass.frames)):  # no pass ends behind this
-                self._collectives.bulk.wait_for_ordered()
+                self._collectives.wait_for_ordered()
         except BaseException:
             # Not unhold(): the unit is not exposed, so its edits would be those of its last use.
             self._take_off(unit, self._pass.holds)
@@ -186,7 +187,7 @@ class Prefetcher:
         them."""
         if self._pass.is_accumulating:
             return
-        self._collectives.passes.end()
+        self._collectives.end_pass()
         if self._ranks.keeps_weights or self._pass.keeps_idle:
             return
         for unit in [unit for unit in self._pass.resident if unit not in self._pass.holds]:
@@ -235,7 +236,7 @@ class Prefetcher:
         this; it does not wait for their answers."""
         self._pass.computing = None
         self.look_ahead.begin_pass(self.schedule.expected())
-        self._collectives.passes.begin(
+        self._traces_agree = self._collectives.begin_pass(
             self.schedule.expected(),
             [unit.index for unit in self._pass.resident],
             training=training,
@@ -248,7 +249,7 @@ class Prefetcher:
         gathered ahead in a pass whose trace differs between ranks.
         """
         coming = [self.units[index] for index in upcoming]
-        if not self._collectives.passes.wait_traces_agree():
+        if not self._traces_agree():
             return
         for unit in coming:
             if unit.residency in COMING or not unit.arrival.comes_ahead:
@@ -401,7 +402,7 @@ class Prefetcher:
         Every data rank calls this, and the first call of a pass blocks on them.
         """
         idle = [other for other in self._pass.resident if other not in self._pass.holds]
-        if self._ranks.size == 1 or self._collectives.passes.wait_traces_agree():
+        if self._ranks.size == 1 or self._traces_agree():
             if len(idle) > 1:
                 idle.sort(key=lambda other: -self.schedule.next_use(other.index))
         return idle

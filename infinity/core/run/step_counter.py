@@ -3,8 +3,7 @@ ended."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -17,10 +16,8 @@ class StepCounter:
     begun: bool = False  # the next step is the rest of one
     streaming: bool = False  # units are stepped in the backward, as their gradients land
     untold: int = -1  # last step that recovery finished after an interrupt; -1 once reported
-    # Sends this rank's progress to the other ranks at their next barrier.
-    note_progress: Callable[..., None] = field(
-        default=lambda *, steps, backwards: None, repr=False, kw_only=True
-    )
+    done: int = 0  # index of the last step that ended: other ranks compare it with theirs
+    forwards: int = 0  # of training that were compared with other ranks since, or since a backward
 
     def stream(self) -> None:
         """Begins a step that is made unit by unit, in the backward."""
@@ -37,8 +34,8 @@ class StepCounter:
 
     def finish(self, index: int) -> None:
         """Ends step ``index``, and resets the count of backwards. Idempotent."""
-        self.index, self.begun, self.untold, self.backwards = index, False, index, 0
-        self.note_progress(steps=index, backwards=0)
+        self.index, self.begun, self.untold = index, False, index
+        self.done, self.backwards, self.forwards = index, 0, 0
 
     def reported(self, value: Any) -> Any:
         """Notes that the last step was reported to the caller, by the return of ``value``."""
@@ -47,8 +44,7 @@ class StepCounter:
 
     def count_backwards(self, count: int) -> None:
         """Sets the number of backwards that ended since the last step."""
-        self.untold, self.backwards = -1, count
-        self.note_progress(steps=self.index, backwards=count)
+        self.untold, self.done, self.backwards, self.forwards = -1, self.index, count, 0
 
     def forget_backwards(self) -> None:
         """Resets the count of backwards since the last step, because their gradients are gone."""

@@ -238,7 +238,7 @@ class Arrival:
         """Gathers the other ranks' shards, after this rank's copy, on the same queue."""
         for i, (flat_param, flat) in enumerate(zip(self._flat_params, self._buffers.flats)):
             what = f"{self._name} ({i})"
-            pending = self._collectives.bulk.gather(
+            pending = self._collectives.gather(
                 bytes_of(flat) if flat_param.spec.exact else flat,
                 what,
                 homes=flat_param.homes.weight_regions,
@@ -262,7 +262,7 @@ class Arrival:
     def give_up(self) -> None:
         """Waits until nothing writes to the buffers, after an error, and ignores further ones."""
         self.forget_gathers()
-        self._collectives.bulk.drop_lost()
+        self._collectives.complete_started()
         try:
             self.event.wait()
         except (InfinityError, RuntimeError):

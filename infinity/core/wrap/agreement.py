@@ -154,12 +154,11 @@ def agree(
         }
         # Other stages do not see a difference here.
         if "inputs" in unlike:
-            collectives.compare(tables["inputs"], "wrap_model")
+            compare(collectives, tables["inputs"], "wrap_model", ranks.unit_channels)
         if "built" in unlike:
-            channels = ranks.data_channels
-            collectives.compare(tables["built"], "wrap_model", among=channels, remedy=OTHER_BUILDS)
+            compare(collectives, tables["built"], "wrap_model", ranks.data_channels, OTHER_BUILDS)
         if "settings" in unlike:
-            collectives.compare(tables["settings"], "wrap_model", over_stages=True)
+            compare(collectives, tables["settings"], "wrap_model")
         values, common = [], []
         if "values" in unlike:
             values = collectives.collect(tables["values"], "samples", ranks.data_channels)
@@ -172,6 +171,36 @@ def agree(
     local_size = max(each.local_size for each in everyones)
     share = _share_of_machine(everyones, stage, ranks, local_size)
     return local_size, share, prefix_of_stage(tables["names"], collectives)
+
+
+def compare(
+    collectives: Collectives,
+    mine: dict[str, str],
+    what: str,
+    among: Sequence[Any] | None = None,
+    remedy: str = "All ranks must be given the same.",
+) -> None:
+    """Raises ConfigError with the first difference, and ``remedy``, if a rank's description differs
+    from the first rank's. ``among``: the channels over which they are compared; None: all."""
+    everyones = collectives.collect((collectives.ranks.world_rank, mine), what, among)
+    first_rank, firsts = everyones[0]
+    for peer, theirs in everyones:
+        for key in dict.fromkeys([*firsts, *theirs]):
+            first, other = firsts.get(key, "absent"), theirs.get(key, "absent")
+            if first != other:
+                raise ConfigError(
+                    f"{what}: {key} is {first} on rank {first_rank} and {other} on rank {peer}."
+                    f" {remedy}"
+                )
+
+
+def least(
+    collectives: Collectives, values: Sequence[int], what: str, among: Sequence[Any] | None = None
+) -> list[int]:
+    """Returns the minimum of each of ``values`` over the ranks of the channels ``among``; None: of
+    all."""
+    mine = torch.tensor(values, dtype=torch.int64, device="cpu")
+    return collectives.collect(mine, what, among).amin(0).tolist()
 
 
 def _other_names(everyones: Sequence[dict[str, bytes]]) -> list[str]:
@@ -284,4 +313,4 @@ def free_everywhere(
         )
         for tier in Tier
     ]
-    return dict(zip(Tier, collectives.least(mine, "free memory")))
+    return dict(zip(Tier, least(collectives, mine, "free memory", collectives.ranks.unit_channels)))

@@ -38,7 +38,7 @@ from ..seams import kinds
 from ..step.recognised import Optimizers, as_given
 from ..units.flat_param import FlatParam
 from ..units.flat_param_spec import ARRAYS, FlatParamSpec
-from .agreement import free_everywhere
+from .agreement import free_everywhere, least
 from .changes import Changes
 from .checks import check
 from .described_model import DescribedModel, read_model
@@ -407,7 +407,7 @@ def _within_device(
         return config, None
     # Parameters that are there move into the plan's homes.
     own = sum(param.nbytes for param in model.users if param.device == device.where)
-    (most,) = collectives.least([left + own], "device memory")
+    (most,) = least(collectives, [left + own], "device memory", collectives.ranks.unit_channels)
     asked = int(config.device_memory)
     if asked <= most:
         return config, most
@@ -480,9 +480,11 @@ def lay_out_here(
         for name in ARRAYS
     )
     chosen = scratch.choose(folders, needed * collectives.ranks.local_size)
-    everywhere, usable = collectives.least(
+    everywhere, usable = least(
+        collectives,
         [chosen is not None, chosen.usable_nbytes // collectives.ranks.local_size if chosen else 0],
         "scratch folders",
+        collectives.ranks.unit_channels,
     )
     if not everywhere or chosen is None:
         if (chosen_memory := in_memory(splits=True)) is not None:

@@ -98,9 +98,9 @@ class Gathered:
         if self._ranks.size == 1 or not pieces:
             return
         mine = torch.tensor([self._digests.get(piece, (0, 0)) for piece in pieces], device="cpu")
-        for piece, said in zip(
-            pieces, self._collectives.exchange(mine, "auditing gathered weights").unbind(1)
-        ):
+        row = [self._ranks.shard_group]
+        everyones = self._collectives.collect(mine, "auditing gathered weights", row)
+        for piece, said in zip(pieces, everyones.unbind(1)):
             owner = piece.begin // piece.flat_param.layout.shard_numel
             others = [
                 rank
@@ -142,7 +142,7 @@ class Reduced:
     ) -> None:
         """Keeps the chosen pieces of what this rank gave and got: of each rank's shard the elements
         from ``begin``. Those that a bucket has a part of are not audited."""
-        if not self._is_on or self._collectives.bulk.weighing is not None:
+        if not self._is_on or self._collectives.weighing is not None:
             return
         each, rank = flat_param.layout.shard_numel, flat_param.ranks.rank
         rows = given.view(-1, len(average))
@@ -175,7 +175,7 @@ class Reduced:
         ]
         mine = torch.cat([bits(numbers), *map(bits, given)])
         what = f"auditing {mine.numel()} bytes of reductions"
-        everyones = self._collectives.exchange(mine, what)
+        everyones = self._collectives.collect(mine, what, [self._ranks.shard_group])
         tags = everyones[:, : numbers.nbytes].contiguous().view(torch.int64)
         at = numbers.nbytes
         for index, (piece, value) in enumerate(zip(chosen, given)):

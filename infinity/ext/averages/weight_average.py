@@ -218,7 +218,7 @@ class WeightAverage(Extension, Source):
 
         comparisons = [
             partial(
-                handle.flat_param.collectives.same,
+                handle.flat_param.collectives.meet,
                 f"writing {self.name_of(handle)}",
                 value,
                 over_tensors=is_common(handle.param),

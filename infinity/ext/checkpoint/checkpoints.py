@@ -20,6 +20,7 @@ from torch import nn
 from ...core.run.job import Job
 from ...core.run.registry import wrapped
 from ...core.seams import Extension
+from ...core.wrap.agreement import least
 from ...errors import ConfigError, InfinityError, UsageError
 from ...files.outputs import folder_of
 from .background_save import Saving
@@ -316,7 +317,7 @@ class Checkpoints:
         self._signals.forget(signal.SIGUSR1)
         if not self._collectives.ranks.alone:
             flags = [int(not each) for each in (over, asked, ending)]
-            agreed = self._collectives.least(flags, "Checkpoints.after_step", over_stages=True)
+            agreed = least(self._collectives, flags, "Checkpoints.after_step")
             over, asked, ending = (not each for each in agreed)
         return over, asked or ending, ending
 

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ...core.run.registry import is_wrapped, wrapped
+from ...core.wrap.agreement import least
 from ...errors import ConfigError
 from ...library_versions import require
 from ..checkpoint.interval import Interval, share_of
@@ -77,7 +78,7 @@ class SaveWhenDue(transformers.TrainerCallback):
         if is_wrapped(model):
             collectives = wrapped(model).engine.job.collectives
             asked = int(not (due and collectives.ranks.is_first))
-            due = not collectives.least([asked], "infinity_overhead", over_stages=True)[0]
+            due = not least(collectives, [asked], "infinity_overhead")[0]
         control.should_save |= due or state.global_step >= state.max_steps
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

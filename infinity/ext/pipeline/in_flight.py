@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 from ...core.machine.tiers import Tier
 from ...core.run.engine import Engine
+from ...core.wrap.agreement import least
 
 
 class InFlight:
@@ -33,7 +34,9 @@ class InFlight:
         engine, nbytes = self._engine(), sum(map(_buffers_nbytes, self._stages))
         if engine is None or engine.job.config.device_memory is None:
             return  # no budget to exceed
-        nbytes = -engine.job.collectives.least([-nbytes], "buffers between stages")[0]
+        job = engine.job
+        said, among = "buffers between stages", job.ranks.unit_channels
+        nbytes = -least(job.collectives, [-nbytes], said, among)[0]
         if nbytes == self._nbytes:
             return
         account = engine.job.ledger.accounts[Tier.DEVICE]

@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from ...config import Config
 from ...core.params.tensors import digest_of
 from ...core.run.registry import engine_of, is_wrapped
+from ...core.wrap.agreement import compare
 from ...core.wrap.unwrap import unwrap_model
 from ...core.wrap.wrap import wrap_model
 from ...errors import ConfigError, UsageError
@@ -271,7 +272,7 @@ class Pipeline:
                             f" batch {number} is a {type(batch).__name__}"
                         )
             told = {"the number of batches": str(len(batches))}
-            job.collectives.compare(told, "run()", over_stages=True)
+            compare(job.collectives, told, "run()")
 
     @torch.no_grad()
     def eval(
@@ -354,8 +355,9 @@ class Pipeline:
             )
             # The first step of a shape and kind runs one more micro-batch, which gathers weights.
             # So all data ranks must do it together.
-            (is_new,) = collectives.agree(
-                [(shapes, trains) not in self._schedules], "the shapes of the batch of a pipeline"
+            (is_new,) = collectives.meet(
+                "the shapes of the batch of a pipeline",
+                flags=[(shapes, trains) not in self._schedules],
             )
         return self._schedule_of(shapes, trains=trains, is_new=is_new), inputs, target, batch
 

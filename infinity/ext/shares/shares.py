@@ -12,6 +12,7 @@ from torch import nn
 from ...core.run.job import Job
 from ...core.run.operations import IDLE, Call, OperationKind, Right
 from ...core.run.registry import Wrapped, wrapped, wrapped_here
+from ...core.wrap.agreement import compare, least
 from ...errors import ConfigError, UsageError
 from ...ranks.parallel_dims import ParallelDims
 from ..blocks.micro_batch import refuse_batch_norm
@@ -74,10 +75,10 @@ class Shares:
             self._refuse_half_done()
         with self._job.uses.operation(ShareOperation.DIVIDE):
             unit = "samples" if tokens is None else "tokens"
-            collectives.compare({"the batch": f"{total} {unit}"}, "Shares", over_stages=True)
+            compare(collectives, {"the batch": f"{total} {unit}"}, "Shares")
             self._split = Split(total, collectives.ranks.data_size)
             self._pace = self._job.add(Pace(self._job.device))
-            collectives.bulk.weigh_by(self._split)
+            collectives.weigh_by(self._split)
         self._finalizer = weakref.finalize(self, _end, self._job, self._split, self._pace)
 
     @property
@@ -110,13 +111,13 @@ class Shares:
         mine = [0] * ranks.data_size
         mine[ranks.data_rank] = -max(1, int(self._split.pace * PER_SECOND))
         if not ranks.alone:
-            mine = self._collectives.least(mine, "Shares.after_step", over_stages=True)
+            mine = least(self._collectives, mine, "Shares.after_step")
         return [-pace / PER_SECOND for pace in mine]
 
     def _operation(self) -> Any:
         """Opens the scope of a change. Raises UsageError where weights may not change."""
         scope = self._job.uses.operation(ShareOperation.DIVIDE)
-        if self._collectives.bulk.weighing is not self._split:
+        if self._collectives.weighing is not self._split:
             raise UsageError(
                 "this Shares ended when another one was made for the same model: use the newer one"
             )
@@ -148,7 +149,7 @@ class Shares:
             )
         with self._operation():
             given = {"the shares": str(shares)}
-            self._collectives.compare(given, "Shares.load_state_dict", over_stages=True)
+            compare(self._collectives, given, "Shares.load_state_dict")
             if len(shares) != self._split.ranks:
                 shares = [1] * self._split.ranks
             self._split.take([1 / share for share in shares])
@@ -206,6 +207,5 @@ def _trained_here() -> Wrapped:
 def _end(job: Job, split: Split, pace: Pace) -> None:
     """Ends the weights of ``split``, unless another one has taken its place."""
     job.remove(pace)
-    bulk = job.collectives.bulk
-    if bulk.weighing is split:
-        bulk.weigh_by(None)
+    if job.collectives.weighing is split:
+        job.collectives.weigh_by(None)

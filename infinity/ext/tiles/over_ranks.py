@@ -63,7 +63,7 @@ def average(
 ) -> torch.Tensor:
     """Averages flat ``grad``, whose first element is number ``begin``, over the data ranks. Every
     rank calls this. Returns it with this rank's part averaged; the rest is undefined."""
-    ranks, bulk = flat_param.ranks, flat_param.collectives.bulk
+    ranks, collectives = flat_param.ranks, flat_param.collectives
     mine = grad.to("cpu", flat_param.spec.grad_dtype)
     out, most = torch.empty_like(mine), at_once(ranks.size, mine.itemsize)
     for owner, (low, high) in enumerate(owners(flat_param, begin, begin + mine.numel())):
@@ -84,5 +84,5 @@ def average(
             moved = everyones.nbytes - part.nbytes * is_own
             traffic.received("reduce-scatter", moved, what, start)
             if is_own:
-                out[at : at + part.numel()] = bulk.average(everyones, what)
+                out[at : at + part.numel()] = collectives.average(everyones, what)
     return out

@@ -30,6 +30,7 @@ from ...core.run.engine import Engine
 from ...core.run.job import Job
 from ...core.run.registry import engine_of
 from ...core.step.optimizer import InfinityOptimizer
+from ...core.wrap.agreement import compare
 from ...errors import ConfigError, UsageError
 from ..pipeline.operations import PipelineOperation
 from ..pipeline.schedules import SHAPES, attach, in_flight_of, naming_causes, one_pass
@@ -206,7 +207,7 @@ class WithoutFlush:
             "the optimizer's settings": repr(self._optimizer.settings),
         }
         with job.uses.begin():
-            job.collectives.compare(told, "run()", over_stages=True)
+            compare(job.collectives, told, "run()")
             is_new = batches != [] and vars(self._schedule).get(SHAPES) != shapes
             if any(job.collectives.collect(is_new, "the shapes of run()")):
                 _forget_shapes(self._schedule)

@@ -173,7 +173,7 @@ def test_the_ranks_compare_what_each_of_them_sets(job):
     """Method: what the flat param's collectives are asked."""
     asked = []
     job.handles[0].flat_param.collectives = SimpleNamespace(
-        same=lambda what, value, *, over_tensors: asked.append((what, value, over_tensors))
+        meet=lambda what, value, *, over_tensors: asked.append((what, value, over_tensors))
     )
     bank_of(job).set(job.handles[0], ODD.clone())
     ((what, value, over_tensors),) = asked

@@ -42,19 +42,13 @@ class Collectives:
         }
         self.ranks = SimpleNamespace(rank=rank, size=2, data_size=2, can_reduce_flags=True, **keeps)
 
-    @property
-    def passes(self) -> Collectives:
-        return self
-
-    bulk = passes
-
-    def end(self) -> None:
+    def end_pass(self) -> None:
         pass
 
     def is_next(self, what: str) -> bool:
         return False
 
-    def agree(self, flags: list, what: str) -> list[bool]:
+    def meet(self, what: str, *, flags: list) -> list[bool]:
         return [
             any(both)
             for both in zip(*self._pair.exchange(self._rank, what, list(flags)), strict=True)
@@ -64,17 +58,20 @@ class Collectives:
         return self._pair.exchange(self._rank, what, tensor)[0]
 
     def reduce(
-        self, flat: torch.Tensor, what: str, done: Callable[[torch.Tensor], None], *, meets: bool
+        self,
+        flat: torch.Tensor,
+        what: str,
+        done: Callable[[torch.Tensor, list[bool]], None],
+        *,
+        flags: list = (),
+        meets: bool,
     ) -> Pending:
         if meets:
             self._pair.exchange(self._rank, what, None)
         total = sum(self._pair.exchange(self._rank, what, flat.clone()))
         own = total.view(2, -1)[self._rank] / 2
-        return Pending([], what, lambda: done(own))
-
-    def reduce_flags(self, flags: list, what: str, done: Callable[[list[bool]], None]) -> Pending:
-        anywhere = self.agree(flags, what)
-        return Pending([], what, lambda: done(anywhere))
+        anywhere = self.meet(f"{what}: who has them", flags=flags) if flags else []
+        return Pending([], what, lambda: done(own, anywhere))
 
 
 class Shard:

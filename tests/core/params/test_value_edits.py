@@ -36,16 +36,18 @@ class Collectives:
         self.asked, self.refuses, self.holds_everywhere = [], refuses, True
         self.of_experts = self
 
-    def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool = False, then=None):
+    def meet(
+        self, what: str, *tensors: torch.Tensor, flags=(), over_tensors: bool = True, then=None
+    ) -> list[bool]:
+        if flags:
+            self.asked.append((what, list(flags)))
+            return [any(flags) or not self.holds_everywhere]
         self.asked.append((what, [each.clone() for each in tensors], over_tensors))
         if self.refuses in what:
             raise UsageError(f"{what}: another value on rank 1")
         if then is not None:
             then()
-
-    def least(self, values: list, what: str) -> list[int]:
-        self.asked.append((what, list(values)))
-        return [int(min(values) and self.holds_everywhere)]
+        return []
 
 
 class Releases:
@@ -182,7 +184,7 @@ def test_a_master_that_was_loaded_stays_with_the_value_that_it_belongs_to(case):
     assert (first.version == version) == keeps and first.has_loaded_master == keeps
     least = [asked[1] for asked in edits.collectives.asked if len(asked) == 2]
     holds = case in ("loaded", "elsewhere other")
-    assert least == ([] if case == "not loaded" else [[holds]])
+    assert least == ([] if case == "not loaded" else [[not holds]])
 
 
 def test_a_change_that_was_begun_is_finished_by_the_journal():
@@ -242,13 +244,14 @@ def test_ranks_agree_on_all_edits_before_any_is_made():
     second.flat_param.collectives, edits.collectives.refuses = experts, "a block"
     with pytest.raises(UsageError, match="another value"):
         edits.write_changes([(first, ODD), (second, ODD * 2)], "a block")
-    assert torch.equal(value(job), torch.ones(2, 4)) and experts.asked == []
+    assert torch.equal(value(job), torch.ones(2, 4)) and len(experts.asked) == 1
     edits.collectives.refuses = "nothing"
     edits.collectives.asked.clear()
+    experts.asked.clear()
     edits.write_changes([(first, ODD), (second, ODD * 2)], "a block")
     for each, expected in ((edits.collectives, ODD), (experts, ODD * 2)):
         ((what, (compared,), over_tensors),) = each.asked
-        assert what == "a block with 1 edited" and torch.equal(compared, expected)
+        assert what == "a block with 1 tensors" and torch.equal(compared, expected)
         assert not over_tensors
     assert torch.equal(value(job, 1), ODD * 2)
 
@@ -260,8 +263,8 @@ def test_ranks_with_other_parts_agree_on_what_they_have_in_common(data_size):
     edits, first = Edits(job), job.handles[0]
     edits.collectives.ranks = SimpleNamespace(data_size=data_size, tp_group=object())
     edits.write_changes([(first, ODD)], "a block")
-    *data, (what, (compared,), over_tensors) = edits.collectives.asked
-    assert what == "a block with 1 edited that all have" and torch.equal(compared, ODD)
+    (what, (compared,), over_tensors), *data = edits.collectives.asked
+    assert what == "a block with 1 tensors that all have" and torch.equal(compared, ODD)
     assert over_tensors and len(data) == data_size - 1
     edits.collectives.ranks = SimpleNamespace(data_size=1, tp_group=None)
     edits.collectives.asked.clear()

@@ -122,10 +122,10 @@ def of_two_ranks(
     ranks = SimpleNamespace(size=2, keeps_weights=False)
     collectives = SimpleNamespace(
         ranks=ranks,
-        bulk=SimpleNamespace(wait_for_ordered=lambda: None),
-        passes=SimpleNamespace(wait_traces_agree=lambda: agree, begin=lambda *given, **more: None),
+        wait_for_ordered=lambda: None,
+        begin_pass=lambda *given, **more: lambda: agree,
     )
-    return Prefetcher(
+    made = Prefetcher(
         units,
         SimpleNamespace(staging=SimpleNamespace(pool=SimpleNamespace(capacity_nbytes=8))),
         Ledger(),
@@ -138,6 +138,8 @@ def of_two_ranks(
         journal=Journal(),
         running=Pass(),
     )
+    made.begin_pass(training=True)
+    return made
 
 
 @pytest.mark.parametrize(

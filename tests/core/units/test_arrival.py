@@ -89,14 +89,14 @@ class Pending:
 class Bulk:
     """Starts gathers that are over or not, by the flat's number."""
 
-    def __init__(self, said: Said):
-        self.said, self.asked, self.pending = said, [], {}
+    def __init__(self, said: Said, ranks: ParallelDims):
+        self.said, self.ranks, self.asked, self.pending = said, ranks, [], {}
 
     def gather(self, flat, what, *, homes, in_node):
         self.asked.append((flat, what, "in node" if in_node else homes))
         return self.pending.get(what)
 
-    def drop_lost(self) -> None:
+    def complete_started(self) -> None:
         self.said.note("lost gathers are dropped")
 
 
@@ -107,8 +107,7 @@ class Case:
     def __init__(self, rank: int = 0, size: int = 1, device: type[Device] = Queues):
         self.said = Said()
         ranks = ParallelDims(rank=rank, size=size)
-        self.bulk = Bulk(self.said)
-        self.collectives = SimpleNamespace(ranks=ranks, bulk=self.bulk)
+        self.bulk = self.collectives = Bulk(self.said, ranks)
         self.device = device(self.said)
         self.flat_params = []
         for number, dtype in enumerate((F32, BF16)):

@@ -48,7 +48,7 @@ class Case:
         self.store, self.journal, self.compared = MemoryStore(), Journal(), []
         collectives = SimpleNamespace(
             ranks=SimpleNamespace(alone=alone, encoding=BlockCodes() if compresses else None),
-            same=self.same,
+            meet=self.meet,
         )
         self.flat_params = []
         for names in (["a", "b"], ["c"]):
@@ -67,7 +67,7 @@ class Case:
         )
         self.store.writes.clear()
 
-    def same(self, what: str, *tensors: torch.Tensor, over_tensors: bool) -> None:
+    def meet(self, what: str, *tensors: torch.Tensor, over_tensors: bool) -> None:
         self.compared.append(what)
 
     def watch(self, param: torch.Tensor, data: torch.Tensor) -> None:

@@ -184,7 +184,8 @@ def test_gradients_and_state_that_are_given_back_change_nothing(two):
     for rank in two["given_back"]:
         assert rank["same"] is True and rank["an expert's gradient"] == "was taken"
         assert rank["a gradient that all have"].startswith("UsageError: rank ")
-        assert "loading the optimizer's state, to values of digest" in rank["state that all have"]
+        said = rank["state that all have"]
+        assert "loading the optimizer's state with" in said and "to values of digest" in said
 
 
 @pytest.mark.parametrize("what", REFUSED)

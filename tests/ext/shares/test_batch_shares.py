@@ -72,7 +72,7 @@ def test_what_is_no_batch_is_refused(given, said):
     model, _ = trained()
     with pytest.raises(infinity.ConfigError, match=said):
         infinity.Shares(**given, model=model)
-    assert parts_of(model).collectives.bulk.weighing is None
+    assert parts_of(model).collectives.weighing is None
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_the_only_trained_model_is_found(monkeypatch):
     frozen, _ = infinity.wrap_model(nn.Linear(4, 4), None, {"params": "host"})
     model, _ = trained()
     shares = infinity.Shares(batch=4)
-    assert parts_of(model).collectives.bulk.weighing is shares._split
+    assert parts_of(model).collectives.weighing is shares._split
     other, _ = trained()
     with pytest.raises(infinity.UsageError, match="2 wrapped models.*model=model"):
         infinity.Shares(batch=4)

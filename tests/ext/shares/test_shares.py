@@ -156,10 +156,10 @@ def reduced(monkeypatch) -> Callable[..., list[torch.Tensor]]:
             if paces is not None:
                 divided = Split(12, 2)
                 divided.take(paces)
-                collectives.bulk.weigh_by(divided)
+                collectives.weigh_by(divided)
             value = given(collectives.ranks.data_rank)
             flat, found = torch.full((512,), value, dtype=torch.bfloat16), []
-            collectives.bulk.reduce(flat, "unit 0", found.append).wait()
+            collectives.reduce(flat, "unit 0", lambda average, _: found.append(average)).wait()
             assert torch.equal(flat, torch.full_like(flat, value))  # a failed one can be repeated
             return found[0]
 

@@ -315,8 +315,8 @@ def goes_back(how: str, zeros: bool = False, counts_on: bool = False) -> dict[st
 
 
 STRUCK = {  # what lies between a meeting and the collectives that it is for
-    "bulk": {"_gather", "_start", "_go_on_with", "reduce", "reduce_flags"},
-    "pass_agreement": {"is_next", "meet_for"},
+    "bulk": {"_gather", "_start", "_go_on_with", "reduce"},
+    "pass_agreement": {"is_next", "_meet_for"},
     "kinds": {"begin", "count_begun", "describe", "bytes_of", "_group_of"},
     "sync_point": {"wait", "_flags_of"},
     "collective_trace": {"expect", "start", "_note"},
@@ -365,7 +365,6 @@ def _purpose(frame: Any) -> str:
     while frame is not None and frame.f_code.co_name not in (
         "_gather",
         "reduce",
-        "reduce_flags",
         "offer",
     ):
         frame = frame.f_back

@@ -94,7 +94,7 @@ def uneven(
     data_ranks = parts_of(model).ranks.data_size
     made_shares.load_state_dict({"shares": UNEVEN[data_ranks]})
     if not shares:
-        parts_of(model).collectives.bulk.weigh_by(None)
+        parts_of(model).collectives.weigh_by(None)
     losses, part = [], made_shares.slice
     for number in range(3):
         x = batch_of(number)[part]
