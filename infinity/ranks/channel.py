@@ -1,7 +1,10 @@
 """Channel: the sync points of the ranks of one process group, which find ranks that are not at the
 same point.
 
-At a sync point each rank announces its next operation and its counts of steps and backwards.
+At a sync point each rank announces its next operation and its counts of steps and backwards. It is
+announced when it begins, and checked when it is waited for. In between a rank can do any
+independent work. Its message: numbers (see `Number`), reduced to their minimum and maximum, so that
+one comparison finds any difference; flags, reduced to their maximum.
 
 [Note: why ranks meet before a collective] Ranks that call different collectives would mix up their
 bytes or abort in the transport. A sync point before it turns that into an error that names both. So
@@ -16,6 +19,8 @@ import functools
 import hashlib
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -23,17 +28,18 @@ import torch.distributed as dist
 
 from ..errors import InfinityError, PeerError, UsageError
 from . import failure_report
-from .collective_trace import CollectiveTrace
+from .collective_trace import CollectiveTrace, number_of
 from .listener import Listener
 from .pending import ranks_lost
-from .sync_point import SyncPoint
 from .transfer import Transfer, all_gather, give_up
 from .tree import Tree
 
 SAID_NBYTES = 448  # an operation's name, or the reason of a failure
 FAILED = "failed: "
 ORIGIN = re.compile(r", from infinity-[0-9a-f-]+\)")  # the load that a rank's values are from
+MOST_VALUES = 8  # int64 values per sync point
 HEARING_SECONDS = 5.0  # that a failed rank waits for another rank to come to a sync point
+Spans = list[tuple[int, int]]  # the minimum and the maximum of each of the ranks' values
 
 
 def _locked(method: Callable) -> Callable:
@@ -67,8 +73,8 @@ class Channel:
         self.homes: Any = None  # of weights in memory that all these ranks can read; None: none
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # global ranks
-        self.flags_nbytes = 32  # flags that fit a sync point: the same on all ranks
-        self._alarms = alarms  # this channel's own store
+        self.flags_nbytes = 16  # flags that fit a sync point: the same on all ranks
+        self.alarms = alarms  # this channel's own store
         self._ended = ""  # why no sync point is possible: the ranks have diverged, or some are gone
         self.has_lost = False  # a rank is gone, or did not come
         self._sync_point: SyncPoint | None = None  # the last one
@@ -108,15 +114,15 @@ class Channel:
         *,
         values: Sequence[int] = (),
         settling: bool = False,
-        then: Callable[[torch.Tensor], None] = lambda found: None,
+        then: Callable[[Spans], None] = lambda spans: None,
         transfer: Transfer | None = None,
     ) -> SyncPoint:
         """Starts a sync point: announces that this rank is about to do ``what``, with ``flags`` (0
         to 255 each). Waits for the sync point before it, not for this one.
 
-        values      int64, at most ``MOST_VALUES``; :meth:`wait` makes their spans known
+        values      int64, at most ``MOST_VALUES``; all ranks learn the minimum and maximum of each
         settling    only to complete what another rank has started
-        then        called with the flags as soon as they are known
+        then        called with the spans of the values as soon as they are known
         transfer    follows, between some or all of these ranks
         """
         if self._ended:
@@ -164,15 +170,12 @@ class Channel:
         what: str,
         values: Sequence[int],
         *,
-        then: Callable[[list[tuple[int, int]]], None] = lambda spans: None,
-    ) -> list[tuple[int, int]]:
+        then: Callable[[Spans], None] = lambda spans: None,
+    ) -> Spans:
         """Blocks until all ranks come to ``what``. Returns the minimum and maximum of each of the
         ranks' ``values``. Raises as :meth:`barrier`. ``then``: called with the spans as soon as
         they are known."""
-        # Valid even if interrupted: until the sync point is over, it is the last one.
-        sync_point = self.start_sync(
-            what, values=values, then=lambda found: then(self._sync_point.spans)
-        )
+        sync_point = self.start_sync(what, values=values, then=then)
         sync_point.wait()
         return sync_point.spans
 
@@ -310,17 +313,10 @@ class Channel:
 
     # --- the interface for sync points ---
 
-    def raise_alarm(self, number: int) -> None:
-        """Calls the ranks that wait for a collective to the sync point of this ``number``, this
-        rank's next one."""
-        if self._alarms is not None:
-            with contextlib.suppress(RuntimeError):  # if the store is gone, so is the job
-                self._alarms.set(str(number), "")
-
     def sees_alarm(self) -> bool:
         """Returns whether another rank, which has diverged, waits at the next sync point."""
         try:
-            return self._alarms is not None and self._alarms.check([str(self.tree.begun)])
+            return self.alarms is not None and self.alarms.check([str(self.tree.begun)])
         except RuntimeError:
             return False
 
@@ -330,17 +326,6 @@ class Channel:
             return transfer.wait()
         except RuntimeError as error:
             raise self.lost(what, error) from error
-
-    def come_together(self, last: int, described: Sequence[Sequence[int]], number: int) -> None:
-        """Completes the collectives that any rank has started, up to number ``last``, and ends the
-        verified sequence. ``described``: the last of them. ``number``: of the sync point."""
-        try:
-            self.collective_trace.part(last, described)
-        except RuntimeError as error:
-            raise self.lost("completing what other ranks have started", error) from error
-        if self.rank == 0 and self._alarms is not None:
-            with contextlib.suppress(RuntimeError):
-                self._alarms.delete_key(str(number))
 
     def refusal(self, what: str, texts: Sequence[str]) -> InfinityError:
         """Makes the error of a sync point, on every rank. ``what``: this rank's announcement,
@@ -387,6 +372,172 @@ class Channel:
             lambda: [all_gather(group, everyones.view(-1), words)],
             result=lambda: [_text(row) for row in everyones],
         )
+
+
+class Number(IntEnum):
+    """What each rank announces at a sync point: int64, before its values."""
+
+    FAILED = 0  # 1: this rank failed, and reports why
+    SETTLING = 1  # 1: it cleans up after an exception, and meets again
+    DIVERGED = 2  # 1: it left the verified sequence, or was interrupted. 0: it may use what it has
+    STARTED = 3  # collectives that it has started
+    DIGEST = 4  # of its announcement
+
+
+COUNT = len(Number) + MOST_VALUES
+NUMBERS_NBYTES = 8 * 2 * COUNT  # each negated, too, for the minimum
+
+
+@dataclass(eq=False)
+class Round:
+    """One exchange of a sync point. A sync point with a rank that cleans up after an exception has
+    another."""
+
+    number: int  # among the merges of the tree
+    announcement: str  # the numbers have its digest
+    merge: Transfer
+    missing: Transfer | None = None  # describes collectives that some rank has not started
+    texts: Transfer | None = None  # if announcements differ
+
+
+class SyncPoint:
+    """One sync point. Every rank of the channel makes the same ones, in one order. After an
+    interrupt :meth:`wait` resumes."""
+
+    def __init__(
+        self,
+        channel: Channel,
+        what: str,
+        flags: Sequence[int] = (),
+        *,
+        values: Sequence[int] = (),
+        failed: bool = False,
+        settling: bool = False,
+        then: Callable[[Spans], None] = lambda spans: None,
+        transfer: Transfer | None = None,
+    ):
+        self._channel, self._what, self._flags, self._values = channel, what, flags, values
+        self.is_failure_report = failed  # this rank reports a failure at it
+        self._settling, self._then = settling, then
+        self._transfer = transfer  # follows if all announced the same
+        self._rounds: list[Round] = []
+        self.spans: Spans = []  # of the ranks' values, once all are known to be there
+        self._found: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Sends this rank's announcement."""
+        channel, failed, what = self._channel, self.is_failure_report, self._what
+        trace, number = channel.collective_trace, channel.tree.begun
+        trace.settle()
+        if (diverged := trace.has_diverged or failed) and channel.alarms is not None:
+            # Calls the ranks that wait for a collective to this sync point, their next one
+            with contextlib.suppress(RuntimeError):  # if the store is gone, so is the job
+                channel.alarms.set(str(number), "")
+        if trace.is_open and not failed:
+            what = f"{what}, having begun {trace.reach} collectives of the pass"
+        said = number_of(what)
+        numbers = [failed, self._settling, diverged, trace.total, said, *self._values]
+        numbers += [0] * (COUNT - len(numbers))
+        numbers += [-number for number in numbers]
+        nbytes = NUMBERS_NBYTES + channel.flags_nbytes
+        message = torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
+        message[:NUMBERS_NBYTES].view(torch.int64).copy_(torch.tensor(numbers, device="cpu"))
+        self._flags_of(message).copy_(torch.tensor(self._flags, dtype=torch.uint8, device="cpu"))
+        merge = channel.tree.merge(message, _merged)
+        self._rounds.append(Round(number, what, merge))
+        merge.begin()
+
+    def wait(self) -> torch.Tensor:
+        """Blocks until the sync point is over. Returns the maximum of the ranks' flags, uint8
+        [flags]. Raises UsageError if another rank is at something else, PeerError if one failed or
+        is gone. Both are raised on all ranks, which are at the same point afterwards."""
+        with self._channel.lock:
+            while self._found is None:
+                self._go_on(self._rounds[-1])
+            if self._transfer is not None:
+                self._channel.complete(self._transfer, self._what)
+                self._transfer = None
+            return self._flags_of(self._found)
+
+    def _go_on(self, last: Round) -> None:
+        """Handles the result of a round. Idempotent."""
+        channel, what = self._channel, self._what
+        message = channel.complete(last.merge, what)
+        most, least = message[:NUMBERS_NBYTES].view(torch.int64).view(2, COUNT).tolist()
+        spans = [(-low, high) for low, high in zip(least, most)]
+        first, started = spans[Number.STARTED]
+        all_diverged, has_diverged = spans[Number.DIVERGED]
+        if has_diverged:
+            # Every rank starts the collectives that any has started: others describe what it lacks
+            if first < started and last.missing is None:
+                described = channel.collective_trace.described(first + 1, started)
+                last.missing = channel.tree.merge(described, _most)
+            missing = channel.complete(last.missing, what).tolist() if last.missing else []
+            try:
+                channel.collective_trace.part(started, missing)
+            except RuntimeError as error:
+                raise channel.lost("completing what other ranks have started", error) from error
+            if channel.rank == 0 and channel.alarms is not None:
+                with contextlib.suppress(RuntimeError):
+                    channel.alarms.delete_key(str(last.number))
+        channel.collective_trace.forget(started)
+        # A collective completed with dummy data must not be used. Every rank that would use it gets
+        # the error here.
+        is_torn = has_diverged and not all_diverged and first < started
+        low, high = spans[Number.DIGEST]
+        settles = most[Number.SETTLING]
+        if most[Number.FAILED] or (not settles and (low != high or is_torn)):
+            last.texts = last.texts or channel.exchange_texts(last.announcement)
+            error = channel.refusal(last.announcement, channel.complete(last.texts, what))
+            self._transfer = None
+            self._end(message)
+            raise error
+        if settles and not self._settling:
+            return self.begin()
+        if not settles:
+            self.spans = spans[len(Number) :][: len(self._values)]
+            self._then(self.spans)
+        self._end(message)
+        return None
+
+    def _end(self, message: torch.Tensor) -> None:
+        # The channel has its last sync point, and the process the channel until the engine is gone
+        self._found, self._then = message, _nothing
+
+    def _flags_of(self, message: torch.Tensor) -> torch.Tensor:
+        return message[NUMBERS_NBYTES:][: len(self._flags)]
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether another rank may have observed it."""
+        return bool(self._rounds) and self._rounds[0].merge.is_begun
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its result and its transfer are complete, or an error was raised."""
+        return self._found is not None and self._transfer is None
+
+    def poll(self) -> bool:
+        """Returns whether all ranks have come. Does not block."""
+        with self._channel.lock:
+            return self._rounds[-1].merge.poll()
+
+
+def _nothing(spans: Spans) -> None:
+    """Does nothing at a sync point that is over."""
+
+
+def _most(described: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([*described]).amax(0)
+
+
+def _merged(messages: Sequence[torch.Tensor]) -> torch.Tensor:
+    found = messages[0].clone()
+    numbers, flags = found[:NUMBERS_NBYTES].view(torch.int64), found[NUMBERS_NBYTES:]
+    for message in messages[1:]:
+        torch.maximum(numbers, message[:NUMBERS_NBYTES].view(torch.int64), out=numbers)
+        torch.maximum(flags, message[NUMBERS_NBYTES:], out=flags)
+    return found
 
 
 def _cut(what: str) -> str:

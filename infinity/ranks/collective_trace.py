@@ -30,14 +30,14 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 MOST_KNOWN = 64  # remembered sequences
-DIGEST_NBYTES = 8
 NUMBERS = 6  # that encode a collective (see `kinds`)
 IS_ON_HOST = 5  # which of them tells whether it is in host memory
 STAND_IN = ""  # the name of one started only to complete another rank's
@@ -57,14 +57,19 @@ class Collective:
 Dummy = tuple[Callable[[], dist.Work], Callable[[], int]]
 
 
+def number_of(said: Any) -> int:
+    """Returns a digest of ``said``, by its repr, as a positive int64."""
+    return int(hashlib.blake2b(repr(said).encode(), digest_size=7).hexdigest(), 16)
+
+
 class CollectiveTrace:
     """The position of this rank in a pass. Used from the thread that runs the model, or by the
     channel's listener, under the ``lock``."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._known: OrderedDict[bytes, list[Collective]] = OrderedDict()
-        self._key = b""  # of this pass
+        self._known: OrderedDict[Hashable, list[Collective]] = OrderedDict()
+        self._key: Hashable = None  # of this pass
         self._started: list[Collective] = []
         self._verified: list[Collective] | None = None
         self._is_over = True  # collectives started now belong to no pass
@@ -102,20 +107,19 @@ class CollectiveTrace:
             self._verified = None
         self._is_over = True
 
-    def digest_of(self, key: bytes) -> bytes:
-        """Returns a digest of the sequence of the last pass of ``key``; zeros if there was none."""
+    def digest_of(self, key: Hashable) -> int:
+        """Returns a digest of the sequence of the last pass of ``key``; 0 if there was none."""
         if key not in self._known:
-            return bytes(DIGEST_NBYTES)
-        said = repr([(each.what, each.nbytes) for each in self._known[key]])
-        return hashlib.blake2b(key + said.encode(), digest_size=DIGEST_NBYTES).digest()
+            return 0
+        return number_of((key, [(each.what, each.nbytes) for each in self._known[key]]))
 
-    def begin(self, key: bytes, *, verified: bool, predicted: bool = False) -> None:
+    def begin(self, key: Hashable, *, verified: bool, predicted: bool = False) -> None:
         """Starts a pass of ``key``. ``verified``: all ranks repeat the last sequence.
         ``predicted``: predicted; its forward calls :meth:`enter` later."""
         self._key, self._started, self._is_over, self._is_predicted = key, [], False, predicted
         self._verified = self._known[key] if verified else None
 
-    def enter(self, key: bytes) -> bool:
+    def enter(self, key: Hashable) -> bool:
         """Enters the predicted pass. Returns whether it is still verified, has this ``key``, and
         nothing of it was started. If not, it ends."""
         if (

@@ -20,7 +20,7 @@ import torch
 from ..core.machine.traffic import Traffic
 from ..errors import InfinityError
 from .bulk import Bulk
-from .channel import HEARING_SECONDS, Channel
+from .channel import HEARING_SECONDS, Channel, Spans
 from .comparing import Comparison
 from .kinds import DummyCollectives, bytes_of
 from .parallel_dims import ParallelDims
@@ -225,16 +225,14 @@ class Collectives(Bulk):
         """Makes ``comparison`` over the ranks of ``channel``. Raises UsageError, and does not call
         ``then``, if the values differ."""
 
-        def go_on(spans: list[tuple[int, int]]) -> None:
+        def go_on(spans: Spans) -> None:
             if comparison.agrees(spans):
                 then()
 
         with self.heard_elsewhere(channel):
             comparison.check(self.spans(channel, what, comparison.values(), then=go_on))
 
-    def spans(
-        self, channel: Channel, what: str, values: Sequence[int], **then: Callable
-    ) -> list[tuple[int, int]]:
+    def spans(self, channel: Channel, what: str, values: Sequence[int], **then: Callable) -> Spans:
         """Meets the ranks of ``channel`` at ``what``. Returns the minimum and maximum of each of
         their ``values``."""
         return channel.spans(f"{what} {self._progress_on(channel)}", values, **then)

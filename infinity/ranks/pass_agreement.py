@@ -11,30 +11,15 @@ other at different points.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
-import torch
-
 from ..core.machine.traffic import Traffic
 from ..core.run.step_counter import StepCounter
-from . import collective_trace
-from .collective_trace import CollectiveTrace
+from .channel import Spans
+from .collective_trace import number_of
 from .parallel_dims import ParallelDims
-
-DIGEST_NBYTES = 4  # of a trace, among a pass's flags
-# Of these flags, each with its complement: the maximum yields both extremes
-SAID_NBYTES = DIGEST_NBYTES + collective_trace.DIGEST_NBYTES
-
-
-def _flags_of(trace: CollectiveTrace, key: bytes) -> list[int]:
-    """Makes the flags of the pass ``key``: the digests of its trace and of how the last such pass
-    went."""
-    said = key[:DIGEST_NBYTES] + trace.digest_of(key)
-    return [*said, *(255 - byte for byte in said)]
 
 
 class Weighing:
@@ -95,37 +80,37 @@ class PassAgreement:
         if training and steps.forwards == 1 and not steps.backwards:
             self._found_after_step = found
         self._enter()
-        if not self._place.collective_trace.enter(key):
+        trace = self._place.collective_trace
+        if not trace.enter(key):
             self._place.start_sync(
                 f"a forward {self._progress}",
-                _flags_of(self._place.collective_trace, key),
+                values=[key[0], trace.digest_of(key)],
                 then=partial(self._begin, key),
             )
         return self._wait_traces_agree
 
-    def _begin(self, key: bytes, found: torch.Tensor, *, predicted: bool = False) -> None:
-        """Starts a pass from all ranks' flags. It is verified if they match. A predicted pass
-        (``predicted``) starts only if verified."""
-        same = (found[:SAID_NBYTES] == 255 - found[SAID_NBYTES:]).tolist()
-        verified = all(same) and bool(found[DIGEST_NBYTES:SAID_NBYTES].any())
+    def _begin(self, key: tuple, spans: Spans, *, predicted: bool = False) -> None:
+        """Starts a pass from all ranks' digests of its trace and of how the last such pass went. It
+        is verified if they are equal. A predicted pass (``predicted``) starts only if verified."""
+        traces_agree, (least, most) = spans[0][0] == spans[0][1], spans[1]
+        verified = traces_agree and 0 < least == most
         if verified or not predicted:
-            self._traces_agree = all(same[:DIGEST_NBYTES])
+            self._traces_agree = traces_agree
             self._place.collective_trace.begin(key, verified=verified, predicted=predicted)
 
-    def _predict(self, what: str, trace: Iterable[int], then: Callable[[], None]) -> None:
-        """Meets the data ranks before the step ``what``. A forward of ``trace`` may follow: if all
-        ranks predict the same, it needs no barrier. ``then``: as of :meth:`Collectives.meet`."""
-        key = _key_of(trace, self._found_after_step, 1)
+    def _predict(self, what: str, given: Iterable[int], then: Callable[[], None]) -> None:
+        """Meets the data ranks before the step ``what``. A forward of the trace ``given`` may
+        follow: if all ranks predict the same, it needs no barrier. ``then``: as of
+        :meth:`Collectives.meet`."""
+        key, trace = _key_of(given, self._found_after_step, 1), self._place.collective_trace
         # After a divergence gathered units may differ over ranks: this rank does not vote.
-        flags = [255] * (2 * SAID_NBYTES)
-        if self._place.collective_trace.was_followed:
-            flags = _flags_of(self._place.collective_trace, key)
+        values = [key[0], trace.digest_of(key)] if trace.was_followed else [-1, -1]
 
-        def go_on(found: torch.Tensor) -> None:
-            self._begin(key, found, predicted=True)
+        def go_on(spans: Spans) -> None:
+            self._begin(key, spans, predicted=True)
             then()
 
-        self._place.barrier(f"{what} {self._progress}", flags, then=go_on)
+        self._place.spans(f"{what} {self._progress}", values, then=go_on)
 
     def _enter(self) -> None:
         """Completes the sync point of a pass that has just started."""
@@ -152,14 +137,11 @@ class PassAgreement:
     def _meet_for(self, what: str) -> None:
         """Meets the data ranks. Each rank's next operation is to start a collective."""
         self._place.start_sync(
-            f"{what} {self._progress}", then=lambda found: self._place.collective_trace.expect()
+            f"{what} {self._progress}", then=lambda spans: self._place.collective_trace.expect()
         ).wait()
 
 
-def _key_of(trace: Iterable[int], resident: list[int], number: int) -> bytes:
+def _key_of(trace: Iterable[int], resident: list[int], number: int) -> tuple:
     """Makes the key of passes that go the same way; it starts with the trace's digest. ``number``:
     among the training passes since the last backward or step; 0 for another pass."""
-    digest = hashlib.blake2b(
-        np.fromiter(trace, np.int64).tobytes(), digest_size=DIGEST_NBYTES
-    ).digest()
-    return digest + repr((resident, number)).encode()
+    return number_of(list(trace)), tuple(resident), number

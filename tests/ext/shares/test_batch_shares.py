@@ -147,7 +147,7 @@ def test_weights_end_with_the_object_and_the_newer_one_has_them():
     """An older one that is still there is told so. Twin: its end changes nothing of the newer
     one."""
     model, _ = trained()
-    bulk = parts_of(model).collectives.bulk
+    bulk = parts_of(model).collectives
     first = infinity.Shares(batch=4, model=model)
     second = infinity.Shares(batch=6, model=model)
     with pytest.raises(infinity.UsageError, match="use the newer one"):

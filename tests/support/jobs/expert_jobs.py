@@ -27,9 +27,8 @@ from passed import passed
 from ranks import serve, told
 
 import infinity
-from infinity.ranks.channel import Channel
+from infinity.ranks.channel import Channel, SyncPoint
 from infinity.ranks.parallel_dims import ParallelDims
-from infinity.ranks.sync_point import SyncPoint
 
 STEPS, CLIP = 4, 0.5
 

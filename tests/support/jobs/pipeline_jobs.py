@@ -36,8 +36,7 @@ import infinity
 from infinity.core.run.engine import Engine
 from infinity.core.units.unit import ParamUnit
 from infinity.core.wrap import agreement
-from infinity.ranks.channel import Channel
-from infinity.ranks.sync_point import SyncPoint
+from infinity.ranks.channel import Channel, SyncPoint
 
 SINGLE = ("GPipe", "1F1B")
 IN_A_V = ("ZBVZeroBubble", "DualPipeV")

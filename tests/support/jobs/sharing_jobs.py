@@ -23,7 +23,7 @@ from infinity import native
 from infinity.ext.shared_homes import shared_homes
 from infinity.ext.versions_2bw import versions
 from infinity.ranks import kinds
-from infinity.ranks.sync_point import SyncPoint
+from infinity.ranks.channel import SyncPoint
 
 
 def _wrap(

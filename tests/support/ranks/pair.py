@@ -57,7 +57,7 @@ class PairChannel:
         what: str,
         flags: tuple = (),
         *,
-        then: Callable[[torch.Tensor], None] = lambda found: None,
+        then: Callable[[list], None] = lambda spans: None,
     ) -> torch.Tensor:
         both = self.pair.exchange(self.rank, "barrier", (what, [int(flag) for flag in flags]))
         if any(said.startswith("failed: ") for said, _ in both):
@@ -65,7 +65,7 @@ class PairChannel:
         if both[0][0] != both[1][0]:
             raise UsageError(f"'{both[0][0]}' and '{both[1][0]}'")
         found = torch.tensor([flags for _, flags in both], dtype=torch.uint8).amax(0)
-        then(found)
+        then([])
         return found
 
     def spans(
@@ -80,12 +80,12 @@ class PairChannel:
     def start_sync(
         self,
         what: str,
-        flags: tuple = (),
         *,
-        then: Callable[[torch.Tensor], None] = lambda found: None,
+        values: tuple = (),
+        then: Callable[[list], None] = lambda spans: None,
     ) -> Any:
-        found = self.barrier(what, flags, then=then)
-        return SimpleNamespace(wait=lambda: found)
+        self.spans(what, values, then=then)
+        return SimpleNamespace(wait=lambda: None)
 
     def pass_on(self, what: str, transfer: Any) -> Any:
         self.barrier(what)
