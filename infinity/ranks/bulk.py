@@ -202,8 +202,16 @@ class Bulk(PassAgreement):
         """Averages ``parts``, a row of each rank of the shard group, in fp32 and over replicas,
         too."""
         total = _ordered_sum(parts, self._weights())
-        if self.ranks.replicate_group is not None:
-            total = _ordered_sum(self._gather_over_replicas(total, what))
+        if (replicas := self.ranks.replicate_group) is not None:
+            what, start = f"{what} over replicas", time.perf_counter()
+            everyones = total.new_empty(replicas.size, total.numel())
+            work = self._go_on_with(
+                what, Kind.GATHER_OVER_REPLICAS, bytes_of(total), bytes_of(everyones.view(-1))
+            )
+            self._pending([work], what, None, total.device).wait()
+            moved = everyones.nbytes - total.nbytes
+            self.traffic.received("all-gather over replicas", moved, what, start)
+            total = _ordered_sum(everyones)
         return total.div_(self.ranks.data_size)
 
     @property
@@ -222,17 +230,6 @@ class Bulk(PassAgreement):
             return None
         first = self.ranks.data_rank - self.ranks.rank
         return self.weighing.weights[first : first + self.ranks.size]
-
-    def _gather_over_replicas(self, total: torch.Tensor, what: str) -> torch.Tensor:
-        what, start = f"{what} over replicas", time.perf_counter()
-        everyones = total.new_empty(self.ranks.replicate_group.size, total.numel())
-        work = self._go_on_with(
-            what, Kind.GATHER_OVER_REPLICAS, bytes_of(total), bytes_of(everyones.view(-1))
-        )
-        self._pending([work], what, None, total.device).wait()
-        moved = everyones.nbytes - total.nbytes
-        self.traffic.received("all-gather over replicas", moved, what, start)
-        return everyones
 
     def _go_on_with(
         self, what: str, kind: Kind, given: torch.Tensor, taken: torch.Tensor

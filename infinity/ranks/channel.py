@@ -360,19 +360,6 @@ class Channel:
         give_up()
         return lost
 
-    def exchange_texts(self, what: str) -> Transfer:
-        """Makes the transfer in which all ranks exchange what they announced: a list, in their
-        order."""
-        words = torch.zeros(SAID_NBYTES, dtype=torch.uint8, device="cpu")
-        encoded = bytearray(_cut(what).encode())
-        words[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
-        everyones = torch.empty(self.size, SAID_NBYTES, dtype=torch.uint8, device="cpu")
-        group = self.group
-        return Transfer(
-            lambda: [all_gather(group, everyones.view(-1), words)],
-            result=lambda: [_text(row) for row in everyones],
-        )
-
 
 class Number(IntEnum):
     """What each rank announces at a sync point: int64, before its values."""
@@ -487,7 +474,16 @@ class SyncPoint:
         low, high = spans[Number.DIGEST]
         settles = most[Number.SETTLING]
         if most[Number.FAILED] or (not settles and (low != high or is_torn)):
-            last.texts = last.texts or channel.exchange_texts(last.announcement)
+            if last.texts is None:
+                given = torch.zeros(SAID_NBYTES, dtype=torch.uint8, device="cpu")
+                encoded = bytearray(_cut(last.announcement).encode())
+                given[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
+                taken = given.new_empty(channel.size, SAID_NBYTES)
+                group = channel.group
+                last.texts = Transfer(
+                    lambda: [all_gather(group, taken.view(-1), given)],
+                    result=lambda: [_text(row) for row in taken],
+                )
             error = channel.refusal(last.announcement, channel.complete(last.texts, what))
             self._transfer = None
             self._end(message)

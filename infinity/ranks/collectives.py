@@ -22,7 +22,7 @@ from ..errors import InfinityError
 from .bulk import Bulk
 from .channel import HEARING_SECONDS, Channel, Spans
 from .comparing import Comparison
-from .kinds import DummyCollectives, bytes_of
+from .kinds import bytes_of, dummy_of
 from .parallel_dims import ParallelDims
 from .pass_agreement import Progress
 from .transfer import Transfer, all_gather, broadcast, end_groups, exchange_objects
@@ -47,9 +47,9 @@ class Collectives(Bulk):
         for channel in self.ranks.unit_places:
             channel.flags_nbytes = max(channel.flags_nbytes, most_flags)
         if self.ranks.dp_group is not None and self.ranks.ep_size == 1:
-            self.ranks.dp_group.collective_trace.dummy_of = DummyCollectives(
-                lambda of_experts: (self.of_experts if of_experts else self).ranks
-            ).of
+            self.ranks.dp_group.collective_trace.dummy_of = partial(
+                dummy_of, lambda of_experts: (self.of_experts if of_experts else self).ranks
+            )
 
     @cached_property
     def of_experts(self) -> Collectives:
@@ -68,16 +68,6 @@ class Collectives(Bulk):
     def _progress_on(self, channel: Channel) -> str:
         """Returns the progress to announce on ``channel``."""
         return self._progress.of_steps if channel is self.ranks.pp_group else str(self._progress)
-
-    def _from_all(self, channel: Channel, value: torch.Tensor, what: str) -> torch.Tensor:
-        """Gathers ``value`` from every rank of ``channel``: [size, ...]."""
-        # A copy: later changes of ``value`` are not sent
-        mine = bytes_of(value.contiguous().reshape(-1)).to("cpu", copy=True)
-        everyones = mine.new_empty(channel.size * mine.numel())
-        group = channel.group
-        transfer = Transfer(lambda: [all_gather(group, everyones, mine)], result=lambda: everyones)
-        raw = self.ranks.place_of(channel).pass_on(what, transfer)
-        return raw.view(value.dtype).view(channel.size, *value.shape).to(value.device)
 
     def assemble(
         self,
@@ -120,17 +110,21 @@ class Collectives(Bulk):
         """Gathers every rank's ``mine``, anything picklable: a list. Order: shards, then replicas,
         then tensor parts, then stages. ``among``: only over these channels. Tensors of one shape,
         of ranks at the same step, are gathered into one tensor: [ranks, ...]."""
-        is_tensor = isinstance(mine, torch.Tensor)
-        found = mine.unsqueeze(0) if is_tensor else [mine]
+        found = mine.unsqueeze(0) if (is_tensor := isinstance(mine, torch.Tensor)) else [mine]
         for channel in self.ranks.channels if among is None else among:
-            if is_tensor:
-                said = f"{what} {self._progress_on(channel)}"
-                found = self._from_all(channel, found, said).flatten(0, 1)
+            group, place = channel.group, self.ranks.place_of(channel)
+            if not is_tensor:
+                transfer = exchange_objects(group, channel.size, found)
+                found = [item for of_one in place.pass_on(what, transfer) for item in of_one]
                 continue
-            everyones = self.ranks.place_of(channel).pass_on(
-                what, exchange_objects(channel.group, channel.size, found)
+            # A copy: later changes of the values are not sent
+            own = bytes_of(found.contiguous().view(-1)).to("cpu", copy=True)
+            raw = own.new_empty(channel.size * own.numel())
+            transfer = Transfer(lambda: [all_gather(group, raw, own)])
+            place.pass_on(f"{what} {self._progress_on(channel)}", transfer)
+            found = (
+                raw.view(mine.dtype).view(channel.size * len(found), *mine.shape).to(mine.device)
             )
-            found = [item for of_one in everyones for item in of_one]
         return found
 
     def meet(

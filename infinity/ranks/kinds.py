@@ -7,7 +7,6 @@ numbers   enough to start a collective with dummy data, on a rank that has not r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 
@@ -76,35 +75,19 @@ def describe(
     )
 
 
-@dataclass(frozen=True)
-class DummyCollectives:
-    """Starts collectives from their numbers. ``ranks_of``: the ranks, given whether only those with
-    the same experts take part."""
+def dummy_of(ranks_of: Callable[[bool], ParallelDims], numbers: Sequence[int]) -> Dummy:
+    """Makes the collective of these ``numbers``: what starts it, with zeros, and what counts as
+    :func:`count_begun`. ``ranks_of``: the ranks, given whether only those with the same experts
+    take part."""
+    kind, is_of_experts, *counts, dtype, is_on_host = numbers
+    ranks = ranks_of(bool(is_of_experts))
+    where = torch.device("cpu") if is_on_host else torch.accelerator.current_accelerator()
 
-    ranks_of: Callable[[bool], ParallelDims]
+    def start() -> dist.Work:
+        made = (torch.zeros(count, dtype=DTYPES[dtype], device=where) for count in counts)
+        return begin(ranks, Kind(kind), *made)
 
-    def of(self, numbers: Sequence[int]) -> Dummy:
-        """Makes the collective of these ``numbers``: what starts it, and what counts as
-        :func:`count_begun`."""
-        return partial(self.begin, numbers), partial(self.count, numbers)
-
-    def begin(self, numbers: Sequence[int]) -> dist.Work:
-        """Starts the collective of these ``numbers``, with zeros."""
-        kind, is_of_experts, given, taken, dtype, is_on_host = numbers
-        mine, whole = (
-            torch.zeros(count, dtype=DTYPES[dtype], device=_place(is_on_host))
-            for count in (given, taken)
-        )
-        return begin(self.ranks_of(bool(is_of_experts)), Kind(kind), mine, whole)
-
-    def count(self, numbers: Sequence[int]) -> int:
-        """Counts as :func:`count_begun`, for the collective of these ``numbers``."""
-        kind, is_of_experts, *_, is_on_host = numbers
-        return count_begun(self.ranks_of(bool(is_of_experts)), Kind(kind), _place(is_on_host))
-
-
-def _place(is_on_host: int) -> torch.device:
-    return torch.device("cpu") if is_on_host else torch.accelerator.current_accelerator()
+    return start, partial(count_begun, ranks, Kind(kind), where)
 
 
 def bytes_of(flat: torch.Tensor) -> torch.Tensor:

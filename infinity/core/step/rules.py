@@ -55,7 +55,9 @@ def recognise(optimizer: torch.optim.Optimizer) -> Known:
     """Recognises how ``optimizer`` steps. Raises ConfigError if its step is not exactly a known
     one."""
     refuse_wrapper(optimizer)
-    refuse_replaced(optimizer, name := path_of(type(optimizer)))
+    name, step = path_of(kind := type(optimizer)), vars(optimizer).get("step")
+    if step is not None and (own := plain_step(step)) is not plain_step(kind.step):
+        raise other_step(name, "was replaced on the object", own)
     others = [*_recognisers()]
     ways = [each.recognise for each in others] + [_of_torch] + [each.try_unknown for each in others]
     known = next(filter(None, (way(optimizer) for way in ways)), None)
@@ -83,13 +85,6 @@ def supported() -> str:
     """Lists the classes that are supported, for an error."""
     of_torch = "torch.optim." + ", ".join(kind.__name__ for kind in TORCHS)
     return ", ".join([of_torch, *(each.supported for each in _recognisers())])
-
-
-def refuse_replaced(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Raises ConfigError if ``step`` was replaced on the object."""
-    own = plain_step(vars(optimizer)["step"]) if "step" in vars(optimizer) else None
-    if own is not None and own is not plain_step(type(optimizer).step):
-        raise other_step(name, "was replaced on the object", own)
 
 
 def check_torchs(optimizer: torch.optim.Optimizer, base: type, step: str) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from ... import native
-from ...errors import InfinityError, UsageError
+from ...errors import InfinityError
 from ...ranks.collectives import Collectives
 from ...ranks.kinds import bytes_of
 from ...ranks.pending import Pending
@@ -180,14 +180,6 @@ class Arrival:
     def lacks_rows(self) -> bool:
         """Whether only some rows are on the device. Others than the class have seen none then."""
         return self.rows is not None and self.rows.there is not None
-
-    def refuse_edits(self) -> None:
-        """Raises UsageError if a forward that changed the weights had only some rows of them."""
-        if self.lacks_rows:
-            raise UsageError(
-                f"a forward changed rows of {self._name} in place, of which only those are on the"
-                " device that it was called for: change them outside of a forward"
-            )
 
     def _nbytes(self, spans: Spans | None) -> int:
         if spans is None:

@@ -54,12 +54,16 @@ class Exposure:
         makes them ordinary ones."""
         if shows:
             self.show()
-        # Values exported before this hold were compared with home already.
+        # Values exported before this hold were compared with home already. A change is lost if the
+        # device's bytes have a copy, elsewhere or as masters.
         self.edits.begin(
             [
                 param
                 for buffer in self._buffers
-                if self._can_lose(buffer.flat_param) and buffer.is_exported
+                if not self._ranks.alone
+                or buffer.flat_param.weight.tier is not Tier.DEVICE
+                or "master" in buffer.flat_param.arrays
+                if buffer.is_exported
                 for param in buffer.flat_param.params
             ]
         )
@@ -112,15 +116,6 @@ class Exposure:
         """Watches for changes through ``data``, the ``param.data`` that a user got: torch does not
         count them."""
         self.edits.watch(param, data, self._can_be_compared(stays))
-
-    def _can_lose(self, flat_param: FlatParam) -> bool:
-        """Returns whether a change of device bytes could be lost: they have a copy, elsewhere or as
-        masters."""
-        return (
-            not self._ranks.alone
-            or flat_param.weight.tier is not Tier.DEVICE
-            or "master" in flat_param.arrays
-        )
 
     def _can_be_compared(self, stays: bool) -> bool:
         """Returns whether a comparison with home shows a change. Not for a device home, which has

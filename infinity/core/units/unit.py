@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ... import native
+from ...errors import UsageError
 from ...ranks.collectives import Collectives
 from ..homes.arrays import StateArray
 from ..homes.store import ArrayStore
@@ -200,7 +201,11 @@ class ParamUnit:
         """Sends home the changes that a forward made to its own parameters. Raises UsageError for
         changes that cannot be."""
         if self.exposure.find_edits(store, stays=self.stays or self.arrival.lacks_rows):
-            self.arrival.refuse_edits()
+            if self.arrival.lacks_rows:
+                raise UsageError(
+                    f"a forward changed rows of {self.name} in place, of which only those are on"
+                    " the device that it was called for: change them outside of a forward"
+                )
             self._second.forget()  # first: a write may fail after others have gone home
             self.exposure.write_edits(store, journal, stays=self.stays)
 

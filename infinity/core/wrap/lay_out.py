@@ -489,7 +489,13 @@ def lay_out_here(
     if not everywhere or chosen is None:
         if (chosen_memory := in_memory(splits=True)) is not None:
             return chosen_memory
-        raise _nowhere(folders, needed, left, limit)
+        looked_at = ", ".join(map(str, folders)) or "no folder"
+        raise ConfigError(
+            f"weights, optimizer state and gradients are {format_nbytes(needed)}, and {limit}"
+            f" leaves {format_nbytes(left)}, of which a part is activations'. A folder on a disk is"
+            " needed, and none was found here, or on another machine of the job: looked at"
+            f" {looked_at}. Name one: Config(nvme_paths=['/path/on/the/disk'])"
+        )
     capacity = usable if config.nvme_capacity is None else config.nvme_capacity
     config = dataclasses.replace(config, nvme_paths=(chosen.folder,), nvme_capacity=capacity)
     laid = placed(config, explains=explains)
@@ -543,16 +549,6 @@ def _room(config: Config, device: Device, most: int | None) -> dict[Tier, int]:
     tiers = [tier for tier in Tier if tier is not Tier.NVME or config.nvme_paths]
     room = {tier: measured_free(tier, config, device) for tier in tiers}
     return room if most is None else room | {Tier.DEVICE: most}
-
-
-def _nowhere(found: list[Candidate], needed: int, left: int, limit: str) -> ConfigError:
-    looked_at = ", ".join(map(str, found)) or "no folder"
-    return ConfigError(
-        f"weights, optimizer state and gradients are {format_nbytes(needed)}, and {limit} leaves"
-        f" {format_nbytes(left)}, of which a part is activations'. A folder on a disk is needed,"
-        f" and none was found here, or on another machine of the job: looked at {looked_at}. Name"
-        " one: Config(nvme_paths=['/path/on/the/disk'])"
-    )
 
 
 def _tell(plan: MemoryPlan, left: int, limit: str, chosen: Candidate | None) -> None:
