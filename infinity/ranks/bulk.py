@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -97,13 +96,7 @@ class Bulk(PassAgreement):
         then: Callable[[], None] | None = None,
         begin: Callable[[], dist.Work] | None = None,
     ) -> Pending:
-        collective = Collective(what, whole.numel(), describe(self.ranks, kind, mine, whole))
-        with self._alone():
-            self._enter()
-            if self._place.collective_trace.next != collective:
-                self._meet_for(what)
-            start = time.perf_counter()
-            work = self._start(collective, kind, mine, whole, begin)
+        work, start = self._go_on_with(what, kind, mine, whole, begin=begin, meets=True)
 
         def finish() -> None:
             then()
@@ -173,23 +166,24 @@ class Bulk(PassAgreement):
         """
         if meets and not self.is_next(what):
             self._meet_for(what)
-        works, start, received, size = [], time.perf_counter(), flat, self.ranks.size
+        works, received, size = [], flat, self.ranks.size
         mine = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         everyones = mine.new_empty(self._whole.ranks.size, mine.numel())
         if size > 1:
             received = torch.empty_like(flat)
-            works.append(self._go_on_with(what, Kind.REDUCE, flat, received))
+            work, start = self._go_on_with(what, Kind.REDUCE, flat, received)
+            works.append(work)
         elif self.ranks.ep_size > 1:
             self._go_on_with(what, Kind.NOTHING, flat, flat)  # keeps its place in the order
         if flags:
             said = f"{what}: who has them"
-            telling = self._whole._go_on_with(said, Kind.TELL, mine, everyones.view(-1))
+            telling, told = self._whole._go_on_with(said, Kind.TELL, mine, everyones.view(-1))
             of_host = self._pending([telling], said, None, mine.device)
 
         def finish() -> None:
             if flags:
                 of_host.wait()
-                self.traffic.received("flags", everyones.nbytes - mine.nbytes, what, start)
+                self.traffic.received("flags", everyones.nbytes - mine.nbytes, what, told)
             if size > 1:
                 moved = flat.nbytes - flat.nbytes // size
                 self.traffic.received("reduce-scatter", moved, what, start)
@@ -203,9 +197,9 @@ class Bulk(PassAgreement):
         too."""
         total = _ordered_sum(parts, self._weights())
         if (replicas := self.ranks.replicate_group) is not None:
-            what, start = f"{what} over replicas", time.perf_counter()
+            what = f"{what} over replicas"
             everyones = total.new_empty(replicas.size, total.numel())
-            work = self._go_on_with(
+            work, start = self._go_on_with(
                 what, Kind.GATHER_OVER_REPLICAS, bytes_of(total), bytes_of(everyones.view(-1))
             )
             self._pending([work], what, None, total.device).wait()
@@ -232,40 +226,31 @@ class Bulk(PassAgreement):
         return self.weighing.weights[first : first + self.ranks.size]
 
     def _go_on_with(
-        self, what: str, kind: Kind, given: torch.Tensor, taken: torch.Tensor
-    ) -> dist.Work:
-        """Starts a collective. Meets first if the verified pass continues with another one."""
-        passing = self._place.collective_trace
-        collective = Collective(what, given.nbytes, describe(self.ranks, kind, given, taken))
-        with self._alone():
-            self._enter()
-            if passing.is_verified and passing.next != collective:
-                self._meet_for(what)
-            return self._start(collective, kind, given, taken)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Lets the channel's listener do nothing in the block. Raises what it has met with."""
-        with self._place.lock:
-            self._place.raise_heard()
-            yield
-
-    # --- shared by both ---
-
-    def _start(
         self,
-        collective: Collective,
+        what: str,
         kind: Kind,
         given: torch.Tensor,
         taken: torch.Tensor,
+        *,
         begin: Callable[[], dist.Work] | None = None,
-    ) -> dist.Work:
+        meets: bool = False,
+    ) -> tuple[dist.Work, float]:
+        """Starts a collective. Returns it, and when it started. Meets first if a verified pass
+        continues with another one, and with ``meets`` in a pass that is not verified."""
+        place, trace = self._place, self._place.collective_trace
+        collective = Collective(what, given.nbytes, describe(self.ranks, kind, given, taken))
         begin = begin or partial(begin_kind, self.ranks, kind, given, taken)
         count = partial(count_begun, self.ranks, kind, given.device)
-        try:
-            return self._place.collective_trace.start(collective, begin, count)
-        except RuntimeError as error:
-            raise ranks_lost(collective.what, error) from error
+        with place.lock:  # the channel's listener does nothing meanwhile
+            place.raise_heard()
+            self._enter()
+            if (meets or trace.is_verified) and trace.next != collective:
+                self._meet_for(what)
+            start = time.perf_counter()
+            try:
+                return trace.start(collective, begin, count), start
+            except RuntimeError as error:
+                raise ranks_lost(what, error) from error
 
     def _drop_lost(self) -> None:
         """Waits for all transfers. After an interrupt the last one may or may not have started."""

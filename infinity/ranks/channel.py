@@ -78,7 +78,6 @@ class Channel:
         self._ended = ""  # why no sync point is possible: the ranks have diverged, or some are gone
         self.has_lost = False  # a rank is gone, or did not come
         self._sync_point: SyncPoint | None = None  # the last one
-        self._failure_report: SyncPoint | None = None  # at which this rank reported its failure
         self.lock = self.collective_trace.lock
         self._listener: Listener | None = None
         self._heard: InfinityError | None = None  # of a sync point that the listener has made
@@ -95,7 +94,7 @@ class Channel:
     def close(self) -> None:
         """Releases the groups now: their threads and descriptors must not wait for the garbage
         collector. No sync point is possible afterwards. Idempotent."""
-        self._ended, self._sync_point, self._failure_report = "the model was unwrapped", None, None
+        self._ended, self._sync_point = "the model was unwrapped", None
         if self._listener is not None:
             self._listener.close()
         self.collective_trace.close()
@@ -216,25 +215,15 @@ class Channel:
                 self._begin_failure_report(error).wait()
 
     @_locked
-    def warn(self, error: BaseException) -> None:
-        """Reports ``error`` without waiting for the other ranks, which raise it at their next
-        sync point. This rank raises, too, until it can go on."""
-        with contextlib.suppress(RuntimeError):  # of the transport, or of the sync point before
-            last = self._sync_point
-            is_said = (
-                last is not None and last.is_failure_report and last.is_begun and not last.is_over
-            )
-            waits = is_said and not last.poll()
-            if not self._ended and not waits:
+    def report(self, error: BaseException, *, ends: bool = False) -> None:
+        """Reports ``error`` without waiting for the other ranks, which raise it at their next sync
+        point. This rank raises, too, until it can go on; with ``ends`` it cannot any more."""
+        if self._ended:
+            return
+        with contextlib.suppress(InfinityError, RuntimeError):  # of the sync point before, too
+            if self.is_heard():
                 self._begin_failure_report(error)
-
-    @_locked
-    def report_failure(self, error: BaseException) -> None:
-        """Reports ``error`` without waiting for the other ranks. This rank cannot go on
-        afterwards."""
-        if not self._ended:
-            with contextlib.suppress(InfinityError):
-                self._failure_report = self._begin_failure_report(error)
+        if ends:
             self._ended = f"{type(error).__name__}: {error}"
 
     def _begin_failure_report(self, error: BaseException) -> SyncPoint:
@@ -251,14 +240,12 @@ class Channel:
     def is_heard(self) -> bool:
         """Returns whether the others have come to the sync point at which this rank reported its
         failure, or are gone."""
-        if self._failure_report is not None:
-            try:
-                if not self._failure_report.poll():
+        last = self._sync_point
+        if last is not None and last.is_failure_report and last.is_begun and not last.is_over:
+            with contextlib.suppress(InfinityError, RuntimeError):
+                if not last.poll():
                     return False
-                self._failure_report.wait()
-            except (InfinityError, RuntimeError):
-                pass
-            self._failure_report = None
+                last.wait()
         return True
 
     # --- the listener ---

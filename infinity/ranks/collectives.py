@@ -249,12 +249,12 @@ class Collectives(Bulk):
         places = self.ranks.places
         if for_now:
             for channel in places:
-                channel.warn(error)
+                channel.report(error)
             return
         if all(channel.has_ended for channel in places):
             return  # also if there are none
         for channel in places:
-            channel.report_failure(error)
+            channel.report(error, ends=True)
         deadline = time.monotonic() + HEARING_SECONDS
         while time.monotonic() < deadline:
             if any(channel.is_heard() for channel in places):

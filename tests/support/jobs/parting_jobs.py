@@ -314,7 +314,7 @@ def goes_back(how: str, zeros: bool = False, counts_on: bool = False) -> dict[st
 
 
 STRUCK = {  # what lies between a meeting and the collectives that it is for
-    "bulk": {"_gather", "_start", "_go_on_with", "reduce"},
+    "bulk": {"_gather", "_go_on_with", "reduce"},
     "pass_agreement": {"is_next", "_meet_for"},
     "kinds": {"begin", "count_begun", "describe", "bytes_of", "_group_of"},
     "channel": {"wait", "_flags_of"},
