@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
 from ... import native
+from ...errors import CapacityError, InfinityError
 from ..machine.ledger import Ledger
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
@@ -69,8 +71,14 @@ class SwapSpace:
         read."""
         taken = _on_disk(nbytes)
         if (space := self._take(taken, folder)) is None:
-            self._grow(taken, what, folder)
-            space = self._take(taken, folder)
+            try:
+                self._grow(taken, what, folder)
+            except CapacityError:
+                self._await_leaving()
+                if (space := self._take(taken, folder)) is None:
+                    raise
+            else:
+                space = self._take(taken, folder)
         volume, offset, _ = space
         extent = native.Extent.in_volume(self.added[volume].volume, offset, taken)
         array = StateArray(Tier.NVME, torch.uint8, nbytes, extent)
@@ -117,6 +125,13 @@ class SwapSpace:
         """Drops the added volumes, after the shutdown of the I/O engine."""
         self._io = None
         self.added.clear()
+
+    def _await_leaving(self) -> None:
+        """Waits until the space of freed arrays can be reused, whatever became of the transfers."""
+        for tickets, _ in list(self._leaving):
+            for ticket in tickets:
+                with suppress(InfinityError):
+                    ticket.wait()
 
     def _take(self, nbytes: int, folder: str | None) -> Space | None:
         """Takes a space of ``nbytes`` from the volumes added for ``folder``; None if there is

@@ -322,6 +322,31 @@ def test_what_is_added_later_lies_on_all_disks_too(make_disks):
     assert sum(size for _, _, size in store.space.free_spaces) == 3 * MIB
 
 
+class Running:
+    """A transfer that ends, with an error, when somebody waits for it."""
+
+    done = False
+
+    def wait(self) -> None:
+        self.done = True
+        raise infinity.StorageError("a disk failed")
+
+
+def test_space_that_a_transfer_still_uses_is_waited_for_before_a_budget_is_exceeded(make_disks):
+    """Method: a budget for one array, which is freed while a transfer of it runs. Twin: an array
+    that is not freed."""
+    store = make_disks([1e9]).store()
+    store.open([])
+    first = store.allocator.allocate_more(Tier.NVME, MIB, "activations")
+    store.ledger.accounts[Tier.NVME].budget_nbytes = MIB
+    with pytest.raises(infinity.CapacityError):
+        store.allocator.allocate_more(Tier.NVME, MIB, "activations")
+    store.allocator.free_more(first, after=[Running()])
+    store.allocator.allocate_more(Tier.NVME, MIB, "activations")
+    with pytest.raises(infinity.CapacityError):
+        store.allocator.allocate_more(Tier.NVME, MIB, "activations")
+
+
 SIZES = [1, 63, 64, 4095, 4096, 4097, 65535, 65537, 2 * MIB + 1]
 
 
