@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.core.run.saved_tensor import SavedTensor
+from infinity.core.run.saved_weights import Unpack
 
 MOST = 1_110  # of a block and step, beside those of plain torch; a change may lower it
 INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>")  # since Python 3.12
@@ -73,6 +73,6 @@ def test_a_block_and_step_take_few_calls(monkeypatch):
     print(f"plain {plain:.0f}, from the host {found:.0f}")
     assert 40 < plain < 200
     assert found - plain <= MOST
-    tensor = SavedTensor.tensor
-    monkeypatch.setattr(SavedTensor, "tensor", lambda self: tensor(self))
+    unpack = Unpack.__call__
+    monkeypatch.setattr(Unpack, "__call__", lambda self, saved: unpack(self, saved))
     assert per_block("host") > found + 20

@@ -32,6 +32,7 @@ from ..run.operations import Operation
 from ..run.tasks import AutogradTasks
 from ..units.forms import is_plain, part_of
 from ..units.handle import (
+    HANDLE,
     DisableTorchFunction,
     ParamHandle,
     managed,
@@ -73,22 +74,19 @@ class Backward:
             self._pass.gradients = None  # the last unit's have landed
         self.job.prefetcher.hold(unit, backward=True, shows=shows)
 
-    def take_out(self, unit: ParamUnit) -> None:
-        """Holds ``unit`` as :meth:`hold`, and until the node of the graph that takes a weight of it
-        out is over: that takes out all of its weights before it computes."""
-        if (node := running_node()) != self._node:
-            self._node = node
-            self._taken.clear()
-        self._taken.add(unit)
-        self.hold(unit)
-
     def _taken_by_node(self) -> Collection[ParamUnit]:
         """Returns the units of which the running node has taken weights out."""
         return self._taken if running_node() == self._node else ()
 
-    def hold(self, unit: ParamUnit) -> None:
+    def hold(self, unit: ParamUnit, *, for_node: bool = False) -> None:
         """Holds ``unit`` until its gradients of the running backward have landed. May block on disk
-        and on other ranks."""
+        and on other ranks. ``for_node``: also until the node of the graph that takes a weight of it
+        out is over, which takes out all of its weights before it computes."""
+        if for_node:
+            if (node := running_node()) != self._node:
+                self._node = node
+                self._taken.clear()
+            self._taken.add(unit)
         if unit not in self._pass.awaited or current_task() not in self._pass.tokens:
             self.job.uses.check(Operation.BACKWARD, "this backward")
             refuse_without_bytes("a backward")
@@ -207,19 +205,15 @@ class Backward:
 
     # --- gradients ---
 
-    def accumulated(self, param: torch.Tensor, hooks: Mapping[Any, Callable] | None) -> None:
-        """Sends home a gradient that autograd accumulated in ``param``, and calls users' ``hooks``
-        on it, in between or before.
+    def accumulated(self, param: torch.Tensor, hooks: Mapping[Any, Callable]) -> None:
+        """Sends home a gradient that autograd accumulated in ``param``, as :meth:`landed`, and
+        calls users' ``hooks`` on it, in between or before.
 
         A hook sees what torch's sees, the sum of all backwards since ``zero_grad()``. On one rank
         that is the gradient at home. On several ranks, and between the backwards of an accumulation
         pass, it is this rank's sum, which then replaces what had landed before.
         """
-        handle = managed(param)
-        if not hooks:
-            self.landed(handle, param)
-            return
-        land = apart(self._land)
+        handle, land = managed(param), apart(self._land)
         if not apart(self._begins)(handle, grad := take_raw_grad(param)):
             return
         self.job.gradients.changes.begin(handle)
@@ -243,27 +237,29 @@ class Backward:
         apart(self._has_landed)(handle)
 
     @apart
-    def landed(self, handle: ParamHandle, param: torch.Tensor) -> None:
+    def landed(self, param: torch.Tensor) -> None:
         """Sends home a gradient that autograd accumulated in ``param``, which no user's hook
         sees."""
+        handle = param.__dict__[HANDLE]
         # Before recovery clears gradients: this one belongs to the running backward.
-        grad = take_raw_grad(param)
-        if self._begins(handle, grad):
+        if self._begins(handle, grad := take_raw_grad(param)):
             self._land(handle, grad)
             self._has_landed(handle)
 
     def _begins(self, handle: ParamHandle, grad: torch.Tensor | None) -> bool:
         """Prepares for a landing. Returns False if autograd accumulated nothing."""
-        refuse_without_bytes("a backward")
-        if grad is not None and not has_bytes(grad):
+        if current_task() not in self._pass.tokens:
+            refuse_without_bytes("a backward")
+            self.track_task()
+        if grad is None:
+            return False  # a weight that runs in tiles: its gradient has landed
+        if (grad.is_meta or type(grad) is not torch.Tensor) and not has_bytes(grad):
             raise UsageError(
                 f"the gradient of {handle.name} is a {type(grad).__name__} on {grad.device}, which"
                 " has no bytes to send home: run the backward with real tensors, or of a model"
                 " that is not wrapped."
             )
-        if current_task() not in self._pass.tokens:
-            self.track_task()
-        return grad is not None  # else a weight that runs in tiles: its gradient has landed
+        return True
 
     @apart
     def _sum_before(self, handle: ParamHandle, param: torch.Tensor) -> None:
@@ -276,7 +272,7 @@ class Backward:
 
     def _land(self, handle: ParamHandle, grad: torch.Tensor) -> None:
         """Sends home what autograd accumulated."""
-        if not is_plain(grad):
+        if type(grad) is not torch.Tensor and not is_plain(grad):
             # Sums partial gradients over the ranks.
             self.job.gradients.changes.begin(handle)
             grad = part_of(handle.param, grad, f"the gradient of {handle.name}")

@@ -7,7 +7,7 @@ factor     a requested multiplication that the optimizer kernel applies later, r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -27,17 +27,15 @@ class GradChanges:
     """The gradients that are being changed. Used from the thread that runs backward or the step."""
 
     def __init__(self) -> None:
-        self._changing: set[ParamHandle] = set()
+        self.end()
         # Handles whose gradient the last exception tore; it may have been zeroed since.
         self.torn: set[ParamHandle] = set()
 
-    def begin(self, handle: ParamHandle) -> None:
-        """Marks the gradient of ``handle`` as about to change."""
-        self._changing.add(handle)
-
     def end(self) -> None:
         """Ends all changes: they are complete."""
-        self._changing = set()
+        self._changing: set[ParamHandle] = set()
+        # Marks the gradient of a handle as about to change.
+        self.begin: Callable[[ParamHandle], None] = self._changing.add
 
     @property
     def are_open(self) -> bool:
@@ -62,4 +60,4 @@ class GradChanges:
         self.torn = {h for h in self._changing if h.grad.state is not GradState.CONSUMED}
         for handle in self.torn:
             handle.grad = GradRecord(GradState.TORN)
-        self._changing = set()
+        self.end()

@@ -76,7 +76,7 @@ class GradHomes:
         high = max(low, high)
         first = flat_param.layout.own("grad")[0]
         if not self.are_in_pieces(flat_param):
-            home = self._flat(flat_param, write=write, wait=True)
+            home = self.flat(flat_param, write=write, wait=True)
             yield low - offset, home[low - first : high - first]
             return
         array = flat_param.arrays["grad"]
@@ -91,7 +91,7 @@ class GradHomes:
         place = flat_param.layout.placements[handle.index]
         if self.are_in_pieces(flat_param):
             return self.flat_view(handle, write=write).as_strided(place.shape, place.stride)
-        return place.view(self._flat(flat_param, write=write, wait=wait))
+        return place.view(self.flat(flat_param, write=write, wait=wait))
 
     def flat_view(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
         """Returns the gradient's elements at home, flat, in storage order."""
@@ -115,9 +115,9 @@ class GradHomes:
             if write:
                 raise InternalError(f"the gradient of {flat_param.names[0]} is not there whole")
             return self._store.read(flat_param.arrays["grad"], begin - first, end - first)
-        return self._flat(flat_param, write=write, wait=wait)[begin - first : end - first]
+        return self.flat(flat_param, write=write, wait=wait)[begin - first : end - first]
 
-    def _flat(
+    def flat(
         self, flat_param: FlatParam, *, write: bool, wait: bool, defines: bool = True
     ) -> torch.Tensor:
         """Returns the flat gradient at home. ``defines``: rows that have no gradient become
@@ -144,14 +144,14 @@ class GradHomes:
     def rows_view(self, handle: ParamHandle, *, wait: bool = True) -> torch.Tensor:
         """Returns the gradient of rows at home, ``[rows, elements]``, of which single rows are
         about to be set: the others are as they are."""
-        flat = self._flat(handle.flat_param, write=True, wait=wait, defines=False)
+        flat = self.flat(handle.flat_param, write=True, wait=wait, defines=False)
         place = handle.flat_param.layout.placements[handle.index]
         return flat[place.offset : place.end].view(handle.flat_param.homes.rows.count, -1)
 
     def whole(self, flat_param: FlatParam) -> torch.Tensor:
         """Returns this rank's whole flat gradient on the device, if its home is whole (ZeRO-1)."""
         flat_param.homes.wait_running()
-        return self._flat(flat_param, write=True, wait=True).to(self.device.where)
+        return self.flat(flat_param, write=True, wait=True).to(self.device.where)
 
     def close_flat_param(self, flat_param: FlatParam) -> list[native.Ticket]:
         """Sends a flat param's opened gradients to disk. Returns tickets that must complete before

@@ -40,11 +40,12 @@ class Lander:
         flat_param = handle.flat_param
         if flat_param.homes.update is not None:
             flat_param.homes.wait_running()
-        if self._homes.are_in_pieces(flat_param):
+        tier = flat_param.homes.arrays["grad"].tier
+        if tier is Tier.NVME and self._homes.are_in_pieces(flat_param):
             self.land_span(handle, 0, self._flat(handle, grad), adds=adds)
         elif flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
             self._land_rows(handle, grad, self._norms.of, adds=adds)
-        elif self._device.overlaps and flat_param.arrays["grad"].tier is not Tier.DEVICE:
+        elif self._device.overlaps and tier is not Tier.DEVICE:
             place = flat_param.layout.placements[handle.index]
 
             def take_norm(total: torch.Tensor, order: float) -> torch.Tensor:
@@ -53,7 +54,8 @@ class Lander:
             home = self._homes.flat_view(handle, write=True)
             self.beside(handle, home, self._flat(handle, grad), take_norm, adds=adds)
         else:
-            home = self._homes.view(handle, write=True)
+            home = self._homes.flat(flat_param, write=True, wait=True)
+            home = flat_param.layout.placements[handle.index].view(home)
             self._here(handle, home, grad, self._norms.of, adds=adds)
 
     def land_rows(
@@ -196,7 +198,7 @@ class Lander:
             there.copy_(value)
         record.norm = None if order is None else (order, take_norm(there, order))
         nbytes = there.nbytes if self._device.is_host else 0  # 0: it stays on the device
-        self._store.traffic.copied_here("device->host", nbytes, handle.name, start)
+        self._store.traffic.copied_here("device->host", nbytes, handle.names[0], start)
         if self._device.is_host:
             self._device.note_freed(value.nbytes)  # by the caller
 

@@ -115,7 +115,9 @@ class Device:
 
     def __init__(self, where: torch.device, traffic: Traffic):
         self.where, self.traffic = where, traffic
-        self._heap = Heap()
+        # Notes that a buffer of so many bytes in device memory goes back to its allocator. The
+        # host's allocator keeps it, unless the heap is trimmed.
+        self.note_freed = Heap().freed
         self.kernels: Any = None  # of the optimizer, if the processor's do not reach
         self.kernels_refusal = "the processor has its own"
 
@@ -132,8 +134,9 @@ class Device:
         if transfer is None:
             work()
         else:
-            with self.traffic.copying(transfer.edge, transfer.nbytes, transfer.what):
-                work()
+            start = time.perf_counter()
+            work()
+            self.traffic.copied_here(transfer.edge, transfer.nbytes, transfer.what, start)
         return PAST
 
     def now(self) -> Event:
@@ -196,11 +199,6 @@ class Device:
         if not nbytes:
             self.note_freed(freed)
             storage_guard.close(storage)
-
-    def note_freed(self, nbytes: int) -> None:
-        """Notes that a buffer of ``nbytes`` in device memory goes back to its allocator. The host's
-        allocator keeps it, unless the heap is trimmed."""
-        self._heap.freed(nbytes)
 
     def close_storage(self, storage: torch.UntypedStorage, *, after: Events = ()) -> None:
         """Makes the bytes of ``storage`` inaccessible, and keeps its memory. The next fill comes

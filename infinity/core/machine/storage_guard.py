@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 
 from ... import torch_private
 
 references = torch_private.storage_references
+# Makes the bytes of a storage accessible again.
+open: Callable[[torch.UntypedStorage], None] = partial(torch_private.set_storage_flags, value=0)
 _torch_is_shared = torch.UntypedStorage.is_shared
 
 
@@ -30,11 +33,6 @@ def close(storage: torch.UntypedStorage) -> None:
     """Makes every access to the bytes of ``storage`` raise RuntimeError, until :func:`open`."""
     _let_be_asked()
     torch_private.set_storage_flags(storage, 1)
-
-
-def open(storage: torch.UntypedStorage) -> None:
-    """Makes the bytes of ``storage`` accessible again."""
-    torch_private.set_storage_flags(storage, 0)
 
 
 def identity(tensor: torch.Tensor) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from ..units.handle import DisableTorchFunction, own_bytes
 from .apart import apart
 from .tensors import fingerprint
 
+_VERSION = attrgetter("_version")
 COMPARED_FIRST = 4  # times that a unit is resident: two forwards with their backwards
 
 
@@ -87,8 +89,8 @@ class ForwardEdits:
 
     def _counts(self) -> list[int]:
         with DisableTorchFunction():
-            counts = [param._version for param in self._params]
-            return [*counts, *(local_of(param)._version for param in self._around)]
+            around = map(local_of, self._around)
+            return [*map(_VERSION, self._params), *map(_VERSION, around)]
 
     def _counted(self) -> set[torch.nn.Parameter]:
         """Returns the parameters of which torch has counted a change."""

@@ -92,9 +92,9 @@ class ActivationStore:
                     return packed
                 charge = self._kept.charge(tensor.untyped_storage().nbytes())
                 return WithinBudget(
-                    outer_pack(tensor) if outer_pack else SavedTensor(tensor), charge
+                    outer_pack(tensor) if outer_pack else SavedTensor.of(tensor), charge
                 )
-            return outer_pack(tensor) if outer_pack else SavedTensor(tensor)
+            return outer_pack(tensor) if outer_pack else SavedTensor.of(tensor)
 
         def unpack(packed: Any) -> torch.Tensor:
             packed = packed.packed if isinstance(packed, WithinBudget) else packed

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ...errors import UsageError
-from ...torch_private import current_task
+from ...torch_private import current_task, uncompiled
 from ..params import mistakes
 from ..params.apart import makes_hooks
 from ..params.parameter import USERS_HOOKS
@@ -18,7 +18,7 @@ from ..units.handle import raw_hooks, set_raw_hooks
 from ..units.unit import ParamUnit
 from .engine import Engine
 from .fixed_form import fix_forms
-from .scoped_call import UNCOMPILED, ScopedCall
+from .scoped_call import ScopedCall
 
 OURS = -1  # the key of the engine's hook; users' are 0 and above
 
@@ -97,8 +97,12 @@ class LandingHooks:
         backward = weakref.ref(engine.backward)
 
         def landed(param: torch.Tensor) -> None:
-            if (running := backward()) is not None:
-                running.accumulated(param, param.__dict__.get(USERS_HOOKS))
+            if (running := backward()) is None:
+                return
+            if hooks := param.__dict__.get(USERS_HOOKS):
+                running.accumulated(param, hooks)
+            else:
+                running.landed(param)
 
         self._landed = landed  # holds only a weak reference to the backward: see LandingHook
 
@@ -141,9 +145,7 @@ def install_hooks(
             return engine.passes.leave(module, args, kwargs, output)
 
         # The graph of a compiled model breaks here: moving weights cannot be compiled.
-        before, after = (
-            torch.compiler.disable(hook, reason=UNCOMPILED) for hook in (before, after)
-        )
+        before, after = uncompiled(before), uncompiled(after)
         before.is_infinity = after.is_infinity = True
         removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))

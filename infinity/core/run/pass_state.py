@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
@@ -55,9 +54,9 @@ class Pass:
 
     # Units on the device, the least recently used first, and the number of holds of each.
     resident: dict[ParamUnit, None] = field(default_factory=dict)
-    holds: Counter[ParamUnit] = field(default_factory=Counter)
+    holds: dict[ParamUnit, int] = field(default_factory=dict)
     # The holds in which the parameters are ordinary ones.
-    shows: Counter[ParamUnit] = field(default_factory=Counter)
+    shows: dict[ParamUnit, int] = field(default_factory=dict)
     # The unit that was used last, and the time since when it is resident.
     computing: tuple[int, float] | None = None
 

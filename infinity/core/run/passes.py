@@ -27,7 +27,6 @@ from ..units.forms import local_of
 from ..units.handle import ParamHandle, drop_raw_grads, handle_of, own_bytes
 from ..units.rows import ChosenRows
 from ..units.unit import ParamUnit, flat_params_of
-from .context import too_late
 from .job import Job
 from .operations import Operation, State
 from .pass_state import Frame
@@ -48,16 +47,7 @@ class Passes:
         # Run last, after hooks that a forward may have registered.
         self.reorder_hooks: list[Callable[[], None]] = []
         self._has_told = False  # of autocast's copies
-        me = weakref.ref(backward)
-
-        def hold(unit: ParamUnit, for_node: bool) -> None:
-            if running := me():
-                (running.take_out if for_node else running.hold)(unit)
-            elif not unit.stays:
-                raise too_late()
-
-        self._hold = hold
-        self._lone_hooks = saving_hooks(None, job.storages, hold)
+        self._lone_hooks = saving_hooks(None, job.storages, weakref.ref(backward))
 
     @property
     def frames(self) -> list[Frame]:
@@ -67,13 +57,13 @@ class Passes:
     @property
     def computing(self) -> bool:
         """Whether a forward or backward of the model is running."""
-        return bool(self.frames) or current_task() != -1
+        return bool(self._pass.frames) or current_task() != -1
 
     @property
     def is_recomputed(self) -> bool:
         """Whether the running forward is recomputed in the backward, or is itself that
         recomputation. Both have to compute the same."""
-        if current_task() != -1 or (self.frames and self.frames[-1].is_recomputed):
+        if current_task() != -1 or (self._pass.frames and self._pass.frames[-1].is_recomputed):
             return True
         return is_checkpoint(top_hooks(True))
 
@@ -90,11 +80,12 @@ class Passes:
     ) -> None:
         """Begins a forward of ``module``, called with ``args`` and ``kwargs``. Blocks until its
         units are resident, so it may wait for the disk and for other ranks."""
-        self.job.store.check_process()
-        if self.job.uses.is_in(State.UNWRAPPED):  # asked first: the name is made for each unit else
-            self.job.uses.check(Operation.FORWARD, f"this forward of {type(module).__name__}")
         in_backward = current_task() != -1
-        if begins := not self.frames and not in_backward:
+        if not self._pass.frames:
+            self.job.store.check_process()
+            if self.job.uses.is_in(State.UNWRAPPED):
+                self.job.uses.check(Operation.FORWARD, f"this forward of {type(module).__name__}")
+        if begins := not self._pass.frames and not in_backward:
             self.job.lents.settle()
         if begins and is_root:
             for listener in self.job.events.pass_begun:
@@ -124,7 +115,7 @@ class Passes:
             for unit in held:
                 self.job.prefetcher.unhold(unit)
             raise
-        self.frames.append(
+        self._pass.frames.append(
             Frame(module, held, is_recomputed=self.is_recomputed, hooks=self.scopes.hooks)
         )
         outer = top_hooks(True)
@@ -165,15 +156,16 @@ class Passes:
         Returns the output, with views of weights replaced by copies: the weight may be released
         before the view is used.
         """
-        if all(frame.module is not module for frame in self.frames):
+        frames = self._pass.frames
+        if not frames or all(frame.module is not module for frame in reversed(frames)):
             return output  # its pre-hook failed before it entered
         for listener in self.job.events.forward_ended:
             listener(module)
-        if self.frames[0].module is module:
+        if self._pass.frames[0].module is module:
             # A parameter itself is at home after this frame, so a loss could not use it.
             output = _with_copies(output, handle_of)
         # Ended by an exception, for which torch called no hook.
-        while (frame := self.frames.pop()).module is not module:
+        while (frame := self._pass.frames.pop()).module is not module:
             self._unhold(frame)
         for unit in frame.units:
             self.job.traffic.tell("forward", unit.name, frame.start)
@@ -183,12 +175,12 @@ class Passes:
         if torch.is_grad_enabled() and output is not None:
             self._watch_backward(frame, args, kwargs, output)
         self._unhold(frame)
-        if self.frames and self.frames[-1].looked_at:
-            looked_at = self.frames[-1].looked_at
+        if self._pass.frames and self._pass.frames[-1].looked_at:
+            looked_at = self._pass.frames[-1].looked_at
             for unit in (each for each in frame.units if each in looked_at):
                 looked_at.remove(unit)
                 self.job.prefetcher.unhold(unit)
-        if not self.frames:
+        if not self._pass.frames:
             if output is not None:  # a forward that failed uses no gather; recovery drops them
                 self.job.collectives.wait_for_ordered()
             for listener in self.job.events.pass_ended:
@@ -204,7 +196,7 @@ class Passes:
         module, until that module's forward ends."""
         for unit in units:
             self.job.prefetcher.hold(unit)
-            self.frames[-1].looked_at.append(unit)
+            self._pass.frames[-1].looked_at.append(unit)
 
     def _unhold(self, frame: Frame) -> None:
         for unit in (*frame.units, *frame.looked_at):
@@ -223,7 +215,7 @@ class Passes:
 
     def holds(self, unit: ParamUnit) -> bool:
         """Tells whether a running forward holds ``unit``."""
-        return any(unit in frame.units or unit in frame.used_outside for frame in self.frames)
+        return any(unit in frame.units or unit in frame.used_outside for frame in self._pass.frames)
 
     @contextmanager
     def using(self, handles: Sequence[ParamHandle], *, writes: bool) -> Iterator[None]:
@@ -275,9 +267,9 @@ class Passes:
         its owners has given its memory away."""
         if current_task() != -1:
             self.backward.hold(unit)
-        elif unit not in (*self.frames[0].units, *self.frames[0].used_outside):
+        elif unit not in (*self._pass.frames[0].units, *self._pass.frames[0].used_outside):
             self.job.prefetcher.hold(unit, shows=False)
-            self.frames[0].used_outside.append(unit)
+            self._pass.frames[0].used_outside.append(unit)
 
     @makes_hooks
     def _watch_backward(self, frame: Frame, args: tuple, kwargs: dict, output: Any) -> None:
@@ -336,7 +328,7 @@ class Passes:
     def _saving_hooks(self) -> tuple[Callable, Callable]:
         hooks = self._lone_hooks
         if outer := top_hooks(True):
-            hooks = saving_hooks(outer, self.job.storages, self._hold)
+            hooks = saving_hooks(outer, self.job.storages, weakref.ref(self.backward))
         for listener in self.job.events.packing:
             hooks = listener(hooks)
         return hooks

@@ -13,9 +13,9 @@ older     of weights of a unit from before an update: units of their own here, o
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
+from operator import attrgetter
 
 import torch
 
@@ -46,6 +46,7 @@ GATHERS_AHEAD = 1
 # planned beside it.
 Explain = Callable[[CapacityError, int, int, int], CapacityError]
 COMING = (Residency.RESIDENT, Residency.GATHERING)
+_NBYTES = attrgetter("weight_nbytes")
 
 
 def no_more(error: CapacityError, *nbytes: int) -> CapacityError:
@@ -102,7 +103,7 @@ class Prefetcher:
         """Makes ``unit`` resident until :meth:`unhold`. Blocks as :meth:`ensure`. ``in_pass``: it
         is a use of the schedule. ``shows``: makes the parameters ordinary ones."""
         unit = unit.in_use or unit
-        self._pass.holds[unit] += 1
+        self._pass.holds[unit] = self._pass.holds.get(unit, 0) + 1
         try:
             if in_pass:
                 self.ensure(unit, backward=backward)
@@ -115,7 +116,7 @@ class Prefetcher:
             self._take_off(unit, self._pass.holds)
             raise
         if shows:
-            self._pass.shows[unit] += 1
+            self._pass.shows[unit] = self._pass.shows.get(unit, 0) + 1
             # In a pass chosen rows stay at rest: see ext/rows/chosen_experts.py.
             shows = not in_pass or unit.arrival.rows is None
         if self._pass.holds[unit] == 1:
@@ -142,7 +143,7 @@ class Prefetcher:
                 unit.buffers.note_use(self._device.now())
 
     @staticmethod
-    def _take_off(unit: ParamUnit, holds: Counter[ParamUnit]) -> bool:
+    def _take_off(unit: ParamUnit, holds: dict[ParamUnit, int]) -> bool:
         """Takes one of ``holds`` off ``unit``. Returns whether it was the last."""
         holds[unit] -= 1
         if holds[unit] > 0:
@@ -408,7 +409,7 @@ class Prefetcher:
         return idle
 
     def _resident_nbytes(self) -> int:
-        return sum([unit.weight_nbytes for unit in self._pass.resident])
+        return sum(map(_NBYTES, self._pass.resident))
 
     def _finish(self, unit: ParamUnit) -> None:
         try:

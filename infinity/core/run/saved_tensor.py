@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,27 +53,34 @@ def storage_span(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
     )
 
 
-class SavedTensor:
+class SavedRecord(SimpleNamespace):
+    """A record of a saved tensor. Its fields are set in C: a step makes thousands of them."""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__
+
+
+class SavedTensor(SavedRecord):
     """A saved tensor that stays in place, with torch's check for in-place changes, which hooks
     disable."""
 
-    __slots__ = ("_tensor", "_version", "param")
+    value: torch.Tensor  # detached: the tensor itself would form a cycle with its graph
+    version: int  # torch's count of in-place changes
+    param: weakref.ref[torch.nn.Parameter] | None  # as in a SavedWeight
 
-    def __init__(self, tensor: torch.Tensor):
-        # Detached: the tensor itself would form a cycle with its graph.
-        self._tensor = tensor.detach()
-        self._version = tensor._version
-        self.param: weakref.ref[torch.nn.Parameter] | None = None  # as in a SavedWeight
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> SavedTensor:
+        """Saves ``tensor``."""
+        return cls(value=tensor.detach(), version=tensor._version, param=None)
 
     def tensor(self) -> torch.Tensor:
         """Returns the tensor. Raises RuntimeError, as torch does, if it was changed since."""
-        if self._tensor._version != self._version:
+        if self.value._version != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an"
-                f" inplace operation: [{self._tensor.type()} {list(self._tensor.shape)}] is at"
-                f" version {self._tensor._version}; expected version {self._version} instead."
+                f" inplace operation: [{self.value.type()} {list(self.value.shape)}] is at"
+                f" version {self.value._version}; expected version {self.version} instead."
             )
-        return self._tensor
+        return self.value
 
 
 @dataclass(frozen=True)

@@ -27,19 +27,19 @@ from ...torch_private import (
     is_of_transform,
     neg_view,
     push_hooks,
+    skip_code,
     top_hooks,
 )
-from ..params.apart import makes_hooks
-from ..units.forms import PLAIN, form_of
+from ..units.forms import PLAIN, Form, form_of
 from ..units.handle import DisableTorchFunction
 from ..units.inner import has_inner, inner_tensors
 from ..units.unit import ParamUnit
 from ..units.weight_storages import WeightStorages, untyped_storage
-from .saved_tensor import SavedLocal, SavedTensor
+from .context import too_late
+from .saved_tensor import SavedLocal, SavedRecord, SavedTensor
 
 
-@dataclass(eq=False)
-class SavedWeight:
+class SavedWeight(SavedRecord):
     """A saved tensor in a unit's device buffer: its location instead of its bytes."""
 
     unit: ParamUnit
@@ -53,23 +53,7 @@ class SavedWeight:
     neg: bool
     there: frozenset[int] | None  # the rows that were on the device; None: all
     # The parameter, which a user's Function gets.
-    param: weakref.ref[torch.nn.Parameter] | None = None
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, unit: ParamUnit, flat: torch.Tensor) -> SavedWeight:
-        """Returns a reference to ``tensor``, a view of ``flat``, a device buffer of ``unit``."""
-        with DisableTorchFunction():  # a packed parameter hides its place in the buffer
-            view = (
-                tensor.size(),
-                tensor.stride(),
-                tensor.storage_offset(),
-                tensor.dtype,
-                tensor.is_conj(),
-                tensor.is_neg(),
-            )
-        rows = unit.arrival.rows
-        there = None if rows is None else rows.there
-        return cls(unit, (unit.in_use or unit).version, flat, *view, there)
+    param: weakref.ref[torch.nn.Parameter] | None
 
     def check(self) -> None:
         """Raises UsageError if the bytes that the forward computed with are not available in this
@@ -88,19 +72,12 @@ class SavedWeight:
         start = self.offset * self.dtype.itemsize // self.flat.itemsize - self.flat.storage_offset()
         changes = [
             handle.changed_at
-            for buffer in self.unit.buffers
+            for buffer in self.unit.buffers.all
             if buffer.flat is self.flat
             for handle, place in zip(buffer.flat_param.handles, buffer.flat_param.layout.placements)
             if place.offset <= start
         ]
         return not changes or changes[-1] > self.version
-
-    def tensor(self) -> torch.Tensor:
-        """Makes the tensor that was saved. Its unit is resident."""
-        bare = torch.empty(0, dtype=self.dtype, device=self.flat.device)
-        bare = bare.set_(self.flat.untyped_storage(), self.offset, self.size, self.stride)
-        bare = bare.conj() if self.conj else bare
-        return neg_view(bare) if self.neg else bare
 
 
 @dataclass(frozen=True)
@@ -176,99 +153,145 @@ def _place(tensor: torch.Tensor | None) -> tuple | None:
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-@makes_hooks
-def saving_hooks(
-    outer: tuple | None, storages: WeightStorages, hold: Callable[[ParamUnit, bool], None]
-) -> tuple[Callable, Callable]:
-    """Returns a pair of saved-tensor hooks that save weights as references: that around, if it is
-    one of them. Other tensors go to the hooks around them.
+class Pack:
+    """Saves a tensor: a weight as a reference, others by the hooks around, if any.
 
-    ``outer``: the hooks around. ``storages``: of the units' device buffers. ``hold`` makes a unit
-    resident until the running backward is done with it, and if its second argument is True, at
-    least until the running node of the graph ends.
+    is_counted
+        Whether a checkpoint counts the saved tensors. It must get the same count in its forward and
+        in its recomputation, where the same weight may be saved with or without these hooks.
+    count
+        Tells the checkpoint of a tensor that it does not keep.
+    gives_params
+        Whether a Function gets the parameter itself. A user's checkpoint and others' hooks give
+        back new tensors, without attributes.
     """
-    if outer is not None and getattr(outer[0], "storages", None) is storages:
-        return outer
-    outer_pack, outer_unpack = outer or (None, None)
-    # A checkpoint counts the saved tensors, and must get the same count in its forward and in its
-    # recomputation. There the same weight may be saved with or without these hooks.
-    counted = is_checkpoint(outer) or getattr(outer_pack, "is_counted", False)
-    count = getattr(outer_pack, "count", outer_pack)
 
-    # A user's checkpoint and others' hooks give back new tensors, without attributes.
-    is_ours = str(getattr(outer_pack, "__module__", None)).startswith("infinity.")
-    gives_params = outer is None or getattr(outer_pack, "gives_params", is_ours)
+    def __init__(self, around: tuple | None, storages: WeightStorages):
+        outer = around[0] if around else None
+        self.storages, self._outer, self._count = storages, outer, getattr(outer, "count", outer)
+        is_ours = str(getattr(outer, "__module__", None)).startswith("infinity.")
+        self.is_counted = is_checkpoint(around) or getattr(outer, "is_counted", False)
+        self.gives_params = around is None or getattr(outer, "gives_params", is_ours)
+        if self._count is not outer:  # the tensors are kept, too
+            self.count = self._count
 
-    # No function refers to itself, which only the garbage collector would free.
-    def pack_one(tensor: torch.Tensor, *, inner: bool = False) -> Any:
+    def __call__(self, tensor: torch.Tensor, *, is_whole: bool = True, is_part: bool = False):
+        """Saves ``tensor``. Not ``is_whole``: it has no parts with forms of their own. ``is_part``:
+        it is one, of a tensor that the Function gets."""
         kind = type(tensor)
+        if kind is not torch.Tensor and is_whole:
+            if (form := form_of(tensor)) is not PLAIN or has_inner(tensor):
+                return self._of_parts(tensor, form)
         if (
             tensor.layout is torch.strided
             and kind not in OPAQUE
             and not is_of_transform(tensor)  # which has no storage
-            and untyped_storage(tensor)._cdata in storages.entries
-            and (entry := storages.find(tensor)) is not None
+            and untyped_storage(tensor)._cdata in self.storages.entries
+            and (entry := self.storages.find(tensor)) is not None
         ):
-            if counted:
-                count(tensor)
-            saved: Any = SavedWeight.of(tensor, *entry)
-        elif outer_pack:
-            return outer_pack(tensor)
+            if self.is_counted:
+                self._count(tensor)
+            unit, flat = entry
+            rows = unit.arrival.rows
+            with DisableTorchFunction():  # a packed parameter hides its place in the buffer
+                saved: Any = SavedWeight(
+                    unit=unit,
+                    version=(unit.in_use or unit).version,
+                    flat=flat,
+                    size=tensor.size(),
+                    stride=tensor.stride(),
+                    offset=tensor.storage_offset(),
+                    dtype=tensor.dtype,
+                    conj=tensor.is_conj(),
+                    neg=tensor.is_neg(),
+                    there=None if rows is None else rows.there,
+                    param=None,
+                )
+        elif self._outer:
+            return self._outer(tensor)
         else:
-            saved = SavedTensor(tensor)
-        if gives_params and not inner and kind is not torch.Tensor:
+            saved = SavedTensor(value=tensor.detach(), version=tensor._version, param=None)
+        if kind is not torch.Tensor and self.gives_params and not is_part:
             saved.param = weakref.ref(tensor) if isinstance(tensor, torch.nn.Parameter) else None
         return saved
 
-    def pack(tensor: torch.Tensor) -> Any:
-        if type(tensor) is torch.Tensor:
-            return pack_one(tensor)
-        if (form := form_of(tensor)) is not PLAIN and counted:
+    def _of_parts(self, tensor: Any, form: Form) -> Any:
+        if form is not PLAIN and self.is_counted:
             # A checkpoint compares what it counts: parts differ from what is saved without hooks.
-            return outer_pack(tensor)
+            return self._outer(tensor)
         local = tensor if form is PLAIN else form.local(tensor)
-        if has_inner(local) and any(storages.find(each) for each in inner_tensors(local)):
+        if has_inner(local) and any(self.storages.find(each) for each in inner_tensors(local)):
             # Its inner tensors are parameters, too, but the Function gets the subclass.
-            packed: Any = SavedSubclass.of(local, partial(pack_one, inner=True))
+            packed: Any = SavedSubclass.of(local, partial(self, is_whole=False, is_part=True))
         else:
-            packed = pack_one(local)
+            packed = self(local, is_whole=False)
         return packed if form is PLAIN else SavedLocal(packed, form, form.spec(tensor))
 
-    def unpack_one(saved: Any) -> torch.Tensor:
-        if not isinstance(saved, SavedWeight):
-            return saved.tensor() if isinstance(saved, SavedTensor) else outer_unpack(saved)
-        if saved.version != (saved.unit.in_use or saved.unit).version:
-            saved.check()
-        params = getattr(_unpacked, "params", None)
-        if params is not None and saved.param is not None and (param := saved.param()) is not None:
-            # The Function gets the parameter, and each use of that brings it again.
-            hold(saved.unit, False)
-            value = torch.empty((), dtype=saved.dtype, device=saved.flat.device).expand(saved.size)
-            params.append((_place(value), param))
-            return value
-        if saved.unit.arrival.rows is not None:
-            saved.unit.arrival.rows.want(saved.there)
-        hold(saved.unit, True)
-        if torch.is_grad_enabled() and current_task() != -1:
-            # The graph of this backward saves weights as references, too, before the node computes
-            # with them. Autograd restores the thread's hooks at the end of each node.
-            push_hooks(*saving_hooks(top_hooks(True), storages, hold))
-        value = saved.tensor()
+
+class Unpack:
+    """Makes a tensor that :class:`Pack` saved. ``backward``: the one that holds its unit."""
+
+    def __init__(
+        self, outer: Callable | None, storages: WeightStorages, backward: weakref.ref[Any]
+    ):
+        self._outer, self._storages, self._backward = outer, storages, backward
+
+    def __call__(self, saved: Any) -> torch.Tensor:
+        """Makes the tensor. Brings the unit of a weight, which may block."""
+        kind = type(saved)
+        if kind is SavedLocal:
+            return saved.form.build(saved.spec, self(saved.packed))
+        if kind is SavedSubclass:
+            return saved.tensor(self)
+        if kind is not SavedTensor and kind is not SavedWeight:
+            return self._outer(saved)
+        params, param = getattr(_unpacked, "params", None), None
+        if params is not None and saved.param is not None:
+            param = saved.param()
+        if kind is SavedTensor:
+            value = saved.value if saved.value._version == saved.version else saved.tensor()
+        else:
+            unit = saved.unit
+            if saved.version != (unit.in_use or unit).version:
+                saved.check()
+            if param is None and unit.arrival.rows is not None:
+                unit.arrival.rows.want(saved.there)
+            if (running := self._backward()) is not None:
+                running.hold(unit, for_node=param is None)
+            elif not unit.stays:
+                raise too_late()
+            if param is not None:
+                # The Function gets the parameter, and each use of that brings it again.
+                value = torch.empty((), dtype=saved.dtype, device=saved.flat.device)
+                value = value.expand(saved.size)
+            else:
+                if torch.is_grad_enabled() and current_task() != -1:
+                    # The graph of this backward saves weights as references, too, before the node
+                    # computes with them. Autograd restores the thread's hooks after each node.
+                    push_hooks(*saving_hooks(top_hooks(True), self._storages, self._backward))
+                value = torch.empty(0, dtype=saved.dtype, device=saved.flat.device)
+                value.set_(saved.flat.untyped_storage(), saved.offset, saved.size, saved.stride)
+                value = value.conj() if saved.conj else value
+                value = neg_view(value) if saved.neg else value
         if params is not None:
-            params.append((_place(value), None))
+            params.append((_place(value), param))
         return value
 
-    def unpack(saved: Any) -> torch.Tensor:
-        if isinstance(saved, SavedTensor):
-            value, params = saved.tensor(), getattr(_unpacked, "params", None)
-            if params is not None:
-                params.append((_place(value), saved.param and saved.param()))
-            return value
-        inner = saved.packed if isinstance(saved, SavedLocal) else saved
-        value = inner.tensor(unpack_one) if isinstance(inner, SavedSubclass) else unpack_one(inner)
-        return saved.form.build(saved.spec, value) if isinstance(saved, SavedLocal) else value
 
-    pack.storages, pack.is_counted, pack.gives_params = storages, counted, gives_params
-    if count is not outer_pack:  # the tensors are kept, too
-        pack.count = count
-    return pack, unpack
+if skip_code is not None:  # autograd calls them in the middle of compiled code
+    skip_code(Pack.__call__.__code__)
+    skip_code(Unpack.__call__.__code__)
+
+
+def saving_hooks(
+    outer: tuple | None, storages: WeightStorages, backward: weakref.ref[Any]
+) -> tuple[Callable, Callable]:
+    """Returns a pair of saved-tensor hooks that save weights as references: that around, if it is
+    one of them. Other tensors go to the hooks around them.
+
+    ``outer``: the hooks around. ``storages``: of the units' device buffers. ``backward``: what
+    holds units until the running backward is done with them.
+    """
+    if outer is not None and getattr(outer[0], "storages", None) is storages:
+        return outer
+    return Pack(outer, storages), Unpack(outer and outer[1], storages, backward)

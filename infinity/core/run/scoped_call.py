@@ -6,7 +6,6 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from ...errors import InfinityError, UsageError
 from ...ranks import failure_report
 from ...ranks.pending import ranks_lost
+from ...torch_private import uncompiled
 from ..machine import storage_guard
 from ..params.apart import refuse_without_bytes
 from ..params.parameter import StoredManaged
@@ -73,8 +73,11 @@ def refuse_compiled_autograd() -> None:
 
 
 def _scoped(job: Job, call: Callable) -> Callable:
-    @partial(torch.compiler.disable, reason=UNCOMPILED)
+    @uncompiled
     def scope() -> AbstractContextManager:
+        if job.uses.scopes.running_here:  # inside of the call of another owner
+            refuse_without_bytes("a forward")
+            return job.uses.scopes.scope()
         if job.uses.is_in(State.UNWRAPPED):  # a module compiled while wrapped still calls this
             return nullcontext()
         refuse_without_bytes("a forward")

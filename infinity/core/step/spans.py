@@ -66,6 +66,8 @@ class Spans:
         self._known, self._groups, self._group_of = known, groups, group_of
         self._books = books
         self._counted: dict[ParamHandle, tuple[dict[str, float], Numbers]] = {}
+        # Of the next step of each group, if the class counts there
+        self._numbers = list(map(next_step, groups)) if known.counts_in_groups else None
 
     def stepped(self, flat_param: FlatParam) -> list[ParamHandle]:
         """Lists the parameters that have a landed gradient and are in a group."""
@@ -76,11 +78,11 @@ class Spans:
         """Yields the spans of landed gradients. Neighbours with the same key form one. ``clip``:
         applied after the gradients' own factors."""
         last = () if clip == 1.0 else (clip,)
-        key, begin, end = None, 0, 0
-        first, stepped = flat_param.layout.own_shard[0], set(self.stepped(flat_param))
+        key, begin, end, first = None, 0, 0, flat_param.layout.own_shard[0]
         for handle, (low, high) in zip(flat_param.handles, flat_param.layout.shard_parts):
             current = None
-            if handle in stepped and low < high:
+            is_stepped = handle in self._group_of and handle.grad.state is GradState.LANDED
+            if is_stepped and low < high:
                 current = self.key(handle, (*handle.grad.factors, *last))
             if current != key:
                 if key is not None:
@@ -95,15 +97,10 @@ class Spans:
         counters: tuple[tuple[str, float], ...] = ()
         if self._known.counters is not None:
             counters = tuple(self.counted(handle)[0].items())
-        if self._known.counts_in_groups:
-            counters += (("fresh", not handle.has_state),)
-        return self._group_of[handle], self._number(handle), factors, counters
-
-    def _number(self, handle: ParamHandle) -> int:
-        """Returns the number of a parameter's next step, as its class counts."""
-        if self._known.counts_in_groups:
-            return next_step(self._groups[self._group_of[handle]])
-        return handle.step + 1
+        group, number = self._group_of[handle], handle.step + 1
+        if self._numbers is not None:
+            number, counters = self._numbers[group], (*counters, ("fresh", not handle.has_state))
+        return group, number, factors, counters
 
     def counted(self, handle: ParamHandle) -> tuple[dict[str, float], Numbers]:
         """Returns the hyperparameters of a parameter's counters in its next step, and the counters
@@ -111,9 +108,11 @@ class Spans:
         if self._known.counters is None:
             return {}, {}
         if handle not in self._counted:
-            group = self._groups[self._group_of[handle]]
+            place = self._group_of[handle]
+            group = self._groups[place]
+            number = handle.step + 1 if self._numbers is None else self._numbers[place]
             numbers = numbers_of(self._known.counters, group, handle, self._books)
-            self._counted[handle] = self._known.counters.step(group, self._number(handle), numbers)
+            self._counted[handle] = self._known.counters.step(group, number, numbers)
         return self._counted[handle]
 
     def hyperparameters(

@@ -197,7 +197,7 @@ class Arrival:
         reads: StagedReads | None,
         in_node: bool,
     ) -> None:
-        for buffer in self._buffers:
+        for buffer in self._buffers.all:
             buffer.fill()
         if in_node:
             self.second.copy_out(self._buffers.flats)

@@ -82,7 +82,8 @@ class DeviceBuffer:
     @property
     def is_fixed(self) -> bool:
         """Whether torch cannot resize its storage."""
-        return storage_guard.is_fixed(self.flat.untyped_storage())
+        storage = untyped_storage(self.flat)
+        return not storage.resizable() or storage_guard.is_moved(storage)
 
     @property
     def is_exported(self) -> bool:

@@ -59,7 +59,7 @@ class Exposure:
         self.edits.begin(
             [
                 param
-                for buffer in self._buffers
+                for buffer in self._buffers.all
                 if not self._ranks.alone
                 or buffer.flat_param.weight.tier is not Tier.DEVICE
                 or "master" in buffer.flat_param.arrays
@@ -152,7 +152,7 @@ class Exposure:
         Raises UsageError if an export moved them to other memory, or if other ranks would need the
         change.
         """
-        for buffer in self._buffers:
+        for buffer in self._buffers.all:
             if buffer.is_moved:
                 raise UsageError(
                     f"share_memory_() of weights of unit {self._name}: what other processes would"

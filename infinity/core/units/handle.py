@@ -153,7 +153,7 @@ class ParamHandle:
         ranks."""
         self.edits = 0 if by_load else self.edits
         self.version += 1
-        unit = self.unit
+        unit = self._unit() or self._refuse()
         unit.version += 1
         self.changed_at = unit.version
         self.has_loaded_master = False

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from contextlib import nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -167,10 +166,13 @@ class ParamUnit:
 
     def wait_for_update(self) -> None:
         """Waits until the weights of the last step are at home. Raises its error."""
-        for flat_param, update in zip(self.flat_params, self._updates):
-            if update is not None and self.arrival.rows is None:
-                stalls = nullcontext() if update.done else self._device.stalled(UPDATES, self.name)
-                with stalls:
+        if self.reader is not None or self.arrival.rows is not None:
+            return
+        for flat_param in self.flat_params:
+            if (update := flat_param.homes.update) is None or update.done:
+                flat_param.homes.wait()
+            else:
+                with self._device.stalled(UPDATES, self.name):
                     flat_param.homes.wait()
 
     # --- parameters ---

@@ -23,17 +23,14 @@ class UnitBuffers:
 
     def __init__(self, flat_params: Sequence[FlatParam], device: Device):
         self._flat_params, self._device = flat_params, device
-        self._buffers: list[DeviceBuffer] = []
+        self.all: list[DeviceBuffer] = []
         self._uses: list[Event] = []  # ends of compute with them, since they were filled
         self._leaked = False  # a view outlived a use: it may be read until they are emptied
-
-    def __iter__(self):
-        return iter(self._buffers)
 
     @property
     def flats(self) -> list[torch.Tensor]:
         """The whole device buffers."""
-        return [buffer.flat for buffer in self._buffers]
+        return [buffer.flat for buffer in self.all]
 
     def allocate(self, weights: Sequence[StateArray] | None) -> None:
         """Allocates the buffers, and the parameters' views while a buffer has memory. Raises
@@ -49,20 +46,20 @@ class UnitBuffers:
             flats = [weight.flat for weight in weights]
         else:
             self._device.put("in", make).wait()
-        self._buffers = [
+        self.all = [
             DeviceBuffer(flat_param, flat, self._device)
             for flat_param, flat in zip(self._flat_params, flats)
         ]
 
     def show(self) -> None:
         """Makes the parameters views of these. They are at rest, or not managed yet."""
-        for buffer in self._buffers:
+        for buffer in self.all:
             buffer.show()
 
     def align(self, weights: Sequence[StateArray] | None, *, shows: bool) -> None:
         """Restores the views of parameters and buffers. ``weights``: the buffers are these arrays.
         ``shows``: makes the parameters views of these."""
-        for index, buffer in enumerate(self._buffers):
+        for index, buffer in enumerate(self.all):
             if weights is not None:
                 buffer.return_to(weights[index])
             buffer.align(shows=shows)
@@ -71,23 +68,23 @@ class UnitBuffers:
         """Frees the memory after its uses. Not after all compute so far: the thread that launches
         it is ahead, and the next weights would come late."""
         after = [*self._uses, *([] if self._uses and not self._leaked else [self._device.now()])]
-        for buffer in self._buffers:
+        for buffer in self.all:
             buffer.empty(after)
         self.forget_uses()
 
     def check_left(self) -> None:
         """Raises UsageError if memory that was left to its holders was written to."""
-        for buffer in self._buffers:
+        for buffer in self.all:
             buffer.check_left()
 
     @property
     def is_held(self) -> bool:
         """Whether anything beside the engine refers to the device memory."""
-        return any(buffer.is_held for buffer in self._buffers)
+        return any(buffer.is_held for buffer in self.all)
 
     def list_in(self, storages: WeightStorages, unit: object) -> None:
         """Registers the buffers in ``storages``, as those of ``unit``."""
-        for buffer in self._buffers:
+        for buffer in self.all:
             buffer.list_in(storages, unit)
 
     def note_use(self, event: Event) -> None:
@@ -104,7 +101,7 @@ class UnitBuffers:
     def swap(self, other: UnitBuffers) -> None:
         """Swaps the memory, with its content, with that of the same parameters' ``other``."""
         # One statement, so that no interrupt can lose a buffer. Recovery forgets the uses.
-        self._buffers, other._buffers = other._buffers, self._buffers
+        self.all, other.all = other.all, self.all
         self._uses, other._uses = other._uses, self._uses
         self._leaked, other._leaked = other._leaked, self._leaked
 

@@ -286,7 +286,7 @@ class _Saved:
     def is_changed(self) -> bool:
         """Whether it is here, and was written to since."""
         there = self.packed.packed if isinstance(self.packed, WithinBudget) else self.packed
-        return isinstance(there, SavedTensor) and there._tensor._version != there._version
+        return isinstance(there, SavedTensor) and there.value._version != there.version
 
 
 class _Mode(TorchDispatchMode):

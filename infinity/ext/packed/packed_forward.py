@@ -68,7 +68,7 @@ class PackedForward:
                     count(tensor)
                     return Again(self, number, kind)
                 _tell(self._kind, tensor)
-            return outer[0](tensor) if outer else SavedTensor(tensor)
+            return outer[0](tensor) if outer else SavedTensor.of(tensor)
 
         return pack, partial(_unpack, outer)
 
@@ -154,7 +154,7 @@ class CodedForward:
                     return CodedAgain(found, tensor)
                 if any(tensor.shape == each.shape for each in made.values()):
                     _tell(self._kind, tensor)
-                return outer[0](tensor) if outer else SavedTensor(tensor)
+                return outer[0](tensor) if outer else SavedTensor.of(tensor)
 
             with torch.autograd.graph.saved_tensors_hooks(pack, partial(_unpack, outer)):
                 return self._own(*args, **kwargs)

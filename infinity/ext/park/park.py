@@ -155,7 +155,7 @@ def _refuse_held(job: Job) -> None:
         return [
             unit.name
             for unit in job.units
-            if unit.stays and any(buffer.finds_holder() for buffer in unit.buffers)
+            if unit.stays and any(buffer.finds_holder() for buffer in unit.buffers.all)
         ]
 
     if held():

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge, register_multi_grad_hook
 import infinity
 from infinity.core.grads.backward import Backward
 from infinity.core.run.hooks import LandingHook, RefusedCopy
-from infinity.core.units.handle import handle_of, raw_hooks
+from infinity.core.units.handle import raw_hooks
 from infinity.errors import CapacityError, UsageError
 
 HOST = {"params": "host", "optimizer": "host"}
@@ -262,7 +262,7 @@ def test_a_hook_that_is_called_before_the_gradient_is_added_sees_another(tmp_pat
     def after(self, param, hooks):
         for hook in tuple(hooks.values()):
             hook(param)
-        self.landed(handle_of(param), param)
+        self.landed(param)
 
     assert same_hooked(hooked_before, HOOKS["scaled"], "host", tmp_path)
     monkeypatch.setattr(Backward, "accumulated", after)

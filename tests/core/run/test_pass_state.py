@@ -43,8 +43,7 @@ def test_what_is_dropped_is_as_at_the_beginning():
     running.tokens[1] = weakref.ref(owner)
     for name in ("resident", "awaited", "expected", "since"):
         getattr(running, name)[owner] = 1
-    running.holds[owner] += 1
-    running.shows[owner] += 1
+    running.holds[owner] = running.shows[owner] = 1
     running.reached.add(owner)
     fresh = content(Pass())
     assert all(value != fresh[name] for name, value in content(running).items())

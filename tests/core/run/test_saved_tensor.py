@@ -93,7 +93,7 @@ def test_a_view_comes_back_over_a_copy_of_its_bytes(view, part):
 
 def test_a_tensor_that_stays_is_itself_unless_it_was_changed():
     tensor = torch.ones(3, requires_grad=True) * 2
-    saved = SavedTensor(tensor)
+    saved = SavedTensor.of(tensor)
     assert saved.tensor().data_ptr() == tensor.data_ptr() and not saved.tensor().requires_grad
     tensor.add_(1)
     with pytest.raises(RuntimeError, match="at version 1; expected version 0"):

@@ -30,7 +30,7 @@ class Unit:
 
     def hooks(self) -> tuple:
         hold = lambda unit, for_node: self.held.append(unit)
-        return saving_hooks(top_hooks(True), self.storages, hold)
+        return saving_hooks(top_hooks(True), self.storages, lambda: SimpleNamespace(hold=hold))
 
 
 VIEWS = {

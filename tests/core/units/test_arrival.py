@@ -134,7 +134,7 @@ class Case:
 
     def start(self, reads: object | None = None, *, in_node: bool = False) -> list[torch.Tensor]:
         """The buffers, which are full of -1 where nothing came."""
-        for buffer in self.buffers:
+        for buffer in self.buffers.all:
             buffer.fill()
             buffer.flat.fill_(-1)
         self.arrival.start(self.store, self.homes, reads, in_node=in_node)

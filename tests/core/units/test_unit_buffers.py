@@ -73,7 +73,7 @@ def test_each_shard_has_a_buffer_of_its_length_and_dtype_made_in_the_queue_to_th
     """Twin: before, there is none."""
     device, of = Late(), flat_params()
     buffers = UnitBuffers(of, device)
-    assert list(buffers) == buffers.flats == [] and not buffers.is_held
+    assert buffers.all == buffers.flats == [] and not buffers.is_held
     with torch.device("meta"):
         buffers.allocate(None)
     assert device.queues == ["in"]
