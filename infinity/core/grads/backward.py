@@ -22,7 +22,7 @@ import torch
 
 from ... import native
 from ...errors import CapacityError, UsageError
-from ...torch_private import current_task, running_node
+from ...torch_private import current_task, is_of_transform, running_node
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
 from ..params.apart import apart, has_bytes, refuse_without_bytes
@@ -253,7 +253,8 @@ class Backward:
             self.track_task()
         if grad is None:
             return False  # a weight that runs in tiles: its gradient has landed
-        if (grad.is_meta or type(grad) is not torch.Tensor) and not has_bytes(grad):
+        is_odd = type(grad) is not torch.Tensor or grad.is_meta or is_of_transform(grad)
+        if is_odd and not has_bytes(grad):
             raise UsageError(
                 f"the gradient of {handle.name} is a {type(grad).__name__} on {grad.device}, which"
                 " has no bytes to send home: run the backward with real tensors, or of a model"

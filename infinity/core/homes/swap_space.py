@@ -70,15 +70,15 @@ class SwapSpace:
         folders. The space's old contents stay, so whole blocks must be written before they are
         read."""
         taken = _on_disk(nbytes)
-        if (space := self._take(taken, folder)) is None:
+        while (space := self._take(taken, folder)) is None:
             try:
                 self._grow(taken, what, folder)
             except CapacityError:
-                self._await_leaving()
-                if (space := self._take(taken, folder)) is None:
+                if not self._leaving:
                     raise
-            else:
-                space = self._take(taken, folder)
+                for ticket in [each for tickets, _ in self._leaving for each in tickets]:
+                    with suppress(InfinityError):  # whatever became of the transfer
+                        ticket.wait()
         volume, offset, _ = space
         extent = native.Extent.in_volume(self.added[volume].volume, offset, taken)
         array = StateArray(Tier.NVME, torch.uint8, nbytes, extent)
@@ -125,13 +125,6 @@ class SwapSpace:
         """Drops the added volumes, after the shutdown of the I/O engine."""
         self._io = None
         self.added.clear()
-
-    def _await_leaving(self) -> None:
-        """Waits until the space of freed arrays can be reused, whatever became of the transfers."""
-        for tickets, _ in list(self._leaving):
-            for ticket in tickets:
-                with suppress(InfinityError):
-                    ticket.wait()
 
     def _take(self, nbytes: int, folder: str | None) -> Space | None:
         """Takes a space of ``nbytes`` from the volumes added for ``folder``; None if there is

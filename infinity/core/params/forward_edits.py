@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from ..units.handle import DisableTorchFunction, own_bytes
 from .apart import apart
 from .tensors import fingerprint
 
-_VERSION = attrgetter("_version")
 COMPARED_FIRST = 4  # times that a unit is resident: two forwards with their backwards
 
 
@@ -89,8 +87,8 @@ class ForwardEdits:
 
     def _counts(self) -> list[int]:
         with DisableTorchFunction():
-            around = map(local_of, self._around)
-            return [*map(_VERSION, self._params), *map(_VERSION, around)]
+            counts = [param._version for param in self._params]
+            return counts + [local_of(param)._version for param in self._around]
 
     def _counted(self) -> set[torch.nn.Parameter]:
         """Returns the parameters of which torch has counted a change."""

@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ... import native
 from ...errors import CapacityError
+from ...torch_private import uncompiled
 from ..homes.store import ArrayStore
 from ..machine.tiers import Tier
 from .activation_home import ActivationHome
@@ -34,7 +35,6 @@ from .saved_tensor import (
     WithinBudget,
     raw_bytes,
     storage_span,
-    through_forms,
 )
 
 SMALLEST_NBYTES = 64 * 1024  # smaller storages stay: moving them costs more than it frees
@@ -83,7 +83,7 @@ class ActivationStore:
 
     def hooks(self, outer: tuple[Callable, Callable] | None) -> tuple[Callable, Callable]:
         """Makes pack and unpack for autograd; tensors that they do not take go to ``outer``."""
-        outer_pack, outer_unpack = outer or (None, None)
+        outer_pack, outer_unpack = outer or (SavedTensor.of, SavedTensor.tensor)
 
         def pack(tensor: torch.Tensor) -> Any:
             if self._is_taken(tensor):
@@ -91,19 +91,16 @@ class ActivationStore:
                 if packed is not None:
                     return packed
                 charge = self._kept.charge(tensor.untyped_storage().nbytes())
-                return WithinBudget(
-                    outer_pack(tensor) if outer_pack else SavedTensor.of(tensor), charge
-                )
-            return outer_pack(tensor) if outer_pack else SavedTensor.of(tensor)
+                return WithinBudget(outer_pack(tensor), charge)
+            return outer_pack(tensor)
 
         def unpack(packed: Any) -> torch.Tensor:
             packed = packed.packed if isinstance(packed, WithinBudget) else packed
             if isinstance(packed, View):
                 return packed.over(self.home.bring(packed.saved))
-            return packed.tensor() if isinstance(packed, SavedTensor) else outer_unpack(packed)
+            return outer_unpack(packed)
 
-        pack, unpack = through_forms(pack, unpack)
-        return torch.compiler.disable(pack), torch.compiler.disable(unpack)
+        return uncompiled(pack), uncompiled(unpack)
 
     @property
     def kept_nbytes(self) -> int:

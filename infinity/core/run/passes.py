@@ -47,12 +47,6 @@ class Passes:
         # Run last, after hooks that a forward may have registered.
         self.reorder_hooks: list[Callable[[], None]] = []
         self._has_told = False  # of autocast's copies
-        self._lone_hooks = saving_hooks(None, job.storages, weakref.ref(backward))
-
-    @property
-    def frames(self) -> list[Frame]:
-        """The running forwards, the innermost last."""
-        return self._pass.frames
 
     @property
     def computing(self) -> bool:
@@ -276,7 +270,7 @@ class Passes:
         """Hooks tensors so that the backward holds ``frame``'s units when it reaches them, and
         releases the frozen ones when it leaves them."""
         me, units = weakref.ref(self.backward), frame.units
-        chosen = tuple((rows, rows.there) for rows in _rows_of(units))
+        chosen, hook = tuple((rows, rows.there) for rows in _rows_of(units)), None
         if units and next(frame.module.children(), None) is not None:
             # Only modules with children: a checkpoint inside this forward hides the saved weights
             # from our hooks. The weights that autograd saves of a leaf module have their own unpack
@@ -289,8 +283,7 @@ class Passes:
                     for unit in units:
                         backward.hold(unit)
 
-            for tensor in _computed(output):
-                tensor.register_hook(arrive)
+            hook = arrive
         elif units and torch.is_autocast_enabled(where := self.job.device.where.type):
             dtype = torch.get_autocast_dtype(where)
 
@@ -299,8 +292,9 @@ class Passes:
                     for unit in units:
                         backward.expect_cast(unit, dtype)
 
-            for tensor in _computed(output):
-                tensor.register_hook(expect)
+            hook = expect
+        for tensor in _computed(output) if hook else ():
+            tensor.register_hook(hook)
         frozen = [
             unit
             for unit in units
@@ -326,9 +320,7 @@ class Passes:
         return self.scopes.scope(*self._saving_hooks())
 
     def _saving_hooks(self) -> tuple[Callable, Callable]:
-        hooks = self._lone_hooks
-        if outer := top_hooks(True):
-            hooks = saving_hooks(outer, self.job.storages, weakref.ref(self.backward))
+        hooks = saving_hooks(top_hooks(True), self.job.storages, weakref.ref(self.backward))
         for listener in self.job.events.packing:
             hooks = listener(hooks)
         return hooks

@@ -15,7 +15,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from operator import attrgetter
 
 import torch
 
@@ -46,7 +45,6 @@ GATHERS_AHEAD = 1
 # planned beside it.
 Explain = Callable[[CapacityError, int, int, int], CapacityError]
 COMING = (Residency.RESIDENT, Residency.GATHERING)
-_NBYTES = attrgetter("weight_nbytes")
 
 
 def no_more(error: CapacityError, *nbytes: int) -> CapacityError:
@@ -409,7 +407,7 @@ class Prefetcher:
         return idle
 
     def _resident_nbytes(self) -> int:
-        return sum(map(_NBYTES, self._pass.resident))
+        return sum([unit.weight_nbytes for unit in self._pass.resident])
 
     def _finish(self, unit: ParamUnit) -> None:
         try:

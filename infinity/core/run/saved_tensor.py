@@ -11,7 +11,7 @@ View           one view of a Saved: the dtype, size, stride and offset to restor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +24,7 @@ from ...torch_private import neg_view
 from ..homes.arrays import StateArray
 from ..machine.device import PAST, Event
 from ..machine.sizes import round_up
-from ..params.apart import makes_hooks
-from ..units.forms import PLAIN, Form, form_of
+from ..units.forms import Form
 
 READ_AHEAD = 2  # storages that are read before the backward asks for them
 LARGEST_EXCESS = 4  # a storage moves whole unless it is larger than the view's span by this factor
@@ -53,13 +52,7 @@ def storage_span(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
     )
 
 
-class SavedRecord(SimpleNamespace):
-    """A record of a saved tensor. Its fields are set in C: a step makes thousands of them."""
-
-    __eq__, __hash__ = object.__eq__, object.__hash__
-
-
-class SavedTensor(SavedRecord):
+class SavedTensor(SimpleNamespace):  # whose fields are set in C: a step makes thousands
     """A saved tensor that stays in place, with torch's check for in-place changes, which hooks
     disable."""
 
@@ -90,27 +83,6 @@ class SavedLocal:
     packed: Any
     form: Form
     spec: Any
-
-
-@makes_hooks
-def through_forms(
-    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
-) -> tuple[Callable, Callable]:
-    """Wraps a pair of saved-tensor hooks so that they get local parts."""
-
-    def pack_local(tensor: torch.Tensor) -> Any:
-        if type(tensor) is torch.Tensor or (form := form_of(tensor)) is PLAIN:
-            return pack(tensor)
-        return SavedLocal(pack(form.local(tensor)), form, form.spec(tensor))
-
-    def unpack_whole(packed: Any) -> torch.Tensor:
-        return (
-            packed.form.build(packed.spec, unpack(packed.packed))
-            if isinstance(packed, SavedLocal)
-            else unpack(packed)
-        )
-
-    return pack_local, unpack_whole
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,10 +37,10 @@ from ..units.inner import has_inner, inner_tensors
 from ..units.unit import ParamUnit
 from ..units.weight_storages import WeightStorages, untyped_storage
 from .context import too_late
-from .saved_tensor import SavedLocal, SavedRecord, SavedTensor
+from .saved_tensor import SavedLocal, SavedTensor
 
 
-class SavedWeight(SavedRecord):
+class SavedWeight(SimpleNamespace):
     """A saved tensor in a unit's device buffer: its location instead of its bytes."""
 
     unit: ParamUnit
@@ -58,17 +59,6 @@ class SavedWeight(SavedRecord):
     def check(self) -> None:
         """Raises UsageError if the bytes that the forward computed with are not available in this
         backward: the unit has another version."""
-        if self._is_changed():
-            raise UsageError(
-                f"this backward needs weights of unit {self.unit.name} as they were in its forward,"
-                " but they were changed since (by optimizer.step(), load_state_dict() or an edit)."
-                " Run backward before that."
-            )
-
-    def _is_changed(self) -> bool:
-        """Tells whether the parameter itself has changed, not only others of its unit."""
-        if self.unit.older:  # whose versions change without the parameters'
-            return True
         start = self.offset * self.dtype.itemsize // self.flat.itemsize - self.flat.storage_offset()
         changes = [
             handle.changed_at
@@ -77,7 +67,13 @@ class SavedWeight(SavedRecord):
             for handle, place in zip(buffer.flat_param.handles, buffer.flat_param.layout.placements)
             if place.offset <= start
         ]
-        return not changes or changes[-1] > self.version
+        # Others of the unit may have changed. Versions of older ones change without a parameter's.
+        if self.unit.older or not changes or changes[-1] > self.version:
+            raise UsageError(
+                f"this backward needs weights of unit {self.unit.name} as they were in its forward,"
+                " but they were changed since (by optimizer.step(), load_state_dict() or an edit)."
+                " Run backward before that."
+            )
 
 
 @dataclass(frozen=True)

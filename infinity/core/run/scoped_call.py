@@ -75,12 +75,13 @@ def refuse_compiled_autograd() -> None:
 def _scoped(job: Job, call: Callable) -> Callable:
     @uncompiled
     def scope() -> AbstractContextManager:
-        if job.uses.scopes.running_here:  # inside of the call of another owner
-            refuse_without_bytes("a forward")
-            return job.uses.scopes.scope()
-        if job.uses.is_in(State.UNWRAPPED):  # a module compiled while wrapped still calls this
+        is_inside = job.uses.scopes.running_here  # of the call of another owner
+        # A module compiled while wrapped still calls this.
+        if not is_inside and job.uses.is_in(State.UNWRAPPED):
             return nullcontext()
         refuse_without_bytes("a forward")
+        if is_inside:
+            return job.uses.scopes.scope()
         refuse_compiled_autograd()
         return job.uses.begin()
 

@@ -67,7 +67,7 @@ class Spans:
         self._books = books
         self._counted: dict[ParamHandle, tuple[dict[str, float], Numbers]] = {}
         # Of the next step of each group, if the class counts there
-        self._numbers = list(map(next_step, groups)) if known.counts_in_groups else None
+        self._numbers = [*map(next_step, groups)] if known.counts_in_groups else None
 
     def stepped(self, flat_param: FlatParam) -> list[ParamHandle]:
         """Lists the parameters that have a landed gradient and are in a group."""

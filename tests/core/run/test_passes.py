@@ -36,11 +36,11 @@ def test_a_forward_that_finds_no_room_for_its_second_unit_lets_the_first_go(monk
         patch.setattr(prefetcher, "hold", hold)
         with pytest.raises(CapacityError, match="no room"):
             passes.enter(model[0], units, is_root=False)
-    assert not any(map(prefetcher.is_held, units)) and not passes.frames
+    assert not any(map(prefetcher.is_held, units)) and not passes.job.running.frames
     passes.enter(model[0], units, is_root=False)
     assert all(map(prefetcher.is_held, units))
     passes.leave(model[0], (), {}, None)
-    assert not any(map(prefetcher.is_held, units)) and not passes.frames
+    assert not any(map(prefetcher.is_held, units)) and not passes.job.running.frames
 
 
 class Masked(nn.Module):

@@ -24,8 +24,9 @@ from infinity.core.run.saved_tensor import (
     raw_bytes,
     release_saved,
     storage_span,
-    through_forms,
 )
+from infinity.core.run.saved_weights import saving_hooks
+from infinity.core.units.weight_storages import WeightStorages
 
 
 def saved_of(begin: int = 0, nbytes: int = 64) -> Saved:
@@ -170,8 +171,9 @@ def test_freed_storages_are_passed_over_and_forgotten():
 
 @needs("ext/dtensor")
 def test_of_a_dtensor_the_local_part_is_saved():
-    """Twin: a plain tensor is saved as it is."""
-    pack, unpack = through_forms(lambda tensor: [tensor], lambda packed: packed[0] * 2)
+    """By the hooks around those of weights. Twin: a plain tensor is saved as it is."""
+    around = lambda tensor: [tensor], lambda packed: packed[0] * 2
+    pack, unpack = saving_hooks(around, WeightStorages(), lambda: None)
     plain = torch.ones(2)
     assert pack(plain)[0] is plain and type(unpack(pack(plain))) is torch.Tensor
     with lone_group():
