@@ -14,7 +14,7 @@ from torch import nn
 import infinity
 from infinity.core.run.saved_weights import Unpack
 
-MOST = 1_110  # of a block and step, beside those of plain torch; a change may lower it
+MOST = 740  # of a block and step, beside those of plain torch; a change may lower it
 INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>")  # since Python 3.12
 
 

@@ -44,6 +44,7 @@ class Passes:
         self.job, self.scopes, self._pass, self.backward = job, job.scopes, job.running, backward
         # Called with each parameter that is stepped from a later time on.
         self.hook: Callable[[torch.Tensor], None] = lambda param: None
+        self._lone_hooks = saving_hooks(None, job.storages, weakref.ref(backward))
         # Run last, after hooks that a forward may have registered.
         self.reorder_hooks: list[Callable[[], None]] = []
         self._has_told = False  # of autocast's copies
@@ -320,7 +321,9 @@ class Passes:
         return self.scopes.scope(*self._saving_hooks())
 
     def _saving_hooks(self) -> tuple[Callable, Callable]:
-        hooks = saving_hooks(top_hooks(True), self.job.storages, weakref.ref(self.backward))
+        hooks = self._lone_hooks
+        if outer := top_hooks(True):
+            hooks = saving_hooks(outer, self.job.storages, weakref.ref(self.backward))
         for listener in self.job.events.packing:
             hooks = listener(hooks)
         return hooks

@@ -207,10 +207,10 @@ class Prefetcher:
             self.look_ahead.note_read(unit.index, *times)
         self.fetch_ahead(self.schedule.upcoming(backward=backward), wanted_at)
         upcoming = islice(self.schedule.upcoming(backward=backward), COPIES_AHEAD)
-        if self._ranks.size > 1:
-            self._gather_ahead(upcoming if backward else islice(upcoming, GATHERS_AHEAD))
-        elif self._device.overlaps:
-            self._copy_ahead(upcoming)
+        if self._ranks.size > 1 and not backward:
+            upcoming = islice(upcoming, GATHERS_AHEAD)
+        if self._ranks.size > 1 or self._device.overlaps:
+            self._gather_ahead(upcoming)
 
     def _make_resident(self, unit: ParamUnit) -> None:
         if unit.residency is Residency.GATHERING:
@@ -242,41 +242,31 @@ class Prefetcher:
         )
 
     def _gather_ahead(self, upcoming: Iterable[int]) -> None:
-        """Starts gathering the next units while this one computes.
+        """Starts gathering the next units while this one computes, as far as the window has room.
 
-        Every rank must decide the same, so this blocks until a staged unit has arrived. Nothing is
-        gathered ahead in a pass whose trace differs between ranks.
+        Several ranks must decide the same, so this blocks until a staged unit has arrived. Nothing
+        is gathered ahead in a pass whose trace differs between them.
         """
-        coming = [self.units[index] for index in upcoming]
-        if not self._traces_agree():
+        coming, shared = [self.units[index] for index in upcoming], self._ranks.size > 1
+        if shared and not self._traces_agree():
             return
         for unit in coming:
             if unit.residency in COMING or not unit.arrival.comes_ahead:
                 continue
-            # Compute would stall on the disk, for units further ahead or with room for one unit.
-            if unit.is_staged_from_disk and (self.look_ahead.depth == 0 or unit is not coming[0]):
-                break
-            if not self._finds_room(unit, coming):
-                break
-            self._stage(unit)
-            unit.start_gather(self._store, self._ledger)
-            self._pass.resident[unit] = None
-
-    def _copy_ahead(self, upcoming: Iterable[int]) -> None:
-        """Starts copying the next units to the device while this one computes. Only units that are
-        ready at home, and only as far as the window has room without evicting earlier ones."""
-        coming = [self.units[index] for index in upcoming]
-        for unit in coming:
-            if unit.residency in COMING or not unit.arrival.comes_ahead:
-                continue
-            if not unit.is_ready:
-                return  # compute must not wait for a later unit's update or disk read
-            if not self._finds_room(unit, coming):
+            # Compute must not wait for a later unit's update or disk read. Among ranks it waits
+            # for the next unit's read alone, if there is room for more than one.
+            stalls = not unit.is_ready
+            if shared:
+                is_next = self.look_ahead.depth > 0 and unit is coming[0]
+                stalls = unit.is_staged_from_disk and not is_next
+            if stalls or not self._finds_room(unit, coming):
                 return
             self._stage(unit)
             try:
                 unit.start_gather(self._store, self._ledger)
             except CapacityError:  # activations use the room: the unit is copied on demand
+                if shared:
+                    raise
                 return
             self._pass.resident[unit] = None
 
