@@ -85,21 +85,6 @@ class Place(Protocol):
         """Puts another tensor there."""
 
 
-class NoValues:
-    """A comparison of nothing (:class:`infinity.ranks.comparing.Comparison`)."""
-
-    def values(self) -> list[int]:
-        """Returns no numbers."""
-        return []
-
-    def agrees(self, spans: list[tuple[int, int]]) -> bool:
-        """Returns True."""
-        return True
-
-    def check(self, spans: list[tuple[int, int]]) -> None:
-        """Raises nothing."""
-
-
 class FirstValues:
     """Values of one model's parameters as it is wrapped: in its memory, in files, or drawn."""
 
@@ -186,6 +171,9 @@ class Events:
     unit_landed: list[Callable[[Any], None]]
     # A step begins, and nothing of it is planned yet. May wait for other ranks, may raise.
     step_begun: list[Callable[[], None]]
+    # It is planned, and several ranks meet for it: what it is. Meets some of them, and raises on
+    # all of those, or calls ``then``, if it is given, as soon as they are known to agree.
+    step_compared: list[Callable[..., None]]
     # An update of a flat param by a kernel is planned: its step
     # (:class:`.step.stepper.FlatParamStep`), and the rule. May read what the update will read.
     update_planned: list[Callable[[Any, Any], None]]
@@ -199,20 +187,15 @@ class Events:
     moved: list[Callable[..., None]]
     # The job has ended. From any thread, perhaps the garbage collector's.
     closed: list[Callable[[], None]]
-    # Compared between ranks with other local parts of the tensors, before a step.
-    step_compared: Any
 
     def __init__(self, **given: Any):
-        fresh = {name: [] for name in Events.__annotations__} | {"step_compared": NoValues()}
-        vars(self).update(fresh | given)
+        vars(self).update({name: [] for name in Events.__annotations__} | given)
 
     def forget(self, owner: object) -> None:
         """Removes the listeners that are methods of ``owner``."""
         for listeners in vars(self).values():
-            if isinstance(listeners, list):
-                listeners[:] = [
-                    each for each in listeners if getattr(each, "__self__", None) is not owner
-                ]
+            kept = [each for each in listeners if getattr(each, "__self__", None) is not owner]
+            listeners[:] = kept
 
 
 class Extension:

@@ -191,25 +191,25 @@ class Collectives(Bulk):
         *,
         over_stages: tuple[str, Comparison] | None,
         trace: Iterable[int],
-        in_common: Comparison,
+        also: Iterable[Callable[..., None]],
         then: Callable[[], None],
     ) -> None:
         """Blocks until all ranks are at the same step. ``trace``: predicted for the next forward.
         ``common``: the inputs that ranks with other local parts of the units must share, too.
         ``own``: of ranks with the same units. ``over_stages``: compared over stages, if they meet.
+        ``also``: other meetings for it, called with ``common`` (``step_compared`` of the events).
         ``then``: called as soon as all ranks are known to be there, even if this one is
         interrupted.
         """
         syncs: list[Callable] = []
         if over_stages is not None and (stages := self.ranks.pp_group) is not None:
-            syncs.append(partial(self._compare, stages, *over_stages))
-        if (tensor := self.ranks.tp_group) is not None:
-            syncs.append(partial(self._compare, tensor, common, in_common))
+            syncs.append(partial(self.compare_over, stages, *over_stages))
+        syncs += [partial(each, common) for each in also]
         if self.ranks.dp_group is not None:
             syncs.append(partial(self._predict, f"{common}{own}", trace))
         in_turn(syncs, then)  # data ranks last: others' errors are raised before they meet
 
-    def _compare(
+    def compare_over(
         self,
         channel: Channel,
         what: str,

@@ -23,7 +23,6 @@ from infinity.core.seams import (
     EXTENSIONS,
     Events,
     Extension,
-    NoValues,
     Term,
     begin_extensions,
 )
@@ -259,11 +258,6 @@ def test_a_path_that_was_mistyped_is_not_skipped(path):
     with pytest.raises(ModuleNotFoundError):
         [*seams.classes_of([path])]
     assert [*seams.classes_of(["ext.gone.away.Nothing"])] == []
-
-
-def test_a_comparison_of_nothing_agrees():
-    nothing = NoValues()
-    assert nothing.values() == [] and nothing.agrees([(0, 1)]) and nothing.check([(0, 1)]) is None
 
 
 def test_an_extension_plans_charges_and_replaces(listed, monkeypatch):

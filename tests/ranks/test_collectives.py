@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -296,7 +297,7 @@ def test_ranks_that_are_at_other_steps_are_told(both):
                 "",
                 over_stages=("a step", SAID),
                 trace=[],
-                in_common=SimpleNamespace(),
+                also=[],
                 then=lambda: None,
             )
         except UsageError as error:
@@ -339,7 +340,7 @@ def test_an_error_of_the_stages_is_raised_on_the_data_ranks_too(what):
             compared = SimpleNamespace(values=lambda: [1], agrees=lambda _: True, check=check)
             collectives._predict = lambda *_, **__: None
             collectives.meet_for_step(
-                "", "", over_stages=("a step", compared), trace=[], in_common=SAID, then=list
+                "", "", over_stages=("a step", compared), trace=[], also=[], then=list
             )
 
     meet("")
@@ -372,14 +373,14 @@ def test_a_step_of_parts_is_written_down_only_where_they_have_the_same(agree):
         agrees=lambda spans: all(least == most for least, most in spans),
         check=check,
     )
-    collectives = Collectives(ParallelDims(tp_group=Place()))
+    collectives = Collectives(ParallelDims(tp_group=(parts := Place())))
     try:
         collectives.meet_for_step(
             "step()",
             "",
             over_stages=None,
             trace=[],
-            in_common=in_common,
+            also=[partial(collectives.compare_over, parts, comparison=in_common)],
             then=lambda: told.append("written"),
         )
     except UsageError:

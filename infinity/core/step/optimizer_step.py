@@ -148,7 +148,7 @@ class OptimizerStep:
             inputs.own,
             over_stages=(inputs.of_stages, inputs) if meets_stages else None,
             trace=context.schedule.expected_after_step(),
-            in_common=context.events.step_compared,
+            also=context.events.step_compared,
             then=then,
         )
 

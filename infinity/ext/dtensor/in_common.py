@@ -14,7 +14,7 @@ and in some of the later ones.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -118,7 +118,7 @@ class InCommon(Extension):
         self._buffers.note(model)
         job.events.pass_begun.append(self.begin_forward)
         job.events.pass_ended.append(self.end_forward)
-        job.events.step_compared = self
+        job.events.step_compared.append(self.meet_for_step)
 
     def drop(self, job: Job) -> None:
         """Forgets what was drawn and sketched: ranks may have ended the pass at other places."""
@@ -225,6 +225,11 @@ class InCommon(Extension):
         )
 
     # --- a step ---
+
+    def meet_for_step(self, what: str, then: Callable[[], None] = lambda: None) -> None:
+        """Meets for the step ``what``, and compares what these ranks have in common. Raises
+        UsageError on all of them, or calls ``then`` as soon as they are known to agree."""
+        self._collectives.compare_over(self._channel, what, self, then)
 
     def values(self) -> list[int]:
         """Returns the numbers that this rank contributes to a step's barrier."""

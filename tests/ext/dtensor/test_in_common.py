@@ -117,11 +117,11 @@ def test_a_rank_without_such_others_compares_nothing():
 def test_installed_it_listens_to_forwards_and_steps():
     """Twin: events of a job without it have no listener."""
     events, job = Events(), parts_of(small_at_home()).job
-    before = events.step_compared.values()
     common = InCommon(Peer(), job.device)
     common.install(SimpleNamespace(**vars(job) | {"events": events}), nn.Linear(1, 1))
-    assert before == [] and events.step_compared is common
+    assert events.step_compared == [common.meet_for_step]
     assert len(events.pass_begun) == len(events.pass_ended) == 1
+    assert not job.events.step_compared
 
 
 CHANGES = {
