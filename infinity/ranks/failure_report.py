@@ -34,16 +34,19 @@ class _FailureReport:
     def __init__(self, store: Any, rank: int, size: int):
         from torch.distributed import PrefixStore
 
-        self._store, self._rank, self._size, self._pid = (
-            PrefixStore("infinity", store),
-            rank,
-            size,
-            os.getpid(),
-        )
+        self._store, self._rank, self._pid = PrefixStore("infinity", store), rank, os.getpid()
+        self._others = [other for other in range(size) if other != rank]
         self._processes: dict[int, int] = {}  # of the others, once they have joined
         self._store.set(
             f"who/{rank}", json.dumps([socket.gethostname(), running_kernel(), os.getpid()])
         )
+
+    def _read(self, key: str) -> str:
+        """Returns what a rank has written; "" if nothing, or if the store has gone first."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([key]):
+                return self._store.get(key).decode(errors="replace")
+        return ""
 
     def ended(self, ranks: Sequence[int]) -> bool:
         """Returns whether one of ``ranks`` is known to have ended. Does not block."""
@@ -52,19 +55,19 @@ class _FailureReport:
         if any(rank in ranks and not runs(pid) for rank, pid in self._processes.items()):
             return True
         with contextlib.suppress(RuntimeError):  # the store may have gone first
-            if self._store.add("left", 0):
-                return any(self._store.check([f"why/{rank}"]) for rank in ranks)
+            return bool(self._store.add("left", 0)) and any(
+                self._read(f"why/{rank}") for rank in ranks
+            )
         return False
 
     def processes(self) -> dict[int, int]:
         """Returns the process ids of the other ranks that this process can see."""
         found = {}
-        for rank in range(self._size):
-            with contextlib.suppress(RuntimeError):  # the store may have gone first
-                if rank != self._rank and self._store.check([f"who/{rank}"]):
-                    _, kernel, pid = json.loads(self._store.get(f"who/{rank}"))
-                    if kernel and kernel == running_kernel():
-                        found[rank] = pid
+        for rank in self._others:
+            if who := self._read(f"who/{rank}"):
+                _, kernel, pid = json.loads(who)
+                if kernel and kernel == running_kernel():
+                    found[rank] = pid
         return found
 
     def leave(self, error: BaseException) -> None:
@@ -79,23 +82,19 @@ class _FailureReport:
         """Returns the ranks that have not reported (hung), and reports that this one gave up: a
         hung rank reports nothing."""
         with contextlib.suppress(RuntimeError):  # the store may have gone first
-            self._store.set(f"waits/{self._rank}", "")
+            self._store.set(f"waits/{self._rank}", "in vain")
             time.sleep(PATIENCE_SECONDS)
-            others = [rank for rank in range(self._size) if rank != self._rank]
-            found = [
-                rank
-                for rank in others
-                if not self._store.check([f"waits/{rank}"])
-                and not self._store.check([f"why/{rank}"])
-            ]
-            return ", ".join(f"rank {rank}{self._state_of(rank)}" for rank in found)
+            said = []
+            for rank in self._others:
+                if self._store.check([f"waits/{rank}"]) or self._store.check([f"why/{rank}"]):
+                    continue
+                host, kernel, pid = json.loads(self._store.get(f"who/{rank}"))
+                where = f"process {pid} on {host}"
+                if kernel and kernel == running_kernel():
+                    where = f"process {pid}, {'stopped' if _state(pid) == 'T' else 'running'}"
+                said.append(f"rank {rank} ({where})")
+            return ", ".join(said)
         return ""
-
-    def _state_of(self, rank: int) -> str:
-        host, kernel, pid = json.loads(self._store.get(f"who/{rank}"))
-        if not kernel or kernel != running_kernel():
-            return f" (process {pid} on {host})"
-        return f" (process {pid}, {'stopped' if _state(pid) == 'T' else 'running'})"
 
     def reasons(self) -> list[str]:
         """Returns a sentence for every other rank that has ended. Waits up to ``PATIENCE_SECONDS``
@@ -107,21 +106,14 @@ class _FailureReport:
 
     def _look(self) -> list[str]:
         found, processes = [], self.processes()
-        for rank in range(self._size):
-            if rank == self._rank:
-                continue
-            # Without the store only the transport's error is known
-            with contextlib.suppress(RuntimeError):  # of the store, which may have gone first
-                if self._store.check([f"why/{rank}"]):
-                    found.append(
-                        f"rank {rank} failed:"
-                        f" {self._store.get(f'why/{rank}').decode(errors='replace')}"
-                    )
-                elif (pid := processes.get(rank)) is not None and not runs(pid):
-                    found.append(
-                        f"rank {rank} (process {pid}) has ended without a word: it left, or was"
-                        " killed, perhaps for want of memory"
-                    )
+        for rank in self._others:
+            if why := self._read(f"why/{rank}"):
+                found.append(f"rank {rank} failed: {why}")
+            elif (pid := processes.get(rank)) is not None and not runs(pid):
+                found.append(
+                    f"rank {rank} (process {pid}) has ended without a word: it left, or was"
+                    " killed, perhaps for want of memory"
+                )
         return found
 
 

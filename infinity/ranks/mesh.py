@@ -127,12 +127,17 @@ def _join(
     )
 
 
+def _line(mesh: Any, axis: int) -> list[int]:
+    """Lists the ranks along an axis of ``mesh``, through this one."""
+    lines = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.mesh.size(axis)).tolist()
+    return next(line for line in lines if dist.get_rank() in line)
+
+
 def _sequence_of(mesh: Any) -> list[int]:
     """Lists the ranks with other parts of this rank's sequences; empty if there are none."""
     for axis, name in enumerate((mesh.mesh_dim_names or ()) if mesh is not None else ()):
         if name in SEQUENCE_AXES and mesh.mesh.size(axis) > 1:
-            lines = mesh.mesh.movedim(axis, -1).reshape(-1, mesh.mesh.size(axis)).tolist()
-            return sorted(next(line for line in lines if dist.get_rank() in line))
+            return sorted(_line(mesh, axis))
     return []
 
 
@@ -159,18 +164,15 @@ def _expert_group(
     me, parts = dist.get_rank(), expert_groups(mesh, row)
     if len(parts) == 1:
         return None
-    axis = mesh.mesh_dim_names.index("ep")
-    over = next(
-        line for line in mesh.mesh.movedim(axis, -1).reshape(-1, len(parts)).tolist() if me in line
-    )
     mine, channel = next(part for part in parts if me in part), None
     if len(mine) > 1:
         reductions = gloo_group(mine, f"reductions of experts of wrap {wrap}")
         channel = _channel(mine, f"gathers of experts of wrap {wrap}", own_groups, reductions)
         own_groups.append(reductions)
     places = tuple(row.index(rank) for rank in mine)
+    over = tuple(_line(mesh, mesh.mesh_dim_names.index("ep")))
     return ExpertGroup(
-        rank=mine.index(me), size=len(mine), places=places, over=tuple(over), channel=channel
+        rank=mine.index(me), size=len(mine), places=places, over=over, channel=channel
     )
 
 

@@ -167,18 +167,9 @@ class ParallelDims:
     @property
     def all_channels(self) -> list[Channel]:
         """Every channel that was made for this rank."""
-        of_experts = self.expert_group.channel if self.expert_group is not None else None
-        found = (
-            self.shard_group,
-            self.replicate_group,
-            self.grid_group,
-            self.tp_group,
-            self.cp_group,
-            self.pp_group,
-            self.node_group,
-            of_experts,
-        )
-        return [*filter(None, found)]
+        experts = self.expert_group.channel if self.expert_group is not None else None
+        others = (self.grid_group, self.cp_group, self.node_group, experts)
+        return [*self.channels, *filter(None, others)]
 
     @property
     def dp_group(self) -> Channel | None:

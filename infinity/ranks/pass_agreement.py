@@ -75,9 +75,9 @@ class PassAgreement:
         if self._place is None or self._is_alone:
             return self._wait_traces_agree
         steps, found = self._progress.steps, sorted(resident) if self._gathers else []
-        steps.forwards += training
-        key = _key_of(trace, found, steps.forwards if training else 0)
-        if training and steps.forwards == 1 and not steps.backwards:
+        number = steps.count_forward() if training else 0
+        key = _key_of(trace, found, number)
+        if number == 1 and not steps.backwards:
             self._found_after_step = found
         self._enter()
         trace = self._place.collective_trace
@@ -132,7 +132,7 @@ class PassAgreement:
 
     def _wait_traces_agree(self) -> bool:
         self._enter()
-        return self._traces_agree
+        return self._traces_agree or not self._gathers
 
     def _meet_for(self, what: str) -> None:
         """Meets the data ranks. Each rank's next operation is to start a collective."""

@@ -201,8 +201,7 @@ class OptimizerState:
             if isinstance(value, torch.Tensor)
         ]
         said, collectives = "loading the optimizer's state", self._context.collectives
-        meet = partial(compare_values, collectives, said, given)
-        self._context.journal.carry_out(change, meet)
+        self._context.journal.carry_out(change, partial(compare_values, collectives, said, given))
         loaded = set(of_masters["loaded"])
         absent = collectives.meet(
             "masters that were loaded", flags=[handle.name not in loaded for handle in handles]

@@ -46,6 +46,11 @@ class StepCounter:
         """Sets the number of backwards that ended since the last step."""
         self.untold, self.done, self.backwards, self.forwards = -1, self.index, count, 0
 
+    def count_forward(self) -> int:
+        """Counts a forward of training. Returns its number since the last step or backward."""
+        self.forwards += 1
+        return self.forwards
+
     def forget_backwards(self) -> None:
         """Resets the count of backwards since the last step, because their gradients are gone."""
         if self.backwards:

@@ -11,7 +11,6 @@ import torch
 from ... import native
 from ...errors import InfinityError
 from ...ranks.collectives import Collectives
-from ...ranks.kinds import bytes_of
 from ...ranks.pending import Pending
 from ..homes.arrays import StateArray, whole_blocks
 from ..homes.store import ArrayStore
@@ -231,7 +230,7 @@ class Arrival:
         for i, (flat_param, flat) in enumerate(zip(self._flat_params, self._buffers.flats)):
             what = f"{self._name} ({i})"
             pending = self._collectives.gather(
-                bytes_of(flat) if flat_param.spec.exact else flat,
+                flat.view(torch.uint8) if flat_param.spec.exact else flat,
                 what,
                 homes=flat_param.homes.weight_regions,
                 in_node=in_node,

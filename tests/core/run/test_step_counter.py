@@ -57,7 +57,7 @@ def test_a_finished_step_is_untold_until_it_is_reported_or_a_backward_follows():
 def test_the_number_of_backwards_is_set_and_forwards_are_counted_anew():
     steps = StepCounter(index=4)
     for count in (1, 2, 2):  # again, in recovery
-        steps.forwards += 1
+        assert [steps.count_forward(), steps.count_forward()] == [1, 2]
         steps.count_backwards(count)
         assert (steps.index, steps.backwards, steps.forwards) == (4, count, 0)
         assert steps.done == 4
