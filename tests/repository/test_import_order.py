@@ -35,7 +35,7 @@ MODULES = {
 }
 # Imports that still go up, counted. They may become fewer.
 MOST_UP = {
-    ("core", "ranks"): 37,
+    ("core", "ranks"): 34,
     ("files", "core"): 2,
 }
 CSRC_ROOMS = [
