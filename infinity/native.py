@@ -81,6 +81,7 @@ Charge = _C.Charge
 DType = _C.DType
 DirectReader = _C.DirectReader
 Extent = _C.Extent
+SumCache = _C.SumCache  # memory for checksums that lie on disk
 Volume = _C.Volume
 Shadow = _C.Shadow
 SharedRow = _C.SharedRow
@@ -107,6 +108,7 @@ Updater = _C.Updater
 # the whole's
 crc32c_before = _C.crc32c_before
 insist = _C.insist
+sum_table_nbytes = _C.sum_table_nbytes  # on disk, of an extent of so many bytes
 joined = _C.joined  # one ticket that finishes with several
 
 driver_calls = (

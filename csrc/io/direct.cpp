@@ -184,6 +184,7 @@ LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::
 
 // Returns the refusal that is known before the road is used; null if there is none.
 const char* DirectReader::State::why_not(const Landing& landing, std::string* said) {
+  if (landing.extent_->has_table()) return "tabled";
   if (!landing.extent_->written(landing.at_, landing.host_.nbytes)) return "unwritten";
   const Lock lock(mutex);
   if (!road || threads == 0) return "closed";

@@ -148,6 +148,9 @@ class IoEngine {
   // False in a forked child, which has none of the threads.
   bool is_ours() const { return getpid() == process_; }
 
+  // True on the thread on which transfers complete, which must not wait for one.
+  bool completes_here() const { return std::this_thread::get_id() == completion_thread_.get_id(); }
+
   // The path of a file whose device timed out, or of any file if the backend failed. Otherwise
   // empty. The memory of such transfers is never freed.
   std::string hung() const;

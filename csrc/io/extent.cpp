@@ -8,7 +8,7 @@
 namespace infinity {
 
 Extent Extent::in_volume(std::shared_ptr<const Volume> volume, std::uint64_t offset,
-                         std::size_t nbytes) {
+                         std::size_t nbytes, const std::shared_ptr<SumCache>& sums) {
   INFINITY_REQUIRE(nbytes > 0 && nbytes % kBlockNbytes == 0 && offset % kBlockNbytes == 0,
                    "an extent of ", nbytes, " bytes at offset ", offset,
                    ": both must be multiples of ", kBlockNbytes);
@@ -16,6 +16,11 @@ Extent Extent::in_volume(std::shared_ptr<const Volume> volume, std::uint64_t off
   extent.volume_ = std::move(volume);
   extent.offset_ = offset;
   extent.nbytes_ = nbytes;
+  if (sums) {
+    extent.books_->table =
+        std::make_shared<SumTable>(sums, extent.volume_, offset + nbytes, nbytes);
+    return extent;
+  }
   const std::vector<std::byte> zeros(std::min(nbytes, kChecksumNbytes));
   extent.books_->checksums.assign(checksum_count(nbytes), crc32c(zeros.data(), zeros.size()));
   if (const std::size_t rest = nbytes % kChecksumNbytes)
@@ -59,7 +64,7 @@ std::vector<TicketPtr> Extent::writes_over(std::size_t at, std::size_t nbytes) c
 // completes it.
 class Extent::BlockSums : public PieceWork {
  public:
-  BlockSums(const Extent& extent, Op op, std::size_t at, Span span, const IoEngine& engine)
+  BlockSums(const Extent& extent, Op op, std::size_t at, Span span, IoEngine& engine)
       : extent_(extent),
         op_(op),
         at_(at),
@@ -93,7 +98,7 @@ class Extent::BlockSums : public PieceWork {
     if (block.missing.fetch_sub(nbytes, std::memory_order_acq_rel) != nbytes) return;
     const std::size_t known = at_ / kChecksumNbytes + index;
     if (op_ == Op::kWrite || !extent_.known_)
-      extent_.books_->checksums[known] = block.sum;
+      extent_.note(known, block.sum, engine_);
     else
       extent_.hold(known, block.sum, engine_);
   }
@@ -102,7 +107,7 @@ class Extent::BlockSums : public PieceWork {
   const Op op_;
   const std::size_t at_;
   const Span span_;
-  const IoEngine& engine_;  // outlives its work
+  IoEngine& engine_;  // outlives its work
   std::vector<Block> blocks_;
 };
 
@@ -154,6 +159,7 @@ TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span,
   };
   writes.erase(std::remove_if(writes.begin(), writes.end(), made_good), writes.end());
   writes.push_back({at, span.nbytes, ticket});
+  if (has_table()) return ticket;
   const auto first = static_cast<std::ptrdiff_t>(at / kChecksumNbytes);
   std::vector<bool>& sent = books.sent;
   sent.resize(checksum_count(nbytes_));
@@ -163,6 +169,7 @@ TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span,
 
 std::uint32_t Extent::checksum(std::size_t nbytes) const {
   if (nbytes > 0) check(0, nbytes);
+  INFINITY_REQUIRE(!has_table(), "the checksum of an extent whose checksums are on disk");
   std::uint32_t joined = 0;
   for (std::size_t at = 0; at < nbytes; at += kChecksumNbytes)
     joined = crc32c_before(joined, std::min(kChecksumNbytes, nbytes - at)) ^
@@ -170,12 +177,14 @@ std::uint32_t Extent::checksum(std::size_t nbytes) const {
   return joined;
 }
 
-void Extent::remember(std::size_t at, Span span) {
+void Extent::remember(std::size_t at, Span span, IoEngine& engine) {
   check(at, span.nbytes);
-  crc32c_blocks(span.data, span.nbytes, &books_->checksums[at / kChecksumNbytes]);
+  std::vector<std::uint32_t> sums(checksum_count(span.nbytes));
+  crc32c_blocks(span.data, span.nbytes, sums.data());
+  for (std::size_t i = 0; i < sums.size(); ++i) note(at / kChecksumNbytes + i, sums[i], engine);
 }
 
-void Extent::verify(std::size_t at, Span span, const IoEngine& engine) const {
+void Extent::verify(std::size_t at, Span span, IoEngine& engine) const {
   check(at, span.nbytes);
   std::vector<std::uint32_t> found(checksum_count(span.nbytes));
   crc32c_blocks(span.data, span.nbytes, found.data());
@@ -183,14 +192,23 @@ void Extent::verify(std::size_t at, Span span, const IoEngine& engine) const {
 }
 
 void Extent::verify_sums(std::size_t at, const std::vector<std::uint32_t>& found,
-                         const IoEngine& engine) const {
+                         IoEngine& engine) const {
   for (std::size_t i = 0; i < found.size(); ++i) hold(at / kChecksumNbytes + i, found[i], engine);
+}
+
+// Records the checksum of a block.
+void Extent::note(std::size_t block, std::uint32_t sum, IoEngine& engine) const {
+  if (has_table())
+    books_->table->set(block, sum, engine);
+  else
+    books_->checksums[block] = sum;
 }
 
 // Compares the checksum of a block that was read with the one that was written. Throws
 // CorruptionError.
-void Extent::hold(std::size_t block, std::uint32_t found, const IoEngine& engine) const {
-  const std::uint32_t expected = books_->checksums[block];
+void Extent::hold(std::size_t block, std::uint32_t found, IoEngine& engine) const {
+  const std::uint32_t expected =
+      has_table() ? books_->table->get(block, engine) : books_->checksums[block];
   if (found == expected) return;
   throw CorruptionError(
       concat("checksum mismatch in ", where(engine, block * kChecksumNbytes), " (version ",

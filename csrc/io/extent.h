@@ -3,10 +3,11 @@
 //
 //   volume      what an extent on disk is a range of: one file, or several in stripes
 //   version     the step that wrote the bytes; extents of one array may have different ones
-//   checksums   of extents on disk: one CRC-32C per kChecksumNbytes, kept in memory, so that the
-//               next read finds a lost, stale, torn or flipped block. The engine's work threads
-//               compute them, before a write starts and after a read has arrived. Those of a file
-//               that other software wrote are unknown: the first read records them, as a write does
+//   checksums   of extents on disk: one CRC-32C per kChecksumNbytes, so that the next read finds a
+//               lost, stale, torn or flipped block. The engine's work threads compute them, before
+//               a write starts and after a read has arrived. Those of a file that other software
+//               wrote are unknown: the first read records them, as a write does
+//   table       checksums at home on disk behind the extent's bytes (io/sums.h); else in memory
 //   under way   writes that have not finished, or have failed. A transfer that overlaps one starts
 //               after it, because a disk may reorder two transfers of one place. A read after a
 //               failed one fails too
@@ -30,6 +31,7 @@
 #include "base/span.h"
 #include "base/thread_safety.h"
 #include "io/engine.h"
+#include "io/sums.h"
 #include "io/volume.h"
 
 namespace infinity {
@@ -50,14 +52,16 @@ class Extent {
   }
   // Bytes that other software wrote: the first read records their checksums.
   static Extent unknown(int file, std::uint64_t offset, std::size_t nbytes);
+  // With `sums` it has a table, of SumTable::nbytes_of(nbytes) behind its bytes.
   static Extent in_volume(std::shared_ptr<const Volume> volume, std::uint64_t offset,
-                          std::size_t nbytes);
+                          std::size_t nbytes, const std::shared_ptr<SumCache>& sums = nullptr);
 
   // A range of an extent in memory, which shares the owner.
   Extent part(std::size_t at, std::size_t nbytes) const {
     return in_memory({memory_.data + at, nbytes}, owner_);
   }
 
+  bool has_table() const { return books_->table != nullptr; }
   bool is_file() const { return volume_ != nullptr; }
   std::size_t nbytes() const { return nbytes_; }
   std::uint64_t offset() const { return offset_; }
@@ -84,18 +88,18 @@ class Extent {
   TicketPtr settled(std::size_t at, std::size_t nbytes, const TicketPtr& after) const;
 
   // True if every one of these bytes was written, or is being written, since its space was
-  // reserved.
+  // reserved. Not noted of an extent with a table.
   bool written(std::size_t at, std::size_t nbytes) const;
-  // The checksum of the first `nbytes` (whole blocks, or all), combined from those of the blocks.
+  // The checksum of the first `nbytes` (whole blocks, or all), combined from those of the blocks,
+  // which are in memory.
   std::uint32_t checksum(std::size_t nbytes) const;
 
   // Records the checksums of bytes about to be written at `at` (a multiple of kChecksumNbytes).
-  void remember(std::size_t at, Span span);
+  void remember(std::size_t at, Span span, IoEngine& engine);
   // Throws CorruptionError if bytes read at `at` are not those last written there.
-  void verify(std::size_t at, Span span, const IoEngine& engine) const;
+  void verify(std::size_t at, Span span, IoEngine& engine) const;
   // As verify, with checksums that were computed elsewhere: one per kChecksumNbytes.
-  void verify_sums(std::size_t at, const std::vector<std::uint32_t>& found,
-                   const IoEngine& engine) const;
+  void verify_sums(std::size_t at, const std::vector<std::uint32_t>& found, IoEngine& engine) const;
 
   std::uint64_t version() const { return books_->version; }
   void set_version(std::uint64_t version) { books_->version = version; }
@@ -106,7 +110,8 @@ class Extent {
     TicketPtr ticket;
   };
   struct Books {  // on the heap: transfers under way hold them
-    std::vector<std::uint32_t> checksums;
+    std::vector<std::uint32_t> checksums;  // none if there is a table
+    std::shared_ptr<SumTable> table;
     std::atomic<std::uint64_t> version{0};
     Mutex mutex;
     std::vector<Write> under_way INFINITY_GUARDED_BY(mutex);
@@ -116,7 +121,8 @@ class Extent {
 
   void check(std::size_t at, std::size_t nbytes) const;
   std::string where(const IoEngine& engine, std::size_t at) const;
-  void hold(std::size_t block, std::uint32_t found, const IoEngine& engine) const;
+  void note(std::size_t block, std::uint32_t sum, IoEngine& engine) const;
+  void hold(std::size_t block, std::uint32_t found, IoEngine& engine) const;
   std::vector<TicketPtr> writes_over(std::size_t at, std::size_t nbytes) const;
 
   Span memory_;

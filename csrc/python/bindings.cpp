@@ -214,6 +214,8 @@ void bind_io(py::module_& m) {
             return py::make_tuple(place.file, place.offset, place.nbytes);
           },
           py::arg("at"), py::arg("nbytes"));
+  shared_class<SumCache>(m, "SumCache").def(py::init<std::size_t>(), py::arg("pages"));
+  m.def("sum_table_nbytes", &SumTable::nbytes_of, py::arg("nbytes"));
   shared_class<Extent>(m, "Extent")
       .def_static(
           "in_memory",
@@ -236,10 +238,12 @@ void bind_io(py::module_& m) {
           py::arg("file"), py::arg("offset"), py::arg("nbytes"))
       .def_static(
           "in_volume",
-          [](std::shared_ptr<Volume> volume, std::uint64_t offset, std::size_t nbytes) {
-            return std::make_shared<Extent>(Extent::in_volume(std::move(volume), offset, nbytes));
+          [](std::shared_ptr<Volume> volume, std::uint64_t offset, std::size_t nbytes,
+             const std::shared_ptr<SumCache>& sums) {
+            return std::make_shared<Extent>(
+                Extent::in_volume(std::move(volume), offset, nbytes, sums));
           },
-          py::arg("volume"), py::arg("offset"), py::arg("nbytes"))
+          py::arg("volume"), py::arg("offset"), py::arg("nbytes"), py::arg("sums") = nullptr)
       .def(
           "part",
           [](const Extent& extent, std::size_t offset, std::size_t nbytes) {
@@ -318,7 +322,7 @@ void bind_io(py::module_& m) {
       .def("cancel", &IoEngine::cancel, py::arg("ticket"), py::call_guard<py::gil_scoped_release>())
       .def(
           "verify",
-          [](const IoEngine& engine, const Extent& extent, std::size_t offset, Address address,
+          [](IoEngine& engine, const Extent& extent, std::size_t offset, Address address,
              std::size_t nbytes) { extent.verify(offset, {at(address), nbytes}, engine); },
           py::arg("extent"), py::arg("offset"), py::arg("address"), py::arg("nbytes"),
           py::call_guard<py::gil_scoped_release>())

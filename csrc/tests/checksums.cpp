@@ -89,6 +89,164 @@ TEST_OF_BACKENDS(checksums, pieces_that_come_after_a_failed_one_are_waited_for) 
   }
 }
 
+// Extents with tables, in one file that is one volume, and the cache that they share.
+struct Tabled {
+  Tabled(const std::string& kind, std::size_t pages, std::size_t nbytes, std::size_t count = 1)
+      : disk(kind, nullptr, 5 * kBlockNbytes, 8, count * (nbytes + SumTable::nbytes_of(nbytes))),
+        cache(std::make_shared<SumCache>(pages)) {
+    const auto volume = Volume::of(disk.file);
+    for (std::size_t i = 0; i < count; ++i)
+      extents.push_back(
+          Extent::in_volume(volume, i * (nbytes + SumTable::nbytes_of(nbytes)), nbytes, cache));
+  }
+  std::uint64_t table_of(std::size_t index) const {
+    return extents[index].offset() + extents[index].nbytes();
+  }
+  const Disk disk;
+  const std::shared_ptr<SumCache> cache;
+  std::vector<Extent> extents;
+};
+
+TEST_OF_BACKENDS(checksums, on_disk_they_find_what_they_find_in_memory) {
+  // Four extents share one page of memory: each transfer moves the sums of the last one's extent
+  // out and its own in. Zeros count before the first write. A flipped bit of the data is found with
+  // its block, one of the sums with their page; both count again once it is flipped back (the
+  // twin).
+  Random random(87);
+  const std::size_t nbytes = 2 * kChecksumNbytes + kBlockNbytes;
+  for (std::size_t pages : {1, 3}) {
+    Tabled tabled(kind, pages, nbytes, 4);
+    const Disk& disk = tabled.disk;
+    const Memory target(nbytes);
+    std::vector<std::unique_ptr<Memory>> sources;
+    for (Extent& extent : tabled.extents) wait(extent.read(*disk.engine, 0, target.span));
+    CHECK(disk.engine->totals(Op::kRead).nbytes == 4 * nbytes);  // no page is there to be read
+    for (Extent& extent : tabled.extents) {
+      sources.push_back(std::make_unique<Memory>(nbytes, random));
+      wait(extent.write(*disk.engine, 0, sources.back()->span));
+    }
+    for (std::size_t i = 0; i < 4; ++i) {
+      wait(tabled.extents[i].read(*disk.engine, 0, target.span));
+      CHECK(same(sources[i]->span, target.span));
+    }
+    // A block alone, by the updater's way: the other sums of its page stay.
+    random.fill(sources[0]->part(kChecksumNbytes, kChecksumNbytes));
+    const Span part = sources[0]->part(kChecksumNbytes, kChecksumNbytes);
+    tabled.extents[0].remember(kChecksumNbytes, part, *disk.engine);
+    wait(disk.engine->submit(tabled.extents[0].requests(Op::kWrite, kChecksumNbytes, part)));
+    for (std::size_t i : {1, 2, 3, 0}) wait(tabled.extents[i].read(*disk.engine, 0, target.span));
+    CHECK(same(sources[0]->span, target.span));
+    tabled.extents[0].verify(0, target.span, *disk.engine);
+    const auto read_others = [&] {
+      for (std::size_t i : {1, 2, 3}) wait(tabled.extents[i].read(*disk.engine, 0, target.span));
+    };
+    read_others();
+    for (const auto& [at, told] :
+         {std::pair{tabled.extents[0].offset() + kChecksumNbytes + 77, kChecksumNbytes},
+          std::pair{std::size_t{tabled.table_of(0)} + 5, std::size_t{tabled.table_of(0)}}}) {
+      disk.flip(at);
+      for (int again = 0; again < 2; ++again) {
+        const std::string said =
+            thrown_by<CorruptionError>(tabled.extents[0].read(*disk.engine, 0, target.span)).what();
+        CHECK(has(said, concat(disk.path, " at offset ", told, " ")), said);
+        read_others();
+      }
+      disk.flip(at);
+      wait(tabled.extents[0].read(*disk.engine, 0, target.span));
+      read_others();
+    }
+  }
+}
+
+TEST_OF_BACKENDS(checksums, data_that_come_back_old_with_their_checksums_are_found) {
+  // The disk brings a block and the page of its sum as they were before the last write: they fit
+  // each other, but the digest in memory is of another page. The twin: the new ones are read.
+  Random random(88);
+  Tabled tabled(kind, 1, kChecksumNbytes, 2);
+  const Disk& disk = tabled.disk;
+  const Memory source(kChecksumNbytes, random), target(kChecksumNbytes);
+  Extent &extent = tabled.extents[0], &other = tabled.extents[1];
+  std::vector<std::string> states;
+  for (int round = 0; round < 2; ++round) {
+    random.fill(source.span);
+    wait(extent.write(*disk.engine, 0, source.span));
+    wait(other.read(*disk.engine, 0, target.span));  // the page goes to disk
+    states.push_back(disk.raw(0, kChecksumNbytes + kBlockNbytes));
+  }
+  const auto bring = [&](const std::string& state) {
+    std::fstream(disk.path, std::ios::in | std::ios::out | std::ios::binary)
+        .write(state.data(), static_cast<std::streamsize>(state.size()));
+  };
+  bring(states[0]);
+  const std::string said =
+      thrown_by<CorruptionError>(extent.read(*disk.engine, 0, target.span)).what();
+  CHECK(has(said, concat("the checksums in ", disk.path, " at offset ", tabled.table_of(0))), said);
+  bring(states[1]);
+  wait(extent.read(*disk.engine, 0, target.span));
+  CHECK(same(source.span, target.span));
+}
+
+TEST(checksums, on_disk_take_little_memory_and_few_transfers) {
+  // 64 MiB of data have one page: an extent with a block more has two, which one slot holds in
+  // turns. Counts the bytes moved, and those of a table of 1 TiB in memory and on disk.
+  CHECK(SumTable::nbytes_of(kChecksumNbytes * SumTable::kPageSums) == kBlockNbytes);
+  CHECK(SumTable::nbytes_of(std::size_t{1} << 40) == 16384 * kBlockNbytes);
+  const std::size_t nbytes = kChecksumNbytes * (SumTable::kPageSums + 1);
+  Random random(89);
+  Tabled tabled("threads", 1, nbytes);
+  const Disk& disk = tabled.disk;
+  const Memory source(4 * kChecksumNbytes, random), target(4 * kChecksumNbytes);
+  const std::size_t first = nbytes - source.span.nbytes;
+  Extent& extent = tabled.extents[0];
+  wait(extent.write(*disk.engine, first, source.span));
+  wait(extent.read(*disk.engine, 0, target.span));
+  wait(extent.read(*disk.engine, first, target.span));
+  CHECK(same(source.span, target.span));
+  // The work threads take the blocks in any order, so a page may pass more than once.
+  const auto pages = [&](Op op, std::size_t nbytes_of_data) {
+    return (disk.engine->totals(op).nbytes - nbytes_of_data) / kBlockNbytes;
+  };
+  CHECK(pages(Op::kWrite, source.span.nbytes) >= 1 &&
+        pages(Op::kRead, 2 * 4 * kChecksumNbytes) >= 1);
+  const std::uint64_t before = disk.engine->totals(Op::kRead).nbytes;
+  for (int i = 0; i < 10; ++i) wait(extent.read(*disk.engine, 0, target.span));
+  CHECK(disk.engine->totals(Op::kRead).nbytes - before <= 10 * target.span.nbytes + kBlockNbytes);
+}
+
+TEST(checksums, a_table_on_a_disk_that_hangs_is_an_error_in_time) {
+  // The block is on one file and its table on another, whose device never answers a read. The read
+  // of the block fails with the timeout and that file's path; a write, whose page stays in memory,
+  // does not.
+  for (const std::string& kind : {std::string("uring"), std::string("threads")}) {
+    std::string why;
+    if (kind == "uring" && !make_uring_backend(4, why)) continue;
+    IoOptions options;
+    options.kind = kind;
+    options.timeout_seconds = 0.3;
+    options.work_threads = 2;
+    FaultPlan faults;
+    faults.hang = 1, faults.first_piece = 1, faults.file = 1;  // its first piece is a write
+    options.layer = layer_of(faults);
+    IoEngine& engine = *new IoEngine(options);  // what hangs would be left behind
+    const auto volume = std::make_shared<Volume>();
+    const std::size_t room = 4 * kChecksumNbytes;
+    const std::vector<std::uint64_t> sizes = volume->lay_out(kChecksumNbytes, {2, 2}, 0, room);
+    std::vector<int> files;
+    for (const char* name : {"sound-", "hung-"})
+      files.push_back(engine.create_file(name + kind, sizes[files.size()]));
+    volume->set_files(files);
+    const auto cache = std::make_shared<SumCache>(1);
+    static const Memory memory(kChecksumNbytes);
+    Extent first = Extent::in_volume(volume, 0, kChecksumNbytes, cache),
+           second = Extent::in_volume(volume, 2 * kChecksumNbytes, kChecksumNbytes, cache);
+    wait(first.write(engine, 0, memory.span));
+    wait(second.read(engine, 0, memory.span));  // the first one's page is written
+    const StorageError error = thrown_by<StorageError>(first.read(engine, 0, memory.span));
+    CHECK(error.error_number == ETIMEDOUT && has(error.what(), "hung-" + kind), error.what());
+    for (const char* name : {"sound-", "hung-"}) unlink((name + kind).c_str());
+  }
+}
+
 // Notes what it is given and by whom; throws at one piece, if told so.
 struct Noted : PieceWork {
   void look_at(Span piece) override {
@@ -186,10 +344,11 @@ TEST(checksums, a_piece_that_never_comes_is_an_error_in_time) {
 TEST_OF_BACKENDS(checksums, transfers_of_many_threads_are_verified_and_cancelled_at_once) {
   // Four threads write their own extents anew and read them, now and then cancelled, through short,
   // late and reordered transfers: no read that ends well has other bytes than the last that were
-  // written, and the engine ends with nothing under way.
+  // written, and the engine ends with nothing under way. Two extents have tables, and one page.
   FaultPlan plan = fault_plan(85);
   plan.short_transfer = plan.delay = plan.reorder = 0.3;
   const Disk disk(kind, &plan, 5 * kBlockNbytes, 8, 8 * kMib);
+  const auto cache = std::make_shared<SumCache>(1);
   std::vector<std::thread> threads;
   std::mutex mutex;
   std::vector<std::string> failures;
@@ -198,7 +357,8 @@ TEST_OF_BACKENDS(checksums, transfers_of_many_threads_are_verified_and_cancelled
       try {
         Random random(86 + mine);
         const std::size_t nbytes = 3 * kChecksumNbytes;
-        Extent extent = Extent::in_file(disk.file, mine * 2 * kMib, nbytes);
+        Extent extent = Extent::in_volume(Volume::of(disk.file), mine * 2 * kMib, nbytes,
+                                          mine % 2 ? cache : nullptr);
         const auto source = std::make_shared<Memory>(nbytes),
                    target = std::make_shared<Memory>(nbytes);
         for (int round = 0; round < 12; ++round) {

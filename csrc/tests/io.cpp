@@ -331,7 +331,7 @@ TEST_OF_BACKENDS(io, lost_writes_and_flipped_bits_fail_the_checksum) {
     const std::size_t nbytes = 2 * kChecksumNbytes + kBlockNbytes;
     const Memory source(nbytes, random), target(nbytes);
     Extent extent = Extent::in_file(disk.file, kBlockNbytes, nbytes);
-    extent.remember(0, source.span);
+    extent.remember(0, source.span, *disk.engine);
     wait(disk.engine->submit(extent.requests(Op::kWrite, 0, source.span)));
     wait(disk.engine->submit(extent.requests(Op::kRead, 0, target.span)));
     CHECK(same(source.span, target.span) == (fault == 0), "fault ", fault);
@@ -372,7 +372,7 @@ TEST_OF_BACKENDS(io, a_bit_flipped_on_disk_is_found_at_its_place) {
   const Disk disk(kind);
   const Memory source(5 * kChecksumNbytes, random), target(5 * kChecksumNbytes);
   Extent extent = Extent::in_file(disk.file, kChecksumNbytes, 5 * kChecksumNbytes);
-  extent.remember(0, source.span);
+  extent.remember(0, source.span, *disk.engine);
   wait(disk.engine->submit(extent.requests(Op::kWrite, 0, source.span)));
   disk.flip(3 * kChecksumNbytes + 1234);
   for (std::size_t block = 0; block < 5; ++block) {
@@ -763,13 +763,14 @@ TEST_OF_BACKENDS(io, options_without_sense_are_refused) {
 
 TEST(io, extent_parts_are_whole_checksum_blocks_inside_it) {
   // Every part that is not; and that an extent in memory is no place on disk.
+  const Disk disk("threads");
   Memory memory(2 * kMib);
   const std::size_t nbytes = 3 * kChecksumNbytes + kBlockNbytes;
   Extent extent = Extent::in_file(0, kBlockNbytes, nbytes);
   const auto refused = [&](std::size_t at, std::size_t length) {
     const std::string said =
         said_by<UsageError>([&] { extent.requests(Op::kRead, at, {memory.span.data, length}); });
-    said_by<UsageError>([&] { extent.remember(at, {memory.span.data, length}); });
+    said_by<UsageError>([&] { extent.remember(at, {memory.span.data, length}, *disk.engine); });
     CHECK(has(said, std::to_string(nbytes)), said);
   };
   refused(kBlockNbytes, kChecksumNbytes);

@@ -92,7 +92,7 @@ class Unit {
       if (!memory_[role] || !(roles >> role & 1)) continue;
       const Span span = memory_[role]->span;
       homes_[role] = std::make_shared<Extent>(Extent::in_file(disk.file, offset, span.nbytes));
-      homes_[role]->remember(0, span);
+      homes_[role]->remember(0, span, *disk.engine);
       wait(disk.engine->submit(homes_[role]->requests(Op::kWrite, 0, span)));
       offset += span.nbytes;
     }

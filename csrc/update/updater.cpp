@@ -717,7 +717,7 @@ void Updater::step_tile(Chunk& chunk, const std::vector<std::vector<Constants>>&
   for (const Part& part : chunk.parts) {
     if (part.target == nullptr || !checksums_) continue;
     const auto [at, span] = part_of(part);
-    part.target->remember(at, span);
+    part.target->remember(at, span, *engine_);
   }
 }
 

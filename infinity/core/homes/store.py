@@ -11,7 +11,6 @@ wait, memory that the disk still uses is not reused.
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,6 +21,7 @@ import torch
 
 from ... import native
 from ...errors import CorruptionError, InfinityError, InternalError, StorageError, UsageError
+from ...native import CHECKSUM_NBYTES
 from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.sizes import format_nbytes, round_down, round_up
@@ -35,10 +35,10 @@ from .swap_space import SwapSpace
 from .transfers import TransferQueue
 from .zero_copy_writes import ZeroCopyWrites
 
-logger = logging.getLogger(__name__)
-
 MIB = 1024 * 1024
 AT_ONCE = 4  # transfers of one array outside the training loop
+
+_Part = tuple[native.Ticket, native.Lease, int, slice, slice]  # of an array, being read
 
 
 class Guard:
@@ -133,7 +133,7 @@ class ArrayStore:
 
     def need_service(self) -> None:
         """Allocates a service buffer for disks if there is none. Raises CapacityError."""
-        if self.service.capacity_nbytes < native.CHECKSUM_NBYTES:
+        if self.service.capacity_nbytes < CHECKSUM_NBYTES:
             self._make_service(MIB)
             self.ledger.accounts[Tier.HOST].planned_nbytes += MIB
             self.register(self._regions)
@@ -177,14 +177,14 @@ class ArrayStore:
                 self._flush_behind()
             pool = service or self.service
 
-            def finish(part: tuple[native.Ticket, native.Lease, int, slice, slice]) -> None:
+            def finish(part: _Part) -> None:
                 ticket, lease, nbytes, inner, outer = part
                 ticket.wait()
                 values = bytes_of(pool, lease, nbytes).view(array.dtype)[inner]
                 native.copy_flat(out[outer], values)
                 lease.release()
 
-            def abandon(part: tuple[native.Ticket, native.Lease, int, slice, slice]) -> None:
+            def abandon(part: _Part) -> None:
                 self.io.cancel(part[0])
                 with suppress(InfinityError):
                     part[0].wait()
@@ -358,8 +358,8 @@ def _copy_flat(target: torch.Tensor, source: torch.Tensor) -> None:
 def _parts_of(pool: native.PinnedPool) -> tuple[int, int]:
     """Returns the number of transfers that share a service buffer, and the bytes of each."""
     nbytes = pool.capacity_nbytes
-    parts = min(AT_ONCE, nbytes // native.CHECKSUM_NBYTES)
-    return parts, round_down(nbytes // parts, native.CHECKSUM_NBYTES)
+    parts = min(AT_ONCE, nbytes // CHECKSUM_NBYTES)
+    return parts, round_down(nbytes // parts, CHECKSUM_NBYTES)
 
 
 def _blocks(
@@ -371,9 +371,9 @@ def _blocks(
     Yields (byte offset in the extent, bytes, elements in them, elements of the caller's tensor).
     """
     size = array.dtype.itemsize
-    offset = round_down(begin * size, native.CHECKSUM_NBYTES)
+    offset = round_down(begin * size, CHECKSUM_NBYTES)
     while begin < end and offset < end * size:
-        covered = min(nbytes, round_up(end * size - offset, native.CHECKSUM_NBYTES))
+        covered = min(nbytes, round_up(end * size - offset, CHECKSUM_NBYTES))
         count = min(covered, array.extent.nbytes - offset)
         first, last = offset // size, (offset + count) // size
         low, high = max(begin, first), min(end, last)

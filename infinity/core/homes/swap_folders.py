@@ -113,7 +113,7 @@ class SwapFolders:
         for place, part in zip(self.places, map(sum, zip(own, rest))):
             limit = disk_profile.largest_file(place.folder, part + stripe_nbytes)
             limit = (
-                max(stripe_nbytes, limit // stripe_nbytes * stripe_nbytes - stripe_nbytes)
+                max(stripe_nbytes, round_down(limit, stripe_nbytes) - stripe_nbytes)
                 if limit < part + stripe_nbytes
                 else part
             )

@@ -5,6 +5,7 @@ swap file   this job's bytes in a folder of ``nvme_paths``. It has no name: no o
             process ends, in whatever way
 volume      one range of bytes in stripes over a swap file in every folder. The first has the
             plan's arrays; more are added if arrays are allocated later
+table       checksums of a planned array, at home on disk behind it (:mod:`csrc/io/sums`)
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .arrays import StateArray
 from .swap_folders import SwapFolders
 
 GROWTH_NBYTES = 256 * 1024 * 1024  # of a volume that is added later, if there is room
+SUMS_NBYTES = 4 * 1024 * 1024  # of checksums in memory, if they are at home on disk
 
 Space = tuple[int, int, int]  # number of the added volume, offset, bytes
 
@@ -46,6 +48,7 @@ class SwapSpace:
         self._folders, self._io, self._ledger = folders, io, ledger
         self.first = native.Volume()
         self.planned_nbytes = 0  # of the first volume
+        self.sums: native.SumCache | None = None  # if planned arrays have tables
         self.added: list[_Added] = []
         # Spaces in use
         self._places: weakref.WeakKeyDictionary[StateArray, Space] = weakref.WeakKeyDictionary()
@@ -55,8 +58,10 @@ class SwapSpace:
 
     def plan(self, nbytes: int) -> native.Extent:
         """Plans space for ``nbytes`` in the first volume, before :meth:`lay_out`."""
-        extent = native.Extent.in_volume(self.first, self.planned_nbytes, _on_disk(nbytes))
-        self.planned_nbytes += extent.nbytes
+        # Disks transfer whole blocks, so spaces start and end at one
+        taken = round_up(nbytes, native.BLOCK_NBYTES)
+        extent = native.Extent.in_volume(self.first, self.planned_nbytes, taken, self.sums)
+        self.planned_nbytes += taken + (self.sums is not None) * native.sum_table_nbytes(taken)
         return extent
 
     def lay_out(self) -> None:
@@ -69,7 +74,7 @@ class SwapSpace:
         """Allocates an array of ``nbytes`` bytes in an added volume, in ``folder`` or over all
         folders. The space's old contents stay, so whole blocks must be written before they are
         read."""
-        taken = _on_disk(nbytes)
+        taken = round_up(nbytes, native.BLOCK_NBYTES)
         while (space := self._take(taken, folder)) is None:
             try:
                 self._grow(taken, what, folder)
@@ -166,12 +171,6 @@ class SwapSpace:
         # files.
         self.added, account.planned_nbytes = [*self.added, added], account.planned_nbytes + size
         self.free_spaces.append((len(self.added) - 1, 0, size))
-
-
-def _on_disk(nbytes: int) -> int:
-    """Returns how much disk space ``nbytes`` take. Disks transfer whole blocks, so spaces start and
-    end at one."""
-    return round_up(nbytes, native.BLOCK_NBYTES)
 
 
 def _merged(spaces: list[Space]) -> list[Space]:

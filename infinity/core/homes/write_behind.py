@@ -16,9 +16,10 @@ import torch
 
 from ... import native
 from ...errors import InfinityError, UsageError
+from ...native import CHECKSUM_NBYTES
 from ..machine.sizes import round_down, round_up
 from ..machine.tiers import Tier
-from .arrays import StateArray
+from .arrays import StateArray, bytes_of
 from .store import ArrayStore
 
 PARTS = 6  # at least, given as many blocks: two collect while others are written
@@ -66,13 +67,13 @@ class WriteBehind:
     def __init__(self, store: ArrayStore, service: native.PinnedPool):
         """``service``: the buffer of the parts."""
         self._store, self._service, self.guard = store, service, store.guard
-        blocks = service.capacity_nbytes // native.CHECKSUM_NBYTES - 1  # one block for reading
+        blocks = service.capacity_nbytes // CHECKSUM_NBYTES - 1  # one block for reading
         self._count = max(
-            0, min(PARTS, blocks), min(MOST_PARTS, blocks * native.CHECKSUM_NBYTES // PART_NBYTES)
+            0, min(PARTS, blocks), min(MOST_PARTS, blocks * CHECKSUM_NBYTES // PART_NBYTES)
         )
         # A parameter's four arrays are written in turn; each open part continues where it stopped.
         self._most_open = max(1, min(self._count - UNDER_WAY, max(4, self._count // 2)))
-        self._part_nbytes = blocks // self._count * native.CHECKSUM_NBYTES if self._count else 0
+        self._part_nbytes = blocks // self._count * CHECKSUM_NBYTES if self._count else 0
         self._free: list[OpenPart] = []
         self._open: dict[StateArray, OpenPart] = {}
         self._under_way: list[OpenPart] = []
@@ -108,8 +109,8 @@ class WriteBehind:
         with self.guard:
             low = high = at
             if stable and (raw.data_ptr() - at) % native.BLOCK_NBYTES == 0:
-                low = min(at + raw.numel(), round_up(at, native.CHECKSUM_NBYTES))
-                high = max(low, round_down(at + raw.numel(), native.CHECKSUM_NBYTES))
+                low = min(at + raw.numel(), round_up(at, CHECKSUM_NBYTES))
+                high = max(low, round_down(at + raw.numel(), CHECKSUM_NBYTES))
             self._gather(array, at, raw[: low - at])
             if low < high:
                 self._lend(array, low, raw[low - at : high - at])
@@ -172,7 +173,7 @@ class WriteBehind:
             if (
                 part.end
                 < at
-                < min(round_up(part.end, native.CHECKSUM_NBYTES), part.start + self._part_nbytes)
+                < min(round_up(part.end, CHECKSUM_NBYTES), part.start + self._part_nbytes)
             ):
                 self._fill(part, part.end, at)  # padding between two parameters
                 part.end = at
@@ -182,11 +183,7 @@ class WriteBehind:
         while len(self._open) >= self._most_open:
             self._submit(next(iter(self._open.values())))
         part = self._take()
-        part.array, part.start, part.end = (
-            array,
-            at // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES,
-            at,
-        )
+        part.array, part.start, part.end = array, round_down(at, CHECKSUM_NBYTES), at
         self._fill(part, part.start, at)
         self._open[array] = part
         return part
@@ -194,14 +191,7 @@ class WriteBehind:
     def _take(self) -> OpenPart:
         if not self._free and len(self._open) + len(self._under_way) < self._count:
             lease = self._store.take_lease(self._service, self._part_nbytes)
-            self._free.append(
-                OpenPart(
-                    lease,
-                    native.tensor_at(
-                        self._service.region, lease.address, self._part_nbytes, torch.uint8
-                    ),
-                )
-            )
+            self._free.append(OpenPart(lease, bytes_of(self._service, lease, self._part_nbytes)))
         if not self._free:
             if not self._under_way:
                 self._submit(next(iter(self._open.values())))
@@ -212,7 +202,7 @@ class WriteBehind:
         """Starts writing an open part."""
         array, end = (
             part.array,
-            min(round_up(part.end, native.CHECKSUM_NBYTES), part.array.extent.nbytes),
+            min(round_up(part.end, CHECKSUM_NBYTES), part.array.extent.nbytes),
         )
         self._fill(part, part.end, end)
         part.end = end
@@ -226,8 +216,8 @@ class WriteBehind:
         """Fills bytes ``begin`` to ``end`` of the part's array, all in one block, from disk."""
         if begin == end:
             return
-        array, offset = part.array, begin // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES
-        nbytes = min(native.CHECKSUM_NBYTES, array.extent.nbytes - offset)
+        array, offset = part.array, round_down(begin, CHECKSUM_NBYTES)
+        nbytes = min(CHECKSUM_NBYTES, array.extent.nbytes - offset)
         self._finish_those_with(array, offset, offset + nbytes)
         lease = self._store.take_lease(self._service, nbytes)
         try:

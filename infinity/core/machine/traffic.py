@@ -6,7 +6,6 @@ stall   seconds that the training thread waited for it
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,8 +22,6 @@ COLLECTIVES = (
     "flags",
     "shared memory",
 )
-
-logger = logging.getLogger(__name__)
 
 UPDATES = "optimizer"  # what the compute waits for if weights are still being updated
 DATA = "data"  # what the loop waits for before a step

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from ... import native
 from ...config import Config
 from ..homes.staging import ThroughHost
+from ..homes.swap_space import SUMS_NBYTES
 from ..machine.device import Device
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
@@ -27,7 +28,9 @@ GRADS_IN_FLIGHT = 3
 SAVE = "a save beside the training"  # the name of its bytes in plans
 TO_BE_AVERAGED, OF_OTHER_RANKS = "gradients to be averaged", "gradients of other ranks"
 SAVE_NBYTES = 20 * 1024 * 1024  # the least
+CHECKSUMS = "checksums"
 CHECKSUM_ENTRY_NBYTES = 4
+DIGEST_NBYTES = 8  # of a block on disk that has checksums
 FLOAT32_NBYTES = 4
 
 
@@ -133,33 +136,32 @@ class MemoryTerms:
         return nbytes
 
     def _staging(self) -> int:
-        shards = [unit.shard_nbytes for unit in self._whole_units]
-        if not self._rung.units_ahead:
-            shards = [nbytes for nbytes in shards if nbytes <= PIECE_NBYTES]
-        shards.sort(reverse=True)
-        nbytes = sum(shards[: 1 + self._rung.units_ahead]) if self._params is Tier.NVME else 0
-        return self._add(Tier.HOST, "staged weights", nbytes)
+        if self._params is not Tier.NVME:
+            return 0
+        ahead, shards = self._rung.units_ahead, [unit.shard_nbytes for unit in self._whole_units]
+        staged = sorted(nbytes for nbytes in shards if ahead or nbytes <= PIECE_NBYTES)
+        return self._add(Tier.HOST, "staged weights", sum(staged[-1 - ahead :]))
 
     def _grad_staging(self) -> int:
+        if self._grad is not Tier.NVME:
+            return 0
         count = 1 if self._rung is LADDER[-1] else GRADS_AT_ONCE
         nbytes = staged_gradients(self._units, in_pieces=not self._rung.units_ahead)
-        return self._add(
-            Tier.HOST, "staged gradients", sum(nbytes[:count]) if self._grad is Tier.NVME else 0
-        )
+        return self._add(Tier.HOST, "staged gradients", sum(nbytes[:count]))
 
     def _service(self) -> int:
-        blocks = (
-            sum(self.terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES
-            + len(self._flat_params) * CHECKSUMMED
-        )
+        on_disk, arrays = sum(self.terms[Tier.NVME].values()), len(self._flat_params) * CHECKSUMMED
+        blocks = on_disk // native.CHECKSUM_NBYTES + arrays if on_disk else 0
+        sums = CHECKSUM_ENTRY_NBYTES * blocks
+        if sums > SUMS_NBYTES and not self._rung.units_ahead:
+            tables = native.sum_table_nbytes(on_disk) + native.BLOCK_NBYTES * arrays
+            self._add(Tier.NVME, CHECKSUMS, tables)
+            sums = SUMS_NBYTES + DIGEST_NBYTES * (tables // native.BLOCK_NBYTES)
         service = (
             self._rung.service_nbytes if Tier.NVME in self.tiers.values() else native.BLOCK_NBYTES
         )
-        self._add(Tier.HOST, "service buffer", service)
-        self._add(
-            Tier.HOST, "checksums", CHECKSUM_ENTRY_NBYTES * blocks if self.terms[Tier.NVME] else 0
-        )
-        return service
+        self._add(Tier.HOST, CHECKSUMS, sums)
+        return self._add(Tier.HOST, "service buffer", service)
 
     def _add_ranks(self) -> bool:
         """Adds the terms that only several ranks need. Returns whether a gradient is averaged in

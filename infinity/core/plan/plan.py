@@ -143,33 +143,26 @@ def _homes(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier,
     """Returns the homes of (weights, optimizer state) that the configuration allows, fastest first.
     Raises ConfigError if the device allows none of them."""
     everywhere = [tier for tier in Tier if tier is not Tier.NVME or config.nvme_paths]
-    params = everywhere if config.params == "auto" else [Tier(config.params)]
-    optimizer = everywhere if config.optimizer == "auto" else [Tier(config.optimizer)]
+    params, optimizer = (
+        everywhere if given == AUTO else [Tier(given)]
+        for given in (config.params, config.optimizer)
+    )
+    homes = list(itertools.product(params, optimizer))
     if not device.is_host and stepped:
-        allowed = [
-            homes
-            for homes in itertools.product(params, optimizer)
-            if _is_steppable(homes, config, device)
-        ]
+        homes = [each for each in homes if _is_steppable(each, config, device)]
         if device.memory is not None and device.memory.is_unified:
-            in_place = [_in_place(homes, config, device) for homes in allowed]
-            allowed = list(dict.fromkeys([*in_place, *allowed]))
-        if not allowed:
+            in_place = [_in_place(each, config, device) for each in homes]
+            homes = list(dict.fromkeys([*in_place, *homes]))
+        if not homes:
             raise ConfigError(
                 f"params={config.params!r} with optimizer={config.optimizer!r}: what is at home on"
                 f" {device.where} is stepped there, which needs kernels"
                 f" ({device.kernels_refusal or 'which are there'}) and all other state in memory."
                 " Use params='host' and optimizer='host', or 'auto'."
             )
-        return sorted(
-            allowed, key=lambda homes: (sum(list(Tier).index(home) for home in homes), homes)
-        )
-    speed = list(Tier).index
     # Weights move twice a step and state once each way, but state is several times as large.
-    return sorted(
-        itertools.product(params, optimizer),
-        key=lambda homes: (speed(homes[0]) + speed(homes[1]), homes),
-    )
+    speed = list(Tier).index
+    return sorted(homes, key=lambda each: (sum(map(speed, each)), each))
 
 
 def _grad_homes(
@@ -177,16 +170,11 @@ def _grad_homes(
 ) -> list[Tier]:
     """Returns the homes of gradients for given homes of weights and state, fastest first."""
     # If only the device can access the weights, the device steps, wherever the state is.
-    homes = (
-        [Tier.DEVICE]
-        if optimizer is Tier.DEVICE or (params is Tier.DEVICE and not device.is_host)
-        else []
-    )
+    on_device = optimizer is Tier.DEVICE or (params is Tier.DEVICE and not device.is_host)
     # Whole gradients (ZeRO-1) are averaged in memory.
     whole_grads = any(flat.whole_grad for unit in units for flat in unit.flat_params)
-    return homes + (
-        [Tier.HOST, Tier.NVME] if config.nvme_paths and not whole_grads else [Tier.HOST]
-    )
+    on_disk = config.nvme_paths and not whole_grads
+    return list(Tier)[not on_device : 3 if on_disk else 2]
 
 
 def _in_place(homes: tuple[Tier, Tier], config: Config, device: Device) -> tuple[Tier, Tier]:

@@ -14,13 +14,14 @@ from ...config import Config
 from ...errors import CapacityError
 from ...ranks.collectives import Collectives
 from ..homes.store import ArrayStore
+from ..homes.swap_space import SUMS_NBYTES
 from ..machine import limits, processors
 from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from ..plan.memory_plan import BUFFERS, LADDER, MemoryPlan
-from ..plan.memory_terms import GRADS_AT_ONCE, staged_gradients
+from ..plan.memory_terms import CHECKSUMS, GRADS_AT_ONCE, staged_gradients
 from ..plan.unit_sizes import UnitSize
 from ..step.slots import optimizer_slot_nbytes
 from ..units.unit import ParamUnit, flat_params_of
@@ -71,6 +72,8 @@ class Resources:
         self._host_left_nbytes = limits.for_the_engine(limits.memory_left())
         self._charges: dict[tuple[Tier, str], native.Charge] = {}
         self._regions: dict[str, native.Region] = {}
+        if CHECKSUMS in plan.terms[Tier.NVME]:
+            store.space.sums = native.SumCache(SUMS_NBYTES // native.BLOCK_NBYTES)
         for unit in units:
             tiers, cached = plan.tiers_of(unit.index), plan.cached_of(unit.index)
             for flat_param in unit.flat_params:
@@ -80,8 +83,11 @@ class Resources:
         self.activation_staging = self._pool(plan.activation_staging_nbytes, "staged activations")
         # Keeps the memory alive: the updater has only its address.
         self._slots = self._region(plan.slot_count * plan.slot_nbytes, "optimizer slots")
-        of_device = ("gradients on their way", "optimizer slots", "staged weights", BUFFERS)
-        for tier, names in ((Tier.DEVICE, of_device), (Tier.HOST, ("checksums", BUFFERS))):
+        for tier, names in (
+            (Tier.DEVICE, ("gradients on their way", "optimizer slots", "staged weights", BUFFERS)),
+            (Tier.HOST, (CHECKSUMS, BUFFERS)),
+            (Tier.NVME, (CHECKSUMS,)),
+        ):
             for what in names:
                 self._charge(tier, plan.terms[tier].get(what, 0), what)
         store.open(list(self._regions.values()), staging=weights, backend=plan.staging_backend)

@@ -7,7 +7,6 @@ error names the library.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,8 +25,6 @@ from ..units.forms import form_of, is_plain, local_of
 from ..units.handle import handle_of
 from .described_model import DescribedModel, can_step
 from .unmoved import has_storage
-
-logger = logging.getLogger(__name__)
 
 # Module of a class -> its effect on a model, and the remedy.
 OWNERS = {

@@ -24,6 +24,7 @@ import prepared
 import pytest
 import torch
 from deleted import needs
+from inside import parts_of
 from models import (
     at_home,
     differing,
@@ -42,6 +43,8 @@ from runs import adamw
 import infinity
 from infinity import native
 from infinity.core.homes.store import Guard
+from infinity.core.plan import memory_terms
+from infinity.core.run import resources
 
 SEED = 50
 LR = 1e-2
@@ -181,10 +184,20 @@ def test_a_lasting_fault_ends_in_a_typed_error(fault, where, homes, pieces, righ
     check_resumes(right, swap)
 
 
-def test_the_same_run_without_faults_is_right(right, swap):
+@pytest.fixture(params=["in memory", "on disk"])
+def checksums(request, monkeypatch) -> str:
+    """Where the checksums are. On disk, one block of them is in memory at a time."""
+    if request.param == "on disk":
+        monkeypatch.setattr(memory_terms, "SUMS_NBYTES", 0)
+        monkeypatch.setattr(resources, "SUMS_NBYTES", native.BLOCK_NBYTES)
+    return request.param
+
+
+def test_the_same_run_without_faults_is_right(checksums, right, swap):
     """Method: the twin; the loop of the tests above completes without an error, and with the right
     bits."""
     model, optimizer = build(("nvme", "nvme"), swap)
+    assert (parts_of(model).store.space.sums is not None) == (checksums == "on disk")
     assert [one_step(model, optimizer, at) for at in range(STEPS)] == right["losses"]
     assert differing(state_of(model, optimizer), right["states"][STEPS]) == []
 
@@ -271,10 +284,10 @@ def test_swap_files_are_private_reserved_and_without_a_name(right, swap):
 
 
 @pytest.mark.parametrize("harm", ["flip", "zero", "truncate", "old bytes"])
-def test_bytes_changed_on_disk_are_found(harm, right, swap):
+def test_bytes_changed_on_disk_are_found(harm, checksums, right, swap):
     """Method: change the swap file behind the engine's back: a flipped bit in every block, zeros,
-    an end cut off, the bytes of an earlier step; a typed error, or right numbers where nothing that
-    is read was hit."""
+    an end cut off, the bytes of an earlier step (with its checksums, if they are on disk); a typed
+    error, or right numbers where nothing that is read was hit."""
     model, optimizer = build(HOMES[0], swap)
     one_step(model, optimizer, 0)
     model.state_dict()  # waits until all is at home

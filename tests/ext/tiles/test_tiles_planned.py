@@ -28,6 +28,8 @@ from torch import nn
 
 import infinity
 from infinity.core.machine.tiers import Tier
+from infinity.core.plan import memory_terms
+from infinity.core.wrap.lay_out import lay_out
 from infinity.errors import CapacityError
 
 
@@ -213,7 +215,7 @@ def largest_width(budget: int, *, tiled: bool) -> int:
             params="host", optimizer="host", device_memory=budget, host_memory="1TiB"
         )
         try:
-            plan, units = infinity.core.wrap.lay_out.lay_out(model, None, settings)
+            plan, units = lay_out(model, None, settings)
         except CapacityError:
             break
         if not tiled and any(unit.at_once_nbytes for unit in units):
@@ -352,3 +354,37 @@ def test_a_tiled_weight_that_is_used_by_hand_is_refused_by_its_need(use, home, s
     ):
         USES_BY_HAND[use](model, x)
     assert model(x).sum().item() == right
+
+
+def test_a_405_b_shape_is_planned_within_256_mib_of_host_and_of_device(swap, monkeypatch):
+    """A Llama of 126 layers and a vocabulary of 256 K, on meta: its 85 million checksums lie on the
+    disk, beside 16 KiB of digests for each 128 GiB. Twin: with all of them in memory it is
+    refused."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=16384,
+                intermediate_size=53248,
+                num_hidden_layers=126,
+                num_attention_heads=128,
+                num_key_value_heads=8,
+                vocab_size=262144,
+            )
+        ).bfloat16()
+    settings = infinity.Config(
+        params="nvme",
+        optimizer="nvme",
+        nvme_paths=[str(swap)],
+        nvme_capacity="6TiB",
+        host_memory="256MiB",
+        device_memory="256MiB",
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan, _ = lay_out(model, optimizer, settings)
+    assert plan.planned_nbytes(Tier.NVME) > 5 * 1024**4
+    assert plan.terms[Tier.HOST]["checksums"] < 5 * 1024**2
+    monkeypatch.setattr(memory_terms, "SUMS_NBYTES", 1024**3)
+    with pytest.raises(CapacityError, match=r"checksums 33\d\.\d MiB"):
+        lay_out(model, optimizer, settings)
