@@ -390,7 +390,7 @@ def test_an_array_of_any_size_lies_on_disk(when, make_disks):
 
 def test_a_space_that_is_no_whole_blocks_is_refused(make_disks, monkeypatch):
     """The twin: sizes that are taken as they come meet the core's check."""
-    monkeypatch.setattr(swap_space, "_on_disk", lambda nbytes: nbytes)
+    monkeypatch.setattr(swap_space, "round_up", lambda nbytes, of: nbytes)
     store = make_disks([1e9]).store()
     store.open([])
     with pytest.raises(Exception, match="not a positive multiple of 4096"):
