@@ -185,8 +185,9 @@ class Bulk(PassAgreement):
                 of_host.wait()
                 self.traffic.received("flags", everyones.nbytes - mine.nbytes, what, told)
             if size > 1:
-                moved = flat.nbytes - flat.nbytes // size
-                self.traffic.received("reduce-scatter", moved, what, start)
+                self.traffic.received(
+                    "reduce-scatter", flat.nbytes - flat.nbytes // size, what, start
+                )
             average = self.average(received.view(size, -1), what)
             done(average, everyones.amax(0).bool().tolist() if flags else [])
 
@@ -195,7 +196,7 @@ class Bulk(PassAgreement):
     def average(self, parts: torch.Tensor, what: str) -> torch.Tensor:
         """Averages ``parts``, a row of each rank of the shard group, in fp32 and over replicas,
         too."""
-        total = _ordered_sum(parts, self._weights())
+        total = self.row_sum(parts)
         if (replicas := self.ranks.replicate_group) is not None:
             what = f"{what} over replicas"
             everyones = total.new_empty(replicas.size, total.numel())
@@ -203,8 +204,9 @@ class Bulk(PassAgreement):
                 what, Kind.GATHER_OVER_REPLICAS, bytes_of(total), bytes_of(everyones.view(-1))
             )
             self._pending([work], what, None, total.device).wait()
-            moved = everyones.nbytes - total.nbytes
-            self.traffic.received("all-gather over replicas", moved, what, start)
+            self.traffic.received(
+                "all-gather over replicas", everyones.nbytes - total.nbytes, what, start
+            )
             total = _ordered_sum(everyones)
         return total.div_(self.ranks.data_size)
 
@@ -218,12 +220,12 @@ class Bulk(PassAgreement):
         it at every sync point. Every rank calls this, between two steps."""
         self._progress.weighing = weighing
 
-    def _weights(self) -> Sequence[float] | None:
-        """Returns the weights of the shard group's ranks; None if all data ranks' are 1."""
-        if self.weighing is None or self.weighing.weights is None:
-            return None
-        first = self.ranks.data_rank - self.ranks.rank
-        return self.weighing.weights[first : first + self.ranks.size]
+    def row_sum(self, parts: torch.Tensor) -> torch.Tensor:
+        """Sums ``parts``, a row of each rank of the shard group, in fp32, by the ranks' weights."""
+        if self.weighing is None or (weights := self.weighing.weights) is None:
+            return _ordered_sum(parts)
+        ranks = self.ranks
+        return _ordered_sum(parts, weights[ranks.data_rank - ranks.rank :][: ranks.size])
 
     def _go_on_with(
         self,

@@ -90,12 +90,15 @@ class TiledLayers(Extension):
         yield Term(Tier.DEVICE, "a tile", max((unit.at_once_nbytes for unit in units), default=0))
         averaged = [
             averaging_nbytes(
-                flat.shards, unit.at_once_nbytes // flat.spec.dtype.itemsize, flat.spec.grad_dtype
+                flat.shards,
+                flat.replicas,
+                unit.at_once_nbytes // flat.spec.dtype.itemsize,
+                flat.spec.grad_dtype,
             )
             for unit in units
             if unit.at_once_nbytes
             for flat in unit.flat_params
-            if flat.spec.stepped and flat.shards > 1
+            if flat.spec.stepped and flat.data_size > 1
         ]
         at = Tier.DEVICE if device.is_host else Tier.HOST
         yield Term(at, "a tile's gradients of other ranks", max(averaged, default=0))
@@ -126,11 +129,13 @@ class TiledLayers(Extension):
 
 
 def _can_pass_tiles(ways: Ways, config: Config) -> bool:
-    """Tells whether tiles can be brought and averaged: by one process, or by ranks each of which
-    has a shard of the weights, and no other rank the same one."""
+    """Tells whether tiles can be brought and averaged: by one process, or by ranks that have a
+    shard of the weights each, perhaps the same one as others. ZeRO-1 and 2 keep whole weights on
+    the device until the step, so tiles would save nothing."""
     flats = [flat for size in ways.sizes(config) for flat in size.flat_params]
     return not ways.model.distributed and all(
-        flat.data_size == flat.shards and (flat.shards == 1 or config.shard == "parameters")
+        flat.data_size == flat.shards * flat.replicas
+        and (flat.shards == 1 or config.shard == "parameters")
         for flat in flats
     )
 

@@ -17,7 +17,7 @@ from ...core.machine.traffic import Traffic
 from ...core.units.flat_param import FlatParam
 from ...core.units.staged_reads import PIECE_NBYTES
 from ...ranks.kinds import bytes_of
-from ...ranks.transfer import Transfer, gather
+from ...ranks.transfer import Operation, Transfer, all_gather, gather
 
 
 def owners(flat_param: FlatParam, begin: int, end: int) -> list[tuple[int, int]]:
@@ -51,11 +51,12 @@ def at_once(ranks: int, itemsize: int) -> int:
     return max(1, PIECE_NBYTES // (ranks * itemsize))
 
 
-def averaging_nbytes(ranks: int, numel: int, dtype: torch.dtype) -> int:
+def averaging_nbytes(ranks: int, replicas: int, numel: int, dtype: torch.dtype) -> int:
     """Counts the memory in which ``numel`` elements of a gradient are averaged: themselves, their
-    average, and what one rank receives at once with its sum in fp32."""
+    average, and what one rank receives at once with its sum in fp32, also of each replica."""
     part = min(numel, at_once(ranks, dtype.itemsize))
-    return 2 * numel * dtype.itemsize + part * (ranks * dtype.itemsize + torch.float32.itemsize)
+    of_replicas = torch.float32.itemsize * (1 + replicas * (replicas > 1))
+    return 2 * numel * dtype.itemsize + part * (ranks * dtype.itemsize + of_replicas)
 
 
 def average(
@@ -63,26 +64,51 @@ def average(
 ) -> torch.Tensor:
     """Averages flat ``grad``, whose first element is number ``begin``, over the data ranks. Every
     rank calls this. Returns it with this rank's part averaged; the rest is undefined."""
-    ranks, collectives = flat_param.ranks, flat_param.collectives
     mine = grad.to("cpu", flat_param.spec.grad_dtype)
-    out, most = torch.empty_like(mine), at_once(ranks.size, mine.itemsize)
+    out, most = torch.empty_like(mine), at_once(flat_param.ranks.size, mine.itemsize)
     for owner, (low, high) in enumerate(owners(flat_param, begin, begin + mine.numel())):
         for at in range(low, high, most):
-            part, start = mine[at : min(high, at + most)], time.perf_counter()
-            is_own = owner == ranks.rank
-            everyones = part.new_empty(ranks.size * is_own, part.numel())
-            to_owner = gather(
-                ranks.shard_group.group,
-                bytes_of(part),
-                [bytes_of(row) for row in everyones],
-                root=owner,
-            )
-            ranks.dp_group.pass_on(
-                f"averaging {what}, from element {begin + at}",
-                Transfer(lambda to_owner=to_owner: [to_owner]),
-            )
-            moved = everyones.nbytes - part.nbytes * is_own
-            traffic.received("reduce-scatter", moved, what, start)
-            if is_own:
-                out[at : at + part.numel()] = collectives.average(everyones, what)
+            part = mine[at : min(high, at + most)]
+            total = _sum_at(owner, traffic, flat_param, part, f"{what}, from element {begin + at}")
+            if total is not None:
+                torch.div(total, flat_param.ranks.data_size, out=total)
+                out[at : at + part.numel()] = total
     return out
+
+
+def _sum_at(
+    owner: int, traffic: Traffic, flat_param: FlatParam, part: torch.Tensor, what: str
+) -> torch.Tensor | None:
+    """Sums ``part`` of all data ranks as whole gradients are: over the shard group, then over the
+    replicas, in the order of the ranks. Returns the sum on the owner's ranks, None on the others.
+    """
+    ranks, start = flat_param.ranks, time.perf_counter()
+    row, replicas, is_own = ranks.shard_group, ranks.replicate_group, owner == ranks.rank
+    everyones = part.new_empty(ranks.size * is_own, part.numel())
+    count = replicas.size if replicas is not None and is_own else 0
+    sums = part.new_empty(count, part.numel(), dtype=torch.float32)
+    total: list[torch.Tensor] = []
+
+    def to_owner() -> list[Operation]:
+        if row is None:
+            everyones.copy_(part)
+            return []
+        each = [bytes_of(one) for one in everyones]
+        return [gather(row.group, bytes_of(part), each, root=owner)]
+
+    def over_replicas() -> list[Operation]:
+        if is_own:
+            total[:] = [flat_param.collectives.row_sum(everyones)]
+        if not count:
+            return []
+        return [all_gather(replicas.group, bytes_of(sums.view(-1)), bytes_of(total[0]))]
+
+    ranks.dp_group.pass_on(f"averaging {what}", Transfer(to_owner, over_replicas))
+    traffic.received("reduce-scatter", everyones.nbytes - part.nbytes * is_own, what, start)
+    if count:
+        moved = sums.nbytes - total[0].nbytes
+        traffic.received("all-gather over replicas", moved, what, start)
+        total[0].copy_(sums[0])
+        for each in sums[1:]:
+            total[0].add_(each)
+    return total[0] if is_own else None

@@ -110,7 +110,7 @@ class Tiles:
         """Yields (first row, last row + 1) of every tile; with ``ids``, of tiles that have those
         rows, and few others."""
         total = self.param.shape[0]
-        if ids is None or self.handle.flat_param.ranks.size > 1:  # others may have other ids
+        if ids is None or self.handle.flat_param.ranks.data_size > 1:  # others may have other ids
             for begin in range(0, total, self.rows):
                 yield begin, min(total, begin + self.rows)
             return
@@ -163,7 +163,7 @@ class Tiles:
             GradUse.of(accumulator),
             self.param._backward_hooks or users_hooks(self.param),
         )
-        takes, over_ranks = self.handle.grad is not None, self.handle.flat_param.ranks.size > 1
+        takes, over_ranks = self.handle.grad is not None, self.handle.flat_param.ranks.data_size > 1
         if use is GradUse.ACCUMULATED and takes and is_hooked and over_ranks:
             raise UsageError(
                 f"a hook on {self.handle.name}, which runs in tiles on several ranks: they average"
@@ -187,12 +187,14 @@ class Tiles:
         """Returns ``land`` of what all ranks' gradients of the rows average to."""
         context, handle, flat_param = self.context, self.handle, self.handle.flat_param
         offset = flat_param.layout.placements[handle.index].offset
+        ranks = flat_param.ranks
+        replicas = ranks.data_size // ranks.size
 
         def average_and_land(begin: int, end: int, compute: Callable[[], torch.Tensor]) -> None:
             part = compute()
             charge = context.ledger.reserve(
                 Tier.DEVICE if context.device.is_host else Tier.HOST,
-                averaging_nbytes(flat_param.ranks.size, part.numel(), flat_param.spec.grad_dtype),
+                averaging_nbytes(ranks.size, replicas, part.numel(), flat_param.spec.grad_dtype),
                 f"the gradients of a tile of {handle.name}",
                 passing=True,
             )

@@ -30,6 +30,7 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     jobs["over_all:tied"] = {"config": config_of("host", folder), "tied": True}
     jobs["over_all:micro"] = {"config": config_of("host", folder), "micro": 2}
     jobs["over_all:fused"] = {"config": WHOLE | {"fused_loss": True}}
+    jobs["in_replicas:host"] = {"config": config_of("host", folder), "shards": 1}
     jobs["elsewhere:late"] = {"config": config_of("host", folder)}
     jobs["unaveraged:host"] = {"config": config_of("host", folder)}
     jobs["hooked:host"] = {"config": config_of("host", folder)}
@@ -48,6 +49,10 @@ def four(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
         "over_all:host": {"config": config_of("host", folder, device_memory="1MiB")},
         "over_all:infinity": {
             "config": config_of("nvme", folder, device_memory="1MiB", activations="host")
+        },
+        "in_replicas:nvme": {
+            "config": config_of("nvme", folder, device_memory="1MiB"),
+            "shards": 2,
         },
         "least_device:bf16": {},
     }
@@ -98,6 +103,17 @@ def test_tiles_over_four_ranks_have_the_bits_of_one_process(four, one, how):
         assert found["tiled"] == one["4"]["tiled"] and found["within"]
         assert not models.differing(found["grads"], one["4"]["grads"])
         assert not models.differing(found["weights"], one["4"]["weights"])
+
+
+def test_tiles_of_replicas_have_the_bits_of_one_process(two, four, one):
+    """Two replicas with a batch each, and two of two ranks whose replicas have the same batches: of
+    these the sum is exactly twice that of two ranks. The twin is that of the test above: without
+    an average other weights come out."""
+    for found in (*two["in_replicas:host"], *four["in_replicas:nvme"]):
+        assert found["tiled"] and found["within"]
+        assert found["tiled"] == one["2"]["tiled"]
+        assert not models.differing(found["grads"], one["2"]["grads"])
+        assert not models.differing(found["weights"], one["2"]["weights"])
 
 
 def test_tiles_over_ranks_have_the_same_bits_on_devices_of_their_own(two, one):

@@ -49,13 +49,19 @@ def config_of(home: str, folder: str | None, **more: Any) -> dict[str, Any]:
 
 
 def train(
-    config: dict, ranks: Iterable[int], *, tied: bool = False, bf16: bool = False, micro: int = 1
+    config: dict,
+    ranks: Iterable[int],
+    *,
+    tied: bool = False,
+    bf16: bool = False,
+    micro: int = 1,
+    mesh: Any = None,
 ) -> dict[str, Any]:
     """Trains with the batches of ``ranks``, one after the other. Returns what came of it."""
     torch.manual_seed(1)
     model = Decoder(tied=tied, dtype=torch.bfloat16 if bf16 else torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = infinity.wrap_model(model, optimizer, config)
+    model, optimizer = infinity.wrap_model(model, optimizer, config, mesh=mesh)
     ranks, norms, grads = list(ranks), [], {}
     for step in range(STEPS):
         for part in range(micro):
@@ -91,6 +97,15 @@ def over_all(config: dict, piece: int | None = None, **more: Any) -> dict[str, A
         return train(config, [dist.get_rank()], **more)
     finally:
         over_ranks.PIECE_NBYTES = before
+
+
+def in_replicas(config: dict, shards: int, **more: Any) -> dict[str, Any]:
+    """Trains on two replicas of ``shards`` ranks. Two ranks have a batch each; of four, those of
+    one shard have the same."""
+    mesh = dist.device_mesh.init_device_mesh(
+        "cpu", (2, shards), mesh_dim_names=("dp_replicate", "dp_shard")
+    )
+    return train(config, [dist.get_rank() % 2], mesh=mesh, **more)
 
 
 def elsewhere(config: dict) -> dict[str, Any]:
