@@ -81,7 +81,6 @@ Charge = _C.Charge
 DType = _C.DType
 DirectReader = _C.DirectReader
 Extent = _C.Extent
-SumCache = _C.SumCache  # memory for checksums that lie on disk
 Volume = _C.Volume
 Shadow = _C.Shadow
 SharedRow = _C.SharedRow
@@ -108,7 +107,6 @@ Updater = _C.Updater
 # the whole's
 crc32c_before = _C.crc32c_before
 insist = _C.insist
-sum_table_nbytes = _C.sum_table_nbytes  # on disk, of an extent of so many bytes
 joined = _C.joined  # one ticket that finishes with several
 
 driver_calls = (
@@ -204,6 +202,24 @@ def make_io_engine(
         work_threads=work_threads,
         layer=layer or disks.layer(),
     )
+
+
+def make_sum_cache(pages: int) -> _C.SumCache:
+    """Makes memory for ``pages`` blocks of checksums that lie on disk."""
+    return _C.SumCache(pages)
+
+
+def sum_table_nbytes(nbytes: int) -> int:
+    """Returns the bytes on disk of the checksums of an extent of ``nbytes``."""
+    return _C.sum_table_nbytes(nbytes)
+
+
+def tabled_extent(
+    volume: Volume, offset: int, nbytes: int, sums: _C.SumCache
+) -> tuple[Extent, int]:
+    """Makes an extent in ``volume`` with a table of its checksums behind it. Returns the bytes that
+    both take, too."""
+    return Extent.in_volume(volume, offset, nbytes, sums), nbytes + sum_table_nbytes(nbytes)
 
 
 def tensor_at(region: Region, address: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,7 +49,7 @@ class SwapSpace:
         self._folders, self._io, self._ledger = folders, io, ledger
         self.first = native.Volume()
         self.planned_nbytes = 0  # of the first volume
-        self.sums: native.SumCache | None = None  # if planned arrays have tables
+        self.sums: Any = None  # the native cache, if planned arrays have tables
         self.added: list[_Added] = []
         # Spaces in use
         self._places: weakref.WeakKeyDictionary[StateArray, Space] = weakref.WeakKeyDictionary()
@@ -60,8 +61,12 @@ class SwapSpace:
         """Plans space for ``nbytes`` in the first volume, before :meth:`lay_out`."""
         # Disks transfer whole blocks, so spaces start and end at one
         taken = round_up(nbytes, native.BLOCK_NBYTES)
-        extent = native.Extent.in_volume(self.first, self.planned_nbytes, taken, self.sums)
-        self.planned_nbytes += taken + (self.sums is not None) * native.sum_table_nbytes(taken)
+        at = self.planned_nbytes
+        if self.sums is None:
+            extent = native.Extent.in_volume(self.first, at, taken)
+        else:
+            extent, taken = native.tabled_extent(self.first, at, taken, self.sums)
+        self.planned_nbytes += taken
         return extent
 
     def lay_out(self) -> None:

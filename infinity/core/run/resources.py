@@ -73,7 +73,7 @@ class Resources:
         self._charges: dict[tuple[Tier, str], native.Charge] = {}
         self._regions: dict[str, native.Region] = {}
         if CHECKSUMS in plan.terms[Tier.NVME]:
-            store.space.sums = native.SumCache(SUMS_NBYTES // native.BLOCK_NBYTES)
+            store.space.sums = native.make_sum_cache(SUMS_NBYTES // native.BLOCK_NBYTES)
         for unit in units:
             tiers, cached = plan.tiers_of(unit.index), plan.cached_of(unit.index)
             for flat_param in unit.flat_params:
