@@ -15,6 +15,7 @@ import pytest
 gc.disable()  # until all is imported: collections that find nothing take a quarter of that time
 
 import doubles
+import prepared
 import torch
 from deleted import skip_without, skipped
 from interrupts import forget_ignored_interrupts
@@ -24,8 +25,10 @@ from ranks import StandingRanks
 
 
 @pytest.hookimpl(trylast=True)  # after pytest has set its own hook
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     forget_ignored_interrupts()
+    if getattr(config.option, "numprocesses", None):
+        prepared.share()  # with all workers
     doubles.install()
     # Most models are on the processor, and where there is a GPU each wrap of one warns.
     logging.getLogger("infinity.core.wrap.lay_out").addFilter(

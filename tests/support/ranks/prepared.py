@@ -4,10 +4,10 @@ nothing else.
 Words used here:
 
 **prepared**: that process. It starts when a test first asks for it, and ends with the process of
-the tests. **child**: a fork of it. It runs a command of Python's (a script, ``-c`` and code, or
-``-m`` and a module) as the main module, and ends as any interpreter does. It is for what needs a
-process, not an interpreter of its own: all children have one hash seed, and what is read when a
-process starts (``LD_PRELOAD``, ``MALLOC_*``) is read no more.
+the tests; workers of one run share one. **child**: a fork of it. It runs a command of Python's (a
+script, ``-c`` and code, or ``-m`` and a module) as the main module, and ends as any interpreter
+does. It is for what needs a process, not an interpreter of its own: all children have one hash
+seed, and what is read when a process starts (``LD_PRELOAD``, ``MALLOC_*``) is read no more.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import ctypes
 import functools
 import gc
 import importlib
+import importlib.util
 import os
 import pickle
 import runpy
@@ -29,12 +30,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parents[3]  # of the checkout, which has the benchmarks
 SUPPORT = [str(folder) for folder in Path(__file__).resolve().parents[1].glob("*/")]
 SIZE = struct.Struct("!I")  # of a message, which follows
+WHERE = "INFINITY_PREPARED"  # the variable that says where the prepared process listens
+OF_CHECKOUT = f"-{zlib.crc32(str(ROOT).encode()):08x}"  # the end of its name
 DIES_WITH_PARENT, NEW_NETWORK = 1, 0x40000000  # PR_SET_PDEATHSIG, CLONE_NEWNET
 LANGUAGE_MODELS = (
     "transformers",
@@ -42,6 +47,7 @@ LANGUAGE_MODELS = (
     "infinity.tools.train.train",
     "infinity.tools.plan.plan",
 )  # what the command line imports for them
+OF_RANKS = ("transformers.modeling_utils", "peft")  # what some of their jobs import
 
 # The C library then gives back at once what torch frees; else it would keep up to 32 MiB at a time,
 # and of each thread's arena.
@@ -122,7 +128,7 @@ def start(
 ) -> Child:
     """Runs ``command`` in a child that has this process's environment and ``variables``, in
     ``folder`` or this process's own; in a ``network`` namespace where one is named. ``imports``:
-    what all later children have too."""
+    what all later children have too, where it is installed."""
     words = [str(word) for word in command]
     given = tempfile.TemporaryFile()
     given.write(stdin.encode())
@@ -144,16 +150,29 @@ def start(
 
 @functools.cache
 def _prepared(pid: int) -> socket.socket:
-    """The connection to the prepared process of the process ``pid``, this one: a fork of it would
-    start its own."""
-    ours, theirs = socket.socketpair()
-    with theirs:
+    """The connection of the process ``pid``, this one, to the prepared process."""
+    if not os.environ.get(WHERE, "").endswith(OF_CHECKOUT):  # of none, or of another checkout
+        share()
+    ours = socket.socket(socket.AF_UNIX)
+    ours.connect("\0" + os.environ[WHERE])
+    return ours
+
+
+def share() -> None:
+    """Starts the prepared process, which ends with this one, for it and those that it starts. It
+    imports nothing before it is asked for a child."""
+    pid = os.getpid()
+    listening, (ours, theirs) = socket.socket(socket.AF_UNIX), socket.socketpair()
+    with listening, theirs:
+        os.environ[WHERE] = f"infinity-{pid}-{time.monotonic_ns()}{OF_CHECKOUT}"
+        listening.bind("\0" + os.environ[WHERE])
+        listening.listen(64)
         variables = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-        command = [sys.executable, __file__, str(theirs.fileno())]
+        ends = listening.fileno(), theirs.fileno()
         process = subprocess.Popen(
-            command,
+            [sys.executable, __file__, *map(str, ends)],
             env=variables,
-            pass_fds=[theirs.fileno()],
+            pass_fds=ends,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -164,7 +183,6 @@ def _prepared(pid: int) -> socket.socket:
             process.wait(60)
 
     atexit.register(close)
-    return ours
 
 
 def _read(file: IO[bytes]) -> str:
@@ -215,35 +233,46 @@ def _import() -> None:
     gc.enable()
 
 
-def _serve(asked: socket.socket) -> list[str]:
-    """Forks children until who asks is gone, and ends them with itself. Returns, in a child alone,
-    the command that it shall run."""
+def _serve(listening: socket.socket, owner: socket.socket) -> list[str]:
+    """Forks children until the owner is gone, and ends them with itself; those of a process that
+    asked for them end with that one. Returns, in a child alone, the command that it shall run."""
     running: dict[
-        int, tuple[int, socket.socket]
-    ] = {}  # a descriptor that tells the end -> the process, and who is told
+        int, tuple[int, socket.socket, socket.socket]
+    ] = {}  # a descriptor that tells the end -> the process, who is told, who asked
+    asking: list[socket.socket] = []
     while True:
-        for ready in select.select([asked, *running], [], [])[0]:
-            if ready is not asked:
-                pid, told = running.pop(ready)
+        for ready in select.select([listening, owner, *asking, *running], [], [])[0]:
+            if ready is listening:
+                if "torch" not in sys.modules:
+                    _import()
+                asking.append(listening.accept()[0])
+                continue
+            if ready is owner:
+                _kill(pid for pid, *_ in running.values())
+                os._exit(0)
+            if ready in running:
+                pid, told, _ = running.pop(ready)
                 os.close(ready)
                 with told, contextlib.suppress(OSError):  # who asked does not care any more
                     _send(told, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
                 continue
             try:
-                command, *settings, imports = _receive(asked)
-                _, descriptors, _, _ = socket.recv_fds(asked, 1, 4)
+                command, *settings, imports = _receive(ready)
+                _, descriptors, _, _ = socket.recv_fds(ready, 1, 4)
             except (EOFError, OSError):
-                for pid, _ in running.values():
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(pid, signal.SIGKILL)
-                os._exit(0)
+                _kill(pid for pid, _, asked in running.values() if asked is ready)
+                asking.remove(ready)
+                ready.close()
+                continue
             for name in imports:
-                importlib.import_module(name)
+                if importlib.util.find_spec(name.partition(".")[0]):
+                    importlib.import_module(name)
             gc.collect()
             gc.freeze()  # else each child's collections go through all that is imported
             parent = os.getpid()
             if (pid := os.fork()) == 0:
-                for other, connection in ((-1, asked), *running.values()):
+                told = [each for _, each, _ in running.values()]
+                for connection in (listening, owner, *asking, *told):
                     connection.close()
                 for other in (*running, descriptors[3]):
                     os.close(other)
@@ -252,9 +281,16 @@ def _serve(asked: socket.socket) -> list[str]:
             for descriptor in descriptors[:3]:
                 os.close(descriptor)
             told = socket.socket(fileno=descriptors[3])
-            running[os.pidfd_open(pid)] = pid, told
+            running[os.pidfd_open(pid)] = pid, told, ready
             with contextlib.suppress(OSError):
                 _send(told, pid)
+
+
+def _kill(heads: Iterable[int]) -> None:
+    """Ends the sessions of ``heads``."""
+    for pid in heads:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
 
 
 def _become(
@@ -280,8 +316,7 @@ def _become(
 
 if __name__ == "__main__":
     sys.path[1:1] = [*SUPPORT, str(ROOT)]  # the first is each child's own
-    _import()
-    sys.argv = _serve(socket.socket(fileno=int(sys.argv[1])))
+    sys.argv = _serve(*(socket.socket(fileno=int(each)) for each in sys.argv[1:]))
     if sys.argv[0] == "-m":
         del sys.argv[0]
         sys.path[0] = os.getcwd()

@@ -180,7 +180,7 @@ def run_ranks(
         address = _free_address()
         for rank in range(world):
             variables = rank_variables(rank, world, address) | (environment or {})
-            ranks.append(prepared.start(*command, variables=variables))
+            ranks.append(prepared.start(*command, variables=variables, imports=prepared.OF_RANKS))
         status = prepared.wait_for_all(ranks, seconds)
     finally:
         for rank in ranks:
@@ -250,7 +250,9 @@ class StandingRanks:
                 for rank in range(self.world):
                     variables = rank_variables(rank, self.world, address)
                     command = HERE / "rank_server.py", port
-                    self._children.append(prepared.start(*command, variables=variables))
+                    self._children.append(
+                        prepared.start(*command, variables=variables, imports=prepared.OF_RANKS)
+                    )
                 while len(ranks) < self.world:
                     assert time.monotonic() < end and all(
                         child.is_running() for child in self._children
@@ -341,7 +343,11 @@ def launch_without(
     try:
         for rank in range(world):
             variables = rank_variables(rank, world, address) | (environment or {})
-            ranks.append(prepared.start(JOBS / script, folder, variables=variables))
+            ranks.append(
+                prepared.start(
+                    JOBS / script, folder, variables=variables, imports=prepared.OF_RANKS
+                )
+            )
         end = time.monotonic() + seconds
         for rank, child in enumerate(ranks):
             if last is None or rank == last:
