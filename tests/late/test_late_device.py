@@ -172,7 +172,7 @@ def test_without_a_fault_nothing_is_found(job, answer):
 
 
 @pytest.mark.parametrize(
-    "job", [f"room:{host}" for host in ("a small host", "no host", "inputs that grow")]
+    "job", few([f"room:{host}" for host in ("a small host", "inputs that grow", "no host")], 2)
 )
 def test_blocks_are_recomputed_from_the_first_step_where_torchs_checkpoint_fits(job, answer):
     """Method: a card with room for 76 of the 192 tensors that a model saves. Its losses are those
@@ -183,9 +183,9 @@ def test_blocks_are_recomputed_from_the_first_step_where_torchs_checkpoint_fits(
 @pytest.mark.parametrize(
     "job",
     [
-        "tight:waves",
         "tight:attention, compiled",
         "tight:wide, inputs that grow",
+        pytest.param("tight:waves", marks=pytest.mark.slow),
         pytest.param("tight:waves, two batches a step", marks=pytest.mark.slow),
         pytest.param("tight:wide, more room", marks=pytest.mark.slow),
     ],

@@ -9,12 +9,10 @@ this processor with a launch that runs each block's threads in turns (`csrc/test
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
 from types import ModuleType
 
+import prepared
 import pytest
 import torch
 from gpu_stand_in import build_stand_in
@@ -275,13 +273,7 @@ load_stand_in(Path({stand_in.__file__!r})).step(
     runs=[native.Run(0, 8, native.Hyperparameters())],
 )
 """
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    done = prepared.run("-c", script)
     assert (done.returncode == 0) == ends_well, done.stderr
     assert ends_well or done.returncode < 0, "by a signal"
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from marks import every
 from native_arrays import (
     Arrays,
     Form,
@@ -199,7 +200,7 @@ def odd_cuts(numel: int, seed: int) -> list[int]:
 # --- the same bits ---
 
 
-@pytest.mark.parametrize("form", every_form(), ids=str)
+@pytest.mark.parametrize("form", every(every_form(), 5), ids=str)
 def test_every_unit_thread_count_and_cut_gives_the_same_bits(form, steps, monkeypatch):
     """Steps special and ordinary values by every unit, 1 to 3 threads, whole and in odd runs;
     scalar is the truth."""

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 
+import prepared
 import pytest
 import rank_campaign
 
@@ -36,13 +35,8 @@ def check(setup: str, chosen: list[tuple[str, str, int]]) -> None:
 
 def test_the_longer_form_starts_as_a_command():
     """It finds the other files of the tests by itself."""
-    started = subprocess.run(
-        [sys.executable, rank_campaign.__file__, "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "--strikes" in started.stdout
+    started = prepared.run(rank_campaign.__file__, "--help")
+    assert started.returncode == 0 and "--strikes" in started.stdout, started.stderr
 
 
 def test_two_ranks_go_on_after_strikes():

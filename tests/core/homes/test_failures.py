@@ -142,8 +142,14 @@ HOMES = [("nvme", "nvme"), ("nvme", "host"), ("host", "nvme")]
 
 @pytest.fixture(scope="module")
 def pieces(tmp_path_factory) -> dict[tuple[str, str], tuple[int, int]]:
-    torch.set_num_threads(1)
-    return {homes: pieces_of_a_step(homes, tmp_path_factory.mktemp("pieces")) for homes in HOMES}
+    class Pieces(dict):
+        """Found for the homes that a test asks for."""
+
+        def __missing__(self, homes: tuple[str, str]) -> tuple[int, int]:
+            self[homes] = pieces_of_a_step(homes, tmp_path_factory.mktemp("pieces"))
+            return self[homes]
+
+    return Pieces()
 
 
 @pytest.mark.parametrize("fault", ["eio", "bit_flip", "lost_write"])

@@ -23,7 +23,7 @@ from sim_program import Program, draw
 from sim_ranks import KEPT_ACTIONS, OF_RANKS, draw_ranks
 from sim_shrink import shrink
 
-FEW = 40  # programs in `make test`: some ten seconds of a processor
+FEW = 25  # programs in `make test`: some eight seconds of a processor
 MANY = 1500
 FEW_OF_RANKS, MANY_OF_RANKS = 4, 100
 MANY_LATE = 100
@@ -41,7 +41,7 @@ def simulated(folder: Path, *options: object, seconds: int = 500, **variables: s
 
 
 @pytest.mark.timeout(600)
-def test_programs_of_forty_seeds_break_no_promise(tmp_path):
+def test_programs_of_some_seeds_break_no_promise(tmp_path):
     """Bits of plain torch, typed errors, no wait without end, nothing left, nothing lost."""
     counts, failed, said = simulated(tmp_path, "--seed", 1, "--programs", FEW)
     assert not failed, said

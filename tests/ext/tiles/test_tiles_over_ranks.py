@@ -12,6 +12,7 @@ from typing import Any
 
 import models
 import pytest
+from marks import few
 from ranks import Jobs
 from tile_jobs import MIB, STEPS, WIDTH, WORDS, config_of, train
 
@@ -153,11 +154,12 @@ def test_tiles_send_each_byte_of_weights_and_gradients_as_whole_units_do(two):
     assert received["reduce-scatter"] == pytest.approx(forwards, rel=0.05)
 
 
-def test_zero_r_ranks_need_no_more_device_memory_than_one_process_and_two_buckets(two, four):
+@pytest.mark.parametrize("ranks", few(["two", "four"], 1))
+def test_zero_r_ranks_need_no_more_device_memory_than_one_process_and_two_buckets(ranks, request):
     """Four blocks of two Linears of 8 MiB, all state on the host. One process needs 128
     KiB; whole units need 112 MiB."""
     most = 128 * 1024 + 2 * 8 * MIB
-    assert 0 < max(*two["least_device:bf16"], *four["least_device:bf16"]) <= most
+    assert 0 < max(request.getfixturevalue(ranks)["least_device:bf16"]) <= most
 
 
 def test_a_hook_on_a_weight_in_tiles_is_refused_over_ranks(two):

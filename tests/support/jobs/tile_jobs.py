@@ -139,7 +139,7 @@ def least_device(dtype: torch.dtype = torch.bfloat16) -> int:
             for _ in range(4)
         )
     )
-    low, high = 0, 512 * MIB
+    low, high = 0, 64 * MIB
     while high - low > 16 * 1024:
         middle = (low + high) // 2
         try:
