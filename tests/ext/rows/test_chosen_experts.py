@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lazily import Lazily
 from torch import nn
 
 from infinity.core.units.flat_layout import FlatLayout
@@ -14,7 +15,7 @@ from infinity.ext.rows import chosen_experts
 from infinity.ext.rows.chosen_experts import ChosenExperts
 from infinity.ext.rows.experts import has_experts, is_frozen_table
 
-modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+modeling = Lazily("transformers.models.qwen3_moe.modeling_qwen3_moe")
 
 
 def experts(implementation: str = "eager") -> nn.Module:

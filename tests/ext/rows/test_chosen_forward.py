@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from lazily import Lazily
 from test_experts_apart import Loop, adamw, make
 from test_experts_apart_uses import (
     both,
@@ -27,7 +28,7 @@ import infinity
 from infinity.core.units.exposure import Exposure
 
 transformers = pytest.importorskip("transformers")
-moe = pytest.importorskip("transformers.integrations.moe")
+moe = Lazily("transformers.integrations.moe")
 
 
 def of_all(loop: Loop, param: torch.Tensor) -> None:

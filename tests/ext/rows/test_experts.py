@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from lazily import Lazily
 from lone import lone_group
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -21,7 +22,7 @@ from infinity.ext.rows.experts import (
     runs_known_code,
 )
 
-modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+modeling = Lazily("transformers.models.qwen3_moe.modeling_qwen3_moe")
 
 
 @pytest.fixture

@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import torch
 from inside import parts_of
+from lazily import Lazily
 from models import at_home, seeded
 from runs import adamw
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers.pytorch_utils import Conv1D
 
 import infinity
 from infinity.core.machine.tiers import Tier
+
+pytorch_utils = Lazily("transformers.pytorch_utils")
 
 SEED = 11
 KIB = 1024
@@ -48,7 +50,7 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.layer = nn.Linear(WIDTH, WIDTH), Conv1D(WIDTH, ROWS)
+        self.up, self.layer = nn.Linear(WIDTH, WIDTH), pytorch_utils.Conv1D(WIDTH, ROWS)
         self.around: dict | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from importlib.machinery import PathFinder
 from typing import Any
 
 import pytest
@@ -13,9 +14,15 @@ import pytest
 
 def need(*names: str) -> None:
     """Skips the module of tests that calls it if one of the modules ``names`` is not installed.
-    They are not imported, as pytest's `importorskip` would."""
+    They are not imported, as pytest's `importorskip` would, nor are the packages they are in."""
     for each in names:
-        if importlib.util.find_spec(each) is None:
+        package, *parts = each.split(".")
+        found = importlib.util.find_spec(package)
+        for part in parts:
+            package = f"{package}.{part}"
+            places = found and found.submodule_search_locations
+            found = PathFinder.find_spec(package, places) if places else None
+        if found is None:
             pytest.skip(f"could not import {each!r}", allow_module_level=True)
 
 
