@@ -184,7 +184,7 @@ def test_a_plan_says_first_whether_it_fits_and_in_what(run, monkeypatch):
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_no_remedy_names_more_memory_than_the_machine_has(run, tier):
     """Method: the bytes in the remedies. Twin: a budget that the machine has is named."""
-    Path("model.json").write_text(json.dumps(TINY | {"n_embd": 8192, "n_layer": 24}))
+    Path("model.json").write_text(json.dumps(TINY | {"n_embd": 8192, "n_layer": 8}))
     words = ("--machine", "laptop", "--params", tier, "--optimizer", tier)
     status, out, err = run(*words, "--nvme-capacity", "1GiB", budgets={})
     assert status == 2 and not re.search(r"--(device|host)-memory \d", err), err
