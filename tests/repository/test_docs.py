@@ -18,10 +18,10 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
+import prepared
 import pytest
 from chatty import PAIRS, ROWS, save_base, save_rows
 from pictured import picture, save_pictured
@@ -144,9 +144,7 @@ def test_the_blocks_run_one_after_the_other_as_printed(name, tmp_path):
     """Method: a document's blocks form one script, run in an empty folder."""
     script = tmp_path / "blocks.py"
     script.write_text("\n".join(SCRIPTS[name]))
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=280
-    )
+    done = prepared.run(script, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert not list(tmp_path.glob(".infinity-*")), "swap files were left behind"
 
@@ -197,15 +195,8 @@ def test_the_commands_run(command, tmp_path):
     assert "<" not in command and "..." not in command, "a command that this test cannot fill in"
     for one in command.split(" && "):
         one, _, file = one.partition(" > ")
-        words = [sys.executable, "-m", *shlex.split(one)]
-        done = subprocess.run(
-            words,
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=240,
-        )
+        words = "-m", *shlex.split(one)
+        done = prepared.run(*words, folder=tmp_path, imports=prepared.LANGUAGE_MODELS)
         assert done.returncode == 0, f"{one}\n{done.stdout}\n{done.stderr}"
         if file:
             (tmp_path / file.strip()).write_text(done.stdout)
