@@ -31,7 +31,7 @@ PROCESSES = re.compile(
 STARTED: list[float] = []  # when the first test began: imports and collection do not count
 
 # Files whose cases are dear: so many cases of one test run in `make test`, one where a case took
-# 0.6 s or more of a worker, two from 0.12 s.
+# 0.6 s or more of a worker, two from 0.12 s, and one if they differ in homes alone.
 MOST_CASES: dict[str, int] = json.loads(Path(__file__).with_name("most_cases.json").read_text())
 
 HOMES = {"device", "host", "nvme"}
@@ -80,8 +80,11 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
             tests[item.nodeid.partition("[")[0]].append(item)
     for name, cases in tests.items():
         kept = of_each_value(cases)
-        if (most := MOST_CASES.get(name_of(name), len(kept))) < len(kept):
-            kept = spread(kept, most) if most > 1 else [one_of(kept, name)]
+        most = MOST_CASES.get(name_of(name), len(kept))
+        if len(kept) > 1 and (most == 1 or (most <= len(kept) and are_homes(kept))):
+            kept = [one_of(kept, name)]
+        elif most < len(kept):
+            kept = spread(kept, most)
         for item in set(cases) - set(kept):
             item.add_marker(pytest.mark.slow)
 
@@ -117,8 +120,12 @@ def spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
 def one_of(cases: list[pytest.Item], name: str) -> pytest.Item:
     """The first of ``cases`` of the test ``name``; of cases that are homes one by its name, so that
     some tests of a file run at each home."""
-    is_home = all(set(item.callspec._idlist) <= HOMES for item in cases)
-    return cases[zlib.crc32(name.encode()) % len(cases) if is_home else 0]
+    return cases[zlib.crc32(name.encode()) % len(cases) if are_homes(cases) else 0]
+
+
+def are_homes(cases: list[pytest.Item]) -> bool:
+    """Whether ``cases`` differ in homes alone."""
+    return all(set(getattr(item, "callspec", NO_CASE)._idlist) <= HOMES for item in cases)
 
 
 def skip_after_time() -> None:

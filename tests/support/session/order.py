@@ -16,7 +16,7 @@ import pytest
 # The seconds that files took (see tools/durations.py); a file that is not there comes last, by its
 # number of tests.
 SECONDS: dict[str, int] = json.loads(Path(__file__).with_name("seconds.json").read_text())
-LONG = 15  # seconds from which a file is long
+LONG = 10  # seconds from which a file is long
 
 
 def name_of(nodeid: str) -> str:

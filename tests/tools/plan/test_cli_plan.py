@@ -181,7 +181,7 @@ def test_a_plan_says_first_whether_it_fits_and_in_what(run, monkeypatch):
     assert small == 0 and out.startswith("It does not fit: forwards save")
 
 
-@pytest.mark.parametrize("tier", ["device", "host"])
+@pytest.mark.parametrize("tier", few(["device", "host"], 1))
 def test_no_remedy_names_more_memory_than_the_machine_has(run, tier):
     """Method: the bytes in the remedies. Twin: a budget that the machine has is named."""
     Path("model.json").write_text(json.dumps(TINY | {"n_embd": 8192, "n_layer": 8}))

@@ -7,6 +7,7 @@ import argparse
 import local_slurm
 import pytest
 import strikes
+from marks import few
 from ranks import JOBS, run_ranks, run_torchrun
 
 from infinity import UsageError
@@ -55,7 +56,7 @@ def test_a_job_of_ray_survives_kills_of_workers_and_a_full_disk(tmp_path, kind, 
     assert len(found["seconds"][kind]) == count
 
 
-@pytest.mark.parametrize("how", ["late", "early", pytest.param("plain", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", few(["late", "early", "plain"], 1))
 def test_ranks_that_torchrun_restarts_do_not_look_for_one_that_died(how):
     """Method: a rank is killed, and the other one comes back late, beside torchrun's own store,
     which outlives them. The twin is torch's own group, which finds the address of the dead one."""
