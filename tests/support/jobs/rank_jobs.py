@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from inside import parts_of
 from torch import nn
 
 if __name__ == "__main__":
@@ -25,6 +24,7 @@ import models
 import threaded_device
 from fake_cufile import FakeCuFile
 from gpu_stand_in import load_stand_in
+from inside import parts_of
 from ranks import serve, told
 
 import infinity

@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[3]  # of the checkout, which has the ben
 SUPPORT = [str(folder) for folder in Path(__file__).resolve().parents[1].glob("*/")]
 SIZE = struct.Struct("!I")  # of a message, which follows
 WHERE = "INFINITY_PREPARED"  # the variable that says where the prepared process listens
-OF_CHECKOUT = f"-{zlib.crc32(str(ROOT).encode()):08x}"  # the end of its name
+OF_CHECKOUT = f"-{zlib.crc32(f'{ROOT} {sys.executable}'.encode()):08x}"  # the end of its name
 DIES_WITH_PARENT, NEW_NETWORK = 1, 0x40000000  # PR_SET_PDEATHSIG, CLONE_NEWNET
 LANGUAGE_MODELS = (
     "transformers",
@@ -151,7 +151,7 @@ def start(
 @functools.cache
 def _prepared(pid: int) -> socket.socket:
     """The connection of the process ``pid``, this one, to the prepared process."""
-    if not os.environ.get(WHERE, "").endswith(OF_CHECKOUT):  # of none, or of another checkout
+    if not os.environ.get(WHERE, "").endswith(OF_CHECKOUT):  # of none, or of another Python
         share()
     ours = socket.socket(socket.AF_UNIX)
     ours.connect("\0" + os.environ[WHERE])
