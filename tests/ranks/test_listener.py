@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -159,3 +160,19 @@ def test_a_rank_that_has_ended_is_told(channel, monkeypatch):
     with pytest.raises(PeerError):
         channel.raise_heard()
     assert channel.meet_others("waiting") is None  # the training thread knows it
+
+
+@pytest.mark.parametrize("is_heard", [False, True])
+def test_a_rank_reports_no_second_failure_before_the_first_is_heard(channel, monkeypatch, is_heard):
+    """It would wait for the others, and ends at once. Twin: it does once they have come."""
+    said: list[BaseException] = []
+    monkeypatch.setattr(Channel, "_begin_failure_report", lambda self, error: said.append(error))
+    channel._sync_point = SimpleNamespace(
+        is_failure_report=True, is_begun=True, is_over=False, poll=lambda: is_heard, wait=int
+    )
+    channel.report(error := UsageError("mine"))
+    assert said == [error] * is_heard and not channel.has_ended
+    channel.report(error, ends=True)
+    assert said == [error] * (2 * is_heard) and channel.has_ended
+    channel.report(error)
+    assert len(said) == 2 * is_heard

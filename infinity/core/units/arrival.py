@@ -66,12 +66,36 @@ class Arrival:
         transfer = Copy("host->device", self._nbytes(self.spans), self._name)
         # The optimizer stepped device weights on a queue that only compute has waited for.
         there = any(weight.tier is Tier.DEVICE for weight in weights)
-        copy = partial(self._copy_in, store, weights, reads, in_node)
+
+        def copy() -> None:
+            for buffer in self._buffers.all:
+                buffer.fill()
+            if in_node:
+                self.second.copy_out(self._buffers.flats)
+            else:
+                self._copy_own(store, weights, reads, self.spans)
+
         self.event = self._device.put(
             "in", copy, after=[self._device.now()] if there else (), transfer=transfer
         )
+
         if self._collectives.ranks.size > 1:
-            self.event = self._device.put("in", partial(self._gather_in, in_node))
+
+            def gather() -> None:
+                """Gathers the other ranks' shards, after this rank's copy, on the same queue."""
+                for i, (flat_param, flat) in enumerate(zip(self._flat_params, self._buffers.flats)):
+                    pending = self._collectives.gather(
+                        flat.view(torch.uint8) if flat_param.spec.exact else flat,
+                        f"{self._name} ({i})",
+                        homes=flat_param.homes.weight_regions,
+                        in_node=in_node,
+                    )
+                    if pending is not None:
+                        self._pending.append(pending)
+                        if pending.borrowed is not None:
+                            flat_param.homes.read_until(COPY, pending.borrowed)
+
+            self.event = self._device.put("in", gather)
         if self.event is not PAST:
             for flat_param in self._flat_params:
                 flat_param.homes.read_until(COPY, self.event)
@@ -189,20 +213,6 @@ class Arrival:
             for begin, end in of_flat
         )
 
-    def _copy_in(
-        self,
-        store: ArrayStore,
-        weights: Sequence[StateArray],
-        reads: StagedReads | None,
-        in_node: bool,
-    ) -> None:
-        for buffer in self._buffers.all:
-            buffer.fill()
-        if in_node:
-            self.second.copy_out(self._buffers.flats)
-        else:
-            self._copy_own(store, weights, reads, self.spans)
-
     def _copy_own(
         self,
         store: ArrayStore,
@@ -224,21 +234,6 @@ class Arrival:
                 # Makes no view if this rank has all of it: units can be many and small.
                 own = flat if end - begin == flat.numel() else flat[begin:end]
                 _bring(store, weight, 0, own)
-
-    def _gather_in(self, in_node: bool) -> None:
-        """Gathers the other ranks' shards, after this rank's copy, on the same queue."""
-        for i, (flat_param, flat) in enumerate(zip(self._flat_params, self._buffers.flats)):
-            what = f"{self._name} ({i})"
-            pending = self._collectives.gather(
-                flat.view(torch.uint8) if flat_param.spec.exact else flat,
-                what,
-                homes=flat_param.homes.weight_regions,
-                in_node=in_node,
-            )
-            if pending is not None:
-                self._pending.append(pending)
-                if pending.borrowed is not None:
-                    flat_param.homes.read_until(COPY, pending.borrowed)
 
     def finish(self, store: ArrayStore) -> None:
         """Orders later compute after the weights. May block on other ranks."""
