@@ -148,13 +148,14 @@ class KeptArrays:
         targets = self.stepped if flat_params is None else flat_params
         kept = Kept(self, name, dtype, keeper, saved_as)
         wanted = {each: kept.dtype_of(each) for each in targets}
-        tiers = self.make_room(wanted.items(), what or name, otherwise=otherwise)
+        # A keeper's terms of this name were these arrays
+        terms = {tier: -of.get(name, 0) for tier, of in self._planned.plan.terms.items()}
+        tiers = self.make_room(wanted.items(), what or name, beside=terms, otherwise=otherwise)
         try:
             self._kept.append(kept)
-            for tier, terms in self._planned.plan.terms.items():
-                if term := terms.get(name):  # a keeper's, of these arrays
-                    self._planned.add(tier, name, -term)
-                    self.store.ledger.accounts[tier].planned_nbytes -= term
+            for tier, term in terms.items():
+                self._planned.add(tier, name, term)
+                self.store.ledger.accounts[tier].planned_nbytes += term
             for (flat_param, each), tier in zip(wanted.items(), tiers):
                 self._allocate(kept, flat_param, each, what or name, tier)
         except BaseException:
@@ -172,12 +173,13 @@ class KeptArrays:
         wanted: Iterable[tuple[FlatParam, torch.dtype]],
         what: str,
         *,
-        on_host_nbytes: int = 0,
+        beside: Mapping[Tier, int] | None = None,
         otherwise: Tier | None = None,
     ) -> list[Tier]:
-        """Makes room for ``on_host_nbytes``, and for the ``wanted`` arrays as :meth:`keep` makes
-        them. Returns their tiers. Raises CapacityError, which names the need of all of them."""
-        needed, tiers = Counter({Tier.HOST: on_host_nbytes}), []
+        """Makes room for bytes ``beside``, less than none if they were planned, and for the
+        ``wanted`` arrays as :meth:`keep` makes them. Returns their tiers. Raises CapacityError,
+        which names the need of all of them."""
+        needed, tiers = Counter(beside), []
         for flat_param, dtype in wanted:
             tier = flat_param.arrays.get("master", flat_param.weight).tier
             nbytes = _nbytes_of(flat_param, dtype)

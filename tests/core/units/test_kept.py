@@ -170,6 +170,22 @@ def test_a_term_of_their_name_was_the_plan_of_kept_arrays(home, kinds, swap):
     assert again.job.planned.plan.terms[tier] == planned[tier] | {"more": 4096}
 
 
+def test_a_budget_that_holds_the_term_of_kept_arrays_holds_the_arrays(kinds, swap):
+    """Method: terms as large as the arrays, and the budget of the plan. Twin: a page less has no
+    room for one of them."""
+    sizes: dict[str, Any] = {"device_memory": "1MiB"}
+    made = Made("host", swap, **sizes)
+    needs = made.job.ledger.accounts[Tier.HOST].planned_nbytes
+    terms = [seams.Term(Tier.HOST, name, nbytes) for name, nbytes in made.held().items()]
+    kinds.setattr(Sketch, "promised", terms)
+    again = Made("host", swap, host_memory=needs, **sizes).train()
+    account = again.job.ledger.accounts[Tier.HOST]
+    assert account.peak_nbytes <= account.planned_nbytes == needs
+    kinds.setattr(Sketch, "promised", terms[:2])
+    with pytest.raises(CapacityError, match="sketch_wide"):
+        Made("host", swap, host_memory=needs - native.BLOCK_NBYTES, **sizes)
+
+
 def test_on_a_disk_kept_arrays_take_what_they_need(monkeypatch, swap):
     """At most twice. Those that come in their place take no more. Twin: the volumes of many arrays
     are large."""
