@@ -55,7 +55,6 @@ class MemoryPlan:
     device_window_nbytes: int  # weights gathered at once
     autograd_nbytes: int = 0  # of gradients that autograd makes, beside the window's room for them
     in_buckets: bool = False  # ranks average a gradient in buckets; else whole
-    waiting_nbytes: int = 0  # whole gradients on the device, until an accumulation pass ends
     landing_nbytes: int = 0  # device gradients still being copied, at most
     staging_backend: type[ThroughHost] = ThroughHost
     device_slot_nbytes: int = 0  # one device slot, for state that the device steps

@@ -63,11 +63,13 @@ class MemoryTerms:
         *,
         backend: type[ThroughHost] = ThroughHost,
         buffers_nbytes: int = 0,
+        reuses: bool = False,
     ):
         """``homes``: of weights, optimizer state and gradients. ``held_nbytes``: the most weight
         bytes that a forward holds at once. ``backend``: of
-        staged weights. ``buffers_nbytes``: of the model's buffers."""
-        self._backend, self._buffers_nbytes = backend, buffers_nbytes
+        staged weights. ``buffers_nbytes``: of the model's buffers. ``reuses``: see
+        :func:`.plan.make_plan`."""
+        self._backend, self._buffers_nbytes, self._reuses = backend, buffers_nbytes, reuses
         self._units, self._config, self._rung, self._held, self._device = (
             units,
             config,
@@ -182,6 +184,8 @@ class MemoryTerms:
         own = whole * (not self._device.is_host) * at_home
         # One more whole one is being reduced.
         waiting, others = 2 * whole + filled, 2 * whole + of_replicas * max(shards) + own
+        if self._reuses:  # all of them, until a pass ends
+            waiting = sum(flat.whole_nbytes("grad") for flat in averaged)
         left = int(self._config.device_memory or sys.maxsize) - self._least_window()
         left -= sum(self.terms[Tier.DEVICE].values())
         in_buckets = 2 * PIECE_NBYTES < 3 * whole and left < waiting * (not at_home) + others
@@ -190,7 +194,7 @@ class MemoryTerms:
                 bucket_numel(flat.shards, flat.spec.grad_dtype.itemsize) for flat in averaged
             ]
             others = 2 * PIECE_NBYTES + of_replicas * max(buckets) + own
-            waiting -= whole
+            waiting -= whole * (not self._reuses)
         self._add(Tier.DEVICE, TO_BE_AVERAGED, waiting * (not at_home))
         self._add(Tier.DEVICE, OF_OTHER_RANKS, others)
         return in_buckets

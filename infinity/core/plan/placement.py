@@ -139,14 +139,12 @@ class Placement:
             for unit, home in zip(self._units, homes)
             for flat in unit.flat_params
             if flat.spec.stepped
-            and (
-                flat.is_averaged or home is Tier.NVME or (home is Tier.HOST and not device.is_host)
-            )
+            and not flat.is_averaged
+            and (home is Tier.NVME or (home is Tier.HOST and not device.is_host))
         )
         if 0 < nbytes <= self._spare[Tier.DEVICE]:
             self._terms[Tier.DEVICE]["gradients of several micro-batches"] = nbytes
             self._take(Tier.DEVICE, nbytes)
-            self._plan = replace(self._plan, waiting_nbytes=nbytes)
 
     def widen_window(self) -> None:
         """Enlarges the window by the device's leftover budget, so that fewer weights are copied

@@ -117,6 +117,7 @@ class _Choices:
             self.held_nbytes,
             device,
             buffers_nbytes=self.buffers_nbytes,
+            reuses=self.reuses,
         )
         backend = self._backend if homes[0] is Tier.NVME else ThroughHost
         plan = add_up(backend=backend).plan()
