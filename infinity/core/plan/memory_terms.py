@@ -182,10 +182,10 @@ class MemoryTerms:
         replicas = max(flat.replicas for flat in averaged)
         of_replicas = (replicas + 1) * (replicas > 1) * FLOAT32_NBYTES
         own = whole * (not self._device.is_host) * at_home
-        # One more whole one is being reduced.
-        waiting, others = 2 * whole + filled, 2 * whole + of_replicas * max(shards) + own
-        if self._reuses:  # all of them, until a pass ends
-            waiting = sum(flat.whole_nbytes("grad") for flat in averaged)
+        # All wait until a pass of several micro-batches ends; else one more whole one is reduced.
+        of_all = sum(flat.whole_nbytes("grad") for flat in averaged)
+        waiting = of_all if self._reuses else 2 * whole + filled
+        others = 2 * whole + of_replicas * max(shards) + own
         left = int(self._config.device_memory or sys.maxsize) - self._least_window()
         left -= sum(self.terms[Tier.DEVICE].values())
         in_buckets = 2 * PIECE_NBYTES < 3 * whole and left < waiting * (not at_home) + others

@@ -133,14 +133,13 @@ class Placement:
     def add_waiting(self, device: Device) -> None:
         """Keeps whole gradients on the device until a pass of several micro-batches ends, if all
         fit."""
-        homes = [self._plan.tiers_of(index)["grad"] for index in range(len(self._units))]
+        away = list(Tier)[1 + device.is_host :]  # what the device cannot add to
         nbytes = sum(
             flat.whole_nbytes("grad")
-            for unit, home in zip(self._units, homes)
+            for index, unit in enumerate(self._units)
+            if self._plan.tiers_of(index)["grad"] in away
             for flat in unit.flat_params
-            if flat.spec.stepped
-            and not flat.is_averaged
-            and (home is Tier.NVME or (home is Tier.HOST and not device.is_host))
+            if flat.spec.stepped and not flat.is_averaged
         )
         if 0 < nbytes <= self._spare[Tier.DEVICE]:
             self._terms[Tier.DEVICE]["gradients of several micro-batches"] = nbytes

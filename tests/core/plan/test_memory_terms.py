@@ -3,6 +3,7 @@ forward holds at once."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -21,6 +22,7 @@ from infinity.core.plan.step_traffic import traffic
 from infinity.core.plan.unit_sizes import bucket_numel
 from infinity.core.wrap.described_model import read_model
 from infinity.core.wrap.partition import Group, held_nbytes, partition
+from infinity.errors import CapacityError
 
 NUMEL = MIB  # elements of a unit: 2 MiB of bf16 weights, as much of gradients
 
@@ -45,6 +47,27 @@ def sharded(
         )
         for u in units
     ]
+
+
+def test_in_a_pass_of_several_micro_batches_all_gradients_wait_to_be_averaged(tmp_path):
+    """Method: the least budget of ranks whose pass uses weights again, as a pipeline's does, holds
+    every whole gradient; a byte less is refused. Twin: else it holds two, and what fills."""
+    config = config_of(tmp_path, params="host", optimizer="host", device_memory=1)
+    least = {}
+    for reuses in (True, False):
+        with pytest.raises(CapacityError) as told:
+            plan_of(sharded(8, shards=4), config, held=2 * MIB, reuses=reuses)
+        least[reuses] = told.value.needed["device_memory"]
+    assert least[True] - least[False] == (8 - 3) * 2 * MIB
+    for budget, fits in ((least[True], True), (least[True] - 1, False)):
+        given = dataclasses.replace(config, device_memory=budget)
+        with (
+            contextlib.nullcontext()
+            if fits
+            else pytest.raises(CapacityError, match="averaged 16.0")
+        ):
+            plan = plan_of(sharded(8, shards=4), given, held=2 * MIB, reuses=True)
+            assert plan.terms[Tier.DEVICE]["gradients to be averaged"] == 8 * 2 * MIB
 
 
 def test_ranks_add_gradients_to_be_averaged_and_those_of_others(tmp_path):

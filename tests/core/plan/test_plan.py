@@ -71,9 +71,11 @@ def config_of(folder, **values) -> Config:
     return Config(**(ample | values))
 
 
-def plan_of(units: list[UnitSize], config: Config, *, held: int | None = None) -> MemoryPlan:
+def plan_of(
+    units: list[UnitSize], config: Config, *, held: int | None = None, reuses: bool = False
+) -> MemoryPlan:
     held = max(u.weight_nbytes for u in units) if held is None else held
-    return make_plan(units, config, held_nbytes=held)
+    return make_plan(units, config, held_nbytes=held, reuses=reuses)
 
 
 def least_of(error: pytest.ExceptionInfo | Exception) -> tuple[str, int]:
