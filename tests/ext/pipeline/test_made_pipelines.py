@@ -289,6 +289,15 @@ def test_an_error_on_one_rank_ends_the_step_of_hand_made_stages_on_the_other(two
         assert "onnection" in other and "imed out" not in other
 
 
+def test_the_least_of_a_pipeline_with_data_ranks_has_room_for_whole_gradients(standing_ranks):
+    """What the test below does, on two stages of two ranks each, which average their gradients when
+    a pass ends: no step asks for the memory of gradients."""
+    four = Jobs(standing_ranks(4), "made_pipeline_jobs", {"least:data ranks": {"schedule": "1F1B"}})
+    for said in four["least:data ranks"]:
+        assert "gradients to be averaged" in said[0] and said[-1] == "was taken", said
+        assert not any("the gradients of unit" in each for each in said)
+
+
 @pytest.mark.parametrize("schedule", LEAST)
 def test_the_least_that_a_pipeline_needs_is_named_in_two_errors_at_most(two, schedule):
     """The wrap names what it plans, and says that the batch's buffers come on top; the first step

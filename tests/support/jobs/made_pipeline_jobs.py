@@ -396,7 +396,9 @@ def memory(config: dict) -> dict[str, Any]:
 def least(schedule: str) -> list[str]:
     """What is said with the most device_memory that a rank's error before names, from one that is
     too small on: by the wrap, and by the first step."""
-    mesh, said, budget = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)), [], 4096
+    world, said, budget = dist.get_world_size(), [], 4096
+    names = ("pp", "dp")[: 1 + (world > 2)]
+    mesh = init_device_mesh("cpu", (2, world // 2)[: len(names)], mesh_dim_names=names)
 
     def run() -> None:
         torch.manual_seed(0)
@@ -454,7 +456,7 @@ def least(schedule: str) -> list[str]:
             budget = int(found[1])
         elif found := re.search(r"by ([\d.]+) KiB, or by the most", said[-1]):
             budget += math.ceil(float(found[1]) * 1024)
-        everyones: list = [None, None]
+        everyones: list = [None] * world
         dist.all_gather_object(everyones, budget)
         budget = max(everyones)
     return said
