@@ -66,6 +66,8 @@ class ActivationStore:
         # May stay on the device; None: nothing may, and home must have room.
         self.spare_nbytes = spare_nbytes
         self._kept = native.Account()  # the bytes that do
+        # By storage: its charge, once for all its saved views
+        self._charges: Any = weakref.WeakValueDictionary()
         self._excluded: set[int] = set()
         # By storage: its bytes at home, and the tensor's version when they were sent.
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Saved], int]] = {}
@@ -90,7 +92,9 @@ class ActivationStore:
                 packed = self._pack(tensor)
                 if packed is not None:
                     return packed
-                charge = self._kept.charge(tensor.untyped_storage().nbytes())
+                storage = tensor.untyped_storage()
+                charge = self._charges.get(storage._cdata) or self._kept.charge(storage.nbytes())
+                self._charges[storage._cdata] = charge
                 return WithinBudget(outer_pack(tensor), charge)
             return outer_pack(tensor)
 
@@ -144,7 +148,8 @@ class ActivationStore:
             planner = self.planner
             is_sent = planner is not None and planner.is_sending
             room = (self.spare_nbytes or 0) - (planner.reserved_nbytes if planner else 0)
-            if not is_sent and self.kept_nbytes + storage.nbytes() <= room:
+            fits = self.kept_nbytes + storage.nbytes() <= room
+            if not is_sent and (fits or storage._cdata in self._charges):
                 return None
             with self._store.guard:
                 try:

@@ -260,6 +260,18 @@ def test_storages_stay_while_the_devices_budget_has_room(make):
     assert type(make(spare=0).pack(ramp())) is View and type(make().pack(ramp())) is View
 
 
+def test_a_storage_that_stays_is_charged_once_however_many_views_are_saved(make):
+    """Until the last of them is gone. Twin: another storage of as many bytes has no room then."""
+    made, whole = make(spare=SMALLEST_NBYTES), ramp()
+    views = [made.pack(view) for view in (whole, whole.view(2, -1), whole.view(-1, 4))]
+    assert [type(one) for one in views] == [WithinBudget] * 3
+    assert made.activations.kept_nbytes == SMALLEST_NBYTES and type(made.pack(ramp())) is View
+    del views[:2]
+    assert made.activations.kept_nbytes == SMALLEST_NBYTES
+    views.clear()
+    assert made.activations.kept_nbytes == 0 and type(made.pack(ramp())) is WithinBudget
+
+
 def test_what_stays_in_the_budget_goes_through_the_outer_hooks(make):
     """Twin: what goes home does not."""
     made, tensor = make(spare=SMALLEST_NBYTES), ramp()
