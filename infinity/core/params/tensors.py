@@ -46,12 +46,17 @@ def fingerprint(tensor: torch.Tensor) -> int:
     return _sum_of_places(flat)
 
 
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Makes a view of the elements' bits, as integers."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(integers[tensor.dtype.itemsize])
+
+
 def _sum_of_places(flat: torch.Tensor) -> int:
     """Sums the elements' bits, as integers, times odd numbers that count their places."""
     if flat.dtype.itemsize > 8:
         flat = torch.view_as_real(flat).reshape(-1)
-    size = flat.dtype.itemsize
-    bits = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    bits = as_integers(flat)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     for begin in range(0, bits.numel(), SUMMED_AT_ONCE):
         end = min(begin + SUMMED_AT_ONCE, bits.numel())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ... import native
+from ..params.tensors import as_integers
 from .flat_param_spec import FlatParamSpec
 
 
@@ -29,5 +30,4 @@ def encode(spec: FlatParamSpec, value: torch.Tensor) -> dict[str, torch.Tensor]:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Compares the representation elementwise: NaN equals itself, and 0.0 differs from -0.0."""
-    integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.dtype.itemsize]
-    return a.view(integer) == b.view(integer)
+    return as_integers(a) == as_integers(b)

@@ -1,6 +1,6 @@
 """ParamHandle: links a parameter to its unit, flat param and engine.
 
-Owner and Unit: the interfaces that a parameter needs of its engine and its unit.
+Owner: the interface that a parameter needs of its engine.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 
@@ -20,6 +20,9 @@ from ..run.step_counter import StepCounter
 from ..run.uses import Uses
 from .flat_param import FlatParam
 from .forms import local_of
+
+if TYPE_CHECKING:
+    from .unit import ParamUnit
 
 DisableTorchFunction = DisableTorchFunction
 HANDLE = "_infinity"  # attribute of a managed parameter and its aliases: their handle
@@ -56,16 +59,6 @@ class Owner(Protocol):
         """Returns a block in which autograd saves weights as references."""
 
 
-class Unit(Protocol):
-    """The unit of a parameter."""
-
-    name: str
-    version: int  # counts changes of the values at home
-
-    def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
-        """Watches for changes through ``data``, which a user got: torch does not count them."""
-
-
 class ParamHandle:
     """Links a parameter to its unit, flat param and engine. All three are weak references. A
     parameter must not keep them alive, nor itself through its unit."""
@@ -93,7 +86,7 @@ class ParamHandle:
     )
 
     def __init__(
-        self, names: list[str], unit: Unit, flat_param: FlatParam, index: int, engine: Owner
+        self, names: list[str], unit: ParamUnit, flat_param: FlatParam, index: int, engine: Owner
     ):
         self.names, self.index = names, index
         self._unit, self._flat_param = weakref.ref(unit), weakref.ref(flat_param)
@@ -124,7 +117,7 @@ class ParamHandle:
         return self.names[0]
 
     @property
-    def unit(self) -> Unit:
+    def unit(self) -> ParamUnit:
         """The unit. Raises UsageError if the engine is gone."""
         return self._unit() or self._refuse()
 
