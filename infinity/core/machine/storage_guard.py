@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
 
 import torch
@@ -11,7 +10,7 @@ from ... import torch_private
 
 references = torch_private.storage_references
 # Makes the bytes of a storage accessible again.
-open: Callable[[torch.UntypedStorage], None] = partial(torch_private.set_storage_flags, value=0)
+open = partial(torch_private.set_storage_flags, value=0)
 _torch_is_shared = torch.UntypedStorage.is_shared
 
 

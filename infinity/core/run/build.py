@@ -38,7 +38,7 @@ from .job import Job, Planned
 from .journal import Journal
 from .one_thread import wait_for_others
 from .pass_state import Pass
-from .prefetch import Explain, Prefetcher, no_more
+from .prefetch import Explain, Prefetcher
 from .resources import Resources, make_store
 from .schedule import Schedule
 from .shut_down import shut_down
@@ -94,7 +94,7 @@ def build_engine(
     collectives: Collectives,
     share: Fraction = Fraction(1),
     prefix: str = "",
-    explain: Explain = no_more,
+    explain: Explain,
 ) -> Engine:
     """Allocates the homes and all other lasting memory, and makes the engine.
 

@@ -151,8 +151,7 @@ class Passes:
         Returns the output, with views of weights replaced by copies: the weight may be released
         before the view is used.
         """
-        frames = self._pass.frames
-        if not frames or all(frame.module is not module for frame in reversed(frames)):
+        if all(frame.module is not module for frame in reversed(self._pass.frames)):
             return output  # its pre-hook failed before it entered
         for listener in self.job.events.forward_ended:
             listener(module)

@@ -47,11 +47,6 @@ Explain = Callable[[CapacityError, int, int, int], CapacityError]
 COMING = (Residency.RESIDENT, Residency.GATHERING)
 
 
-def no_more(error: CapacityError, *nbytes: int) -> CapacityError:
-    """Adds nothing to ``error``."""
-    return error
-
-
 class Prefetcher:
     """Moves units between home and device, on demand and ahead of it."""
 
@@ -64,7 +59,7 @@ class Prefetcher:
         *,
         window_nbytes: int,
         autograd_nbytes: int = 0,
-        explain: Explain = no_more,
+        explain: Explain,
         units_ahead: int,
         give_way: Callable[[], bool],
         collectives: Collectives,

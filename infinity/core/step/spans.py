@@ -78,11 +78,11 @@ class Spans:
         """Yields the spans of landed gradients. Neighbours with the same key form one. ``clip``:
         applied after the gradients' own factors."""
         last = () if clip == 1.0 else (clip,)
-        key, begin, end, first = None, 0, 0, flat_param.layout.own_shard[0]
+        key, begin, end = None, 0, 0
+        first, stepped = flat_param.layout.own_shard[0], set(self.stepped(flat_param))
         for handle, (low, high) in zip(flat_param.handles, flat_param.layout.shard_parts):
             current = None
-            is_stepped = handle in self._group_of and handle.grad.state is GradState.LANDED
-            if is_stepped and low < high:
+            if handle in stepped and low < high:
                 current = self.key(handle, (*handle.grad.factors, *last))
             if current != key:
                 if key is not None:

@@ -21,7 +21,6 @@ from torch import nn
 from ... import native
 from ...choices import AUTO
 from ...config import Config
-from ...errors import CapacityError
 from ...ranks.collectives import Collectives
 from ...ranks.mesh import join_device, join_node, parallel_dims
 from ..grads.tables import install_tables
@@ -167,10 +166,6 @@ def _wrap(
         )
     refuses_window = laid.refuses_window
 
-    def explain(error: CapacityError, *nbytes: Any) -> CapacityError:
-        works = partial(refuses_window, *nbytes)
-        return with_larger_budgets(error, config, works, share)
-
     before, views = Before(described, given), OwnViews(described)
     if ranks.data_size > 1 and (device.backend is not None or device.where.type != "cpu"):
         join_device(ranks, mesh, device.backend)
@@ -197,7 +192,9 @@ def _wrap(
             collectives=collectives,
             share=share,
             prefix=prefix,
-            explain=explain,
+            explain=lambda error, *nbytes: with_larger_budgets(
+                error, config, partial(refuses_window, *nbytes), share
+            ),
         )
         undo.callback(native.insist, engine.shut_down)
     undo.callback(native.insist, before.restore)

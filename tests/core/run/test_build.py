@@ -122,6 +122,7 @@ class Built:
             stepping=self.stepping,
             device=self.device,
             collectives=self.collectives,
+            explain=lambda error, *nbytes: error,
         )
         self.job = self.engine.job
         return self
