@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -20,9 +20,6 @@ from ..run.step_counter import StepCounter
 from ..run.uses import Uses
 from .flat_param import FlatParam
 from .forms import local_of
-
-if TYPE_CHECKING:
-    from .unit import ParamUnit
 
 DisableTorchFunction = DisableTorchFunction
 HANDLE = "_infinity"  # attribute of a managed parameter and its aliases: their handle
@@ -86,7 +83,7 @@ class ParamHandle:
     )
 
     def __init__(
-        self, names: list[str], unit: ParamUnit, flat_param: FlatParam, index: int, engine: Owner
+        self, names: list[str], unit: Any, flat_param: FlatParam, index: int, engine: Owner
     ):
         self.names, self.index = names, index
         self._unit, self._flat_param = weakref.ref(unit), weakref.ref(flat_param)
@@ -117,8 +114,8 @@ class ParamHandle:
         return self.names[0]
 
     @property
-    def unit(self) -> ParamUnit:
-        """The unit. Raises UsageError if the engine is gone."""
+    def unit(self) -> Any:
+        """The ParamUnit. Raises UsageError if the engine is gone."""
         return self._unit() or self._refuse()
 
     @property
