@@ -53,15 +53,15 @@ class SwapFolders:
                 systems.add(system)
                 self.profiles.append(profile)
                 self.places.append(Place(folder, disk.disks, profile.mixed_rate))
-        block = max((profile.block_nbytes for profile in self.profiles), default=MIB)
-        self.stripe_nbytes = min(max(MIB, block), MAX_STRIPE_NBYTES)
+        self._block = max((profile.block_nbytes for profile in self.profiles), default=MIB)
+        self.stripe_nbytes = min(max(MIB, self._block), MAX_STRIPE_NBYTES)
 
     def make_engine(self, layer: native.BackendLayer | None) -> native.IoEngine:
         """Makes an I/O engine for the disks of all places; ``layer`` as for
         :func:`native.make_io_engine`."""
         return native.make_io_engine(
             layer=layer,
-            block_nbytes=max((profile.block_nbytes for profile in self.profiles), default=MIB),
+            block_nbytes=self._block,
             depth=min(MAX_DEPTH, max((profile.depth for profile in self.profiles), default=1)),
             work_threads=processors.for_checksums(),
         )
@@ -112,11 +112,8 @@ class SwapFolders:
         parts = []
         for place, part in zip(self.places, map(sum, zip(own, rest))):
             limit = disk_profile.largest_file(place.folder, part + stripe_nbytes)
-            limit = (
-                max(stripe_nbytes, round_down(limit, stripe_nbytes) - stripe_nbytes)
-                if limit < part + stripe_nbytes
-                else part
-            )
+            if limit < part + stripe_nbytes:
+                limit = max(stripe_nbytes, round_down(limit, stripe_nbytes) - stripe_nbytes)
             while part > 0:
                 parts.append((place.folder, min(part, limit)))
                 part -= parts[-1][1]

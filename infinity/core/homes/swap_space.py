@@ -61,11 +61,11 @@ class SwapSpace:
         """Plans space for ``nbytes`` in the first volume, before :meth:`lay_out`."""
         # Disks transfer whole blocks, so spaces start and end at one
         taken = round_up(nbytes, native.BLOCK_NBYTES)
-        at = self.planned_nbytes
+        place = self.first, self.planned_nbytes, taken
         if self.sums is None:
-            extent = native.Extent.in_volume(self.first, at, taken)
+            extent = native.Extent.in_volume(*place)
         else:
-            extent, taken = native.tabled_extent(self.first, at, taken, self.sums)
+            extent, taken = native.tabled_extent(*place, self.sums)
         self.planned_nbytes += taken
         return extent
 

@@ -229,8 +229,9 @@ class WriteBehind:
             lease.release()
 
     def _finish_those_with(self, array: StateArray, start: int, end: int) -> None:
-        for part in [part for part in self._under_way if part.holds(array, start, end)]:
-            self._finish(part)
+        for part in list(self._under_way):
+            if part.holds(array, start, end):
+                self._finish(part)
         low, high = self._borrowed.get(array, (0, 0))
         if start < high and low < end:
             self._store.finish_borrowed()

@@ -140,16 +140,16 @@ class MemoryTerms:
     def _staging(self) -> int:
         if self._params is not Tier.NVME:
             return 0
-        ahead, shards = self._rung.units_ahead, [unit.shard_nbytes for unit in self._whole_units]
+        ahead, shards = self._rung.units_ahead, (unit.shard_nbytes for unit in self._whole_units)
         staged = sorted(nbytes for nbytes in shards if ahead or nbytes <= PIECE_NBYTES)
-        return self._add(Tier.HOST, "staged weights", sum(staged[-1 - ahead :]))
+        return self._add(Tier.HOST, "staged weights", sum(staged[~ahead:]))
 
     def _grad_staging(self) -> int:
         if self._grad is not Tier.NVME:
             return 0
-        count = 1 if self._rung is LADDER[-1] else GRADS_AT_ONCE
         nbytes = staged_gradients(self._units, in_pieces=not self._rung.units_ahead)
-        return self._add(Tier.HOST, "staged gradients", sum(nbytes[:count]))
+        del nbytes[1 if self._rung is LADDER[-1] else GRADS_AT_ONCE :]
+        return self._add(Tier.HOST, "staged gradients", sum(nbytes))
 
     def _service(self) -> int:
         on_disk, arrays = sum(self.terms[Tier.NVME].values()), len(self._flat_params) * CHECKSUMMED

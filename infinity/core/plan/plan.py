@@ -174,8 +174,7 @@ def _grad_homes(
     on_device = optimizer is Tier.DEVICE or (params is Tier.DEVICE and not device.is_host)
     # Whole gradients (ZeRO-1) are averaged in memory.
     whole_grads = any(flat.whole_grad for unit in units for flat in unit.flat_params)
-    on_disk = config.nvme_paths and not whole_grads
-    return list(Tier)[not on_device : 3 if on_disk else 2]
+    return list(Tier)[not on_device : 3 if config.nvme_paths and not whole_grads else 2]
 
 
 def _in_place(homes: tuple[Tier, Tier], config: Config, device: Device) -> tuple[Tier, Tier]:
