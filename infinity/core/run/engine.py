@@ -110,7 +110,7 @@ class Engine:
         disk."""
         for unit in self.job.units:
             for flat_param in unit.flat_params:
-                flat_param.name_params([names[param][0] for param in flat_param.params])
+                flat_param.names[:] = [names[param][0] for param in flat_param.params]
                 for index, param in enumerate(flat_param.params):
                     handle = ParamHandle(names[param], unit, flat_param, index, self)
                     if flat_param.spec.stepped:

@@ -293,7 +293,7 @@ class Passes:
                         backward.expect_cast(unit, dtype)
 
             hook = expect
-        for tensor in _computed(output) if hook else ():
+        for tensor in _computed(output if hook else None):
             tensor.register_hook(hook)
         frozen = [
             unit

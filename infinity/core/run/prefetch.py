@@ -250,11 +250,9 @@ class Prefetcher:
                 continue
             # Compute must not wait for a later unit's update or disk read. Among ranks it waits
             # for the next unit's read alone, if there is room for more than one.
-            stalls = not unit.is_ready
-            if shared:
-                is_next = self.look_ahead.depth > 0 and unit is coming[0]
-                stalls = unit.is_staged_from_disk and not is_next
-            if stalls or not self._finds_room(unit, coming):
+            is_next = self.look_ahead.depth and unit is coming[0]
+            comes = is_next or not unit.is_staged_from_disk if shared else unit.is_ready
+            if not (comes and self._finds_room(unit, coming)):
                 return
             self._stage(unit)
             try:

@@ -60,10 +60,6 @@ class FlatParam:
         self.homes = HomeArrays(spec, self.layout, self.names)
         self.parts = ArrayParts(self.homes, self.collectives, self.names)
 
-    def name_params(self, names: Sequence[str]) -> None:
-        """Sets the parameters' names, for messages."""
-        self.names[:] = names
-
     @property
     def spec(self) -> FlatParamSpec:
         return self.homes.spec

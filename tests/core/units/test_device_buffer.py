@@ -78,7 +78,7 @@ def made(kind: type = torch.nn.Parameter, flat: torch.Tensor | None = None) -> D
     """Of a parameter by columns and of another one, full of 0, 1, 2, ..."""
     params = [kind(torch.zeros(3, 2).t()), kind(torch.zeros(5))]
     flat_param = FlatParam(SPEC, params)
-    flat_param.name_params(["a.weight", "a.bias"])
+    flat_param.names[:] = ["a.weight", "a.bias"]
     flat = torch.arange(4096.0) if flat is None else flat
     return DeviceBuffer(flat_param, flat, Asked())
 

@@ -54,7 +54,7 @@ class Case:
         for names in (["a", "b"], ["c"]):
             params = [torch.nn.Parameter(torch.arange(4.0)) for _ in names]
             flat_param = give_arrays(FlatParam(SPEC, params))
-            flat_param.name_params(names)
+            flat_param.names[:] = names
             flat_param.weight.extent = SimpleNamespace(version=3)
             for index, (param, name) in enumerate(zip(params, names)):
                 flat_param.write_value(self.store, index, torch.arange(4.0), version=3)
@@ -63,7 +63,11 @@ class Case:
         self.buffers = [Buffer(flat) for flat in self.flat_params]
         self.params = [param for flat in self.flat_params for param in flat.params]
         self.exposure = Exposure(
-            "block", self.flat_params, self.buffers, collectives, refusal=refusal
+            "block",
+            self.flat_params,
+            SimpleNamespace(all=self.buffers),
+            collectives,
+            refusal=refusal,
         )
         self.store.writes.clear()
 

@@ -45,7 +45,7 @@ def shard_of(kind: str = "own", collectives: Told | None = None, **changes) -> F
     """With arrays full of ones."""
     spec = FlatParamSpec(**{**KINDS[kind].__dict__, **changes})
     made = FlatParam(spec, [torch.nn.Parameter(each) for each in values()], collectives)
-    made.name_params(["a", "b", "c"])
+    made.names[:] = ["a", "b", "c"]
     return give_arrays(made, 1)
 
 

@@ -47,7 +47,7 @@ def flat_params() -> list[FlatParam]:
     for number, (dtype, length) in enumerate(zip(DTYPES, LENGTHS)):
         spec = FlatParamSpec(dtype, dtype, native.Master.OWN, dtype, dtype, (), stepped=False)
         made.append(FlatParam(spec, [torch.nn.Parameter(torch.zeros(length, dtype=dtype))]))
-        made[-1].name_params([f"block.{number}"])
+        made[-1].names[:] = [f"block.{number}"]
     return made
 
 
@@ -58,7 +58,7 @@ def unit(of: list[FlatParam] | None = None) -> UnitBuffers:
 
 
 def params(buffers: UnitBuffers) -> list[torch.Tensor]:
-    return [buffer.flat_param.params[0] for buffer in buffers]
+    return [buffer.flat_param.params[0] for buffer in buffers.all]
 
 
 def are_shown(buffers: UnitBuffers) -> list[bool]:
@@ -82,7 +82,7 @@ def test_each_shard_has_a_buffer_of_its_length_and_dtype_made_in_the_queue_to_th
         (4096, torch.bfloat16),
     ]
     assert all(flat.is_cpu for flat in buffers.flats)
-    assert [buffer.flat_param for buffer in buffers] == of
+    assert [buffer.flat_param for buffer in buffers.all] == of
 
 
 def test_buffers_at_a_home_on_the_device_are_the_homes_arrays():
@@ -182,7 +182,7 @@ def test_a_unit_is_held_if_any_of_its_buffers_is(held):
     outside.zero_()
     buffers.empty()
     buffers.check_left()
-    for buffer in buffers:
+    for buffer in buffers.all:
         buffer.fill()
     buffers.empty()
     outside[0] = 1
