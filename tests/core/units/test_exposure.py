@@ -62,13 +62,8 @@ class Case:
             self.flat_params.append(flat_param)
         self.buffers = [Buffer(flat) for flat in self.flat_params]
         self.params = [param for flat in self.flat_params for param in flat.params]
-        self.exposure = Exposure(
-            "block",
-            self.flat_params,
-            SimpleNamespace(all=self.buffers),
-            collectives,
-            refusal=refusal,
-        )
+        buffers = SimpleNamespace(all=self.buffers)
+        self.exposure = Exposure("block", self.flat_params, buffers, collectives, refusal=refusal)
         self.store.writes.clear()
 
     def meet(self, what: str, *tensors: torch.Tensor, over_tensors: bool) -> None:
