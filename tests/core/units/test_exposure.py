@@ -109,7 +109,7 @@ def test_a_distributed_parameter_is_exactly_a_dtensor_while_it_is_used():
         parts = torch.nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)]))
         flat_param = FlatParam(SPEC, [parts, torch.nn.Parameter(torch.ones(4))])
         ranks = SimpleNamespace(ranks=SimpleNamespace(alone=True, encoding=None))
-        exposure = Exposure("block", [flat_param], [], ranks)
+        exposure = Exposure("block", [flat_param], SimpleNamespace(all=[]), ranks)
         for _ in range(2):
             exposure.begin()
             assert [type(param) for param in flat_param.params] == [DTensor, ResidentParameter]
