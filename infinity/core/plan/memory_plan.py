@@ -26,6 +26,7 @@ class Rung:
     slot_count: int  # of the optimizer: one is stepped, the others load and save
     chunk: int  # elements of one optimizer slot
     service_nbytes: int
+    sums_on_disk: bool = False  # whether checksums lie on the disk, if there are many
 
 
 LADDER = (
@@ -37,6 +38,7 @@ LADDER = (
     Rung(1, 8, 32 * 1024, MIB // 2),
     Rung(0, 8, 32 * 1024, MIB // 2),
     Rung(0, 4, MIN_CHUNK, native.CHECKSUM_NBYTES),
+    Rung(0, 4, MIN_CHUNK, native.CHECKSUM_NBYTES, sums_on_disk=True),
 )
 
 

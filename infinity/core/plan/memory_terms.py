@@ -17,8 +17,8 @@ from ..step.device_slots import DEVICE_SLOTS
 from ..step.slots import needed_device_slot_nbytes, optimizer_slot_nbytes
 from ..units.flat_param_spec import ARRAYS, home_of
 from ..units.staged_reads import PIECE_NBYTES
-from .memory_plan import BUFFERS, GRADIENTS, LADDER, MemoryPlan, Rung, term_of
-from .unit_sizes import CHECKSUMMED, UnitSize, bucket_numel
+from .memory_plan import BUFFERS, GRADIENTS, MemoryPlan, Rung, term_of
+from .unit_sizes import MIN_CHUNK, UnitSize, bucket_numel
 
 # Staged: one accumulates, one is written, one is read for a parameter used twice.
 GRADS_AT_ONCE = 3
@@ -148,14 +148,16 @@ class MemoryTerms:
         if self._grad is not Tier.NVME:
             return 0
         nbytes = staged_gradients(self._units, in_pieces=not self._rung.units_ahead)
-        del nbytes[1 if self._rung is LADDER[-1] else GRADS_AT_ONCE :]
+        del nbytes[1 if self._rung.chunk == MIN_CHUNK else GRADS_AT_ONCE :]
         return self._add(Tier.HOST, "staged gradients", sum(nbytes))
 
     def _service(self) -> int:
-        on_disk, arrays = sum(self.terms[Tier.NVME].values()), len(self._flat_params) * CHECKSUMMED
+        on_disk = sum(self.terms[Tier.NVME].values())
+        # Each may be on disk, with a partial last block.
+        arrays = sum(flat.nbytes(name) > 0 for flat in self._flat_params for name in self.tiers)
         blocks = on_disk // native.CHECKSUM_NBYTES + arrays if on_disk else 0
         sums = CHECKSUM_ENTRY_NBYTES * blocks
-        if sums > SUMS_NBYTES and not self._rung.units_ahead:
+        if sums > SUMS_NBYTES and self._rung.sums_on_disk and self._config.checksums:
             tables = native.sum_table_nbytes(on_disk) + native.BLOCK_NBYTES * arrays
             self._add(Tier.NVME, CHECKSUMS, tables)
             sums = SUMS_NBYTES + DIGEST_NBYTES * (tables // native.BLOCK_NBYTES)

@@ -16,8 +16,6 @@ from ..units.staged_reads import PIECE_NBYTES
 MIN_CHUNK = native.CHECKSUM_NBYTES // 2  # elements: whole checksum blocks at every element size
 STATE = ("weight", "master", *EVERY_MOMENT)
 SUMMED_AT_ONCE = 3  # gradients of a tied weight, unless they land use by use
-# Arrays of a flat param that can be on disk, each with a partial last block
-CHECKSUMMED = 5
 
 
 def bucket_numel(shards: int, itemsize: int) -> int:

@@ -43,7 +43,8 @@ from runs import adamw
 import infinity
 from infinity import native
 from infinity.core.homes.store import Guard
-from infinity.core.plan import memory_terms
+from infinity.core.plan import memory_terms, plan
+from infinity.core.plan.memory_plan import LADDER
 from infinity.core.run import resources
 
 SEED = 50
@@ -194,6 +195,7 @@ def test_a_lasting_fault_ends_in_a_typed_error(fault, where, homes, pieces, righ
 def checksums(request, monkeypatch) -> str:
     """Where the checksums are. On disk, one block of them is in memory at a time."""
     if request.param == "on disk":
+        monkeypatch.setattr(plan, "LADDER", LADDER[-1:])
         monkeypatch.setattr(memory_terms, "SUMS_NBYTES", 0)
         monkeypatch.setattr(resources, "SUMS_NBYTES", native.BLOCK_NBYTES)
     return request.param

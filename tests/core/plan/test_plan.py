@@ -133,7 +133,7 @@ def terms_by_hand(
     if plan.tiers["grad"] is Tier.NVME:
         most = 1 << 60 if choice.units_ahead else PIECE_NBYTES
         grads = sorted((min(most, flat.nbytes("grad")) for flat in flat_params), reverse=True)
-        host["staged gradients"] = sum(grads[: 1 if choice is LADDER[-1] else 3])
+        host["staged gradients"] = sum(grads[: 1 if choice.chunk == MIN_CHUNK else 3])
     slot = 0
     for flat_param in flat_params:
         if flat_param.spec.stepped:
@@ -151,9 +151,8 @@ def terms_by_hand(
     host["optimizer slots"] = choice.slot_count * slot
     host["service buffer"] = choice.service_nbytes if on_disk else native.BLOCK_NBYTES
     if terms[Tier.NVME] and sum(terms[Tier.NVME].values()):
-        host["checksums"] = 4 * (
-            sum(terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES + 5 * len(flat_params)
-        )
+        arrays = sum(flat.nbytes(name) > 0 for flat in flat_params for name in plan.tiers)
+        host["checksums"] = 4 * (sum(terms[Tier.NVME].values()) // native.CHECKSUM_NBYTES + arrays)
     if plan.tiers["weight"] is not Tier.DEVICE:
         needed = min(held + weights[0], sum(weights))
         spare = device_memory - sum(terms[Tier.DEVICE].values())
