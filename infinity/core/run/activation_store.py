@@ -67,7 +67,7 @@ class ActivationStore:
         self.spare_nbytes = spare_nbytes
         self._kept = native.Account()  # the bytes that do
         # By storage: its charge, once for all its saved views
-        self._charges: Any = weakref.WeakValueDictionary()
+        self._charges: dict[int, tuple[StorageWeakRef, weakref.ref[native.Charge]]] = {}
         self._excluded: set[int] = set()
         # By storage: its bytes at home, and the tensor's version when they were sent.
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[Saved], int]] = {}
@@ -82,6 +82,7 @@ class ActivationStore:
             self.planner.begin()
         self.home.forget_freed()
         self._known = {key: entry for key, entry in self._known.items() if not entry[0].expired()}
+        self._charges = {key: entry for key, entry in self._charges.items() if entry[1]()}
 
     def hooks(self, outer: tuple[Callable, Callable] | None) -> tuple[Callable, Callable]:
         """Makes pack and unpack for autograd; tensors that they do not take go to ``outer``."""
@@ -93,8 +94,8 @@ class ActivationStore:
                 if packed is not None:
                     return packed
                 storage = tensor.untyped_storage()
-                charge = self._charges.get(storage._cdata) or self._kept.charge(storage.nbytes())
-                self._charges[storage._cdata] = charge
+                charge = self._charge_of(storage) or self._kept.charge(storage.nbytes())
+                self._charges[storage._cdata] = StorageWeakRef(storage), weakref.ref(charge)
                 return WithinBudget(outer_pack(tensor), charge)
             return outer_pack(tensor)
 
@@ -138,6 +139,11 @@ class ActivationStore:
             planner.saves(storage)
         return is_taken
 
+    def _charge_of(self, storage: torch.UntypedStorage) -> native.Charge | None:
+        """Returns the charge of a storage that is kept."""
+        known = self._charges.get(storage._cdata)
+        return known[1]() if known is not None and not known[0].expired() else None
+
     def _pack(self, tensor: torch.Tensor) -> View | None:
         """Returns the view that replaces ``tensor`` in the graph. Returns None if the tensor stays
         on the device, because its budget has room, or because home has none and need not."""
@@ -149,7 +155,7 @@ class ActivationStore:
             is_sent = planner is not None and planner.is_sending
             room = (self.spare_nbytes or 0) - (planner.reserved_nbytes if planner else 0)
             fits = self.kept_nbytes + storage.nbytes() <= room
-            if not is_sent and (fits or storage._cdata in self._charges):
+            if not is_sent and (fits or self._charge_of(storage)):
                 return None
             with self._store.guard:
                 try:

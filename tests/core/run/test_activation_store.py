@@ -272,6 +272,21 @@ def test_a_storage_that_stays_is_charged_once_however_many_views_are_saved(make)
     assert made.activations.kept_nbytes == 0 and type(made.pack(ramp())) is WithinBudget
 
 
+def test_a_storage_at_the_address_of_one_that_is_gone_is_charged_anew(make):
+    """Method: hooks around keep nothing of a tensor, whose charge stays. Twin: while the tensor is
+    alive, a view of it is charged no more."""
+    made, tensor = make(spare=4 * SMALLEST_NBYTES), ramp()
+    pack, _ = made.activations.hooks((lambda each: None, lambda each: each))
+    packed = [pack(tensor), pack(tensor.view(2, -1))]
+    assert made.activations.kept_nbytes == SMALLEST_NBYTES
+    made.activations._charges[(other := ramp()).untyped_storage()._cdata] = (
+        made.activations._charges.pop(tensor.untyped_storage()._cdata)
+    )
+    del tensor
+    packed.append(pack(other))
+    assert made.activations.kept_nbytes == 2 * SMALLEST_NBYTES
+
+
 def test_what_stays_in_the_budget_goes_through_the_outer_hooks(make):
     """Twin: what goes home does not."""
     made, tensor = make(spare=SMALLEST_NBYTES), ramp()
