@@ -42,7 +42,7 @@ class Gathered:
         """Compares the weights of a forward, before it computes."""
         self._findings.raise_found()
         for unit in units:
-            if self._running.holds[unit] == 1:  # else one around it may have changed them
+            if self._running.holds.get(unit) == 1:  # else one around it may have changed them
                 self.check(unit)
 
     def unit_landed(self, unit: ParamUnit) -> None:

@@ -102,6 +102,7 @@ def two(launch_folder, standing_ranks, tmp_path_factory) -> Mapping[str, Any]:
         "config": config["host"],
         "runs": [range(2), range(2, BATCHES)],
     }
+    jobs["trained:AdamW-audited"] = {"rule": "AdamW", "config": config["host"] | {"audit": 1.0}}
     jobs["trained:AdamW-narrow"] = {
         "rule": "AdamW",
         "config": config["nvme"] | {"device_memory": NARROW},
@@ -162,6 +163,12 @@ def test_pipedream_2bw_batches_follow_the_rule_bit_for_bit_from_every_home(two, 
         for rank, first in zip(ranks, two[f"trained:{rule}-device"]):
             assert not models.differing(rank["state"], first["state"])
             assert rank["steps"] == BATCHES and rank["empty"] and rank["plain"]
+
+
+def test_an_audited_run_has_the_same_bits(two):
+    """A forward has weights of an older version, which the newest's holds do not count."""
+    audited, plain = merged(two["trained:AdamW-audited"]), merged(two["trained:AdamW-host"])
+    assert not models.differing(audited, plain)
 
 
 def test_a_flush_between_batches_has_gradients_of_the_newest_weights(two):
