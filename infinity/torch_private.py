@@ -661,14 +661,15 @@ top_hooks, push_hooks, pop_hooks = SAVING_HOOKS.found or (_top, _push, _pop)
 skip_code, compiler, set_compiler, graph_in_making = COMPILER.found or _by_the_compiler()
 
 
-def uncompiled(function: F) -> F:
+def uncompiled(function: F, reason: str | None = None) -> F:
     """Leaves a call of ``function``, and all that it calls, out of the graphs of torch.compile.
+    ``reason``: what torch says where a graph may not break.
 
     torch.compiler.disable costs two frames at each call; the reach costs none.
     """
     if skip_code is None:
-        return torch.compiler.disable(function)
-    function._torchdynamo_disable = True
+        return torch.compiler.disable(function, reason=reason)
+    function._torchdynamo_disable, function._torchdynamo_disable_msg = True, reason
     skip_code(function.__code__)
     return function
 

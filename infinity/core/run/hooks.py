@@ -18,7 +18,7 @@ from ..units.handle import raw_hooks, set_raw_hooks
 from ..units.unit import ParamUnit
 from .engine import Engine
 from .fixed_form import fix_forms
-from .scoped_call import ScopedCall
+from .scoped_call import UNCOMPILED, ScopedCall
 
 OURS = -1  # the key of the engine's hook; users' are 0 and above
 
@@ -145,7 +145,7 @@ def install_hooks(
             return engine.passes.leave(module, args, kwargs, output)
 
         # The graph of a compiled model breaks here: moving weights cannot be compiled.
-        before, after = uncompiled(before), uncompiled(after)
+        before, after = (uncompiled(hook, UNCOMPILED) for hook in (before, after))
         before.is_infinity = after.is_infinity = True
         removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))

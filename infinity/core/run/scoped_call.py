@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def refuse_compiled_autograd() -> None:
 
 
 def _scoped(job: Job, call: Callable) -> Callable:
-    @uncompiled
+    @partial(uncompiled, reason=UNCOMPILED)
     def scope() -> AbstractContextManager:
         is_inside = job.uses.scopes.running_here  # of the call of another owner
         # A module compiled while wrapped still calls this.

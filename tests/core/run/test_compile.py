@@ -158,6 +158,10 @@ def test_a_whole_graph_and_compiled_autograd_are_refused_with_the_way_that_works
     model, optimizer = infinity.wrap_model(*small(), {"params": "host", "optimizer": "host"})
     with pytest.raises(Exception, match="Leave out fullgraph=True"):
         torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 8))
+    model[0].compile(backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="Leave out fullgraph=True"):
+        model(torch.ones(2, 8))
+    model[0]._compiled_call_impl = None
     with (
         torch._dynamo.config.patch(compiled_autograd=True),
         pytest.raises(infinity.UsageError, match="compiled_autograd = False"),
