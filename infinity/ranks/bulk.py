@@ -43,7 +43,7 @@ class Bulk(PassAgreement):
     def __init__(self, ranks: ParallelDims, traffic: Traffic, progress: Progress):
         super().__init__(ranks, traffic, progress)
         self._ordered: deque[Pending] = deque()
-        self._whole: Bulk = self  # of all data ranks; another one for divided experts
+        self._whole: Bulk | None = None  # for divided experts: of all data ranks
 
     # --- weights ---
 
@@ -168,7 +168,8 @@ class Bulk(PassAgreement):
             self._meet_for(what)
         works, received, size = [], flat, self.ranks.size
         mine = torch.tensor(flags, dtype=torch.uint8, device="cpu")
-        everyones = mine.new_empty(self._whole.ranks.size, mine.numel())
+        whole = self._whole or self
+        everyones = mine.new_empty(whole.ranks.size, mine.numel())
         if size > 1:
             received = torch.empty_like(flat)
             work, start = self._go_on_with(what, Kind.REDUCE, flat, received)
@@ -177,7 +178,7 @@ class Bulk(PassAgreement):
             self._go_on_with(what, Kind.NOTHING, flat, flat)  # keeps its place in the order
         if flags:
             said = f"{what}: who has them"
-            telling, told = self._whole._go_on_with(said, Kind.TELL, mine, everyones.view(-1))
+            telling, told = whole._go_on_with(said, Kind.TELL, mine, everyones.view(-1))
             of_host = self._pending([telling], said, None, mine.device)
 
         def finish() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
@@ -57,7 +58,7 @@ class Collectives(Bulk):
         if self.ranks.expert_group is None:
             return self
         found = Collectives(self.ranks.as_experts_see, self.traffic, self._progress)
-        found._whole, found._ordered = self, self._ordered
+        found._whole, found._ordered = weakref.proxy(self), self._ordered
         return found
 
     def note_origin(self, load: str) -> None:

@@ -89,6 +89,7 @@ def of(model: nn.Module, *others: Any) -> Gone:
         parts_of(engine).store,
         engine.gradients,
         engine.backward,
+        parts_of(engine).job.collectives,
         *(flat for unit in parts_of(engine).units for flat in unit.buffers.flats),
     ]
     return [
