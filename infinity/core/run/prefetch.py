@@ -384,7 +384,7 @@ class Prefetcher:
         Every data rank calls this, and the first call of a pass blocks on them.
         """
         idle = [other for other in self._pass.resident if other not in self._pass.holds]
-        if self._traces_agree() and len(idle) > 1:
+        if (self._ranks.size == 1 or self._traces_agree()) and len(idle) > 1:
             idle.sort(key=lambda other: -self.schedule.next_use(other.index))
         return idle
 

@@ -248,7 +248,8 @@ class Arrival:
     def give_up(self) -> None:
         """Waits until nothing writes to the buffers, after an error, and ignores further ones."""
         self.forget_gathers()
-        self._collectives.complete_started()
+        if self._collectives.ranks.size > 1:  # else the caller may go on, and so may other ranks
+            self._collectives.complete_started()
         try:
             self.event.wait()
         except (InfinityError, RuntimeError):
