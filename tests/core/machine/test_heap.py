@@ -76,8 +76,9 @@ def test_the_memory_left_is_not_asked_for_at_every_small_buffer(machine):
 
 def test_a_device_counts_what_it_frees(monkeypatch):
     """Twin: what it allocates is not counted."""
-    device, freed = Device(torch.device("cpu"), Traffic()), []
+    freed: list[int] = []
     monkeypatch.setattr(Heap, "freed", lambda kept, nbytes: freed.append(nbytes))
+    device = Device(torch.device("cpu"), Traffic())
     storage = torch.empty(1000, dtype=torch.uint8).untyped_storage()
     device.resize(storage, 0)
     assert freed == [1000]

@@ -131,7 +131,7 @@ def test_transfer_memory_is_allocated_and_charged_as_planned(make):
     terms = {
         Tier.DEVICE: {name: 10 + at for at, name in enumerate(on_device)} | {BUFFERS: 3},
         Tier.HOST: {"checksums": 7, BUFFERS: 5},
-        Tier.NVME: {},
+        Tier.NVME: {"checksums": 9},
     }
     refused = SimpleNamespace(open_pool=lambda *_, **__: None)
     made = make(plan_of(terms=terms, staging_backend=refused))
@@ -144,7 +144,7 @@ def test_transfer_memory_is_allocated_and_charged_as_planned(make):
         "checksums": 7,
         BUFFERS: 5,
     }
-    for tier, of_tier in ((Tier.HOST, host), (Tier.DEVICE, terms[Tier.DEVICE])):
+    for tier, of_tier in (terms | {Tier.HOST: host}).items():
         for what, nbytes in of_tier.items():
             assert found.pop((tier, what)) == nbytes
     assert list(found) == [(Tier.HOST, "the store's service buffer")]
