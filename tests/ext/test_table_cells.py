@@ -137,18 +137,16 @@ OWN_REASONS = (
 )
 
 
-HOOKED = {  # behind a block's forward, before it, or behind its backward
-    State.FORWARD: nn.Module.register_forward_hook,
-    State.HOLDING: nn.Module.register_forward_pre_hook,
-    State.BACKWARD: nn.Module.register_full_backward_hook,
-}
-
-
 @contextmanager
-def hooked(job: Job, attempt: Callable[[], None], state: StateKind) -> Iterator[None]:
+def hooked(job: Job, attempt: Callable[[], None], *, backward: bool) -> Iterator[None]:
     """Makes the attempt in a hook of the next forward, or of its backward."""
     left = [attempt]
-    handle = HOOKED[state](job.model[1], lambda *_: left.pop()() if left else None)
+    hook = lambda *_: left.pop()() if left else None
+    handle = (
+        job.model[1].register_full_backward_hook(hook)
+        if backward
+        else job.model[1].register_forward_hook(hook)
+    )
     yield
     handle.remove()
     assert not left
@@ -158,8 +156,8 @@ def train_in(state: StateKind, job: Job, attempt: Callable[[], None]) -> None:
     """Makes a step, with the attempt while the job is in ``state``."""
     step_at_end = True
     with ExitStack() as stack:
-        if state in HOOKED:
-            stack.enter_context(hooked(job, attempt, state))
+        if state in (State.FORWARD, State.BACKWARD):
+            stack.enter_context(hooked(job, attempt, backward=state is State.BACKWARD))
         elif state is State.ACCUMULATING:
             stack.enter_context(infinity.accumulate(job.model))
             job.loss().backward()
@@ -217,25 +215,18 @@ def told(
 
 
 def is_of_table(said: str, state: StateKind) -> bool:
-    """Whether ``said`` is the remedy of ``state``, or of one with it, for whatever operation."""
-    states = held(state)
-    texts = [each.activity.remedy for each in states]
-    texts += [text for (_, of), text in SPECIAL.items() if of in states]
+    """Whether ``said`` is the remedy of ``state``, for whatever operation."""
+    texts = [state.activity.remedy, *(text for (_, of), text in SPECIAL.items() if of is state)]
     return any(said.endswith(text.split("{}")[-1]) for text in texts)
 
 
-def held(state: StateKind) -> set[StateKind]:
-    """The states that a job in ``state`` is in."""
-    if state in set(VersionState):
-        return set(VersionState)
-    return {State.FORWARD, state} if state is State.HOLDING else {state}
-
-
 def cells(state: StateKind, *, refused: bool) -> list[OperationKind]:
+    together = set(VersionState)
+    held = together if state in together else {state}
     return [
         operation
         for operation in OPERATIONS
-        if any(each in REFUSED[operation] for each in held(state)) == refused
+        if any(each in REFUSED[operation] for each in held) == refused
     ]
 
 

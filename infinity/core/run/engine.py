@@ -81,6 +81,9 @@ class Engine:
             lents=job.lents,
             events=job.events,
             is_cut_short=lambda: running.is_cut_short,
+            in_use=lambda: [
+                u for frame in running.frames for u in (*frame.units, *frame.used_outside)
+            ],
             steps_apart=lambda: running.steps_apart,
             release=job.prefetcher.release_all,
             end_step=self.end_step,

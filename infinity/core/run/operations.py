@@ -27,7 +27,6 @@ class Right(Enum):
 
     HOMES = "weights at home"
     NO_FORWARD = "no forward runs"
-    UNUSED_WEIGHTS = "no forward has trained weights from home"
     NO_BACKWARD = "no backward runs"
     WHOLE_GRADS = "the gradients of all micro-batches have landed"
     NO_STREAM = "no unit is stepped in a backward"
@@ -37,8 +36,7 @@ class Right(Enum):
     LOOP_STEPS = "the loop makes the steps"
 
 
-NO_USE = frozenset({Right.UNUSED_WEIGHTS, Right.NO_BACKWARD, Right.WHOLE_GRADS})
-NO_PASS = NO_USE | {Right.HOMES, Right.NO_FORWARD}
+NO_PASS = frozenset({Right.HOMES, Right.NO_FORWARD, Right.NO_BACKWARD, Right.WHOLE_GRADS})
 NO_STEP_RUNS = frozenset({Right.HOMES, Right.NO_STREAM, Right.WHOLE_STEP})
 ONE_VERSION = frozenset({Right.HOMES, Right.ONE_VERSION})
 OWN_WEIGHTS = frozenset({Right.HOMES, Right.OWN_WEIGHTS})
@@ -102,12 +100,6 @@ class State(StateKind):
         "{} inside a forward of the model, from a hook or a module: call it when the forward is"
         " over.",
     )
-    HOLDING = Activity(  # the call comes from a hook or a module that has weights from home
-        "h",
-        frozenset({Right.UNUSED_WEIGHTS}),
-        "{} inside a forward that computes with trained weights from home, which it changes there:"
-        " call it when the forward is over.",
-    )
     BACKWARD = Activity(  # the call comes from a hook
         "b",
         frozenset({Right.NO_BACKWARD}),
@@ -144,7 +136,7 @@ class Operation(OperationKind):
     ACCUMULATION_PASS = Call("a pass of several micro-batches", NO_PASS | {Right.WHOLE_STEP}, True)
     STEP = Call(
         "optimizer.step()",
-        OWN_WEIGHTS | NO_USE | {Right.LOOP_STEPS},
+        OWN_WEIGHTS | {Right.NO_BACKWARD, Right.WHOLE_GRADS, Right.LOOP_STEPS},
         True,
     )
     STEP_IN_BACKWARD = Call("step_in_backward()", IDLE, True)

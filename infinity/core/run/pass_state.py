@@ -110,15 +110,10 @@ def define_states(uses: Uses, running: Pass, steps: StepCounter) -> None:
     def is_in_backward() -> bool:
         return current_task() != -1
 
-    def is_in_forward() -> bool:
-        return bool(running.frames) and scopes.running_here > 0 and not is_in_backward()
-
     uses.define(
         {
-            State.FORWARD: is_in_forward,
-            State.HOLDING: lambda: (
-                is_in_forward()
-                and any(not u.stays and any(h.grad for h in u.handles) for u in running.holds)
+            State.FORWARD: lambda: (
+                bool(running.frames) and scopes.running_here > 0 and not is_in_backward()
             ),
             State.BACKWARD: lambda: bool(running.tokens) and is_in_backward(),
             State.ACCUMULATING: lambda: running.is_accumulating and is_whole(),

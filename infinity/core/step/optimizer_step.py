@@ -73,6 +73,13 @@ class OptimizerStep:
     def prepare(self) -> None:
         """Averages the gradients. Raises UsageError if they cannot be stepped."""
         context = self.context
+        for unit in context.in_use():
+            stepped = any(map(context.steps_flat_param, unit.flat_params))
+            if stepped and unit.in_use is None and not unit.stays:
+                raise UsageError(
+                    f"optimizer.step() inside a forward that computes with weights of {unit.name},"
+                    " which it changes: call it when the forward is over."
+                )
         context.updates.asked = time.perf_counter()
         context.gradients.average(context.steps_flat_param)
         if not context.steps.begun:

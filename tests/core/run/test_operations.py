@@ -99,7 +99,7 @@ def test_training_goes_on_in_every_state_of_a_model_that_is_wrapped():
     for operation in (Operation.FORWARD, Operation.BACKWARD):
         assert [state for state in State if refuses(state, operation)] == [State.UNWRAPPED]
     allowed = {state for state in State if not refuses(state, Operation.STEP)}
-    assert allowed == {State.FORWARD, State.STEPPING, State.STEPPED}  # a forward without weights
+    assert allowed == {State.FORWARD, State.STEPPING, State.STEPPED}
     assert refused(State.UNWRAPPED) == {*Operation} - {Operation.USE_GRAD, Operation.SET_GRAD}
 
 

@@ -13,6 +13,7 @@ from infinity.core.step.context import StepContext
 OWN = {"place"}  # of one among several optimizers
 CALLED = {
     "is_only",
+    "in_use",
     "is_cut_short",
     "steps_apart",
     "release",

@@ -442,3 +442,47 @@ def test_state_and_gradients_from_before_the_wrap_are_honoured(home, tmp_path):
         simple_step(one, its, 4)
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=1e-5, atol=2e-6)
     assert {int(s["step"]) for s in optimizer.state_dict()["state"].values()} == {4}
+
+
+class Looking(nn.Module):
+    """Calls ``look`` in the middle of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.look = nn.Linear(8, 8), nn.Linear(8, 8), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.look is not None:
+            self.look()
+        return self.last(x)
+
+
+@pytest.mark.parametrize("home", ["device", "host", "nvme"])
+def test_a_step_inside_a_forward_that_has_what_it_changes_is_refused(home, tmp_path):
+    """Nothing has changed then. Twins: a home on the device takes it, with torch's bits; so does an
+    optimizer of other weights, at any home."""
+
+    def run(home: str | None, inside: int) -> list[torch.Tensor]:
+        torch.manual_seed(SEED)
+        model = nn.Sequential(Looking(), Looking())
+        optimizers = [torch.optim.AdamW(block.parameters(), lr=LR, fused=True) for block in model]
+        if home is not None:
+            config = at_home(home, home, tmp_path, units=["Looking"])
+            model, optimizers = infinity.wrap_model(model, optimizers, config)
+        x = torch.linspace(-1, 1, 16).view(2, 8)
+        model(x).square().sum().backward()
+        model[1].look = optimizers[inside].step
+        with torch.no_grad():
+            seen = model(x).clone()
+        model[1].look = None
+        for optimizer in optimizers:
+            optimizer.step()
+        return [seen, model(x).detach().clone()]
+
+    assert all(map(torch.equal, run(home, inside=0), run(None, inside=0)))
+    if home == "device":
+        assert all(map(torch.equal, run(home, inside=1), run(None, inside=1)))
+    else:
+        with pytest.raises(infinity.UsageError, match="inside a forward that computes with"):
+            run(home, inside=1)

@@ -36,7 +36,7 @@ def of_package(members: Iterable[Any]) -> list[Any]:
 
 
 STATES = sorted(
-    of_package(members(StateKind)), key=lambda state: "ufhbaspewo".index(state.activity.letter)
+    of_package(members(StateKind)), key=lambda state: "ufbaspewo".index(state.activity.letter)
 )
 OPERATIONS = of_package(members(OperationKind))
 REFUSED: dict[OperationKind, tuple[StateKind, ...]] = {
