@@ -108,9 +108,9 @@ class Collectives(Bulk):
         self.ranks.place_of(channel).pass_on(what, transfer)
 
     def collect(self, mine: Any, what: str, among: Sequence[Channel] | None = None) -> Any:
-        """Gathers every rank's ``mine``, anything picklable: a list. Order: shards, then replicas,
-        then tensor parts, then stages. ``among``: only over these channels. Tensors of one shape,
-        of ranks at the same step, are gathered into one tensor: [ranks, ...]."""
+        """Gathers every rank's ``mine``: a list of anything picklable, or of tensors of one shape a
+        tensor [ranks, ...], for which ranks are at the same step. Order: shards, then replicas,
+        then tensor parts, then stages. ``among``: only over these channels."""
         found = mine.unsqueeze(0) if (is_tensor := isinstance(mine, torch.Tensor)) else [mine]
         for channel in self.ranks.channels if among is None else among:
             group, place = channel.group, self.ranks.place_of(channel)

@@ -176,8 +176,8 @@ class KeptArrays:
         beside: Mapping[Tier, int] | None = None,
         otherwise: Tier | None = None,
     ) -> list[Tier]:
-        """Makes room for bytes ``beside``, less than none if they were planned, and for the
-        ``wanted`` arrays as :meth:`keep` makes them. Returns their tiers. Raises CapacityError,
+        """Makes room for the ``wanted`` arrays as :meth:`keep` makes them, and for bytes ``beside``
+        them, of which planned ones are negative. Returns the arrays' tiers. Raises CapacityError,
         which names the need of all of them."""
         needed, tiers = Counter(beside), []
         for flat_param, dtype in wanted:
