@@ -232,14 +232,14 @@ class Unpack:
     ):
         self._outer, self._storages, self._backward = outer, storages, backward
 
-    def __call__(self, saved: Any) -> torch.Tensor:
-        """Makes the tensor. Brings the unit of a weight, which may block."""
+    def __call__(self, saved: Any, *, is_part: bool = False) -> torch.Tensor:
+        """Makes the tensor, or a part of one. Brings the unit of a weight, which may block."""
         kind = type(saved)
         if kind is SavedLocal:
-            return saved.form.build(saved.spec, self(saved.packed))
+            return saved.form.build(saved.spec, self(saved.packed, is_part=True))
         if kind is SavedSubclass:
-            return saved.tensor(self)
-        if kind is not SavedTensor and kind is not SavedWeight:
+            return saved.tensor(partial(self, is_part=True))
+        if kind not in (SavedTensor, SavedWeight):
             return self._outer(saved)
         params, param = getattr(_unpacked, "params", None), None
         if params is not None and saved.param is not None:
@@ -258,8 +258,9 @@ class Unpack:
                 raise too_late()
             if param is not None:
                 # The Function gets the parameter, and each use of that brings it again.
-                value = torch.empty((), dtype=saved.dtype, device=saved.flat.device)
-                value = value.expand(saved.size)
+                value = torch.empty((), dtype=saved.dtype, device=saved.flat.device).expand(
+                    saved.size
+                )
             else:
                 if torch.is_grad_enabled() and current_task() != -1:
                     # The graph of this backward saves weights as references, too, before the node
@@ -269,7 +270,7 @@ class Unpack:
                 value.set_(saved.flat.untyped_storage(), saved.offset, saved.size, saved.stride)
                 value = value.conj() if saved.conj else value
                 value = neg_view(value) if saved.neg else value
-        if params is not None:
+        if params is not None and not is_part:
             params.append((_place(value), param))
         return value
 

@@ -7,9 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.core.run import saved_weights
 from infinity.core.run.saved_weights import SavedWeight, is_checkpoint, saving_hooks
 from infinity.core.units.weight_storages import WeightStorages
 from infinity.errors import UsageError
@@ -76,6 +78,18 @@ def test_other_tensors_are_saved_as_they_are():
     packed = pack(other)
     assert packed[0] == "outer" and unpack(packed) is packed
     assert isinstance(pack(unit.flat), SavedWeight)
+
+
+def test_parts_of_a_tensor_are_not_among_what_a_function_gets(monkeypatch):
+    """Method: a tensor of a weight and another one. Twin: the other one alone is."""
+    unit, other = Unit(), torch.ones(16)
+    pack, unpack = unit.hooks()
+    both, alone = pack(TwoTensor(unit.flat, other)), pack(other)
+    monkeypatch.setattr(saved_weights._unpacked, "params", [], raising=False)
+    assert torch.equal(unpack(both).a, unit.flat) and unit.held == [unit]
+    assert saved_weights._unpacked.params == []
+    unpack(alone)
+    assert len(saved_weights._unpacked.params) == 1
 
 
 def test_hooks_within_hooks_are_the_same_ones():
