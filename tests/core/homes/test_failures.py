@@ -193,7 +193,7 @@ def test_a_lasting_fault_ends_in_a_typed_error(fault, where, homes, pieces, righ
 
 @pytest.fixture(params=["in memory", "on disk"])
 def checksums(request, monkeypatch) -> str:
-    """Where the checksums are. On disk, one block of them is in memory at a time."""
+    """Puts the checksums in memory or on the disk, of which one block is in memory at a time."""
     if request.param == "on disk":
         monkeypatch.setattr(plan, "LADDER", LADDER[-1:])
         monkeypatch.setattr(memory_terms, "SUMS_NBYTES", 0)
