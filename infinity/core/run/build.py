@@ -8,7 +8,6 @@ engine, because the job must not keep it alive.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 
@@ -18,7 +17,6 @@ from ...ranks.collectives import Collectives
 from ...torch_private import pop_hooks, push_hooks
 from ..grads.bank import GradientBank
 from ..grads.reducer import Reducer
-from ..homes.store import ArrayStore
 from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
@@ -27,9 +25,8 @@ from ..params.lent import Lents
 from ..params.value_edits import ValueEdits
 from ..plan.memory_plan import MemoryPlan
 from ..plan.unit_sizes import UnitSize
-from ..seams import Events, Extension, begin_extensions
+from ..seams import Events, begin_extensions
 from ..step.updates import Updates
-from ..units.handle import ParamHandle
 from ..units.kept import KeptArrays
 from ..units.unit import ParamUnit, flat_params_of
 from ..units.weight_storages import WeightStorages
@@ -42,7 +39,6 @@ from .prefetch import Explain, Prefetcher
 from .resources import Resources, make_store
 from .schedule import Schedule
 from .shut_down import shut_down
-from .step_counter import StepCounter
 from .uses import Uses
 
 
@@ -60,27 +56,6 @@ class Later:
     def set(self, engine: Engine) -> None:
         """Sets the engine."""
         self._engine = weakref.ref(engine)
-
-
-@dataclass(frozen=True, eq=False)
-class _Base:
-    """The parts of a job that need no other part to run."""
-
-    config: Config
-    plan: MemoryPlan
-    units: list[ParamUnit]
-    device: Device
-    collectives: Collectives
-    ledger: Ledger
-    store: ArrayStore
-    scopes: native.Scopes
-    updates: Updates
-    schedule: Schedule
-    journal: Journal
-    running: Pass
-    steps: StepCounter
-    events: Events
-    extensions: list[Extension]
 
 
 def build_engine(
@@ -102,20 +77,96 @@ def build_engine(
     ``prefix``: see :class:`Job`. ``explain``: see :class:`Prefetcher`. Raises CapacityError or
     StorageError with everything freed.
     """
-    base, later = _make_base(config, plan, units, device, collectives, share), Later()
-    store, updates = base.store, base.updates
-    homes = [flat.homes for flat in flat_params_of(units)]
-    recorded, names, closed = updates.recorded, updates.names, base.events.closed
+    traffic, ranks, steps = collectives.traffic, collectives.ranks, collectives.steps
+    events, ledger = Events(moved=traffic.moved), Ledger(share)
+    extensions = begin_extensions(config, device, collectives, events)
+    budgets = (config.device_memory, config.host_memory, config.nvme_capacity)
+    for tier, budget in zip(Tier, budgets):
+        ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
+    store = make_store(config, plan, ledger, traffic, device, collectives)
+    scopes, updates = native.Scopes(push_hooks, pop_hooks), Updates(units, traffic)
+    schedule, journal, running, later = Schedule(), Journal(), Pass(), Later()
+    homes, names = [flat.homes for flat in flat_params_of(units)], updates.names
     free = partial(
-        shut_down, base.scopes, store, homes, recorded, names, collectives, device, closed
+        shut_down,
+        *(scopes, store, homes, updates.recorded, names, collectives, device, events.closed),
     )
     try:
         resources = Resources(config, plan, units, store)
         if stepping:
             updates.use(resources.make_updater(), device, plan.device_slot_nbytes)
-        prefetcher = _make_prefetcher(base, later, explain)
-        job = _make_job(
-            base, Planned(plan, sizes), resources, later, prefetcher, prefix, stepping=stepping
+        prefetcher = Prefetcher(
+            units,
+            store,
+            ledger,
+            schedule,
+            window_nbytes=plan.device_window_nbytes,
+            autograd_nbytes=plan.autograd_nbytes,
+            explain=explain,
+            units_ahead=plan.units_ahead,
+            give_way=lambda: later.engine.backward.give_way(),
+            collectives=collectives,
+            device=device,
+            journal=journal,
+            running=running,
+        )
+        gradients = GradientBank(
+            store, resources.grad_staging, collectives, in_flight_nbytes=plan.landing_nbytes
+        )
+        reducer = None
+        if stepping and ranks.data_size > 1:
+            reducer = Reducer(
+                collectives,
+                [unit for unit in units if any(flat.spec.stepped for flat in unit.flat_params)],
+                gradients,
+                ledger,
+                schedule,
+                lambda unit: later.engine.backward.notify_if_final(unit),
+                lambda: steps.streaming,
+                events.averaged,
+                in_buckets=plan.in_buckets,
+            )
+            gradients.reduce_with(reducer.add, reducer.average, reducer.whole)
+        uses = Uses(
+            scopes,
+            check_process=store.check_process,
+            wait=partial(wait_for_others, scopes),
+            prepare=lambda repairing: later.engine.prepare(repairing),
+            settle=lambda: later.engine.job.lents.settle(),
+        )
+        planned, lents = Planned(plan, sizes), Lents(steps, ranks, uses)
+        job = Job(
+            config=config,
+            planned=planned,
+            units=units,
+            trained=[],
+            device=device,
+            collectives=collectives,
+            ranks=ranks,
+            prefix=prefix,
+            traffic=traffic,
+            ledger=ledger,
+            store=store,
+            uses=uses,
+            scopes=scopes,
+            journal=journal,
+            schedule=schedule,
+            steps=steps,
+            storages=WeightStorages(),
+            kept=KeptArrays(store, units, lambda: steps.index, planned),
+            gradients=gradients,
+            reducer=reducer,
+            updates=updates,
+            borrowed=BorrowedState(store, steps, journal, lents),
+            edits=ValueEdits(store, prefetcher, journal, collectives, steps),
+            lents=lents,
+            prefetcher=prefetcher,
+            activations=resources.make_activations(
+                placed=any(each.places_saved for each in extensions), local_size=ranks.local_size
+            ),
+            events=events,
+            extensions=extensions,
+            running=running,
         )
         engine = Engine(job, resources, free)
         later.set(engine)
@@ -123,136 +174,3 @@ def build_engine(
     except BaseException:
         native.insist(free)
         raise
-
-
-def _make_base(
-    config: Config,
-    plan: MemoryPlan,
-    units: list[ParamUnit],
-    device: Device,
-    collectives: Collectives,
-    share: Fraction,
-) -> _Base:
-    """Makes the parts that the others are built on. Allocates no home yet."""
-    traffic = collectives.traffic
-    ledger = Ledger(share)
-    events = Events(moved=traffic.moved)
-    extensions = begin_extensions(config, device, collectives, events)
-    budgets = (config.device_memory, config.host_memory, config.nvme_capacity)
-    for tier, budget in zip(Tier, budgets):
-        ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
-    return _Base(
-        config=config,
-        plan=plan,
-        units=units,
-        device=device,
-        collectives=collectives,
-        ledger=ledger,
-        store=make_store(config, plan, ledger, traffic, device, collectives),
-        scopes=native.Scopes(push_hooks, pop_hooks),
-        updates=Updates(units, traffic),
-        schedule=Schedule(),
-        journal=Journal(),
-        running=Pass(),
-        steps=collectives.steps,
-        events=events,
-        extensions=extensions,
-    )
-
-
-def _make_job(
-    base: _Base,
-    planned: Planned,
-    resources: Resources,
-    later: Later,
-    prefetcher: Prefetcher,
-    prefix: str,
-    *,
-    stepping: bool,
-) -> Job:
-    """Makes the parts that run while the model runs, and the job of all."""
-    store, steps, journal, collectives = base.store, base.steps, base.journal, base.collectives
-    trained: list[ParamHandle] = []
-    uses = Uses(
-        base.scopes,
-        check_process=base.store.check_process,
-        wait=partial(wait_for_others, base.scopes),
-        prepare=lambda repairing: later.engine.prepare(repairing),
-        settle=lambda: later.engine.job.lents.settle(),
-    )
-    lents = Lents(steps, collectives.ranks, uses)
-    gradients = GradientBank(
-        store, resources.grad_staging, collectives, in_flight_nbytes=base.plan.landing_nbytes
-    )
-    averages = stepping and collectives.ranks.data_size > 1
-    return Job(
-        config=base.config,
-        planned=planned,
-        units=base.units,
-        trained=trained,
-        device=base.device,
-        collectives=collectives,
-        ranks=collectives.ranks,
-        prefix=prefix,
-        traffic=collectives.traffic,
-        ledger=base.ledger,
-        store=store,
-        uses=uses,
-        scopes=base.scopes,
-        journal=journal,
-        schedule=base.schedule,
-        steps=steps,
-        storages=WeightStorages(),
-        kept=KeptArrays(store, base.units, lambda: steps.index, planned),
-        gradients=gradients,
-        reducer=_make_reducer(base, gradients, later) if averages else None,
-        updates=base.updates,
-        borrowed=BorrowedState(store, steps, journal, lents),
-        edits=ValueEdits(store, prefetcher, journal, collectives, steps),
-        lents=lents,
-        prefetcher=prefetcher,
-        activations=resources.make_activations(
-            placed=any(each.places_saved for each in base.extensions),
-            local_size=base.collectives.ranks.local_size,
-        ),
-        events=base.events,
-        extensions=base.extensions,
-        running=base.running,
-    )
-
-
-def _make_prefetcher(base: _Base, later: Later, explain: Explain) -> Prefetcher:
-    """Makes the prefetcher, which may ask the backward to give way."""
-    return Prefetcher(
-        base.units,
-        base.store,
-        base.ledger,
-        base.schedule,
-        window_nbytes=base.plan.device_window_nbytes,
-        autograd_nbytes=base.plan.autograd_nbytes,
-        explain=explain,
-        units_ahead=base.plan.units_ahead,
-        give_way=lambda: later.engine.backward.give_way(),
-        collectives=base.collectives,
-        device=base.device,
-        journal=base.journal,
-        running=base.running,
-    )
-
-
-def _make_reducer(base: _Base, gradients: GradientBank, later: Later) -> Reducer:
-    """Makes the reducer, which averages gradients over the ranks."""
-    steps = base.steps
-    reducer = Reducer(
-        base.collectives,
-        [unit for unit in base.units if any(flat.spec.stepped for flat in unit.flat_params)],
-        gradients,
-        base.ledger,
-        base.schedule,
-        lambda unit: later.engine.backward.notify_if_final(unit),
-        lambda: steps.streaming,
-        base.events.averaged,
-        in_buckets=base.plan.in_buckets,
-    )
-    gradients.reduce_with(reducer.add, reducer.average, reducer.whole)
-    return reducer
