@@ -84,6 +84,7 @@ Extent = _C.Extent
 Volume = _C.Volume
 Shadow = _C.Shadow
 SharedRow = _C.SharedRow
+SumCache = _C.SumCache
 Hyperparameters = _C.Hyperparameters
 IoEngine = _C.IoEngine
 Landing = _C.Landing

@@ -1,14 +1,9 @@
-"""StateArray: one flat array, its tier, and the location of its bytes.
-
-ArrayIO is the interface to read and write such arrays from and to tensors on the host.
-"""
+"""StateArray: one flat array, its tier, and the location of its bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -33,28 +28,6 @@ class StateArray:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
-
-
-class ArrayIO(Protocol):
-    """Reads and writes the arrays of a flat param."""
-
-    def read(self, array: StateArray, begin: int, end: int) -> torch.Tensor:
-        """Reads as :meth:`ArrayStore.read` does."""
-
-    def write(
-        self,
-        array: StateArray,
-        begin: int,
-        source: torch.Tensor,
-        *,
-        version: int,
-        stable: bool = False,
-    ) -> None:
-        """Writes as :meth:`ArrayStore.write`. ``stable``: ``source`` does not change until home."""
-
-    @property
-    def guard(self) -> AbstractContextManager[None]:
-        """The store's :class:`.store.Guard`."""
 
 
 def bytes_of(pool: native.PinnedPool, lease: native.Lease, nbytes: int) -> torch.Tensor:

@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -49,7 +48,8 @@ class SwapSpace:
         self._folders, self._io, self._ledger = folders, io, ledger
         self.first = native.Volume()
         self.planned_nbytes = 0  # of the first volume
-        self.sums: Any = None  # the native cache, if planned arrays have tables
+        # Of checksums, if planned arrays have tables
+        self.sums: native.SumCache | None = None
         self.added: list[_Added] = []
         # Spaces in use
         self._places: weakref.WeakKeyDictionary[StateArray, Space] = weakref.WeakKeyDictionary()

@@ -241,3 +241,6 @@ class WriteBehind:
         part.ticket.wait()  # on Ctrl-C or an error it is still running: see close()
         self._under_way.remove(part)
         self._free.append(part)
+
+
+ArrayIO = ArrayStore | WriteBehind  # reads and writes the arrays of a flat param

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 import torch
 
 from ...ranks.collectives import Collectives
-from ..homes.arrays import ArrayIO, StateArray
+from ..homes.arrays import StateArray
+from ..homes.write_behind import ArrayIO
 from .home_arrays import HomeArrays
 
 

@@ -18,7 +18,8 @@ import torch
 
 from ... import native
 from ...ranks.collectives import Collectives
-from ..homes.arrays import ArrayIO, StateArray
+from ..homes.arrays import StateArray
+from ..homes.write_behind import ArrayIO
 from .array_parts import ArrayParts
 from .encoding import encode, same_bits
 from .flat_layout import FlatLayout

@@ -10,7 +10,7 @@ from torch import nn
 from ...errors import ConfigError
 from ...files.boxes import Box, boxes_of_run
 from ...ranks.collectives import Collectives
-from ..homes.arrays import ArrayIO
+from ..homes.write_behind import ArrayIO
 from ..machine.progress import progress
 from ..run.job import Job
 from ..seams import FirstValues

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ... import native
-from ...core.homes.arrays import ArrayIO
-from ...core.homes.write_behind import writing_behind
+from ...core.homes.write_behind import ArrayIO, writing_behind
 from ...core.run.job import Job
 from ...core.units.encoding import encode
 from ...core.units.flat_param import ENCODED_AT_ONCE

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from ... import native
-from ...core.homes.arrays import ArrayIO, StateArray
+from ...core.homes.arrays import StateArray
 from ...core.homes.store import ArrayStore
+from ...core.homes.write_behind import ArrayIO
 from ...core.machine.sizes import format_nbytes
 from ...core.machine.tiers import Tier
 from ...core.plan.budgets import measured_free
