@@ -215,11 +215,18 @@ class ParamUnit:
 
     def fetch(self, store: ArrayStore, slots: list[native.Lease], ready: float = 0.0) -> None:
         """Starts reading into ``slots``, one per flat param (STORED -> FETCHING), after the last
-        step's writes. ``ready``: when that could have begun, for a timeline."""
+        step's writes. ``ready``: when that could have begun, for a timeline. If a read cannot be
+        started, frees the slots and stays STORED."""
         self._move(Residency.FETCHING)
-        self._reads = StagedReads(slots, ready)
-        after, pieces = self.arrival.choose(self._updates), self.copies_while_fetching
-        self._reads.start(store, self._weights, after, in_pieces=pieces, spans=self.arrival.spans)
+        self._reads, pieces = StagedReads(slots, ready), self.copies_while_fetching
+        try:
+            after = self.arrival.choose(self._updates)
+            self._reads.start(
+                store, self._weights, after, in_pieces=pieces, spans=self.arrival.spans
+            )
+        except BaseException:
+            self._cancel()
+            raise
 
     def stage(self) -> None:
         """Waits for the reads (FETCHING -> STAGED). After a failed read frees the slots and raises
@@ -235,11 +242,15 @@ class ParamUnit:
         started, and waits for the others."""
         if self.residency not in (Residency.FETCHING, Residency.STAGED):
             raise self._moves.illegal(self.residency, "be dropped")
+        if (error := self._cancel()) is not None:
+            raise error
+
+    def _cancel(self) -> Exception | None:
+        """Cancels the reads (FETCHING or STAGED -> STORED). Returns their first error, if any."""
         error = self._reads.cancel()
         self._move(Residency.STORED)
         self._release_slots()
-        if error is not None:
-            raise error
+        return error
 
     def start_gather(self, store: ArrayStore, ledger: Ledger) -> None:
         """Starts a gather (STAGED, or STORED for a memory home, -> GATHERING): copies this rank's

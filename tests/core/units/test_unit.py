@@ -274,6 +274,28 @@ def test_a_refused_read_leaves_the_unit_at_home(tmp_path, kind):
     home.check_values()
 
 
+def test_a_read_that_cannot_be_started_leaves_the_unit_at_home(tmp_path, monkeypatch):
+    """Method: the engine takes the first of two reads, and refuses the second. A unit that looked
+    fetched would be gathered with the bytes of the first alone. Twin: the next try brings all."""
+    home = Home(tmp_path)
+    start, started = home.store.staging.fetch, []
+
+    def refuse(*args, **how):
+        if started:
+            raise StorageError(24, "read", "/swap")
+        started.append(start(*args, **how))
+        return started[0]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(home.store.staging, "fetch", refuse)
+        with pytest.raises(StorageError):
+            home.do("fetch")
+    assert started[0].done and home.unit.residency is Residency.STORED
+    home.check_settled()
+    home.go(Residency.RESIDENT)
+    home.check_values()
+
+
 def test_a_changed_block_is_found_before_it_is_used(tmp_path, kind):
     """Flips a bit of the swap file: staging raises, nothing is charged, the parameters stay without
     storage. A read that is dropped says nothing; flipped back, the unit is gathered."""
