@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -136,9 +136,7 @@ class Touches:
         """Takes the holds off, which sends changes home. Raises UsageError if they may not be made
         now, with the values of before."""
         refusals = [self._count_edits(unit, operation) for unit in units]
-        with ExitStack() as left:
-            for unit in units:
-                left.callback(self.job.prefetcher.unhold, unit, in_pass=False)
+        self.job.prefetcher.unhold_all(units, in_pass=False)
         if any(refusals) or not self.job.ranks.alone:
             # What was refused is not home; ranks have to have the same units resident.
             self.job.prefetcher.release_all(units)

@@ -107,8 +107,7 @@ class Passes:
                         self.job.prefetcher.hold(unit)
                     held.append(unit)
         except BaseException:
-            for unit in held:
-                self.job.prefetcher.unhold(unit)
+            self.job.prefetcher.unhold_all(held)
             raise
         self._pass.frames.append(
             Frame(module, held, is_recomputed=self.is_recomputed, hooks=self.scopes.hooks)
@@ -158,17 +157,20 @@ class Passes:
         if self._pass.frames[0].module is module:
             # A parameter itself is at home after this frame, so a loss could not use it.
             output = _with_copies(output, handle_of)
+        let_go = self.job.prefetcher.unhold_all
         # Ended by an exception, for which torch called no hook.
         while (frame := self._pass.frames.pop()).module is not module:
-            self._unhold(frame)
-        for unit in frame.units:
-            self.job.traffic.tell("forward", unit.name, frame.start)
-        if frame.units:
-            output = _with_copies(output, self._is_weight_view)
-        self.scopes.pop_hooks(frame.hooks)
-        if torch.is_grad_enabled() and output is not None:
-            self._watch_backward(frame, args, kwargs, output)
-        self._unhold(frame)
+            let_go((*frame.units, *frame.looked_at), frame.used_outside)
+        try:
+            for unit in frame.units:
+                self.job.traffic.tell("forward", unit.name, frame.start)
+            if frame.units:
+                output = _with_copies(output, self._is_weight_view)
+            self.scopes.pop_hooks(frame.hooks)
+            if torch.is_grad_enabled() and output is not None:
+                self._watch_backward(frame, args, kwargs, output)
+        finally:
+            let_go((*frame.units, *frame.looked_at), frame.used_outside)
         if self._pass.frames and self._pass.frames[-1].looked_at:
             looked_at = self._pass.frames[-1].looked_at
             for unit in (each for each in frame.units if each in looked_at):
@@ -191,12 +193,6 @@ class Passes:
         for unit in units:
             self.job.prefetcher.hold(unit)
             self._pass.frames[-1].looked_at.append(unit)
-
-    def _unhold(self, frame: Frame) -> None:
-        for unit in (*frame.units, *frame.looked_at):
-            self.job.prefetcher.unhold(unit)
-        for unit in frame.used_outside:
-            self.job.prefetcher.unhold(unit, shows=False)
 
     def _is_weight_view(self, tensor: torch.Tensor) -> bool:
         if (
@@ -238,8 +234,7 @@ class Passes:
                 handle.unit.watch(handle.param, own_bytes(handle.param))
             yield
         finally:
-            for unit in held:
-                self.job.prefetcher.unhold(unit, shows=False)
+            self.job.prefetcher.unhold_all((), held)
 
     @contextmanager
     def running_again(self, units: Sequence[ParamUnit]) -> Iterator[None]:
@@ -253,8 +248,7 @@ class Passes:
                 held.append(unit)
             yield
         finally:
-            for unit in held:
-                self.job.prefetcher.unhold(unit)
+            self.job.prefetcher.unhold_all(held)
 
     def hold_for_frame(self, unit: ParamUnit) -> None:
         """Holds a unit until the outermost forward (or the backward) ends: an operation outside of

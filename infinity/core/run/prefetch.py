@@ -135,6 +135,21 @@ class Prefetcher:
             finally:
                 unit.buffers.note_use(self._device.now())
 
+    def unhold_all(
+        self, units: Iterable[ParamUnit], at_rest: Iterable[ParamUnit] = (), *, in_pass: bool = True
+    ) -> None:
+        """Takes one hold off each of ``units`` as :meth:`unhold` does, and one without shows off
+        each ``at_rest``. After the error of one, off the others too."""
+        units, at_rest = iter(units), iter(at_rest)
+        try:
+            for unit in units:
+                self.unhold(unit, in_pass=in_pass)
+            for unit in at_rest:
+                self.unhold(unit, shows=False)
+        except BaseException:
+            self.unhold_all(units, at_rest, in_pass=in_pass)
+            raise
+
     @staticmethod
     def _take_off(unit: ParamUnit, holds: dict[ParamUnit, int]) -> bool:
         """Takes one of ``holds`` off ``unit``. Returns whether it was the last."""

@@ -9,6 +9,7 @@ from models import seeded
 from torch import nn
 
 import infinity
+from infinity.core.params.parameter import StoredParameter
 from infinity.errors import CapacityError
 from infinity.torch_private import top_hooks
 
@@ -41,6 +42,36 @@ def test_a_forward_that_finds_no_room_for_its_second_unit_lets_the_first_go(monk
     assert all(map(prefetcher.is_held, units))
     passes.leave(model[0], (), {}, None)
     assert not any(map(prefetcher.is_held, units)) and not passes.job.running.frames
+
+
+@pytest.mark.parametrize("place", ["edits of the first unit", "hooks on the output"])
+def test_a_forward_whose_end_fails_lets_all_units_go(place, monkeypatch):
+    """Method: an owner of two units, whose forward ends in an error that the model may catch. A
+    unit that stayed held would never be evicted, nor send its edits home. Twin: without it."""
+    model = seeded(1, lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))))
+    model, _ = infinity.wrap_model(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), {"params": "host", "optimizer": "host"}
+    )
+    engine = parts_of(model).engine
+    prefetcher, passes = parts_of(engine).prefetcher, engine.passes
+    units = parts_of(engine).units[:2]
+
+    def fail(*args):
+        raise infinity.UsageError("cannot be sent home")
+
+    for fails in (True, False):
+        passes.enter(model[0], units, is_root=False)
+        with monkeypatch.context() as patch:
+            if fails:
+                on_output = place == "hooks on the output"
+                where = (passes, "_watch_backward") if on_output else (units[0], "write_edits")
+                patch.setattr(*where, fail)
+                with pytest.raises(infinity.UsageError, match="sent home"):
+                    passes.leave(model[0], (), {}, torch.ones(2))
+            else:
+                passes.leave(model[0], (), {}, torch.ones(2))
+        assert not any(map(prefetcher.is_held, units)) and not passes.job.running.frames
+        assert {type(param) for param in model.parameters()} == {StoredParameter}
 
 
 class Masked(nn.Module):
