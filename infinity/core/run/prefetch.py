@@ -69,7 +69,8 @@ class Prefetcher:
     ):
         self.units, self.schedule = units, schedule
         self._store, self._ledger, self._journal = store, ledger, journal
-        self._window, self._slots = Window(window_nbytes), StagingSlots(units, store)
+        self._window = Window(window_nbytes)
+        self._slots = StagingSlots(units, store, schedule.next_use)
         self.autograd_nbytes = autograd_nbytes  # for gradients, beside the window
         self._explain = explain
         # The host cannot time the compute of a device that runs asynchronously.
@@ -85,7 +86,7 @@ class Prefetcher:
         self.units = [*self.units, *units]
         if self._ledger.accounts[Tier.DEVICE].budget_nbytes is None:
             self._window.widen(sum(unit.weight_nbytes for unit in units))
-        self._slots = StagingSlots(self.units, self._store)
+        self._slots = StagingSlots(self.units, self._store, self.schedule.next_use)
 
     # --- holds ---
 

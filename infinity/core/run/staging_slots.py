@@ -3,7 +3,7 @@ param."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from ... import native
@@ -18,10 +18,13 @@ REACH = 4 * DEEPEST  # upcoming units that are searched for the next ones from d
 
 
 class StagingSlots:
-    """The slots of ``units``. Used from the thread that runs the model."""
+    """The slots of ``units``. Used from the thread that runs the model. ``next_use``: the distance
+    to the next expected use of the unit with an index."""
 
-    def __init__(self, units: Sequence[ParamUnit], store: ArrayStore):
-        self._units, self._store = units, store
+    def __init__(
+        self, units: Sequence[ParamUnit], store: ArrayStore, next_use: Callable[[int], float]
+    ):
+        self._units, self._store, self._next_use = units, store, next_use
         for unit in (unit for unit in units if unit.lies_on_disk):
             wanted = sum(flat.shard_nbytes for flat in unit.flat_params)
             pool = store.staging.pool
@@ -70,11 +73,11 @@ class StagingSlots:
 
     def take(self, unit: ParamUnit) -> list[native.Lease]:
         """Takes slots for a unit that is needed now. Waits for transfers, then drops units fetched
-        ahead, until the slots are free. Raises CapacityError if that is not enough, StorageError if
-        a disk hangs."""
+        ahead, the one needed last first, until the slots are free. Raises CapacityError if that is
+        not enough, StorageError if a disk hangs."""
         ahead = [
             other
-            for other in self._units
+            for other in sorted(self._units, key=lambda other: self._next_use(other.index))
             if other.residency in (Residency.FETCHING, Residency.STAGED)
         ]
         while (slots := self.try_take(unit)) is None:

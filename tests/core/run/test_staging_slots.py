@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -74,7 +76,7 @@ class Unit:
     lies_on_disk, weight_nbytes = True, BLOCK
 
     def __init__(self, name: str, flat_params: int = 1, *, staged: bool = True):
-        self.name, self.residency, self.slots = name, Residency.STORED, []
+        self.index, self.name, self.residency, self.slots = int(name), name, Residency.STORED, []
         self.flat_params = [SimpleNamespace(shard_nbytes=BLOCK) for _ in range(flat_params)]
         self.is_staged_from_disk = staged
         self.arrival = SimpleNamespace(comes_ahead=True)
@@ -88,11 +90,17 @@ class Unit:
         self.residency, self.slots = Residency.STORED, []
 
 
-def made(room: int, *flat_params: int) -> tuple[StagingSlots, Store, list[Unit]]:
+def in_order(index: int) -> float:
+    return index
+
+
+def made(
+    room: int, *flat_params: int, next_use: Callable[[int], float] = in_order
+) -> tuple[StagingSlots, Store, list[Unit]]:
     units, store = [Unit(str(i), count) for i, count in enumerate(flat_params)], Store(room)
     for unit in units:
         unit.told = store.pool.told
-    return StagingSlots(units, store), store, units
+    return StagingSlots(units, store, next_use), store, units
 
 
 def fetched(units: list[Unit]) -> list[str]:
@@ -155,7 +163,7 @@ def test_units_that_come_another_way_do_not_count():
 def test_without_a_disk_nobody_is_asked_what_comes_next():
     unit = Unit("0")
     unit.lies_on_disk = False
-    slots = StagingSlots([unit], Store(4))
+    slots = StagingSlots([unit], Store(4), in_order)
     slots.fetch_ahead(iter((0,)), 1, 0.0)
     assert unit.residency is Residency.STORED
 
@@ -179,6 +187,16 @@ def test_copies_and_reads_are_waited_for_before_a_unit_is_dropped():
     assert len(slots.take(units[3])) == 4
     assert store.pool.told == ["copy", "drop 2", "drop 1", "drop 0"]
     assert fetched(units) == []
+
+
+def test_the_unit_that_is_needed_last_is_dropped_first():
+    """Method: in a backward the units come in the reverse order, and one that is not expected any
+    more was fetched, too. The unit needed next stays."""
+    uses = {2: 1.0, 1: 2.0, 0: math.inf, 3: 0.0}
+    slots, store, units = made(3, 1, 1, 1, 2, next_use=uses.__getitem__)
+    slots.fetch_ahead(iter((2, 1, 0)), 3, 0.0)
+    assert len(slots.take(units[3])) == 2
+    assert store.pool.told == ["drop 0", "drop 1"] and fetched(units) == ["2"]
 
 
 def test_a_read_of_nobodys_is_waited_for_last():
