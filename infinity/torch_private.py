@@ -131,6 +131,8 @@ def _named(path: str) -> Any:
 # The running backward: -1 if none, and its running node.
 current_task: Callable[[], int] = _named("torch._C._current_graph_task_id")
 current_node: Callable[[], Any] = _named("torch._C._current_autograd_node")
+# Runs a backward, whichever function of torch a thread has called.
+run_backward: Any = _named("torch.autograd.graph._engine_run_backward")
 # Blocks without the class of a tensor.
 DisableTorchFunction: Any = _named("torch._C.DisableTorchFunctionSubclass")
 DisableTorchDispatch: Any = _named("torch._C._DisableTorchDispatch")

@@ -689,6 +689,7 @@ PYBIND11_MODULE(_C, m) {
       .def_property_readonly("running_here",
                              [](const Scopes& scopes) { return scopes.here().scopes; })
       .def_property_readonly("is_used_elsewhere", &Scopes::is_used_elsewhere)
+      .def_property_readonly("threads", &Scopes::threads)
       .def_property_readonly("has_to_wait", &Scopes::has_to_wait)
       .def_readonly("changes", &Scopes::changes)
       .def_readwrite("interrupted", &Scopes::interrupted)

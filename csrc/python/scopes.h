@@ -15,12 +15,16 @@
 #include <algorithm>
 #include <map>
 #include <memory>
-#include <thread>
 #include <unordered_map>
+#include <vector>
 
 namespace infinity {
 
 namespace py = pybind11;
+
+using Thread = unsigned long;  // as Python numbers it
+
+inline Thread this_thread() { return PyThread_get_thread_ident(); }
 
 class Scopes {
  public:
@@ -29,20 +33,20 @@ class Scopes {
 
   // Pushes a pair of hooks, to be popped when this thread's innermost scope is left, or before.
   void push_hooks(const py::object& pack, const py::object& unpack) {
-    int& count = hooks_[std::this_thread::get_id()];
+    int& count = hooks_[this_thread()];
     push_(pack, unpack);
     ++count;
   }
 
   int hooks() const {
-    const auto found = hooks_.find(std::this_thread::get_id());
+    const auto found = hooks_.find(this_thread());
     return found == hooks_.end() ? 0 : found->second;
   }
 
   // Pops this thread's hooks until `count` are left.
   void pop_hooks(int count) {
     for (int left = hooks(); left > count; --left) {
-      hooks_[std::this_thread::get_id()] = left - 1;
+      hooks_[this_thread()] = left - 1;
       pop_();
     }
   }
@@ -53,8 +57,15 @@ class Scopes {
   };
 
   Count here() const {
-    const auto found = of_threads_.find(std::this_thread::get_id());
+    const auto found = of_threads_.find(this_thread());
     return found == of_threads_.end() ? Count{} : found->second;
+  }
+
+  // The threads that have scopes or tasks.
+  std::vector<Thread> threads() const {
+    std::vector<Thread> found;
+    for (const auto& each : of_threads_) found.push_back(each.first);
+    return found;
   }
 
   bool is_used_elsewhere() const {
@@ -66,7 +77,7 @@ class Scopes {
   // longer.
   bool has_to_wait() const {
     if (is_used_elsewhere()) return true;
-    const auto me = std::this_thread::get_id();
+    const auto me = this_thread();
     const auto mine = std::find_if(waiting_.begin(), waiting_.end(),
                                    [me](const auto& each) { return each.second == me; });
     return mine != waiting_.end() && mine != waiting_.begin();
@@ -81,7 +92,7 @@ class Scopes {
     while (has_to_wait()) wait();
   }
 
-  void count(std::thread::id thread, int scopes, int tasks_too) {
+  void count(Thread thread, int scopes, int tasks_too) {
     Count& of = of_threads_[thread];
     of.scopes += scopes, of.tasks += tasks_too;
     running += scopes, tasks += tasks_too;
@@ -98,18 +109,18 @@ class Scopes {
   // A place in the queue of threads that wait, given up however the wait ends.
   struct Turn {
     explicit Turn(Scopes& of) : scopes(of), number(of.next_turn_++) {
-      scopes.waiting_.emplace(number, std::this_thread::get_id());
+      scopes.waiting_.emplace(number, this_thread());
     }
     ~Turn() { scopes.waiting_.erase(number); }
     Scopes& scopes;
     const long number;
   };
 
-  std::unordered_map<std::thread::id, Count> of_threads_;
-  std::map<long, std::thread::id> waiting_;
+  std::unordered_map<Thread, Count> of_threads_;
+  std::map<long, Thread> waiting_;
   long next_turn_ = 0;
   const py::object push_, pop_;
-  std::unordered_map<std::thread::id, int> hooks_;
+  std::unordered_map<Thread, int> hooks_;
 };
 
 // Counts a run of autograd for as long as autograd holds this object, which it calls when the run
@@ -117,7 +128,7 @@ class Scopes {
 class Task {
  public:
   Task(std::shared_ptr<Scopes> scopes, const py::object& wait)
-      : scopes_(std::move(scopes)), thread_(std::this_thread::get_id()) {
+      : scopes_(std::move(scopes)), thread_(this_thread()) {
     scopes_->wait_for_others(wait);
     scopes_->count(thread_, 0, 1);
   }
@@ -126,7 +137,7 @@ class Task {
 
  private:
   const std::shared_ptr<Scopes> scopes_;
-  const std::thread::id thread_;
+  const Thread thread_;
 };
 
 // One use of a `with` statement, inside which a pair of hooks may be pushed from the start. On the
@@ -144,7 +155,7 @@ class Scope {
 
   void enter() {
     scopes_->wait_for_others(wait_);
-    thread_ = std::this_thread::get_id();
+    thread_ = this_thread();
     scopes_->count(thread_, 1, 0);
     try {
       if (!prepare_.is_none()) prepare_();
@@ -180,7 +191,7 @@ class Scope {
  private:
   const std::shared_ptr<Scopes> scopes_;
   const py::object pack_, unpack_, wait_, prepare_;
-  std::thread::id thread_;
+  Thread thread_;
   int hooks_ = 0;
   bool entered_ = false;
 };

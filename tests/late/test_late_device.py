@@ -159,6 +159,19 @@ def test_a_device_that_waits_for_launches_is_told_to(job, answer):
     assert answer == [True, True, True]
 
 
+@pytest.mark.parametrize("job", ["threads:a forward beside a backward"])
+def test_a_backward_waits_for_another_threads_forward(job, answer):
+    """Method: autograd runs the backward in its own thread for the device, while a thread that
+    evaluates is in the middle of the model. No gradient lands before it has left."""
+    assert answer is False
+
+
+@pytest.mark.parametrize("job", ["threads:nobody waits"])
+def test_a_backward_that_does_not_wait_lands_inside_another_threads_forward(job, answer):
+    """The twin of the test above."""
+    assert answer is True
+
+
 @pytest.mark.parametrize("job", [f"fault:{fault}" for fault in FAULTS])
 def test_what_is_not_ordered_is_found(job, answer):
     """Method: one order that the engine keeps is taken away. Runs differ, raise, or end."""

@@ -150,6 +150,7 @@ OF_OTHERS = {
     "_SubParsersAction",
     "_actions",
     "_attn_implementation",
+    "_current_frames",
     "_exit",
     "_forward_redirection",
     "_get_default_process_group_backend_for_device",

@@ -17,6 +17,7 @@ from runs import adamw
 from torch import nn
 
 import infinity
+from infinity import native
 from infinity.core.run import one_thread
 
 SEED = 7
@@ -198,19 +199,35 @@ def test_a_thread_that_the_process_waits_for_trains_on_when_the_main_thread_is_o
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-def test_a_foreign_thread_does_not_wait_for_its_caller(is_named):
+def test_a_foreign_thread_waits_for_a_forward_and_not_for_its_caller(is_named, monkeypatch):
     """Autograd has a thread of its own for each accelerator, in which Python has a name for it once
-    something logs. Twin: Python's own thread waits for others."""
-    waits, over = [], threading.Event()
-    scopes = SimpleNamespace(task=waits.append)
+    something logs. Method: such a thread begins a task while the main thread is in a scope: in its
+    own backward, and outside of one. Twin: Python's own thread waits for others before it
+    counts."""
+    monkeypatch.setattr(one_thread, "PATIENCE", 0.1)
+    scopes, answers = native.Scopes(lambda: None, lambda: None), []
 
-    def run() -> None:
-        if is_named:
-            threading.current_thread()  # as logging does
-        one_thread.begin_task(scopes)
-        over.set()
+    def begin(*_: torch.Tensor) -> None:
+        over = threading.Event()
 
-    _thread.start_new_thread(run, ())
-    assert over.wait(30) and waits == [None]
-    one_thread.begin_task(scopes)
-    assert waits[1] is not None
+        def run() -> None:
+            if is_named:
+                threading.current_thread()  # as logging does
+            try:
+                answers.append(one_thread.begin_task(scopes) is None)
+            except infinity.UsageError as error:
+                answers.append("one thread uses a wrapped model at a time" in str(error))
+            over.set()
+
+        _thread.start_new_thread(run, ())
+        assert over.wait(30)
+
+    with scopes.scope():
+        begin()
+        x = torch.ones(1, requires_grad=True)
+        x.register_hook(begin)
+        x.sum().backward()
+    assert answers == [True, False] and not scopes.is_used_elsewhere
+    waits: list = []
+    one_thread.begin_task(SimpleNamespace(task=waits.append))
+    assert waits[0] is not None

@@ -39,7 +39,7 @@ from infinity.core.grads import tables
 from infinity.core.machine import accelerator, in_flight, storage_guard
 from infinity.core.machine import device as devices
 from infinity.core.machine.card_memory import CardMemory
-from infinity.core.run import activation_home
+from infinity.core.run import activation_home, one_thread
 from infinity.core.step.device_share import DeviceShare
 from infinity.errors import InfinityError
 from infinity.ext.blocks import recompute
@@ -977,6 +977,43 @@ def _one(model: nn.Module, optimizer: Any, ids: torch.Tensor) -> torch.Tensor:
 
 JOBS["memory:host"] = out_of_memory({**WINDOW, "activations": "host"}, 40)
 JOBS["memory:nvme"] = out_of_memory(NVME, 20)
+
+
+def evaluated_beside_a_backward() -> bool:
+    """Calls backward in one thread while another is in the middle of a forward. Tells whether a
+    gradient landed before that forward was over."""
+    model, optimizer = infinity.wrap_model(*made(), {**HOST, "device": WHERE})
+    inside, landed, found = threading.Event(), threading.Event(), []
+
+    def note(param: torch.Tensor) -> None:
+        landed.set()
+
+    def look(*_: Any) -> None:
+        inside.set()
+        found.append(landed.wait(1))
+
+    def evaluate() -> None:
+        with torch.no_grad(), model.blocks[1].register_forward_hook(look):
+            model(ids.to(WHERE))
+
+    ids, thread = next(batches(1)), threading.Thread(target=evaluate)
+    loss = loss_of(model, ids)
+    model.blocks[-1].down.weight.register_post_accumulate_grad_hook(note)
+    thread.start()
+    assert inside.wait(60)
+    loss.backward()
+    thread.join()
+    assert landed.is_set()
+    return found[0]
+
+
+def not_waiting() -> bool:
+    with mock.patch.object(one_thread, "wait_for_others"):
+        return evaluated_beside_a_backward()
+
+
+JOBS["threads:a forward beside a backward"] = evaluated_beside_a_backward
+JOBS["threads:nobody waits"] = not_waiting
 
 
 def main(out: str, names: list[str]) -> None:
