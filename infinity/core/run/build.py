@@ -36,7 +36,7 @@ from .journal import Journal
 from .one_thread import wait_for_others
 from .pass_state import Pass
 from .prefetch import Explain, Prefetcher
-from .resources import Resources, make_store
+from .resources import Resources
 from .schedule import Schedule
 from .shut_down import shut_down
 from .uses import Uses
@@ -83,7 +83,8 @@ def build_engine(
     budgets = (config.device_memory, config.host_memory, config.nvme_capacity)
     for tier, budget in zip(Tier, budgets):
         ledger.limit(tier, budget_nbytes=budget, planned_nbytes=plan.planned_nbytes(tier))
-    store = make_store(config, plan, ledger, traffic, device, collectives)
+    resources = Resources(config, plan, ledger, device, collectives)
+    store = resources.store
     scopes, updates = native.Scopes(push_hooks, pop_hooks), Updates(units, traffic)
     schedule, journal, running, later = Schedule(), Journal(), Pass(), Later()
     homes, names = [flat.homes for flat in flat_params_of(units)], updates.names
@@ -92,7 +93,7 @@ def build_engine(
         *(scopes, store, homes, updates.recorded, names, collectives, device, events.closed),
     )
     try:
-        resources = Resources(config, plan, units, store)
+        resources.allocate(units)
         if stepping:
             updates.use(resources.make_updater(), device, plan.device_slot_nbytes)
         prefetcher = Prefetcher(

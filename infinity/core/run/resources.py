@@ -19,7 +19,6 @@ from ..machine import limits, processors
 from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
-from ..machine.traffic import Traffic
 from ..plan.memory_plan import BUFFERS, LADDER, MemoryPlan
 from ..plan.memory_terms import CHECKSUMS, GRADS_AT_ONCE, staged_gradients
 from ..plan.unit_sizes import UnitSize
@@ -27,51 +26,48 @@ from ..step.slots import optimizer_slot_nbytes
 from ..units.unit import ParamUnit, flat_params_of
 from .activation_store import ActivationStore
 
-
-def make_store(
-    config: Config,
-    plan: MemoryPlan,
-    ledger: Ledger,
-    traffic: Traffic,
-    device: Device,
-    collectives: Collectives,
-) -> ArrayStore:
-    """Makes the store of a plan's arrays, which reports a failure to the other ranks. Allocates
-    nothing yet."""
-    ranks = collectives.ranks
-    return ArrayStore(
-        (
-            config.nvme_paths
-            if Tier.NVME in plan.tiers.values() or config.activations == "nvme"
-            else ()
-        ),
-        ledger,
-        traffic,
-        service_nbytes=plan.service_nbytes,
-        checksums=bool(config.checksums),
-        sampled=config.checksums == SAMPLED,
-        layer=native.disks.state_layer(),
-        device=device,
-        rank=ranks.world_rank % ranks.local_size,
-        ranks=ranks.local_size,
-        on_failure=collectives.fail,
-    )
-
-
 SHARE_FOR_SAVED = 0.8  # of what a card can give; the rest is for temporaries of its operations
 
 
 class Resources:
     """The arrays of all units, and the memory that transfers and steps share.
 
-    Raises CapacityError or StorageError; what was allocated by then is freed with the store.
+    store
+        Of the arrays. It reports a failure to the other ranks.
     """
 
-    def __init__(self, config: Config, plan: MemoryPlan, units: list[ParamUnit], store: ArrayStore):
-        self._config, self._plan, self._store = config, plan, store
-        self._host_left_nbytes = limits.for_the_engine(limits.memory_left())
+    def __init__(
+        self,
+        config: Config,
+        plan: MemoryPlan,
+        ledger: Ledger,
+        device: Device,
+        collectives: Collectives,
+    ):
+        """Allocates nothing yet: see :meth:`allocate`."""
+        self._config, self._plan, ranks = config, plan, collectives.ranks
+        on_disk = Tier.NVME in plan.tiers.values() or config.activations == "nvme"
+        self.store = ArrayStore(
+            config.nvme_paths if on_disk else (),
+            ledger,
+            collectives.traffic,
+            service_nbytes=plan.service_nbytes,
+            checksums=bool(config.checksums),
+            sampled=config.checksums == SAMPLED,
+            layer=native.disks.state_layer(),
+            device=device,
+            rank=ranks.world_rank % ranks.local_size,
+            ranks=ranks.local_size,
+            on_failure=collectives.fail,
+        )
         self._charges: dict[tuple[Tier, str], native.Charge] = {}
         self._regions: dict[str, native.Region] = {}
+
+    def allocate(self, units: Sequence[ParamUnit]) -> None:
+        """Allocates all of it. Raises CapacityError or StorageError; what was allocated by then is
+        freed with the store."""
+        plan, store = self._plan, self.store
+        self._host_left_nbytes = limits.for_the_engine(limits.memory_left())
         if CHECKSUMS in plan.terms[Tier.NVME]:
             store.space.sums = native.make_sum_cache(SUMS_NBYTES // native.BLOCK_NBYTES)
         for unit in units:
@@ -93,13 +89,13 @@ class Resources:
         store.open(list(self._regions.values()), staging=weights, backend=plan.staging_backend)
 
     def _charge(self, tier: Tier, nbytes: int, what: str) -> None:
-        self._charges[tier, what] = self._store.ledger.reserve(tier, nbytes, what)
+        self._charges[tier, what] = self.store.ledger.reserve(tier, nbytes, what)
 
     def _region(self, nbytes: int, what: str) -> native.Region | None:
         if not nbytes:
             return None
         self._charge(Tier.HOST, nbytes, what)
-        self._regions[what] = self._store.allocator.make_region(
+        self._regions[what] = self.store.allocator.make_region(
             nbytes, copied=what != "optimizer slots"
         )
         return self._regions[what]
@@ -131,7 +127,7 @@ class Resources:
             staging = self._larger(wanted, plan.grad_staging_nbytes, "staged gradients")
             slots = self._larger(chunks, count * plan.slot_nbytes, "optimizer slots")
             if staging or slots:
-                self._store.register(self._regions.values())
+                self.store.register(self._regions.values())
         except BaseException:  # an interrupt as well: it would be called again
             self._charges, self._regions = before
             raise
@@ -141,7 +137,7 @@ class Resources:
         if slots is not None:
             self._slots, self._plan = slots, replace(self._plan, slot_nbytes=slots.nbytes // count)
         planned = sum(each.nbytes for each in (staging, slots) if each)
-        self._store.ledger.accounts[Tier.HOST].planned_nbytes += planned
+        self.store.ledger.accounts[Tier.HOST].planned_nbytes += planned
         return slots is not None
 
     def _larger(self, wanted: Sequence[int], nbytes: int, what: str) -> native.Region | None:
@@ -161,7 +157,7 @@ class Resources:
         """Makes the updater, which steps flat params on the CPU in threads of its own."""
         slots, plan = self._slots, self._plan
         return native.Updater(
-            self._store.io,
+            self.store.io,
             slots.address if slots else 0,
             slots.nbytes if slots else 0,
             plan.slot_count if slots else 0,
@@ -178,13 +174,13 @@ class Resources:
         most = None  # bytes of host memory: without a budget, what the plan leaves of what was free
         if self._config.host_memory is None:
             planned = self._plan.planned_nbytes(Tier.HOST)
-            if self._store.device.is_host:
+            if self.store.device.is_host:
                 of_device = self._plan.planned_nbytes(Tier.DEVICE)
                 planned += max(of_device, self._config.device_memory or 0)
             most = max(0, self._host_left_nbytes // local_size - planned)
         if home in ("host", "nvme"):
             return ActivationStore(
-                self._store,
+                self.store,
                 Tier(home),
                 self.activation_staging,
                 spare_nbytes=None,
@@ -194,14 +190,14 @@ class Resources:
         if spare is None:
             return None
         return ActivationStore(
-            self._store, Tier.HOST, None, spare_nbytes=max(0, spare), most_nbytes=most
+            self.store, Tier.HOST, None, spare_nbytes=max(0, spare), most_nbytes=most
         )
 
     def _spare_for_activations(self, placed: bool) -> int | None:
         """Returns the bytes that the plan leaves to activations on the device; None: torch keeps
         all that is saved. On a GPU that is of what the card can give, for a ``device_memory`` there
         is the engine's alone."""
-        device, config = self._store.device, self._config
+        device, config = self.store.device, self._config
         planned = self._plan.planned_nbytes(Tier.DEVICE)
         if device.is_host:
             return None if config.device_memory is None else config.device_memory - planned
@@ -209,5 +205,5 @@ class Resources:
             return None
         left = device.memory.left_nbytes(several_ranks=False)
         # The homes of the plan are taken already.
-        coming = planned - self._store.ledger.accounts[Tier.DEVICE].charged_nbytes
+        coming = planned - self.store.ledger.accounts[Tier.DEVICE].charged_nbytes
         return None if left is None else int(SHARE_FOR_SAVED * (left - coming))

@@ -105,7 +105,7 @@ def lay_out(
         described = changes.make(described, given, config)
         device = device or choose_device(described, config, alone)
         undo.callback(device.close)
-        _, laid = lay_out_here(
+        laid = lay_out_here(
             described,
             config,
             Optimizers(given, names=described.names),
@@ -187,7 +187,7 @@ class Ways:
                     refused = error
                 continue
             refuses_window = partial(_refuses_window, whole)
-            return Laid(way.groups, way.flat_params, way.sizes, plan, refuses_window, split)
+            return Laid(config, way.groups, way.flat_params, way.sizes, plan, refuses_window, split)
         if refused is None:
             raise InternalError("no plan was tried")
         raise refused
@@ -293,6 +293,7 @@ class Laid(NamedTuple):
     of a configuration that is too small for them, or None. An engine keeps it, so it refers to no
     parameter."""
 
+    config: Config
     groups: list[Group]
     flat_params: list[list[FlatParam]]
     sizes: list[UnitSize]
@@ -438,12 +439,11 @@ def lay_out_here(
     share: Fraction = Fraction(1),
     reuses: bool = False,
     explains: bool = True,
-) -> tuple[Config, Laid]:
-    """Lays the model out on this machine. Returns the configuration and the layout. With
-    ``nvme_paths="auto"`` it uses memory only if that holds the state, else also a scratch folder,
-    which it puts into the returned configuration. One log line gives the choice and its reason.
-    ``explains``: an error for too little memory says what to change. ``share``: this rank's
-    fraction of its machine.
+) -> Laid:
+    """Lays the model out on this machine. With ``nvme_paths="auto"`` it uses memory only if that
+    holds the state, else also a scratch folder, which it puts into the layout's configuration. One
+    log line gives the choice and its reason. ``explains``: an error for too little memory says what
+    to change. ``share``: this rank's fraction of its machine.
 
     Every rank calls this. Raises CapacityError, or ConfigError if a folder is needed and none can
     be used.
@@ -453,11 +453,11 @@ def lay_out_here(
     ways = Ways(model, config, optimizers, device, collectives, reuses=reuses)
     placed = partial(_placed, ways, share, most)
     if config.nvme_paths != AUTO:
-        return config, placed(config, explains=explains)
+        return placed(config, explains=explains)
     left, limit = limits.tightest()
     homes = config.params, config.optimizer
 
-    def in_memory(*, splits: bool) -> tuple[Config, Laid] | None:
+    def in_memory(*, splits: bool) -> Laid | None:
         if "nvme" in (*homes, config.activations):
             return None
         without = dataclasses.replace(config, nvme_paths=())
@@ -466,11 +466,11 @@ def lay_out_here(
             laid = placed(without, splits=splits, explains=False)
             if AUTO in homes and collectives.ranks.is_first:
                 _tell(laid.plan, left, limit, None)
-            return without, laid
+            return laid
         return None
 
-    if (chosen_memory := in_memory(splits=False)) is not None:
-        return chosen_memory
+    if (laid := in_memory(splits=False)) is not None:
+        return laid
     folders = scratch.candidates()
     # All arrays that this rank has at home: the upper bound for the disk.
     needed = sum(
@@ -487,8 +487,8 @@ def lay_out_here(
         collectives.ranks.unit_channels,
     )
     if not everywhere or chosen is None:
-        if (chosen_memory := in_memory(splits=True)) is not None:
-            return chosen_memory
+        if (laid := in_memory(splits=True)) is not None:
+            return laid
         looked_at = ", ".join(map(str, folders)) or "no folder"
         raise ConfigError(
             f"weights, optimizer state and gradients are {format_nbytes(needed)}, and {limit}"
@@ -501,7 +501,7 @@ def lay_out_here(
     laid = placed(config, explains=explains)
     if collectives.ranks.is_first:
         _tell(laid.plan, left, limit, chosen)
-    return config, laid
+    return laid
 
 
 def _placed(

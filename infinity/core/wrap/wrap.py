@@ -155,7 +155,7 @@ def _wrap(
     with collectives.together("planning"):
         device = choose_device(described, config, collectives)
         undo.callback(device.close)
-        config, laid = lay_out_here(
+        laid = lay_out_here(
             described,
             config,
             optimizers,
@@ -164,7 +164,8 @@ def _wrap(
             share=share,
             reuses=isinstance(model, Parts) or ranks.pp_group is not None,
         )
-    refuses_window = laid.refuses_window
+    # An engine keeps these, and not the parameters that are laid out.
+    fitted, refuses_window = laid.config, laid.refuses_window
 
     before, views = Before(described, given), OwnViews(described)
     if ranks.data_size > 1 and (device.backend is not None or device.where.type != "cpu"):
@@ -174,7 +175,7 @@ def _wrap(
             (described.modules[block], block) for group in laid.groups for block in group.called
         ]
         for kind in kinds():
-            kind.check_blocks(config, model, blocks)
+            kind.check_blocks(fitted, model, blocks)
         units = [
             ParamUnit(place, group.name, own, device)
             for place, (group, own) in enumerate(zip(laid.groups, laid.flat_params))
@@ -183,7 +184,7 @@ def _wrap(
             if group.reader is not None:
                 unit.arrival.bring_rows(group.reader.choose)
         engine = build_engine(
-            config,
+            fitted,
             laid.plan,
             units,
             laid.sizes,
@@ -193,7 +194,7 @@ def _wrap(
             share=share,
             prefix=prefix,
             explain=lambda error, *nbytes: with_larger_budgets(
-                error, config, partial(refuses_window, *nbytes), share
+                error, fitted, partial(refuses_window, *nbytes), share
             ),
         )
         undo.callback(native.insist, engine.shut_down)
@@ -203,7 +204,7 @@ def _wrap(
             listener(engine.job)
     with collectives.together("sending the values home"):
         before.values = [
-            found for kind in kinds() if (found := kind.first_values(described, config)) is not None
+            found for kind in kinds() if (found := kind.first_values(described, fitted)) is not None
         ]
         # Every value, moment and gradient. Meta tensors become real.
         with writing_behind(engine.job.store) as store:

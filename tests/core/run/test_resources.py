@@ -22,7 +22,7 @@ from infinity.core.machine.tiers import Tier
 from infinity.core.machine.traffic import Traffic
 from infinity.core.plan.memory_plan import BUFFERS, LADDER, MemoryPlan
 from infinity.core.plan.unit_sizes import FlatParamSize, UnitSize
-from infinity.core.run.resources import Resources, make_store
+from infinity.core.run.resources import Resources
 from infinity.core.step.slots import optimizer_slot_nbytes
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
 from infinity.errors import CapacityError
@@ -70,14 +70,9 @@ class Made:
 
         self.ledger.reserve = reserving
         traffic = Traffic()
-        self.store = make_store(
-            self.config,
-            plan,
-            self.ledger,
-            traffic,
-            Device(torch.device("cpu"), traffic),
-            Collectives(),
-        )
+        device = Device(torch.device("cpu"), traffic)
+        self.resources = Resources(self.config, plan, self.ledger, device, Collectives())
+        self.store = self.resources.store
         self.opened, self.regions = {}, {}
         make_region, opening = self.store.allocator.make_region, self.store.open
 
@@ -91,7 +86,7 @@ class Made:
             opening(regions, **more)
 
         self.store.allocator.make_region, self.store.open = making, open_
-        self.resources = Resources(self.config, plan, [self.unit(0), self.unit(1)], self.store)
+        self.resources.allocate([self.unit(0), self.unit(1)])
 
     def unit(self, index: int) -> Any:
         def allocate(store: Any, tiers: Any, what: str, *, cached: Any) -> None:
@@ -190,12 +185,12 @@ def test_a_store_is_made_as_the_config_and_the_ranks_say(swap):
     """With checksums or without; a failed disk is told to the other ranks."""
     told, traffic = [], Traffic()
     collectives = SimpleNamespace(
-        ranks=SimpleNamespace(world_rank=5, local_size=4), fail=told.append
+        ranks=SimpleNamespace(world_rank=5, local_size=4), fail=told.append, traffic=traffic
     )
     for checksums, is_checked in ((True, True), (False, False), ("sampled", True)):
         config = infinity.Config(nvme_paths=[str(swap)], checksums=checksums)
         device = Device(torch.device("cpu"), traffic)
-        store = make_store(config, plan_of(), Ledger(), traffic, device, collectives)
+        store = Resources(config, plan_of(), Ledger(), device, collectives).store
         assert store.checksums is is_checked and store.device is device
         assert store.traffic is traffic and store.staging._sampled == (checksums == "sampled")
         store.guard.on_failure(error := OSError())
