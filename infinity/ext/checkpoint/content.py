@@ -9,7 +9,7 @@ their local part.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from ...core.run.engine import Engine
 from ...core.run.job import Job
 from ...core.run.registry import engine_of, wrapped
 from ...core.step.optimizer import InfinityOptimizer
+from ...core.step.recognised import as_given
 from ...core.units.flat_layout import is_dense
 from ...core.units.flat_param_spec import ARRAYS
 from ...core.units.forms import division_of, is_plain
@@ -42,14 +43,21 @@ def flat_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(flat.view(torch.uint8).numpy()) if flat.numel() else b""
 
 
-Books = tuple[list[InfinityOptimizer], list[torch.optim.Optimizer]]  # at home, and plain ones
+class Pair(NamedTuple):
+    """A wrapped model and its optimizers, of which a save or a load is."""
+
+    engine: Engine
+    model: nn.Module  # that has all local parameters
+    optimizers: list[InfinityOptimizer]
+    plain: list[torch.optim.Optimizer]  # without a parameter at home
 
 
-def engine_of_pair(
-    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> tuple[Engine, Books]:
-    engine = engine_of(model)
-    return engine, wrapped(model).take_optimizers(optimizers)
+def pair_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
+) -> Pair:
+    """Returns the pair that a user gave. Raises UsageError for what is not one."""
+    engine, record = engine_of(model), wrapped(model)
+    return Pair(engine, record.model, *record.take_optimizers(as_given(optimizer)))
 
 
 def part_of_rank(handle: ParamHandle) -> LocalPart:
@@ -192,12 +200,12 @@ def values_outside(optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     }
 
 
-def every_value_outside(books: Books) -> dict[str, torch.Tensor]:
+def every_value_outside(pair: Pair) -> dict[str, torch.Tensor]:
     """Returns the parameters of all optimizers that the engine does not move, by their names in a
     checkpoint."""
     return {
         f"outside/{place}/{name}": param
-        for place, optimizer in enumerate([*books[0], *books[1]])
+        for place, optimizer in enumerate([*pair.optimizers, *pair.plain])
         for name, param in values_outside(optimizer).items()
     }
 
@@ -265,30 +273,35 @@ def groups_of_stages(
     ]
 
 
-def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    prefix = engine_of(model).job.prefix
-    return {
+class Rest(NamedTuple):
+    """The tensors of a model that the engine does not move, by their names in a checkpoint.
+    ``persistent``: the buffers that torch saves."""
+
+    buffers: dict[str, torch.Tensor]
+    persistent: list[str]
+    unmanaged: dict[str, torch.Tensor]
+
+
+def rest_of(model: nn.Module, prefix: str) -> Rest:
+    """Finds the rest of ``model``. ``prefix``: of names, if stages have the same ones."""
+    buffers = {
         prefix + name: buffer
         for name, buffer in model.named_buffers()
         if not buffer.is_meta and handle_of(buffer) is None
     }
-
-
-def persistent_buffers(model: nn.Module) -> list[str]:
-    names = []
-    for path, module in model.named_modules():
-        there = (name for name, buffer in module._buffers.items() if buffer is not None)
-        kept = [name for name in there if name not in module._non_persistent_buffers_set]
-        names += [f"{path}.{name}" if path else name for name in kept]
-    prefix, known = engine_of(model).job.prefix, buffers_of(model)
-    return [prefix + name for name in names if prefix + name in known]
-
-
-def unmanaged_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    prefix = engine_of(model).job.prefix
+    persistent = [
+        prefix + (f"{path}.{name}" if path else name)
+        for path, module in model.named_modules()
+        for name in module._buffers
+        if name not in module._non_persistent_buffers_set
+    ]
     whole = {
         name: param
         for name, param in model.named_parameters()
         if handle_of(param) is None and not has_inner(param)
     }
-    return {prefix + name: tensor for name, tensor in (whole | small_parts(model)).items()}
+    return Rest(
+        buffers,
+        [name for name in persistent if name in buffers],
+        {prefix + name: tensor for name, tensor in (whole | small_parts(model)).items()},
+    )

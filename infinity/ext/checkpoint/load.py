@@ -16,11 +16,8 @@ from torch import nn
 
 from ...core.machine.kernel import running_kernel
 from ...core.params.tensors import overwrite
-from ...core.run.engine import Engine
 from ...core.run.job import Job
-from ...core.run.registry import whole_of
 from ...core.step.optimizer import InfinityOptimizer
-from ...core.step.recognised import as_given
 from ...core.step.step_inputs import OF_PARAMETERS
 from ...errors import CorruptionError, InfinityError, UsageError
 from ...files.outputs import folder_of
@@ -28,14 +25,13 @@ from ...files.values import decode_value
 from ...ranks.collectives import Collectives
 from .beside_weights import BesideWeights
 from .content import (
-    Books,
-    buffers_of,
+    Pair,
     describe_parameter,
-    engine_of_pair,
     every_value_outside,
     groups_of_stages,
+    pair_of,
     put_own_state,
-    unmanaged_parameters,
+    rest_of,
 )
 from .folder import OF_READERS, reading
 from .home_loader import HomeLoader
@@ -72,15 +68,15 @@ def load_checkpoint(
     CorruptionError for damaged files, UsageError naming the parameters when it is of another model.
     """
     root = folder_of(path, "load_checkpoint's path", writes=False)
-    engine, books = engine_of_pair(model, as_given(optimizer))
-    job = engine.job
+    pair = pair_of(model, optimizer)
+    job = pair.engine.job
     with (
         job.uses.operation(CheckpointOperation.LOAD),
         job.collectives.together("load_checkpoint"),
     ):
-        engine.finish_background()
+        pair.engine.finish_background()
         with checkpoint_of(root, job.collectives) as (manifest, data):
-            return _Load(manifest, data, engine, whole_of(model), books).run()
+            return _Load(manifest, data, pair).run()
 
 
 @contextmanager
@@ -122,13 +118,11 @@ class _Load:
 
     manifest: dict[str, Any]
     data: Path
-    engine: Engine
-    model: nn.Module
-    optimizers: Books
+    pair: Pair
 
     @property
     def job(self) -> Job:
-        return self.engine.job
+        return self.pair.engine.job
 
     @property
     def homes(self) -> HomeLoader:
@@ -141,47 +135,46 @@ class _Load:
     def run(self) -> Any:
         """Checks everything, then loads it. Returns ``extra``. Every rank calls this."""
         checked, name = self._check(), self.manifest["data"]
-        engine, collectives = self.engine, self.engine.job.collectives
+        job, collectives = self.job, self.job.collectives
         collectives.barrier(f"loading {name}, which every rank can", wherever=True)
         # Names the load, not the checkpoint: values may have changed since it was loaded before.
         mine = f"{name}-{secrets.token_hex(4)}"
         origin = collectives.collect(mine, "what this load is called")[0]
         once = self._read_once(checked.once)
-        begin_repair(engine.job, CUT_SHORT)  # until the load is complete
-        engine.steps.resume(self.manifest["step_index"])
+        begin_repair(job, CUT_SHORT)  # until the load is complete
+        job.steps.resume(self.manifest["step_index"])
         self.homes.load(once)
         self.beside.load()
-        at_home, plain = self.optimizers
-        for name, param in every_value_outside(self.optimizers).items():
+        for name, param in every_value_outside(self.pair).items():
             param.detach().copy_(checked.other[name])
-        for optimizer, (groups, own_state) in zip(at_home, checked.books):
+        for optimizer, (groups, own_state) in zip(self.pair.optimizers, checked.books):
             for group, saved in zip(optimizer.param_groups, groups):
                 group.update({k: value for k, value in saved.items() if k not in OF_PARAMETERS})
             put_own_state(optimizer, own_state)
-        for optimizer, state in zip(plain, checked.plain):
+        for optimizer, state in zip(self.pair.plain, checked.plain):
             optimizer.load_state_dict(state)
-        _load_rest(self.model, checked.other, self._rank(of_stage=True))
-        engine.steps.count_backwards(0)
+        _load_rest(self._rest(), checked.other)
+        job.steps.count_backwards(0)
         if checked.generators is not None:
             restore_random_state(checked.generators, checked.other, self._rank())
         # Ranks report the load they hold. A rank interrupted before its load reports another, and
         # is refused: its old values must not mix with theirs.
         collectives.note_origin(origin)
-        engine.uses.go_on()
+        job.uses.go_on()
         return checked.extra
 
     def _check(self) -> _Checked:
         """Raises CorruptionError or UsageError for a broken or foreign checkpoint. Changes
         nothing."""
-        manifest, data, engine = self.manifest, self.data, self.engine
+        manifest, data, job = self.manifest, self.data, self.job
         try:
             rank = self._rank()
-            _check_parameters(engine.job, manifest["parameters"])
+            _check_parameters(job, manifest["parameters"])
             files = manifest["files"]
             check_sizes(data, files)
             once = self._choose_files()
             before = {name: entry for name, entry in files.items() if name not in once.files}
-            _check_files(data, before, engine.job.collectives)
+            _check_files(data, before, job.collectives)
             other = read_tensors(data / OF_READERS)
             books = [
                 (
@@ -197,7 +190,7 @@ class _Load:
                 generators = check_random_state(random[rank], other, rank)
             self._check_optimizers([groups for groups, _ in books], other)
             self._check_complete()
-            for prefix, targets in _rest(self.model, self._rank(of_stage=True)):
+            for prefix, targets in self._rest().items():
                 _check_shapes({prefix + name: value for name, value in targets.items()}, other)
         except InfinityError:
             raise
@@ -208,9 +201,16 @@ class _Load:
             ) from error
         return _Checked(once, other, books, plain, extra, generators)
 
+    def _rest(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns the tensors that the engine does not move, by the prefixes of their saved
+        names."""
+        buffers, _, unmanaged = rest_of(self.pair.model, self.job.prefix)
+        of_rank = f"buffer-of-rank/{self._rank(of_stage=True)}/"
+        return {"buffer/": buffers, of_rank: buffers, "unmanaged/": unmanaged}
+
     def _check_optimizers(self, groups: list[list[dict]], tensors: dict[str, torch.Tensor]) -> None:
         """Raises UsageError unless the checkpoint is of the given optimizers, if there are any."""
-        (ours, plain), collectives = self.optimizers, self.job.collectives
+        ours, plain, collectives = self.pair.optimizers, self.pair.plain, self.job.collectives
         kinds = [saved["kind"] for saved in self.manifest["plain"]]
         if (ours or plain) and (len(groups), kinds) != (
             len(ours),
@@ -223,7 +223,7 @@ class _Load:
         for place, (optimizer, of_one) in enumerate(zip(ours, groups)):
             rule = self.manifest["optimizers"][place]["rule"]
             _check_optimizer(optimizer, rule, of_one, collectives)
-        outside = every_value_outside(self.optimizers)
+        outside = every_value_outside(self.pair)
         if missing := outside.keys() - tensors.keys():
             raise UsageError(f"the checkpoint lacks {len(missing)} parameters of these optimizers")
         _check_shapes(outside, tensors)
@@ -361,19 +361,9 @@ def _check_shapes(ours: dict[str, torch.Tensor], saved: dict[str, torch.Tensor])
             )
 
 
-def _rest(model: nn.Module, rank: int) -> list[tuple[str, dict[str, torch.Tensor]]]:
-    """Returns the tensors that the engine does not move, by the prefixes of their saved names."""
-    buffers = buffers_of(model)
-    return [
-        ("buffer/", buffers),
-        (f"buffer-of-rank/{rank}/", buffers),
-        ("unmanaged/", unmanaged_parameters(model)),
-    ]
-
-
 @torch.no_grad()
-def _load_rest(model: nn.Module, other: dict[str, torch.Tensor], rank: int) -> None:
-    for prefix, targets in _rest(model, rank):
+def _load_rest(rest: dict[str, dict[str, torch.Tensor]], other: dict[str, torch.Tensor]) -> None:
+    for prefix, targets in rest.items():
         for name, target in targets.items():
             if prefix + name in other:
                 overwrite(target, other[prefix + name])

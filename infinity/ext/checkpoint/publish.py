@@ -20,7 +20,7 @@ import torch
 from ... import native
 from ...core.homes.transfers import TransferQueue
 from ...core.machine.progress import progress
-from ...core.run.engine import Engine
+from ...core.run.job import Job
 from ...core.units.unit import ParamUnit
 from ...errors import PeerError, StorageError
 from ...ranks.collectives import Collectives
@@ -69,9 +69,8 @@ class Draft:
         return sum(file.nbytes for file in self.files)
 
 
-def files_of_rank(engine: Engine, told: Mapping[str, Any]) -> list[UnitFile]:
+def files_of_rank(job: Job, told: Mapping[str, Any]) -> list[UnitFile]:
     """Lists the files that this rank writes. ``told``: by the keepers of arrays."""
-    job = engine.job
     if not job.ranks.writes:
         return []
     rank = "" if job.ranks.alone else f"-rank-{job.ranks.job_rank:05d}"

@@ -27,11 +27,8 @@ import torch
 from torch import nn
 
 from ...core.grads.record import has_landed
-from ...core.run.engine import Engine
 from ...core.run.job import Job
-from ...core.run.registry import whole_of
 from ...core.step.optimizer import InfinityOptimizer
-from ...core.step.recognised import as_given
 from ...core.units.handle import ParamHandle
 from ...core.wrap.parts import parts_of
 from ...errors import ConfigError, InternalError, UsageError
@@ -41,17 +38,15 @@ from ...ranks.collectives import Collectives
 from .background_save import Saving, save_in_background
 from .beside_weights import OF_EVERY_SAVE, describe
 from .content import (
-    Books,
-    buffers_of,
+    Pair,
     describe_own_state,
     describe_parameter,
     describe_plain,
-    engine_of_pair,
     every_value_outside,
     flat_bytes,
     groups_of_stages,
-    persistent_buffers,
-    unmanaged_parameters,
+    pair_of,
+    rest_of,
 )
 from .described import description_of
 from .manifest import FORMAT, check_same_model
@@ -92,15 +87,15 @@ def save_checkpoint(
     for name, value in (("overwrite", overwrite), ("wait", wait)):
         if not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r} must be True or False")
-    engine, books = engine_of_pair(model, as_given(optimizer))
-    job = engine.job
+    pair = pair_of(model, optimizer)
+    engine, job = pair.engine, pair.engine.job
     with (
         job.uses.operation(CheckpointOperation.SAVE),
         job.collectives.together("save_checkpoint"),
     ):
         engine.finish_background()
         job.lents.settle_all()
-        draft = _draft(root, engine, whole_of(model), books, extra, overwrite)
+        draft = _draft(root, pair, extra, overwrite=overwrite)
         if not wait and (saving := save_in_background(draft, engine)) is not None:
             return saving
         engine.wait_idle()
@@ -108,17 +103,11 @@ def save_checkpoint(
         return None
 
 
-def _draft(
-    root: Path,
-    engine: Engine,
-    model: nn.Module,
-    books: Books,
-    extra: Any,
-    overwrite: bool,
-) -> Draft:
+def _draft(root: Path, pair: Pair, extra: Any, *, overwrite: bool) -> Draft:
     """Describes a save. Copies all that is not at home. Raises as :func:`save_checkpoint`."""
-    job = engine.job
-    collectives = job.collectives
+    engine, model, *_ = pair
+    job, collectives = engine.job, engine.job.collectives
+    rest = rest_of(model, job.prefix)
     job.gradients.assigned.settle_all()
     if landed := [handle.name for handle in job.trained if would_be_lost(handle)]:
         raise UsageError(
@@ -133,32 +122,29 @@ def _draft(
         "parameters": _describe_parameters(root, job, overwrite=overwrite),
         "optimizers": [
             _describe_optimizer(optimizer, place, tensors, collectives)
-            for place, optimizer in enumerate(books[0])
+            for place, optimizer in enumerate(pair.optimizers)
         ],
-        "plain": describe_plain(books[1], tensors),
+        "plain": describe_plain(pair.plain, tensors),
         "random": collectives.collect(read_random_state(), "random state"),
         "data_ranks": job.ranks.data_size,
         "parts": job.ranks.tp_size,
-        "step_index": engine.steps.index,
+        "step_index": job.steps.index,
         "average": 0,  # in every manifest of this format, also if no average is kept
         "extra": encode_value(extra, tensors, "extra"),
-        "persistent_buffers": list(
-            _of_stages(dict.fromkeys(persistent_buffers(model)), collectives)
-        ),
+        "persistent_buffers": list(_of_stages(dict.fromkeys(rest.persistent), collectives)),
         "config": description_of(parts_of(model)[0]),
     }
     if taken := OF_EVERY_SAVE & kept_values.keys():
         raise InternalError(f"a manifest has another {min(taken)!r}: keep arrays by another name")
     content |= kept_values
-    tensors |= every_value_outside(books)
-    buffers = buffers_of(model)
-    rest = {f"buffer/{name}": buffer for name, buffer in buffers.items()}
-    rest |= {f"unmanaged/{name}": param for name, param in unmanaged_parameters(model).items()}
-    tensors |= _of_stages(rest, collectives) | _buffers_of_others(buffers, collectives)
+    tensors |= every_value_outside(pair)
+    own = {f"buffer/{name}": buffer for name, buffer in rest.buffers.items()}
+    own |= {f"unmanaged/{name}": param for name, param in rest.unmanaged.items()}
+    tensors |= _of_stages(own, collectives) | _buffers_of_others(rest.buffers, collectives)
     for rank, states in enumerate(collectives.collect(random_state_tensors(), "random state")):
         tensors |= {f"random/{rank}/{name}": state for name, state in states.items()}
     tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-    return Draft(root, content, tensors, files_of_rank(engine, kept_values))
+    return Draft(root, content, tensors, files_of_rank(job, kept_values))
 
 
 def _describe_optimizer(

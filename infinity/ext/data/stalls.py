@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..checkpoint.content import buffers_of
+from ..checkpoint.content import rest_of
 from ..checkpoint.random_state import keep_random_state
 
 Batch = TypeVar("Batch")
@@ -136,10 +136,12 @@ def forget(files: Iterable[str | os.PathLike | np.memmap]) -> None:
 
 @contextmanager
 def _keeping_buffers(model: nn.Module) -> Iterator[None]:
-    before: dict[str, Any] = {name: b.detach().clone() for name, b in buffers_of(model).items()}
+    before: dict[str, Any] = {
+        name: buffer.detach().clone() for name, buffer in rest_of(model, "").buffers.items()
+    }
     try:
         yield
     finally:
         with torch.no_grad():
-            for name, buffer in buffers_of(model).items():
+            for name, buffer in rest_of(model, "").buffers.items():
                 buffer.copy_(before[name])
