@@ -232,11 +232,6 @@ def exchange_objects(group: dist.ProcessGroup, size: int, mine: Any) -> Transfer
     sizes = torch.empty(size, dtype=torch.int64, device="cpu")
     everyones: list[torch.Tensor] = []  # one: [size, most]
 
-    def tell_sizes() -> list[Operation]:
-        return [
-            all_gather(group, sizes, torch.tensor([own.numel()], dtype=torch.int64, device="cpu"))
-        ]
-
     def pass_on() -> list[Operation]:
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
         padded[: own.numel()] = own
@@ -247,4 +242,5 @@ def exchange_objects(group: dist.ProcessGroup, size: int, mine: Any) -> Transfer
         found = zip(everyones[0], sizes.tolist())
         return [pickle.load(io.BytesIO(row[:nbytes].numpy().tobytes())) for row, nbytes in found]
 
-    return Transfer(tell_sizes, pass_on, result=result)
+    own_size = torch.tensor([own.numel()], dtype=torch.int64, device="cpu")
+    return Transfer(lambda: [all_gather(group, sizes, own_size)], pass_on, result=result)

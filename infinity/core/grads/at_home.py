@@ -79,13 +79,6 @@ class AtHome(torch.Tensor):
 
     # --- exports ---
 
-    def _refuse_reshaping(self, func: Any) -> NoReturn:
-        raise UsageError(
-            f"{func} of {self._infinity_grad.name}.grad would give the gradient another shape or"
-            " other memory, and it keeps those of its parameter. Work on a copy:"
-            " grad.detach().clone()"
-        )
-
     def _refuse(self, what: str) -> NoReturn:
         raise UsageError(
             f"{self._infinity_grad.name}.grad: {what} would share the gradient's memory, which the "

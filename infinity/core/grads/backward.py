@@ -281,26 +281,23 @@ class Backward:
             self.job.gradients.land(handle, grad)
 
     def _has_landed(self, handle: ParamHandle) -> None:
-        """Counts a landed gradient: releases its unit after the last one."""
+        """Counts a landed gradient. Releases and reduces its unit after the last one."""
         unit, running = handle.unit, self._pass
         running.reached.add(unit)
         if (without := self._without_grad.get(unit)) is not None:
             without.discard(handle)
-        gathers = self.job.reducer is not None and self.gathers_with_ranks
+        gathers = self.gathers_with_ranks
         awaited = (running.expected if gathers else running.awaited).get(unit)
         if awaited is not None:
             awaited.discard(handle)
-            if not awaited:
-                self._complete(unit)
-
-    def _complete(self, unit: ParamUnit) -> None:
-        """Releases and reduces a unit whose gradients of this backward have all landed."""
-        if not self.gathers_with_ranks:
-            self.unhold(unit)
-        if self.job.reducer is not None:
-            self.job.reducer.ready(unit)
-        elif not self._pass.is_accumulating:
-            self._tell(unit)
+            if awaited:
+                return
+            if not gathers:
+                self.unhold(unit)
+            if self.job.reducer is not None:
+                self.job.reducer.ready(unit)
+            elif not running.is_accumulating:
+                self._tell(unit)
 
     def land_by_hand(self, param: torch.Tensor, grad: torch.Tensor) -> None:
         """Sends home a gradient that autograd did not accumulate, between the backwards of an
@@ -353,11 +350,7 @@ class Backward:
         self._taken.clear()
         self._pass.expected.clear()
         self._pass.reached.clear()
-        self._end()
-
-    def _end(self) -> None:
-        """Ends the backward. Every gradient is then on its way home, or waits for the rest of an
-        accumulation pass."""
+        # Every gradient is on its way home from here on, or waits for the rest of a pass.
         job = self.job
         job.collectives.wait_for_ordered()
         if self._pass.is_accumulating:

@@ -23,8 +23,7 @@ them beside each reduction.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -300,8 +299,12 @@ class Reducer:
                 reduction.note_flags(told)
             if reduction.more_comes:
                 self._late.add(unit)
-            with self._landing():
+            try:
                 self._undecided += reduction.land(average, begin, self._bank.land_average)
+            except BaseException as error:
+                if not self._is_reducing_all:  # which raises an error only after all reductions
+                    raise
+                self._failure = self._failure or error
 
         rows = whole.view(flat_param.layout.ranks.size, -1)
         numel = most = rows.size(1)
@@ -324,16 +327,6 @@ class Reducer:
                 charge.release()
             else:
                 pending.release = charge.release
-
-    @contextmanager
-    def _landing(self) -> Iterator[None]:
-        """Lands an average. :meth:`reduce_all` raises an error only after all reductions."""
-        try:
-            yield
-        except BaseException as error:
-            if not self._is_reducing_all:
-                raise
-            self._failure = self._failure or error
 
     def _finish(self) -> None:
         while self._pending:

@@ -291,7 +291,11 @@ def _shortcut(func, subject: GradProxy, args: tuple):
     if func in (aten.detach.default, aten.detach_.default):
         return subject
     if torch.Tag.inplace_view in func.tags:
-        subject._refuse_reshaping(func)
+        raise UsageError(
+            f"{func} of {subject._infinity_grad.name}.grad would give the gradient another shape or"
+            " other memory, and it keeps those of its parameter. Work on a copy:"
+            " grad.detach().clone()"
+        )
     handle = subject._infinity_grad
     if func is aten.zero_.default:
         subject._values.note_edit(handle, 0.0)

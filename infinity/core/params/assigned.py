@@ -36,10 +36,6 @@ class Assigned(Lent):
             step == 0 and size > 1 for step, size in zip(self.bytes.stride(), self.bytes.shape)
         )
 
-    def begins_as(self, tensor: torch.Tensor) -> bool:
-        """Returns whether ``tensor`` starts at the same address as this one."""
-        return place_of(tensor)[:2] == place_of(self.bytes)[:2]
-
     @property
     def is_elsewhere(self) -> bool:
         """Whether the tensor's memory was replaced, for example by ``tensor.data = ...``."""

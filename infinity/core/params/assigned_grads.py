@@ -26,7 +26,7 @@ from ..units.forms import local_of
 from ..units.handle import ParamHandle
 from .apart import has_bytes
 from .assigned import Assigned
-from .lent import Lent, Limit
+from .lent import Lent, Limit, place_of
 
 
 class AssignedGrads:
@@ -75,7 +75,9 @@ class AssignedGrads:
         ):
             return False
         others = (other.grad.assigned for other in self._assigned if other is not handle)
-        return any(assigned is not None and assigned.begins_as(value) for assigned in others)
+        return any(
+            each is not None and place_of(value)[:2] == place_of(each.bytes)[:2] for each in others
+        )
 
     def part_from(self, handle: ParamHandle) -> None:
         """Gives a proxy that users hold its own copy of the values, before its parameter gets

@@ -593,7 +593,15 @@ class Lents:
         followers = self._followers() if self._lent else []
         self._refuse_shared(followers)
         for lent in followers:
-            self._check_shape(lent)
+            shape = lent.bytes.shape
+            lent.move()
+            if lent.bytes.shape != shape:
+                self._drop(lent)  # the user's own from now on: the state at home stands
+                raise UsageError(
+                    f"optimizer.state: {lent.source.name_of(lent.handle)} was given the shape"
+                    f" {tuple(lent.bytes.shape)}, not {tuple(shape)}: assign a tensor of that shape"
+                    " to optimizer.state[parameter][key]"
+                )
             if lent.has_other_bits:
                 if lent.index != self._steps.index and not self._ranks.alone:
                     raise UsageError(
@@ -606,17 +614,6 @@ class Lents:
             lent.let_go()
             if not lent.is_held():
                 self._drop(lent)
-
-    def _check_shape(self, lent: Lent) -> None:
-        shape = lent.bytes.shape
-        lent.move()
-        if lent.bytes.shape != shape:
-            self._drop(lent)  # the user's own from now on: the state at home stands
-            raise UsageError(
-                f"optimizer.state: {lent.source.name_of(lent.handle)} was given the shape"
-                f" {tuple(lent.bytes.shape)}, not {tuple(shape)}: assign a tensor of that shape to"
-                " optimizer.state[parameter][key]"
-            )
 
     def _refuse_shared(self, followers: list[Lent]) -> None:
         first: dict[tuple, Lent] = {}

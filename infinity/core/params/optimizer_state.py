@@ -203,12 +203,26 @@ class OptimizerState:
         said, collectives = "loading the optimizer's state", self._context.collectives
         self._context.journal.carry_out(change, partial(compare_values, collectives, said, given))
         loaded = set(of_masters["loaded"])
-        absent = collectives.meet(
+        are_absent = collectives.meet(
             "masters that were loaded", flags=[handle.name not in loaded for handle in handles]
         )
-        for handle, is_absent in zip(handles, absent):
+        for handle, is_absent in zip(handles, are_absent):
             handle.has_loaded_master = not is_absent
-        self._tell_of_masters(of_masters["absent"], of_masters["others"])
+        if absent := of_masters["absent"]:
+            logger.warning(
+                "this optimizer's state dict has no fp32 masters of %d 16-bit parameters (%s, ...):"
+                " they go on from the 16-bit weights",
+                len(absent),
+                absent[0],
+            )
+        if others := of_masters["others"]:
+            logger.warning(
+                "this optimizer's state dict has fp32 masters of other weights than the model has,"
+                " in %d parameters (%s, ...): there the model's weights count. To resume, load the"
+                " model's state dict first.",
+                len(others),
+                others[0],
+            )
 
     def _set(
         self,
@@ -257,26 +271,6 @@ class OptimizerState:
             else value
             for name, value in values.items()
         }
-
-    @staticmethod
-    def _tell_of_masters(absent: list[str], others: list[str]) -> None:
-        """Logs which parameters go on without their own fp32 master: ``absent`` in the state dict,
-        or of ``others``' weights."""
-        if absent:
-            logger.warning(
-                "this optimizer's state dict has no fp32 masters of %d 16-bit parameters (%s, ...):"
-                " they go on from the 16-bit weights",
-                len(absent),
-                absent[0],
-            )
-        if others:
-            logger.warning(
-                "this optimizer's state dict has fp32 masters of other weights than the model has,"
-                " in %d parameters (%s, ...): there the model's weights count. To resume, load the"
-                " model's state dict first.",
-                len(others),
-                others[0],
-            )
 
     def _adopt(self, param: torch.Tensor, state: dict[str, Any]) -> None:
         """Writes ``state``, in torch's per-parameter form, home. Empty is a fresh start."""

@@ -217,9 +217,10 @@ class Stored:
                 return answer
             if func in TO and converts_to_itself(func, subject, args, kwargs):
                 return subject
+            # By this a tensor's place in the graph is found: it needs no bytes.
             if func in AS_ITSELF and args[1:] and args[1] is subject:
-                if (view := _as_itself(func, subject)) is not None:
-                    return view
+                if not (handle_of(subject).engine.computing or transforms.are_running()):
+                    return subject.viewed_at_rest(func)
             if func == torch.Tensor.data.__set__:  # a new object at every look-up, so never `is`
                 return set_data(subject, args[1])
         touched = [leaf for leaf in leaves if isinstance(leaf, Stored)]
@@ -272,14 +273,6 @@ class Stored:
 
     def __reduce_ex__(self, protocol):
         raise _refuse_copy(self, "pickled")
-
-
-def _as_itself(func, subject: torch.Tensor) -> torch.Tensor | None:
-    """Returns ``subject.view_as(subject)``, by which a tensor's place in the graph is found: it
-    needs no bytes. None in a pass or a transform, which have them."""
-    if handle_of(subject).engine.computing or transforms.are_running():
-        return None
-    return subject.viewed_at_rest(func)
 
 
 class StoredManaged(Stored):

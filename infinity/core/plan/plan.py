@@ -91,7 +91,8 @@ class _Choices:
             for rung in LADDER:
                 plan = self._plan_of(homes, rung)
                 if not budgets.over(plan):
-                    fitting.append(self._filled(plan, budgets))
+                    of_all = self.units, self.config, budgets, self.device
+                    fitting.append(use_what_is_left(plan, *of_all, reuses=self.reuses))
                     break  # a less generous rung would cache little more, with less look-ahead
                 if least is None or budgets.excess(plan) < least_budgets.excess(least):
                     least, least_budgets = plan, budgets
@@ -127,10 +128,6 @@ class _Choices:
     def _backend(self) -> type[ThroughHost]:
         """The way of weights from disk to the device."""
         return backend_for(self.config, self.device)
-
-    def _filled(self, plan: MemoryPlan, budgets: Budgets) -> MemoryPlan:
-        units, config, device = self.units, self.config, self.device
-        return use_what_is_left(plan, units, config, budgets, device, reuses=self.reuses)
 
 
 def check_folders(config: Config) -> None:

@@ -227,7 +227,18 @@ class Prefetcher:
         if unit.residency is Residency.GATHERING:
             self._finish(unit)
         if unit.residency is not Residency.RESIDENT:
-            self._bring(unit)
+            # Of a weight that runs in tiles staging memory holds a tile alone.
+            self.refuse_over([unit], unit.weight_nbytes)
+            self._stage(unit)
+            while not self._fits(unit):
+                if idle := self._idle():
+                    self._evict(idle[0])
+                elif not self._give_way():  # what the backward can spare
+                    break
+            self.refuse_over([unit], self._resident_nbytes() + unit.weight_nbytes)
+            unit.start_gather(self._store, self._ledger)
+            self._pass.resident[unit] = None
+            self._finish(unit)
         else:
             # This stream may not be the one that waited for the gather
             unit.arrival.event.precede()
@@ -282,15 +293,6 @@ class Prefetcher:
     def fetch_ahead(self, upcoming: Iterable[int], wanted_at: float) -> None:
         """Starts reading the next units from disk, wanted since then, as far as there is room."""
         self._slots.fetch_ahead(upcoming, self.look_ahead.depth, wanted_at)
-
-    def _bring(self, unit: ParamUnit) -> None:
-        # Of a weight that runs in tiles staging memory holds a tile alone.
-        self.refuse_over([unit], unit.weight_nbytes)
-        self._stage(unit)
-        self._make_room(unit)
-        unit.start_gather(self._store, self._ledger)
-        self._pass.resident[unit] = None
-        self._finish(unit)
 
     def _stage(self, unit: ParamUnit) -> None:
         """Brings the unit's bytes into memory. Blocks on the disk and on running updates."""
@@ -351,16 +353,6 @@ class Prefetcher:
 
     def _fits(self, unit: ParamUnit) -> bool:
         return self._resident_nbytes() + unit.weight_nbytes <= self._window.nbytes
-
-    def _make_room(self, unit: ParamUnit) -> None:
-        """Evicts idle units, then ones the backward can spare, until ``unit`` fits."""
-        while not self._fits(unit):
-            idle = self._idle()
-            if idle:
-                self._evict(idle[0])
-            elif not self._give_way():
-                break
-        self.refuse_over([unit], self._resident_nbytes() + unit.weight_nbytes)
 
     def refuse_over(self, units: Sequence[ParamUnit], nbytes: int) -> None:
         """Raises CapacityError if the window of a budget is less than the ``nbytes`` that are

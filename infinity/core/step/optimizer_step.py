@@ -17,7 +17,6 @@ import torch
 from ...errors import UsageError
 from ..grads.record import GradState, refuse_torn
 from ..params.books import OptimizerBooks
-from ..run.journal import Meet
 from ..run.operations import Operation
 from ..units.unit import ParamUnit
 from .context import StepContext
@@ -107,21 +106,16 @@ class OptimizerStep:
                 for unit in (reversed(units) if context.device.overlaps else units)
             }
             steps = [step for unit in units for step in planned[unit]]
-            self._carry_out(stepper, steps, version, partial(self._meet, groups, clip))
+            change = partial(self._finish, stepper, steps, version)
+            try:
+                context.journal.carry_out(change, partial(self._meet, groups, clip))
+            except Exception:
+                # An error of the class's own code, whose cause may be a setting: no step is left.
+                if stepper.has_changed_nothing and context.collectives.ranks.alone:
+                    context.journal.cancel(change)
+                raise
         context.end_step(context.place)
         context.lents.refresh()
-
-    def _carry_out(self, stepper: Any, steps: list, version: int, meet: Meet) -> None:
-        """Makes a planned step. An error of the class's own code, before anything was written,
-        leaves no step behind: its cause may be a setting."""
-        context = self.context
-        change = partial(self._finish, stepper, steps, version)
-        try:
-            context.journal.carry_out(change, meet)
-        except Exception:
-            if stepper.has_changed_nothing and context.collectives.ranks.alone:
-                context.journal.cancel(change)
-            raise
 
     def _in_order(self) -> list[ParamUnit]:
         """Returns the units in the order of the next forward, then the others, which a step to

@@ -337,21 +337,6 @@ def _refuses_window(
     return refused
 
 
-def _tell_of_kernels(laid: Laid, device: Device) -> None:
-    """Says what it costs that the device has no kernels for what is trained."""
-    if device.is_host or device.kernels is not None:
-        return
-    trained = [flat for unit in laid.sizes for flat in unit.flat_params if flat.spec.stepped]
-    if kept_off := sum(flat.nbytes(name) for flat in trained for name in ARRAYS):
-        logger.warning(
-            "%s has no optimizer kernels (%s): the processor steps, and %s of weights, state and"
-            " gradients have their home outside of the device, though they may fit.",
-            device.where,
-            device.kernels_refusal,
-            format_nbytes(kept_off),
-        )
-
-
 def _unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
     at_once_nbytes = 0
     if group.at_once is not None:
@@ -537,7 +522,16 @@ def _placed(
     if laid.split is not None:
         laid.split.tell(laid.groups, config)
     if collectives.ranks.is_first:
-        _tell_of_kernels(laid, device)
+        trained = [flat for size in laid.sizes for flat in size.flat_params if flat.spec.stepped]
+        kept_off = sum(flat.nbytes(name) for flat in trained for name in ARRAYS)
+        if kept_off and not device.is_host and device.kernels is None:
+            logger.warning(
+                "%s has no optimizer kernels (%s): the processor steps, and %s of weights, state"
+                " and gradients have their home outside of the device, though they may fit.",
+                device.where,
+                device.kernels_refusal,
+                format_nbytes(kept_off),
+            )
     return laid
 
 
