@@ -143,9 +143,11 @@ LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::
     INFINITY_REQUIRE(!state_->stopping, "this direct reader was shut down");
     ++state_->open;
   }
-  const TicketPtr before = extent->settled(at, host.nbytes, after);
+  const Extent::Expected known =
+      extent->expected(at, host.nbytes, *engine_, extent->settled(at, host.nbytes, after));
+  landing->wrote_ = known.sums;
   // not called once it is over, so it is still there
-  landing->ticket_->on_hurry([state = state_, before, raw = landing.get()] {
+  landing->ticket_->on_hurry([state = state_, before = known.ticket, raw = landing.get()] {
     if (before) before->hurry();
     TicketPtr bounced;
     {
@@ -175,8 +177,8 @@ LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::
       state->waiting.push_back(landing);
     state->work.notify_one();
   };
-  if (before)
-    before->on_done(begin);
+  if (known.ticket)
+    known.ticket->on_done(begin);
   else
     begin(nullptr);
   return landing;
@@ -184,8 +186,8 @@ LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::
 
 // Returns the refusal that is known before the road is used; null if there is none.
 const char* DirectReader::State::why_not(const Landing& landing, std::string* said) {
-  if (landing.extent_->has_table()) return "tabled";
-  if (!landing.extent_->written(landing.at_, landing.host_.nbytes)) return "unwritten";
+  if (!landing.extent_->written(landing.at_, landing.host_.nbytes, landing.wrote_))
+    return "unwritten";
   const Lock lock(mutex);
   if (!road || threads == 0) return "closed";
   for (const Request& each : landing.requests_) {
@@ -398,8 +400,8 @@ std::string DirectReader::State::take_road(const LandingPtr& landing, std::strin
   const Lock lock(mutex);
   if (landing->stage_ != Landing::Stage::kRunning) return "late";
   try {
-    landing->extent_->verify_sums(
-        landing->at_ + static_cast<std::size_t>(part.data - landing->device_), sums, *engine);
+    landing->extent_->compare(landing->at_ + static_cast<std::size_t>(part.data - landing->device_),
+                              sums, landing->wrote_, landing->at_, *engine);
   } catch (const CorruptionError& error) {
     *said = error.what();
     return "changed";

@@ -7,9 +7,8 @@
 //   landing   one read. It ends whole and verified in one of its two places, the device's or the
 //             host's, or with an error; never half in each
 //   refusal   why a landing went by bounce: "short", "late", "refused", "misaligned", "unwritten"
-//             (nothing was written there since the space was reserved), "tabled" (its checksums are
-//             on disk), "changed" (the checksums differ; the bounce verifies the bytes again) or
-//             "closed"
+//             (nothing was written there since the space was reserved), "changed" (the checksums
+//             differ; the bounce verifies the bytes again) or "closed"
 //   closed    a road to a file that was late once, brought other bytes once, or failed
 //             kMostFailures times in a row. It is not used again
 //   turn      which part of a piece this read copies out and verifies, if the host samples because
@@ -82,6 +81,7 @@ class Landing {
   Span host_;
   std::byte* device_ = nullptr;
   std::vector<Request> requests_;
+  Sums wrote_;  // the checksums that its bytes have to have
   std::shared_ptr<void> memory_;
   TicketPtr ticket_, bounced_;
   Stage stage_ = Stage::kBefore;

@@ -246,25 +246,31 @@ void IoEngine::validate(const Request& request) const {
   check(request);
 }
 
-TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr& after) {
+TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr& after,
+                           Then then) {
   INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_,
                    " was used in its forked child ", getpid());
   INFINITY_REQUIRE(!requests.empty(), "a submission without requests");
   std::size_t pieces = 0;
-  for (const Request& request : requests)
+  bool is_bounded = true;
+  for (const Request& request : requests) {
     pieces += (request.span.nbytes + options_.block_nbytes - 1) / options_.block_nbytes;
+    is_bounded &= request.is_bounded;
+  }
   auto ticket = std::make_shared<Ticket>(pieces);
   // not called once it is over, so this is still there
   ticket->on_hurry([this, after, raw = ticket.get()] {
     if (after) after->hurry();
     hurry(raw);
   });
+  if (then)
+    ticket->then([then = std::move(then), raw = ticket.get()] { then(raw->shared_from_this()); });
   {
     Lock lock(mutex_);
     INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
     for (const Request& request : requests) check(request);
-    INFINITY_REQUIRE(pieces <= options_.max_pieces - pieces_, "a submission of ", pieces,
-                     " pieces of ", options_.block_nbytes, " bytes beside ", pieces_,
+    INFINITY_REQUIRE(is_bounded || pieces + pieces_ <= options_.max_pieces, "a submission of ",
+                     pieces, " pieces of ", options_.block_nbytes, " bytes beside ", pieces_,
                      " that are not over: this I/O engine takes ", options_.max_pieces,
                      " at most. Wait for earlier transfers before submitting more");
     pieces_ += pieces;

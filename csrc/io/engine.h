@@ -45,6 +45,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <string>
 #include <thread>
@@ -74,6 +75,7 @@ struct Request {
   Span span;
   std::shared_ptr<void> memory = nullptr;  // that the span is in; null: the caller keeps it valid
   std::shared_ptr<PieceWork> work = nullptr;
+  bool is_bounded = false;  // by who submits it: `max_pieces` does not count
 };
 
 struct IoOptions {
@@ -133,9 +135,12 @@ class IoEngine {
 
   // Starts the requests, at once or when `after` has finished without error. Addresses, offsets and
   // lengths are multiples of 4096. Memory that a request does not hold has to stay valid until the
-  // ticket has finished. Never blocks on a transfer. Throws UsageError, with nothing started, for a
-  // request that `validate` refuses or beyond `max_pieces`.
-  TicketPtr submit(const std::vector<Request>& requests, const TicketPtr& after = nullptr);
+  // ticket has finished. `then` begins what follows them, and ends it (Ticket::then). Never blocks
+  // on a transfer. Throws UsageError, with nothing started, for a request that `validate` refuses
+  // or beyond `max_pieces`.
+  using Then = std::function<void(const TicketPtr&)>;
+  TicketPtr submit(const std::vector<Request>& requests, const TicketPtr& after = nullptr,
+                   Then then = nullptr);
 
   // Cancels the pieces of `ticket` that have not started, also those that wait for an `after`.
   // Started pieces finish. The ticket then fails with ECANCELED, or with the error of a started
@@ -147,9 +152,6 @@ class IoEngine {
 
   // False in a forked child, which has none of the threads.
   bool is_ours() const { return getpid() == process_; }
-
-  // True on the thread on which transfers complete, which must not wait for one.
-  bool completes_here() const { return std::this_thread::get_id() == completion_thread_.get_id(); }
 
   // The path of a file whose device timed out, or of any file if the backend failed. Otherwise
   // empty. The memory of such transfers is never freed.

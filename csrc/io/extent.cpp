@@ -21,10 +21,9 @@ Extent Extent::in_volume(std::shared_ptr<const Volume> volume, std::uint64_t off
         std::make_shared<SumTable>(sums, extent.volume_, offset + nbytes, nbytes);
     return extent;
   }
-  const std::vector<std::byte> zeros(std::min(nbytes, kChecksumNbytes));
-  extent.books_->checksums.assign(checksum_count(nbytes), crc32c(zeros.data(), zeros.size()));
+  extent.books_->checksums.assign(checksum_count(nbytes), sum_of_zeros(kChecksumNbytes));
   if (const std::size_t rest = nbytes % kChecksumNbytes)
-    extent.books_->checksums.back() = crc32c(zeros.data(), rest);
+    extent.books_->checksums.back() = sum_of_zeros(rest);
   return extent;
 }
 
@@ -60,65 +59,73 @@ std::vector<TicketPtr> Extent::writes_over(std::size_t at, std::size_t nbytes) c
   return found;
 }
 
-// The checksums of one transfer's blocks. Each piece adds its share of a block's sum; the last one
-// completes it.
+// The checksums of one transfer's blocks. Each piece adds its share of a block's sum.
 class Extent::BlockSums : public PieceWork {
  public:
-  BlockSums(const Extent& extent, Op op, std::size_t at, Span span, IoEngine& engine)
-      : extent_(extent),
-        op_(op),
-        at_(at),
-        span_(span),
-        engine_(engine),
-        blocks_(checksum_count(span.nbytes)) {
-    for (std::size_t i = 0; i < blocks_.size(); ++i)
-      blocks_[i].missing = std::min(kChecksumNbytes, span.nbytes - i * kChecksumNbytes);
-  }
+  explicit BlockSums(Span span) : span_(span), sums_(checksum_count(span.nbytes)) {}
 
   void look_at(Span piece) override {
     std::size_t begin = static_cast<std::size_t>(piece.data - span_.data);
     for (const std::size_t end = begin + piece.nbytes; begin < end;) {
       const std::size_t index = begin / kChecksumNbytes,
                         block_end = std::min(span_.nbytes, (index + 1) * kChecksumNbytes);
-      const std::size_t nbytes = std::min(end, block_end) - begin;
-      add(index, crc32c(span_.data + begin, nbytes), nbytes, block_end - begin - nbytes);
+      const std::size_t nbytes = std::min(end, block_end) - begin,
+                        behind = block_end - begin - nbytes;
+      const std::uint32_t sum = crc32c(span_.data + begin, nbytes);
+      sums_[index].fetch_xor(behind ? crc32c_before(sum, behind) : sum, std::memory_order_relaxed);
       begin += nbytes;
     }
   }
 
- private:
-  struct Block {
-    std::atomic<std::uint32_t> sum{0};
-    std::atomic<std::size_t> missing{0};
-  };
-
-  void add(std::size_t index, std::uint32_t sum, std::size_t nbytes, std::size_t behind) {
-    Block& block = blocks_[index];
-    block.sum.fetch_xor(behind ? crc32c_before(sum, behind) : sum, std::memory_order_relaxed);
-    if (block.missing.fetch_sub(nbytes, std::memory_order_acq_rel) != nbytes) return;
-    const std::size_t known = at_ / kChecksumNbytes + index;
-    if (op_ == Op::kWrite || !extent_.known_)
-      extent_.note(known, block.sum, engine_);
-    else
-      extent_.hold(known, block.sum, engine_);
+  // Once the last piece has ended.
+  Sums sums() const {
+    return std::make_shared<std::vector<std::uint32_t>>(sums_.begin(), sums_.end());
   }
 
-  const Extent extent_;  // shares the books
-  const Op op_;
-  const std::size_t at_;
+ private:
   const Span span_;
-  IoEngine& engine_;  // outlives its work
-  std::vector<Block> blocks_;
+  std::vector<std::atomic<std::uint32_t>> sums_;
 };
 
 TicketPtr Extent::read(IoEngine& engine, std::size_t at, Span span, const TicketPtr& after,
                        const std::shared_ptr<void>& memory, bool checksum) const {
   std::vector<Request> wanted = requests(Op::kRead, at, span, memory);
-  if (checksum) {
-    const auto sums = std::make_shared<BlockSums>(*this, Op::kRead, at, span, engine);
-    for (Request& each : wanted) each.work = sums;
-  }
-  return engine.submit(wanted, settled(at, span.nbytes, after));
+  const TicketPtr before = settled(at, span.nbytes, after);
+  if (!checksum) return engine.submit(wanted, before);
+  const auto sums = std::make_shared<BlockSums>(span);
+  for (Request& each : wanted) each.work = sums;
+  if (!known_) return engine.submit(wanted, before, recording(at, sums, engine));
+  const Expected known = expected(at, span.nbytes, engine, before);
+  return engine.submit(wanted, before,
+                       [extent = *this, at, sums, known, &engine](const TicketPtr& ticket) {
+                         const auto compare = [=, &engine](std::exception_ptr error) {
+                           try {
+                             if (!error) extent.compare(at, *sums->sums(), known.sums, at, engine);
+                           } catch (...) {
+                             error = std::current_exception();
+                           }
+                           ticket->part_done(error);
+                         };
+                         if (known.ticket)
+                           known.ticket->on_done(compare);
+                         else
+                           compare(nullptr);
+                       });
+}
+
+// What follows a transfer whose checksums are to be recorded.
+IoEngine::Then Extent::recording(std::size_t at, const std::shared_ptr<BlockSums>& sums,
+                                 IoEngine& engine) const {
+  return [extent = *this, at, sums, &engine](const TicketPtr& ticket) {
+    TicketPtr recorded;
+    try {
+      recorded = extent.record(at, sums->sums(), engine);
+    } catch (...) {
+      return ticket->part_done(std::current_exception());
+    }
+    if (!recorded) return ticket->part_done();
+    recorded->on_done([ticket](std::exception_ptr error) { ticket->part_done(std::move(error)); });
+  };
 }
 
 TicketPtr Extent::settled(std::size_t at, std::size_t nbytes, const TicketPtr& after) const {
@@ -127,8 +134,14 @@ TicketPtr Extent::settled(std::size_t at, std::size_t nbytes, const TicketPtr& a
   return joined(before);
 }
 
-bool Extent::written(std::size_t at, std::size_t nbytes) const {
+bool Extent::written(std::size_t at, std::size_t nbytes, const Sums& expected) const {
   check(at, nbytes);
+  if (has_table()) {
+    const std::size_t rest = at + nbytes == nbytes_ ? nbytes % kChecksumNbytes : 0;
+    const auto last = expected->end() - (rest != 0);
+    return std::find(expected->begin(), last, sum_of_zeros(kChecksumNbytes)) == last &&
+           (rest == 0 || *last != sum_of_zeros(rest));
+  }
   Books& books = *books_;
   Lock lock(books.mutex);
   const std::vector<bool>& sent = books.sent;
@@ -141,16 +154,18 @@ bool Extent::written(std::size_t at, std::size_t nbytes) const {
 TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span,
                         const std::shared_ptr<void>& memory, bool checksum) {
   std::vector<Request> wanted = requests(Op::kWrite, at, span, memory);
+  IoEngine::Then then;
   if (checksum) {
-    const auto sums = std::make_shared<BlockSums>(*this, Op::kWrite, at, span, engine);
+    const auto sums = std::make_shared<BlockSums>(span);
     for (Request& each : wanted) each.work = sums;
+    then = recording(at, sums, engine);
   }
   std::vector<TicketPtr> before = writes_over(at, span.nbytes);
   // A failed write is repaired by this one.
   before.erase(std::remove_if(before.begin(), before.end(),
                               [](const TicketPtr& ticket) { return ticket->done(); }),
                before.end());
-  const TicketPtr ticket = engine.submit(wanted, joined(before));
+  const TicketPtr ticket = engine.submit(wanted, joined(before), std::move(then));
   Books& books = *books_;
   Lock lock(books.mutex);
   auto& writes = books.under_way;
@@ -177,44 +192,66 @@ std::uint32_t Extent::checksum(std::size_t nbytes) const {
   return joined;
 }
 
-void Extent::remember(std::size_t at, Span span, IoEngine& engine) {
+Extent::Expected Extent::expected(std::size_t at, std::size_t nbytes, IoEngine& engine,
+                                  const TicketPtr& after) const {
+  check(at, nbytes);
+  const auto sums = std::make_shared<std::vector<std::uint32_t>>(checksum_count(nbytes));
+  const auto begin = [books = books_, first = at / kChecksumNbytes, sums, &engine]() -> TicketPtr {
+    if (books->table) return books->table->move(Op::kRead, first, sums, engine);
+    std::copy_n(books->checksums.begin() + static_cast<std::ptrdiff_t>(first), sums->size(),
+                sums->begin());
+    return nullptr;
+  };
+  if (!after) return {sums, begin()};
+  const auto ticket = std::make_shared<Ticket>(1);
+  ticket->on_hurry([after] { after->hurry(); });
+  after->on_done([begin, ticket](std::exception_ptr error) {
+    TicketPtr moved;
+    try {
+      if (!error) moved = begin();
+    } catch (...) {  // no memory
+      error = std::current_exception();
+    }
+    if (!moved) return ticket->part_done(error);
+    moved->on_done([ticket](std::exception_ptr failed) { ticket->part_done(std::move(failed)); });
+  });
+  return {sums, ticket};
+}
+
+TicketPtr Extent::record(std::size_t at, const Sums& sums, IoEngine& engine) const {
+  const std::size_t first = at / kChecksumNbytes;
+  if (has_table()) return books_->table->move(Op::kWrite, first, sums, engine);
+  std::copy(sums->begin(), sums->end(),
+            books_->checksums.begin() + static_cast<std::ptrdiff_t>(first));
+  return nullptr;
+}
+
+void Extent::compare(std::size_t at, const std::vector<std::uint32_t>& found, const Sums& expected,
+                     std::size_t from, const IoEngine& engine) const {
+  for (std::size_t i = 0; i < found.size(); ++i) {
+    const std::uint32_t wrote = (*expected)[(at - from) / kChecksumNbytes + i];
+    if (found[i] == wrote) continue;
+    throw CorruptionError(
+        concat("checksum mismatch in ", where(engine, at + i * kChecksumNbytes), " (version ",
+               version(), "): wrote ", in_hex(wrote), ", read ", in_hex(found[i]),
+               ". The disk or its file was changed or lost a write; resume from the last "
+               "checkpoint, on another disk if it happens again"));
+  }
+}
+
+void Extent::remember(std::size_t at, Span span, IoEngine& engine) const {
   check(at, span.nbytes);
-  std::vector<std::uint32_t> sums(checksum_count(span.nbytes));
-  crc32c_blocks(span.data, span.nbytes, sums.data());
-  for (std::size_t i = 0; i < sums.size(); ++i) note(at / kChecksumNbytes + i, sums[i], engine);
+  const auto sums = std::make_shared<std::vector<std::uint32_t>>(checksum_count(span.nbytes));
+  crc32c_blocks(span.data, span.nbytes, sums->data());
+  if (const TicketPtr recorded = record(at, sums, engine)) recorded->wait();
 }
 
 void Extent::verify(std::size_t at, Span span, IoEngine& engine) const {
-  check(at, span.nbytes);
+  const Expected known = expected(at, span.nbytes, engine);
   std::vector<std::uint32_t> found(checksum_count(span.nbytes));
   crc32c_blocks(span.data, span.nbytes, found.data());
-  verify_sums(at, found, engine);
-}
-
-void Extent::verify_sums(std::size_t at, const std::vector<std::uint32_t>& found,
-                         IoEngine& engine) const {
-  for (std::size_t i = 0; i < found.size(); ++i) hold(at / kChecksumNbytes + i, found[i], engine);
-}
-
-// Records the checksum of a block.
-void Extent::note(std::size_t block, std::uint32_t sum, IoEngine& engine) const {
-  if (has_table())
-    books_->table->set(block, sum, engine);
-  else
-    books_->checksums[block] = sum;
-}
-
-// Compares the checksum of a block that was read with the one that was written. Throws
-// CorruptionError.
-void Extent::hold(std::size_t block, std::uint32_t found, IoEngine& engine) const {
-  const std::uint32_t expected =
-      has_table() ? books_->table->get(block, engine) : books_->checksums[block];
-  if (found == expected) return;
-  throw CorruptionError(
-      concat("checksum mismatch in ", where(engine, block * kChecksumNbytes), " (version ",
-             version(), "): wrote ", in_hex(expected), ", read ", in_hex(found),
-             ". The disk or its file was changed or lost a write; resume from the last "
-             "checkpoint, on another disk if it happens again"));
+  if (known.ticket) known.ticket->wait();
+  compare(at, found, known.sums, at, engine);
 }
 
 // "/scratch/a at offset 4096", of the checksum block at byte `at`: two places if it crosses a

@@ -5,9 +5,11 @@
 //   version     the step that wrote the bytes; extents of one array may have different ones
 //   checksums   of extents on disk: one CRC-32C per kChecksumNbytes, so that the next read finds a
 //               lost, stale, torn or flipped block. The engine's work threads compute them, before
-//               a write starts and after a read has arrived. Those of a file that other software
-//               wrote are unknown: the first read records them, as a write does
-//   table       checksums at home on disk behind the extent's bytes (io/sums.h); else in memory
+//               a write starts and after a read has arrived. The ticket ends when they have been
+//               recorded or compared. Those of a file that other software wrote are unknown: the
+//               first read records them, as a write does
+//   table       checksums at home on disk behind the extent's bytes (io/sums.h); else in memory.
+//               They are read beside the bytes
 //   under way   writes that have not finished, or have failed. A transfer that overlaps one starts
 //               after it, because a disk may reorder two transfers of one place. A read after a
 //               failed one fails too
@@ -61,7 +63,6 @@ class Extent {
     return in_memory({memory_.data + at, nbytes}, owner_);
   }
 
-  bool has_table() const { return books_->table != nullptr; }
   bool is_file() const { return volume_ != nullptr; }
   std::size_t nbytes() const { return nbytes_; }
   std::uint64_t offset() const { return offset_; }
@@ -88,18 +89,34 @@ class Extent {
   TicketPtr settled(std::size_t at, std::size_t nbytes, const TicketPtr& after) const;
 
   // True if every one of these bytes was written, or is being written, since its space was
-  // reserved. Not noted of an extent with a table.
-  bool written(std::size_t at, std::size_t nbytes) const;
+  // reserved. Of an extent with a table that is known by the checksums: blocks of zeros count as
+  // not written.
+  bool written(std::size_t at, std::size_t nbytes, const Sums& expected) const;
   // The checksum of the first `nbytes` (whole blocks, or all), combined from those of the blocks,
   // which are in memory.
   std::uint32_t checksum(std::size_t nbytes) const;
 
+  // The checksums that the blocks of these bytes have to have, whole once the ticket (null: now)
+  // has finished. `after` comes first.
+  struct Expected {
+    Sums sums;
+    TicketPtr ticket;
+  };
+  Expected expected(std::size_t at, std::size_t nbytes, IoEngine& engine,
+                    const TicketPtr& after = nullptr) const;
+  // Records the checksums of blocks that were written at `at`, once the ticket (null: now) has
+  // finished.
+  TicketPtr record(std::size_t at, const Sums& sums, IoEngine& engine) const;
+  // Throws CorruptionError if the checksums `found` of blocks at `at` are not those of `expected`,
+  // which begin at byte `from`.
+  void compare(std::size_t at, const std::vector<std::uint32_t>& found, const Sums& expected,
+               std::size_t from, const IoEngine& engine) const;
+
   // Records the checksums of bytes about to be written at `at` (a multiple of kChecksumNbytes).
-  void remember(std::size_t at, Span span, IoEngine& engine);
-  // Throws CorruptionError if bytes read at `at` are not those last written there.
+  // Blocks.
+  void remember(std::size_t at, Span span, IoEngine& engine) const;
+  // Throws CorruptionError if bytes read at `at` are not those last written there. Blocks.
   void verify(std::size_t at, Span span, IoEngine& engine) const;
-  // As verify, with checksums that were computed elsewhere: one per kChecksumNbytes.
-  void verify_sums(std::size_t at, const std::vector<std::uint32_t>& found, IoEngine& engine) const;
 
   std::uint64_t version() const { return books_->version; }
   void set_version(std::uint64_t version) { books_->version = version; }
@@ -110,7 +127,7 @@ class Extent {
     TicketPtr ticket;
   };
   struct Books {  // on the heap: transfers under way hold them
-    std::vector<std::uint32_t> checksums;  // none if there is a table
+    std::vector<std::uint32_t> checksums;  // empty if there is a table
     std::shared_ptr<SumTable> table;
     std::atomic<std::uint64_t> version{0};
     Mutex mutex;
@@ -120,9 +137,10 @@ class Extent {
   class BlockSums;
 
   void check(std::size_t at, std::size_t nbytes) const;
+  IoEngine::Then recording(std::size_t at, const std::shared_ptr<BlockSums>& sums,
+                           IoEngine& engine) const;
   std::string where(const IoEngine& engine, std::size_t at) const;
-  void note(std::size_t block, std::uint32_t sum, IoEngine& engine) const;
-  void hold(std::size_t block, std::uint32_t found, IoEngine& engine) const;
+  bool has_table() const { return books_->table != nullptr; }
   std::vector<TicketPtr> writes_over(std::size_t at, std::size_t nbytes) const;
 
   Span memory_;

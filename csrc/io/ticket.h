@@ -1,6 +1,7 @@
 // Ticket: the completion of one submitted group of transfers, or of one unit's update.
 //
-// A ticket finishes once, with or without an error, after all its parts have. Waiting for one
+// A ticket finishes once, with or without an error, after all its parts have, and what follows
+// them. Waiting for one
 // ticket never waits for another. Work that must follow a ticket is attached with `on_done`: no
 // thread has to block.
 //
@@ -29,11 +30,12 @@
 
 namespace infinity {
 
-class Ticket {
+class Ticket : public std::enable_shared_from_this<Ticket> {
  public:
   using Callback = std::function<void(std::exception_ptr)>;
 
   using Clock = std::chrono::steady_clock;
+  using Step = std::function<void()>;
 
   explicit Ticket(std::size_t parts) : remaining_(parts), started_(Clock::now()) {}
 
@@ -77,6 +79,13 @@ class Ticket {
   void on_hurry(std::function<void()> action) {
     Lock lock(mutex_);
     on_hurry_ = std::move(action);
+  }
+
+  // Sets what follows the parts if none fails: one more part, which `step` begins, on the thread
+  // that ends the last of them, and which ends by `part_done`. Before any part has ended.
+  void then(Step step) {
+    Lock lock(mutex_);
+    then_ = std::move(step);
   }
 
   bool done() const {
@@ -124,6 +133,7 @@ class Ticket {
   void end_part(std::exception_ptr error, bool mild) {
     std::vector<Callback> callbacks;
     std::function<void()> on_hurry;
+    Step then;
     std::exception_ptr first;
     {
       Lock lock(mutex_);
@@ -132,12 +142,19 @@ class Ticket {
         mild_ = mild;
       }
       if (--remaining_ != 0) return;
-      finished_at_ = Clock::now();
-      callbacks.swap(callbacks_);
-      on_hurry.swap(on_hurry_);
+      then.swap(then_);
       first = error_;
-      finished_.notify_all();
+      if (then && !first) {
+        remaining_ = 1;
+      } else {
+        then = nullptr;
+        finished_at_ = Clock::now();
+        callbacks.swap(callbacks_);
+        on_hurry.swap(on_hurry_);
+        finished_.notify_all();
+      }
     }
+    if (then) return then();
     for (auto& callback : callbacks) callback(first);
   }
 
@@ -151,6 +168,7 @@ class Ticket {
   std::vector<Callback> callbacks_ INFINITY_GUARDED_BY(mutex_);
   mutable std::atomic<bool> hurried_{false};
   std::function<void()> on_hurry_ INFINITY_GUARDED_BY(mutex_);
+  Step then_ INFINITY_GUARDED_BY(mutex_);
 };
 
 using TicketPtr = std::shared_ptr<Ticket>;

@@ -137,8 +137,9 @@ TEST_OF_BACKENDS(checksums, on_disk_they_find_what_they_find_in_memory) {
     for (std::size_t i : {1, 2, 3, 0}) wait(tabled.extents[i].read(*disk.engine, 0, target.span));
     CHECK(same(sources[0]->span, target.span));
     tabled.extents[0].verify(0, target.span, *disk.engine);
-    const auto read_others = [&] {
-      for (std::size_t i : {1, 2, 3}) wait(tabled.extents[i].read(*disk.engine, 0, target.span));
+    const auto read_others = [&] {  // twice: then the first one's page has given way
+      for (std::size_t i : {1, 2, 3, 1, 2, 3})
+        wait(tabled.extents[i].read(*disk.engine, 0, target.span));
     };
     read_others();
     for (const auto& [at, told] :
@@ -245,6 +246,119 @@ TEST(checksums, a_table_on_a_disk_that_hangs_is_an_error_in_time) {
     CHECK(error.error_number == ETIMEDOUT && has(error.what(), "hung-" + kind), error.what());
     for (const char* name : {"sound-", "hung-"}) unlink((name + kind).c_str());
   }
+}
+
+TEST(checksums, a_table_on_a_disk_that_hangs_holds_up_no_other) {
+  // A page is being written to a file whose device never answers, for the slot of two others that
+  // reads wait for. Meanwhile extents with tables on another disk, of the same cache, whose pages
+  // come and go, are written, read and verified by the one work thread: the bytes are right, and
+  // flipped ones are found. The twin: the reads that need the hung disk are not over.
+  for (const std::string& kind : {std::string("uring"), std::string("threads")}) {
+    std::string why;
+    if (kind == "uring" && !make_uring_backend(4, why)) continue;
+    IoOptions options;
+    options.kind = kind;
+    options.timeout_seconds = 3600;
+    options.work_threads = 1;
+    FaultPlan faults;
+    faults.hang = 1, faults.first_piece = 1, faults.file = 1;  // its first piece is a write
+    options.layer = layer_of(faults);
+    IoEngine& engine = *new IoEngine(options);  // what hangs would be left behind
+    const std::size_t nbytes = kChecksumNbytes, room = 6 * nbytes;
+    const auto volume = std::make_shared<Volume>();
+    const std::vector<std::uint64_t> sizes = volume->lay_out(nbytes, {3, 3}, 0, room);
+    std::vector<int> files;
+    for (const char* name : {"data-", "hung-"})
+      files.push_back(engine.create_file(name + kind, sizes[files.size()]));
+    volume->set_files(files);
+    const std::size_t each = nbytes + SumTable::nbytes_of(nbytes);
+    const std::string path = "sound-" + kind;
+    const auto sound = Volume::of(engine.create_file(path, 4 * each));
+    const auto cache = std::make_shared<SumCache>(1);
+    Random random(90);
+    static const Memory memory(nbytes), more(nbytes);
+    std::vector<Extent> stuck;
+    for (std::size_t stripe : {0, 2, 4})
+      stuck.push_back(Extent::in_volume(volume, stripe * nbytes, nbytes, cache));
+    wait(stuck[0].write(engine, 0, memory.span));
+    wait(stuck[1].write(engine, 0, memory.span));  // the page of the first is written
+    const TicketPtr first = stuck[0].read(engine, 0, memory.span),
+                    third = stuck[2].read(engine, 0, more.span);
+    std::vector<Extent> others;
+    std::vector<std::unique_ptr<Memory>> sources;
+    for (std::size_t i = 0; i < 4; ++i) {
+      others.push_back(Extent::in_volume(sound, i * each, nbytes, cache));
+      sources.push_back(std::make_unique<Memory>(nbytes, random));
+      wait(others[i].write(engine, 0, sources[i]->span));
+    }
+    const Memory target(nbytes);
+    for (std::size_t i = 0; i < 4; ++i) {
+      wait(others[i].read(engine, 0, target.span));
+      CHECK(same(sources[i]->span, target.span));
+    }
+    std::fstream(path.c_str(), std::ios::in | std::ios::out | std::ios::binary).put('x');
+    thrown_by<CorruptionError>(others[0].read(engine, 0, target.span));
+    CHECK(!first->done() && !third->done());
+    for (const std::string& name : {"data-" + kind, "hung-" + kind, path}) unlink(name.c_str());
+  }
+}
+
+TEST_OF_BACKENDS(checksums, a_page_that_cannot_be_written_fails_who_needs_it) {
+  // One slot; the disk refuses every write of a page that gives way. Reads of the extent that wants
+  // the slot are right, and the extent of the lost page fails with the disk's error, which names
+  // the write. The twin: without faults both are read.
+  for (bool fails : {false, true}) {
+    FaultPlan plan = fault_plan(91);
+    plan.eio = fails, plan.first_piece = 1;
+    const std::size_t nbytes = kChecksumNbytes, each = nbytes + SumTable::nbytes_of(nbytes);
+    const Disk tables(kind, &plan, kMib, 8, 2 * each);
+    const auto volume = Volume::of(tables.file);
+    const auto cache = std::make_shared<SumCache>(1);
+    const Memory memory(nbytes);
+    Extent written = Extent::in_volume(volume, 0, nbytes, cache);
+    const Sums sums = std::make_shared<std::vector<std::uint32_t>>(1),
+               others = std::make_shared<std::vector<std::uint32_t>>(1);
+    wait(written.write(*tables.engine, 0, memory.span));
+    const auto other = std::make_shared<SumTable>(cache, volume, each + nbytes, nbytes);
+    wait(other->move(Op::kRead, 0, others, *tables.engine));
+    CHECK(others->front() == sum_of_zeros(nbytes));
+    const Extent::Expected known = written.expected(0, nbytes, *tables.engine);
+    if (!fails) {
+      wait(known.ticket);
+      CHECK(known.sums->front() == sum_of_zeros(nbytes));
+      continue;
+    }
+    const StorageError error = thrown_by<StorageError>(known.ticket);
+    CHECK(error.error_number == EIO && has(error.what(), "write of 4096"), error.what());
+    wait(other->move(Op::kRead, 0, others, *tables.engine));
+  }
+}
+
+TEST_OF_BACKENDS(checksums, a_full_queue_does_not_keep_a_page_from_its_transfer) {
+  // As many pieces as the engine takes are under way: reads whose page is away end well. The twin:
+  // one piece of data more is refused.
+  IoOptions options;
+  options.kind = kind;
+  options.max_pieces = 2;
+  IoEngine engine(options);
+  const std::size_t nbytes = kChecksumNbytes, each = nbytes + SumTable::nbytes_of(nbytes);
+  const std::string path = concat("full-", getpid());
+  const auto volume = Volume::of(engine.create_file(path, 2 * each));
+  const auto cache = std::make_shared<SumCache>(1);
+  Random random(92);
+  const Memory source(nbytes, random), target(nbytes), more(nbytes);
+  Extent extent = Extent::in_volume(volume, 0, nbytes, cache),
+         other = Extent::in_volume(volume, each, nbytes, cache);
+  for (Extent* written : {&extent, &other}) wait(written->write(engine, 0, source.span));
+  const auto held = std::make_shared<Ticket>(1);
+  const TicketPtr waiting = other.read(engine, 0, more.span, held),
+                  read = extent.read(engine, 0, target.span, held);
+  said_by<UsageError>([&] { other.read(engine, 0, more.span); });
+  held->part_done();
+  wait(read);
+  wait(waiting);
+  CHECK(same(source.span, target.span) && same(source.span, more.span));
+  unlink(path.c_str());
 }
 
 // Notes what it is given and by whom; throws at one piece, if told so.

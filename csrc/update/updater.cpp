@@ -539,6 +539,7 @@ void Updater::load(Chunk& chunk, const Place& place) {
   };
   std::size_t used = 0;
   std::vector<Request> requests;
+  std::vector<TicketPtr> loads;
   for (const Role role : kRoles) {
     const auto& extent = extent_of(job.update, role);
     if (!extent) continue;
@@ -556,6 +557,14 @@ void Updater::load(Chunk& chunk, const Place& place) {
     INFINITY_CHECK(used + span.nbytes <= slot_nbytes_, "a chunk outgrew its slot");
     used += span.nbytes;
     chunk.parts.push_back({extent.get(), target, chunk.begin * size, span, role == Role::kGrad});
+    if (checksums_) {
+      Part& part = chunk.parts.back();
+      const Extent::Expected known = extent->expected(part.at, span.nbytes, *engine_);
+      part.wrote = known.sums;
+      if (known.ticket) loads.push_back(known.ticket);
+      if (target != nullptr)
+        part.sums = std::make_shared<std::vector<std::uint32_t>>(checksum_count(span.nbytes));
+    }
     for (const auto& [begin, end] : role == Role::kGrad
                                         ? tiles_with_gradient(chunk)
                                         : std::vector{std::pair{chunk.begin, chunk.end}})
@@ -590,7 +599,8 @@ void Updater::load(Chunk& chunk, const Place& place) {
   }
   const double start = Recorder::now();
   const double ready = std::max(free_since(), ready_at(chunk, job.update.after));
-  chunk.loads = engine_->submit(requests, job.update.after);
+  loads.push_back(engine_->submit(requests, job.update.after));
+  chunk.loads = joined(loads);
   chunk.slot = place.slot;
   slot_taken_[*chunk.slot] = true;
   chunk.loads->on_done([recorder = recorder_, signal = signal_, label = job.update.label,
@@ -625,7 +635,13 @@ void Updater::finish(Chunk& chunk) {
           requests.push_back(std::move(each));
     if (!requests.empty()) {
       const double saving = Recorder::now();
-      saves = engine_->submit(requests);
+      std::vector<TicketPtr> all;
+      for (const Part& part : chunk.parts)
+        if (part.sums)
+          if (TicketPtr recorded = part.target->record(part.at, part.sums, *engine_))
+            all.push_back(std::move(recorded));
+      all.push_back(engine_->submit(requests));
+      saves = joined(all);
       saves->on_done([recorder = recorder_, signal = signal_, label, slot = chunk.slot, stepped,
                       saving](std::exception_ptr) {
         recorder->add("save", label, slot, stepped, saving);
@@ -694,7 +710,9 @@ void Updater::step_tile(Chunk& chunk, const std::vector<std::vector<Constants>>&
   for (const Part& part : chunk.parts) {
     if (!checksums_ || (part.is_gradient && !has_gradient(chunk.job->update, begin, end))) continue;
     const auto [at, span] = part_of(part);
-    part.extent->verify(at, span, *engine_);
+    std::vector<std::uint32_t> found(checksum_count(span.nbytes));
+    crc32c_blocks(span.data, span.nbytes, found.data());
+    part.extent->compare(at, found, part.wrote, part.at, *engine_);
   }
   for (const Copy& copy : chunk.copies) {
     const auto bytes_before = [&](std::size_t element) {
@@ -715,9 +733,9 @@ void Updater::step_tile(Chunk& chunk, const std::vector<std::vector<Constants>>&
     if (run.has_gradient) chunk.job->kernel.step(chunk.arrays, first, last, constants[i].back());
   }
   for (const Part& part : chunk.parts) {
-    if (part.target == nullptr || !checksums_) continue;
+    if (!part.sums) continue;
     const auto [at, span] = part_of(part);
-    part.target->remember(at, span, *engine_);
+    crc32c_blocks(span.data, span.nbytes, part.sums->data() + (at - part.at) / kChecksumNbytes);
   }
 }
 

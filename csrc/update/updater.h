@@ -177,6 +177,8 @@ class Updater {
     std::size_t at;  // bytes from either's start
     Span span;
     bool is_gradient = false;  // read only where a run has one
+    Sums wrote = nullptr;  // the checksums that its bytes have to have
+    Sums sums = nullptr;  // those of what is saved; null: it is read only
   };
   struct Copy {  // one array of a shadow's chunk that is at home in memory: bytes from its start on
     const std::byte* from;

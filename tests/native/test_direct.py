@@ -40,9 +40,10 @@ class Job:
         *,
         faults: doubles.FaultPlan | None = None,
         written: bool = True,
+        pages: int = 0,
         **options,
     ):
-        self.disk = Disk(folder, faults=faults)
+        self.disk = Disk(folder, faults=faults, pages=pages)
         self.extent, self.data = self.disk.extent(NBYTES), random_bytes(NBYTES, seeded(7))
         if written:
             self.disk.write(self.extent, self.data)
@@ -128,6 +129,34 @@ def test_what_was_written_lands_on_the_device(job, cufile):
         and made.disk.engine.nbytes(native.Op.READ) == 0
     )
     assert cufile.count("files") == 1 and cufile.count("drivers") == 1
+
+
+def test_what_has_its_checksums_on_disk_lands_on_the_device_and_is_verified(job, cufile):
+    """One block of checksums is in memory, so those of the extent come from the disk. Twins: a road
+    that brings other bytes, a bit that is wrong on the disk, one of the table, and an extent that
+    was never written, which goes by bounce."""
+    made = job(pages=1)
+    other = made.disk.extent(CHECKED)
+
+    def read() -> str:
+        made.disk.read(other)  # its checksums take the place of the extent's
+        return made.read()
+
+    assert [read() for _ in range(2)] == ["device"] * 2 and made.refused() == {}
+    assert made.disk.engine.nbytes(native.Op.READ) == 2 * BLOCK + 2 * CHECKED
+    made.disk.change_byte(made.extent.offset + made.extent.nbytes + 5)
+    with pytest.raises(CorruptionError, match="the checksums in .* are not those"):
+        read()
+    made.disk.change_byte(made.extent.offset + made.extent.nbytes + 5)
+    assert read() == "device"
+    cufile.set(changed=1)
+    assert read() == "host" and made.refused() == {"changed": 1}
+    made.disk.change_byte(made.extent.offset + CHECKED)
+    with pytest.raises(CorruptionError, match="checksum mismatch"):
+        read()
+    made.close()
+    fresh = job(pages=1, written=False)
+    assert fresh.read() == "host" and fresh.refused() == {"unwritten": 1}
 
 
 @pytest.mark.parametrize(

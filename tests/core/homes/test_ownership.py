@@ -24,7 +24,7 @@ import torch
 from doubles import fault_plan
 from inside import parts_of
 from models import leftovers, swap_files, transformer
-from native_arrays import MIB, Disk, Staging, outcome_in_child
+from native_arrays import ENGINES, MIB, Disk, Staging, outcome_in_child
 from runs import adamw
 
 import infinity
@@ -96,6 +96,30 @@ def test_threads_that_are_refused_end_in_fewer_or_in_an_error():
         return f"refused with {told}"
 
     assert outcome_in_child(call, seconds=30) == f"refused with {[errno.EAGAIN] * 2}"
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_checksums_on_the_disk_need_no_thread_of_their_own(kind, tmp_path):
+    """Method: the system refuses every thread but those of the disk; arrays that share one block of
+    memory for checksums are written and read all the same. Twin: a bit that is changed on the
+    disk is found."""
+
+    def call() -> str:
+        disk = Disk(tmp_path, kind=kind, pages=1)
+        extents, memory = [disk.extent(MIB // 2) for _ in range(2)], Staging(BLOCK)
+        disk.engine.read(extents[0], 0, memory.address, BLOCK, checksum=False).wait()
+        refuse([CLONE, CLONE3], errno.EAGAIN)
+        for at, extent in enumerate(extents):
+            disk.write(extent, torch.full((MIB // 2,), 1 + at, dtype=torch.uint8))
+        told = [int(disk.read(extent).max()) for extent in extents]
+        disk.change_byte(extents[0].offset)
+        try:
+            disk.read(extents[0])
+        except infinity.CorruptionError:
+            told.append("found")
+        return f"{told}"
+
+    assert outcome_in_child(call, seconds=30) == "[1, 2, 'found']"
 
 
 def test_space_is_reserved_where_the_file_system_cannot(tmp_path):

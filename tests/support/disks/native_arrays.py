@@ -101,7 +101,8 @@ class Staging:
 
 
 class Disk:
-    """An engine with one swap file, and moves of whole tensors that wait and verify."""
+    """An engine with one swap file, and moves of whole tensors that wait and verify. With ``pages``
+    the checksums of extents lie in tables behind them, and so many blocks of them in memory."""
 
     def __init__(
         self,
@@ -110,17 +111,25 @@ class Disk:
         *,
         nbytes: int = 4 * MIB,
         faults: doubles.FaultPlan | None = None,
+        pages: int = 0,
         **options,
     ):
         self.path = folder / f"swap{len(list(folder.iterdir()))}"
         self.engine = native.IoEngine(kind=kind, layer=doubles.layer(faults), **options)
         self.file = self.engine.create_file(str(self.path), nbytes)
-        self._used = 0
+        self._used, self._sums = 0, native.make_sum_cache(pages) if pages else None
 
     def extent(self, nbytes: int, *, gap: int = 0) -> native.Extent:
         """The next ``nbytes`` of the file, ``gap`` bytes behind the last extent."""
-        extent = native.Extent.in_file(self.file, self._used + gap, nbytes)
-        self._used += gap + nbytes
+        at, taken = self._used + gap, nbytes
+        if self._sums is None:
+            extent = native.Extent.in_file(self.file, at, nbytes)
+        else:
+            volume = native.Volume()
+            volume.lay_out(MIB, [1 << 20], 0, 1 << 40)
+            volume.set_files([self.file])
+            extent, taken = native.tabled_extent(volume, at, nbytes, self._sums)
+        self._used = at + taken
         return extent
 
     def write(self, extent: native.Extent, data: torch.Tensor, offset: int = 0) -> None:
