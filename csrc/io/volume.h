@@ -6,6 +6,9 @@
 //            consecutive stripes are on all members, in proportion to what they hold
 //   skipped  turns that are passed over before the first stripe, so that ranks that read the same
 //            place read different disks
+//   time     of a turn: the middle of its part, were each member to hand its stripes out evenly
+//   over
+//            the same time. Turns are ordered by it, so a stripe's place is computed, not kept
 //
 // Thread safety: `lay_out` and `set_files` are called once each, before any other thread has the
 // volume. After that it does not change, and every const function is safe on any thread. There is
@@ -16,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 namespace infinity {
@@ -51,13 +55,19 @@ class Volume {
   Place place(std::uint64_t at, std::size_t nbytes) const;
 
  private:
-  struct Stripe {
-    std::uint32_t member, index;  // index: among the member's stripes
+  struct Member {
+    std::uint64_t count;  // stripes that it holds
+    std::uint64_t skipped;  // of its turns
+    std::uint64_t turns() const { return skipped + count; }
   };
 
+  std::uint64_t turns_before(std::size_t member, std::uint64_t turn) const;
+  std::uint64_t first_turn(std::size_t member, std::uint64_t at) const;
+  std::pair<std::size_t, std::uint64_t> stripe(std::uint64_t index) const;
+
   std::size_t stripe_nbytes_ = 0;
-  std::size_t members_ = 0;
-  std::vector<Stripe> stripes_;  // empty if there is one member
+  std::uint64_t skipped_ = 0, stripes_ = 0, all_ = 0;  // all_: stripes that the members hold
+  std::vector<Member> members_;
   std::vector<int> files_;
 };
 

@@ -102,6 +102,77 @@ TEST(volume, every_byte_has_one_place_and_no_two_share_one) {
     }
 }
 
+// Who has each stripe, dealt turn by turn: the definition.
+std::vector<std::pair<int, std::uint64_t>> dealt(const std::vector<std::uint64_t>& counts,
+                                                 std::uint64_t skipped, std::uint64_t stripes) {
+  std::vector<std::pair<int, std::uint64_t>> found;
+  std::vector<std::uint64_t> turns(counts.size()), used(counts.size());
+  while (found.size() < stripes) {
+    std::size_t next = counts.size();
+    for (std::size_t each = 0; each < counts.size(); ++each) {
+      if (used[each] == counts[each]) continue;
+      if (next == counts.size() ||
+          (2 * turns[each] + 1) * counts[next] < (2 * turns[next] + 1) * counts[each])
+        next = each;
+    }
+    ++turns[next];
+    if (skipped > 0)
+      --skipped;
+    else
+      found.emplace_back(static_cast<int>(next), used[next]++);
+  }
+  return found;
+}
+
+TEST(volume, places_are_computed_as_stripes_are_dealt) {
+  // Random members, some without stripes, some much larger, turns skipped, room to spare: the place
+  // of every stripe is that which dealing them one by one gives it. The twin: one turn more is
+  // skipped, and some are elsewhere.
+  Random random(93);
+  for (int round = 0; round < 200; ++round) {
+    std::vector<std::uint64_t> counts;
+    std::uint64_t held = 0;
+    for (std::size_t i = 0, members = 2 + random.below(8); i < members; ++i) {
+      counts.push_back(random.below(4) == 0 ? 0 : 1 + random.below(round % 3 == 0 ? 4 : 90));
+      held += counts.back();
+    }
+    if (held == 0) continue;
+    const std::uint64_t wanted = held - random.below(1 + held / 3), skipped = random.below(9);
+    Volume volume;
+    volume.lay_out(kStripe, counts, skipped, wanted * kStripe);
+    std::vector<int> files;
+    for (std::size_t i = 0; i < counts.size(); ++i) files.push_back(static_cast<int>(i));
+    volume.set_files(files);
+    std::vector<std::pair<int, std::uint64_t>> found;
+    for (std::uint64_t stripe = 0; stripe < wanted; ++stripe) {
+      const Volume::Place place = volume.place(stripe * kStripe, 1);
+      found.emplace_back(place.file, place.offset / kStripe);
+    }
+    CHECK(found == dealt(counts, skipped, wanted), "round ", round);
+    if (round == 1) CHECK(found != dealt(counts, skipped + 1, wanted));
+  }
+}
+
+TEST(volume, a_place_of_a_petabyte_takes_no_memory_and_no_walk) {
+  // Eight members of 2^30 stripes, nearly: the last stripes of all lie on all of them, each at its
+  // end.
+  const std::vector<std::uint64_t> counts = {1 << 30, (1 << 30) - 1, 1 << 29, 1 << 28,
+                                             1 << 30, 1 << 20,       1 << 30, 3};
+  std::uint64_t stripes = 0;
+  for (std::uint64_t count : counts) stripes += count;
+  Volume volume;
+  const std::vector<std::uint64_t> sizes = volume.lay_out(kStripe, counts, 3, stripes * kStripe);
+  for (std::size_t i = 0; i < counts.size(); ++i) CHECK(sizes[i] == counts[i] * kStripe, i);
+  volume.set_files({0, 1, 2, 3, 4, 5, 6, 7});
+  std::set<int> last;
+  for (std::uint64_t i = 1; i <= 10'000; ++i) {
+    const Volume::Place place = volume.place((stripes - i) * kStripe, 1);
+    CHECK(place.offset / kStripe < counts[place.file]);
+    last.insert(place.file);
+  }
+  CHECK(last.size() >= 6, last.size());
+}
+
 TEST(volume, any_stripes_in_a_row_lie_on_all_members_in_proportion) {
   // Of every run of stripes each member has its part, give or take two; equal members take strict
   // turns.

@@ -191,23 +191,50 @@ def test_a_lasting_fault_ends_in_a_typed_error(fault, where, homes, pieces, righ
     check_resumes(right, swap)
 
 
-@pytest.fixture(params=["in memory", "on disk"])
-def checksums(request, monkeypatch) -> str:
-    """Puts the checksums in memory or on the disk, of which one block is in memory at a time."""
-    if request.param == "on disk":
+@pytest.fixture(params=[0, 1, 3], ids=["in memory", "1 block", "3 blocks"])
+def blocks(request, monkeypatch) -> int:
+    """Puts the checksums in memory, or on the disk, of which so many blocks are in memory at a
+    time."""
+    if request.param:
         monkeypatch.setattr(plan, "LADDER", LADDER[-1:])
         monkeypatch.setattr(memory_terms, "SUMS_NBYTES", 0)
-        monkeypatch.setattr(resources, "SUMS_NBYTES", native.BLOCK_NBYTES)
+        monkeypatch.setattr(resources, "SUMS_NBYTES", request.param * native.BLOCK_NBYTES)
     return request.param
 
 
-def test_the_same_run_without_faults_is_right(checksums, right, swap):
+def test_the_same_run_without_faults_is_right(blocks, right, swap):
     """Method: the twin; the loop of the tests above completes without an error, and with the right
     bits."""
     model, optimizer = build(("nvme", "nvme"), swap)
-    assert (parts_of(model).store.space.sums is not None) == (checksums == "on disk")
+    assert (parts_of(model).store.space.sums is not None) == bool(blocks)
     assert [one_step(model, optimizer, at) for at in range(STEPS)] == right["losses"]
     assert differing(state_of(model, optimizer), right["states"][STEPS]) == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    ["lost_write", "torn_write", "bit_flip", "eio", "hang", "short_transfer", "delay", "reorder"],
+)
+@pytest.mark.parametrize("blocks", [1, 3], indirect=True)
+def test_passing_faults_are_harmless_or_found_with_checksums_on_the_disk(
+    fault, blocks, right, swap
+):
+    """Method: some transfers, of data or of their checksums, are lost, torn, flipped, refused or
+    never answered: what completed is right, then a typed error comes. Short, late and reordered ones
+    change nothing."""
+    is_harmless = fault in ("short_transfer", "delay", "reorder")
+    losses: list[float] = []
+    with environment(
+        INFINITY_FAULTS=f"seed={SEED},{fault}={0.3 if is_harmless else 0.01},first_piece=300",
+        INFINITY_IO_TIMEOUT="120" if is_harmless else "0.5",
+    ):
+        with pytest.raises(TYPED) if not is_harmless else contextlib.nullcontext():
+            model, optimizer = build(("nvme", "nvme"), swap)
+            for at in range(STEPS if is_harmless else 100 * STEPS):
+                losses.append(one_step(model, optimizer, at))
+        assert losses[:STEPS] == right["losses"][: len(losses)]
+        if is_harmless:
+            assert differing(state_of(model, optimizer), right["states"][STEPS]) == []
 
 
 @pytest.mark.parametrize("engine", ["uring", "threads"])
@@ -292,7 +319,7 @@ def test_swap_files_are_private_reserved_and_without_a_name(right, swap):
 
 
 @pytest.mark.parametrize("harm", ["flip", "zero", "truncate", "old bytes"])
-def test_bytes_changed_on_disk_are_found(harm, checksums, right, swap):
+def test_bytes_changed_on_disk_are_found(harm, blocks, right, swap):
     """Method: change the swap file behind the engine's back: a flipped bit in every block, zeros,
     an end cut off, the bytes of an earlier step (with its checksums, if they are on disk); a typed
     error, or right numbers where nothing that is read was hit."""
