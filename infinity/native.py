@@ -205,22 +205,35 @@ def make_io_engine(
     )
 
 
-def make_sum_cache(pages: int) -> _C.SumCache:
-    """Makes memory for ``pages`` blocks of checksums that lie on disk."""
-    return _C.SumCache(pages)
+def make_sum_cache(nbytes: int) -> SumCache:
+    """Makes ``nbytes`` of memory for checksums that lie on disk, whole blocks."""
+    return SumCache(nbytes // BLOCK_NBYTES)
 
 
-def sum_table_nbytes(nbytes: int) -> int:
-    """Returns the bytes on disk of the checksums of an extent of ``nbytes``."""
-    return _C.sum_table_nbytes(nbytes)
+def sums_nbytes(nbytes: int, arrays: int = 0) -> int:
+    """Returns the most bytes of memory of the checksums of ``arrays`` that have ``nbytes`` in all:
+    each has one more for a part of a block."""
+    return 4 * (nbytes // CHECKSUM_NBYTES + arrays) if nbytes else 0
 
 
-def tabled_extent(
-    volume: Volume, offset: int, nbytes: int, sums: _C.SumCache
+def sum_table_nbytes(nbytes: int, arrays: int = 0) -> int:
+    """Returns the most bytes on disk of the tables of ``arrays`` that have ``nbytes`` in all."""
+    return _C.sum_table_nbytes(nbytes) + BLOCK_NBYTES * arrays
+
+
+def digests_nbytes(tables_nbytes: int) -> int:
+    """Returns the bytes of memory of the digests of tables of ``tables_nbytes``: eight a block."""
+    return 8 * tables_nbytes // BLOCK_NBYTES
+
+
+def extent_in(
+    volume: Volume, offset: int, nbytes: int, sums: SumCache | None
 ) -> tuple[Extent, int]:
-    """Makes an extent in ``volume`` with a table of its checksums behind it. Returns the bytes that
-    both take, too."""
-    return Extent.in_volume(volume, offset, nbytes, sums), nbytes + sum_table_nbytes(nbytes)
+    """Makes an extent for ``nbytes`` in ``volume``, of whole blocks, as disks transfer them. With
+    ``sums`` a table of its checksums is behind it. Returns the bytes that both take, too."""
+    whole = -(-nbytes // BLOCK_NBYTES) * BLOCK_NBYTES
+    extent = Extent.in_volume(volume, offset, whole, sums)
+    return extent, whole + (sum_table_nbytes(whole) if sums else 0)
 
 
 def tensor_at(region: Region, address: int, count: int, dtype: torch.dtype) -> torch.Tensor:

@@ -7,8 +7,8 @@
 //   landing   one read. It ends whole and verified in one of its two places, the device's or the
 //             host's, or with an error; never half in each
 //   refusal   why a landing went by bounce: "short", "late", "refused", "misaligned", "unwritten"
-//             (nothing was written there since the space was reserved), "changed" (the checksums
-//             differ; the bounce verifies the bytes again) or "closed"
+//             (a block is to be zeros: perhaps nothing was written since the space was reserved),
+//             "changed" (the checksums differ; the bounce verifies the bytes again) or "closed"
 //   closed    a road to a file that was late once, brought other bytes once, or failed
 //             kMostFailures times in a row. It is not used again
 //   turn      which part of a piece this read copies out and verifies, if the host samples because

@@ -136,19 +136,10 @@ TicketPtr Extent::settled(std::size_t at, std::size_t nbytes, const TicketPtr& a
 
 bool Extent::written(std::size_t at, std::size_t nbytes, const Sums& expected) const {
   check(at, nbytes);
-  if (has_table()) {
-    const std::size_t rest = at + nbytes == nbytes_ ? nbytes % kChecksumNbytes : 0;
-    const auto last = expected->end() - (rest != 0);
-    return std::find(expected->begin(), last, sum_of_zeros(kChecksumNbytes)) == last &&
-           (rest == 0 || *last != sum_of_zeros(rest));
-  }
-  Books& books = *books_;
-  Lock lock(books.mutex);
-  const std::vector<bool>& sent = books.sent;
-  const auto first = static_cast<std::ptrdiff_t>(at / kChecksumNbytes);
-  const auto last = first + static_cast<std::ptrdiff_t>(checksum_count(nbytes));
-  return last <= static_cast<std::ptrdiff_t>(sent.size()) &&
-         std::all_of(sent.begin() + first, sent.begin() + last, [](bool each) { return each; });
+  const std::size_t rest = nbytes % kChecksumNbytes;
+  const auto last = expected->end() - (rest != 0);
+  return std::find(expected->begin(), last, sum_of_zeros(kChecksumNbytes)) == last &&
+         (rest == 0 || *last != sum_of_zeros(rest));
 }
 
 TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span,
@@ -159,6 +150,9 @@ TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span,
     const auto sums = std::make_shared<BlockSums>(span);
     for (Request& each : wanted) each.work = sums;
     then = recording(at, sums, engine);
+  } else if (!has_table()) {  // unknown, but not those of what was never written
+    std::fill_n(books_->checksums.begin() + static_cast<std::ptrdiff_t>(at / kChecksumNbytes),
+                checksum_count(span.nbytes), ~sum_of_zeros(kChecksumNbytes));
   }
   std::vector<TicketPtr> before = writes_over(at, span.nbytes);
   // A failed write is repaired by this one.
@@ -174,11 +168,6 @@ TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span,
   };
   writes.erase(std::remove_if(writes.begin(), writes.end(), made_good), writes.end());
   writes.push_back({at, span.nbytes, ticket});
-  if (has_table()) return ticket;
-  const auto first = static_cast<std::ptrdiff_t>(at / kChecksumNbytes);
-  std::vector<bool>& sent = books.sent;
-  sent.resize(checksum_count(nbytes_));
-  std::fill_n(sent.begin() + first, checksum_count(span.nbytes), true);
   return ticket;
 }
 

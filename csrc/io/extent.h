@@ -16,12 +16,11 @@
 //
 // Thread safety: copies of an extent share their books, and count as one extent here. Const
 // functions may be called from any thread. `write`, `remember` and `set_version` of overlapping
-// bytes come from one thread at a time. `Books::mutex` guards the writes under way and the record
-// of sent blocks; the checksums of a block belong to the transfer that is under way there, and the
-// version is atomic.
-// Lock order: Books::mutex -> Ticket. See io/engine.h for the rest.
-// Ownership: an extent shares the memory, the volume and the books with its copies and its
-// transfers. The engine of a transfer has to outlive it.
+// bytes come from one thread at a time. `Books::mutex` guards the writes under way; the checksums
+// of a block belong to the transfer that is under way there, and the version is atomic. Lock order:
+// Books::mutex -> Ticket. See io/engine.h for the rest. Ownership: an extent shares the memory, the
+// volume and the books with its copies and its transfers. The engine of a transfer has to outlive
+// it.
 #pragma once
 
 #include <atomic>
@@ -88,9 +87,8 @@ class Extent {
   // null if there are none.
   TicketPtr settled(std::size_t at, std::size_t nbytes, const TicketPtr& after) const;
 
-  // True if every one of these bytes was written, or is being written, since its space was
-  // reserved. Of an extent with a table that is known by the checksums: blocks of zeros count as
-  // not written.
+  // False if nothing may have been written to one of these blocks since its space was reserved: it
+  // is `expected` to be zeros.
   bool written(std::size_t at, std::size_t nbytes, const Sums& expected) const;
   // The checksum of the first `nbytes` (whole blocks, or all), combined from those of the blocks,
   // which are in memory.
@@ -132,7 +130,6 @@ class Extent {
     std::atomic<std::uint64_t> version{0};
     Mutex mutex;
     std::vector<Write> under_way INFINITY_GUARDED_BY(mutex);
-    std::vector<bool> sent INFINITY_GUARDED_BY(mutex);  // by checksum block
   };
   class BlockSums;
 

@@ -139,8 +139,7 @@ class ArrayStore:
             self.register(self._regions)
 
     def _make_service(self, nbytes: int) -> None:
-        charge = self.ledger.reserve(Tier.HOST, nbytes, "the store's service buffer")
-        self._charges.append(charge)
+        self._charges.append(self.ledger.reserve(Tier.HOST, nbytes, "the store's service buffer"))
         self._service_region = self.allocator.make_region(nbytes, copied=False)
         self.service = native.PinnedPool(self._service_region)
 
@@ -253,9 +252,14 @@ class ArrayStore:
         """Starts reading whole checksum blocks from byte ``offset`` of an array on disk to byte
         ``at`` of ``lease``, after ``after``. The ticket raises CorruptionError if checksums differ.
         """
-        address = lease.address + at
         return self.io.read(
-            array.extent, offset, address, nbytes, after=after, lease=lease, checksum=self.checksums
+            array.extent,
+            offset,
+            lease.address + at,
+            nbytes,
+            after=after,
+            lease=lease,
+            checksum=self.checksums,
         )
 
     def start_write(
@@ -263,9 +267,8 @@ class ArrayStore:
     ) -> native.Ticket:
         """Starts writing ``nbytes`` of ``lease`` from byte ``at``, whole checksum blocks, to byte
         ``offset`` of an array on disk. They must not change before the ticket completes."""
-        address = lease.address + at
         return self.io.write(
-            array.extent, offset, address, nbytes, lease=lease, checksum=self.checksums
+            array.extent, offset, lease.address + at, nbytes, lease=lease, checksum=self.checksums
         )
 
     def lend(self, array: StateArray, offset: int, memory: torch.Tensor) -> None:

@@ -24,7 +24,6 @@ logger = logging.getLogger(__name__)
 MIB = 1024 * 1024
 MAX_DEPTH = 256  # transfers in flight on one disk
 MAX_STRIPE_NBYTES = 4 * MIB
-LARGE_NBYTES = 1024**4  # a volume above this has the largest stripes: their table takes memory
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,12 @@ class SwapFolders:
         """Creates the swap files of ``volume``, with room for ``nbytes``, a multiple of 4096.
         Raises ConfigError if a folder is gone, CapacityError for too little room, StorageError if a
         disk refuses; then no file is left."""
-        stripe = MAX_STRIPE_NBYTES if nbytes > LARGE_NBYTES else self.stripe_nbytes
-        parts = self._parts(nbytes, stripe)
+        parts = self._parts(nbytes)
         folders = [folder for folder, _ in parts]
-        counts = _stripes([part for _, part in parts], stripe, nbytes)
-        sizes = volume.lay_out(stripe, counts, self._rank * len(folders) // self._ranks, nbytes)
+        counts = _stripes([part for _, part in parts], self.stripe_nbytes, nbytes)
+        sizes = volume.lay_out(
+            self.stripe_nbytes, counts, self._rank * len(folders) // self._ranks, nbytes
+        )
         files: list[int] = []
         try:
             for folder, size in zip(folders, sizes):
@@ -92,8 +92,9 @@ class SwapFolders:
             raise
         volume.set_files(files)
 
-    def _parts(self, nbytes: int, stripe_nbytes: int) -> list[tuple[str, int]]:
+    def _parts(self, nbytes: int) -> list[tuple[str, int]]:
         """Splits ``nbytes`` over swap files: (folder, bytes) each."""
+        stripe_nbytes = self.stripe_nbytes
         for place in self.places:
             _check(place.folder)
         # Several files have whole stripes, so a full one gets no stripe that it has no room for.
@@ -153,8 +154,6 @@ def split(nbytes: int, places: Sequence[Place], rooms: Sequence[int]) -> list[in
 def _stripes(parts: list[int], stripe_nbytes: int, nbytes: int) -> list[int]:
     """Returns the stripes of each part: in sum enough for ``nbytes``, the largest remainders
     rounded up."""
-    if len(parts) == 1:
-        return [-(-nbytes // stripe_nbytes)]
     counts = [part // stripe_nbytes for part in parts]
     missing = -(-nbytes // stripe_nbytes) - sum(counts)
     for index in sorted(range(len(parts)), key=lambda index: -(parts[index] % stripe_nbytes))[

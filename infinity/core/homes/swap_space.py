@@ -11,7 +11,7 @@ table       checksums of a planned array, at home on disk behind it (:mod:`csrc/
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ class _Added:
     volume: native.Volume
     folder: str | None  # for arrays of this folder; None: all folders
     nbytes: int
-    charge: native.Charge
+    charges: list[native.Charge]  # of the disk, and of checksums in memory
 
 
 class SwapSpace:
@@ -50,6 +50,7 @@ class SwapSpace:
         self.planned_nbytes = 0  # of the first volume
         # Of checksums, if planned arrays have tables
         self.sums: native.SumCache | None = None
+        self.covered_nbytes = 0  # of checksums of later arrays, that the plan has charged
         self.added: list[_Added] = []
         # Spaces in use
         self._places: weakref.WeakKeyDictionary[StateArray, Space] = weakref.WeakKeyDictionary()
@@ -59,13 +60,7 @@ class SwapSpace:
 
     def plan(self, nbytes: int) -> native.Extent:
         """Plans space for ``nbytes`` in the first volume, before :meth:`lay_out`."""
-        # Disks transfer whole blocks, so spaces start and end at one
-        taken = round_up(nbytes, native.BLOCK_NBYTES)
-        place = self.first, self.planned_nbytes, taken
-        if self.sums is None:
-            extent = native.Extent.in_volume(*place)
-        else:
-            extent, taken = native.tabled_extent(*place, self.sums)
+        extent, taken = native.extent_in(self.first, self.planned_nbytes, nbytes, self.sums)
         self.planned_nbytes += taken
         return extent
 
@@ -90,8 +85,12 @@ class SwapSpace:
                     with suppress(InfinityError):  # whatever became of the transfer
                         ticket.wait()
         volume, offset, _ = space
-        extent = native.Extent.in_volume(self.added[volume].volume, offset, taken)
-        array = StateArray(Tier.NVME, torch.uint8, nbytes, extent)
+        array = StateArray(
+            Tier.NVME,
+            torch.uint8,
+            nbytes,
+            native.Extent.in_volume(self.added[volume].volume, offset, taken),
+        )
         self._places[array] = space
         return array
 
@@ -111,12 +110,14 @@ class SwapSpace:
     def free_unused(self) -> None:
         """Frees all space without an array, after an exception. Only while no transfer runs."""
         self._leaving.clear()
-        taken = sorted(self._places.values())
-        self.free_spaces = [
-            space
-            for index, added in enumerate(self.added)
-            for space in _between((index, 0, added.nbytes), taken)
-        ]
+        self.free_spaces = []
+        for index, added in enumerate(self.added):
+            taken = sorted(space[1:] for space in self._places.values() if space[0] == index)
+            self.free_spaces += [
+                (index, end, at - end)
+                for end, at in zip([0, *map(sum, taken)], [*(at for at, _ in taken), added.nbytes])
+                if end < at
+            ]
         self.drop_unused()
 
     def drop_unused(self) -> None:
@@ -127,9 +128,8 @@ class SwapSpace:
             for volume in (self.first, *(added.volume for added in self.added))
             for file in volume.files
         }
-        for file in self._io.open_files:
-            if file not in used:
-                self._io.drop_file(file)
+        for file in set(self._io.open_files) - used:
+            self._io.drop_file(file)
 
     def close(self) -> None:
         """Drops the added volumes, after the shutdown of the I/O engine."""
@@ -165,16 +165,25 @@ class SwapSpace:
         again as all before it, so that few arrays take little, and many few volumes."""
         growth = min(GROWTH_NBYTES, sum(added.nbytes for added in self.added))
         folders = self._folders if folder is None else SwapFolders([folder])
-        account, room = self._ledger.accounts[Tier.NVME], self._ledger.room(Tier.NVME)
+        account = self._ledger.accounts[Tier.NVME]
+        room = self._ledger.room(Tier.NVME)
         room = min(growth, growth if room is None else room, folders.free_nbytes() // 2)
         size = max(nbytes, room // native.CHECKSUM_NBYTES * native.CHECKSUM_NBYTES)
-        charge = self._ledger.reserve(Tier.NVME, size, what)
+        sums = native.sums_nbytes(size) - self.covered_nbytes
+        charges = [
+            self._ledger.reserve(Tier.NVME, size, what),
+            self._ledger.reserve(Tier.HOST, max(0, sums), f"checksums of {what}"),
+        ]
         volume = native.Volume()
         folders.lay_out(volume, size, self._io)
-        added = _Added(volume, folder, size, charge)
         # One statement cannot be interrupted: the volume is known, or drop_unused() finds its
         # files.
-        self.added, account.planned_nbytes = [*self.added, added], account.planned_nbytes + size
+        self.added, account.planned_nbytes = (
+            [*self.added, _Added(volume, folder, size, charges)],
+            account.planned_nbytes + size,
+        )
+        self._ledger.accounts[Tier.HOST].planned_nbytes += charges[1].nbytes
+        self.covered_nbytes = max(0, -sums)
         self.free_spaces.append((len(self.added) - 1, 0, size))
 
 
@@ -187,16 +196,3 @@ def _merged(spaces: list[Space]) -> list[Space]:
         else:
             joined.append((volume, offset, size))
     return joined
-
-
-def _between(whole: Space, taken: list[Space]) -> Iterator[Space]:
-    """Yields the parts of the space ``whole`` that are not ``taken`` (sorted)."""
-    volume, at, size = whole
-    end = at + size
-    for other, offset, nbytes in taken:
-        if other == volume:
-            if at < offset:
-                yield volume, at, offset - at
-            at = offset + nbytes
-    if at < end:
-        yield volume, at, end - at

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ... import native
 from ...config import Config
 from ..homes.staging import ThroughHost
-from ..homes.swap_space import SUMS_NBYTES
+from ..homes.swap_space import GROWTH_NBYTES, SUMS_NBYTES
 from ..machine.device import Device
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
@@ -28,9 +28,7 @@ GRADS_IN_FLIGHT = 3
 SAVE = "a save beside the training"  # the name of its bytes in plans
 TO_BE_AVERAGED, OF_OTHER_RANKS = "gradients to be averaged", "gradients of other ranks"
 SAVE_NBYTES = 20 * 1024 * 1024  # the least
-CHECKSUMS = "checksums"
-CHECKSUM_ENTRY_NBYTES = 4
-DIGEST_NBYTES = 8  # of a block on disk that has checksums
+CHECKSUMS, OF_LATER_ARRAYS = "checksums", "checksums of later arrays"
 FLOAT32_NBYTES = 4
 
 
@@ -108,9 +106,11 @@ class MemoryTerms:
         only_device = self._config.host_memory is None and self._config.device_memory is not None
         at = Tier.DEVICE if only_device or not self._device.is_host else Tier.HOST
         self._add(at, BUFFERS, self._buffers_nbytes)
+        later = GROWTH_NBYTES * bool(activations)
         for kind in kinds():
             for term in kind.terms(self._config, self._units, self._device):
-                self._add(*term)
+                later += self._add(*term) * (term.tier is Tier.NVME)
+        self._add(Tier.HOST, OF_LATER_ARRAYS, native.sums_nbytes(later))
         landing, device_slot = self._device_step()
         in_buckets = self._add_ranks()
         window, autograd = self._window()  # take the rest of a budget
@@ -155,12 +155,11 @@ class MemoryTerms:
         on_disk = sum(self.terms[Tier.NVME].values())
         # Each may be on disk, with a partial last block.
         arrays = sum(flat.nbytes(name) > 0 for flat in self._flat_params for name in self.tiers)
-        blocks = on_disk // native.CHECKSUM_NBYTES + arrays if on_disk else 0
-        sums = CHECKSUM_ENTRY_NBYTES * blocks
+        sums = native.sums_nbytes(on_disk, arrays)
         if sums > SUMS_NBYTES and self._rung.sums_on_disk and self._config.checksums:
-            tables = native.sum_table_nbytes(on_disk) + native.BLOCK_NBYTES * arrays
+            tables = native.sum_table_nbytes(on_disk, arrays)
             self._add(Tier.NVME, CHECKSUMS, tables)
-            sums = SUMS_NBYTES + DIGEST_NBYTES * (tables // native.BLOCK_NBYTES)
+            sums = SUMS_NBYTES + native.digests_nbytes(tables)
         service = (
             self._rung.service_nbytes if Tier.NVME in self.tiers.values() else native.BLOCK_NBYTES
         )

@@ -20,7 +20,7 @@ from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.tiers import Tier
 from ..plan.memory_plan import BUFFERS, LADDER, MemoryPlan
-from ..plan.memory_terms import CHECKSUMS, GRADS_AT_ONCE, staged_gradients
+from ..plan.memory_terms import CHECKSUMS, GRADS_AT_ONCE, OF_LATER_ARRAYS, staged_gradients
 from ..plan.unit_sizes import UnitSize
 from ..step.slots import optimizer_slot_nbytes
 from ..units.unit import ParamUnit, flat_params_of
@@ -69,7 +69,8 @@ class Resources:
         plan, store = self._plan, self.store
         self._host_left_nbytes = limits.for_the_engine(limits.memory_left())
         if CHECKSUMS in plan.terms[Tier.NVME]:
-            store.space.sums = native.make_sum_cache(SUMS_NBYTES // native.BLOCK_NBYTES)
+            store.space.sums = native.make_sum_cache(SUMS_NBYTES)
+        store.space.covered_nbytes = plan.terms[Tier.HOST].get(OF_LATER_ARRAYS, 0)
         for unit in units:
             tiers, cached = plan.tiers_of(unit.index), plan.cached_of(unit.index)
             for flat_param in unit.flat_params:
@@ -79,13 +80,10 @@ class Resources:
         self.activation_staging = self._pool(plan.activation_staging_nbytes, "staged activations")
         # Keeps the memory alive: the updater has only its address.
         self._slots = self._region(plan.slot_count * plan.slot_nbytes, "optimizer slots")
-        for tier, names in (
-            (Tier.DEVICE, ("gradients on their way", "optimizer slots", "staged weights", BUFFERS)),
-            (Tier.HOST, (CHECKSUMS, BUFFERS)),
-            (Tier.NVME, (CHECKSUMS,)),
-        ):
-            for what in names:
-                self._charge(tier, plan.terms[tier].get(what, 0), what)
+        of_device = "gradients on their way", "optimizer slots", "staged weights"
+        for tier, terms in plan.terms.items():
+            for what in (*of_device * (tier is Tier.DEVICE), CHECKSUMS, OF_LATER_ARRAYS, BUFFERS):
+                self._charge(tier, terms.get(what, 0), what)
         store.open(list(self._regions.values()), staging=weights, backend=plan.staging_backend)
 
     def _charge(self, tier: Tier, nbytes: int, what: str) -> None:

@@ -220,8 +220,8 @@ def test_passing_faults_are_harmless_or_found_with_checksums_on_the_disk(
     fault, blocks, right, swap
 ):
     """Method: some transfers, of data or of their checksums, are lost, torn, flipped, refused or
-    never answered: what completed is right, then a typed error comes. Short, late and reordered ones
-    change nothing."""
+    never answered: what completed is right, then a typed error comes. Short, late and reordered
+    ones change nothing."""
     is_harmless = fault in ("short_transfer", "delay", "reorder")
     losses: list[float] = []
     with environment(

@@ -322,6 +322,34 @@ def test_what_is_added_later_lies_on_all_disks_too(make_disks):
     assert sum(size for _, _, size in store.space.free_spaces) == 3 * MIB
 
 
+def test_checksums_of_what_is_added_later_are_charged_to_the_host(make_disks):
+    """Method: a volume of 4 MiB comes, then another: the plan has the checksums of the first, those
+    of the second are charged and planned beside it. A budget without room for them is named, and no
+    swap file stays. Twin: arrays in a volume that is there charge nothing."""
+    disks = make_disks([1e9, 1e9])
+    store = disks.store()
+    store.open([])
+    host, sums = store.ledger.accounts[Tier.HOST], native.sums_nbytes(4 * MIB)
+    assert sums == 4 * 64
+    store.space.covered_nbytes = sums
+    before = host.charged_nbytes, host.planned_nbytes
+    arrays = [store.allocator.allocate_more(Tier.NVME, MIB, "activations")]
+    assert (host.charged_nbytes, host.planned_nbytes) == before
+    arrays.append(store.allocator.allocate_more(Tier.NVME, 8 * MIB, "activations"))
+    charged = sum(each.nbytes for each in store.space.added) // MIB * 64 - sums
+    assert charged > 0
+    after = before[0] + charged, before[1] + charged
+    assert (host.charged_nbytes, host.planned_nbytes) == after
+    store.allocator.free_more(arrays[1])
+    store.allocator.allocate_more(Tier.NVME, 8 * MIB, "activations")
+    assert (host.charged_nbytes, host.planned_nbytes) == after
+    host.budget_nbytes = host.charged_nbytes
+    with pytest.raises(infinity.CapacityError, match="checksums of activations needs .* of host"):
+        store.allocator.allocate_more(Tier.NVME, 64 * MIB, "activations")
+    assert number_of_swap_files(disks, 2) == [2, 2]
+    assert (host.charged_nbytes, host.planned_nbytes) == after
+
+
 class Running:
     """A transfer that ends, with an error, when somebody waits for it."""
 

@@ -117,7 +117,10 @@ class Disk:
         self.path = folder / f"swap{len(list(folder.iterdir()))}"
         self.engine = native.IoEngine(kind=kind, layer=doubles.layer(faults), **options)
         self.file = self.engine.create_file(str(self.path), nbytes)
-        self._used, self._sums = 0, native.make_sum_cache(pages) if pages else None
+        self._used, self._sums = (
+            0,
+            native.make_sum_cache(pages * native.BLOCK_NBYTES) if pages else None,
+        )
 
     def extent(self, nbytes: int, *, gap: int = 0) -> native.Extent:
         """The next ``nbytes`` of the file, ``gap`` bytes behind the last extent."""
@@ -128,7 +131,7 @@ class Disk:
             volume = native.Volume()
             volume.lay_out(MIB, [1 << 20], 0, 1 << 40)
             volume.set_files([self.file])
-            extent, taken = native.tabled_extent(volume, at, nbytes, self._sums)
+            extent, taken = native.extent_in(volume, at, nbytes, self._sums)
         self._used = at + taken
         return extent
 
