@@ -21,6 +21,7 @@ from infinity.core.machine.ledger import Ledger
 from infinity.core.machine.tiers import Tier
 from infinity.core.machine.traffic import Traffic
 from infinity.core.plan.memory_plan import BUFFERS, LADDER, MemoryPlan
+from infinity.core.plan.memory_terms import OF_LATER_ARRAYS
 from infinity.core.plan.unit_sizes import FlatParamSize, UnitSize
 from infinity.core.run.resources import Resources
 from infinity.core.step.slots import optimizer_slot_nbytes
@@ -125,20 +126,22 @@ def test_transfer_memory_is_allocated_and_charged_as_planned(make):
     on_device = ("gradients on their way", "optimizer slots", "staged weights")
     terms = {
         Tier.DEVICE: {name: 10 + at for at, name in enumerate(on_device)} | {BUFFERS: 3},
-        Tier.HOST: {"checksums": 7, BUFFERS: 5},
+        Tier.HOST: {"checksums": 7, OF_LATER_ARRAYS: 11, BUFFERS: 5},
         Tier.NVME: {"checksums": 9},
     }
     refused = SimpleNamespace(open_pool=lambda *_, **__: None)
     made = make(plan_of(terms=terms, staging_backend=refused))
-    found = {(tier, what): nbytes for tier, what, nbytes in made.charges}
+    found = {(tier, what): nbytes for tier, what, nbytes in made.charges if nbytes}
     host = {
         "staged weights": SIZES["weights"],
         "staged gradients": SIZES["grads"],
         "staged activations": SIZES["activations"],
         "optimizer slots": 2 * SIZES["slot"],
         "checksums": 7,
+        OF_LATER_ARRAYS: 11,
         BUFFERS: 5,
     }
+    assert made.store.space.covered_nbytes == 11
     for tier, of_tier in (terms | {Tier.HOST: host}).items():
         for what, nbytes in of_tier.items():
             assert found.pop((tier, what)) == nbytes
