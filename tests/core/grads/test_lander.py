@@ -48,6 +48,7 @@ def land(job: AtHome, grad: torch.Tensor, *, adds: bool, whole: bool = True) -> 
     """As a whole, or as this rank's flat param, which is flat and by columns."""
     if whole:
         lander(job).land(job.handles[0], grad, adds=adds)
+        parts_of(job).gradients.homes.batch.land()
     else:
         lander(job).land_shard(job.handles[0], grad.t().reshape(-1).clone(), 0, adds=adds)
 
