@@ -110,7 +110,7 @@ class Backward:
             }
         expected -= self._without_grad.get(unit, set())
         with self.job.store.guard:
-            self.gather(unit, shows=False)
+            self.gather(unit, shows=self.job.prefetcher.saves_weights)
             self._pass.gradients = self._make_gradient_room(unit)
             # After the gather, which compute waits for: a transport may run them in turn.
             if self.job.reducer is not None:
@@ -186,7 +186,7 @@ class Backward:
         if unit in self._pass.awaited:
             del self._pass.awaited[unit]
             self.job.traffic.tell("backward", unit.name, self._pass.since.pop(unit))
-            self.job.prefetcher.unhold(unit, shows=False)
+            self.job.prefetcher.unhold(unit, shows=self.job.prefetcher.saves_weights)
             self.job.gradients.homes.close_all(unit.flat_params)
 
     def give_way(self) -> bool:

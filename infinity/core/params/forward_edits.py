@@ -59,6 +59,14 @@ class ForwardEdits:
         finally:  # else rows of a read that failed would be sent home as an edit
             self._prints |= {param: fingerprint(own_bytes(param)) for param in own}
 
+    def count(self, param: torch.nn.Parameter) -> None:
+        """Has torch count a change of ``param`` that the engine makes, and no forward."""
+        torch.autograd.graph.increment_version(param)
+        self._prints.pop(param, None)
+        if self._versions:
+            place = next(i for i, each in enumerate(self._params) if each is param)
+            self._versions[place] += 1
+
     def forget(self) -> None:
         """Drops everything watched."""
         self._watched.clear()

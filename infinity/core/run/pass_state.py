@@ -41,6 +41,7 @@ class Frame:
     # Held until it ends, with parameters at rest: they are used outside of their owners.
     used_outside: list[ParamUnit] = field(default_factory=list)
     is_recomputed: bool = False  # inside a checkpoint
+    takes_inner: bool = False  # holds the units of the forwards inside it, which get no frame
     hooks: int = 0  # pairs of our saved-tensor hooks that this thread had before
     start: float = field(default_factory=time.perf_counter)
 

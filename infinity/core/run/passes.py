@@ -62,6 +62,27 @@ class Passes:
             return True
         return is_checkpoint(top_hooks(True))
 
+    @property
+    def _keeps_all(self) -> bool:
+        """Whether all that autograd saves stays as it is."""
+        return self.job.activations is None and not self.job.events.packing
+
+    @property
+    def _takes_inner(self) -> bool:
+        """Whether a root's forward may hold the units of all inside. A timeline shows each, and a
+        plan counts autocast's copies for each."""
+        moves_nothing = self.job.prefetcher.moves_nothing and not self.job.traffic.moved
+        return moves_nothing and self._keeps_all and not (self.job.device.is_host and self._casts)
+
+    @property
+    def _casts(self) -> bool:
+        return torch.is_autocast_enabled(self.job.device.where.type)
+
+    @property
+    def _saves_weights(self) -> bool:
+        """Whether autograd saves weights themselves, as it does those of a plain model."""
+        return self._keeps_all and self.job.prefetcher.saves_weights
+
     # --- forward ---
 
     def enter(
@@ -76,6 +97,11 @@ class Passes:
         """Begins a forward of ``module``, called with ``args`` and ``kwargs``. Blocks until its
         units are resident, so it may wait for the disk and for other ranks."""
         in_backward = current_task() != -1
+        if self._is_inside_root(module) and not in_backward:
+            self._take(units)
+            for listener in self.job.events.forward_begun:
+                listener(module, units)
+            return
         if not self._pass.frames:
             self.job.store.check_process()
             if self.job.uses.is_in(State.UNWRAPPED):
@@ -112,16 +138,30 @@ class Passes:
         self._pass.frames.append(
             Frame(module, held, is_recomputed=self.is_recomputed, hooks=self.scopes.hooks)
         )
+        self._pass.frames[-1].takes_inner = takes_inner = begins and is_root and self._takes_inner
         outer = top_hooks(True)
         # A checkpoint recomputes: nothing is kept.
         if keeping is not None and not is_checkpoint(outer):
             keeping.begin(foreign)
             self.scopes.push_hooks(*keeping.hooks(outer))
         # A Function may save a weight that no operation has brought: that of another module.
-        if (units or keeping is not None) and torch.is_grad_enabled():
+        is_used = units or takes_inner or keeping is not None
+        if is_used and torch.is_grad_enabled() and not self._saves_weights:
             self.scopes.push_hooks(*self._saving_hooks())
         for listener in self.job.events.forward_begun:
             listener(module, units)
+
+    def _is_inside_root(self, module: torch.nn.Module) -> bool:
+        """Whether ``module`` runs inside a root that holds the units of all forwards inside."""
+        frames = self._pass.frames
+        return bool(frames) and frames[0].takes_inner and frames[0].module is not module
+
+    def _take(self, units: list[ParamUnit]) -> None:
+        """Lets the root's forward hold ``units``. Waits for their last updates."""
+        for unit in units:
+            if unit not in self._pass.holds:
+                self.job.prefetcher.hold(unit)
+                self._pass.frames[0].units.append(unit)
 
     def _begin(self, *, training: bool) -> None:
         """Begins the pass of a root forward, unless an accumulation pass has begun already. Every
@@ -137,7 +177,7 @@ class Passes:
             flats = [flat for flat in flat_params_of(job.units) if flat.homes.spec.stepped]
             drop_raw_grads([param for flat in flats for param in flat.params])
             job.gradients.assigned.let_go_unheld()
-            if not self._has_told and torch.is_autocast_enabled(job.device.where.type):
+            if not self._has_told and self._casts:
                 self._has_told = True
                 _tell_of_autocast(job)
         job.schedule.begin(self._pass.kind if training else "infer")
@@ -150,8 +190,11 @@ class Passes:
         Returns the output, with views of weights replaced by copies: the weight may be released
         before the view is used.
         """
+        is_inside = self._is_inside_root(module)
         if all(frame.module is not module for frame in reversed(self._pass.frames)):
-            return output  # its pre-hook failed before it entered
+            for listener in self.job.events.forward_ended if is_inside else ():
+                listener(module)
+            return output  # or its pre-hook failed before it entered
         for listener in self.job.events.forward_ended:
             listener(module)
         if self._pass.frames[0].module is module:
@@ -265,10 +308,11 @@ class Passes:
         releases the frozen ones when it leaves them."""
         me, units = weakref.ref(self.backward), frame.units
         chosen, hook = tuple((rows, rows.there) for rows in _rows_of(units)), None
-        if units and next(frame.module.children(), None) is not None:
-            # Only modules with children: a checkpoint inside this forward hides the saved weights
-            # from our hooks. The weights that autograd saves of a leaf module have their own unpack
-            # hook, and an embedding's are never needed.
+        is_leaf = next(frame.module.children(), None) is None
+        if units and (not is_leaf or (self._saves_weights and not self._casts)):
+            # A checkpoint inside this forward hides the saved weights from our hooks. References
+            # that autograd saves to the weights of a leaf module have their own unpack hook, an
+            # embedding's are never needed, and of others autocast's copies are.
             # Defaults, not cells: fewer objects for the garbage collector, in each forward.
             def arrive(_grad: torch.Tensor, me=me, chosen=chosen, units=units) -> None:
                 if backward := me():
@@ -278,8 +322,8 @@ class Passes:
                         backward.hold(unit)
 
             hook = arrive
-        elif units and torch.is_autocast_enabled(where := self.job.device.where.type):
-            dtype = torch.get_autocast_dtype(where)
+        elif units and self._casts:
+            dtype = torch.get_autocast_dtype(self.job.device.where.type)
 
             def expect(_grad: torch.Tensor) -> None:
                 if backward := me():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from itertools import islice
 
 import torch
@@ -26,6 +27,8 @@ from ..machine.ledger import Ledger
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import BUDGETS, Tier
 from ..params.apart import apart
+from ..units.added import always_rests
+from ..units.forms import form_of
 from ..units.residency import Residency
 from ..units.unit import ParamUnit
 from .journal import Journal
@@ -79,14 +82,29 @@ class Prefetcher:
         self._give_way = give_way  # lets the backward release a unit; False when it has none
         self._pass = running
         self._traces_agree: Callable[[], bool] = bool  # of the pass: see Collectives.begin_pass
+        # In this pass: whether no weights move, and autograd may save them as they are. Its views
+        # of one with a master would be taken for a user's, who may change it.
+        self.moves_nothing = self.saves_weights = False
         self.misses = 0  # units that were not fetched ahead of their use
 
     def add(self, units: Sequence[ParamUnit]) -> None:
         """Adds ``units``, numbered after the last one; without a device budget the window grows."""
         self.units = [*self.units, *units]
+        vars(self).pop("_stays", None)
         if self._ledger.accounts[Tier.DEVICE].budget_nbytes is None:
             self._window.widen(sum(unit.weight_nbytes for unit in units))
         self._slots = StagingSlots(self.units, self._store, self.schedule.next_use)
+
+    @cached_property
+    def _stays(self) -> tuple[bool, bool]:
+        """Whether all weights are on the device as long as the job lasts, as plain tensors of one
+        rank, and no budget counts what computes with them; and whether none has a master."""
+        flats = [flat for unit in self.units for flat in unit.flat_params]
+        params = [param for flat in flats for param in flat.params]
+        plain = all(form_of(each).classes is None and not always_rests(each) for each in params)
+        stays = plain and self._ranks.alone and all(unit.stays for unit in self.units)
+        budget = self._ledger.accounts[Tier.DEVICE].budget_nbytes
+        return stays and budget is None, not any("master" in flat.arrays for flat in flats)
 
     # --- holds ---
 
@@ -99,7 +117,7 @@ class Prefetcher:
         unit = unit.in_use or unit
         self._pass.holds[unit] = self._pass.holds.get(unit, 0) + 1
         try:
-            if in_pass:
+            if in_pass and not self.moves_nothing:
                 self.ensure(unit, backward=backward)
             else:
                 self._make_resident(unit)
@@ -256,6 +274,9 @@ class Prefetcher:
         """Begins a root forward with the trace that the schedule expects. Every data rank calls
         this; it does not wait for their answers."""
         self._pass.computing = None
+        stays, without_masters = self._stays
+        self.moves_nothing = stays and not any(unit.older for unit in self.units)
+        self.saves_weights = self.moves_nothing and without_masters
         self.look_ahead.begin_pass(self.schedule.expected())
         self._traces_agree = self._collectives.begin_pass(
             self.schedule.expected(),

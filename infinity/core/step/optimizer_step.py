@@ -114,6 +114,8 @@ class OptimizerStep:
                 if stepper.has_changed_nothing and context.collectives.ranks.alone:
                     context.journal.cancel(change)
                 raise
+        for unit in context.in_use():  # a forward goes on with its new weights
+            unit.wait_for_update()
         context.end_step(context.place)
         context.lents.refresh()
 

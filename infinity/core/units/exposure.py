@@ -106,7 +106,8 @@ class Exposure:
 
     def _switch(self, *, rests: bool) -> None:
         plain = [param for param, classes in self._switched if classes is None]
-        clear_python_key(*plain)  # a class that is asked has to answer
+        if not rests:
+            clear_python_key(*plain)  # first: a class that is asked has to answer
         for param, classes in self._switched:
             param.__class__ = (classes or CLASSES)[rests]
         if rests:

@@ -120,7 +120,7 @@ class Gathered(Unit):
 def of_two_ranks(
     units: list[Gathered], schedule: Schedule, *, agree: bool, window_nbytes: int
 ) -> Prefetcher:
-    ranks = SimpleNamespace(size=2, keeps_weights=False)
+    ranks = SimpleNamespace(size=2, keeps_weights=False, alone=False)
     collectives = SimpleNamespace(
         ranks=ranks,
         wait_for_ordered=lambda: None,
