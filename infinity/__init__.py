@@ -154,6 +154,7 @@ seams.EXTENSIONS[:] = (
     "ext.class_step.join.LaterOptimizers",
     "ext.migrate.expected.ExpectedOptimizer",
     "ext.shared_homes.own_processors.OwnProcessors",
+    "ext.tables.tables.Tables",
     "ext.packed.packed_forward.PackedForwards",
     "ext.rows.chosen_forward.ChosenForwards",
     "ext.tiles.layout.TiledLayers",  # before those that run what is there in their own way

@@ -289,9 +289,10 @@ class Extension:
         find: Callable[[], Any],
         blocks: Sequence[tuple[str, Any, list[Any]]],
     ) -> list[Any]:
-        """Replaces forwards of ``model``, as of the modules that it repeats, ``blocks``: their
-        names, modules, and units that are gathered whole.
-        Returns what removes them. ``find``: finds the context of forwards. May not fail."""
+        """Replaces forwards of ``model``, a
+        :class:`~infinity.core.wrap.described_model.DescribedModel`, as of the modules that it
+        repeats, ``blocks``: their names, modules, and units that are gathered whole. Returns what
+        removes them. ``find``: finds the context of forwards. May not fail."""
         return []
 
     def install(self, job: Any, model: Any) -> None:

@@ -77,4 +77,4 @@ def test_a_block_and_step_take_few_calls(monkeypatch):
     unpack = Unpack.__call__
     monkeypatch.setattr(Unpack, "__call__", lambda self, saved: unpack(self, saved))
     assert per_block("host") > found["host"] + 20
-    assert per_block("device") == found["device"]
+    assert per_block("device") < found["device"] + 3

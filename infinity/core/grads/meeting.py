@@ -11,10 +11,31 @@ backward ends. All other rows get zeros from lookups, and land as they come.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import Enum, auto
+from typing import Any
 
 import torch
 
+from ...torch_private import GRAPH_NODES
 from ..units.handle import ParamHandle
+
+
+class GradUse(Enum):
+    """How the running backward uses a parameter's gradient."""
+
+    NONE = auto()
+    ACCUMULATED = auto()  # into ``p.grad``
+    RETURNED = auto()  # by ``torch.autograd.grad``
+
+    @classmethod
+    def of(cls, accumulator: Any) -> GradUse:
+        """Returns the use from a parameter's ``AccumulateGrad`` node; None if it has no node."""
+        if accumulator is None:
+            return cls.NONE
+        try:
+            return cls.ACCUMULATED if GRAPH_NODES.found(accumulator) else cls.NONE
+        except RuntimeError:  # torch raises only for a leaf whose gradient is returned
+            return cls.RETURNED
 
 
 def lookup_gradient(

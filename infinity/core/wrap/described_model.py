@@ -83,6 +83,8 @@ class DescribedModel:
     divided: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)
     # Modules whose forward reads some rows only
     read_by_rows: dict[nn.Module, RowReader] = field(default_factory=dict)
+    # Parameters whose gradients land use by use, on one rank, and the modules that use each
+    tables: dict[nn.Parameter, list[nn.Module]] = field(default_factory=dict)
     codes: set[torch.Tensor] = field(default_factory=set)  # whose bytes are not numbers
     own_dtype: set[torch.Tensor] = field(default_factory=set)  # which keep it
 

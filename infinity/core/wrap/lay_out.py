@@ -23,7 +23,6 @@ from ...errors import CapacityError, ConfigError, InternalError
 from ...files.kept_dtypes import computing_dtypes
 from ...ranks.collectives import Collectives
 from ...ranks.parallel_dims import ParallelDims
-from ..grads.tables import tables_of
 from ..machine import limits, scratch
 from ..machine.accelerator import make_device
 from ..machine.device import Device
@@ -137,7 +136,7 @@ class Ways:
         self._config, self._optimizers, self.collectives = config, optimizers, collectives
         # The dtype in which a parameter computes
         self.dtype_of = computing_dtypes(model, cast("torch.dtype | None", config.param_dtype))
-        self._tables, self._buffers_nbytes = tables_of(model.users), unmoved_nbytes(model)
+        self._buffers_nbytes = unmoved_nbytes(model)
         self._made: dict[tuple, _Way | None] = {}
 
     def lay_out(
@@ -232,7 +231,7 @@ class Ways:
         flat_params = [self._flat_params_of(group) for group in groups]
         for group in groups:
             if group.at_once is None:
-                group.tables = {p: self._tables[p] for p in group.params if p in self._tables}
+                group.tables = {p for p in group.params if p in self.model.tables}
         sizes = [_unit_size(*of_unit) for of_unit in zip(groups, flat_params)]
         held = held_nbytes(
             self.model,
@@ -360,7 +359,7 @@ def _autograd_nbytes(flat_param: FlatParam, group: Group) -> int:
     if group.at_once is not None:
         itemsize = flat_param.spec.dtype.itemsize + group.at_once.summed_itemsize
         return group.at_once.rows * group.params[0].size(1) * itemsize
-    by_use = set() if _size_of_flat_param(flat_param).is_averaged else group.tables.keys()
+    by_use = set() if _size_of_flat_param(flat_param).is_averaged else group.tables
     return flat_param.spec.dtype.itemsize * sum(
         place.numel * (SUMMED_AT_ONCE if param in group.tied - by_use else 1)
         for param, place in zip(flat_param.params, flat_param.layout.placements)

@@ -48,8 +48,7 @@ class Group:
     is_divided: bool = False  # experts, of which other data ranks have others
     place: int = 0  # of its first parameter in the model: about the order of use
     tied: set[nn.Parameter] = field(default_factory=set)  # those that have several names
-    # Those whose gradients land use by use, and the modules that use them.
-    tables: dict[nn.Parameter, list[nn.Module]] = field(default_factory=dict)
+    tables: set[nn.Parameter] = field(default_factory=set)  # whose gradients land use by use
 
     @property
     def called(self) -> list[nn.Module]:

@@ -23,7 +23,6 @@ from ...choices import AUTO
 from ...config import Config
 from ...ranks.collectives import Collectives
 from ...ranks.mesh import join_device, join_node, parallel_dims
-from ..grads.tables import install_tables
 from ..homes.write_behind import writing_behind
 from ..machine.traffic import Traffic
 from ..params.state_dict import install_state_dict
@@ -246,13 +245,9 @@ def _commit(
         *install_state_dict(engine, model.parts),
     ]
     find = found_weakly(engine.make_forward_context)
-    if job.reducer is None:
-        stepped = {handle.param for handle in job.trained}
-        tables = {param: use for group in groups for param, use in group.tables.items()}
-        removers += install_tables(find, {p: tables[p] for p in tables.keys() & stepped})
     of_blocks = [(name, block, engine.units_of(block)) for name, block in blocks]
     for extension in job.extensions:
-        removers += extension.replace_forwards(job, model.module, find, of_blocks)
+        removers += extension.replace_forwards(job, model, find, of_blocks)
     stepping = [make_optimizer(engine, each, place) for place, each in enumerate(optimizers)]
     try:
         for extension in job.extensions:

@@ -19,6 +19,7 @@ from ...core.run.job import Job
 from ...core.run.replaced_forward import ReplacedForward
 from ...core.seams import Events, Extension
 from ...core.units.unit import ParamUnit
+from ...core.wrap.described_model import DescribedModel
 from ...errors import ConfigError
 from ...ext.rates.rates import memory_rate
 from ...ranks.collectives import Collectives
@@ -71,13 +72,13 @@ class Blocks(Extension):
     def replace_forwards(
         self,
         job: Job,
-        model: nn.Module,
+        model: DescribedModel,
         find: Callable[[], ForwardContext],
         blocks: Sequence[tuple[str, nn.Module, list[ParamUnit]]],
     ) -> list[Any]:
         """Lets blocks run in micro-batches, or as a planner chooses from now on, and compiles
         them."""
-        compiled = self._compile(job.config, model, [block for _, block, _ in blocks])
+        compiled = self._compile(job.config, model.module, [block for _, block, _ in blocks])
         if (samples := job.config.micro_batch) is not None:
             return compiled + [install_chunks(find, *block, samples) for block in blocks]
         planner = self._planner = plan_activations(job, find)

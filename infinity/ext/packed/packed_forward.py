@@ -29,7 +29,7 @@ from ...core.run.scoped_call import UNCOMPILED
 from ...core.seams import Events, Extension
 from ...core.units.added import ADDED
 from ...core.units.inner import has_inner
-from ...core.wrap.parts import parts_of
+from ...core.wrap.described_model import DescribedModel
 from ...torch_private import top_hooks
 from ..coded.coded import Coded, Unpacked, noting_unpacked
 from .packed import is_code
@@ -206,9 +206,9 @@ class PackedForwards(Extension):
         return cls()
 
     def replace_forwards(
-        self, job: Any, model: nn.Module, find: Any, blocks: Any
+        self, job: Any, model: DescribedModel, find: Any, blocks: Any
     ) -> list[ReplacedForward]:
-        modules = dict.fromkeys(each for part in parts_of(model) for each in part.modules())
+        modules = dict.fromkeys(each for part in model.parts for each in part.modules())
         forwards = ((module, _forward_of(module)) for module in modules)
         return [ReplacedForward(module, made) for module, made in forwards if made is not None]
 

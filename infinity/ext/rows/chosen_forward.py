@@ -30,7 +30,7 @@ class ChosenForwards(Extension):
         return cls()
 
     def replace_forwards(
-        self, job: Job, model: nn.Module, find: Any, blocks: Any
+        self, job: Job, model: Any, find: Any, blocks: Any
     ) -> list[ReplacedForward]:
         found = ((unit, unit.arrival.rows) for unit in job.units)
         return [

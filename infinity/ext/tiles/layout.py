@@ -20,6 +20,7 @@ from ...core.run.context import ForwardContext
 from ...core.run.job import Job
 from ...core.run.replaced_forward import ReplacedForward
 from ...core.seams import Events, Extension, Term
+from ...core.wrap.described_model import DescribedModel
 from ...core.wrap.lay_out import Ways
 from ...core.wrap.partition import Group, RowsAtOnce
 from .fused_loss import install_fused_loss
@@ -111,7 +112,7 @@ class TiledLayers(Extension):
     def replace_forwards(
         self,
         job: Job,
-        model: nn.Module,
+        model: DescribedModel,
         find: Callable[[], ForwardContext],
         blocks: Sequence[tuple[str, nn.Module, list[Any]]],
     ) -> list[ReplacedForward]:
@@ -124,8 +125,9 @@ class TiledLayers(Extension):
                 (param,) = flat_param.params
                 row_nbytes = param.size(1) * flat_param.spec.dtype.itemsize
                 rows[param] = size.at_once_nbytes // row_nbytes
-        tiled = install_tiles(find, model, rows) if rows else []
-        return tiled + (install_fused_loss(find, model, rows) if job.config.fused_loss else [])
+        module, fuses = model.module, job.config.fused_loss
+        tiled = install_tiles(find, module, rows) if rows else []
+        return tiled + (install_fused_loss(find, module, rows) if fuses else [])
 
 
 def _can_pass_tiles(ways: Ways, config: Config) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...core.grads.meeting import GradUse
 from ...core.grads.record import GradState
-from ...core.grads.tables import GradUse
 from ...core.machine.tiers import Tier
 from ...core.params.apart import apart
 from ...core.params.parameter import users_hooks

@@ -51,13 +51,13 @@ def test_only_one_of_parts_of_a_batch_and_choices_runs_a_block():
     """Claim: with a micro-batch each block runs in parts. Twins: without one each is chosen for,
     and without a budget each runs as it is."""
     block = nn.Linear(2, 2)
-    of = [("block", block, [])]
+    of, described = [("block", block, [])], SimpleNamespace(module=block)
     for job, replaces, chooses in (
         (job_of(micro_batch=2), True, False),
         (job_of(), True, True),
         (job_of(spare=None), False, False),
     ):
-        removers = Blocks(places_saved=False).replace_forwards(job, block, lambda: None, of)
+        removers = Blocks(places_saved=False).replace_forwards(job, described, lambda: None, of)
         assert ("forward" in block.__dict__) == replaces == bool(removers)
         assert bool(job.activations.planner) == chooses
         for remover in removers:

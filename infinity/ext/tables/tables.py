@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping
-from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -22,14 +21,20 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ...config import Config
+from ...core.grads.meeting import GradUse, Meeting, lookup_gradient
+from ...core.machine.device import Device
+from ...core.params.apart import apart
+from ...core.params.parameter import users_hooks
+from ...core.params.transforms import are_running
+from ...core.run.context import ForwardContext
+from ...core.run.job import Job
+from ...core.run.replaced_forward import ReplacedForward, own_forward
+from ...core.seams import Events, Extension
+from ...core.units.handle import COUNTS, DisableTorchFunction, handle_of, raw_hooks
+from ...core.wrap.described_model import DescribedModel
+from ...ranks.collectives import Collectives
 from ...torch_private import GRAPH_NODES, current_task, node_references
-from ..params.apart import apart
-from ..params.parameter import users_hooks
-from ..params.transforms import are_running
-from ..run.context import ForwardContext
-from ..run.replaced_forward import ReplacedForward, own_forward
-from ..units.handle import COUNTS, DisableTorchFunction, handle_of, raw_hooks
-from .meeting import Meeting, lookup_gradient
 
 # A smaller table's gradients are not worth the Python that each use costs.
 WORTH_NBYTES = 1024 * 1024
@@ -57,24 +62,6 @@ def _is_user(module: nn.Module) -> bool:
     if isinstance(module, nn.Embedding):
         return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
     return isinstance(module, nn.Linear)
-
-
-class GradUse(Enum):
-    """How the running backward uses a parameter's gradient."""
-
-    NONE = auto()
-    ACCUMULATED = auto()  # into ``p.grad``
-    RETURNED = auto()  # by ``torch.autograd.grad``
-
-    @classmethod
-    def of(cls, accumulator: Any) -> GradUse:
-        """Returns the use from a parameter's ``AccumulateGrad`` node; None if it has no node."""
-        if accumulator is None:
-            return cls.NONE
-        try:
-            return cls.ACCUMULATED if GRAPH_NODES.found(accumulator) else cls.NONE
-        except RuntimeError:  # torch raises only for a leaf whose gradient is returned
-            return cls.RETURNED
 
 
 class Table:
@@ -202,16 +189,40 @@ class _Uses(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def install_tables(
-    find: Callable[[], ForwardContext], tables: Mapping[nn.Parameter, list[nn.Module]]
-) -> list[ReplacedForward]:
-    """Replaces the forward of every module of ``tables`` by one whose uses of the weight are told
-    apart. Returns the replacements."""
-    removers = []
-    for param, modules in tables.items():
-        table = Table(find, param)
-        removers += [ReplacedForward(module, _forward(module, table)) for module in modules]
-    return removers
+class Tables(Extension):
+    """The tables of one model, on one rank: several average whole gradients."""
+
+    @classmethod
+    def describe_model(cls, model: DescribedModel) -> None:
+        """Finds the tables."""
+        model.tables.update(tables_of(model.users))
+
+    @classmethod
+    def begin(
+        cls, config: Config, device: Device, collectives: Collectives, events: Events
+    ) -> Tables:
+        """Returns the extension."""
+        return cls()
+
+    def replace_forwards(
+        self, job: Job, model: DescribedModel, find: Callable[[], ForwardContext], blocks: Any
+    ) -> list[ReplacedForward]:
+        """Replaces the forward of every module with a table that is stepped, and gathered whole, by
+        one whose uses of the weight are told apart."""
+        if job.reducer is not None:
+            return []
+        found = [
+            (handle.param, model.tables[handle.param])
+            for handle in job.trained
+            if handle.param in model.tables
+            if not job.planned.sizes[handle.unit.index].at_once_nbytes
+        ]
+        made = ((Table(find, param), modules) for param, modules in found)
+        return [
+            ReplacedForward(module, _forward(module, table))
+            for table, modules in made
+            for module in modules
+        ]
 
 
 def _forward(module: nn.Module, table: Table) -> Callable[..., Any]:

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.core.grads import tables
 from infinity.core.machine.tiers import Tier
+from infinity.ext.tables import tables
 
 ROWS, WIDTH = 211, 16
 HOMES = ["device", "host", "nvme"]
@@ -236,7 +236,7 @@ def test_no_whole_gradient_is_made_for_a_lookup(kind, swap, monkeypatch):
 def test_uses_without_a_gradient_of_their_own_are_added_by_autograd(swap, monkeypatch):
     """The twin: without the count of what leads to the weight the sum has other bits."""
     monkeypatch.setattr(
-        "infinity.core.grads.tables.node_references",
+        "infinity.ext.tables.tables.node_references",
         lambda node: 2,  # the uses of a Tied
     )
     right = gradient_after(made(Penalized), 3)

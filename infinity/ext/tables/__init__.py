@@ -1,0 +1,1 @@
+"""Lands the gradients of an embedding use by use, without whole ones in between."""
