@@ -71,15 +71,8 @@ class Bulk(PassAgreement):
         what = f"gathering {what}"
         encoding = self.ranks.encoding
         if encoding is not None and flat.is_floating_point():
-            mine = encoding.encode(flat.view(self.ranks.size, -1)[self.ranks.rank])
-            everyones = mine.new_empty(self.ranks.size * mine.numel())
-            return self._gather(
-                Kind.GATHER,
-                everyones,
-                mine,
-                what,
-                lambda: encoding.decode(everyones, flat, self.ranks.size),
-            )
+            rows = flat.view(self.ranks.size, -1)
+            return encoding.gather(rows, self.ranks.rank, what, partial(self._gather, Kind.GATHER))
         raw = bytes_of(flat)
         mine = raw.view(self.ranks.size, -1)[self.ranks.rank]
         if homes and (shared := self.ranks.shard_group.homes) is not None and shared.have(homes):

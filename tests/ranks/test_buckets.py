@@ -50,6 +50,9 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     parity = {"job": "parity", "piece": PIECE}
     jobs["bucketed:bf16"] = parity | narrow | {"config": host | {"device_memory": "700KiB"}}
     jobs["bucketed:whole bf16"] = parity | narrow | {"config": host | {"device_memory": None}}
+    codes = parity | {"config": host | {"compress_gathers": True, "device_memory": "2MiB"}}
+    whole = host | {"compress_gathers": True, "device_memory": None}
+    jobs |= {"bucketed:codes": codes, "bucketed:whole codes": codes | {"config": whole}}
     late = host | {"device_memory": "1.5MiB"}
     jobs["bucketed:late"] = parity | {"job": "elsewhere", "config": late}
     return Jobs(standing_ranks(2), "bucket_jobs", jobs)
@@ -82,6 +85,21 @@ def test_buckets_of_bf16_and_of_devices_of_their_own_have_the_bits_of_whole_grad
     for found, whole in zip(two["bucketed:bf16"], two["bucketed:whole bf16"], strict=True):
         assert reductions(found) > 2 * reductions(whole)
         assert not models.differing(found["weights"], whole["weights"])
+
+
+def test_compressed_weights_come_in_buckets_where_a_budget_is_given(two):
+    """The bits of codes that come whole, on both ranks, in several gathers for each block and
+    within the plan, which counts the codes. Twin: without a budget each is one gather."""
+
+    def gathers(found: dict[str, Any]) -> int:
+        return found["stats"]["collectives"]["all-gather"]["operations"]
+
+    for found, whole in zip(two["bucketed:codes"], two["bucketed:whole codes"], strict=True):
+        assert not models.differing(found["weights"], whole["weights"])
+        assert gathers(found) > 2 * gathers(whole)
+        tier, of_whole = (each["stats"]["tiers"]["device"] for each in (found, whole))
+        assert tier["peak_nbytes"] <= tier["planned_nbytes"] <= tier["budget_nbytes"]
+        assert of_whole["peak_nbytes"] <= of_whole["planned_nbytes"]
 
 
 @pytest.mark.parametrize("mode", [*MODES, "replicas"])

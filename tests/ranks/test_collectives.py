@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ import torch
 
 from infinity.core.wrap.agreement import compare, least
 from infinity.errors import ConfigError, PeerError, UsageError
-from infinity.ext.shared_homes.quantize import BlockCodes
+from infinity.ext.shared_homes.quantize import BlockCodes, decode_blocks, encode_blocks
 from infinity.ranks import kinds
 from infinity.ranks.collective_trace import CollectiveTrace
 from infinity.ranks.collectives import Collectives
@@ -119,6 +120,38 @@ def test_a_compressed_gather_passes_a_quarter_within_half_a_step(both):
     assert not torch.equal(first[0], WHOLE.float())
     for half, largest in zip(first[0].view(2, -1) - WHOLE.view(2, -1), (255, 1255)):
         assert half.abs().max() <= largest / 254 * 1.001
+
+
+@pytest.mark.parametrize("bucket", [None, 256])
+def test_codes_of_a_gather_take_the_memory_of_two_buckets(both, bucket):
+    """Counts the codes that are there when more are sent: those of two buckets at most, of eight.
+    The bits are those of whole codes. Twin: without buckets all codes of the gather are there."""
+
+    def work(collectives: Collectives) -> tuple:
+        rank, sent, most = collectives.ranks.rank, [], 0
+        flat = torch.zeros(2, 8 * 256)
+        flat[rank] = torch.arange(8 * 256) ** 1.5 * (1 + rank)
+        begin = collectives._gather
+
+        def gather(kind: object, codes: torch.Tensor, *rest: object) -> object:
+            nonlocal most
+            sent.append(weakref.ref(codes))
+            there = [each() for each in sent]
+            most = max(most, sum(each.numel() for each in there if each is not None))
+            return begin(kind, codes, *rest)
+
+        collectives._gather = gather
+        collectives.gather(flat.view(-1), "unit 0").wait()
+        return flat, len(sent), most
+
+    for found, count, most in both(work, encoding=BlockCodes(bucket)):
+        right = torch.zeros(2, 8 * 256)
+        for rank in range(2):
+            value = torch.arange(8 * 256) ** 1.5 * (1 + rank)
+            decode_blocks(encode_blocks(value), right[rank : rank + 1])
+        assert torch.equal(found, right)
+        assert count == (8 if bucket else 1) and most <= (2 if bucket else 8) * 2 * (256 + 4)
+        assert bucket or most == 8 * 2 * (256 + 4)
 
 
 def test_a_pass_tells_whether_both_expect_the_same_units(both):

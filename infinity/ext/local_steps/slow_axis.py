@@ -169,7 +169,7 @@ class Exchange:
             return raw.view(torch.float32)
         per_block = CODED_BLOCK + torch.float32.itemsize
         values = torch.empty(raw.numel() // per_block * CODED_BLOCK, device="cpu")
-        decode_blocks(raw, values, 1)
+        decode_blocks(raw, values.view(1, -1))
         return values
 
     def _refuse_apart(self, tags: torch.Tensor, mine: torch.Tensor) -> None:

@@ -8,6 +8,7 @@ import rank_jobs
 
 from infinity.core.grads.bank import GradientBank
 from infinity.core.plan import memory_terms, unit_sizes
+from infinity.ext.shared_homes import quantize
 
 
 def bucketed(job: str, piece: int, loses: bool = False, **arguments: Any) -> Any:
@@ -19,9 +20,9 @@ def bucketed(job: str, piece: int, loses: bool = False, **arguments: Any) -> Any
         land(self, handle, average if not begin else average.zero_(), begin)
 
     try:
-        memory_terms.PIECE_NBYTES = unit_sizes.PIECE_NBYTES = piece
+        memory_terms.PIECE_NBYTES = unit_sizes.PIECE_NBYTES = quantize.PIECE_NBYTES = piece
         GradientBank.land_average = land_first if loses else land
         return getattr(rank_jobs, job)(**arguments)
     finally:
-        memory_terms.PIECE_NBYTES = unit_sizes.PIECE_NBYTES = before
+        memory_terms.PIECE_NBYTES = unit_sizes.PIECE_NBYTES = quantize.PIECE_NBYTES = before
         GradientBank.land_average = land
