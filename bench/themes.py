@@ -164,6 +164,11 @@ THEMES = {
             "the loss by older weights",
             ("infinity/ext/versions_2bw",),
         ),
+        "papers": Part(
+            "bench.papers",
+            "headlines of the papers, planned and run",
+            ("infinity/tools/plan", "infinity/ext/versions_2bw", "infinity/ext/local_steps"),
+        ),
         "late_device": Part(
             "tests/support/late_device/measure_late_device.py",
             "steps on a simulated device",
