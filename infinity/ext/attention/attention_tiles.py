@@ -37,21 +37,23 @@ class Axis:
 
     def check(self, number: int) -> None:
         """Raises ConfigError if no such windows exist. ``number``: of the axis, from 0."""
-        given = (
+        setting = (
             f"axis {number}: tokens {self.tokens}, window {self.window}, stride {self.stride},"
             f" dilation {self.dilation}"
         )
         if self.tokens < 2:
             raise ConfigError(
-                f"{given}: an axis has 2 tokens or more. Leave out an axis of 1 token"
+                f"{setting}: an axis has 2 tokens or more. Leave out an axis of 1 token"
             )
         if not 1 <= self.dilation <= self.tokens // 2:
-            raise ConfigError(f"{given}: give a dilation from 1 to {self.tokens // 2} (tokens / 2)")
+            raise ConfigError(
+                f"{setting}: give a dilation from 1 to {self.tokens // 2} (tokens / 2)"
+            )
         most = self.tokens // self.dilation
         if not 2 <= self.window <= most:
-            raise ConfigError(f"{given}: give a window from 2 to {most} (tokens / dilation)")
+            raise ConfigError(f"{setting}: give a window from 2 to {most} (tokens / dilation)")
         if not 1 <= self.stride <= self.window:
-            raise ConfigError(f"{given}: give a stride from 1 to {self.window} (the window)")
+            raise ConfigError(f"{setting}: give a stride from 1 to {self.window} (the window)")
 
     @property
     def group_sizes(self) -> list[int]:
@@ -74,30 +76,30 @@ class Axis:
         """Returns the first and the last key of each token of the axis, as its tokens."""
         first, last = np.empty((2, self.tokens), dtype=np.int64)
         for group, size in enumerate(self.group_sizes):
-            found = self.windows(np.arange(size), size)
+            windows = self.windows(np.arange(size), size)
             first[group :: self.dilation], last[group :: self.dilation] = (
-                group + self.dilation * each for each in found
+                group + self.dilation * each for each in windows
             )
         return first, last
 
     def pairs(self) -> int:
         """Counts the pairs of a query and a key in its window."""
-        found = 0
+        total = 0
         for size, count in Counter(self.group_sizes).items():
             first, last = self.windows(np.arange(size), size)
-            found += count * int((last - first + 1).sum())
-        return found
+            total += count * int((last - first + 1).sum())
+        return total
 
     def pairs_of_tiles(self, query_tile: int) -> int:
         """Counts the pairs of a query and a key in the hull of its tile, which has ``query_tile``
         tokens of a group."""
-        found = 0
+        total = 0
         for size, count in Counter(self.group_sizes).items():
             begin = np.arange(0, size, query_tile)
             end = np.minimum(begin + query_tile, size)
             first, last = self.windows(begin, size)[0], self.windows(end - 1, size)[1]
-            found += count * int(((end - begin) * (last - first + 1)).sum())
-        return found
+            total += count * int(((end - begin) * (last - first + 1)).sum())
+        return total
 
 
 def axes_of(
@@ -108,8 +110,8 @@ def axes_of(
     count = len(shape) if isinstance(shape, Sequence) else 1
     if not 1 <= count <= 3:
         raise ConfigError(f"shape={shape!r} has {count} axes: give 1 to 3, as (30, 48, 80)")
-    given = {"shape": shape, "window": window, "stride": stride, "dilation": dilation}
-    columns = [per_axis(name, value, count) for name, value in given.items()]
+    settings = {"shape": shape, "window": window, "stride": stride, "dilation": dilation}
+    columns = [per_axis(name, value, count) for name, value in settings.items()]
     is_causal = per_axis("causal", causal, count)
     if not {0, 1}.issuperset(is_causal):
         raise ConfigError(f"causal={causal!r}: give True or False, or one of them for each axis")
@@ -148,12 +150,12 @@ class Reading:
 
 def read_tiles(axes: Sequence[Axis], query_tile: Sequence[int], key_tile: Sequence[int]) -> Reading:
     """Counts the tiles of keys that a kernel reads; tiles are in tokens per axis."""
-    found = [_of_axis(*each) for each in zip(axes, query_tile, key_tile)]
+    readings = [_of_axis(*each) for each in zip(axes, query_tile, key_tile)]
     return Reading(
         tuple(axis.stride for axis in axes),
-        math.prod(tiles for tiles, _ in found),
+        math.prod(tiles for tiles, _ in readings),
         math.prod(-(-axis.tokens // tile) for axis, tile in zip(axes, key_tile)),
-        all(sparse for _, sparse in found),
+        all(sparse for _, sparse in readings),
     )
 
 
@@ -168,12 +170,12 @@ def worth_reading(
         for strides in product(*choices)
     ]
     readings.sort(key=lambda each: (math.prod(each.strides), each.tiles, each.strides))
-    found: list[Reading] = []
+    best: list[Reading] = []
     for each in readings:
-        sparse_first = each.block_sparse and not any(before.block_sparse for before in found)
-        if not found or each.tiles < found[-1].tiles or sparse_first:
-            found.append(each)
-    return found
+        sparse_first = each.block_sparse and not any(before.block_sparse for before in best)
+        if not best or each.tiles < best[-1].tiles or sparse_first:
+            best.append(each)
+    return best
 
 
 def with_strides(axes: Sequence[Axis], strides: Sequence[int]) -> list[Axis]:
@@ -224,7 +226,7 @@ def _strides_of(axis: Axis, query_tile: int, key_tile: int) -> list[int]:
     Most strides are ruled out by a few of their tiles: those that begin a window, where the keys of
     two windows are read.
     """
-    found, least = [], math.inf
+    fitting, least = [], math.inf
     fewest = -(-axis.window // key_tile)  # of any window
     for start in range(1, axis.window + 1, AT_ONCE):
         if axis.causal and least == fewest:
@@ -236,11 +238,11 @@ def _strides_of(axis: Axis, query_tile: int, key_tile: int) -> list[int]:
                 continue
             exact, is_sparse = _of_axis(replace(axis, stride=stride), query_tile, key_tile)
             if exact < least or is_sparse:
-                found.append(stride)
+                fitting.append(stride)
                 least = exact
             if is_sparse:
-                return found
-    return found
+                return fitting
+    return fitting
 
 
 def _least_of(

@@ -109,8 +109,8 @@ class _Tiled(torch.autograd.Function):
                 for index in needed:
                     parts[index].requires_grad_()
                 out = _attend(*parts, tile)
-            found = torch.autograd.grad(out, [parts[index] for index in needed], dy[queries])
-            for index, grad in zip(needed, found):
+            needed_grads = torch.autograd.grad(out, [parts[index] for index in needed], dy[queries])
+            for index, grad in zip(needed, needed_grads):
                 grads[index][boxes[index]] += grad
         return *(
             grads[index].flatten(2, -2).to(grids[index].dtype) if index in grads else None

@@ -143,31 +143,31 @@ def refusal(backend: str, tensors: Tensors, *, forced: bool = False) -> str:
 def natten_or_why() -> ModuleType | str:
     """Returns NATTEN, or why it cannot be used."""
     try:
-        found = importlib.import_module("natten")
+        natten = importlib.import_module("natten")
     except ModuleNotFoundError:
         return "NATTEN is not installed"
     except (ImportError, OSError, RuntimeError) as error:  # it is built for another torch
         return f"NATTEN cannot be imported ({error})"
-    if tuple(map(int, re.findall(r"\d+", found.__version__)[:2])) < NATTEN_VERSION:
-        return f"NATTEN {found.__version__} is older than 0.21"
-    return found if found.HAS_LIBNATTEN else "NATTEN was built without kernels"
+    if tuple(map(int, re.findall(r"\d+", natten.__version__)[:2])) < NATTEN_VERSION:
+        return f"NATTEN {natten.__version__} is older than 0.21"
+    return natten if natten.HAS_LIBNATTEN else "NATTEN was built without kernels"
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, axes: Sequence[Axis]) -> None:
     """Raises ConfigError if the tensors do not fit each other or the grid."""
-    given = f"q {_of(q)}, k {_of(k)}, v {_of(v)}"
+    shapes = f"q {_of(q)}, k {_of(k)}, v {_of(v)}"
     if not all(isinstance(each, torch.Tensor) and each.dim() == 4 for each in (q, k, v)):
-        raise ConfigError(f"{given}: give tensors of batch x heads x tokens x width")
+        raise ConfigError(f"{shapes}: give tensors of batch x heads x tokens x width")
     tokens = math.prod(axis.tokens for axis in axes)
     shape = tuple(axis.tokens for axis in axes)
     if any(each.shape[2] != tokens for each in (q, k, v)):
-        raise ConfigError(f"{given}: shape={shape} has {tokens} tokens, the third size of each")
+        raise ConfigError(f"{shapes}: shape={shape} has {tokens} tokens, the third size of each")
     if len({each.shape[0] for each in (q, k, v)}) > 1 or q.shape[-1] != k.shape[-1]:
-        raise ConfigError(f"{given}: all have one batch size, q and k one width")
+        raise ConfigError(f"{shapes}: all have one batch size, q and k one width")
     if k.shape[1] != v.shape[1] or not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ConfigError(f"{given}: k and v have the same heads, q a multiple of them")
+        raise ConfigError(f"{shapes}: k and v have the same heads, q a multiple of them")
     if len({(each.dtype, each.device) for each in (q, k, v)}) > 1 or q.dtype not in DTYPES:
-        raise ConfigError(f"{given}: give one device and one dtype of fp16, bf16, fp32, fp64")
+        raise ConfigError(f"{shapes}: give one device and one dtype of fp16, bf16, fp32, fp64")
 
 
 def _of(tensor: Any) -> str:

@@ -124,11 +124,11 @@ def _reads(axes: Sequence[Axis], device: torch.device) -> Callable[..., torch.Te
     ]
 
     def reads(batch, head, query, key):
-        found = key >= 0
+        mask = key >= 0
         for axis, place, of_query, (first, last) in zip(axes, places, of_queries, windows):
-            found = found & (first[query] <= place[key]) & (place[key] <= last[query])
+            mask = mask & (first[query] <= place[key]) & (place[key] <= last[query])
             if axis.dilation > 1:
-                found = found & ((place[key] - of_query[query]) % axis.dilation == 0)
-        return found
+                mask = mask & ((place[key] - of_query[query]) % axis.dilation == 0)
+        return mask
 
     return reads

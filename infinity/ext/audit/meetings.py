@@ -71,13 +71,13 @@ class Gathered:
                     self._compare(unit, flat_param, flat, piece)
 
     def _compare(self, unit: ParamUnit, flat_param: Any, flat: torch.Tensor, piece: Piece) -> None:
-        found = flat[piece.begin : piece.end]
-        self._findings.count(GATHERS, found.nbytes)
+        arrived = flat[piece.begin : piece.end]
+        self._findings.count(GATHERS, arrived.nbytes)
         first, last = flat_param.layout.own_shard
         if first <= piece.begin < last:
             home = flat_param.weight
             expected = self._store.read(home, piece.begin - first, piece.end - first)
-            if wrong := differs(expected, found.cpu()):
+            if wrong := differs(expected, arrived.cpu()):
                 count, at = wrong
                 self._findings.fail(
                     f"the weights of unit {unit.name} on the device are not those at home, in step"
@@ -86,7 +86,7 @@ class Gathered:
                 )
                 self._findings.raise_found()
         if flat_param.collectives is self._collectives and self._ranks.size > 1:
-            self._digests[piece] = fingerprint(found) % 2**62 + 1, unit.version + 1
+            self._digests[piece] = fingerprint(arrived) % 2**62 + 1, unit.version + 1
 
     def drop(self) -> None:
         """Forgets what was gathered in a pass that an exception ended."""
@@ -167,18 +167,18 @@ class Reduced:
             return
         nothing = (0, None, None)
         numbers = torch.tensor([kept.get(piece, nothing)[0] for piece in chosen], device="cpu")
-        given = [
+        samples = [
             torch.zeros(piece.end - piece.begin, dtype=piece.flat_param.spec.grad_dtype)
             if piece not in kept
             else kept[piece][1]
             for piece in chosen
         ]
-        mine = torch.cat([bits(numbers), *map(bits, given)])
+        mine = torch.cat([bits(numbers), *map(bits, samples)])
         what = f"auditing {mine.numel()} bytes of reductions"
         everyones = self._collectives.collect(mine, what, [self._ranks.shard_group])
         tags = everyones[:, : numbers.nbytes].contiguous().view(torch.int64)
         at = numbers.nbytes
-        for index, (piece, value) in enumerate(zip(chosen, given)):
+        for index, (piece, value) in enumerate(zip(chosen, samples)):
             raw, at = everyones[:, at : at + value.nbytes].contiguous(), at + value.nbytes
             same = tags[0, index] > 0 and (tags[:, index] == tags[0, index]).all()
             if same and (average := kept[piece][2]) is not None:

@@ -72,8 +72,8 @@ class ChosenPieces:
         """Returns the chosen pieces of ``flat_params()`` at ``turn``: of this rank's shards, or
         with ``whole`` of those of all ranks."""
         if turn != self._turn:
-            if (found := flat_params()) != self._flat_params:
-                self._flat_params, self._pieces = found, list(_pieces_of(found, whole))
+            if (present := flat_params()) != self._flat_params:
+                self._flat_params, self._pieces = present, list(_pieces_of(present, whole))
                 self._turns = Turns(len(self._pieces), self._share, self._seed)
             self._by_flat = {}
             for index in self._turns.at(turn):

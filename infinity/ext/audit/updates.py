@@ -77,15 +77,15 @@ class Check:
             if name == "grad":
                 continue
             begin, end = span_of(flat_param, name, piece)
-            found = updates.read(arrays[name], begin, end)
-            nbytes += found.nbytes
-            if wrong := differs(expected, found):
+            values = updates.read(arrays[name], begin, end)
+            nbytes += values.nbytes
+            if wrong := differs(expected, values):
                 count, first = wrong
                 element = (begin + first) * elements_each(name) + flat_param.layout.own_shard[0]
                 updates.findings.fail(
                     f"the update of {name} of {place_of(flat_param, element)} in step"
                     f" {self._step.version} gave other bits than when it was computed again:"
-                    f" {count} of {found.numel()} elements"
+                    f" {count} of {values.numel()} elements"
                 )
         updates.findings.count(UPDATES, nbytes)
         updates.homes.note(flat_param, self.reader, piece, arrays)

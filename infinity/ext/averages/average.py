@@ -162,10 +162,10 @@ class Average:
 
     def _handles(self) -> dict[str, ParamHandle]:
         named = whole_of(self._model).named_parameters(remove_duplicate=False)
-        found = {name: handle_of(param) for name, param in named}
+        handles = {name: handle_of(param) for name, param in named}
         return {
             name: handle
-            for name, handle in found.items()
+            for name, handle in handles.items()
             if handle is not None and self._average.kept.has(handle)
         }
 
@@ -196,7 +196,7 @@ class Average:
             handle: part_of(handle.param, state_dict[name], f"the average of {name}").detach()
             for name, handle in handles.items()
         }
-        given = {handle: state_dict[name] for name, handle in handles.items()}
+        values = {handle: state_dict[name] for name, handle in handles.items()}
         job = self._average.job
-        with job.uses.begin(), job.lents.loading(self._average, given):
+        with job.uses.begin(), job.lents.loading(self._average, values):
             self._average.replace(parts, updates)

@@ -129,13 +129,13 @@ def choose(
 def _away(block: Measured, send_rate: float) -> list[tuple[float, ActivationChoice, int]]:
     """Lists what may happen to a block that is not on the device, the cheapest first: seconds, the
     choice, bytes on the host."""
-    found = [(block.nbytes / send_rate, ActivationChoice.SEND, block.nbytes)]
+    options = [(block.nbytes / send_rate, ActivationChoice.SEND, block.nbytes)]
     if block.splits:
         seconds = block.elementwise_seconds + block.product_nbytes / send_rate
-        found.append((seconds, ActivationChoice.SEND_PRODUCTS, block.product_nbytes))
+        options.append((seconds, ActivationChoice.SEND_PRODUCTS, block.product_nbytes))
     if block.is_repeatable:
-        found.append((block.seconds, ActivationChoice.RECOMPUTE, 0))
-    return sorted(found, key=lambda option: option[0])
+        options.append((block.seconds, ActivationChoice.RECOMPUTE, 0))
+    return sorted(options, key=lambda option: option[0])
 
 
 def _steps(index: int, block: Measured, send_rate: float) -> list[_Step]:

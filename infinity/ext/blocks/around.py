@@ -23,7 +23,7 @@ def around_own(
     torch.compile sees only ``own``, wherever ``run`` calls it, also in a later backward: what is
     around it decides at each call, which cannot be compiled.
     """
-    given, reference = module.__dict__.get("forward"), weakref.ref(module)
+    own_forward, reference = module.__dict__.get("forward"), weakref.ref(module)
     run = torch.compiler.disable(run)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -31,10 +31,10 @@ def around_own(
 
         def own(*args: Any, **kwargs: Any) -> Any:
             # Bound here: compiled, a reference would be one more graph for each block
-            found = given or MethodType(type(module := living(reference)).forward, module)
+            forward = own_forward or MethodType(type(module := living(reference)).forward, module)
             before = set_compiler(there)
             try:
-                return found(*args, **kwargs)
+                return forward(*args, **kwargs)
             finally:
                 set_compiler(before)
 

@@ -53,8 +53,8 @@ def draws(operation: Any, args: tuple, kwargs: dict) -> bool:
     """Tells whether this call of a product draws random numbers, as attention with dropout does.
     If it did not run again, all that is drawn after it would differ."""
     names = [argument.name for argument in operation._schema.arguments]
-    given = dict(zip(names, args)) | kwargs
-    return any(given.get(name, 0.0) > 0.0 for name in ("dropout_p", "p_dropout"))
+    arguments = dict(zip(names, args)) | kwargs
+    return any(arguments.get(name, 0.0) > 0.0 for name in ("dropout_p", "p_dropout"))
 
 
 @functools.cache
@@ -75,13 +75,13 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
     """Lists the storages of tensors, and of the inner tensors of subclasses."""
-    found = []
+    storages = []
     for each in _tensors(values):
         if has_inner(each):
-            found += _storages(inner_tensors(each))
+            storages += _storages(inner_tensors(each))
         elif each.layout is torch.strided and not each.is_nested:
-            found.append(each.untyped_storage())
-    return found
+            storages.append(each.untyped_storage())
+    return storages
 
 
 def _can_be_kept(operation: Any, args: tuple, kwargs: dict, results: Any) -> bool:

@@ -218,14 +218,14 @@ class ActivationPlanner:
         if self._room is not None:
             device_nbytes, sends = self._room.measure(least_nbytes(measured), self._largest_nbytes)
             host_nbytes = host_nbytes if sends else 0
-        found = choose(
+        choices = choose(
             measured,
             device_nbytes=max(0, device_nbytes),
             host_nbytes=host_nbytes,
             send_rate=self._send_rate(),
             is_beside=self._room is not None,
         )
-        for block, choice in zip(blocks, found):
+        for block, choice in zip(blocks, choices):
             block.choice = choice
         self._chosen, self._chooses_again = len(blocks), False
         logger.info("activations of %d blocks: %s", len(blocks), self.counts())
@@ -236,7 +236,7 @@ class ActivationPlanner:
         if not self._chosen:
             return {}
         chosen = [block for block in self.blocks if block.is_measured]
-        found = {
+        counts = {
             choice.value: sum(block.choice is choice for block in chosen)
             for choice in ActivationChoice
         }
@@ -247,7 +247,7 @@ class ActivationPlanner:
             stays = 0 if block.choice is ActivationChoice.RECOMPUTE else stays
             nbytes[f"{place}_nbytes"] += stays
             nbytes["recomputed_nbytes"] += max(0, measured.nbytes - stays)
-        return found | nbytes
+        return counts | nbytes
 
 
 class PlannedBlock:
@@ -419,7 +419,7 @@ class PlannedBlock:
         ) or has_containers(args, kwargs):
             return None
         _, keys, *place = numpy.random.get_state()
-        found: list = [
+        state: list = [
             random.getstate(),
             keys.tobytes(),
             place,
@@ -427,7 +427,7 @@ class PlannedBlock:
         ]
         try:
             for module in self._block().modules():
-                found.append(
+                state.append(
                     {
                         name: Snapshot.of(value)
                         for name, value in vars(module).items()
@@ -436,7 +436,7 @@ class PlannedBlock:
                 )
         except NoSnapshot:
             return None
-        return found
+        return state
 
     def _is_heard(self) -> bool:
         """Whether a module inside, or torch globally, has foreign forward hooks: a recomputation

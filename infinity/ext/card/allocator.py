@@ -75,12 +75,12 @@ class AllocatorSettings(Extension):
         """Holds the plan, and logs a warning of what it cannot."""
         if model is None:
             return
-        told = hold(
+        refusal = hold(
             self._device.memory,
             job.planned.plan.device_window_nbytes,
             settings_of(os.environ),
             is_async=torch.cuda.get_allocator_backend() == ASYNC,
         )
-        if told:
+        if refusal:
             torch.cuda.empty_cache()  # with the window's block
-            logger.warning("%s: %s", self._device.where, told)
+            logger.warning("%s: %s", self._device.where, refusal)

@@ -60,5 +60,5 @@ class Launches(Extension):
 
 def launch_seconds(job: Any) -> dict[str, float]:
     """Returns the seconds so far by their name; empty if the device is no accelerator."""
-    found = [each.seconds for each in job.extensions if isinstance(each, Launches)]
-    return {LAUNCHES: sum(found)} if found else {}
+    seconds = [each.seconds for each in job.extensions if isinstance(each, Launches)]
+    return {LAUNCHES: sum(seconds)} if seconds else {}

@@ -29,9 +29,9 @@ def nodes_of_gpus(root: Path = NODES, iomem: Path = IOMEM) -> tuple[Path, ...]:
 
 def lent_nbytes(nodes: Sequence[Path]) -> int:
     """Returns the bytes of ``nodes`` that are free."""
-    told = ((each / "meminfo").read_text() for each in nodes)
+    texts = ((each / "meminfo").read_text() for each in nodes)
     return sum(
-        int(found[1]) << 10 for text in told if (found := re.search(r"MemFree: +(\d+)", text))
+        int(match[1]) << 10 for text in texts if (match := re.search(r"MemFree: +(\d+)", text))
     )
 
 

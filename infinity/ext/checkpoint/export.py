@@ -189,22 +189,22 @@ class _Target:
         """Returns the tensors for which the model's class has no place, from its folder: a
         checkpoint does not have them. ``noted``: their names, and the folder that they were in.
         Raises ConfigError if one is not to be found."""
-        told = {"tensors": []}
+        noted_rest = {"tensors": []}
         beside = self.beside
         if noted is not None and noted.is_file():
-            told = json.loads(noted.read_text())
-            beside = Path(told["folder"]) if beside in (None, noted.parent) else beside
-        found = {}
+            noted_rest = json.loads(noted.read_text())
+            beside = Path(noted_rest["folder"]) if beside in (None, noted.parent) else beside
+        sources = {}
         if self.model is not None and beside is not None and any(beside.glob("*.safetensors")):
-            given = without_packing(WeightFiles(beside).sources(), beside)
-            found = left_out(self.model, given)
-        if missing := [name for name in told["tensors"] if name not in found]:
+            unpacked = without_packing(WeightFiles(beside).sources(), beside)
+            sources = left_out(self.model, unpacked)
+        if missing := [name for name in noted_rest["tensors"] if name not in sources]:
             raise ConfigError(
                 f"{beside} has not {len(missing)} tensors that the model's class has no place for"
                 f" ({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}): give the folder"
                 " of the model that was trained, --model DIR"
             )
-        return found
+        return sources
 
     def _as_saved(self, sources: dict[str, Source]) -> dict[str, Source]:
         """Applies the change to the tensors, and gives them the names of the model's own
@@ -257,14 +257,14 @@ class _Target:
     def _write_beside(self, dtype: torch.dtype | None) -> None:
         if self.model is not None:
             write_configs(self.model, self.folder, dtype=dtype)
-        found = _matching(self.beside, BESIDE)
+        files = _matching(self.beside, BESIDE)
         if self.tokenizer is not None:  # whole: a template of the one is not for the other
-            found -= _matching(self.beside, OF_TOKENIZER)
-            found |= _matching(self.tokenizer, OF_TOKENIZER)
-        if not found:
+            files -= _matching(self.beside, OF_TOKENIZER)
+            files |= _matching(self.tokenizer, OF_TOKENIZER)
+        if not files:
             return
         with replacing(self.folder) as made:
-            for path in found:
+            for path in files:
                 if self.model is None or path.name != "config.json":
                     shutil.copy(path, made / path.name)
 

@@ -34,11 +34,11 @@ def flat_param_size_of(model: nn.Module) -> int | str:
     """Returns the default maximum file size of the model's own ``save_pretrained``."""
     for kind in type(model).__mro__ if is_transformers(model) else ():
         if "save_pretrained" in kind.__dict__:
-            given = inspect.signature(kind.__dict__["save_pretrained"]).parameters.get(
+            parameter = inspect.signature(kind.__dict__["save_pretrained"]).parameters.get(
                 "max_shard_size"
             )
-            if given is not None:
-                return given.default
+            if parameter is not None:
+                return parameter.default
     return SHARD_SIZE
 
 
@@ -139,11 +139,11 @@ def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, So
         ) from error
     groups: dict[str, Group] = {}  # given tensor -> its group
     storages: dict[int, Storage] = {}
-    found: dict[str, Source] = {}
+    of_hub: dict[str, Source] = {}
     for name, tensor in made.items():
         origins = sorted(_origins(tensor))
         if len(origins) == 1 and traced[origins[0]] is tensor:
-            found[name] = sources[origins[0]]
+            of_hub[name] = sources[origins[0]]
             continue
         if not origins:
             raise ConfigError(
@@ -159,13 +159,13 @@ def hub_sources(model: nn.Module, sources: Mapping[str, Source]) -> dict[str, So
         groups.update(dict.fromkeys(group.given, group))
         memory = tensor.untyped_storage()
         storage = storages.setdefault(memory._cdata, Storage(memory.nbytes()))
-        found[name] = Source(
+        of_hub[name] = Source(
             tensor.shape,
             tensor.dtype,
             lambda name=name, of=origins[0]: groups[of].read(name),
             storage,
         )
-    return found
+    return of_hub
 
 
 def _name_in_version_4(model: nn.Module, name: str) -> str:

@@ -115,12 +115,12 @@ class Initialiser:
             if param in self._sent:
                 param.copy_(self._home.recall(param))
         buffers = {tensor for each in reach for tensor in each.buffers(recurse=False)}
-        given = {
+        real = {
             tensor: tensor.clone()
             for tensor in (*buffers, *(params.keys() - set(borrowed)))
             if tensor not in self._unfilled and not tensor.is_meta
         }
-        self._overwritten += given.items()
+        self._overwritten += real.items()
         before = [(tensor, _spoil(tensor)) for tensor in waiting]
         try:
             for reset in resets:
@@ -132,9 +132,9 @@ class Initialiser:
                 f"{type(module).__name__} cannot be initialised by itself ({error}): give"
                 " Config(weights='model.safetensors')"
             ) from error
-        for tensor, value in given.items():  # tensors that were real already keep their values
+        for tensor, value in real.items():  # tensors that were real already keep their values
             tensor.copy_(value)
-        del self._overwritten[len(self._overwritten) - len(given) :]
+        del self._overwritten[len(self._overwritten) - len(real) :]
         left = [(tensor, version) for tensor, version in before if _is_spoiled(tensor, version)]
         # A module further up may set the buffers of modules deep inside it. Parameters go home now.
         self._left += [

@@ -82,18 +82,18 @@ def load_checkpoint(
 @contextmanager
 def checkpoint_of(root: Path, collectives: Collectives) -> Iterator[tuple[dict[str, Any], Path]]:
     """Yields a checkpoint's manifest and data folder, equal on all ranks. Every rank calls this."""
-    found: dict[str, Any] = {}
+    read: dict[str, Any] = {}
 
     def read_name() -> str:
-        found.update(manifest=read_manifest(root))
-        return found["manifest"]["data"]
+        read.update(manifest=read_manifest(root))
+        return read["manifest"]["data"]
 
     with reading(root, read_name) as data:
-        first = collectives.collect(found["manifest"], "the checkpoint to load")[0]
+        first = collectives.collect(read["manifest"], "the checkpoint to load")[0]
         is_same = first["data"] == data.name
         # Else a save came between: the older one.
         with nullcontext(data) if is_same else reading(root, lambda: first["data"]) as data:
-            yield found["manifest"] if is_same else first, data
+            yield read["manifest"] if is_same else first, data
             collectives.barrier(
                 f"having read {data.name}, with which this rank is done", wherever=True
             )

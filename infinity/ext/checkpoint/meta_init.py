@@ -213,12 +213,12 @@ class Materialized(FirstValues):
                     " which has the scales, and wrap that model."
                 )
         for of_one in names.values():
-            found = [(name, sources[name]) for name in of_one if name in sources]
+            stored = [(name, sources[name]) for name in of_one if name in sources]
             if differing := [
-                name for name, source in found[1:] if not _have_same_bits(source, found[0][1])
+                name for name, source in stored[1:] if not _have_same_bits(source, stored[0][1])
             ]:
                 raise ConfigError(
-                    f"{found[0][0]} and {differing[0]} are one tensor of the model, and two"
+                    f"{stored[0][0]} and {differing[0]} are one tensor of the model, and two"
                     f" different ones in {str(self._weights)!r}: untie them"
                     " (tie_word_embeddings=False in the model's configuration)"
                 )

@@ -212,8 +212,11 @@ def write_configs(
     does. Adds the files with its code if it is not part of transformers. ``unpacked``: leaves out
     how the weights are packed."""
     with replacing(folder) as made, contextlib.ExitStack() as back:
-        if unpacked and (told := vars(model.config).pop("quantization_config", None)) is not None:
-            back.callback(setattr, model.config, "quantization_config", told)
+        if (
+            unpacked
+            and (packing := vars(model.config).pop("quantization_config", None)) is not None
+        ):
+            back.callback(setattr, model.config, "quantization_config", packing)
         if is_transformers(model):
             model.config.architectures = [type(model).__name__]
             dtypes = [

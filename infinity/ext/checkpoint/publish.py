@@ -74,7 +74,7 @@ def files_of_rank(job: Job, told: Mapping[str, Any]) -> list[UnitFile]:
     if not job.ranks.writes:
         return []
     rank = "" if job.ranks.alone else f"-rank-{job.ranks.job_rank:05d}"
-    found = []
+    listed = []
     for unit in job.units:
         files_of = {"unit": unit_files(job, unit)} | {
             name: kept_files(job, kept, unit)
@@ -85,8 +85,8 @@ def files_of_rank(job: Job, told: Mapping[str, Any]) -> list[UnitFile]:
             for number, values in enumerate(files):
                 part = f"-{number}" if number else ""
                 name = f"{kind}-{unit.index:05d}{rank}{part}.safetensors"
-                found.append(UnitFile(name, unit, values))
-    return found
+                listed.append(UnitFile(name, unit, values))
+    return listed
 
 
 def publish(draft: Draft, collectives: Collectives) -> None:
@@ -228,9 +228,9 @@ def write_files(
     ) as under_way:
         for file in draft.files:
             values = {name: value for name, (value, _) in file.values.items()}
-            told = {name: entry for name, (_, entry) in file.values.items()}
+            entries_of = {name: entry for name, (_, entry) in file.values.items()}
             path = draft.data / file.name
-            under_way.add((file, _start_file(path, values, slots, told, service=service)))
+            under_way.add((file, _start_file(path, values, slots, entries_of, service=service)))
             under_way.make_room()
     # At the end: the first sync makes the file system flush its journal for all of them.
     for name in entries:

@@ -160,9 +160,9 @@ def choose_files(manifest: dict[str, Any], data: Path, job: Job, homes: Sequence
         count = sum(each.memory.numel() for each in entries)
         if (
             chosen.nbytes + count <= room
-            and (found := _whole_file(data / name, manifest["files"][name], entries)) is not None
+            and (whole := _whole_file(data / name, manifest["files"][name], entries)) is not None
         ):
-            chosen.files[name], header = found
+            chosen.files[name], header = whole
             chosen.headers.append((data / name, *header))
             chosen.nbytes += count
     rest = {
@@ -188,10 +188,10 @@ def _entries(saved: SavedTensors, handle: ParamHandle, name: str) -> list[_Wante
     begin, end = flat_param.layout.part_of_param(name, handle.index)
     memory = array.flat[slice(*flat_param.layout.part_at_home(name, handle.index))]
     if saved.is_coded(name, handle.name):
-        found = [(saved.entry_of_codes(name, handle.name, part, begin, end), memory)]
+        entries = [(saved.entry_of_codes(name, handle.name, part, begin, end), memory)]
     elif part.order == tuple(range(len(part.order))):
         boxes = boxes_of_run(part.box.shape, part.order, begin, end)
-        found = [
+        entries = [
             (
                 saved.entry_of(name, handle.name, box.moved(part.box.offset)),
                 memory[at - begin : at - begin + box.numel],
@@ -202,10 +202,10 @@ def _entries(saved: SavedTensors, handle: ParamHandle, name: str) -> list[_Wante
         return []
     wanted = [
         _Wanted(*entry, (handle, name), here.view(torch.uint8))
-        for entry, here in found
+        for entry, here in entries
         if entry is not None
     ]
-    return wanted if len(wanted) == len(found) else []
+    return wanted if len(wanted) == len(entries) else []
 
 
 def _whole_file(

@@ -194,16 +194,16 @@ def _grown(size: UnitSize, unit: ParamUnit, growths: Mapping[FlatParam, Growth])
 
 def _sizes(plan: MemoryPlan, growths: Mapping[FlatParam, Growth]) -> list[tuple[Tier, str, int]]:
     """Lists tier, array name and bytes of every array that is missing."""
-    found = []
+    sizes = []
     for flat_param, growth in growths.items():
         tiers, size = (
             plan.tiers_of(growth.unit.index),
             FlatParamSize(growth.spec, flat_param.layout.numel),
         )
-        found += [
+        sizes += [
             (tiers[name], name, size.nbytes(name)) for name in _lacking(flat_param, growth.spec)
         ]
-    return found
+    return sizes
 
 
 def _check_room(job: Job, growths: Mapping[FlatParam, Growth], asked: str) -> None:

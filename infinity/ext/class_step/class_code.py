@@ -89,8 +89,8 @@ def class_step(
     first: Group | None = None,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Steps one parameter as :func:`step_as` does. Returns its state, and the changed settings."""
-    (found,), changed = step_as(optimizer, group, [param], [state], method, first)
-    return found, changed
+    (stepped,), changed = step_as(optimizer, group, [param], [state], method, first)
+    return stepped, changed
 
 
 def is_equal(one: Any, other: Any) -> bool:

@@ -51,15 +51,15 @@ class Peak(TorchDispatchMode):
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor):
                 self._known.add(value.untyped_storage())
-        found = func(*args, **(kwargs or {}))
-        for value in tree_leaves(found):
+        result = func(*args, **(kwargs or {}))
+        for value in tree_leaves(result):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage()
                 if storage not in self._known:
                     self._known.add(storage)
                     self._count(storage.nbytes())
                     weakref.finalize(storage, self._count, -storage.nbytes())
-        return found
+        return result
 
     def _count(self, nbytes: int) -> None:
         self._live += nbytes

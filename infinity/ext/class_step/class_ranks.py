@@ -79,16 +79,16 @@ class ClassRanks:
         what = f"stepping {handles[0].name} and its neighbours"
         mine = next((place for place, rank in enumerate(chosen) if rank == ranks.rank), None)
         # To the stepping ranks
-        given = [nothing := torch.empty(0, dtype=torch.float32, device="cpu")] * ranks.size
+        sent = [nothing := torch.empty(0, dtype=torch.float32, device="cpu")] * ranks.size
         for rank, parts in zip(chosen, inputs):
-            given[rank] = torch.cat(parts)
+            sent[rank] = torch.cat(parts)
         parts_of = [] if mine is None else _parts(handles[mine], ranks.size)
         kinds = 0 if mine is None else len(inputs[mine])
         counts = [kinds * (end - begin) for begin, end in parts_of] or [0] * ranks.size
-        found = self._swap(given, counts, f"{what}: to the stepping ranks")
+        received = self._swap(sent, counts, f"{what}: to the stepping ranks")
         result, failed = None, None
         if mine is not None:
-            rows = [part.view(kinds, -1) for part in found]
+            rows = [part.view(kinds, -1) for part in received]
             whole = [torch.cat([row[kind] for row in rows]) for kind in range(kinds)]
             try:
                 result = step(handles[mine], whole)
@@ -96,19 +96,19 @@ class ClassRanks:
                 failed = f"{handles[mine].name} on rank {ranks.world_rank} raised {error!r}"
         # Small values to all
         small = None if result is None else (mine, list(result.moments), result.own, result.changed)
-        told = collectives.collect((small, failed), f"{what}: results", [ranks.shard_group])
-        if failures := [error for _, error in told if error is not None]:
+        results = collectives.collect((small, failed), f"{what}: results", [ranks.shard_group])
+        if failures := [error for _, error in results if error is not None]:
             raise UsageError(
                 f"step(): the step of {failures[0]}. Nothing of it was written; the step goes on"
                 " when its cause is gone, or load a checkpoint."
             )
-        known = {each[0]: each[1:] for each, _ in told if each is not None}
+        known = {each[0]: each[1:] for each, _ in results if each is not None}
         values = [] if result is None else [result.elements, *result.moments.values()]
-        given = [torch.cat([value[begin:end] for value in values]) for begin, end in parts_of]
+        sent = [torch.cat([value[begin:end] for value in values]) for begin, end in parts_of]
         counts = [0] * ranks.size
         for place, rank in enumerate(chosen):
             counts[rank] = (1 + len(known[place][0])) * inputs[place][0].numel()
-        back = self._swap(given or [nothing] * ranks.size, counts, f"{what}: back")
+        back = self._swap(sent or [nothing] * ranks.size, counts, f"{what}: back")
         return [_of_parts(back[rank], *known[place]) for place, rank in enumerate(chosen)]
 
 

@@ -279,14 +279,14 @@ class ClassStepper:
         with store.guard:
             flat_param.homes.wait_running()
             begin, _ = layout.part_at_home("weight", index)
-            found = [elements(begin)]
+            inputs = [elements(begin)]
             if self._method == "step":
                 grad = read("grad", layout.shard_part(index)[0] - layout.own("grad")[0])
-                found.append(_multiplied(grad, flat_param.spec.grad_dtype, handle, turn.step.clip))
+                inputs.append(_multiplied(grad, flat_param.spec.grad_dtype, handle, turn.step.clip))
             else:
-                found.append(take().zero_())
+                inputs.append(take().zero_())
             arrays = self._moments_of(handle).values() if handle.has_state else ()
-            return [*found, *(read(name, begin) for name in arrays)]
+            return [*inputs, *(read(name, begin) for name in arrays)]
 
     def _moments_of(self, handle: ParamHandle) -> dict[str, str]:
         arrays = handle.flat_param.arrays
@@ -313,19 +313,19 @@ class ClassStepper:
             state |= {name: _moved(copy.deepcopy(value), device) for name, value in own}
         index = self._group_of[handle]
         if self._known.splits:
-            found, changed = matrix_step(self._given, self._settings(index), param, state)
+            stepped, changed = matrix_step(self._given, self._settings(index), param, state)
         else:
-            found, changed = class_step(
+            stepped, changed = class_step(
                 self._given, self._settings(index), param, state, self._method, self._first
             )
         if self._measured is not None and self._measured.is_settled and "k" not in changed:
-            self._measured.complete(index, param, found)
+            self._measured.complete(index, param, stepped)
         moments = {
-            array: _flat(found.pop(name), place)
+            array: _flat(stepped.pop(name), place)
             for name, array in self._moments_of(handle).items()
-            if name in found
+            if name in stepped
         }
-        rest = {name: _moved(value, torch.device("cpu")) for name, value in found.items()}
+        rest = {name: _moved(value, torch.device("cpu")) for name, value in stepped.items()}
         return Result(_flat(param, place), moments, rest, changed)
 
     def _write(self, turn: Turn) -> None:

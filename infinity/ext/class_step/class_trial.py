@@ -36,12 +36,14 @@ NUMBERS = int, float, torch.Tensor
 def switches(group: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Returns the settings of ``group`` that are on, and its words: what may change how it is
     stepped."""
-    found = []
+    switched = []
     for key, value in group.items():
         if key in ("params", "lr") or isinstance(value, torch.Tensor):
             continue
-        found.append((key, value if isinstance(value, str) else value is not None and bool(value)))
-    return tuple(sorted(found))
+        switched.append(
+            (key, value if isinstance(value, str) else value is not None and bool(value))
+        )
+    return tuple(sorted(switched))
 
 
 def with_moments(
@@ -103,17 +105,19 @@ def check_again(
     them. Raises UsageError, from ``where``, if their parameters cannot be stepped as they were
     wrapped."""
     for index, group in enumerate(groups):
-        found = known
+        tried_again = known
         if switches(group) not in known.tried:
             try:
-                found = with_moments(replace(known, whole=False), optimizer, [group])
+                tried_again = with_moments(replace(known, whole=False), optimizer, [group])
             except ConfigError as error:
                 raise UsageError(f"{where}: group {index}: {error}") from None
             known = replace(
-                known, tried={**known.tried, **found.tried}, kept={**found.kept, **known.kept}
+                known,
+                tried={**known.tried, **tried_again.tried},
+                kept={**tried_again.kept, **known.kept},
             )
         missing = _without_home(known, group)
-        if missing or (found.whole and not known.whole):
+        if missing or (tried_again.whole and not known.whole):
             what = f"keeps {', '.join(missing)}" if missing else "needs whole parameters"
             raise UsageError(
                 f"{where}: with its present settings {known.name} {what} in group {index}, for"
@@ -184,9 +188,9 @@ class Run:
         changes: list[State] = []
         for places in [everyone] if self._together else [[place] for place in everyone]:
             params, states = ([each[at] for at in places] for each in (self.params, self.states))
-            found, changed = step_as(self._optimizer, self._settings, params, states)
+            stepped, changed = step_as(self._optimizer, self._settings, params, states)
             changes.append(changed)
-            for place, state in zip(places, found):
+            for place, state in zip(places, stepped):
                 self.states[place] = state
         for key in changes[-1]:
             if isinstance(changes[-1][key], NUMBERS) and not all(
@@ -199,14 +203,14 @@ class Run:
         """Tells whether a setting that parameters change unlike is added to, as a sum over their
         gradients is: its new value follows the old one."""
         for key in self._apart:
-            found = []
+            sums = []
             for more in (0, 1):
                 settings = self._settings | {key: self._settings[key] * (1 + more) + more}
                 param = torch.nn.Parameter(self.params[0].detach().clone())
                 param.grad = gradient_of(param, 1)
                 _, changed = step_as(self._optimizer, settings, [param], [{}])
-                found.append(changed.get(key, settings[key]))
-            if not is_equal(*found):
+                sums.append(changed.get(key, settings[key]))
+            if not is_equal(*sums):
                 return True
         return False
 
@@ -256,13 +260,13 @@ def _try(
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> str:
     """Says which settings are not the defaults of the optimizer's class, for a message."""
-    found, missing = {}, inspect.Parameter.empty
+    settings, missing = {}, inspect.Parameter.empty
     for name, parameter in inspect.signature(type(optimizer).__init__).parameters.items():
         for values in (*optimizer.param_groups, vars(optimizer)):
             if parameter.default is not missing and values.get(name, missing) is not missing:
                 is_same = values[name] is parameter.default or values[name] == parameter.default
-                found |= {} if is_same else {name: values[name]}
-    said = ", ".join(f"{name}={value!r}" for name, value in found.items())
+                settings |= {} if is_same else {name: values[name]}
+    said = ", ".join(f"{name}={value!r}" for name, value in settings.items())
     return f" It has {said}." if said else ""
 
 

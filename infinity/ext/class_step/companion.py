@@ -49,16 +49,16 @@ class Outside(Extension):
         }
         names = model.names
         trained = [p for o in optimizers for group in o.param_groups for p in group["params"]]
-        found = [p for p in trained if p not in names or p in sparse or not can_step(p, config)]
-        if found and not ranks.alone:
-            first = found[0]
+        outside = [p for p in trained if p not in names or p in sparse or not can_step(p, config)]
+        if outside and not ranks.alone:
+            first = outside[0]
             raise ConfigError(
                 f"parameter {names.get(first, ['outside the model'])[0]} ({type(first).__name__},"
                 f" {first.dtype}, of shape {tuple(first.shape)}) cannot be trained over several"
                 " ranks: fp32, bf16 and fp16 Parameters of the model with dense gradients can."
                 " Train it in one process, or convert it."
             )
-        return [param for param in found if param in names]
+        return [param for param in outside if param in names]
 
     @classmethod
     def steps_outside(cls, given: Any, books: Any, known: Any) -> OutsideSteps:
@@ -110,8 +110,8 @@ class Companion(OutsideSteps):
             for group in own
         ]
         wanted = {number for group in saved for number in group["params"]}
-        found = {number: values for number, values in state.items() if number in wanted}
-        self._plain.load_state_dict({"state": found, "param_groups": saved})
+        of_plain = {number: values for number, values in state.items() if number in wanted}
+        self._plain.load_state_dict({"state": of_plain, "param_groups": saved})
         loaded, self._plain.state = self._plain.state, self._books
         for param, values in loaded.items():
             self._books[param] = values

@@ -58,18 +58,18 @@ def join(
     another optimizer keeps.
     """
     engine, record = engine_of(model), wrapped(model)
-    job, given = engine.job, as_given(optimizer)
+    job, plain = engine.job, as_given(optimizer)
     _check_config(config, job.config)
-    for each in given:
+    for each in plain:
         check_kind(each)
-    optimizers = Optimizers(given, lambda param: handle_of(param) is not None)
+    optimizers = Optimizers(plain, lambda param: handle_of(param) is not None)
     handles = [managed(param) for each in optimizers for param in moved_by(each)]
     for handle in handles:
         if handle.engine.uses is not job.uses:
             raise ConfigError(f"{ASKED}: {handle.name} is of another wrapped model")
     names: dict[torch.Tensor, list[str]] = {handle.param: handle.names for handle in handles}
     before = _places(job, ())
-    check_together(given, names, job.config)
+    check_together(plain, names, job.config)
     check_count(len(optimizers) + len(_places(job, handles)), job.config)
     places = enumerate(optimizers, start=record.count)
     stepping = [_admit(engine, job, record, each, place) for place, each in places]

@@ -30,23 +30,23 @@ def _overrides(optimizer: Any, index: int, place: int) -> list[dict[str, Any]]:
     in its group, by itself, and by its module: those are applied in the first step."""
     manager, param = optimizer.mng, optimizer.param_groups[index]["params"][place]
     of_modules = [
-        given
-        for module, name, given in manager.module_weight_config_triple
+        override
+        for module, name, override in manager.module_weight_config_triple
         if getattr(module, name, None) is param
     ]
-    found = manager.index2config.get((index, place)), manager.pid2config.get(id(param))
-    return [given for given in (*found, *of_modules) if given]
+    of_param = manager.index2config.get((index, place)), manager.pid2config.get(id(param))
+    return [override for override in (*of_param, *of_modules) if override]
 
 
 def _of_bits(optimizer: Any, index: int, place: int) -> str:
     """Returns the dtype of a parameter's moments by bitsandbytes' ``init_state``."""
-    given = {key: getattr(optimizer.args, key) for key in OF_BITS}
+    settings = {key: getattr(optimizer.args, key) for key in OF_BITS}
     for override in _overrides(optimizer, index, place):
-        given |= override
-    if (bits := given["optim_bits"]) not in (8, 32):
+        settings |= override
+    if (bits := settings["optim_bits"]) not in (8, 32):
         raise ConfigError(f"the optimizer's group {index} has optim_bits={bits}: set it to 8 or 32")
     numel = optimizer.param_groups[index]["params"][place].numel()
-    return "int8" if bits == 8 and numel >= given["min_8bit_size"] else "fp32"
+    return "int8" if bits == 8 and numel >= settings["min_8bit_size"] else "fp32"
 
 
 def _of_blocks(optimizer: Any, index: int, place: int) -> str:
@@ -91,13 +91,13 @@ def _of_flashoptim() -> Iterator[Elsewhere]:
     of_momentum = {"momentum_buffer": FIRST}
     lion = {"lr": "lr", "betas": BETAS, "weight_decay": "weight_decay"}
     sgd = {key: key for key in ("lr", "momentum", "weight_decay")}
-    found = {
+    rules = {
         "AdamW": (native.Rule.ADAMW, ADAM, BOTH, {}),
         "Adam": (native.Rule.ADAM, ADAM, BOTH, {}),
         "Lion": (native.Rule.LION, lion, {"exp_avg": FIRST}, {}),
         "SGD": (native.Rule.SGD, sgd, of_momentum, {"momentum_buffer": "momentum"}),
     }
-    for name, (rule, settings, moments, only_with) in found.items():
+    for name, (rule, settings, moments, only_with) in rules.items():
         yield Elsewhere(
             rule,
             f"flashoptim.optimizers.Flash{name}",

@@ -137,6 +137,6 @@ def matrix_step(
         parts = cut(value) if is_of_elements(value) else [copy.deepcopy(value) for _ in shapes]
         for of_one, part in zip(states, parts):
             of_one[name] = part
-    found, changed = step_as(optimizer, group, params, states)
+    stepped, changed = step_as(optimizer, group, params, states)
     param.data.copy_(joined(params))
-    return {name: joined([each[name] for each in found]) for name in found[0]}, changed
+    return {name: joined([each[name] for each in stepped]) for name in stepped[0]}, changed

@@ -80,13 +80,13 @@ class Prodigy:
         if denominator == 0:
             return
         numerator += first["d_numerator"] * beta3
-        found = distance
+        estimate = distance
         largest = first["d_max"]
         if self._rate > 0:
-            found = first["d_coef"] * numerator / denominator
+            estimate = first["d_coef"] * numerator / denominator
             if distance == first["d0"]:
-                distance = max(distance, found)
-            largest = max(largest, found)
+                distance = max(distance, estimate)
+            largest = max(largest, estimate)
             distance = min(largest, distance * first["growth_rate"])
         self._distance = distance
         self._changes = {
@@ -94,7 +94,7 @@ class Prodigy:
             "d_denom": denominator,
             "d": distance,
             "d_max": largest,
-            "d_hat": found,
+            "d_hat": estimate,
         }
 
     def stepping(self, index: int) -> Settings:

@@ -204,8 +204,8 @@ def _refuse_sums(optimizer: torch.optim.Optimizer, groups: Sequence[Group]) -> N
             after.append([each.detach().clone() for each in kept.values()])
         for each, value in zip(kept.values(), before):
             each.copy_(value)
-        for path, value, *found in zip(kept, before, *after):
-            if not torch.equal(found[0], value) and not torch.equal(*found):
+        for path, value, *values in zip(kept, before, *after):
+            if not torch.equal(values[0], value) and not torch.equal(*values):
                 raise ConfigError(f"It counts in {path}, beside its state.")
 
 

@@ -171,11 +171,11 @@ def _scaled_in(model: nn.Module, weights: str | os.PathLike) -> dict[str, CodedS
     part = parts_of(model)[0]
     if (file := gguf_path(weights)) is not None:
         of_base = GgufFile(file, base_of(part)).coded()
-        found = {name: of_base.get(base_name(name)) for name in names}
+        sources = {name: of_base.get(base_name(name)) for name in names}
     else:
-        found = _scaled_in_folder(part, weights, names)
+        sources = _scaled_in_folder(part, weights, names)
     ways: dict[nn.Parameter, list[tuple[str, CodedSource]]] = {}
-    for name, each in found.items():
+    for name, each in sources.items():
         if each is not None and _pays(each, names[name]):
             ways.setdefault(names[name], []).append((name, each))
     # The files may have a tied weight under several names: whether these are one is seen when dense
@@ -214,15 +214,15 @@ def _scaled_in_folder(
     dense = without_scales(stored, weights)
     incoming = Incoming(part, dense, names)
     origins = {id(source): name for name, source in dense.items()}
-    found: dict[str, CodedSource | None] = {}
+    sources: dict[str, CodedSource | None] = {}
     for name, source in incoming.sources.items():
         origin = origins.get(id(source))
-        found[name] = (
+        sources[name] = (
             _joined(part, name, names[name], incoming.joined, scaled)
             if origin is None
             else scaled.get(origin)
         )
-    return found
+    return sources
 
 
 def _may_be_coded(param: nn.Parameter) -> bool:

@@ -40,15 +40,15 @@ def gguf_path(path: str | os.PathLike) -> Path | None:
         if path.suffix == SUFFIX and not path.exists():
             raise ConfigError(f"weights={str(path)!r}: no GGUF file there")
         return path if path.suffix == SUFFIX else None
-    found = sorted(path.glob(f"*{SUFFIX}"))
-    if not found or any(path.glob("*.safetensors")):
+    files = sorted(path.glob(f"*{SUFFIX}"))
+    if not files or any(path.glob("*.safetensors")):
         return None
-    if len(found) > 1:
+    if len(files) > 1:
         raise ConfigError(
-            f"weights={str(path)!r} has {len(found)} GGUF files: give one of them. The parts of a"
+            f"weights={str(path)!r} has {len(files)} GGUF files: give one of them. The parts of a"
             " split file are joined by llama-gguf-split --merge"
         )
-    return found[0]
+    return files[0]
 
 
 class _Parsed:
@@ -60,8 +60,8 @@ class _Parsed:
     @classmethod
     def of(cls, path: Path) -> _Parsed:
         """Parses the file, unless somebody has it as it is now."""
-        found = os.stat(path)
-        key = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        status = os.stat(path)
+        key = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
         if (parsed := cls._alive.get(key)) is None:
             parsed = cls._alive[key] = cls(path)
         return parsed
@@ -138,8 +138,8 @@ class GgufFile:
             for tensor in self._tensors[name]:
                 dense = self._library.quants.dequantize(tensor.data, tensor.tensor_type)
                 made = self._processed(tensor.name, dense, parsed)
-        found = parsed["tensors"].get(name)
-        value = torch.from_numpy(np.copy(made.weights)) if found is None else found
+        stored = parsed["tensors"].get(name)
+        value = torch.from_numpy(np.copy(made.weights)) if stored is None else stored
         if value.shape != self._shape(name):
             raise CorruptionError(
                 f"{name} in {self._path} has shape {tuple(value.shape)}, the model's"
@@ -153,7 +153,7 @@ class GgufFile:
 
     def coded(self) -> dict[str, CodedSource]:
         """Returns the weights that can keep their codes, by their names in the model."""
-        found = {}
+        sources = {}
         for name, tensors in self._tensors.items():
             kinds = {tensor.tensor_type.name for tensor in tensors}
             if len(kinds) > 1 or not kinds <= Gguf.kinds():
@@ -164,8 +164,8 @@ class GgufFile:
                 shape = list(tensors[0].data.shape)
                 shape[-2] = sum(tensor.data.shape[-2] for tensor in tensors)
                 codes = Source(torch.Size(shape), torch.uint8, read)
-                found[name] = CodedSource(codes, None, Gguf(*kinds))
-        return found
+                sources[name] = CodedSource(codes, None, Gguf(*kinds))
+        return sources
 
     def _rows(self, tensor: Any) -> Callable[[], torch.Tensor] | None:
         """Returns what reads the codes of a matrix, whose rows the conversion may reorder; None

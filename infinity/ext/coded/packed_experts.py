@@ -63,9 +63,9 @@ def experts_of(model: nn.Module, format: str) -> Iterator[Experts]:
         if has_experts(module) and not any(map(is_code, module.parameters(recurse=False))):
             for key, param in module._parameters.items():
                 name = f"{path}.{key}" if path else key
-                found = Experts(name, module, key, getattr(module, "is_transposed", False))
-                if places[param] == 1 and _is_packable(param, format, found.is_transposed):
-                    yield found
+                experts = Experts(name, module, key, getattr(module, "is_transposed", False))
+                if places[param] == 1 and _is_packable(param, format, experts.is_transposed):
+                    yield experts
 
 
 def _is_packable(param: torch.Tensor | None, format: str, is_transposed: bool) -> bool:
@@ -150,9 +150,9 @@ def experts_to_pack(
         if format is not None or LATER in each.module.__dict__
     ]
     on_meta = {each.name: each.param for each in experts if each.param.is_meta}
-    found = _dense_in(model, weights, on_meta) if on_meta and weights is not None else {}
+    dense = _dense_in(model, weights, on_meta) if on_meta and weights is not None else {}
     sources = {
-        name: to_pack(name, found.get(name), param.shape, weights).to(param.dtype)
+        name: to_pack(name, dense.get(name), param.shape, weights).to(param.dtype)
         for name, param in on_meta.items()
     }
     sources |= {each.name: Source.lent(each.param) for each in experts if each.name not in on_meta}

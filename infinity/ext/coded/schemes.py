@@ -134,14 +134,14 @@ class Nf4:
         count = -(-dense[0].numel() // BLOCK)
         own = -(-count // NESTED_BLOCK)
         table = _table_of_scales(codes.device)
-        for to, of_one, told in zip(dense, codes, scales[:, 0]):
-            of_scales, offset = told[count:].clone().view(torch.float32).split([own, 1])
+        for to, of_one, of_row in zip(dense, codes, scales[:, 0]):
+            of_scales, offset = of_row[count:].clone().view(torch.float32).split([own, 1])
             nested = library.QuantState(
                 of_scales, code=table, blocksize=NESTED_BLOCK, dtype=torch.float32
             )
             form = {"shape": to.shape, "dtype": self.dtype, "blocksize": BLOCK, "quant_type": "nf4"}
             state = library.QuantState(
-                told[:count].contiguous(), offset=offset[0], state2=nested, **form
+                of_row[:count].contiguous(), offset=offset[0], state2=nested, **form
             )
             to.copy_(library.dequantize_4bit(of_one.reshape(-1, 1), state))
         return dense

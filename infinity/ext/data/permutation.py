@@ -16,10 +16,10 @@ WORD = 2**64 - 1
 
 def mixed(*values: int) -> int:
     """Returns 64 bits that depend on all ``values`` and on their order."""
-    found = 0
+    state = 0
     for value in values:
-        found = int(_splitmix(np.array([(found ^ (value & WORD)) & WORD], np.uint64))[0])
-    return found
+        state = int(_splitmix(np.array([(state ^ (value & WORD)) & WORD], np.uint64))[0])
+    return state
 
 
 def shuffled(places: np.ndarray, samples: int, key: int) -> np.ndarray:
@@ -27,12 +27,12 @@ def shuffled(places: np.ndarray, samples: int, key: int) -> np.ndarray:
     int64, of the places' shape."""
     half = max(1, ((samples - 1).bit_length() + 1) // 2)
     keys = [np.uint64(mixed(key, turn)) for turn in range(ROUNDS)]
-    found = np.asarray(places).astype(np.uint64)
-    outside = np.ones(found.shape, bool)
+    shuffled_places = np.asarray(places).astype(np.uint64)
+    outside = np.ones(shuffled_places.shape, bool)
     while outside.any():
-        found[outside] = _permuted(found[outside], half, keys)
-        outside = found >= np.uint64(samples)
-    return found.astype(np.int64)
+        shuffled_places[outside] = _permuted(shuffled_places[outside], half, keys)
+        outside = shuffled_places >= np.uint64(samples)
+    return shuffled_places.astype(np.int64)
 
 
 def _permuted(values: np.ndarray, half: int, keys: list[np.uint64]) -> np.ndarray:

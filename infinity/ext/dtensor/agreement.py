@@ -87,30 +87,30 @@ def check_axis(what: str, mesh: Any, name: str) -> None:
 def describe_model(model: nn.Module) -> dict[str, str]:
     """Describes a model before it is sharded: its parameters, their ties and order in memory, its
     buffers, its modules with their settings, its configuration."""
-    found = {"the model": type(model).__name__}
+    described = {"the model": type(model).__name__}
     names: dict[torch.Tensor, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(param, []).append(name)
         kind = "trained" if param.requires_grad else "frozen"
-        found[f"parameter {name}"] = (
+        described[f"parameter {name}"] = (
             f"{tuple(param.shape)}{division_of(param).told} {param.dtype} {kind}"
         )
     for name, buffer in model.named_buffers():
         shape, dtype, digest = (
             (tuple(buffer.shape), buffer.dtype, None) if buffer.is_meta else digest_of(buffer)
         )
-        found[f"buffer {name}"] = (
+        described[f"buffer {name}"] = (
             f"{shape} {dtype} {f'with digest {digest.hex()}' if digest is not None else 'on meta'}"
         )
-    found["parameters that are one"] = (
+    described["parameters that are one"] = (
         "; ".join(" = ".join(each) for each in names.values() if len(each) > 1) or "none"
     )
-    found |= describe_modules(
+    described |= describe_modules(
         {each: name for name, each in model.named_modules()}
     ) | describe_orders(model.named_parameters())
     settings = getattr(getattr(model, "config", None), "to_dict", dict)()
     own = "_name_or_path", "transformers_version"  # depend on this rank's source of the model
-    return found | {
+    return described | {
         f"config.{key}": repr(value) for key, value in settings.items() if key not in own
     }
 

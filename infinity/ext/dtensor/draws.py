@@ -49,17 +49,17 @@ class Draws:
 
     def _states(self) -> dict[str, int]:
         """Computes digests of all generators."""
-        found = {
+        states = {
             "torch's generator": native.crc32c(torch.get_rng_state()),
             "NumPy's generator": _numpy_state(),
             "Python's generator": _python_state(),
         }
         where = self._device.where
         if where.type != "cpu":
-            found[f"the generator of {where}"] = native.crc32c(
+            states[f"the generator of {where}"] = native.crc32c(
                 torch.get_device_module(where).get_rng_state(where)
             )
-        return found
+        return states
 
 
 def _python_state() -> int:
@@ -69,8 +69,8 @@ def _python_state() -> int:
 
 
 def _numpy_state() -> int:
-    told = numpy.random.get_state(legacy=False)
-    if told["bit_generator"] != "MT19937":  # the user set another one
-        return number_of(told) & MASK
-    key = native.crc32c(torch.from_numpy(told["state"]["key"].view(numpy.int32)))
-    return hash((key, told["state"]["pos"], told["has_gauss"], told["gauss"])) & MASK
+    state = numpy.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":  # the user set another one
+        return number_of(state) & MASK
+    key = native.crc32c(torch.from_numpy(state["state"]["key"].view(numpy.int32)))
+    return hash((key, state["state"]["pos"], state["has_gauss"], state["gauss"])) & MASK

@@ -208,9 +208,9 @@ def takes_parts(model: torch.nn.Module) -> bool:
 def _layouts_of(hook: Any) -> tuple | None:
     """Returns the input placements in a hook of torch's distributed layers; None for another
     hook."""
-    found = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
-    found += [argument for each in found if isinstance(each, partial) for argument in each.args]
-    for each in found:
+    values = [cell.cell_contents for cell in getattr(hook, "__closure__", None) or ()]
+    values += [argument for each in values if isinstance(each, partial) for argument in each.args]
+    for each in values:
         # torch's hooks hold the layouts, or the style that has them.
         layouts = getattr(each, "input_layouts", each)
         if isinstance(layouts, (tuple, list)) and any(

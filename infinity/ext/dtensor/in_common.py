@@ -75,15 +75,15 @@ class ChangedBuffers:
 
     def read(self) -> dict[str, torch.Tensor]:
         """Returns the buffers that were changed since the last call, by name."""
-        found: dict[str, torch.Tensor] = {}
+        buffers: dict[str, torch.Tensor] = {}
         for module, key, name in self._buffers:
             if (buffer := module._buffers.get(key)) is None or buffer.is_inference():
                 continue
             known, version = self._versions.get(name, (lambda: None, -1))
             if known() is not buffer or version != buffer._version:
                 self._versions[name] = weakref.ref(buffer), buffer._version
-                found[name] = buffer
-        return found
+                buffers[name] = buffer
+        return buffers
 
 
 class InCommon(Extension):
@@ -213,15 +213,15 @@ class InCommon(Extension):
     def summary(self, tensor: torch.Tensor, *, with_values: bool = True) -> str:
         """Describes a tensor as a string that compares equal. Includes a digest of its values if
         they are the same on all ranks and can be read."""
-        told, local = shape_of(tensor), local_of(tensor)
+        shape, local = shape_of(tensor), local_of(tensor)
         is_read = self._is_due or local.device.type == "cpu"
         if not (with_values and is_read and is_common(tensor) and _has_bytes(local)):
-            return told
+            return shape
         raw = local.detach().resolve_conj().resolve_neg().cpu().contiguous()
         return (
-            f"{told} with digest {native.crc32c(raw.view(-1).view(torch.uint8)):08x}"
+            f"{shape} with digest {native.crc32c(raw.view(-1).view(torch.uint8)):08x}"
             if raw.numel()
-            else told
+            else shape
         )
 
     # --- a step ---
@@ -303,12 +303,12 @@ class InCommon(Extension):
             for rank, theirs in others:
                 for name in dict.fromkeys([*firsts, *theirs]):
                     if firsts.get(name) != theirs.get(name):
-                        told = (
+                        said = (
                             f"{name} is {firsts.get(name, 'absent')} on rank {first} and"
                             f" {theirs.get(name, 'absent')} on rank {rank}"
                         )
                         raise UsageError(
-                            f"{what}: {told}, though they have parts of the same tensors. {remedy}"
+                            f"{what}: {said}, though they have parts of the same tensors. {remedy}"
                         )
         raise UsageError(
             f"{what}: ranks with parts of the same tensors reached this call"

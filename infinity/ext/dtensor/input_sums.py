@@ -70,21 +70,21 @@ class _SharedInput:
     def _give(self, _: nn.Module, args: tuple) -> tuple | None:
         if not args or not torch.is_grad_enabled():
             return None
-        given = args[0]
-        if not isinstance(given, torch.Tensor) or isinstance(given, DTensor):
+        tensor = args[0]
+        if not isinstance(tensor, torch.Tensor) or isinstance(tensor, DTensor):
             return None
         known = self._given
-        if known is None or known[0] is not given or known[1] != given._version:
-            (whole,) = self._sum((given,), self._norms)
-            self._shared, self._given = _Shared.apply(whole, self._mesh), (given, given._version)
+        if known is None or known[0] is not tensor or known[1] != tensor._version:
+            (whole,) = self._sum((tensor,), self._norms)
+            self._shared, self._given = _Shared.apply(whole, self._mesh), (tensor, tensor._version)
         return self._shared, *args[1:]
 
     def _sum(self, values: tuple, norms: Iterable[nn.Module]) -> tuple[torch.Tensor, ...]:
         """Begins a sum of the gradients of ``values``, which it returns, and of the ``norms``."""
         params = {(norm, key): param for norm in norms for key, param in _trained(norm)}
-        found = _Summed.apply(self._mesh, len(values), *values, *params.values())
-        self._ways.update(zip(params, found[len(values) :]))
-        return found[: len(values)]
+        sums = _Summed.apply(self._mesh, len(values), *values, *params.values())
+        self._ways.update(zip(params, sums[len(values) :]))
+        return sums[: len(values)]
 
     def _show(self, norm: nn.Module, _: Any) -> None:
         """Lets a norm's forward compute with its parameters by their ways."""
@@ -129,10 +129,10 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        found = list(grads)
-        given = [(place, grad) for place, grad in enumerate(grads) if grad is not None]
-        for dtype in dict.fromkeys(grad.dtype for _, grad in given):
-            same = [(place, grad) for place, grad in given if grad.dtype == dtype]
+        summed_grads = list(grads)
+        placed = [(place, grad) for place, grad in enumerate(grads) if grad is not None]
+        for dtype in dict.fromkeys(grad.dtype for _, grad in placed):
+            same = [(place, grad) for place, grad in placed if grad.dtype == dtype]
             flat = [grad.reshape(-1) for _, grad in same]
             parts = torch.cat(flat) if len(flat) > 1 else flat[0]
             whole = (
@@ -141,8 +141,8 @@ class _Summed(torch.autograd.Function):
                 .to_local()
             )
             for (place, grad), summed in zip(same, whole.split([g.numel() for g in flat])):
-                found[place] = summed.view(grad.shape)
-        return None, None, *found
+                summed_grads[place] = summed.view(grad.shape)
+        return None, None, *summed_grads
 
 
 class _Shared(torch.autograd.Function):

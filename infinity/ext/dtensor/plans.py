@@ -97,16 +97,16 @@ def expand(model: nn.Module, plan: dict[str, str]) -> dict[str, str]:
     for pattern, style in plan.items():
         if style not in STYLES:
             raise ConfigError(f"plan: {pattern} has style {style!r}; there are {', '.join(STYLES)}")
-    found = {
+    expanded = {
         name: plan[general(name)]
         for name, _ in model.named_modules()
         if name not in plan and general(name) in plan
     }
-    found |= {name: plan[name] for name, _ in model.named_modules() if name in plan}
-    used = {general(name) for name in found} | found.keys()
+    expanded |= {name: plan[name] for name, _ in model.named_modules() if name in plan}
+    used = {general(name) for name in expanded} | expanded.keys()
     if missing := [pattern for pattern in plan if pattern not in used]:
         raise ConfigError(f"plan: {missing[0]} is not a module of {type(model).__name__}")
-    return found
+    return expanded
 
 
 def shape_of(layer: nn.Module) -> tuple[int, int] | None:
@@ -285,8 +285,8 @@ def styles_of_transformers(model: nn.Module, instead: str) -> Any:
             return theirs
     except ModuleNotFoundError:
         pass
-    found = importlib.import_module("transformers").__version__
+    version = importlib.import_module("transformers").__version__
     raise ConfigError(
         f"{type(model).__name__} is cut by a plan of transformers, which needs transformers >="
-        f" 5.23, and {found} is installed. {instead}"
+        f" 5.23, and {version} is installed. {instead}"
     )

@@ -39,9 +39,9 @@ class Sketches:
     def take(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Returns the samples of the outputs and the sketches of their gradients, and forgets
         them."""
-        found = list(self._found)
+        taken = list(self._found)
         self._found.clear()
-        return [sample for sample, _ in found], [sketch for _, sketch in found]
+        return [sample for sample, _ in taken], [sketch for _, sketch in taken]
 
 
 def _sketch_of(grad: torch.Tensor) -> torch.Tensor:
@@ -75,5 +75,5 @@ def ordered(number: float) -> int:
 
 def number_of_ordered(number: int) -> float:
     """Converts the int64 of :func:`ordered` back to its float."""
-    found = struct.unpack("<d", struct.pack("<q", abs(number)))[0]
-    return found if number >= 0 else -found
+    magnitude = struct.unpack("<d", struct.pack("<q", abs(number)))[0]
+    return magnitude if number >= 0 else -magnitude

@@ -63,9 +63,9 @@ def tensor_parallel(
     is_own = plan is None and bool(own_plan(model))
 
     def describe() -> tuple[dict[str, str], dict[str, str]]:
-        found = dict(plan) if plan is not None else find_plan(model)
-        _check(model, mesh, found, is_own=is_own)
-        return describe_cut(model, found), found
+        styles = dict(plan) if plan is not None else find_plan(model)
+        _check(model, mesh, styles, is_own=is_own)
+        return describe_cut(model, styles), styles
 
     plan = agree_over("tensor_parallel", mesh, describe)
     if not quiet and mesh.get_rank() == 0:
@@ -192,9 +192,9 @@ def check_own_plan(model: nn.Module, mesh: DeviceMesh, plan: dict[str, str]) -> 
             len(cuts := {name: placements.get(name) for name in _used(model, names)}) > 1
             and len(set(cuts.values())) > 1
         ):
-            told = ", ".join(f"{name}: {cut or 'whole'}" for name, cut in cuts.items())
+            ways = ", ".join(f"{name}: {cut or 'whole'}" for name, cut in cuts.items())
             raise ConfigError(
-                f"one parameter would be cut in different ways by the model's plan ({told}): give"
+                f"one parameter would be cut in different ways by the model's plan ({ways}): give"
                 " tensor_parallel a plan"
             )
 
@@ -332,9 +332,9 @@ def _check_ties(model: nn.Module, styles: dict[str, str], ties: list[list[str]])
             )
             cuts[name] = "whole" if style == "replicate" else "rows" if by_rows else "columns"
         if len(set(cuts.values())) > 1:
-            told = ", ".join(f"{name}: {cut}" for name, cut in cuts.items())
+            ways = ", ".join(f"{name}: {cut}" for name, cut in cuts.items())
             raise ConfigError(
-                f"one parameter would be cut in different ways by the plan ({told}): give its"
+                f"one parameter would be cut in different ways by the plan ({ways}): give its"
                 " layers styles that cut it alike"
             )
 

@@ -59,9 +59,9 @@ def expert_parallel(
     check_axis("expert_parallel", mesh, "ep")
 
     def describe() -> tuple[dict[str, str], tuple[dict[str, str], dict[str, str], dict[str, str]]]:
-        found = _check(model, mesh, exchange, cut_rest)
+        placed = _check(model, mesh, exchange, cut_rest)
         options = {"exchange": exchange, "cut_rest": str(cut_rest)}
-        return describe_cut(model, found[1] | found[0]) | options, found
+        return describe_cut(model, placed[1] | placed[0]) | options, placed
 
     plan, rest, styles = agree_over("expert_parallel", mesh, describe)
     if not quiet and mesh.get_rank() == 0:

@@ -52,8 +52,8 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Returns the class of this name, or raises UnpicklingError."""
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
         if module == "torch.serialization" and name == "_get_layout":
             return _layout
         if (module, name) == ("builtins", "getattr"):
@@ -101,9 +101,9 @@ def is_dcp(path: Path) -> bool:
 def dcp_sources(folder: Path) -> Iterator[dict[str, Source]]:
     """Yields name -> source of the model's tensors."""
     try:
-        found = _read_metadata(folder)
-        names = _names(found)
-        yield {name: _source(folder, found, key) for name, key in names.items()}
+        described = _read_metadata(folder)
+        names = _names(described)
+        yield {name: _source(folder, described, key) for name, key in names.items()}
     except InfinityError:
         raise
     except Exception as error:
@@ -119,24 +119,24 @@ def _read_metadata(folder: Path) -> metadata.Metadata:
         raise ConfigError(f"{path} is not the metadata of a checkpoint")
     try:
         with open(path, "rb") as file:
-            found = _Unpickler(file).load()
+            described = _Unpickler(file).load()
     except pickle.UnpicklingError as error:
         raise ConfigError(
             f"{path} holds more than a checkpoint's metadata, and is not read:"
             f" {printable(str(error))[:200]}"
         ) from None
-    if not isinstance(found, metadata.Metadata):
-        raise TypeError(f"its metadata is a {type(found).__name__}")
-    for place in found.storage_data.values():
+    if not isinstance(described, metadata.Metadata):
+        raise TypeError(f"its metadata is a {type(described).__name__}")
+    for place in described.storage_data.values():
         if Path(place.relative_path).name != str(place.relative_path) or not is_regular(
             folder / place.relative_path
         ):
             raise CorruptionError(
                 f"{path} names {str(place.relative_path)[:80]!r}, which is not a file of the folder"
             )
-    if found.storage_meta is None:
-        found.storage_meta = metadata.StorageMeta()
-    return found
+    if described.storage_meta is None:
+        described.storage_meta = metadata.StorageMeta()
+    return described
 
 
 def _names(found: metadata.Metadata) -> dict[str, str]:

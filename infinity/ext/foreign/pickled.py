@@ -106,9 +106,11 @@ def state_dict_of(value: Any, path: Path) -> dict[str, torch.Tensor]:
         for key in INSIDE:
             if isinstance(value.get(key), Mapping):
                 value = value[key]
-        found = {name: tensor for name, tensor in value.items() if isinstance(tensor, torch.Tensor)}
-        if found and all(isinstance(name, str) for name in found):
-            return found
+        tensors = {
+            name: tensor for name, tensor in value.items() if isinstance(tensor, torch.Tensor)
+        }
+        if tensors and all(isinstance(name, str) for name in tensors):
+            return tensors
     raise ConfigError(
         f"{path} holds no state dict of a model: its tensors are under none of {', '.join(INSIDE)}"
     )

@@ -104,18 +104,18 @@ def _sources(folder: Path) -> dict[str, Source]:
 
 def _ranks(folder: Path, pattern: str) -> list[Path]:
     """Returns the files of one kind, in the order of the ranks."""
-    found = sorted(
+    files = sorted(
         folder.glob(pattern),
         key=lambda path: [int(digits) for digits in re.findall(r"\d+", path.name)],
     )
-    if not found:
+    if not files:
         raise ConfigError(f"{folder} has no {pattern}: it is not a whole ZeRO checkpoint")
-    if any("expp_rank" in path.name or re.search(r"mp_rank_0*[1-9]", path.name) for path in found):
+    if any("expp_rank" in path.name or re.search(r"mp_rank_0*[1-9]", path.name) for path in files):
         raise ConfigError(
             f"{folder} is cut over tensor or expert ranks too: write it with DeepSpeed's"
             " ds_to_universal.py, or as safetensors"
         )
-    return found
+    return files
 
 
 def _optimizer_of(path: Path) -> Mapping[str, Any]:
@@ -187,34 +187,34 @@ def _parts_of_stage_2(
 
 
 def _list(value: Any) -> list[torch.Tensor]:
-    found = list(value) if isinstance(value, (list, tuple)) else [value]
-    if not all(isinstance(tensor, torch.Tensor) and tensor.dim() == 1 for tensor in found):
+    tensors = list(value) if isinstance(value, (list, tuple)) else [value]
+    if not all(isinstance(tensor, torch.Tensor) and tensor.dim() == 1 for tensor in tensors):
         raise TypeError("a rank's groups are not flat tensors")
-    return found
+    return tensors
 
 
 def _span(flats: list[torch.Tensor], begin: int, end: int) -> list[torch.Tensor]:
     """Returns elements ``begin`` to ``end`` of concatenated flat tensors. Raises CorruptionError if
     there are fewer."""
-    found, first = [], 0
+    pieces, first = [], 0
     for flat in flats:
         low, high = max(begin, first) - first, min(end, first + flat.numel()) - first
         if low < high:
-            found.append(flat[low:high])
+            pieces.append(flat[low:high])
         first += flat.numel()
-    if sum(piece.numel() for piece in found) != end - begin:
+    if sum(piece.numel() for piece in pieces) != end - begin:
         raise CorruptionError(f"elements {begin} to {end} of a rank are wanted, and it has {first}")
-    return found
+    return pieces
 
 
 def _frozen(models: list[Mapping], stage: int) -> dict[str, Source]:
     shapes = models[0].get("frozen_param_shapes") or {}
     ranks = models if stage == 3 else models[:1]
-    found: dict[str, Source] = {}
+    sources: dict[str, Source] = {}
     for name, shape in shapes.items():
         part = _Part([model["frozen_param_fragments"][name] for model in ranks], torch.Size(shape))
-        found[name] = Source(part.shape, torch.float32, part.read)
-    return found
+        sources[name] = Source(part.shape, torch.float32, part.read)
+    return sources
 
 
 def _buffers(model: Mapping) -> dict[str, torch.Tensor]:

@@ -57,8 +57,8 @@ def refusal(folders: Sequence[str]) -> str:
         return "INFINITY_DIRECT=off"
     if any(native.disks.modelled(folder) for folder in folders):
         return "disks are modelled"
-    if found := missing(folders):
-        return "; ".join(each.what for each in found)
+    if lacks := missing(folders):
+        return "; ".join(each.what for each in lacks)
     configure()
     return native.cufile()[1]
 
@@ -94,12 +94,12 @@ def has_gpu(root: Path = Path("/")) -> bool:
 def missing(folders: Sequence[str], root: Path = Path("/")) -> list[Missing]:
     """Lists the missing requirements for disks of ``folders``. Unreadable ones do not count as
     missing."""
-    found = [*_kernel(root), *_driver(root)]
+    lacks = [*_kernel(root), *_driver(root)]
     for gpu in _gpus(root):
-        found += _gpu(gpu)
+        lacks += _gpu(gpu)
     for folder in folders:
-        found += _disk(folder, root)
-    return found
+        lacks += _disk(folder, root)
+    return lacks
 
 
 def _text(path: Path) -> str:
@@ -140,12 +140,12 @@ def _p2pdma(root: Path, release: str) -> bool | None:
 
 
 def _driver(root: Path) -> Iterator[Missing]:
-    told = _text(root / "proc/driver/nvidia/version")
-    version = re.search(r"\b(\d{3,})\.\d+", told)
+    text = _text(root / "proc/driver/nvidia/version")
+    version = re.search(r"\b(\d{3,})\.\d+", text)
     remedy = f"install NVIDIA's open kernel modules, {OLDEST_DRIVER} or newer (nvidia-open)"
-    if not told:
+    if not text:
         yield Missing("driver", "NVIDIA's driver is not loaded", remedy)
-    elif "Open Kernel Module" not in told:
+    elif "Open Kernel Module" not in text:
         yield Missing(
             "driver",
             f"the driver ({version[0] if version else 'of unknown version'}) is the"

@@ -196,9 +196,9 @@ class InfinityAccelerator(accelerate.Accelerator):
     def load_state(self, input_dir: str | None = None, *given: Any, **named: Any) -> None:
         """Loads a folder that :meth:`save_state` or a plain Accelerator saved. ``given`` and
         ``named``: what this Accelerator's has. Every rank calls this."""
-        found: list[Path] = []
+        folders: list[Path] = []
         handle = self.register_load_state_pre_hook(
-            lambda models, folder: found.append(Path(folder))
+            lambda models, folder: folders.append(Path(folder))
         )
         try:
             if input_dir is not None and not (Path(input_dir).expanduser() / AT_HOME).is_dir():
@@ -209,7 +209,7 @@ class InfinityAccelerator(accelerate.Accelerator):
         finally:
             handle.remove()
         for number, (model, optimizer) in enumerate(pairs):
-            load_checkpoint(found[0] / AT_HOME / str(number), model, optimizer)
+            load_checkpoint(folders[0] / AT_HOME / str(number), model, optimizer)
 
     def save_model(
         self, model: nn.Module, save_directory: str | os.PathLike, *args: Any, **kwargs: Any

@@ -208,13 +208,13 @@ class InfinityStrategy(ParallelStrategy):
                 )
         if not is_wrapped(module):
             device = self._config.device or self.root_device
-            given = dataclasses.replace(self._config, device=device)
-            config, optimizer = given, next(iter(self.optimizers), None)
+            own_config = dataclasses.replace(self._config, device=device)
+            config, optimizer = own_config, next(iter(self.optimizers), None)
             if optimizer is not None:
-                config = as_torch_steps(given, [optimizer])
+                config = as_torch_steps(own_config, [optimizer])
             _, managed = wrap_model(module, optimizer, config)
             if optimizer is not None:
-                tell_home(module, optimizer, given, config)
+                tell_home(module, optimizer, own_config, config)
             self.optimizers = [] if managed is None else [managed]
         self.setup_precision_plugin()
 

@@ -239,9 +239,9 @@ def adapted_twin(model: Path, adapter: Path) -> nn.Module:
     """
     transformers = require("transformers")
     try:
-        told = peft.PeftConfig.from_pretrained(adapter)
-        first = str(getattr(told, "init_lora_weights", ""))
-        kind = str(getattr(told.peft_type, "value", told.peft_type))
+        peft_config = peft.PeftConfig.from_pretrained(adapter)
+        first = str(getattr(peft_config, "init_lora_weights", ""))
+        kind = str(getattr(peft_config.peft_type, "value", peft_config.peft_type))
         if kind in COMPUTED or first.startswith(TAKEN_OFF):
             raise ConfigError(
                 f"{adapter}: an adapter of {kind}{f' ({first})' if kind == 'LORA' else ''} is"
@@ -259,7 +259,7 @@ def adapted_twin(model: Path, adapter: Path) -> nn.Module:
         hollow = _hollow(build)
         names = set(hollow.state_dict())
         weights = peft.load_peft_weights(str(adapter), device="cpu")
-        twin = peft.PeftModel(hollow, told)
+        twin = peft.PeftModel(hollow, peft_config)
         left = _adapt(twin, "default", weights)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(
@@ -313,11 +313,11 @@ def merged(sources: Mapping[str, Source], twin: nn.Module) -> dict[str, Source]:
             f"an adapter of {getattr(kind, 'value', kind)} has no weights that can be merged: keep"
             " it beside the model"
         )
-    found = dict(sources)
+    merged_sources = dict(sources)
     for name, param in twin.get_base_model().named_parameters():
         # The adapter may include a parameter of the base model, such as a resized embedding.
         if name in sources and not _is_hollow(param):
-            found[name] = Source.of(param)
+            merged_sources[name] = Source.of(param)
     for key, target in targets.items():
         for name, param in _base_of(target).named_parameters():
             if f"{key}.{name}" not in sources:
@@ -330,18 +330,18 @@ def merged(sources: Mapping[str, Source], twin: nn.Module) -> dict[str, Source]:
             if not isinstance(target, BaseTunerLayer):
                 param = read()  # a module trained whole has its own dtype
             known = sources[f"{key}.{name}"] if _is_hollow(param) else param
-            found[f"{key}.{name}"] = Source(known.shape, known.dtype, read)
-    return found
+            merged_sources[f"{key}.{name}"] = Source(known.shape, known.dtype, read)
+    return merged_sources
 
 
 def _targets(twin: nn.Module) -> dict[str, nn.Module]:
     """Returns the outermost modules that PEFT put into the model, by the names they replace."""
-    found: dict[str, nn.Module] = {}
+    targets: dict[str, nn.Module] = {}
     for name, module in twin.get_base_model().named_modules():
-        inside = any(name.startswith(key + ".") for key in found)
+        inside = any(name.startswith(key + ".") for key in targets)
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) and not inside:
-            found[name] = module
-    return found
+            targets[name] = module
+    return targets
 
 
 def _base_of(target: nn.Module) -> nn.Module:
@@ -358,11 +358,11 @@ def _base_of(target: nn.Module) -> nn.Module:
 def _layers_of(target: nn.Module | None) -> list[BaseTunerLayer]:
     """Lists the adapters of ``target``, the outermost first. PEFT puts one around the other for
     each parameter of a module that it adapts."""
-    found = []
+    layers = []
     while isinstance(target, BaseTunerLayer):
-        found.append(target)
+        layers.append(target)
         target = target.base_layer
-    return found
+    return layers
 
 
 def _merging(

@@ -29,12 +29,12 @@ def load_weights(model: nn.Module, folder: str | os.PathLike) -> None:
         )
         for name, tensor in kind
     }
-    found = Incoming(model, files.sources(), tensors).sources
-    for name, source in found.items():
+    incoming = Incoming(model, files.sources(), tensors).sources
+    for name, source in incoming.items():
         if tensors[name].shape != source.shape:
             raise UsageError(
                 f"{name} has shape {tuple(source.shape)} in {folder}, and"
                 f" {tuple(tensors[name].shape)} in the model"
             )
-    for name, source in found.items():
+    for name, source in incoming.items():
         tensors[name].copy_(source.read())

@@ -246,12 +246,12 @@ class LocalSteps:
                 scores = [_score(probe(group)) for group in (own, other)]
         except BaseException as raised:  # noqa: BLE001  the other groups wait for this one
             error = raised
-        told = None if error is None else f"{type(error).__name__}: {error}"
-        of_group = collectives.collect((scores, told), "probes of a group")
+        failure = None if error is None else f"{type(error).__name__}: {error}"
+        of_group = collectives.collect((scores, failure), "probes of a group")
         everyones = [
             each for line in outer.axis.collect(of_group, "probes of all groups") for each in line
         ]
-        if failed := [told for _, told in everyones if told is not None]:
+        if failed := [failure for _, failure in everyones if failure is not None]:
             return error or PeerError(f"the probe of another rank failed: {failed[0]}")
         gaps = [own - other for (own, other), _ in everyones]
         climber.observe(sum(gaps) / len(gaps))

@@ -51,11 +51,11 @@ class OverGroups:
         trained = self._context.trained
         mine = [has_landed(handle) for handle in trained]
         everyones = self._axis.collect(mine, "which gradients each group has")
-        found: dict[str, list[ParamHandle]] = {}
+        landed: dict[str, list[ParamHandle]] = {}
         for handle, *has in zip(trained, *everyones):
             if any(has):
-                found.setdefault(handle.unit.name, []).append(handle)
-        return found
+                landed.setdefault(handle.unit.name, []).append(handle)
+        return landed
 
     def _average(self, handles_of: dict[str, list[ParamHandle]]) -> None:
         """Averages unit by unit, with one exchange ahead."""

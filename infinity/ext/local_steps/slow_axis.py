@@ -175,9 +175,9 @@ class Exchange:
     def _refuse_apart(self, tags: torch.Tensor, mine: torch.Tensor) -> None:
         for rank, tag in zip(self._axis.ranks, tags):
             if not torch.equal(tag, mine):
-                told = [each.clone().view(torch.int64).tolist() for each in (mine, tag)]
+                both = [each.clone().view(torch.int64).tolist() for each in (mine, tag)]
                 raise UsageError(
-                    f"{self._what}: rank {dist.get_rank()} is at step {told[0][0]} of a period of"
-                    f" {told[0][1]}, rank {rank} at step {told[1][0]} of {told[1][1]}. All groups"
+                    f"{self._what}: rank {dist.get_rank()} is at step {both[0][0]} of a period of"
+                    f" {both[0][1]}, rank {rank} at step {both[1][0]} of {both[1][1]}. All groups"
                     " must make the same number of steps, and load checkpoints of the same step."
                 )

@@ -176,8 +176,8 @@ class _Translation:
                     f"{key}={value!r} asks for {name}={field!r}, and another key for"
                     f" {self.fields[name]!r}: leave one of them out"
                 )
-        told = ", ".join(f"{name}={field!r}" for name, field in fields.items())
-        self.report.append(f"{key} mapped to {told}")
+        mapped = ", ".join(f"{name}={field!r}" for name, field in fields.items())
+        self.report.append(f"{key} mapped to {mapped}")
 
     # --- the file ---
 
@@ -222,22 +222,22 @@ class _Translation:
         if nodes > 1:
             words += [f"--nnodes {nodes}", f"--node-rank {self.mapping.get('machine_rank', 0)}"]
             for key, option in (("ip", "--master-addr"), ("port", "--master-port")):
-                if given := self.mapping.get(f"main_process_{key}"):
-                    words.append(f"{option} {given}")
+                if value := self.mapping.get(f"main_process_{key}"):
+                    words.append(f"{option} {value}")
         return " ".join([*words, "train.py"]) if size > 1 else ""
 
     def deepspeed(self, table: Mapping, read: Callable[[Path], Mapping]) -> None:
         """Translates Accelerate's table for DeepSpeed, or the JSON that it names."""
-        given: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         if (named := table.get("deepspeed_config_file")) is not None:
-            given = dict(read(Path(named)))
+            settings = dict(read(Path(named)))
         else:
             if self.mixed_precision in ("bf16", "fp16"):
-                given[self.mixed_precision] = {"enabled": True}
+                settings[self.mixed_precision] = {"enabled": True}
             for key, value in table.items():
                 if key in DEEPSPEED:
                     *parts, last = DEEPSPEED[key].split(".")
-                    inner = given
+                    inner = settings
                     for part in parts:
                         inner = inner.setdefault(part, {})
                     inner[last] = value
@@ -247,11 +247,11 @@ class _Translation:
                     self.unknown("deepspeed_config.", key, list(DEEPSPEED))
         if self.loop is None:  # Accelerate fills in the rest
             for name in ("bf16", "fp16"):
-                if isinstance(of := given.get(name), Mapping) and of.get("enabled") == AUTO:
-                    given[name] = {**of, "enabled": self.mixed_precision == name}
-            if given.get("gradient_clipping") == AUTO:
-                given["gradient_clipping"] = 1.0
-        fields, report = translate_deepspeed(given, strict=self.strict, loop=self.loop)
+                if isinstance(of := settings.get(name), Mapping) and of.get("enabled") == AUTO:
+                    settings[name] = {**of, "enabled": self.mixed_precision == name}
+            if settings.get("gradient_clipping") == AUTO:
+                settings["gradient_clipping"] = 1.0
+        fields, report = translate_deepspeed(settings, strict=self.strict, loop=self.loop)
         self.fields |= fields
         self.report += report
 
@@ -259,20 +259,20 @@ class _Translation:
 
     def fsdp(self, table: Mapping, path: str) -> None:
         """Translates an `fsdp_config`, with or without the prefix of its keys."""
-        found = {
+        present = {
             str(key).removeprefix(PREFIX): (f"{path}{key}", value) for key, value in table.items()
         }
         for name in ("sharding_strategy", "reshard_after_forward"):
-            if name in found:
-                self._strategy(*found[name])
+            if name in present:
+                self._strategy(*present[name])
         for name in ("offload_params", "cpu_offload"):
-            if name in found and self._is_true(*found[name]):
-                self.map(found[name][0], True, params="host", optimizer="host")
+            if name in present and self._is_true(*present[name]):
+                self.map(present[name][0], True, params="host", optimizer="host")
         name = "activation_checkpointing_offload"
-        if name in found and self._is_true(*found[name]):
-            self.map(found[name][0], True, activations="host")
-        if "mixed_precision_policy" in found:
-            self.precision(*found["mixed_precision_policy"])
+        if name in present and self._is_true(*present[name]):
+            self.map(present[name][0], True, activations="host")
+        if "mixed_precision_policy" in present:
+            self.precision(*present["mixed_precision_policy"])
         taken = [key.name for key in FSDP if key.fate == MAPPED]
         self.rest(path, table, FSDP, *taken, *(PREFIX + name for name in taken))
 
@@ -290,12 +290,12 @@ class _Translation:
 
     def _is_true(self, key: str, value: Any) -> bool:
         known = {"true": True, "false": False, "none": False}
-        found = known.get(str(value).lower())
-        if found is None:
+        truth = known.get(str(value).lower())
+        if truth is None:
             raise ConfigError(f"{key}={value!r} is not true or false")
-        if not found:
+        if not truth:
             self.report.append(f"{key} off")
-        return found
+        return truth
 
     def precision(self, key: str, value: Any) -> None:
         """Maps a dtype to ``param_dtype``."""

@@ -88,7 +88,7 @@ def is_deepspeed(mapping: Mapping) -> bool:
 
 def folded(report: list[str]) -> list[str]:
     """Returns the lines of a report that change something, then the count of the others."""
-    told = [
+    lines = [
         line
         for line in report
         if " mapped to " in line
@@ -96,10 +96,10 @@ def folded(report: list[str]) -> list[str]:
         or "left to the loop" in line
         or line.startswith("start it with")
     ]
-    told = [line for line in told if not line.startswith(THE_JSONS)]
-    left = len(report) - len(told) - len(differences(report))
+    lines = [line for line in lines if not line.startswith(THE_JSONS)]
+    left = len(report) - len(lines) - len(differences(report))
     counted = f"{left} more key{'s are' if left > 1 else ' is'} not needed, or off"
-    return [*told, counted] if left else told
+    return [*lines, counted] if left else lines
 
 
 def differences(report: list[str]) -> list[str]:
@@ -109,8 +109,8 @@ def differences(report: list[str]) -> list[str]:
 
 def torch_line(expected: Mapping[str, Any]) -> str:
     """Returns the torch optimizer that a DeepSpeed JSON stands for, as a line to paste."""
-    given = {name: value for name, value in expected.items() if name != "type"}
-    words = "".join(f", {name}={value!r}" for name, value in given.items())
+    settings = {name: value for name, value in expected.items() if name != "type"}
+    words = "".join(f", {name}={value!r}" for name, value in settings.items())
     kind = expected["type"]
     where = kind if kind == "Lion" else f"torch.optim.{kind}"  # torch has no Lion
     return f"optimizer = {where}(model.parameters(){words})"

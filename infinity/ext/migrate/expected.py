@@ -43,13 +43,13 @@ def check_expected(
     is_same = own == kind or ({own, kind} <= {"Adam", "AdamW"} and not is_decayed)
     # A group may differ from what the optimizer is made with, as it may with DeepSpeed's.
     settings = [optimizer.defaults, *optimizer.param_groups]
-    given = {name: [_plain(each[name]) for each in settings if name in each] for name in wanted}
+    values_of = {name: [_plain(each[name]) for each in settings if name in each] for name in wanted}
     # Trainers give the weight decay to the groups alone: 0 where biases and norms have none.
-    if "weight_decay" in given and any(decays := given["weight_decay"][1:]):
-        given["weight_decay"] = [value for value in decays if value]
-    if not is_same or any(value not in given[name] for name, value in wanted.items()):
+    if "weight_decay" in values_of and any(decays := values_of["weight_decay"][1:]):
+        values_of["weight_decay"] = [value for value in decays if value]
+    if not is_same or any(value not in values_of[name] for name, value in wanted.items()):
         said = ", ".join(f"{name}={value}" for name, value in wanted.items())
-        has = ", ".join(f"{name}={(values or [None])[-1]}" for name, values in given.items())
+        has = ", ".join(f"{name}={(values or [None])[-1]}" for name, values in values_of.items())
         raise ConfigError(
             f"the optimizer is {own}({has}), and the configuration expects {kind}({said}), as its"
             " DeepSpeed JSON says. Give that one, or leave it to the loop:"

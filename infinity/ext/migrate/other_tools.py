@@ -182,19 +182,19 @@ def whose(mapping: Mapping, names: Sequence[str], where: str = "", way_out: str 
     only ``names``, the keys of Infinity. Raises ConfigError as :func:`refuse_others`, for keys of
     both, and for an unknown key, with ``way_out`` at the end."""
     refuse_others(mapping, where)
-    found = DEEPSPEED if is_deepspeed(mapping) else None
-    found = found or (ACCELERATE if is_accelerate(mapping) else None)
+    owner = DEEPSPEED if is_deepspeed(mapping) else None
+    owner = owner or (ACCELERATE if is_accelerate(mapping) else None)
     own = [key for key in mapping if key in names]
     tables = [key for key in own if isinstance(mapping[key], Mapping) and key != EXPECTED]
-    if found is not None:
+    if owner is not None:
         if mixed := [key for key in own if key not in tables]:
             theirs = next(key for key in mapping if key not in names)
             raise ConfigError(
-                f"{where}unknown config key {theirs!r}: it is {found}'s, and {', '.join(mixed)} is"
+                f"{where}unknown config key {theirs!r}: it is {owner}'s, and {', '.join(mixed)} is"
                 f" Infinity's. Leave {mixed[0]} out, and change what is read: dataclasses.replace("
-                f"Config.from_{found.lower()}(...), {mixed[0]}=...)"
+                f"Config.from_{owner.lower()}(...), {mixed[0]}=...)"
             )
-        return found
+        return owner
     unknown = [key for key in mapping if key not in names]
     for key in unknown:
         inside = mapping[key]

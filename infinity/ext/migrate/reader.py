@@ -70,10 +70,10 @@ def _told(
     for path in config.nvme_paths if makes_folders else ():
         with contextlib.suppress(OSError):  # then the wrap says that there is no folder
             os.makedirs(path, exist_ok=True)
-    told = folded(report) or ["no key changes anything"]
+    lines = folded(report) or ["no key changes anything"]
     if config.expects_optimizer is not None:
-        told.append(f"its optimizer: {torch_line(dict(config.expects_optimizer))}")
-    logger.warning("%s config read:\n  %s", tool, "\n  ".join(told))
+        lines.append(f"its optimizer: {torch_line(dict(config.expects_optimizer))}")
+    logger.warning("%s config read:\n  %s", tool, "\n  ".join(lines))
     for line in differences(report) if tells_loop else ():
         logger.warning("%s", line)
     logger.info("every key of it:\n  %s", "\n  ".join(report))

@@ -148,10 +148,10 @@ class CodedForward:
         with noting_unpacked() as made:
 
             def pack(tensor: torch.Tensor) -> Any:
-                found = made.get(tensor.untyped_storage()._cdata)
-                if found is not None and not found.storage.expired():
+                code = made.get(tensor.untyped_storage()._cdata)
+                if code is not None and not code.storage.expired():
                     count(tensor)
-                    return CodedAgain(found, tensor)
+                    return CodedAgain(code, tensor)
                 if any(tensor.shape == each.shape for each in made.values()):
                     _tell(self._kind, tensor)
                 return outer[0](tensor) if outer else SavedTensor.of(tensor)

@@ -242,10 +242,10 @@ def _packable(model: nn.Module, format: str) -> list[tuple[nn.Module, str, nn.Li
         and is_managed(child.weight)
         and places[child.weight] == 1
     ]
-    found = [each for each in frozen if each[2].weight.numel() >= LEAST_NUMEL]
-    if not found and not any(experts_of(model, format)):
+    large = [each for each in frozen if each[2].weight.numel() >= LEAST_NUMEL]
+    if not large and not any(experts_of(model, format)):
         raise _nothing_to_pack(model, format, frozen)
-    return found
+    return large
 
 
 def _nothing_to_pack(

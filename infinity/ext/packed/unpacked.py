@@ -62,9 +62,9 @@ class Saved4Bit:
         codes = self.codes.read() if codes is None else codes
         library = library_of("bitsandbytes.nn")
         layer = library.Linear4bit(1, 1, bias=False, device="meta")
-        told = {name: part.read() for name, part in self.parts.items()}
+        values = {name: part.read() for name, part in self.parts.items()}
         layer.weight = library.Params4bit.from_prequantized(
-            codes, told, device=codes.device, module=layer
+            codes, values, device=codes.device, module=layer
         )
         return layer
 
@@ -112,27 +112,27 @@ def _checked(
     name: str, kind: str, stored: Mapping[str, Source], parts: dict[str, Source]
 ) -> Saved4Bit:
     try:
-        codes, told = stored[name], _told(parts[f"{STATE[1:]}{kind}"])
-        shape, size = torch.Size(told["shape"]), told["blocksize"]
-        dtype = getattr(torch, told["dtype"]) if told["dtype"] in DTYPES else None
+        codes, state = stored[name], _told(parts[f"{STATE[1:]}{kind}"])
+        shape, size = torch.Size(state["shape"]), state["blocksize"]
+        dtype = getattr(torch, state["dtype"]) if state["dtype"] in DTYPES else None
         numel = shape.numel()
-        known = kind in CODES and told["quant_type"] == kind and size in BLOCKSIZES
+        known = kind in CODES and state["quant_type"] == kind and size in BLOCKSIZES
         if not known or dtype is None or len(shape) != 2 or min(shape) < 1:
             raise ValueError("an unknown format")
-        nested, scales = "nested_offset" in told, -(-numel // size)
+        nested, scales = "nested_offset" in state, -(-numel // size)
         stored_as = codes.dtype if codes.dtype in STORED_AS else torch.uint8
         codes_count = -(-((numel + 1) // 2) // stored_as.itemsize)
         expected = {"": (stored_as, codes_count), "quant_map": (torch.float32, CODES[kind])}
         expected["absmax"] = torch.uint8 if nested else torch.float32, scales
         if nested:
-            if told["nested_blocksize"] not in BLOCKSIZES or told["nested_dtype"] != "float32":
+            if state["nested_blocksize"] not in BLOCKSIZES or state["nested_dtype"] != "float32":
                 raise ValueError("an unknown format of its scales")
-            float(told["nested_offset"])
-            expected["nested_absmax"] = torch.float32, -(-scales // told["nested_blocksize"])
+            float(state["nested_offset"])
+            expected["nested_absmax"] = torch.float32, -(-scales // state["nested_blocksize"])
             expected["nested_quant_map"] = torch.float32, CODES["nested"]
-        found = {"": codes} | {key: each for key, each in parts.items() if "." not in key}
-        for key in expected.keys() | found.keys():
-            wanted, source = expected.get(key), found.get(key)
+        stored_parts = {"": codes} | {key: each for key, each in parts.items() if "." not in key}
+        for key in expected.keys() | stored_parts.keys():
+            wanted, source = expected.get(key), stored_parts.get(key)
             if wanted is None or source is None:
                 raise ValueError(f"{key or 'codes'} is {'missing' if source is None else 'extra'}")
             if (source.dtype, source.shape.numel()) != wanted:
@@ -147,10 +147,10 @@ def _checked(
 def _told(state: Source) -> dict[str, Any]:
     if state.dtype != torch.uint8 or state.shape.numel() > MOST_STATE_NBYTES:
         raise ValueError("quant_state is not text")
-    told = parse_json(bytes(state.read().tolist()).decode())
-    if not isinstance(told, dict):
+    state_dict = parse_json(bytes(state.read().tolist()).decode())
+    if not isinstance(state_dict, dict):
         raise ValueError("quant_state is not a table")
-    return told
+    return state_dict
 
 
 def is_scaled(told: Mapping[str, Any]) -> bool:
@@ -161,10 +161,10 @@ def is_scaled(told: Mapping[str, Any]) -> bool:
 def packing_of(folder: str | os.PathLike) -> dict[str, Any]:
     """Returns how a folder is packed, by its config.json; empty if that does not say."""
     try:
-        told = parse_json(read_text(Path(folder) / "config.json"))["quantization_config"]
+        settings = parse_json(read_text(Path(folder) / "config.json"))["quantization_config"]
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def compute_dtype_of(folder: str | os.PathLike) -> torch.dtype | None:
@@ -207,18 +207,18 @@ def scaled_weights(
 ) -> dict[str, CodedSource]:
     """Finds the weights in ``stored``, the tensors of ``folder``, that have scales. Raises
     CorruptionError, with the name of the weight, for scales of another shape."""
-    found: dict[str, CodedSource] = {}
+    sources: dict[str, CodedSource] = {}
     packing = packing_of(folder)
     block = packing.get("weight_block_size")
     for name, scales in stored.items():
         if name.endswith(SCALE) and (codes := stored.get(name.removesuffix(SCALE))) is not None:
             if codes.dtype in FP8:
-                found[name.removesuffix(SCALE)] = _of_fp8(name, codes, scales, block)
+                sources[name.removesuffix(SCALE)] = _of_fp8(name, codes, scales, block)
         elif name.endswith(EXPONENTS) and is_scaled(packing):
             weight = name.removesuffix(EXPONENTS)
             if (codes := stored.get(weight + BLOCKS)) is not None:
-                found[weight] = _of_mxfp4(weight, codes, scales)
-    return found
+                sources[weight] = _of_mxfp4(weight, codes, scales)
+    return sources
 
 
 def without_scales(stored: Mapping[str, Source], folder: str | os.PathLike) -> dict[str, Source]:
@@ -270,15 +270,15 @@ def without_packing(stored: Mapping[str, Source], folder: str | os.PathLike) -> 
     packed = packed_by_bitsandbytes(stored)
     if packed:
         library_of("bitsandbytes")
-    found = without_scales(stored, folder)
-    for name, source in found.items():
+    sources = without_scales(stored, folder)
+    for name, source in sources.items():
         if name in stored and stored[name].dtype in FP8:
-            found[name] = source.to(torch.bfloat16)
+            sources[name] = source.to(torch.bfloat16)
     for name, saved in packed.items():
         for part in saved.parts:
-            del found[f"{name}.{part}"]
-        found[name] = Source(saved.shape, saved.dtype, saved.read)
-    return found
+            del sources[f"{name}.{part}"]
+        sources[name] = Source(saved.shape, saved.dtype, saved.read)
+    return sources
 
 
 def dense_source(module: nn.Module, name: str) -> Source:

@@ -119,12 +119,12 @@ def _checked(job: Job, folder: str | os.PathLike | None, to: str, what: str) -> 
 
 def _scratch_folder(job: Job) -> str:
     """Returns a folder on a disk of this machine. Raises ConfigError if none can be used."""
-    found = scratch.candidates()
+    disks = scratch.candidates()
     plan = job.planned.plan
-    chosen = scratch.choose(found, sum(map(plan.planned_nbytes, (Tier.DEVICE, Tier.HOST))))
+    chosen = scratch.choose(disks, sum(map(plan.planned_nbytes, (Tier.DEVICE, Tier.HOST))))
     if chosen is None:
         raise ConfigError(
-            f"park needs a folder on a disk, and none of {', '.join(map(str, found))} can be used."
+            f"park needs a folder on a disk, and none of {', '.join(map(str, disks))} can be used."
             " Name one: infinity.park(model, '/path/on/the/disk') or Config(nvme_paths=[...])"
         )
     return chosen.folder

@@ -226,12 +226,12 @@ def arrays_in_memory(
         for handle in unit.handles
         if handle.grad and handle.grad.state is not GradState.ABSENT
     }
-    found: tuple[list[StateArray], list[StateArray]] = [], []
+    arrays: tuple[list[StateArray], list[StateArray]] = [], []
     for flat_param in (flat for unit in units for flat in unit.flat_params):
         for name, array in _arrays(flat_param):
             if array.tier is not Tier.NVME and (weights if name in WEIGHTS else optimizer):
-                found[name == "grad" and flat_param not in have_grads].append(array)
-    return found
+                arrays[name == "grad" and flat_param not in have_grads].append(array)
+    return arrays
 
 
 def _arrays(flat_param: FlatParam) -> list[tuple[str, StateArray]]:

@@ -37,13 +37,13 @@ def choose_together(
 
     def describe() -> tuple[dict[str, str], tuple[Chain, Config]]:
         chain, checked = _check(model, mesh, config, loss_fn)
-        told = {key: str(value) for key, value in asked.items()} | {
+        inputs = {key: str(value) for key, value in asked.items()} | {
             "loss_fn": "given" if loss_fn is not None else "none"
         }
-        told |= {"mesh": str(mesh), "the optimizer": type(optimizer).__name__} | describe_config(
+        inputs |= {"mesh": str(mesh), "the optimizer": type(optimizer).__name__} | describe_config(
             checked
         )
-        return told | {"the number of layers": str(len(chain.layers))} | describe_model(model), (
+        return inputs | {"the number of layers": str(len(chain.layers))} | describe_model(model), (
             chain,
             checked,
         )

@@ -72,8 +72,8 @@ def _real(chunk: nn.Module, where: torch.device) -> nn.Module:
 
 
 def _run(chunk: nn.Module, x: torch.Tensor) -> None:
-    given = x.clone().requires_grad_(x.is_floating_point())
-    output = chunk(given)
+    leaf = x.clone().requires_grad_(x.is_floating_point())
+    output = chunk(leaf)
     if output.requires_grad:
         output.backward(torch.ones_like(output))
 

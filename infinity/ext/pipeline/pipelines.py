@@ -222,10 +222,10 @@ class Pipeline:
         counts, schedules, runs = [], {}, []
         for batch in batches:
             rest = {k: v for k, v in batch.items() if k not in ("inputs", "target")}
-            given = batch.get("inputs"), batch.get("target")
-            schedule, *given = self._agree_on(*given, rest, "run()")
+            tensors = batch.get("inputs"), batch.get("target")
+            schedule, *tensors = self._agree_on(*tensors, rest, "run()")
             schedules[id(schedule)] = schedule
-            runs.append(tuple(given))
+            runs.append(tuple(tensors))
             counts.append(self._counted)
         if not runs:
             return []
@@ -271,8 +271,8 @@ class Pipeline:
                             "run() takes batches by name, as {'inputs': ..., 'target': ...}:"
                             f" batch {number} is a {type(batch).__name__}"
                         )
-            told = {"the number of batches": str(len(batches))}
-            compare(job.collectives, told, "run()")
+            inputs = {"the number of batches": str(len(batches))}
+            compare(job.collectives, inputs, "run()")
 
     @torch.no_grad()
     def eval(
@@ -329,12 +329,18 @@ class Pipeline:
         with self._engine.uses.begin():
             with collectives.together(f"the batch of a pipeline's {call}"):
                 inputs, target, batch = self._parts(inputs, target, batch)
-                given = {"the inputs": inputs, "the targets": target, **batch}
+                inputs_by_name = {"the inputs": inputs, "the targets": target, **batch}
                 tensors = {
-                    name: value for name, value in given.items() if isinstance(value, torch.Tensor)
+                    name: value
+                    for name, value in inputs_by_name.items()
+                    if isinstance(value, torch.Tensor)
                 }
                 digests = {name: digest_of(value) for name, value in tensors.items()}
-                digests |= {name: repr(given[name]) for name in given if is_plain(given[name])}
+                digests |= {
+                    name: repr(inputs_by_name[name])
+                    for name in inputs_by_name
+                    if is_plain(inputs_by_name[name])
+                }
                 digests["num_items_in_batch"] = repr(self._counted)
                 mode = "train()" if self.chunks[0].training else "eval()"
                 mine = dist.get_rank(), digests | {MODE: mode}

@@ -137,10 +137,10 @@ def _accumulating_step(
             sends = own.sending()
         with naming_causes(stages):
             with one_pass(engine, stages), _noting_cuts(schedule, stages), sends:
-                found = run(*args, **kwargs)
+                result = run(*args, **kwargs)
             with job.uses.begin():
                 in_flight.charge()
-            return found
+            return result
 
     return joined
 
@@ -156,13 +156,13 @@ class _OwnGroup:
     @contextmanager
     def sending(self) -> Iterator[None]:
         """Puts the group in place of the stages' own inside the block. Every rank calls this."""
-        ranks, given = self._job.ranks, self._stages[0].group
-        if not self._job.device.is_host or dist.get_world_size(given) == 1:
+        ranks, group = self._job.ranks, self._stages[0].group
+        if not self._job.device.is_host or dist.get_world_size(group) == 1:
             yield
             return
         if not self._own:
             number = NUMBERS[self._job] = NUMBERS.get(self._job, 0) + 1
-            members = dist.get_process_group_ranks(given)
+            members = dist.get_process_group_ranks(group)
             what = f"attached stages of wrap {ranks.wrap}, number {number}"
             self._own.append(gloo_group(members, what))
             ranks.own_groups.append(self._own[0])
@@ -171,13 +171,13 @@ class _OwnGroup:
         try:
             yield
         except BaseException as error:
-            self._give_back(given)
+            self._give_back(group)
             for name in ("fwd_recv_ops", "bwd_recv_ops"):  # works keep the connections
                 getattr(self._schedule(), name, {}).clear()
             clear(error)
             close(self._own, ranks)
             raise
-        self._give_back(given)
+        self._give_back(group)
 
     def _give_back(self, group: dist.ProcessGroup) -> None:
         for stage in self._stages:

@@ -33,10 +33,10 @@ class Chain:
     def costs(self) -> list[float]:
         """Estimates the cost of each layer by its parameters that every token is multiplied by; a
         lookup table costs nothing."""
-        found = [float(_weighing(layer)) for layer in self.layers]
-        found[0] += sum(_weighing(module) for module in self.before)
-        found[-1] += sum(_weighing(module) for module in self.after)
-        return found
+        costs = [float(_weighing(layer)) for layer in self.layers]
+        costs[0] += sum(_weighing(module) for module in self.before)
+        costs[-1] += sum(_weighing(module) for module in self.after)
+        return costs
 
 
 def chain_of(model: nn.Module) -> Chain:
@@ -173,9 +173,9 @@ def _check_passes_on(model: nn.Module, empty: nn.Module) -> None:
         for buffer in base.buffers():
             buffer.zero_()
     x = torch.linspace(-1, 1, 2 * model.config.get_text_config().hidden_size).view(1, 2, -1)
-    found = base.to("cpu").eval()(inputs_embeds=x, use_cache=False)
+    output = base.to("cpu").eval()(inputs_embeds=x, use_cache=False)
     if not torch.equal(
-        found.last_hidden_state if hasattr(found, "last_hidden_state") else found[0], x
+        output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0], x
     ):
         raise ConfigError(
             f"{type(model).__name__} changes what passes between its layers outside of them, so"
@@ -219,16 +219,18 @@ def _cut_causal_model(
 
 def _forward_of(kind: type, first: bool, last: bool) -> Callable:
     def forward(self: nn.Module, x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        given = {"input_ids" if first else "inputs_embeds": x, "use_cache": False, **kwargs}
-        found = (
-            kind.forward(self, **given) if last else getattr(self, self.base_model_prefix)(**given)
+        arguments = {"input_ids" if first else "inputs_embeds": x, "use_cache": False, **kwargs}
+        output = (
+            kind.forward(self, **arguments)
+            if last
+            else getattr(self, self.base_model_prefix)(**arguments)
         )
         given_on = (
-            found.logits
+            output.logits
             if last
-            else found.last_hidden_state
-            if hasattr(found, "last_hidden_state")
-            else found[0]
+            else output.last_hidden_state
+            if hasattr(output, "last_hidden_state")
+            else output[0]
         )
         # torch's schedules detach it in place, which a view does not allow.
         return given_on.clone() if given_on._is_view() else given_on

@@ -39,12 +39,12 @@ class Rates:
     ) -> Rates:
         """Measures this machine, and the memory of the compute ``device``. The disks' rates come
         from their stored profiles. ``room``: see :func:`memory_rate`."""
-        found = disk_rates(nvme_paths) if nvme_paths else (None, None, None)
+        of_disks = disk_rates(nvme_paths) if nvme_paths else (None, None, None)
         where = torch.device(device if device is not None else "cpu")
         return cls(
             memory_rate(room=room),
             checksum_rate(room=room),
-            *found,
+            *of_disks,
             memory_rate(str(where)) if where.type != "cpu" else None,
         )
 

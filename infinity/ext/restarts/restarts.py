@@ -53,8 +53,8 @@ def store_of_start(rank: int, count: int, timeout: datetime.timedelta | None) ->
     """
     import torch.distributed as dist
 
-    given = {} if timeout is None else {"timeout": timeout}
-    store, *_ = next(dist.rendezvous("env://", rank, count, **given))
+    options = {} if timeout is None else {"timeout": timeout}
+    store, *_ = next(dist.rendezvous("env://", rank, count, **options))
     if not _has_agents_store():
         return store  # rank 0 has made it
     word = uuid.uuid4().hex

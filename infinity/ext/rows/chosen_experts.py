@@ -131,10 +131,10 @@ class ChosenExperts:
             index = next(named, (*args, None, None)[1])
         if not isinstance(index, torch.Tensor):
             return None
-        found = torch.unique(index.detach())
+        rows = torch.unique(index.detach())
         if clamps_choice(module):
-            found = found.clamp(max=self.count - 1)
-        return frozenset(row for row in found.tolist() if 0 <= row < self.count)
+            rows = rows.clamp(max=self.count - 1)
+        return frozenset(row for row in rows.tolist() if 0 <= row < self.count)
 
     @property
     def expected(self) -> Rows:

@@ -32,10 +32,10 @@ class ChosenForwards(Extension):
     def replace_forwards(
         self, job: Job, model: Any, find: Any, blocks: Any
     ) -> list[ReplacedForward]:
-        found = ((unit, unit.arrival.rows) for unit in job.units)
+        choices = ((unit, unit.arrival.rows) for unit in job.units)
         return [
             replaced
-            for unit, experts in found
+            for unit, experts in choices
             if experts is not None
             for replaced in _replaced(job, experts.module, unit)
         ]

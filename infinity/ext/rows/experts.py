@@ -53,9 +53,12 @@ def exchanges_of(module: nn.Module) -> list[Any]:
         return []
     forward = inspect.unwrap(module.__dict__["forward"])
     cells = getattr(forward, "__closure__", None) if _is_known(forward) else None
-    found = [cell.cell_contents for cell in cells or () if _is_exchange(cell.cell_contents)]
+    exchanges = [cell.cell_contents for cell in cells or () if _is_exchange(cell.cell_contents)]
     # One may choose between others.
-    return [*found, *(each for one in found for each in vars(one).values() if _is_exchange(each))]
+    return [
+        *exchanges,
+        *(each for one in exchanges for each in vars(one).values() if _is_exchange(each)),
+    ]
 
 
 def _is_exchange(value: Any) -> bool:
@@ -144,8 +147,10 @@ def _is_known(function: Any) -> bool:
 
 def _folders() -> tuple[str, ...]:
     names = ("torch", "transformers", "infinity.ext.experts_parallel")
-    found = (sys.modules.get(name) for name in names)
-    return tuple(f"{os.path.dirname(each.__file__)}{os.sep}" for each in found if each is not None)
+    modules = (sys.modules.get(name) for name in names)
+    return tuple(
+        f"{os.path.dirname(each.__file__)}{os.sep}" for each in modules if each is not None
+    )
 
 
 def _has_known_implementation(module: nn.Module) -> bool:

@@ -221,10 +221,10 @@ class _Parts:
         if inner.isdisjoint(self._attending):
             others = torch.arange(self._size * count)
             others = others[(others // count) != self._rank]
-            given = args, kwargs
+            inputs = args, kwargs
             self._tries.append(
                 (name, type(module).__name__)
-                if depends_on_others(module, given, self._places, others, self._seeing)
+                if depends_on_others(module, inputs, self._places, others, self._seeing)
                 else None
             )
 
@@ -232,8 +232,8 @@ class _Parts:
         """Raises ConfigError on all ranks if a module that was tried on any depends on the tokens
         that a rank does not have. A collective, if there was one."""
         tries, self._tries = self._tries, []
-        for found in collect("a forward", self._group, lambda: tries) if tries else ():
-            for name, kind in filter(None, found):
+        for of_rank in collect("a forward", self._group, lambda: tries) if tries else ():
+            for name, kind in filter(None, of_rank):
                 raise ConfigError(
                     f"sequence_parallel: what {name} ({kind}) gives a token depends on the number"
                     " of tokens, or on those before it, of which each rank has a part. Turn that"

@@ -37,13 +37,13 @@ class Sequences(Extension):
         """Compares what a root forward was given. Every rank calls this, and waits for the others.
         Raises UsageError, on all of these ranks, if their shapes, dtypes or modes differ."""
         named = tensors_in([*enumerate(args), *kwargs.items()], "")
-        given = {"the mode": mode_of(root, self._device)} | {
+        described = {"the mode": mode_of(root, self._device)} | {
             name: shape_of(tensor) for name, tensor in named
         }
         with self._collectives.heard_elsewhere(self._channel):
-            spans = self._collectives.spans(self._channel, "a forward", [number_of(given)])
+            spans = self._collectives.spans(self._channel, "a forward", [number_of(described)])
             if spans[0][0] != spans[0][1]:
-                self._refuse(given)
+                self._refuse(described)
 
     def _refuse(self, given: dict[str, Any]) -> NoReturn:
         mine = self._collectives.ranks.world_rank, given

@@ -46,18 +46,18 @@ def depends_on_others(
     try:
         for each, _ in modes:
             each.training = False  # nothing is drawn
-        found = []
+        tensors = []
         for args, kwargs in (given, _longer(given, places, others)):
             with seeing() as seen:
                 output = type(module).forward(module, *args, **kwargs)
-            found.append([*_tensors((output, seen))])
+            tensors.append([*_tensors((output, seen))])
     except Exception:  # noqa: BLE001 - its arguments have another form: nothing is known
         return False
     finally:
         for each, was in modes:
             each.training = was
     sizes = places.numel(), places.numel() + others.numel()
-    for part, longer in zip(*found):
+    for part, longer in zip(*tensors):
         dims = (dim for dim in (TOKENS, TOKENS + 1) if _is_of(part, longer, dim, sizes))
         if (dim := next(dims, None)) is not None:
             longer = longer.narrow(dim, others.numel(), places.numel())

@@ -148,8 +148,8 @@ class Shares:
                 " state_dict() returned"
             )
         with self._operation():
-            given = {"the shares": str(shares)}
-            compare(self._collectives, given, "Shares.load_state_dict")
+            described = {"the shares": str(shares)}
+            compare(self._collectives, described, "Shares.load_state_dict")
             if len(shares) != self._split.ranks:
                 shares = [1] * self._split.ranks
             self._split.take([1 / share for share in shares])
@@ -188,20 +188,20 @@ def _checked_batch(batch: Any, tokens: Any, ranks: ParallelDims) -> int:
 def _trained_here() -> Wrapped:
     """Finds the model that this process trains. Raises UsageError if there is none, or several."""
     find = lambda: [each for each in wrapped_here() if each.engine.job.trained]
-    found = find()
-    if len(found) > 1:
+    models = find()
+    if len(models) > 1:
         gc.collect()  # dropped models, which reference cycles keep
-        found = find()
-    if len(found) != 1:
+        models = find()
+    if len(models) != 1:
         raise UsageError(
-            f"Shares: {len(found)} wrapped models are trained in this process. "
+            f"Shares: {len(models)} wrapped models are trained in this process. "
             + (
                 "Name one: Shares(..., model=model)."
-                if found
+                if models
                 else "Call infinity.wrap_model first."
             )
         )
-    return found[0]
+    return models[0]
 
 
 def _end(job: Job, split: Split, pace: Pace) -> None:

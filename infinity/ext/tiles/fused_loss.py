@@ -104,8 +104,8 @@ def _in_parts(
             dw += grads.T @ part
         if db is not None:
             db += grads.sum(0)
-    found = zip((dx, dw, db), (x, weight, bias))
-    return losses, [None if grad is None else grad.to(of.dtype) for grad, of in found]
+    of_inputs = zip((dx, dw, db), (x, weight, bias))
+    return losses, [None if grad is None else grad.to(of.dtype) for grad, of in of_inputs]
 
 
 class _Deferred(torch.autograd.Function):

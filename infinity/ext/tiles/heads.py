@@ -77,14 +77,14 @@ def is_head(module: nn.Module, outputs: Sequence[nn.Module]) -> bool:
 
 def output_embeddings(model: nn.Module) -> list[nn.Module]:
     """Lists the layers that a model, or a part of it, names as its output."""
-    found = []
+    heads = []
     for module in model.modules():
         if callable(find := getattr(module, "get_output_embeddings", None)):
             try:
-                found.append(find())
+                heads.append(find())
             except (NotImplementedError, AttributeError):  # a model without output embeddings
                 continue
-    return list(dict.fromkeys(each for each in found if isinstance(each, nn.Module)))
+    return list(dict.fromkeys(each for each in heads if isinstance(each, nn.Module)))
 
 
 def replaced(

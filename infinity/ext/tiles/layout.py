@@ -53,7 +53,7 @@ class Tiling:
             for group in groups
             if group.at_once is not None
         ]
-        given = (
+        cause = (
             "what is free of the device"
             if config.device_memory is None
             else f"device_memory={format_nbytes(cast(int, config.device_memory))}"
@@ -61,7 +61,7 @@ class Tiling:
         logger.warning(
             "%s does not hold the largest unit: %d layers run in tiles (%s%s). Their sums"
             " are added in another order than untiled ones.",
-            given,
+            cause,
             len(tiled),
             ", ".join(tiled[:4]),
             ", ..." if len(tiled) > 4 else "",

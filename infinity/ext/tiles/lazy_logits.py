@@ -166,8 +166,8 @@ class Logits(torch.Tensor):
             if (result := node._lazily(func, args[1:], kwargs)) is not None:
                 return result
         if func in WATCHING:
-            for found in tree_leaves((args, kwargs)):
-                if isinstance(found, Logits) and found._head.is_fused:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, Logits) and leaf._head.is_fused:
                     raise UsageError(
                         "the gradient of logits was asked for, but a loss was computed in parts,"
                         " without them. Ask before the loss (by retain_grad(), say), or leave out"

@@ -22,12 +22,12 @@ from ...ranks.transfer import Operation, Transfer, all_gather, gather
 
 def owners(flat_param: FlatParam, begin: int, end: int) -> list[tuple[int, int]]:
     """Returns each rank's part of the elements ``begin`` to ``end``, counted from ``begin``."""
-    found = []
+    parts = []
     for rank in range(flat_param.ranks.size):
         low, high = flat_param.layout.own("weight", rank)
         low, high = max(begin, low), min(end, high)
-        found.append((low - begin, max(low, high) - begin))
-    return found
+        parts.append((low - begin, max(low, high) - begin))
+    return parts
 
 
 def fetch(

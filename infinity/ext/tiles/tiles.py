@@ -59,7 +59,7 @@ def candidates(
     """Finds the weights larger than ``limit_nbytes``, in their compute dtype, whose every user can
     be tiled, but for those in ``without``. Returns for each the number of rows whose tile is within
     the limit, at least 1. ``users``: the modules that have a parameter, and their names for it."""
-    found = {}
+    at_once = {}
     for param, using in users.items():
         size = dtype_of(param).itemsize
         if (
@@ -74,8 +74,8 @@ def candidates(
         if all(name == "weight" and is_tileable(module) for module, name in using):
             rows, width = param.shape
             summed = torch.float32.itemsize if rows >= HEAD_RATIO * width else 0  # a head's
-            found[param] = RowsAtOnce(max(1, limit_nbytes // (width * size)), summed)
-    return found
+            at_once[param] = RowsAtOnce(max(1, limit_nbytes // (width * size)), summed)
+    return at_once
 
 
 @dataclass(frozen=True)

@@ -32,13 +32,13 @@ DEEPEST = 4  # calls inside calls that are read
 
 def used_by_hand(modules: Iterable[nn.Module]) -> set[nn.Parameter]:
     """Returns the parameters of submodules that the code of a model's own ``modules`` uses."""
-    found: set[nn.Parameter] = set()
+    used: set[nn.Parameter] = set()
     for module in modules:
         if next(module.children(), None) is not None and not _is_torchs(type(module)):
             forward = getattr(module.forward, "__func__", None)
             if forward is not None:
-                _Code(found, 0).read(forward, [[module]], {})
-    return found
+                _Code(used, 0).read(forward, [[module]], {})
+    return used
 
 
 def _is_torchs(owner: Any) -> bool:
@@ -163,10 +163,10 @@ class _Code(ast.NodeVisitor):
         if called is None or self.depth >= DEEPEST:
             return
         function, bound = called
-        given = [*bound, *(self.meant(each) for each in node.args)]
+        positional = [*bound, *(self.meant(each) for each in node.args)]
         named = {each.arg: self.meant(each.value) for each in node.keywords}
-        if any(given) or any(named.values()):
-            _Code(self.found, self.depth + 1).read(function, given, named)
+        if any(positional) or any(named.values()):
+            _Code(self.found, self.depth + 1).read(function, positional, named)
 
     def _called(self, node: ast.expr) -> tuple[Callable, list[list[Any]]] | None:
         """Returns the function that ``node`` means, and what it is bound to: a method of a module,

@@ -25,10 +25,10 @@ def shapes_of(batches: list[Any], schedule: Any) -> Shapes:
                 f" is a {type(batch).__name__}"
             )
         args, kwargs, target = parts_of(batch)
-        given = [("inputs", each) for each in (args if stage.is_first else ())] + [
+        tensors = [("inputs", each) for each in (args if stage.is_first else ())] + [
             ("target", target)
         ] * stage.is_last
-        for name, value in given:
+        for name, value in tensors:
             if not isinstance(value, torch.Tensor):
                 raise UsageError(
                     f"run(): the {name} of batch {number} are a {type(value).__name__}, not a"
@@ -39,20 +39,21 @@ def shapes_of(batches: list[Any], schedule: Any) -> Shapes:
                     f"run(): batch {number} of {len(value)} does not divide into {count}"
                     " micro-batches: give a multiple"
                 )
-        given += [
+        tensors += [
             (name, value) for name, value in kwargs.items() if isinstance(value, torch.Tensor)
         ]
-        shapes.add(tuple((name, tuple(value.shape), value.dtype) for name, value in given))
+        shapes.add(tuple((name, tuple(value.shape), value.dtype) for name, value in tensors))
     if len(shapes) > 1:
         raise UsageError(
             f"run() takes batches of one shape, these have {len(shapes)}: run those of each shape"
             " by themselves"
         )
-    found = next(iter(shapes), ())
+    shape_of_batch = next(iter(shapes), ())
     _check_declared(
-        stage, [(shape[0] // count, *shape[1:]) for name, shape, _ in found if name == "inputs"]
+        stage,
+        [(shape[0] // count, *shape[1:]) for name, shape, _ in shape_of_batch if name == "inputs"],
     )
-    return found
+    return shape_of_batch
 
 
 def _check_declared(stage: Any, shapes: list[tuple[int, ...]]) -> None:

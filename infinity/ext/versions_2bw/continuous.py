@@ -200,14 +200,14 @@ class WithoutFlush:
                     " first batch would be added: call optimizer.zero_grad() first"
                 )
             shapes = shapes_of(batches, self._schedule)
-        told = {
+        inputs = {
             "the number of batches": str(len(batches)),
             "the number of micro-batches": str(self._schedule._n_microbatches),
             "the versions of the weights": self._rule.name,
             "the optimizer's settings": repr(self._optimizer.settings),
         }
         with job.uses.begin():
-            compare(job.collectives, told, "run()")
+            compare(job.collectives, inputs, "run()")
             is_new = batches != [] and vars(self._schedule).get(SHAPES) != shapes
             if any(job.collectives.collect(is_new, "the shapes of run()")):
                 _forget_shapes(self._schedule)

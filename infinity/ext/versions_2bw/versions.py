@@ -67,11 +67,11 @@ def extrapolate(homes: HomeArrays, store: ArrayStore, slot: int, ahead: float | 
     for begin in range(0, newest.numel, PIECE):
         end = min(begin + PIECE, newest.numel)
         # On the host wherever the home is, for the same bits.
-        found = store.read(newest, begin, end)
+        weights = store.read(newest, begin, end)
         if ahead is not None:
-            now, before = found.float(), store.read(stale, begin, end).float()
-            found = now.sub(before).mul_(ahead).add_(now).to(newest.dtype)
-        store.write(stale, begin, found, version=0)
+            now, before = weights.float(), store.read(stale, begin, end).float()
+            weights = now.sub(before).mul_(ahead).add_(now).to(newest.dtype)
+        store.write(stale, begin, weights, version=0)
 
 
 class UnitVersions:

@@ -72,17 +72,17 @@ def flag_per_axis(text: str) -> int | tuple[int, ...]:
 
 
 def _numbers(text: str, parse: Callable[[str], int]) -> int | tuple[int, ...]:
-    found = tuple(map(parse, text.replace("x", ",").split(",")))
-    return found if len(found) > 1 else found[0]
+    numbers = tuple(map(parse, text.replace("x", ",").split(",")))
+    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the strides, and what they read."""
-    found = simulate(args)
+    simulated = simulate(args)
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(simulated))
     else:
-        print("\n".join(_lines(found)))
+        print("\n".join(_lines(simulated)))
     return 0
 
 

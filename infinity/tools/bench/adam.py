@@ -138,14 +138,14 @@ def measure(
         A context for the rounds that limits the threads of the rivals.
     """
     count = settings.scaled(PARAMETERS, 64 * 1024)
-    found = Measured([])
+    measured = Measured([])
     for variant in VARIANTS:
         for threads in dict.fromkeys((settings.threads, 1)):
             if settings.wants(name_of(variant, threads, settings)):
-                found.add(_measure(variant, count, threads, settings, rivals, limit_threads))
+                measured.add(_measure(variant, count, threads, settings, rivals, limit_threads))
     if settings.wants("adam.split"):
-        found.series["adam.threads"] = by_threads(count, settings)
-    return found
+        measured.series["adam.threads"] = by_threads(count, settings)
+    return measured
 
 
 def thread_counts(most: int) -> list[int]:
@@ -192,12 +192,12 @@ def _measure(
     settings.show(measured.rows)
     jobs: dict[Any, Callable[[], object]] = {"ours": ours.step}
     for rival in rivals:
-        found = rival.find(count, whole_job=variant.name != "fp32", factor=GRAD_FACTOR)
-        if isinstance(found, str):
-            measured.notes.append(f"{rival.NAME}: {found}")
+        job = rival.find(count, whole_job=variant.name != "fp32", factor=GRAD_FACTOR)
+        if isinstance(job, str):
+            measured.notes.append(f"{rival.NAME}: {job}")
         else:
-            jobs[rival.NAME] = found
-            measured.rivals[rival.NAME] = found.told()
+            jobs[rival.NAME] = job
+            measured.rivals[rival.NAME] = job.told()
     if len(jobs) > 1:
         with limit_threads(threads):
             times = settings.alternate(jobs)

@@ -248,11 +248,11 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
                     print(busy, file=sys.stderr, flush=True)
                 PROGRESS.begin(number, len(chosen), theme)
                 with settings.torch_threads():
-                    found = getattr(module, function or "measure")(settings)
-                found.rows = [row for row in found.rows if settings.wants(row.name)]
-                shown.end(found.rows)
+                    result = getattr(module, function or "measure")(settings)
+                result.rows = [row for row in result.rows if settings.wants(row.name)]
+                shown.end(result.rows)
                 run.done.append(theme)
-                measured.add(found)
+                measured.add(result)
                 save()
         except BaseException:
             PROGRESS.clear()
@@ -275,10 +275,10 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
             )
             if sentence
         )
-        told = [*dict.fromkeys(sentences)]  # one reason for silence is of all sizes
-        print(*told, sep="\n", end="\n" if told else "")
+        notes = [*dict.fromkeys(sentences)]  # one reason for silence is of all sizes
+        print(*notes, sep="\n", end="\n" if notes else "")
     if args.html is not None:
-        page.write(run.content(measured), told, Path(args.html))
+        page.write(run.content(measured), notes, Path(args.html))
         print(args.html, file=sys.stderr)
     if args.machine_file is not None:
         date = datetime.date.today().isoformat()

@@ -84,17 +84,17 @@ def run(args: argparse.Namespace) -> int:
     pairs = [(check(first, each), compare(first, each, bound=args.bound)) for each in others]
     names = args.files[1:] or ["this machine"]
     if args.csv:
-        print(as_csv([(name, found) for name, (_, found) in zip(names, pairs)]), end="")
+        print(as_csv([(name, rows) for name, (_, rows) in zip(names, pairs)]), end="")
     elif args.json:
-        told = [{"file": name} | as_json(*pair) for name, pair in zip(names, pairs)]
-        print(json.dumps(told[0] if len(told) == 1 else {"compared": told}))
+        as_dicts = [{"file": name} | as_json(*pair) for name, pair in zip(names, pairs)]
+        print(json.dumps(as_dicts[0] if len(as_dicts) == 1 else {"compared": as_dicts}))
     elif args.tex:
-        print(*(as_tex(found) for _, found in pairs), sep="\n\n")
+        print(*(as_tex(rows) for _, rows in pairs), sep="\n\n")
     else:
-        for name, (differences, found) in zip(names, pairs):
+        for name, (differences, rows) in zip(names, pairs):
             which = [f"B is {name}"] if len(pairs) > 1 else []
-            print("\n".join([*which, *differences, table(found)]))
-    return 1 if any(each.verdict == "slower" for _, found in pairs for each in found) else 0
+            print("\n".join([*which, *differences, table(rows)]))
+    return 1 if any(each.verdict == "slower" for _, rows in pairs for each in rows) else 0
 
 
 def check(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
@@ -107,21 +107,23 @@ def check(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
                 f"the runs have {name} {pair[0]} and {pair[1]}: figures of different work are not"
                 f" compared. Run one again with --{name} of the other."
             )
-    told = [f"differs: {each}" for each in facts.differences(first, second)]
+    warnings = [f"differs: {each}" for each in facts.differences(first, second)]
     drifts = _drifts(first, second)
     if drifts:
         (name, ceiling), drift = max(drifts.items(), key=lambda each: max(each[1], 1 / each[1]))
         if max(drift, 1 / drift) > DRIFT:
-            told.append(f"differs: {ceiling}, the ceiling of {name}, is {drift:.2f} times A's in B")
+            warnings.append(
+                f"differs: {ceiling}, the ceiling of {name}, is {drift:.2f} times A's in B"
+            )
     for which, each in zip("AB", (first, second)):
         if not each.get("complete", True):
-            told.append(f"{which} is of a run that was interrupted")
+            warnings.append(f"{which} is of a run that was interrupted")
         if is_quick(each.get("settings", {})):
-            told.append(f"{which} is of a quick look")
+            warnings.append(f"{which} is of a quick look")
         load = max(each.get("load", {"": 0.0}).values())
         if load > 0.5 * (each.get("machine", {}).get("cores") or 1):
-            told.append(f"{which} was measured beside other work (load {load:g})")
-    return told
+            warnings.append(f"{which} was measured beside other work (load {load:g})")
+    return warnings
 
 
 def _drifts(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[tuple[str, str], float]:
@@ -143,12 +145,12 @@ def compare(
     """Compares the rows that both runs have. Raises ConfigError if there are none."""
     rows = [{each["name"]: row_of(each) for each in run["rows"]} for run in (first, second)]
     drift = max([max(each, 1 / each) for each in _drifts(first, second).values()], default=1.0) - 1
-    found = [
+    ratios = [
         _compared(rows[0][name], rows[1][name], bound, drift) for name in rows[0] if name in rows[1]
     ]
-    if not found:
+    if not ratios:
         raise ConfigError("the runs have no row in common: compare runs of one theme")
-    return found
+    return ratios
 
 
 def _compared(first: Row, second: Row, bound: float, drift: float) -> Compared:
@@ -193,8 +195,8 @@ def as_csv(compared: Sequence[tuple[str, Sequence[Compared]]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["name", "unit", "a", "b", "time_b_over_a", "low", "high", "verdict", "file"])
-    for file, found in compared:
-        for each in found:
+    for file, rows in compared:
+        for each in rows:
             figures = (each.first, each.second, each.ratio, *(each.interval or ("", "")))
             writer.writerow([each.name, each.unit, *figures, each.verdict, file])
     return text.getvalue()

@@ -56,31 +56,31 @@ def name_of(facts: Mapping[str, Any]) -> str:
 
 def differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
     """Names what two files say of their machines and versions that is not the same."""
-    told = []
+    lines = []
     for part in ("machine", "versions"):
         old, new = first.get(part), second.get(part)
         if old is None or new is None:
-            told.append(f"{part}: not recorded by {'both' if old is new else 'one'}")
+            lines.append(f"{part}: not recorded by {'both' if old is new else 'one'}")
             continue
-        told += [
+        lines += [
             f"{name}: {old.get(name)} | {new.get(name)}"
             for name in dict.fromkeys((*old, *new))
             if old.get(name) != new.get(name)
         ]
     if first.get("hardware") != second.get("hardware"):
-        told.insert(0, f"machine: {first.get('hardware')} | {second.get('hardware')}")
-    return told
+        lines.insert(0, f"machine: {first.get('hardware')} | {second.get('hardware')}")
+    return lines
 
 
 def versions() -> dict[str, str]:
     """Returns the versions of Python and of the libraries that are installed."""
-    found = {"infinity": __version__, "python": platform.python_version()}
+    by_package = {"infinity": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            by_package[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def commit() -> str:
@@ -90,8 +90,8 @@ def commit() -> str:
     if (root / "csrc").is_dir() and _git(root, "rev-parse", "--show-toplevel") == str(root):
         return _git(root, "describe", "--always", "--dirty", "--abbrev=7") or "unknown"
     try:
-        told = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
-        return json.loads(told or "{}")["vcs_info"]["commit_id"][:7]
+        url = importlib.metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+        return json.loads(url or "{}")["vcs_info"]["commit_id"][:7]
     except (importlib.metadata.PackageNotFoundError, ValueError, LookupError, TypeError):
         return _first_line(Path(__file__).with_name("commit")) or f"version {__version__}"
 
@@ -113,16 +113,16 @@ def _gpu() -> str | None:
     """The names of the GPUs, by their driver's tool: torch would take memory of them."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=30)
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    names = told.stdout.split("\n")[:-1] if told.returncode == 0 else []
+    names = answer.stdout.split("\n")[:-1] if answer.returncode == 0 else []
     return f"{len(names)} x {names[0].strip()}" if names else None
 
 
 def _processor() -> str:
-    found = re.search(r"model name\s*:\s*(.+)", _text("/proc/cpuinfo"))
-    return found[1].strip() if found else platform.processor() or platform.machine()
+    model = re.search(r"model name\s*:\s*(.+)", _text("/proc/cpuinfo"))
+    return model[1].strip() if model else platform.processor() or platform.machine()
 
 
 def _disk(folder: str) -> str:
@@ -139,8 +139,8 @@ def _disk(folder: str) -> str:
 
 
 def _chosen(text: str) -> str:
-    found = re.search(r"\[(.*)\]", text)
-    return found[1] if found else text
+    bracketed = re.search(r"\[(.*)\]", text)
+    return bracketed[1] if bracketed else text
 
 
 def _first_line(path: str | Path) -> str:

@@ -62,15 +62,15 @@ def this_machines(theme: str) -> Any:
 def _seconds(gpu: Accelerator, work: Callable[[], None], rounds: int) -> list[float]:
     """Of each round, by events on the current stream, after one to warm up."""
     work()
-    found = []
+    seconds = []
     for _ in range(rounds):
         start, end = (gpu.streams.event(timing=True) for _ in range(2))
         start.record(gpu.streams.current())
         work()
         end.record(gpu.streams.current())
         end.synchronize()
-        found.append(start.elapsed_time(end) / 1000)
-    return found
+        seconds.append(start.elapsed_time(end) / 1000)
+    return seconds
 
 
 def _copy_bandwidth(gpu: Accelerator, settings: Settings) -> list[float]:

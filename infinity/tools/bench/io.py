@@ -172,20 +172,20 @@ def measure(settings: Settings, *, rivals: Sequence[Any] = ()) -> Measured:
         others: dict[str, Any] = {}
         notes = []
         for rival in rivals:
-            found = rival.find(file.path, file.nbytes)
-            if isinstance(found, str):
-                notes.append(f"{rival.NAME}: {found}")
+            other = rival.find(file.path, file.nbytes)
+            if isinstance(other, str):
+                notes.append(f"{rival.NAME}: {other}")
             else:
-                stack.callback(found.close)
-                others[rival.NAME] = found
+                stack.callback(other.close)
+                others[rival.NAME] = other
         if others:
             runs = {"ours": ours.run} | {name: rival.run for name, rival in others.items()}
             times = settings.alternate(_jobs(runs))
             _compare(rows, times, file.nbytes, list(others))
         notes += _compare_profile(rows, settings)
-        told = {name: rival.told() for name, rival in others.items()}
+        versions = {name: rival.told() for name, rival in others.items()}
         tell("reads of every block size and depth, once each")
-        return Measured(rows, notes, {"io.sweep": _sweep(file)}, told)
+        return Measured(rows, notes, {"io.sweep": _sweep(file)}, versions)
 
 
 def _compare_profile(rows: Sequence[Row], settings: Settings) -> list[str]:
@@ -193,8 +193,8 @@ def _compare_profile(rows: Sequence[Row], settings: Settings) -> list[str]:
     its block size, and plans their seconds, from it. ``settings.keep_profile`` replaces its
     rates."""
     stored = disk_profile.disk_profile(settings.folder)
-    found = {each.name: each.median * 1e9 for each in rows}
-    now = [found[f"io.{way}"] for way in DIRECTIONS]
+    by_name = {each.name: each.median * 1e9 for each in rows}
+    now = [by_name[f"io.{way}"] for way in DIRECTIONS]
     file = disk_profile.cache_folder() / PROFILES
     if settings.keep_profile:
         rates = dict(zip(("read_rate", "write_rate", "mixed_rate"), now))
@@ -207,10 +207,10 @@ def _compare_profile(rows: Sequence[Row], settings: Settings) -> list[str]:
     off = max(max(new / old, old / new) for new, old in zip(now, before))
     if off <= OFF or not file.exists():
         return []
-    told = ", ".join(f"{way} {rate / 1e9:.2f}" for way, rate in zip(DIRECTIONS, before))
+    figures = ", ".join(f"{way} {rate / 1e9:.2f}" for way, rate in zip(DIRECTIONS, before))
     day = datetime.date.fromtimestamp(file.stat().st_mtime).isoformat()
     return [
-        f"io: the stored profile of this disk ({told} GB/s, {day} or before) is off by {off:.1f}"
+        f"io: the stored profile of this disk ({figures} GB/s, {day} or before) is off by {off:.1f}"
         " times. The engine and `infinity plan` use it; --keep-profile replaces it by these rates"
     ]
 

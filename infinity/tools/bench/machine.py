@@ -110,9 +110,9 @@ class Loop:
         try:
             for job, into in jobs[:: -1 if turn % 2 else 1]:
                 start = time.perf_counter()
-                told = job()
+                answer = job()
                 seconds = time.perf_counter() - start
-                into.append(self.value(told if isinstance(told, float) else seconds))
+                into.append(self.value(answer if isinstance(answer, float) else seconds))
         finally:
             torch.set_num_threads(before)
 
@@ -146,14 +146,14 @@ def measure(settings: Settings) -> Measured:
         ]
         if loops:
             loops = _take_turns(loops, settings, notes)
-        found = _measured(loops, notes)
-    found.notes += _better(found.series.get("machine.disk", []), settings.folder)
+        measured = _measured(loops, notes)
+    measured.notes += _better(measured.series.get("machine.disk", []), settings.folder)
     if where != "cpu" and settings.wants_any_of("gpu"):
         try:
-            found.add(gpu.measure(settings))
+            measured.add(gpu.measure(settings))
         except (ConfigError, torch.OutOfMemoryError) as error:  # no kernels; a small GPU
-            found.notes.append(f"gpu: {str(error).splitlines()[0]}")
-    return found
+            measured.notes.append(f"gpu: {str(error).splitlines()[0]}")
+    return measured
 
 
 def _take_turns(loops: Sequence[Loop], settings: Settings, notes: list[str]) -> list[Loop]:
@@ -204,14 +204,14 @@ def _take_turns(loops: Sequence[Loop], settings: Settings, notes: list[str]) -> 
 
 
 def _measured(loops: Sequence[Loop], notes: list[str]) -> Measured:
-    found = Measured([loop.row() for loop in loops if loop.is_row], notes)
+    measured = Measured([loop.row() for loop in loops if loop.is_row], notes)
     for loop in loops:
         if loop.series:
             point = loop.point | {loop.unit: statistics.median(loop.found), "rounds": loop.found}
             if loop.limits:
                 point["moving"] = statistics.median(loop.limits)
-            found.series.setdefault(loop.series, []).append(point)
-    return found
+            measured.series.setdefault(loop.series, []).append(point)
+    return measured
 
 
 def _synced(work: Callable[[], object], where: str) -> Callable[[], None]:
@@ -443,8 +443,8 @@ def _better(points: Sequence[dict], folder: str) -> list[str]:
     if own not in reads:
         return []
     best = max(reads, key=lambda each: statistics.median(reads[each][::2]))
-    found = intervals.of_ratio(reads[own][1::2], reads[best][1::2])
-    if intervals.verdict(found) != "faster":  # the ratio of rates is that of the best one's time
+    interval = intervals.of_ratio(reads[own][1::2], reads[best][1::2])
+    if intervals.verdict(interval) != "faster":  # the ratio of rates is that of the best one's time
         return []
     faster = statistics.median(reads[best][1::2]) / statistics.median(reads[own][1::2])
     sizes = [f"{block // 1024} KiB, {depth} in flight" for block, depth in (best, own)]
@@ -530,10 +530,10 @@ class _Helpers:
             for process in self._processes:
                 process.stdin.write("\n")
                 process.stdin.flush()
-            told = self._processes[0].stdout
-            if not select.select([told], [], [], ANSWER_SECONDS)[0]:
+            output = self._processes[0].stdout
+            if not select.select([output], [], [], ANSWER_SECONDS)[0]:
                 raise ValueError(f"no answer within {ANSWER_SECONDS} s")
-            return float(told.readline())
+            return float(output.readline())
         except (OSError, ValueError) as error:
             self._said.seek(0)
             lines = self._said.read().decode(errors="replace").strip().splitlines()
@@ -590,14 +590,14 @@ def limit_of(rows: Sequence[Row], parameters: float, tokens: float) -> str:
     ``tokens``, with AdamW and all state on the disk, and which dtype has the fastest products, by
     the ends of each row's interval; or why nothing follows from the rows. "" without this theme's
     rows."""
-    found = {each.name: each for each in rows}
-    products = {name: found.get(f"machine.products.{name}") for name in DTYPES}
+    by_name = {each.name: each for each in rows}
+    products = {name: by_name.get(f"machine.products.{name}") for name in DTYPES}
     rates = {name: each.median for name, each in products.items() if each is not None}
     fastest = max(rates, key=lambda name: rates[name], default="")
     names = [f"machine.{each}" for each in ("disk.read", "disk.write", "disk.both", "adam.split")]
-    if "machine.link.in" in found:
+    if "machine.link.in" in by_name:
         names += ["machine.link.in", "machine.link.out"]
-    used = [found.get(name) for name in (f"machine.products.{fastest}", *names)]
+    used = [by_name.get(name) for name in (f"machine.products.{fastest}", *names)]
     if any(each is None or not each.median for each in used):
         return ""
     if reasons := [why for each in used if (why := why_wide(each))]:
@@ -634,22 +634,22 @@ def machine_file(rows: Sequence[Row], folders: Sequence[str], date: str) -> str:
     """Returns a machine file for `infinity plan --machine`, of what was measured: medians, with the
     spread of the rounds beside them. Without a GPU the processor is a device with half of the
     memory. Links between devices and the network are assumed."""
-    found = {each.name: each for each in rows}
-    products = max((f"machine.products.{name}" for name in DTYPES), key=lambda n: found[n].median)
-    has_gpu = "machine.link.in" in found
+    by_name = {each.name: each for each in rows}
+    products = max((f"machine.products.{name}" for name in DTYPES), key=lambda n: by_name[n].median)
+    has_gpu = "machine.link.in" in by_name
     memory = memory_left()
     free = {os.stat(folder).st_dev: os.statvfs(folder) for folder in folders}
     room = sum(each.f_bavail * each.f_frsize for each in free.values())
 
     def rate(name: str, unit: float = 1e9) -> str:
-        each = found[name]
+        each = by_name[name]
         low, high = (end * unit for end in ends(each))
         return f"{each.median * unit:.4g}  # of {len(each.rounds)} rounds: {low:.3g} to {high:.3g}"
 
     bandwidth = ""
-    if "gpu.adam.split" in found:  # whose ceiling is a copy inside the device
-        bandwidth = f"\nbandwidth = {found['gpu.adam.split'].ceiling['value'] * 1e9:.4g}"
-    host = f"{found['machine.memory.copy'].median * 1e9 / 2:.4g}"
+    if "gpu.adam.split" in by_name:  # whose ceiling is a copy inside the device
+        bandwidth = f"\nbandwidth = {by_name['gpu.adam.split'].ceiling['value'] * 1e9:.4g}"
+    host = f"{by_name['machine.memory.copy'].median * 1e9 / 2:.4g}"
     link = rate("machine.link.in") if has_gpu else f"{host}  # the processor is the device"
     count = torch.accelerator.device_count() if has_gpu else 1
     of_device = torch.accelerator.get_memory_info()[1] if has_gpu else memory // 2

@@ -51,17 +51,17 @@ def section(found: Mapping[str, Any]) -> str:
         for name, plot in plots.drawn(found).items()
     )
     kept = found.get("settings")
-    told = (
+    marked = (
         [] if kept is not None else ["its settings, its rounds and its machine's facts: not kept"]
     )
     if kept is not None and is_quick(kept):
-        told.append("a quick look: no figure to keep")
+        marked.append("a quick look: no figure to keep")
     if not found.get("complete", True):
-        told.append("interrupted")
+        marked.append("interrupted")
     if kept:
-        told.append(", ".join(f"{name} {value}" for name, value in kept.items()))
-        told.append("load " + " to ".join(str(each) for each in found["load"].values()))
-    marks = "".join(f"<p class='note'>{html.escape(each)}</p>" for each in told)
+        marked.append(", ".join(f"{name} {value}" for name, value in kept.items()))
+        marked.append("load " + " to ".join(str(each) for each in found["load"].values()))
+    marks = "".join(f"<p class='note'>{html.escape(each)}</p>" for each in marked)
     return f"<h2 class='result'>{heading}</h2>{marks}{_table(found['rows'])}{notes}{drawn}"
 
 

@@ -211,17 +211,17 @@ PLOTS: dict[str, Callable[[Points], Figure]] = {
 
 def _limits(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, float], dict[str, float]] | None:
     """Returns the products in GFLOP/s by dtype, and memory and disk in GB/s. None without them."""
-    found = {each["name"]: each["median"] for each in rows}
+    medians = {each["name"]: each["median"] for each in rows}
     products = {
         name.removeprefix("machine.products."): median
-        for name, median in found.items()
+        for name, median in medians.items()
         if name.startswith("machine.products.")
     }
     slopes = {"host memory": "machine.memory.copy", "disk, both ways": "machine.disk.both"}
-    if not products or not found.keys() >= set(slopes.values()):
+    if not products or not medians.keys() >= set(slopes.values()):
         return None
     slopes |= {"link, both ways": "machine.link.both"}
-    return products, {what: found[name] for what, name in slopes.items() if name in found}
+    return products, {what: medians[name] for what, name in slopes.items() if name in medians}
 
 
 def _roofline(rows: Sequence[Mapping[str, Any]]) -> Figure:

@@ -94,7 +94,7 @@ def row(
     """Makes a row from the rounds' values. ``ceiling``: its name, and a value for every round."""
     made = Row(name, unit, statistics.median(values), min(values), max(values), ratios=ratios or {})
     made.rounds = [float(value) for value in values]
-    made.interval = list(found) if (found := intervals.of_median(made.rounds)) else None
+    made.interval = list(interval) if (interval := intervals.of_median(made.rounds)) else None
     made.better = "less" if unit in LESS else "more"
     if ceiling is not None:
         made.limited_by(*ceiling)
@@ -210,14 +210,14 @@ def write_whole(path: Path, text: str) -> None:
 def read(path: Path) -> dict[str, Any]:
     """Reads a result file. Raises ConfigError for what is none, UsageError for a later format."""
     try:
-        found = parse_json(read_text(path))
-        FORMAT.check(path, found)
-        _check(found)
+        content = parse_json(read_text(path))
+        FORMAT.check(path, content)
+        _check(content)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(f"{path} is not a result of a benchmark: {error!r:.200}") from error
-    return found
+    return content
 
 
 def _check(found: Any) -> None:
@@ -334,24 +334,24 @@ def bound_of(rows: Sequence[Row], parameters: float = 7e9) -> str:
     """Returns about what a full fine-tuning step of a model of so many ``parameters`` needs on this
     machine, as far as it was measured, by the ends of each row's interval. Of rows whose rounds
     differ much nothing is said."""
-    found = {row.name: row for row in rows}
-    told, disk = [], ("io.read", "io.write", "io.mixed")
-    if all(name in found and not is_wide(found[name]) for name in disk):
+    by_name = {row.name: row for row in rows}
+    bounds, disk = [], ("io.read", "io.write", "io.mixed")
+    if all(name in by_name and not is_wide(by_name[name]) for name in disk):
         times = []
         for end in (1, 0):
-            read, write, mixed = (ends(found[name])[end] for name in disk)
+            read, write, mixed = (ends(by_name[name])[end] for name in disk)
             both = (READ_NBYTES + WRITTEN_NBYTES) / mixed
             times.append(max(READ_NBYTES / read, WRITTEN_NBYTES / write, both))
-        told.append(f"{span(times, parameters / 1e9)} of this disk, with all state on it")
-    step = found.get("adam.split")
+        bounds.append(f"{span(times, parameters / 1e9)} of this disk, with all state on it")
+    step = by_name.get("adam.split")
     if step is not None and not is_wide(step):
         times = [1 / each for each in reversed(ends(step))]
-        told.append(f"{span(times, parameters / 1e9)} of these processors for its update")
-    if not told:
+        bounds.append(f"{span(times, parameters / 1e9)} of these processors for its update")
+    if not bounds:
         return ""
     return (
         f"A step of a {parameters / 1e9:g} B model (AdamW, bf16 with split masters, fp32 moments,"
-        f" nothing kept in host memory) needs about {', and '.join(told)}."
+        f" nothing kept in host memory) needs about {', and '.join(bounds)}."
     )
 
 

@@ -102,7 +102,7 @@ class Progress:
 
     def tell(self, what: str, *, detail: str = "", share: float | None = None) -> None:
         """Tells what is measured. ``detail`` and ``share``, of what is done, are for the bar."""
-        told, left = ", ".join(filter(None, (self._theme, self._loop, what))), ""
+        place, left = ", ".join(filter(None, (self._theme, self._loop, what))), ""
         if not share:
             self._begun = time.monotonic()
         else:  # of this loop: how many follow it is the theme's own
@@ -110,11 +110,11 @@ class Progress:
             left = f"{format_seconds(seconds)} of this loop left"
         if sys.stderr.isatty():
             filled = round(BAR * (share or 0.0))
-            line = f"[{'#' * filled:.<{BAR}}] {', '.join(filter(None, (told, detail, left)))}"
+            line = f"[{'#' * filled:.<{BAR}}] {', '.join(filter(None, (place, detail, left)))}"
             print(f"\r{line[:WIDTH]:<{WIDTH}}", end="", file=sys.stderr, flush=True)
-        elif told != self._last and share is None:  # a log has no line for each round
-            print(told, file=sys.stderr, flush=True)
-        self._last = told
+        elif place != self._last and share is None:  # a log has no line for each round
+            print(place, file=sys.stderr, flush=True)
+        self._last = place
 
     def clear(self) -> None:
         """Removes the bar, before something else is printed."""

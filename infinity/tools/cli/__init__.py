@@ -78,9 +78,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str):
         """Prints the message, then where the options are listed, and exits."""
-        if found := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
-            known = [name.strip(" '") for name in found[2].split(",")]
-            if near := difflib.get_close_matches(found[1], known, n=1):
+        if choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            known = [name.strip(" '") for name in choice[2].split(",")]
+            if near := difflib.get_close_matches(choice[1], known, n=1):
                 message += f": did you mean {near[0]}?"
             elif "train" in known:
                 message += ": the subcommand comes first"
@@ -92,15 +92,15 @@ class Parser(argparse.ArgumentParser):
     def parse_args(self, args=None, namespace=None):
         """Parses all of ``args``. Exits with a message that names the nearest option if one is
         unknown."""
-        found, left = self.parse_known_args(args, namespace)
+        parsed, left = self.parse_known_args(args, namespace)
         if left:
-            command = command_of(self, found.subcommand) if hasattr(found, "subcommand") else self
+            command = command_of(self, parsed.subcommand) if hasattr(parsed, "subcommand") else self
             names = option_names(command)
             without = [each.metavar or each.dest for each in command._get_positional_actions()]
             command.error(
                 f"unrecognized arguments: {' '.join(left)}{wording.meant(left[0], names, without)}"
             )
-        return found
+        return parsed
 
 
 class Subcommands(argparse.HelpFormatter):

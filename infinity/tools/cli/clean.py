@@ -64,21 +64,21 @@ def run(args: argparse.Namespace) -> int:
     for folder in args.folder:
         if not folder.is_dir():
             raise ConfigError(f"{folder} is not a folder: name folders that exist, or none")
-    found = list(find(args.folder))
+    leftovers = list(find(args.folder))
     if args.yes:
         remove(args.folder)
     if args.json:
-        print(json.dumps({"leftovers": [asdict(each) for each in found], "removed": args.yes}))
+        print(json.dumps({"leftovers": [asdict(each) for each in leftovers], "removed": args.yes}))
         return 0
-    stayed = [each for each in found if args.yes and os.path.lexists(each.path)]
-    for each in found:
+    stayed = [each for each in leftovers if args.yes and os.path.lexists(each.path)]
+    for each in leftovers:
         done = "" if not args.yes else "not removed " if each in stayed else "removed "
         print(f"{done}{format_nbytes(each.nbytes):>11}  {each.path}  ({each.why})")
-    if not found:
+    if not leftovers:
         print("Nothing is left of any job here.")
     elif args.yes:
-        nbytes = sum(each.nbytes for each in found if each not in stayed)
-        print(f"removed {len(found) - len(stayed)} of {len(found)}, {nbytes:,} bytes")
+        nbytes = sum(each.nbytes for each in leftovers if each not in stayed)
+        print(f"removed {len(leftovers) - len(stayed)} of {len(leftovers)}, {nbytes:,} bytes")
     else:
         print("Nothing is removed. Add --yes to remove these.")
     return 0
@@ -129,7 +129,7 @@ def remove(folders: list[Path]) -> None:
 
 
 def _probes(folder: Path) -> list[Path]:
-    found = []
+    probes = []
     for path in folder.iterdir() if os.access(folder, os.R_OK) else ():
         with contextlib.suppress(OSError):  # it may be removed meanwhile
             if (
@@ -139,8 +139,8 @@ def _probes(folder: Path) -> list[Path]:
             ):
                 old = time.time() - status.st_mtime > PROBE_SECONDS
                 if old and [entry.name for entry in path.iterdir()] in ([], ["probe"]):
-                    found.append(path)
-    return found
+                    probes.append(path)
+    return probes
 
 
 def _data(root: Path) -> list[Path]:

@@ -22,9 +22,9 @@ def run(args: argparse.Namespace) -> int:
     """Prints the script, or its words as JSON."""
     from . import build_parser
 
-    found = words(build_parser())
+    tree = words(build_parser())
     print(
-        json.dumps(found) if args.json else script(found, args.shell), end="\n" if args.json else ""
+        json.dumps(tree) if args.json else script(tree, args.shell), end="\n" if args.json else ""
     )
     return 0
 
@@ -64,9 +64,9 @@ def script(found: dict[str, dict[str, list[str]]], shell: str) -> str:
             for option, choices in options.items()
             if choices and option
         ]
-        given = " ".join([option for option in options if option] + options.get("", []))
+        candidates = " ".join([option for option in options if option] + options.get("", []))
         lines.append(
-            f"    {shlex.quote(name)}\\ *) case $word in -*) words={shlex.quote(given)};; *)"
+            f"    {shlex.quote(name)}\\ *) case $word in -*) words={shlex.quote(candidates)};; *)"
             f" words={shlex.quote(' '.join(options.get('', [])))};; esac;;"
         )
     lines += [

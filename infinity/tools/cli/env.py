@@ -248,8 +248,8 @@ def _kernels() -> Finding:
     if not (targets := native.kernel_targets()):
         reason, _, remedy = refusal.partition(". ")
         return Finding("cuda kernels", reason, remedy)
-    told = f"inside, for {_told(targets)}"
-    return Finding("cuda kernels", told if module else f"{told}; not used: {refusal}")
+    place = f"inside, for {_told(targets)}"
+    return Finding("cuda kernels", place if module else f"{place}; not used: {refusal}")
 
 
 def _told(targets: list[str]) -> str:
@@ -266,13 +266,13 @@ def _direct_storage(folders: list[str]) -> list[Finding]:
 
     name = "gpudirect storage"
     found = direct_storage.missing(folders)
-    told = [Finding(f"{name}, {each.part}", each.what, each.remedy) for each in found]
+    findings = [Finding(f"{name}, {each.part}", each.what, each.remedy) for each in found]
     if refusal := direct_storage.refusal(folders):
         return [
             Finding(
                 name, f"not used ({refusal}); bytes from disk pass through registered host memory"
             ),
-            *told,
+            *findings,
         ]
     from infinity import native
 

@@ -87,7 +87,7 @@ def words_of(args: argparse.Namespace) -> list[str]:
     :data:`APART`. Paths that are there are whole: a job may go on in another folder."""
     from . import build_parser, command_of
 
-    found = []
+    words = []
     for action in command_of(build_parser(), "train")._actions:
         value = getattr(args, action.dest, None)
         if value is None or value == action.default or action.dest in APART:
@@ -96,8 +96,8 @@ def words_of(args: argparse.Namespace) -> list[str]:
             if isinstance(each, Path) and (each.exists() or action.dest in ("out", "receipt")):
                 each = os.path.abspath(each)
             option = action.option_strings[0]
-            found.append(option if action.nargs == 0 else f"{option}={each}")
-    return found
+            words.append(option if action.nargs == 0 else f"{option}={each}")
+    return words
 
 
 def _words_of_checkpoint(folder: Path, given: Sequence[str]) -> list[str]:

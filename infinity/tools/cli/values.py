@@ -68,13 +68,13 @@ def a_pair(text: str) -> str:
 
 def value_of(option: str, words: Sequence[str]) -> str | None:
     """Returns the last value of ``option`` in ``words``, or None."""
-    found = None
+    value = None
     for number, word in enumerate(words):
         if word == option and number + 1 < len(words):
-            found = words[number + 1]
+            value = words[number + 1]
         elif word.startswith(f"{option}="):
-            found = word.partition("=")[2]
-    return found
+            value = word.partition("=")[2]
+    return value
 
 
 def parse_seconds(value: float | str, name: str) -> float:

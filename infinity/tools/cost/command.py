@@ -98,10 +98,10 @@ def run(args: argparse.Namespace) -> int:
     if args.hours is not None:
         args.tokens = args.hours * HOUR * next(iter(profile.gpus.values()))
     move = None if args.move is None else parse_move(args.move, profile)
-    found = report(*_rental(args, profile, offers), move)
+    rental = report(*_rental(args, profile, offers), move)
     if args.sky is not None:
-        args.sky.write_text(sky.task(found))
-    print(json.dumps(found) if args.json else printable("\n".join(_lines(found))))
+        args.sky.write_text(sky.task(rental))
+    print(json.dumps(rental) if args.json else printable("\n".join(_lines(rental))))
     return 0
 
 
@@ -109,23 +109,30 @@ def read_profile(path: Path) -> Profile:
     """Reads a profile: the keys of :class:`Profile` in a JSON file, which may have others. Raises
     ConfigError, UsageError for a newer format."""
     try:
-        found = parse_json(read_text(path))
+        profile = parse_json(read_text(path))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from None
-    if isinstance(found, dict):
-        FORMAT.check(path, found)
-    if not isinstance(found, dict) or not isinstance(found.get("gpus"), dict) or not found["gpus"]:
+    if isinstance(profile, dict):
+        FORMAT.check(path, profile)
+    if (
+        not isinstance(profile, dict)
+        or not isinstance(profile.get("gpus"), dict)
+        or not profile["gpus"]
+    ):
         raise ConfigError(
             f'{path} has no "gpus": give the report of `infinity train --json`, or tokens a second'
             ' by GPU, as {"gpus": {"A100": 3000}}'
         )
     names = [field.name for field in dataclasses.fields(Profile) if field.name != "gpus"]
     return Profile(
-        {str(name): _above(rate, f"{path}: gpus: {name}") for name, rate in found["gpus"].items()},
+        {
+            str(name): _above(rate, f"{path}: gpus: {name}")
+            for name, rate in profile["gpus"].items()
+        },
         **{
-            name: None if found.get(name) is None else _above(found[name], f"{path}: {name}", 0)
+            name: None if profile.get(name) is None else _above(profile[name], f"{path}: {name}", 0)
             for name in names
         },
     )
@@ -195,23 +202,23 @@ def parse_move(text: str, profile: Profile) -> Move:
     """Parses "seconds=auto dollars=9". ``auto``: a save and a restart, of the profile.
     ``dollars=0.09/GB``: for each 10^9 bytes of the checkpoint. Raises ConfigError."""
     pairs = [word.partition("=") for word in text.replace(",", " ").split()]
-    given = {key: value for key, _, value in pairs}
-    if len(given) != len(pairs) or not set(given) <= {"seconds", "dollars"}:
+    values = {key: value for key, _, value in pairs}
+    if len(values) != len(pairs) or not set(values) <= {"seconds", "dollars"}:
         raise ConfigError(f"--move {text!r}: give it as 'seconds=auto dollars=9'")
-    if (seconds := given.get("seconds", "auto")) == "auto":
+    if (seconds := values.get("seconds", "auto")) == "auto":
         lasts = profile.known_save("--move seconds=auto") + profile.restart
     else:
         lasts = parse_seconds(seconds, "--move: seconds")
     if lasts >= DAY:
         raise ConfigError(f"--move: a move of {format_seconds(lasts)} must last less than a day")
-    number, per, unit = given.get("dollars", "0").partition("/")
+    number, per, unit = values.get("dollars", "0").partition("/")
     try:
         dollars = _above(float(number), "--move: dollars", 0)
     except ValueError as error:
         raise ConfigError(f"--move: dollars={number!r} is not a number from 0 on") from error
     if per and (unit.upper() != "GB" or profile.checkpoint_nbytes is None):
         raise ConfigError(
-            f"--move: dollars={given['dollars']!r}: give dollars, or dollars/GB with the profile's"
+            f"--move: dollars={values['dollars']!r}: give dollars, or dollars/GB with the profile's"
             " checkpoint_nbytes"
         )
     return Move(dollars * (profile.checkpoint_nbytes or 0.0) / 1e9 if per else dollars, lasts)

@@ -194,8 +194,8 @@ class Rental:
                 " others, or give a later start"
             )
         times = [self.start + day * DAY for day in range(days)]
-        found = [[each.price_at(time) for each in self.offers] for time in times]
-        return self.nodes * np.array(found)
+        by_time = [[each.price_at(time) for each in self.offers] for time in times]
+        return self.nodes * np.array(by_time)
 
     def stays(self) -> list[Bill | None]:
         """Returns the bill for staying at each offer; None where it has no price at the start, or

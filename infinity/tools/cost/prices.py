@@ -49,8 +49,8 @@ class Offer:
 
     def price_at(self, time: float) -> float:
         """Returns dollars per hour at a time; infinite before the first price that was seen."""
-        found = bisect_right(self.times, time)
-        return self.dollars[found - 1] if found else math.inf
+        place = bisect_right(self.times, time)
+        return self.dollars[place - 1] if place else math.inf
 
 
 def read_prices(path: Path) -> list[Offer]:
@@ -73,11 +73,11 @@ def read_prices(path: Path) -> list[Offer]:
         time = parse_time(row["time"], f"{where}: time") if row["time"] else -math.inf
         of = (row["cloud"], row["zone"], row["instance"], row["gpu"], int(count), market)
         seen[of].append((time, dollars))
-    found = []
+    offers = []
     for of, prices in seen.items():
         prices.sort(key=lambda each: each[0])  # of the same time the last line holds
-        found.append(Offer(*of, *(tuple(each) for each in zip(*prices))))
-    return sorted(found)
+        offers.append(Offer(*of, *(tuple(each) for each in zip(*prices))))
+    return sorted(offers)
 
 
 @dataclass(frozen=True)

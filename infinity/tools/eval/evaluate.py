@@ -137,10 +137,10 @@ def _of_data(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         args.data_limit = DEFAULT_DATA_LIMIT if args.held_out else str(MOST_NBYTES)
     files = find_files(args)
     tell_skipped(files, console)
-    found = find(args)
-    check_vocabulary(found.model_config, found.tokenizer)
+    model_files = find(args)
+    check_vocabulary(model_files.model_config, model_files.tokenizer)
     batches = read_batches(
-        args, files, found.model_config, found.tokenizer, whole=not args.held_out
+        args, files, model_files.model_config, model_files.tokenizer, whole=not args.held_out
     )
     if isinstance(batches, ExampleBatches):
         tell_read(console, batches.corpus)
@@ -148,7 +148,7 @@ def _of_data(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     count = sum(map(learned_count, held_out))
     if not count:
         raise ConfigError(f"--data: {args.data} has no token that is predicted from another one")
-    model = opened(found, args)
+    model = opened(model_files, args)
     with no_cache(model):
         loss = held_out_loss(model, held_out)
     if not math.isfinite(loss):
@@ -169,10 +169,10 @@ def _of_data(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 def _of_tasks(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Returns lm-eval's scores."""
     tasks = find_tasks(args)
-    found = with_tokenizer(find(args))
-    check_vocabulary(found.model_config, found.tokenizer)
+    model_files = with_tokenizer(find(args))
+    check_vocabulary(model_files.model_config, model_files.tokenizer)
     console.print(f"lm-eval: {', '.join(tasks.names)}")
-    return score(opened(found, args), found.tokenizer, tasks, args)
+    return score(opened(model_files, args), model_files.tokenizer, tasks, args)
 
 
 MOST_NATS = 709  # whose exponential is a float

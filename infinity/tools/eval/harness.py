@@ -28,10 +28,10 @@ class Tasks:
 def find_tasks(args: argparse.Namespace) -> Tasks:
     """Finds the tasks that ``args.tasks`` names, and loads their questions, which lm-eval may
     download. Raises ConfigError for names that are unknown and tasks that cannot be loaded."""
-    given = [name.strip() for name in args.tasks.split(",") if name.strip()]
-    if not given:
+    asked = [name.strip() for name in args.tasks.split(",") if name.strip()]
+    if not asked:
         raise ConfigError("--tasks names no task: give as many as you like, as arc_easy,hellaswag")
-    files = [name for name in given if name.endswith(FILES)]
+    files = [name for name in asked if name.endswith(FILES)]
     for name in files:
         if not Path(name).is_file():
             raise ConfigError(
@@ -50,23 +50,23 @@ def find_tasks(args: argparse.Namespace) -> Tasks:
         manager = TaskManager(
             include_path=args.include and str(args.include), include_defaults=False
         )
-        single = all(name in manager.all_subtasks or name in files for name in given)
+        single = all(name in manager.all_subtasks or name in files for name in asked)
         if not single or any(GROUP.search(Path(name).read_text()) for name in files):
             # Its own thousands of tasks take seconds to list
             manager = TaskManager(include_path=args.include and str(args.include))
     except Exception as error:  # noqa: BLE001 - a file of a task may be wrong in every way
         raise ConfigError(f"lm-eval cannot read the tasks of --include: {_line(error)}") from None
     names: list[str] = []
-    for name in given:
-        found = [name] if name in files else manager.match_tasks([name])
-        if not found:
+    for name in asked:
+        matches = [name] if name in files else manager.match_tasks([name])
+        if not matches:
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
             hint = f": did you mean {' or '.join(near)}?" if near else "."
             raise ConfigError(
                 f"--tasks: lm-eval knows no task {name}{hint} `lm-eval ls tasks` lists all; a task"
                 " of your own is a YAML file, given by its path or in the folder of --include"
             )
-        names += [each for each in found if each not in names]
+        names += [each for each in matches if each not in names]
     _load(manager, names, allowed=args.confirm_run_unsafe_code)
     return Tasks(names, manager)
 
@@ -99,7 +99,7 @@ def score(model: Any, tokenizer: Any, tasks: Tasks, args: argparse.Namespace) ->
     asked = HFLM(
         pretrained=model, backend="causal", tokenizer=tokenizer, batch_size=args.batch_size
     )
-    found = simple_evaluate(
+    scores = simple_evaluate(
         asked,
         tasks=tasks.names,
         task_manager=tasks.manager,
@@ -110,10 +110,10 @@ def score(model: Any, tokenizer: Any, tasks: Tasks, args: argparse.Namespace) ->
         log_samples=False,
     )
     return {
-        "tasks": found["results"],
-        "fewshot": found["n-shot"],
-        "samples": found.get("n-samples", {}),
-        "versions": found["versions"],
+        "tasks": scores["results"],
+        "fewshot": scores["n-shot"],
+        "samples": scores.get("n-samples", {}),
+        "versions": scores["versions"],
     }
 
 

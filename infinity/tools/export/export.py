@@ -90,17 +90,17 @@ def run(args: argparse.Namespace) -> int:
             " when asked to. Give another name, or --overwrite to replace it."
         )
     change = None if args.merge is None else _merging(model, args.merge)
-    told: dict[str, Any] = {}
+    written_gguf: dict[str, Any] = {}
     written = export(
         args.checkpoint,
         args.out,
         dtype=DTYPES[args.dtype] if args.dtype else None,
         model=model,
         change=change,
-        write=None if args.gguf is None else partial(_write_gguf, args, told),
+        write=None if args.gguf is None else partial(_write_gguf, args, written_gguf),
         tokenizer=args.merge,
     )
-    written |= told
+    written |= written_gguf
     if args.json:
         print(json.dumps({"out": str(args.out)} | written))
     else:
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
             f"{written['parameters']:,} parameters ({format_nbytes(written['nbytes'])}) written to"
             f" {args.out}"
         )
-        for note in told.get("notes", ()):
+        for note in written_gguf.get("notes", ()):
             print(f"Differs: {note}")
     return 0
 
@@ -126,10 +126,10 @@ def _check_inputs(args: argparse.Namespace) -> None:
     from ...ext.checkpoint.manifest import what_it_is
     from ...ext.packed.unpacked import is_scaled, packing_of
 
-    found = args.checkpoint
-    if not found.exists():
-        raise UsageError(f"there is no {found}: CHECKPOINT comes first, then OUT")
-    if in_gguf := _in_gguf(found):
+    path = args.checkpoint
+    if not path.exists():
+        raise UsageError(f"there is no {path}: CHECKPOINT comes first, then OUT")
+    if in_gguf := _in_gguf(path):
         name = in_gguf.name if in_gguf.suffix == ".gguf" else f"{in_gguf.name}.gguf"
         raise UsageError(
             f"{in_gguf} is a model in GGUF, which export does not read. llama.cpp and Ollama run"
@@ -143,23 +143,23 @@ def _check_inputs(args: argparse.Namespace) -> None:
             if args.gguf
             else f"{args.out} is the name of a GGUF file: add --gguf f16 (or bf16, or q8_0)"
         )
-    if found.is_file() and found.suffix == ".json":
-        raise UsageError(f"{found} is not a checkpoint: give its folder")
-    if (found / "adapter_config.json").is_file():
+    if path.is_file() and path.suffix == ".json":
+        raise UsageError(f"{path} is not a checkpoint: give its folder")
+    if (path / "adapter_config.json").is_file():
         raise UsageError(
-            f"{found} is an adapter already: merge it into its base with `infinity export BASE OUT"
-            f" --merge {found}`"
+            f"{path} is an adapter already: merge it into its base with `infinity export BASE OUT"
+            f" --merge {path}`"
         )
-    if found.is_dir() and not any(found.iterdir()):
-        raise UsageError(f"{what_it_is(found)}: give the folder that a save, or a trainer, wrote")
+    if path.is_dir() and not any(path.iterdir()):
+        raise UsageError(f"{what_it_is(path)}: give the folder that a save, or a trainer, wrote")
     if args.merge is not None and not (args.merge / "adapter_config.json").is_file():
         raise ConfigError(
             f"--merge {args.merge}: no adapter_config.json in it: give the folder that PEFT saved"
         )
-    for folder in (found, args.model):
+    for folder in (path, args.model):
         if folder is not None and (folder / "config.json").is_file():
-            told = packing_of(folder)
-            if told and not told.get("load_in_4bit") and not is_scaled(told):
+            packing = packing_of(folder)
+            if packing and not packing.get("load_in_4bit") and not is_scaled(packing):
                 raise ConfigError(
                     f"{folder} is packed in a form that is not unpacked here (quantization_config):"
                     " give the model that it was made of, or one in bitsandbytes' 4 bits, FP8 or"

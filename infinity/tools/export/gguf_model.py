@@ -63,8 +63,8 @@ def check_family(folder: Path, out: Path) -> None:
     """Raises ConfigError if the model that ``folder`` describes is of another family. Builds
     nothing."""
     try:
-        told = json.loads((folder / "config.json").read_text())
-        kind = told.get("model_type")
+        config = json.loads((folder / "config.json").read_text())
+        kind = config.get("model_type")
     except (ValueError, AttributeError) as error:
         raise ConfigError(f"{folder / 'config.json'} is not a model's configuration") from error
     if kind not in FAMILIES:
@@ -177,9 +177,9 @@ def _family_of(model: nn.Module | None, remedy: str) -> _Family:
         ),
         f"head_dim is {head}": family.arch == "qwen2" and heads * head != config.hidden_size,
     }
-    if told := [each for each, differs in cause.items() if differs]:
+    if causes := [each for each, differs in cause.items() if differs]:
         raise ConfigError(
-            f"llama.cpp runs a {config.model_type} differently: {'; '.join(told)}. {remedy}"
+            f"llama.cpp runs a {config.model_type} differently: {'; '.join(causes)}. {remedy}"
         )
     return family
 
@@ -202,12 +202,12 @@ class _Rope:
         """Reads a configuration of transformers. Raises ConfigError for another kind, or settings
         of one, for which llama.cpp has no place."""
         theirs = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None)
-        told = {name: value for name, value in (theirs or {}).items() if value is not None}
-        kind = told.pop("rope_type", told.pop("type", "default"))
-        told.pop("type", None)
-        base = told.pop("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
-        if told.get("partial_rotary_factor", 1) == 1:
-            told.pop("partial_rotary_factor", None)
+        settings = {name: value for name, value in (theirs or {}).items() if value is not None}
+        kind = settings.pop("rope_type", settings.pop("type", "default"))
+        settings.pop("type", None)
+        base = settings.pop("rope_theta", getattr(config, "rope_theta", None) or 10000.0)
+        if settings.get("partial_rotary_factor", 1) == 1:
+            settings.pop("partial_rotary_factor", None)
         known = {
             "default": set(),
             "linear": {"factor"},
@@ -218,7 +218,7 @@ class _Rope:
                 *("factor", "original_max_position_embeddings"),
                 *("low_freq_factor", "high_freq_factor"),
             }
-        if kind not in known or (more := told.keys() - known[kind]):
+        if kind not in known or (more := settings.keys() - known[kind]):
             what = f"rope_type {kind!r}" if kind not in known else f"{', '.join(sorted(more))}"
             raise ConfigError(
                 f"rope_parameters have {what}: written are {', '.join(known)}, with their usual"
@@ -230,7 +230,7 @@ class _Rope:
             scaled, _ = library.ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
             even = torch.arange(0, _head_of(config), 2, dtype=torch.int64).float()
             factors = (1 / base ** (even / _head_of(config))) / scaled
-        return cls(kind, base, told, factors)
+        return cls(kind, base, settings, factors)
 
     def write(self, gguf: Any, writer: Any, config: Any) -> None:
         """Adds the metadata."""
@@ -265,14 +265,14 @@ def _notes_of_window(config: Any) -> list[str]:
 def _write_other_ends(writer: Any, config: Any, beside: Path | None, tokenizer: Any) -> list[str]:
     """Adds a second token that ends an answer: a file has room for the tokenizer's own and one
     more. Returns what is said of others."""
-    told = None
+    own_ends = None
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        told = json.loads((Path(beside or "") / "generation_config.json").read_text()).get(
+        own_ends = json.loads((Path(beside or "") / "generation_config.json").read_text()).get(
             "eos_token_id"
         )
-    told = config.eos_token_id if told is None else told
-    given = told if isinstance(told, list) else [told]
-    ends = [each for each in given if each not in (None, tokenizer.eos_token_id)]
+    own_ends = config.eos_token_id if own_ends is None else own_ends
+    all_ends = own_ends if isinstance(own_ends, list) else [own_ends]
+    ends = [each for each in all_ends if each not in (None, tokenizer.eos_token_id)]
     if ends:
         writer.add_eot_token_id(ends[0])
     left = ", ".join(map(str, ends[1:]))
@@ -321,14 +321,14 @@ def _named(
                 f"{name} is of shape {shape}, and config.json says {tuple(wanted[name].shape)}:"
                 " give the configuration that the weights were saved with"
             )
-    found, homeless = {}, []
+    sources_by_name, homeless = {}, []
     for name, source in sources.items():
         own = names.get_name(name, try_suffixes=(".weight", ".bias"))
         is_bias = name.endswith(".bias")
         if name not in wanted or own is None or (is_bias and not _has_bias(family, own)):
             homeless.append(name)
             continue
-        found[own] = _in_order(config, own, source) if family.turns else source
+        sources_by_name[own] = _in_order(config, own, source) if family.turns else source
     missing = [name for name in wanted if name not in sources]
     if missing or homeless:
         which = ", ".join((homeless or missing)[:3])
@@ -339,8 +339,8 @@ def _named(
             else f"{len(missing)} of the model's tensors are missing ({which}): it is not whole"
         )
     if rope.factors is not None:
-        found["rope_freqs.weight"] = Source.of(rope.factors)
-    return found
+        sources_by_name["rope_freqs.weight"] = Source.of(rope.factors)
+    return sources_by_name
 
 
 def _has_bias(family: _Family, own: str) -> bool:

@@ -44,17 +44,17 @@ def read_tokenizer(folder: Path | None, remedy: str) -> Any:
     try:
         if folder is None:
             raise ValueError("no folder with one is known")
-        found = transformers.AutoTokenizer.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-        found.backend_tokenizer  # noqa: B018  only fast ones have it
+        tokenizer.backend_tokenizer  # noqa: B018  only fast ones have it
     except (OSError, ValueError, AttributeError, ImportError, TypeError, KeyError) as error:
         raise ConfigError(
             f"a GGUF file includes the tokenizer, and {folder or 'the checkpoint'} has none that is"
             f" read ({str(error).strip().splitlines()[0]}): save it there by"
             f" tokenizer.save_pretrained, or give --model DIR for the folder that has it. {remedy}"
         ) from error
-    return found
+    return tokenizer
 
 
 def write_vocabulary(writer: Any, tokenizer: Any, nrows: int, remedy: str) -> list[str]:
@@ -66,11 +66,11 @@ def write_vocabulary(writer: Any, tokenizer: Any, nrows: int, remedy: str) -> li
     Returns in words what llama.cpp does differently behind special tokens. Raises ConfigError, with
     ``remedy``, for a tokenizer that it would run differently elsewhere.
     """
-    told = json.loads(tokenizer.backend_tokenizer.to_str())
+    parsed = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = tokenizer.get_vocab()
-    if told["model"]["type"] != "BPE":
+    if parsed["model"]["type"] != "BPE":
         raise ConfigError(
-            f"the tokenizer is a {told['model']['type']}: written are those of BPE (bytes, or"
+            f"the tokenizer is a {parsed['model']['type']}: written are those of BPE (bytes, or"
             f" letters with byte fallback). {remedy}"
         )
     if max(vocabulary.values()) >= nrows:
@@ -78,28 +78,28 @@ def write_vocabulary(writer: Any, tokenizer: Any, nrows: int, remedy: str) -> li
             f"the tokenizer has a token {max(vocabulary.values())}, and the embedding {nrows} rows:"
             " it is the tokenizer of another model"
         )
-    kinds = dict(_kinds(told))
+    kinds = dict(_kinds(parsed))
     names = {at: token for token, at in vocabulary.items()}
     tokens = [names.get(at, f"[PAD{at}]") for at in range(nrows)]
     unused = {f"[PAD{at}]": 5 for at in range(nrows) if at not in names}  # gguf.TokenType
-    notes = _notes_of(told)
-    if more := [name for name in UNUSUAL if told["model"].get(name)]:
+    notes = _notes_of(parsed)
+    if more := [name for name in UNUSUAL if parsed["model"].get(name)]:
         raise ConfigError(
             f"the tokenizer merges with {', '.join(more)}, for which a GGUF file has no place."
             f" {remedy}"
         )
     merges = [
-        pair if isinstance(pair, list) else pair.split(" ") for pair in told["model"]["merges"]
+        pair if isinstance(pair, list) else pair.split(" ") for pair in parsed["model"]["merges"]
     ]
-    if told["model"].get("byte_fallback"):
+    if parsed["model"].get("byte_fallback"):
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
-        scheme = _space_before(told, remedy)
+        scheme = _space_before(parsed, remedy)
         writer.add_add_space_prefix(scheme is not None)
         if scheme not in (None, "prepend"):
             notes.append("llama.cpp puts a space before a text behind a special token, too")
         ranks = {first + second: at for at, (first, second) in reversed(list(enumerate(merges)))}
-        if told["model"].get("ignore_merges"):
+        if parsed["model"].get("ignore_merges"):
             raise ConfigError(f"the tokenizer takes whole words before it merges. {remedy}")
         if other := _merged_otherwise(vocabulary, merges):
             notes.append(
@@ -108,10 +108,10 @@ def write_vocabulary(writer: Any, tokenizer: Any, nrows: int, remedy: str) -> li
             )
         writer.add_token_scores([-float(ranks.get(token, len(merges))) for token in tokens])
         kinds |= {f"<0x{byte:02X}>": 6 for byte in range(256)}
-        kinds |= {told["model"]["unk_token"]: 2} if told["model"].get("unk_token") else {}
+        kinds |= {parsed["model"]["unk_token"]: 2} if parsed["model"].get("unk_token") else {}
     else:
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(_pre_of(told, remedy))
+        writer.add_tokenizer_pre(_pre_of(parsed, remedy))
         writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_token_list(tokens)
     writer.add_token_types([(kinds | unused).get(token, 1) for token in tokens])
@@ -221,13 +221,13 @@ def _space_before(told: dict[str, Any], remedy: str) -> str | None:
         *_steps(told["normalizer"], "normalizers"),
         *_steps(told["pre_tokenizer"], "pretokenizers"),
     ]
-    found = None
+    scheme = None
     for step in steps:
         kind = step["type"]
         if kind == "Prepend" and step["prepend"] == SPACE:
-            found = "prepend"
+            scheme = "prepend"
         elif kind == "Metaspace" and step["replacement"] == SPACE and not step.get("split", True):
-            found = found or {"never": None}.get(step["prepend_scheme"], step["prepend_scheme"])
+            scheme = scheme or {"never": None}.get(step["prepend_scheme"], step["prepend_scheme"])
         elif not (
             kind == "Replace" and step["content"] == SPACE and step["pattern"] == {"String": " "}
         ):
@@ -235,4 +235,4 @@ def _space_before(told: dict[str, Any], remedy: str) -> str | None:
                 f"the tokenizer changes or splits a text by {kind}, for which a GGUF file has no"
                 f" place. {remedy}"
             )
-    return found
+    return scheme

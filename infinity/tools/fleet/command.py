@@ -87,9 +87,9 @@ def run(args: argparse.Namespace) -> int:
 
 def read_fleet(path: Path) -> Fleet:
     """Reads a fleet. Raises ConfigError for a file that is none."""
-    found = read_table(path)
-    workers, jobs = _tables(path, found, "workers"), _tables(path, found, "jobs")
-    _check_keys(found, ("workers", "jobs"), str(path))
+    content = read_table(path)
+    workers, jobs = _tables(path, content, "workers"), _tables(path, content, "jobs")
+    _check_keys(content, ("workers", "jobs"), str(path))
     for kind, table in workers.items():
         _check_keys(table, WORKER_KEYS, f"{path}: workers.{kind}", needed="count")
     for name, table in jobs.items():

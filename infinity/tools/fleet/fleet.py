@@ -202,7 +202,7 @@ def _most(fleet: Fleet, gain: np.ndarray, floor: float | None) -> tuple[np.ndarr
     least = np.zeros(len(above))
     if floor is None:
         least[-jobs:] = scale / most
-    found = linprog(
+    solution = linprog(
         np.append(0 * gain, -1.0) if floor is None else np.append(-gain / scale, 0.0),
         A_ub=np.column_stack([above, least]),
         b_ub=limits,
@@ -210,7 +210,7 @@ def _most(fleet: Fleet, gain: np.ndarray, floor: float | None) -> tuple[np.ndarr
         method="highs",
         options={"primal_feasibility_tolerance": TOLERANCE},
     )
-    if found.status == 2 and len(needed):
+    if solution.status == 2 and len(needed):
         named = [
             f"jobs.{name} needs {each:.4g} steps/s" for name, each in zip(fleet.jobs, due) if each
         ]
@@ -218,10 +218,10 @@ def _most(fleet: Fleet, gain: np.ndarray, floor: float | None) -> tuple[np.ndarr
             f"the deadlines cannot be met together: {', '.join(named)}. Give later deadlines, or"
             " more workers."
         )
-    if found.status != 0:
-        raise InternalError(f"the linear programme of a fleet was not solved: {found.message}")
-    shares = found.x[:-1].reshape(jobs, kinds).clip(0.0, 1.0) + 0.0  # no -0.0
-    return shares, float(found.x[-1] * scale)
+    if solution.status != 0:
+        raise InternalError(f"the linear programme of a fleet was not solved: {solution.message}")
+    shares = solution.x[:-1].reshape(jobs, kinds).clip(0.0, 1.0) + 0.0  # no -0.0
+    return shares, float(solution.x[-1] * scale)
 
 
 class Rounds:
@@ -273,7 +273,7 @@ def finish_times(fleet: Fleet, policy: str) -> dict[str, Finish]:
     what :func:`allocate` raises."""
     priced = all(workers.dollars_per_hour is not None for workers in fleet.workers.values())
     now, left = 0.0, dict(fleet.jobs)
-    found: dict[str, Finish] = {}
+    finishes: dict[str, Finish] = {}
     dollars = dict.fromkeys(left, 0.0)
     while left:
         part = Fleet(fleet.workers, left)
@@ -288,13 +288,13 @@ def finish_times(fleet: Fleet, policy: str) -> dict[str, Finish]:
             }
         ending = [name for name, each in zip(left, seconds) if each <= passed * (1 + SLACK)]
         now += float(passed)
-        found |= {name: Finish(now, dollars[name] if priced else None) for name in ending}
+        finishes |= {name: Finish(now, dollars[name] if priced else None) for name in ending}
         left = {
             name: _later(job, passed, rate)
             for (name, job), rate in zip(left.items(), rates)
             if name not in ending
         }
-    return {name: found[name] for name in fleet.jobs}
+    return {name: finishes[name] for name in fleet.jobs}
 
 
 def _later(job: FleetJob, passed: float, rate: float) -> FleetJob:

@@ -136,11 +136,11 @@ class Speaker:
 
     def __init__(self, args: argparse.Namespace):
         """Reads the model. Raises ConfigError if it cannot be read."""
-        found = with_tokenizer(find(args))
-        self.tokenizer = found.tokenizer
-        check_vocabulary(found.model_config, self.tokenizer)
-        self.model = opened(found, args, seed=args.seed)
-        self._limit = max_positions(found.model_config)
+        model_files = with_tokenizer(find(args))
+        self.tokenizer = model_files.tokenizer
+        check_vocabulary(model_files.model_config, self.tokenizer)
+        self.model = opened(model_files, args, seed=args.seed)
+        self._limit = max_positions(model_files.model_config)
         self._given = {"max_new_tokens": args.max_new_tokens} | _drawing(args)
         self._seed = args.seed
 
@@ -160,20 +160,20 @@ class Speaker:
                 f"the prompt has {tokens.shape[1]} tokens, and the model takes {self._limit} with"
                 " the answer: give a shorter prompt"
             )
-        given = dict(self._given)
-        given["max_new_tokens"] = min(given["max_new_tokens"], self._limit - tokens.shape[1])
+        options = dict(self._given)
+        options["max_new_tokens"] = min(options["max_new_tokens"], self._limit - tokens.shape[1])
         if show:
-            given["streamer"] = _streamer(self.tokenizer)
+            options["streamer"] = _streamer(self.tokenizer)
         pad = self.tokenizer.pad_token_id
-        given["pad_token_id"] = self.tokenizer.eos_token_id if pad is None else pad
+        options["pad_token_id"] = self.tokenizer.eos_token_id if pad is None else pad
         if self.tokenizer.eos_token_id is not None:
-            given["eos_token_id"] = self._ends()
+            options["eos_token_id"] = self._ends()
         where = next(self.model.parameters()).device
         torch.manual_seed(self._seed)
         tokens = tokens.to(where)
         with torch.no_grad():
-            found = self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **given)
-        return self.tokenizer.decode(found[0, tokens.shape[1] :], skip_special_tokens=True)
+            output = self.model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        return self.tokenizer.decode(output[0, tokens.shape[1] :], skip_special_tokens=True)
 
     def _ends(self) -> list[int]:
         """Returns the tokens that end an answer: the tokenizer's, and the model's own."""
@@ -197,6 +197,6 @@ def _drawing(args: argparse.Namespace) -> dict[str, Any]:
     """Returns how tokens are drawn; what was not given is the model's own."""
     if args.temperature == 0:
         return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    given = {"temperature": args.temperature, "top_p": args.top_p}
-    given = {name: value for name, value in given.items() if value is not None}
-    return given | ({"do_sample": True} if given else {})
+    options = {"temperature": args.temperature, "top_p": args.top_p}
+    options = {name: value for name, value in options.items() if value is not None}
+    return options | ({"do_sample": True} if options else {})

@@ -143,13 +143,13 @@ def _base_of(folder: Path) -> Path:
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{folder / ADAPTER_CONFIG} does not name the model that it adapts")
     try:
-        found = find_model(Path(name), option="")
+        base = find_model(Path(name), option="")
     except ConfigError as error:
         raise ConfigError(
             f"the adapter {folder} names its base {name}, which cannot be read here: change"
             f" base_model_name_or_path in {folder / ADAPTER_CONFIG} ({error})"
         ) from None
-    return found
+    return base
 
 
 def _with_adapter(model: Any, folder: Path) -> Any:
@@ -171,7 +171,7 @@ def _with_adapter(model: Any, folder: Path) -> Any:
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the engine's options that were given. A folder for swap files is found if needed."""
-    given = {
+    options = {
         "params": args.params,
         "nvme_paths": paths_of(args.nvme_path) or "auto",
         "host_memory": args.host_memory,
@@ -179,4 +179,4 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
         "nvme_capacity": args.nvme_capacity,
         "device": args.device,
     }
-    return {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in options.items() if value is not None}

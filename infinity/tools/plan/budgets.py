@@ -20,7 +20,7 @@ def budgets_of(given: argparse.Namespace, config: Any, is_named: bool) -> Budget
     """Describes the budgets of a plan: of the options ``given``, of the configuration that has
     them, of the machine if one ``is_named``, else of what is free here. A tier without one is left
     out."""
-    found: Budgets = {}
+    budgets: Budgets = {}
     for tier in Tier:
         nbytes, source = getattr(config, BUDGETS[tier]), GIVEN
         if is_named and getattr(given, BUDGETS[tier]) is None:
@@ -28,8 +28,8 @@ def budgets_of(given: argparse.Namespace, config: Any, is_named: bool) -> Budget
         elif nbytes is None:
             nbytes, source = _free_here(tier, config)
         if nbytes is not None:
-            found[str(tier)] = {"nbytes": int(nbytes), "from": source}
-    return found
+            budgets[str(tier)] = {"nbytes": int(nbytes), "from": source}
+    return budgets
 
 
 def _free_here(tier: Tier, config: Any) -> tuple[int | None, str]:

@@ -119,13 +119,13 @@ def predict_cluster(
         "meetings": passes * MEETINGS * barrier_seconds(ranks, machine),
     }
     passing = passes * sum(bool(count) for count in gathers)
-    told = _assumptions(machine, ranks, sum(gathers) / max(1, passing), plan)
+    assumptions = _assumptions(machine, ranks, sum(gathers) / max(1, passing), plan)
     if steps[Tier.DEVICE] and machine.device_bandwidth is None:
-        told += (
+        assumptions += (
             "the optimizer's time on the device is not counted: the machine file has no bandwidth"
             " in [devices]",
         )
-    return ClusterPrediction(ranks, sum(gathers), edges, seconds, told)
+    return ClusterPrediction(ranks, sum(gathers), edges, seconds, assumptions)
 
 
 def averaged_passes(config: Config, passes: int) -> int:
@@ -168,16 +168,16 @@ def barrier_seconds(ranks: int, machine: Machine) -> float:
 
 def _assumptions(machine: Machine, ranks: int, gathers: float, plan: MemoryPlan) -> tuple[str, ...]:
     """Lists what every prediction assumes. ``gathers``: of a unit in a pass, on average."""
-    found = [f"{machine.name}: rates of the machine file, which names its sources"]
+    lines = [f"{machine.name}: rates of the machine file, which names its sources"]
     if ranks == 1:
-        found += [
+        lines += [
             "one rank; every disk has an equal part of the state",
             "the compute, both directions of the link, the disks (with their checksums) and the"
             " optimizer each run one job after the other; the processor launches ahead of the"
             " device; an embedding's lookup takes no time",
         ]
     else:
-        found += [
+        lines += [
             "one rank for each device, all of them data ranks (ZeRO-3); every disk has an equal"
             " part of the state",
             f"rings: each rank receives all but its own part, in {ranks - 1} messages a collective,"
@@ -187,11 +187,11 @@ def _assumptions(machine: Machine, ranks: int, gathers: float, plan: MemoryPlan)
             UNCHECKED,
         ]
     if plan.device_window_nbytes:
-        found.append(
+        lines.append(
             f"a unit is gathered {gathers:.2g} times a pass on average, in a window of"
             f" {format_nbytes(plan.device_window_nbytes)}"
         )
-    return tuple(found)
+    return tuple(lines)
 
 
 def edges_of(
@@ -245,12 +245,12 @@ def gathers_of(plan: MemoryPlan, units: Sequence[UnitSize], tied: str = "") -> l
     order = _in_order(units)
     sizes = [_passing_nbytes(plan, units, index) for index in order]
     again = _place_of(units, order, tied)
-    found = Counter(
+    counts = Counter(
         order[gather.unit]
         for gather in plan_gathers(sizes, plan.device_window_nbytes, again=again)
         if sizes[gather.unit]
     )
-    return [found[index] for index in range(len(units))]
+    return [counts[index] for index in range(len(units))]
 
 
 def _in_order(units: Sequence[UnitSize]) -> list[int]:
@@ -290,11 +290,11 @@ def timeline_of(
     counts = {index: sum(flat.numel for flat in units[index].flat_params) for index in order}
     computes = {index: count * (units[index].name != lookup) for index, count in counts.items()}
     total = sum(computes.values()) or 1
-    found = []
+    steps = []
     for index in order:
         each = compute / passes * computes[index] / total
         own, head = (0.0, each) if units[index].name == tied else (each, 0.0)
-        found.append(
+        steps.append(
             replace(
                 _transfers_of(plan, units, index, machine),
                 forward=own * forward,
@@ -305,7 +305,7 @@ def timeline_of(
         )
     again = _place_of(units, order, tied)
     window = plan.device_window_nbytes
-    return simulate(found, window, passes=passes, after_backward=clips, again=again)
+    return simulate(steps, window, passes=passes, after_backward=clips, again=again)
 
 
 def _transfers_of(

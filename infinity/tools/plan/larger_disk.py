@@ -21,7 +21,7 @@ def with_larger_disk(
 ) -> CapacityError:
     """Returns ``error`` with the capacity of a disk with which the plan fits, tried; the same if
     there is none. ``machine``: what is planned for; None: this one."""
-    given = job.config.nvme_capacity
+    capacity = job.config.nvme_capacity
     if str(error).startswith("nvme_capacity"):  # it says what is enough, to the byte
         return error
     nbytes = _planned(job, machine, nodes, ANY)
@@ -30,14 +30,14 @@ def with_larger_disk(
     if most is None:
         return error
     size = f"--nvme-capacity {most // GIB}GiB"
-    if given is None:
+    if capacity is None:
         return CapacityError(f"{error} or plan with a disk: {size}")
-    if most <= int(given):
+    if most <= int(capacity):
         return error
-    less = _planned(job, machine, nodes, int(given), moments="int8") is not None
+    less = _planned(job, machine, nodes, int(capacity), moments="int8") is not None
     return CapacityError(
         f"the disk is full: {format_nbytes(most)} would be on it, and it has"
-        f" {format_nbytes(int(given))} to plan with."
+        f" {format_nbytes(int(capacity))} to plan with."
         f" Plan with {'moments in 8 bits: --moments int8, or with ' if less else ''}a larger one:"
         f" {size}"
     )

@@ -70,7 +70,7 @@ class Machine:
         if not path.exists():
             path = MACHINES / path.with_suffix(".toml").name.lower()
         try:
-            found = tomllib.loads(read_text(path))
+            table = tomllib.loads(read_text(path))
         except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             known = known_machines()
             near = sorted((name for name in known if given.lower() in name), key=len)
@@ -80,14 +80,14 @@ class Machine:
             raise ConfigError(
                 f"--machine {given}{hint} Give a TOML file, or one of {', '.join(known)}"
             ) from None
-        FORMAT.check(path, found)
+        FORMAT.check(path, table)
         values = {
-            (part, key): _value(found, part, key, given)
+            (part, key): _value(table, part, key, given)
             for part, keys in FIELDS.items()
             for key in keys
         }
         optional = {
-            (part, key): _value(found, part, key, given) if key in found[part] else None
+            (part, key): _value(table, part, key, given) if key in table[part] else None
             for part, key in (
                 ("devices", "bandwidth"),
                 ("devices", "products"),
@@ -103,7 +103,7 @@ class Machine:
             drive_rating=optional["disks", "rating"],
             of_inputs=optional["devices", "inputs"] or OF_INPUTS,
             of_weights=optional["devices", "weights"] or OF_WEIGHTS,
-            name=str(found.get("name", given)),
+            name=str(table.get("name", given)),
             devices=int(values["devices", "count"]),
             device_memory=int(values["devices", "memory"]),
             device_flops=values["devices", "flops"] * values["devices", "efficiency"],
@@ -118,7 +118,7 @@ class Machine:
             host_link=values["links", "host"],
             network=values["links", "network"],
             latency=values["links", "latency"],
-            sources=tuple(map(str, found.get("sources", ()))),
+            sources=tuple(map(str, table.get("sources", ()))),
         )
 
 

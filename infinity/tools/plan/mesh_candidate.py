@@ -140,7 +140,7 @@ class Candidate:
         return extrapolated(lambda few: at(self._orders(few)), count, step)
 
     def _chunk_seconds(self) -> list[ChunkSeconds]:
-        machine, found = self._job.machine, []
+        machine, seconds = self._job.machine, []
         for number, (ahead, back) in enumerate(self._sending):
             forward, backward = self._compute_seconds(number)
             back += self._job.batch.recomputes * forward
@@ -150,8 +150,8 @@ class Candidate:
             if number and whole:
                 inputs, weights = machine.of_inputs * backward, machine.of_weights * backward
                 halves = (inputs + back) / whole, weights / whole
-            found.append(ChunkSeconds(forward + ahead, whole, *halves))
-        return found
+            seconds.append(ChunkSeconds(forward + ahead, whole, *halves))
+        return seconds
 
     def _compute_seconds(self, number: int) -> tuple[float, float]:
         """Computes the seconds of a chunk's forward and of its gradients: by the sizes of its
@@ -211,12 +211,12 @@ class Candidate:
     @property
     def _kinds(self) -> list[int]:
         """A rank of each kind: of equal ranks the first keeps most."""
-        choice, found = self._choice, {}
+        choice, kinds = self._choice, {}
         for rank in range(choice.ranks):
             mine = choice.chunks_of(rank)
             ends = 0 in mine, choice.chunks - 1 in mine
-            found.setdefault((tuple(choice.lengths[n] for n in mine), ends), rank)
-        return list(found.values())
+            kinds.setdefault((tuple(choice.lengths[n] for n in mine), ends), rank)
+        return list(kinds.values())
 
     def check_room(self) -> None:
         """Raises CapacityError if what forwards save leaves no room on a device."""
@@ -224,16 +224,16 @@ class Candidate:
             self._room(rank)
 
     def _room(self, rank: int) -> int:
-        saved, given = self._activations(rank), int(self._job.config.device_memory or 0)
+        saved, budget = self._activations(rank), int(self._job.config.device_memory or 0)
         needed = saved.on_device + saved.buffers
-        if needed < given:
-            return given - needed
+        if needed < budget:
+            return budget - needed
         remedies = ["more tp", "fewer tokens a step"]
         remedies += ["--gradient-checkpointing"] * (not self._job.batch.recomputes)
         remedies += ["--activations host"] * (not self._is_away)
         raise CapacityError(
             f"{self._mesh}: with {self.samples} samples a micro-batch, what forwards save and pass"
-            f" on is {format_nbytes(needed)}, and a device has {format_nbytes(given)}: use"
+            f" on is {format_nbytes(needed)}, and a device has {format_nbytes(budget)}: use"
             f" {' or '.join(remedies)}"
         )
 
@@ -466,12 +466,12 @@ BUDGETS = {
 def _versions(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[Tier, int]:
     """Counts the bytes of a second version of the weights, at the home of each (Narayanan et al.,
     PipeDream-2BW, 2021, section 3.1)."""
-    found = dict.fromkeys(BUDGETS, 0)
+    nbytes_of = dict.fromkeys(BUDGETS, 0)
     for index, unit in enumerate(units):
         nbytes = sum(flat.nbytes("weight") for flat in unit.flat_params)
         if nbytes:
-            found[plan.tiers_of(index)["weight"]] += nbytes
-    return found
+            nbytes_of[plan.tiers_of(index)["weight"]] += nbytes
+    return nbytes_of
 
 
 def _has_room(plan: MemoryPlan, versions: dict[Tier, int], config: Config) -> bool:
@@ -496,19 +496,19 @@ def _units_of(units: Sequence[UnitSize], chunks: list[nn.Module]) -> list[list[i
     """Lists the units of each chunk, in order of use. One without a parameter of its name is at the
     end of the last chunk."""
     names = [[name for name, _ in chunk.named_parameters()] for chunk in chunks]
-    found: list[list[int]] = [[] for _ in chunks]
+    by_chunk: list[list[int]] = [[] for _ in chunks]
     for index in sorted(range(len(units)), key=lambda index: units[index].place):
         prefix = f"{units[index].name}."
         owner = next(
             (at for at, own in enumerate(names) if any(n.startswith(prefix) for n in own)), -1
         )
-        found[owner].append(index)
-    return found
+        by_chunk[owner].append(index)
+    return by_chunk
 
 
 def _homes(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[str, list[str]]:
     """Lists the tiers on which weights, moments and gradients are at home, fastest first."""
-    found: dict[str, list[str]] = {}
+    homes: dict[str, list[str]] = {}
     for what, array in ARRAYS.items():
         there = {
             plan.tiers_of(index)[array]
@@ -516,5 +516,5 @@ def _homes(plan: MemoryPlan, units: Sequence[UnitSize]) -> dict[str, list[str]]:
             if any(flat.nbytes(array) for flat in unit.flat_params)
         }
         if there:
-            found[what] = [str(tier) for tier in Tier if tier in there]
-    return found
+            homes[what] = [str(tier) for tier in Tier if tier in there]
+    return homes

@@ -85,8 +85,8 @@ class RankPlan:
     @property
     def resident_seconds(self) -> float:
         """Seconds of a step if its state cost nothing."""
-        found = {name: 0.0 if name in OF_HOMES else each for name, each in self.seconds.items()}
-        return RankPlan(0, 0, 0, {}, {}, {}, {}, found).step_seconds
+        seconds = {name: 0.0 if name in OF_HOMES else each for name, each in self.seconds.items()}
+        return RankPlan(0, 0, 0, {}, {}, {}, {}, seconds).step_seconds
 
     @property
     def bottleneck(self) -> str:
@@ -139,7 +139,7 @@ class MeshPlan:
             for name, said in SHARES.items()
             if slowest.share_of(name) >= 0.005
         ]
-        found = [f"bound by {slowest.bottleneck}", *shares]
+        reasons = [f"bound by {slowest.bottleneck}", *shares]
         below = [
             f"{what} {' and '.join(PLACES[tier] for tier in Tier if str(tier) in tiers)}"
             for what, tiers in self._homes.items()
@@ -147,17 +147,19 @@ class MeshPlan:
         ]
         if below:
             slower = f"{self.slower:.3g} x slower" if self.slower >= 1.005 else "at the same speed"
-            found.append(f"Too large for the GPU alone; with {', '.join(below)} it fits, {slower}")
-        return "; ".join(found)
+            reasons.append(
+                f"Too large for the GPU alone; with {', '.join(below)} it fits, {slower}"
+            )
+        return "; ".join(reasons)
 
     @property
     def _homes(self) -> dict[str, set[str]]:
         """The tiers on which any rank has its weights, moments and gradients."""
-        found: dict[str, set[str]] = {}
+        homes: dict[str, set[str]] = {}
         for rank in self.ranks:
             for what, tiers in rank.homes.items():
-                found.setdefault(what, set()).update(tiers)
-        return found
+                homes.setdefault(what, set()).update(tiers)
+        return homes
 
 
 def seconds_of(
@@ -209,7 +211,7 @@ def seconds_of(
 def count_gathers(uses: Sequence[int], nbytes: Sequence[int], window: int) -> list[int]:
     """Counts how often each unit is gathered for ``uses`` in this order, in a window that evicts
     the unit whose next use is furthest. A unit larger than the window is there by itself."""
-    found = [0] * len(nbytes)
+    counts = [0] * len(nbytes)
     following, last = [len(uses)] * len(uses), dict[int, int]()
     for place in range(len(uses) - 1, -1, -1):
         following[place] = last.get(uses[place], len(uses))
@@ -222,10 +224,10 @@ def count_gathers(uses: Sequence[int], nbytes: Sequence[int], window: int) -> li
                 furthest = max(resident, key=resident.__getitem__)
                 del resident[furthest]
                 room += nbytes[furthest]
-            found[unit] += 1
+            counts[unit] += 1
             room -= nbytes[unit]
         resident[unit] = following[place]
-    return found
+    return counts
 
 
 def best_of(plans: Iterable[MeshPlan]) -> list[MeshPlan]:

@@ -55,12 +55,12 @@ class Search:
             if best is not None and not is_faster(candidate.run.seconds, best.step_seconds):
                 continue
             try:
-                found = candidate.plan()
+                plan = candidate.plan()
             except CapacityError as error:
                 refused = error
                 continue
-            if best is None or is_faster(found.step_seconds, best.step_seconds):
-                best = found
+            if best is None or is_faster(plan.step_seconds, best.step_seconds):
+                best = plan
         if best is None:
             raise refused or ConfigError(f"{mesh}: no schedule fits")
         return best
@@ -127,12 +127,12 @@ class Search:
             return Choice("1F1B", (len(chain.layers),), 1, micro_batches, "")
         if self._job.paper.uncut:
             raise ConfigError(self._job.paper.uncut)
-        if (found := self._chosen.get((name, ranks))) is None:
+        if (choice := self._chosen.get((name, ranks))) is None:
             asked = {"schedule": name, "micro_batches": micro_batches, "chunks": None}
-            found = choose(chain, self._job.config, ranks, costs=None, load_rate=None, **asked)
-            self._chosen[name, ranks] = found
-        check_counts(name, found.chunks // ranks, len(chain.layers), ranks, micro_batches)
-        return dataclasses.replace(found, micro_batches=micro_batches)
+            choice = choose(chain, self._job.config, ranks, costs=None, load_rate=None, **asked)
+            self._chosen[name, ranks] = choice
+        check_counts(name, choice.chunks // ranks, len(chain.layers), ranks, micro_batches)
+        return dataclasses.replace(choice, micro_batches=micro_batches)
 
 
 def best_way(searches: Iterable[Search], mesh: MeshShape, limit: float = math.inf) -> MeshPlan:
@@ -142,13 +142,13 @@ def best_way(searches: Iterable[Search], mesh: MeshShape, limit: float = math.in
     refused: ConfigError | CapacityError | None = None
     for search in searches:
         try:
-            found = search.best(mesh, limit)
+            plan = search.best(mesh, limit)
         except (ConfigError, CapacityError) as error:
             if refused is None or isinstance(error, CapacityError):
                 refused = error
             continue
-        if best is None or found.step_seconds < best.step_seconds:
-            best, limit = found, min(limit, found.step_seconds)
+        if best is None or plan.step_seconds < best.step_seconds:
+            best, limit = plan, min(limit, plan.step_seconds)
     if best is None:
         raise refused or ConfigError(f"{mesh}: nothing was tried")
     return best
@@ -160,14 +160,14 @@ def plan_meshes(
     """Plans every mesh that may be among the fastest, with the fastest of ``jobs``. Returns its
     plan, or None and the reason."""
     searches = [Search(job) for job in jobs]
-    found = list[tuple[MeshShape, MeshPlan | None, Exception | None]]()
+    plans = list[tuple[MeshShape, MeshPlan | None, Exception | None]]()
     for mesh in sorted(meshes, key=lambda mesh: (mesh.pp, mesh)):
-        fastest = best_of(plan for _, plan, _ in found if plan is not None)
+        fastest = best_of(plan for _, plan, _ in plans if plan is not None)
         limit = fastest[-1].step_seconds if len(fastest) == SHOWN else math.inf
         try:
-            found.append((mesh, best_way(searches, mesh, limit), None))
+            plans.append((mesh, best_way(searches, mesh, limit), None))
         except (ConfigError, CapacityError) as error:
-            found.append((mesh, None, error))
-        plan = found[-1][1]
+            plans.append((mesh, None, error))
+        plan = plans[-1][1]
         tell((str(mesh), plan and plan.step_seconds))
-    return found
+    return plans

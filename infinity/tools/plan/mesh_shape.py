@@ -163,7 +163,7 @@ def _divisors(number: int) -> list[int]:
 
 def parse_axes(text: str, axes: Collection[str] = AXES) -> dict[str, int]:
     """Parses a mesh as "pp=4,tp=8": the ranks of its ``axes``. Raises ConfigError."""
-    given: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     for part in text.split(","):
         name, sign, value = (each.strip() for each in part.partition("="))
         if name not in axes:
@@ -173,10 +173,10 @@ def parse_axes(text: str, axes: Collection[str] = AXES) -> dict[str, int]:
             )
         if not sign or not value.isascii() or not value.isdigit() or int(value) < 1:
             raise ConfigError(f"--mesh {text}: {name} needs a number of ranks, as {name}=4")
-        if name in given:
+        if name in sizes:
             raise ConfigError(f"--mesh {text}: {name} is given twice")
-        given[name] = int(value)
-    return given
+        sizes[name] = int(value)
+    return sizes
 
 
 def parse_mesh(text: str, ranks: int) -> MeshShape:

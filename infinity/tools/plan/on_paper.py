@@ -55,7 +55,7 @@ def in_children(
 
     Raises what a child raised; InternalError if one ended.
     """
-    context, found = multiprocessing.get_context("fork"), {}
+    context, results = multiprocessing.get_context("fork"), {}
     waiting = list(enumerate(works))[::-1]
     running: dict[Connection, tuple[int, Any]] = {}
     try:
@@ -78,12 +78,12 @@ def in_children(
                 result, error = value
                 if error is not None:
                     raise error
-                found[number] = result
+                results[number] = result
     finally:
         for _, child in running.values():
             child.kill()
             child.join()
-    return [found[number] for number in range(len(works))]
+    return [results[number] for number in range(len(works))]
 
 
 def _received(here: Connection, child: Any) -> tuple[bool, Any]:
@@ -141,11 +141,11 @@ class Trial:
 
     def plus(self, other: Trial, times: int = 1) -> Trial:
         """Adds ``other``, ``times`` over."""
-        found: dict[str, Any] = {}
+        sums: dict[str, Any] = {}
         for each in fields(self):
             a, b = getattr(self, each.name), getattr(other, each.name)
-            found[each.name] = a.plus(b, times) if isinstance(a, Work) else a + times * b
-        return Trial(**found | {"is_counted": self.is_counted and other.is_counted})
+            sums[each.name] = a.plus(b, times) if isinstance(a, Work) else a + times * b
+        return Trial(**sums | {"is_counted": self.is_counted and other.is_counted})
 
 
 @dataclass(frozen=True)
@@ -185,10 +185,10 @@ class PaperModel:
 
     def trial_of(self, layers: range) -> Trial:
         """Returns what a token costs in a chunk."""
-        found = Trial().plus(self.layer, len(layers))
+        trial = Trial().plus(self.layer, len(layers))
         if layers.start == 0:
-            found = found.plus(self.before)
-        return found.plus(self.after) if layers.stop == len(self.chain.layers) else found
+            trial = trial.plus(self.before)
+        return trial.plus(self.after) if layers.stop == len(self.chain.layers) else trial
 
 
 def shard_on_paper(
@@ -235,12 +235,12 @@ def _sent_to_experts(chain: Chain, ep: int) -> tuple[Trial, ...]:
     config = chain.model.config.get_text_config()
     itemsize = next(chain.model.parameters()).dtype.itemsize
     nbytes = expert_nbytes(1, config.hidden_size, itemsize, ep, chosen_of(chain.model))
-    theirs, found = {id(param) for param in expert_parameters(chain.model)}, []
+    theirs, trials = {id(param) for param in expert_parameters(chain.model)}, []
     for place in _places(chain):
         has = any(id(param) in theirs for param in chain.layers[place.start].parameters())
         messages = EXCHANGES * has
-        found.append(Trial(0.0, has * nbytes, has * nbytes, messages, messages))
-    return tuple(found)
+        trials.append(Trial(0.0, has * nbytes, has * nbytes, messages, messages))
+    return tuple(trials)
 
 
 def _chain(model: nn.Module) -> tuple[Chain, str]:
@@ -266,7 +266,7 @@ def _try(chain: Chain, layers: range, tp: int, *, fused_loss: bool) -> Trial:
     """Runs a chunk forward and backward on meta."""
     chunk = chain.make_chunk(layers).train()
     weights = {id(local_of(param).untyped_storage()) for param in chunk.parameters()}
-    given = _inputs(chain, layers)
+    inputs = _inputs(chain, layers)
     saved: dict[int, tuple[int, torch.Size, Any]] = {}  # bytes, last dimension, storage
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -284,7 +284,7 @@ def _try(chain: Chain, layers: range, tp: int, *, fused_loss: bool) -> Trial:
     ahead, back = CountingWork(scores=scores), CountingWork(scores=scores)
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
     with forward, ahead, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = chunk(given, attention_mask=mask)
+        output = chunk(inputs, attention_mask=mask)
         output = output if isinstance(output, torch.Tensor) else output.logits
         whole = None
         if layers.stop == len(chain.layers):
@@ -332,21 +332,21 @@ class CountingSends(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, torch.Tensor) and kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # what it does on its local part comes here again
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "c10d_functional", "_c10d_functional"):
-            self.note(func._schema.name.rpartition("::")[2], args, found)
-        return found
+            self.note(func._schema.name.rpartition("::")[2], args, result)
+        return result
 
     def note(self, name: str, args: tuple, found: Any) -> None:
         """Counts the collective ``name``, from its arguments and what it returned."""
-        given = args[0]
-        given = given[0] if isinstance(given, (list, tuple)) else given
+        tensor = args[0]
+        tensor = tensor[0] if isinstance(tensor, (list, tuple)) else tensor
         if "allreduce" in name or "all_reduce" in name:
-            self.nbytes += all_reduce_nbytes(given.nbytes, self.ranks)
+            self.nbytes += all_reduce_nbytes(tensor.nbytes, self.ranks)
             self.messages += 2 * (self.ranks - 1)
         elif "gather" in name:
             self.nbytes += all_gather_nbytes(found.nbytes, self.ranks)
             self.messages += self.ranks - 1
         elif "scatter" in name:
-            self.nbytes += all_gather_nbytes(given.nbytes, self.ranks)
+            self.nbytes += all_gather_nbytes(tensor.nbytes, self.ranks)
             self.messages += self.ranks - 1

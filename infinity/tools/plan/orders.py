@@ -40,8 +40,8 @@ def orders_of(choice: Choice, micro_batches: int | None = None) -> list[list[Op]
     made = getattr(schedules, f"Schedule{choice.name}")
     # Transfers take most of a schedule's making, and are not looked at.
     ordered = type(made.__name__, (made,), {"_prepare_schedule_with_comms": lambda *_, **__: None})
-    found = ordered(stages, count).pipeline_order
-    return [_ops_of(found[rank]) for rank in range(choice.ranks)]
+    order = ordered(stages, count).pipeline_order
+    return [_ops_of(order[rank]) for rank in range(choice.ranks)]
 
 
 def step_of(choice: Choice) -> int:
@@ -52,12 +52,12 @@ def step_of(choice: Choice) -> int:
 
 def _ops_of(actions: list[Any]) -> list[Op]:
     """Translates torch's actions; None is an idle place, and a pair that overlaps is two ops."""
-    found = []
+    ops = []
     for action in actions:
         for each in (action.sub_actions or (action,)) if action is not None else ():
             if (kind := KINDS.get(each.computation_type.name)) is not None:
-                found.append(Op(kind, each.stage_index, each.microbatch_index))
-    return found
+                ops.append(Op(kind, each.stage_index, each.microbatch_index))
+    return ops
 
 
 class _Unbuilt:

@@ -159,22 +159,22 @@ def run(args: argparse.Namespace) -> int:
             [Output("--svg", args.svg, made=PICTURE)], read.items(), overwrite=args.overwrite
         )
     check_adapters(args)
-    given = copy(args)
+    own_args = copy(args)
     with _waiting(args.mesh is None), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of libraries, as in `infinity train`
-        found = make(args)
+        answer = make(args)
     from . import plan_mesh  # as torch, which only the plan needs
 
     if args.script:
-        print("\n".join(_script(given, found)))
+        print("\n".join(_script(own_args, answer)))
     elif args.json:
-        print(json.dumps(found))
+        print(json.dumps(answer))
     elif args.mesh is not None:
-        print("\n".join(plan_mesh.text(found)))
+        print("\n".join(plan_mesh.text(answer)))
     else:
-        print("\n".join(text(found, timetable=args.timetable)))
+        print("\n".join(text(answer, timetable=args.timetable)))
     if args.svg is not None:
-        args.svg.write_text(draw(found["tiers"]) + "\n")
+        args.svg.write_text(draw(answer["tiers"]) + "\n")
     return 0
 
 
@@ -241,7 +241,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     logging.set_verbosity_error()
     check_adapters(args)
     machine = _machine_of(args)
-    given = copy(args)
+    own_args = copy(args)
     settings = _settings(args, machine)
     model_config = find_config(args.model, trust=args.trust_remote_code)
     length = choose_sequence_length(args.sequence_length, model_config)
@@ -276,32 +276,32 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     config = engine_config(settings, model)
 
     def configure(machine: Machine, **options: str) -> Any:
-        anew = argparse.Namespace(**vars(given) | options)
+        anew = argparse.Namespace(**vars(own_args) | options)
         return engine_config(_settings(anew, machine), model)
 
     make_all = partial(make_optimizers, name=args.optim, lr=1e-4, weight_decay=0.1)
     batch = {"batch": samples, "length": length, "checkpointing": checkpointing}
     job = Job(model, model_config, make_all(model), config, batch, saved, adapt, unpacked)
     made = {"lora_rank": args.lora_rank, "quantize": args.quantize}
-    made["budgets"] = budgets_of(given, config, machine is not None)
+    made["budgets"] = budgets_of(own_args, config, machine is not None)
     if machine is not None and args.mesh is None and config.activations not in (AUTO, "device"):
         raise ConfigError(
             "--machine without --mesh plans with what forwards save on the device: add --mesh auto"
             " or leave out --activations"
         )
     if machine is not None and args.mesh is not None:
-        found = plan_meshes(job, machine, args.nodes, args.mesh, make_all, args.schedule)
-        return found | made
+        answer = plan_meshes(job, machine, args.nodes, args.mesh, make_all, args.schedule)
+        return answer | made
     try:
         if machine is not None:
-            found = plan_cluster(job, machine, args.nodes)
-            found |= plan_next(job, found, machine, args.nodes, configure)
-            found |= plan_faster(job, found, machine, args.nodes, configure, recomputed)
+            answer = plan_cluster(job, machine, args.nodes)
+            answer |= plan_next(job, answer, machine, args.nodes, configure)
+            answer |= plan_faster(job, answer, machine, args.nodes, configure, recomputed)
         else:
             unknown = _unknown_machine(args, config)
-            found = plan_here(job, dtype, unknown=unknown, rating=rating_of(args))
+            answer = plan_here(job, dtype, unknown=unknown, rating=rating_of(args))
     except CapacityError as error:
-        if machine is not None and not checkpointing and _fits_recomputed(given):
+        if machine is not None and not checkpointing and _fits_recomputed(own_args):
             plain = error.__context__  # before remedies were added, which are no better
             raise CapacityError(
                 "It fits with --gradient-checkpointing and not without it:"
@@ -310,8 +310,8 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
             ) from None
         raise with_larger_disk(error, job, machine, args.nodes) from None
     if args.deepspeed is not None:
-        found["deepspeed"] = _deepspeed(model, config)
-    return found | made
+        answer["deepspeed"] = _deepspeed(model, config)
+    return answer | made
 
 
 def _fits_recomputed(given: argparse.Namespace) -> bool:
@@ -329,10 +329,10 @@ def _machine_of(args: argparse.Namespace) -> Machine | None:
     do not fit it or each other."""
     if args.schedule is not None and args.mesh is None:
         raise ConfigError("--schedule is of a mesh: add a mesh with pp, or --mesh auto")
-    given = {"--nodes": args.nodes > 1, "--mesh": args.mesh is not None}
-    given |= {"--timetable": args.timetable, "--script": args.script}
-    if args.machine is None and any(given.values()):
-        option = next(option for option, is_given in given.items() if is_given)
+    switches = {"--nodes": args.nodes > 1, "--mesh": args.mesh is not None}
+    switches |= {"--timetable": args.timetable, "--script": args.script}
+    if args.machine is None and any(switches.values()):
+        option = next(option for option, is_given in switches.items() if is_given)
         raise ConfigError(f"{option} is of a machine that is named: add --machine")
     if args.machine is None:
         return None
@@ -358,8 +358,8 @@ def _ranks_of(args: argparse.Namespace, machine: Machine | None) -> int:
 def _samples_of(given: str, length: int) -> int:
     """Returns the samples of a step of so many tokens; "32K" is 32 x 1,024. Raises ConfigError
     unless they are whole samples."""
-    found = re.fullmatch(r"(\d+)([KM]?)", given.strip(), re.IGNORECASE)
-    tokens = int(found[1]) * 1024 ** " KM".index(found[2].upper() or " ") if found else 0
+    match = re.fullmatch(r"(\d+)([KM]?)", given.strip(), re.IGNORECASE)
+    tokens = int(match[1]) * 1024 ** " KM".index(match[2].upper() or " ") if match else 0
     if tokens < 1 or tokens % length:
         raise ConfigError(
             f"--batch-tokens {given}: give a multiple of --sequence-length {length} as"
@@ -447,8 +447,8 @@ def _settings(args: argparse.Namespace, machine: Any | None) -> dict[str, Any]:
         check_folders(paths)
         settings["nvme_paths"] = paths
     if settings.get("nvme_paths") == AUTO:
-        found = scratch.choose(scratch.candidates(), 0)
-        settings["nvme_paths"] = [found.folder] if found is not None else []
+        disk = scratch.choose(scratch.candidates(), 0)
+        settings["nvme_paths"] = [disk.folder] if disk is not None else []
     if args.nvme_capacity is not None:
         settings["nvme_paths"] = settings["nvme_paths"] or ["."]
     return settings

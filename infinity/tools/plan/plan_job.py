@@ -93,12 +93,12 @@ def profile(job: Job, gpu: str, tokens: int, step_seconds: float) -> dict[str, A
     step of so many tokens, and the bytes of a checkpoint."""
     from ..train.settings import training_state_nbytes
 
-    found = {
+    rates = {
         "gpus": {gpu: tokens / step_seconds},
         "checkpoint_nbytes": training_state_nbytes(job.model, job.config),
         "median_step_seconds": step_seconds,
     }
-    return PROFILE.numbered(found)
+    return PROFILE.numbered(rates)
 
 
 def _name_of(device: str | None) -> str:
@@ -187,9 +187,9 @@ def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
     for passes, plan, units in ways_on_paper(job, partial(_lay_out, job, ranks, room=room), least):
         if best and not is_faster(least(passes), best["step_seconds"]):
             break  # nothing that is added makes a step shorter
-        found = _plan_passes(job, machine, nodes, passes, plan, units)
-        if not best or is_faster(found["step_seconds"], best["step_seconds"]):
-            best = found
+        plan_of_passes = _plan_passes(job, machine, nodes, passes, plan, units)
+        if not best or is_faster(plan_of_passes["step_seconds"], best["step_seconds"]):
+            best = plan_of_passes
     return best
 
 
@@ -202,7 +202,7 @@ def _plan_passes(
     lookup, tied = embedding_of(job.model)
     compute, forward = _compute(job, machine, passes)
     averaged = averaged_passes(job.config, passes.count)
-    found = predict_cluster(
+    ahead = predict_cluster(
         plan,
         units,
         machine,
@@ -212,13 +212,13 @@ def _plan_passes(
         averaged=averaged,
         tied=tied,
     )
-    tokens, step_seconds = job.tokens * found.ranks, found.step_seconds
+    tokens, step_seconds = job.tokens * ahead.ranks, ahead.step_seconds
     described, bound, seconds = (
-        job.describe(plan, units, passes, found.ranks),
-        found.bottleneck,
-        found.seconds,
+        job.describe(plan, units, passes, ahead.ranks),
+        ahead.bottleneck,
+        ahead.seconds,
     )
-    if found.ranks == 1:
+    if ahead.ranks == 1:
         timeline = timeline_of(
             plan,
             units,
@@ -233,7 +233,7 @@ def _plan_passes(
         step_seconds, bound, seconds = timeline.seconds, timeline.bound, timeline.busy
         described["timeline"] = {name: spans for name, spans in timeline.spans()}
     rates = {key: value for key, value in asdict(machine).items() if type(value) in (int, float)}
-    written = found.edges["host->nvme"] * machine.devices
+    written = ahead.edges["host->nvme"] * machine.devices
     described |= endurance(written, step_seconds, machine.disks, machine.drive_rating)
     disks = nodes * machine.disks
     described |= job.saves(disks * machine.disk_write, disks * machine.disk_read)
@@ -242,20 +242,20 @@ def _plan_passes(
         "explanation": explain_slowest(seconds, NO_LINKS),
         "machine": machine.name,
         "nodes": nodes,
-        "ranks": found.ranks,
-        "edges": found.edges,
+        "ranks": ahead.ranks,
+        "edges": ahead.edges,
         "seconds": seconds,
         "compute": "measured" if machine.is_measured else "assumed",
         "rates": rates,
         "step_seconds": step_seconds,
         "tokens_per_step": tokens,
-        "samples_per_step": job.batch["batch"] * found.ranks,
+        "samples_per_step": job.batch["batch"] * ahead.ranks,
         "tokens_per_second": tokens / step_seconds,
         "bottleneck": bound,
-        **profile(job, f"{machine.name}:{found.ranks}", tokens, step_seconds),
+        **profile(job, f"{machine.name}:{ahead.ranks}", tokens, step_seconds),
         "assumptions": [
-            f"{found.assumptions[0]}; {rate_of(machine, is_counted=_works_of(job) is not None)}",
-            *found.assumptions[1:],
+            f"{ahead.assumptions[0]}; {rate_of(machine, is_counted=_works_of(job) is not None)}",
+            *ahead.assumptions[1:],
             ASSUMED,
             *estimated,
         ],

@@ -28,10 +28,10 @@ def measured_machine(nvme_paths: list[str], dtype: str) -> Machine:
 
     folders = [os.path.abspath(path) for path in nvme_paths]
     if not folders:
-        found = scratch.choose(scratch.candidates(), 0)
-        if found is None:
+        folder = scratch.choose(scratch.candidates(), 0)
+        if folder is None:
             raise ConfigError("--machine this: no disk was found; name a folder, --nvme-path")
-        folders = [found.folder]
+        folders = [folder.folder]
     sharing, has_gpu = Sharing(), torch.accelerator.is_available()
     where = str(torch.accelerator.current_accelerator()) if has_gpu else "cpu"
     rates = Rates.measure(folders, where)

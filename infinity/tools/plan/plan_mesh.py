@@ -229,7 +229,7 @@ def _described(plan: MeshPlan, machine: Machine, batch: Batch) -> dict[str, Any]
 
 
 def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
-    found = [
+    lines = [
         f"{machine.name}: rates of the machine file, which names its sources; {rate_of(machine)}",
         "each schedule's own order runs on a clock; collectives of tp and what passes between"
         " stages are waited for, all others and the homes' traffic run beside",
@@ -238,15 +238,15 @@ def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
         ASSUMED,
     ]
     if any(plan.mesh.ranks > 1 for plan in plans):
-        found.append(UNCHECKED)
+        lines.append(UNCHECKED)
     if any(plan.mesh.ep > 1 for plan in plans):
-        found.append(
+        lines.append(
             "ranks of ep send tokens to their experts and back, by expert_parallel(...,"
             ' exchange="tokens"), and wait for it; all experts are chosen as often'
         )
     if not all(plan.is_counted for plan in plans):
-        found.append(ESTIMATED)
-    return found
+        lines.append(ESTIMATED)
+    return lines
 
 
 def text(found: dict[str, Any]) -> Iterator[str]:

@@ -190,7 +190,7 @@ def ways_on_paper(
     """Yields the ways to divide a rank's step into passes after which the state fits: the passes,
     the plan and its units. Those of the ``least`` seconds come first, of equal ones the fewest
     passes. Raises CapacityError if there is none."""
-    whole, found, ways = pass_of(job), False, list[Passes]()
+    whole, is_traced, ways = pass_of(job), False, list[Passes]()
     for samples in sizes_of(whole.samples):
         saved = job.saved.nbytes(samples * whole.length)
         passes = dataclasses.replace(whole, samples=samples, count=whole.samples // samples)
@@ -204,9 +204,9 @@ def ways_on_paper(
                 plan, units = lay_out(passes.saved_nbytes, False)
         except CapacityError:
             continue
-        found = True
+        is_traced = True
         yield passes, plan, units
-    if not found:
+    if not is_traced:
         with quietly():
             lay_out(ways[0].saved_nbytes, True)  # of one sample, which says why not
 

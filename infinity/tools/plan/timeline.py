@@ -79,10 +79,10 @@ class Timeline:
     @property
     def busy(self) -> dict[str, float]:
         """Seconds of work of every queue."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for job in self.jobs:
-            found[job.queue] = found.get(job.queue, 0.0) + job.seconds
-        return found
+            seconds[job.queue] = seconds.get(job.queue, 0.0) + job.seconds
+        return seconds
 
     @property
     def bound(self) -> str:
@@ -94,13 +94,13 @@ class Timeline:
         """Yields each unit's name, with the start and end of every kind of its jobs. A gather for
         the backward is of the kind "copy again"."""
         for index, name in enumerate(self.units):
-            found: dict[str, tuple[float, float]] = {}
+            span_of: dict[str, tuple[float, float]] = {}
             for job in self.jobs:
                 if job.unit == index:
-                    kind = "copy again" if job.kind == "copy" and "copy" in found else job.kind
-                    start, end = found.get(kind, (job.start, job.end))
-                    found[kind] = min(start, job.start), max(end, job.end)
-            yield name, found
+                    kind = "copy again" if job.kind == "copy" and "copy" in span_of else job.kind
+                    start, end = span_of.get(kind, (job.start, job.end))
+                    span_of[kind] = min(start, job.start), max(end, job.end)
+            yield name, span_of
 
 
 def uses_of(count: int, again: int | None = None) -> list[int]:
@@ -208,11 +208,11 @@ def simulate(
     ends = [steps.add_step(after_backward=after_backward) for _ in range(STEPS)]
     run(steps.jobs)
     before, last = (end.end for end in ends[-2:])
-    found = [job for job in steps.jobs if job.step == STEPS - 1]
-    begin = min(job.start for job in found if job.queue == COMPUTE)
-    for job in found:
+    last_step = [job for job in steps.jobs if job.step == STEPS - 1]
+    begin = min(job.start for job in last_step if job.queue == COMPUTE)
+    for job in last_step:
         job.start, job.end = job.start - begin, job.end - begin
-    return Timeline(tuple(unit.name for unit in units), tuple(found), last - before)
+    return Timeline(tuple(unit.name for unit in units), tuple(last_step), last - before)
 
 
 class _Steps:

@@ -70,14 +70,14 @@ class Work:
 
     def plus(self, other: Work, times: int = 1) -> Work:
         """Adds ``other``, ``times`` over."""
-        found = Counter(self.products)
+        products = Counter(self.products)
         for sizes, count in other.products.items():
-            found[sizes] += times * count
+            products[sizes] += times * count
         scored = self.scored + times * other.scored
         touched, added = (
             getattr(self, name) + times * getattr(other, name) for name in ("touched", "added")
         )
-        return Work(found, touched, scored, added)
+        return Work(products, touched, scored, added)
 
     def seconds(self, samples: int, length: int, machine: Any) -> float:
         """Computes the seconds for a micro-batch of ``samples`` with ``length`` tokens each, on a
@@ -85,15 +85,15 @@ class Work:
         bandwidth = machine.device_bandwidth
         rates = {"flops": machine.product_flops, "bandwidth": bandwidth}
         touched = (self.touched + self.scored * length) * samples * length
-        found = (touched + self.added) / bandwidth
+        seconds = (touched + self.added) / bandwidth
         for (count, *sizes), times in self.products.items():
             of_samples = sizes.count(TOKENS) > 1
             tokens = length if of_samples else samples * length
             m, n, k = (tokens if size == TOKENS else size for size in sizes)
-            found += times * product_seconds(
+            seconds += times * product_seconds(
                 count * (samples if of_samples else 1), m, n, k, **rates
             )
-        return found
+        return seconds
 
 
 class CountingWork(TorchDispatchMode):
@@ -117,9 +117,9 @@ class CountingWork(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, torch.Tensor) and kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # what it does on its local part comes here again
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         if any(kind.__name__ == "FakeTensor" for kind in types):
-            return found  # of a DTensor's whole, for its shape alone
+            return result  # of a DTensor's whole, for its shape alone
         name = func._schema.name.rpartition("::")[2]
         if func.namespace == "aten":
             if name in PRODUCTS:
@@ -128,9 +128,9 @@ class CountingWork(TorchDispatchMode):
                     a.shape[0] if a.dim() == 3 else 1, a.shape[-2], b.shape[-1], a.shape[-1]
                 ] += 1
             elif not _is_view(func) and name != "_unsafe_view" and "empty" not in name:
-                for each in (*args, found):
+                for each in (*args, result):
                     self._touch(each)
-        return found
+        return result
 
     def _touch(self, value: Any) -> None:
         if isinstance(value, (list, tuple)):

@@ -157,8 +157,8 @@ class Auto:
             if any(not own.isdisjoint(params_of([each])) for each in self._waiting):
                 gc.collect()  # those that the script has dropped wait no more
             met = [each for each in self._waiting if not own.isdisjoint(params_of([each]))]
-            if given := [each for each in met if isinstance(each.state, OptimizerBooks)]:
-                self._waiting.remove(given)  # the script has called wrap_model itself
+            if wrapped_already := [each for each in met if isinstance(each.state, OptimizerBooks)]:
+                self._waiting.remove(wrapped_already)  # the script has called wrap_model itself
                 met = [each for each in met if each in self._waiting]
             if met:
                 self._wrap(met, module)
@@ -178,8 +178,8 @@ class Auto:
                 mesh = None if is_wrapped(root) or self._shards else replicas_of(root)
                 with contextlib.nullcontext() if is_wrapped(root) else plain_copies(root):
                     _, stepping = wrap_model(root, optimizers, config, mesh=mesh)
-                for given, ours in zip(optimizers, stepping, strict=True):
-                    hand_over(root, given, ours)
+                for own, ours in zip(optimizers, stepping, strict=True):
+                    hand_over(root, own, ours)
                 self.wrapped.append(told(root, optimizers))
                 moves = any(handle_of(param) is not None for param in root.parameters())
                 stays = "wrapped, but no weight moves (fp64, complex and sparse ones stay)"
@@ -253,8 +253,8 @@ def auto(config: Config | Mapping[str, Any] | str | os.PathLike | None = None) -
         if "nvme" in config.values():
             config["nvme_paths"] = AUTO
     made = None if config is None else Config.make(config)
-    given = (config or {}) if config is None or isinstance(config, Mapping) else CHOSEN
-    return start(lambda root: made, logger.info, given=given, in_child=partial(_in_child, config))
+    options = (config or {}) if config is None or isinstance(config, Mapping) else CHOSEN
+    return start(lambda root: made, logger.info, given=options, in_child=partial(_in_child, config))
 
 
 def told(root: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> str:

@@ -62,10 +62,10 @@ def _init(own: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(own)
 
     def __init__(replica: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind(replica, *args, **kwargs)
-        given.apply_defaults()
-        group = given.arguments.get("process_group")
-        if given.arguments.get("device_mesh") is not None or (
+        bound = signature.bind(replica, *args, **kwargs)
+        bound.apply_defaults()
+        group = bound.arguments.get("process_group")
+        if bound.arguments.get("device_mesh") is not None or (
             group is not None and group is not dist.group.WORLD
         ):
             raise ConfigError(
@@ -74,9 +74,9 @@ def _init(own: Callable[..., None]) -> Callable[..., None]:
                 " with a mesh."
             )
         nn.Module.__init__(replica)
-        replica.module = given.arguments["module"]
-        replica.device_ids = given.arguments.get("device_ids")
-        replica.broadcast_buffers = given.arguments.get("broadcast_buffers", True)
+        replica.module = bound.arguments["module"]
+        replica.device_ids = bound.arguments.get("device_ids")
+        replica.broadcast_buffers = bound.arguments.get("broadcast_buffers", True)
         # Scripts switch it; each backward is averaged, so that the sum is the same
         replica.require_backward_grad_sync = True
         _share(replica.module.state_dict(keep_vars=True).values())

@@ -155,12 +155,12 @@ def _lacks_deepspeed(error: Exception) -> bool:
 
 def _of_deepspeed(error: Exception, script: str) -> ConfigError:
     """Returns what to do with a script that asks for DeepSpeed."""
-    given: Any = "ds.json"
+    source: Any = "ds.json"
     trace = error.__traceback__
     while trace is not None:  # transformers' TrainingArguments keep what they were given
-        given = getattr(trace.tb_frame.f_locals.get("self"), "deepspeed", None) or given
+        source = getattr(trace.tb_frame.f_locals.get("self"), "deepspeed", None) or source
         trace = trace.tb_next
-    path = given if isinstance(given, str) else "ds.json"
+    path = source if isinstance(source, str) else "ds.json"
     return ConfigError(
         f"{script} asks for DeepSpeed, in whose place infinity run works. Leave deepspeed= out of"
         " its TrainingArguments (docs/migration.md has calls of deepspeed itself), and give its"

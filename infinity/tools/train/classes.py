@@ -116,15 +116,15 @@ def freeze_untouched(model: nn.Module, names: set[str] | None, say: Callable[[st
 def untouched_parts(model: nn.Module, names: set[str]) -> list[str]:
     """Returns the outermost modules and parameters of which text touches nothing."""
     trained = {param for name, param in model.named_parameters() if name in names}
-    found: list[str] = []
+    parts: list[str] = []
     for path, module in model.named_modules():
         own = set(module.parameters())
-        if own and not own & trained and not _is_within(path, found):
-            found.append(path)
+        if own and not own & trained and not _is_within(path, parts):
+            parts.append(path)
     for name, param in model.named_parameters():
-        if param not in trained and not _is_within(name, found):
-            found.append(name)
-    return found
+        if param not in trained and not _is_within(name, parts):
+            parts.append(name)
+    return parts
 
 
 def _is_within(name: str, modules: list[str]) -> bool:

@@ -311,10 +311,10 @@ class Form:
             "conversations" if self.messages else "questions and answers" if self.pair else "text"
         )
         beside = ", ".join(self.used[len(self.main) :])
-        found = [f"Read as {kind}: {', '.join(self.main)}{f'; with {beside}' if beside else ''}"]
+        lines = [f"Read as {kind}: {', '.join(self.main)}{f'; with {beside}' if beside else ''}"]
         if left := [name for name in columns if name not in self.used]:
-            found.append(f"Columns left out: {', '.join(left)}")
-        return found
+            lines.append(f"Columns left out: {', '.join(left)}")
+        return lines
 
 
 def choose_form(data: Any, source: str, *, pictures: bool = False) -> Form:
@@ -325,15 +325,15 @@ def choose_form(data: Any, source: str, *, pictures: bool = False) -> Form:
     names = {name.strip().lower(): name for name in data.column_names}
 
     def first(use: str) -> str | None:
-        found = [names[name] for name in known("column", use) if name in names]
-        if len(found) > 1 and use == "pictures":
-            found = [name for name in found if first_filled(data, name)]
-        if len(found) > 1 and use != "messages":
+        columns = [names[name] for name in known("column", use) if name in names]
+        if len(columns) > 1 and use == "pictures":
+            columns = [name for name in columns if first_filled(data, name)]
+        if len(columns) > 1 and use != "messages":
             raise ConfigError(
-                f"--data: {source} has the columns {' and '.join(found)}, which are one thing by"
+                f"--data: {source} has the columns {' and '.join(columns)}, which are one thing by"
                 " two names. Remove one of them."
             )
-        return found[0] if found else None
+        return columns[0] if columns else None
 
     messages = first("messages")
     pairs = [pair for pair in PAIRS if set(pair) <= names.keys()]

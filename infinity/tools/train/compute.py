@@ -183,9 +183,9 @@ def _room_of(config: Any) -> int:
 
     is_host = config.device is None or config.device.startswith("cpu")
     budgets = [config.device_memory, config.host_memory if is_host else None]
-    given = [int(budget) for budget in budgets if budget is not None]
-    if given or not is_host:
-        return sum(given) or sys.maxsize
+    budgets_here = [int(budget) for budget in budgets if budget is not None]
+    if budgets_here or not is_host:
+        return sum(budgets_here) or sys.maxsize
     return limits.for_the_engine(limits.memory_left())
 
 
@@ -271,14 +271,14 @@ def _runs(job: Callable[[], object], device: str, least: float = 0.0) -> list[fl
     together."""
     import torch
 
-    found: list[float] = []
-    while len(found) < ROUNDS or sum(found) < least:
+    seconds: list[float] = []
+    while len(seconds) < ROUNDS or sum(seconds) < least:
         start = time.perf_counter()
         job()
         if device != "cpu":
             torch.accelerator.synchronize(device)
-        found.append(time.perf_counter() - start)
-    return found
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def product_rate(dtype: torch.dtype, device: str) -> float:

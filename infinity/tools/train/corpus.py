@@ -61,8 +61,8 @@ def held_out_share(args: argparse.Namespace) -> float:
     """Returns the share of ``--data`` that is held out: none with ``--eval-data``."""
     if getattr(args, "eval_data", None) is not None:
         return 0.0
-    given = getattr(args, "eval_share", None)  # other commands have no such options
-    return HELD_OUT_SHARE if given is None else share_of(given, "--eval-share", "the data")
+    share = getattr(args, "eval_share", None)  # other commands have no such options
+    return HELD_OUT_SHARE if share is None else share_of(share, "--eval-share", "the data")
 
 
 def find_text_files(data: str | os.PathLike | None = None) -> TextFiles:
@@ -88,8 +88,8 @@ def find_text_files(data: str | os.PathLike | None = None) -> TextFiles:
         )
     if not root.stat().st_size:
         raise ConfigError(f"--data: {root} is empty. Give what is to be learned.")
-    if (found := look_at(root)) is not None:
-        raise _not_text(root, found)
+    if (kind := look_at(root)) is not None:
+        raise _not_text(root, kind)
     return TextFiles(source=str(root), paths=[root], names=[root.name])
 
 
@@ -105,10 +105,10 @@ def _text_files_in(root: Path) -> TextFiles:
     for path in sorted(
         path for path in _walk(root, skip=_is_hidden) if path.is_file() and path.stat().st_size
     ):
-        found = look_at(path)
-        if found is not None and found.of_dataset:
-            raise _not_text(path, found)
-        (paths if found is None else skipped).append(path)
+        kind = look_at(path)
+        if kind is not None and kind.of_dataset:
+            raise _not_text(path, kind)
+        (paths if kind is None else skipped).append(path)
     if not paths:
         raise ConfigError(
             f"No text files in {root}. Give --data a text file, or a folder that holds some."

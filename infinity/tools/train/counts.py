@@ -53,13 +53,13 @@ class EdgeCounts:
     def shares(self, stalls: Any = None) -> dict[str, float]:
         """Returns the shares of the time since the start that the steps waited, by what for.
         ``stalls``: what their data waited for."""
-        found = shares_of(self.at_seconds, self.waits)
+        shares_here = shares_of(self.at_seconds, self.waits)
         if stalls is None:
-            return found
-        data, parts = found.pop(DATA), stalls.shares
+            return shares_here
+        data, parts = shares_here.pop(DATA), stalls.shares
         known = parts["prepare"] + parts["fetch"]
         split = {name: parts[name] / known if known else 0.5 for name in ("prepare", "fetch")}
-        return found | {f"data {name}": data * part for name, part in split.items()}
+        return shares_here | {f"data {name}": data * part for name, part in split.items()}
 
     @property
     def stall_share(self) -> float:

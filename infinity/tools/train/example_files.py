@@ -59,8 +59,8 @@ def find_examples(data: Path | None) -> ExampleFiles | None:
             and path.stat().st_size
             and not any(part.startswith(".") for part in path.relative_to(data).parts)
         )
-    found = {path: look_at(path) for path in files}
-    loaders = {path: kind.loader for path, kind in found.items() if kind and kind.loader}
+    kind_of = {path: look_at(path) for path in files}
+    loaders = {path: kind.loader for path, kind in kind_of.items() if kind and kind.loader}
     if data.is_file() and data.suffix.lower() in TABLES:
         loaders[data] = "csv"  # a table is not running text, whatever its columns
     if not loaders:
@@ -70,12 +70,12 @@ def find_examples(data: Path | None) -> ExampleFiles | None:
             f"--data: {data} has files of several kinds ({', '.join(kinds)}). Give one of them, or"
             " a folder with files of one kind."
         )
-    text = [path for path in files if path not in loaders and found[path] is None]
+    text = [path for path in files if path not in loaders and kind_of[path] is None]
     text = [path for path in text if not BESIDE.match(path.name)]
     if text:
         raise ConfigError(
             f"--data: {data} has both running text ({text[0].name}) and samples"
-            f" ({next(iter(loaders)).name}: {found[next(iter(loaders))].what}). Give one of them."
+            f" ({next(iter(loaders)).name}: {kind_of[next(iter(loaders))].what}). Give one of them."
         )
     left_out = [path.name for path in files if path not in loaders]
     return ExampleFiles(source=str(data), loader=kinds[0], paths=list(loaders), left_out=left_out)
@@ -102,8 +102,8 @@ def _load(datasets: Any, files: ExampleFiles) -> Any:
             return _load_tables(datasets, files.paths)
         if files.loader != "disk":
             paths = [str(path) for path in files.paths]
-            given = {"path": files.loader, "data_files": paths, "split": "train"}
-            data = datasets.load_dataset(**given)
+            options = {"path": files.loader, "data_files": paths, "split": "train"}
+            data = datasets.load_dataset(**options)
             if is_padded(datasets, files):
                 return data
             # datasets guesses types: of values of several types in lists it takes a text for its
@@ -116,23 +116,23 @@ def _load(datasets: Any, files: ExampleFiles) -> Any:
                 or ("Json(" in repr(feature) and not isinstance(feature, datasets.Json))
             }
             if mixed:
-                given["features"] = datasets.Features({**data.features, **mixed})
-            return datasets.load_dataset(**given) if mixed else data
-        found = datasets.load_from_disk(str(files.paths[0]))
+                options["features"] = datasets.Features({**data.features, **mixed})
+            return datasets.load_dataset(**options) if mixed else data
+        stored = datasets.load_from_disk(str(files.paths[0]))
     except Exception as error:  # noqa: BLE001 - every reader has errors of its own
         cause = error.__cause__ or error
         line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise ConfigError(
             f"--data: datasets cannot read {files.source}: {line}{_hint(files)}"
         ) from None
-    if not isinstance(found, datasets.DatasetDict):
-        return found
-    if "train" not in found:
+    if not isinstance(stored, datasets.DatasetDict):
+        return stored
+    if "train" not in stored:
         raise ConfigError(
-            f"--data: {files.source} has the splits {', '.join(found)} and no split named train:"
-            f" give the folder of one, as {Path(files.source) / next(iter(found), 'test')}."
+            f"--data: {files.source} has the splits {', '.join(stored)} and no split named train:"
+            f" give the folder of one, as {Path(files.source) / next(iter(stored), 'test')}."
         )
-    return found["train"]
+    return stored["train"]
 
 
 def _hint(files: ExampleFiles) -> str:
@@ -155,13 +155,13 @@ def _load_tables(datasets: Any, paths: list[Path]) -> Any:
     missing."""
     import pandas
 
-    given = {"dtype": str, "keep_default_na": False, "index_col": False}
+    options = {"dtype": str, "keep_default_na": False, "index_col": False}
     with warnings.catch_warnings():
         # A row of more fields than the first line would move or lose them.
         warnings.simplefilter("error", pandas.errors.ParserWarning)
         try:
             read = [
-                pandas.read_csv(path, sep=TABLES[path.suffix.lower()], **given) for path in paths
+                pandas.read_csv(path, sep=TABLES[path.suffix.lower()], **options) for path in paths
             ]
         except pandas.errors.ParserWarning:
             raise ValueError(

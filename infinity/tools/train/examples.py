@@ -126,7 +126,7 @@ def read_examples(
     with libraries() as (datasets, trl):
         data = load_examples(datasets, files)
         form = choose_form(data, files.source)
-        told = form.told(data.column_names)
+        notes_of_form = form.told(data.column_names)
         has_template = bool(tokenizer.chat_template)
         if not has_template and not form.text:
             tokenizer.chat_template = PLAIN_TEMPLATE
@@ -140,7 +140,7 @@ def read_examples(
             code=_code(),
         )
         made = _map(datasets, data.select_columns(form.used), renderer)
-        told += [] if form.text else renderer.told()
+        notes_of_form += [] if form.text else renderer.told()
         skipped, notes, kept = _looked_at(made, files.source)
         rows = made if len(kept) == len(made) else made.select(kept)
         rows = rows.select_columns(["input_ids", "labels"])
@@ -172,7 +172,7 @@ def read_examples(
         held_out_ntokens=sum(sizes[train_count:]),
         learned_ntokens=sum(learned[:train_count]),
         skipped=skipped,
-        told=told + notes,
+        told=notes_of_form + notes,
         has_own_template=has_template,
     )
 
@@ -225,10 +225,10 @@ def training_template(tokenizer: Any) -> str | None:
     from trl.chat_template_utils import get_training_chat_template
 
     try:
-        found = get_training_chat_template(tokenizer)
+        template = get_training_chat_template(tokenizer)
     except Exception:  # noqa: BLE001 - it tries the template, which is judged by the data's samples
         return None
-    return found if found and MARK.search(found) else None
+    return template if template and MARK.search(template) else None
 
 
 @functools.cache

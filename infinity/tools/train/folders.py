@@ -46,19 +46,19 @@ def is_streamed(model: nn.Module, path: Path | None) -> bool:
     if is_packed_folder(model.config):
         return is_nf4_folder(model.config)
     kept = model.state_dict(keep_vars=True)  # persistent buffers too
-    given = (
+    own_sources = (
         without_scales(WeightFiles(path).sources(), path)
         if file is None
         else GgufFile(file, model).sources()
     )
-    found = Incoming(model, given, kept).sources
-    there = {id(kept[name]) for name in found}
+    incoming = Incoming(model, own_sources, kept).sources
+    there = {id(kept[name]) for name in incoming}
     return all(
         id(tensor) in there or may_lack(model, name) for name, tensor in kept.items()
     ) and all(
         source.shape == kept[name].shape
         and source.dtype.is_floating_point == kept[name].dtype.is_floating_point
-        for name, source in found.items()
+        for name, source in incoming.items()
     )
 
 
@@ -79,8 +79,8 @@ def is_packed_folder(config: Any) -> bool:
     Those in FP8 and MXFP4 are not: trained weights of them become dense."""
     from ...ext.packed.unpacked import is_scaled
 
-    told = _packing_of(config)
-    return bool(told) and not is_scaled(told)
+    packing = _packing_of(config)
+    return bool(packing) and not is_scaled(packing)
 
 
 def is_nf4_folder(config: Any) -> bool:
@@ -90,10 +90,10 @@ def is_nf4_folder(config: Any) -> bool:
 
 
 def _packing_of(config: Any) -> dict[str, Any]:
-    told = getattr(config, "quantization_config", None) or {}
-    told = told if isinstance(told, dict) else told.to_dict()
+    packing = getattr(config, "quantization_config", None) or {}
+    packing = packing if isinstance(packing, dict) else packing.to_dict()
     # transformers notes it of a model that it has made dense
-    return {} if told.get("quant_method") == "gguf" else told
+    return {} if packing.get("quant_method") == "gguf" else packing
 
 
 def check_packed(path: Path | None, config: Any, quantize: str | None, *, trains_all: bool) -> None:

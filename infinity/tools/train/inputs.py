@@ -43,14 +43,14 @@ def find_eval_files(
     if (path := getattr(args, "eval_data", None)) is None:
         return None
     with of_eval_data():
-        found = find_examples(path) or find_text_files(path)
-    if type(found) is not type(files):
+        eval_files = find_examples(path) or find_text_files(path)
+    if type(eval_files) is not type(files):
         kinds = ("samples", "running text")
-        this, other = kinds if isinstance(found, ExampleFiles) else kinds[::-1]
+        this, other = kinds if isinstance(eval_files, ExampleFiles) else kinds[::-1]
         raise ConfigError(
             f"--eval-data {path} has {this}, and --data {other}: both have to be of one kind."
         )
-    return found
+    return eval_files
 
 
 @contextmanager

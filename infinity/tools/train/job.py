@@ -465,8 +465,8 @@ def save_checkpoint(job: Job, *, wait: bool = True) -> None:
                     part.save_pretrained(made)
             copy_processors(job.model_folder, made)
             if carried := job.parts[0].__dict__.get(CARRIED):
-                told = {"folder": os.path.realpath(str(job.model_folder)), "tensors": list(carried)}
-                (made / ELSEWHERE).write_text(json.dumps(told))
+                rest = {"folder": os.path.realpath(str(job.model_folder)), "tensors": list(carried)}
+                (made / ELSEWHERE).write_text(json.dumps(rest))
 
 
 def finish_save(job: Job, *, raises: bool = True) -> None:

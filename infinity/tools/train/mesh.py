@@ -44,10 +44,10 @@ def mesh_sizes(args: argparse.Namespace, ranks: int) -> dict[str, int] | None:
     if args.mesh is None:
         _check_no_stages(args, "add --mesh pp=2")
         return None
-    given = parse_axes(args.mesh, AXES)
-    others = math.prod(size for name, size in given.items() if name != "dp")
-    sizes = {name: given.get(name, 1) for name in AXES}
-    sizes["dp"] = given.get("dp", max(1, ranks // others))
+    axes = parse_axes(args.mesh, AXES)
+    others = math.prod(size for name, size in axes.items() if name != "dp")
+    sizes = {name: axes.get(name, 1) for name in AXES}
+    sizes["dp"] = axes.get("dp", max(1, ranks // others))
     if (count := math.prod(sizes.values())) != ranks:
         said = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1) or "dp=1"
         raise ConfigError(
@@ -211,9 +211,9 @@ def _asked(args: argparse.Namespace) -> dict[str, Any]:
 @contextlib.contextmanager
 def _said(say: Callable[[str], None]) -> Iterator[None]:
     """Says what the functions inside print: of the first rank."""
-    with contextlib.redirect_stdout(io.StringIO()) as told:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         yield
-    if text := told.getvalue().rstrip():
+    if text := output.getvalue().rstrip():
         say(text)
 
 
@@ -223,7 +223,7 @@ def joined(batches: Sequence[Batch], rows: int) -> Batch:
     import torch
 
     longest = max(batch["input_ids"].shape[1] for batch in batches)
-    found = {}
+    wholes = {}
     for name in batches[0]:
         parts = [
             torch.nn.functional.pad(
@@ -237,5 +237,5 @@ def joined(batches: Sequence[Batch], rows: int) -> Batch:
             whole = torch.cat(
                 [whole, torch.full_like(more, NOT_LEARNED)] if name == "labels" else [whole, more]
             )
-        found[name] = whole
-    return found
+        wholes[name] = whole
+    return wholes

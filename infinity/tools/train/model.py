@@ -270,7 +270,7 @@ def build_model(
                 model.generation_config = GenerationConfig.from_pretrained(path)
             _carry_rest(path, model, say)
             return model
-        model, found = auto.from_pretrained(
+        model, loading = auto.from_pretrained(
             path,
             config=model_config,
             local_files_only=True,
@@ -280,14 +280,14 @@ def build_model(
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         why = f"transformers cannot build the model of {path}: {first_line(error)}"
         raise ConfigError(misfit(path, model) or why) from None
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(loading["missing_keys"]):
         names = ", ".join(missing[:4])
-        told = f"{len(missing)} weights are not in {path} and start from the seed: {names}"
+        sentence = f"{len(missing)} weights are not in {path} and start from the seed: {names}"
         if complete:
             raise ConfigError(
-                f"{told}. That is not a trained model: give a folder that has all weights."
+                f"{sentence}. That is not a trained model: give a folder that has all weights."
             )
-        say(told)
+        say(sentence)
     _carry_rest(path, model, say)
     return model
 

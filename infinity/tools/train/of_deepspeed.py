@@ -32,10 +32,10 @@ def deepspeed_of(path: Path) -> dict[str, Any]:
     from ...ext.migrate.accelerate import is_accelerate
     from ...ext.migrate.deepspeed import is_deepspeed
 
-    given = read_table(path)
-    if is_deepspeed(given):
-        return given
-    table = given.get("deepspeed_config") if is_accelerate(given) else None
+    settings = read_table(path)
+    if is_deepspeed(settings):
+        return settings
+    table = settings.get("deepspeed_config") if is_accelerate(settings) else None
     if not isinstance(table, Mapping):
         return {}
     named = table.get("deepspeed_config_file")
@@ -45,11 +45,11 @@ def deepspeed_of(path: Path) -> dict[str, Any]:
 def words_of_deepspeed(path: Path, given: Sequence[str]) -> list[str]:
     """Returns the options of `infinity train` that a file's loop stands for. Those that are
     ``given`` override them. Raises ConfigError, with the options to paste, for what has none."""
-    found = deepspeed_of(path)
-    words = [*_optimizer(path, found, given), *_batch(path, found, given)]
-    if found.get("gradient_clipping") == 0 and found["gradient_clipping"] is not False:
+    settings = deepspeed_of(path)
+    words = [*_optimizer(path, settings, given), *_batch(path, settings, given)]
+    if settings.get("gradient_clipping") == 0 and settings["gradient_clipping"] is not False:
         words.append(f"--max-grad-norm={NEVER_CLIPS}")
-    return [*words, *_scheduler(path, found, given)]
+    return [*words, *_scheduler(path, settings, given)]
 
 
 def tell_loop(args: argparse.Namespace, say: Callable[[str], None]) -> None:

@@ -25,12 +25,12 @@ def make_optimizers(
 ) -> list[torch.optim.Optimizer]:
     """Makes the optimizers ``name`` of :data:`OPTIMS`, which decay matrices only, not biases and
     norm scales. ``betas``: of AdamW."""
-    found = OPTIMS[name](model, lr, weight_decay)
-    for optimizer in found:
+    made = OPTIMS[name](model, lr, weight_decay)
+    for optimizer in made:
         for group in optimizer.param_groups:
             if "betas" in group:
                 optimizer.defaults["betas"] = group["betas"] = betas
-    return found
+    return made
 
 
 def betas_of(given: str | None) -> tuple[float, float]:
@@ -83,11 +83,11 @@ def _muon(model: nn.Module, lr: float, weight_decay: float) -> list[torch.optim.
     at_ends = {param for end in ends for param in end.parameters()}
     matrices = [p for p in trained_of(model) if p.ndim == 2 and p not in at_ends]
     rest = [p for p in trained_of(model) if p.ndim != 2 or p in at_ends]
-    found: list[torch.optim.Optimizer] = []
+    made: list[torch.optim.Optimizer] = []
     if matrices:
         settings = {"lr": lr, "weight_decay": weight_decay, "adjust_lr_fn": "match_rms_adamw"}
-        found.append(torch.optim.Muon(matrices, **settings))
-    return [*found, *([_adamw(rest, lr, weight_decay)] if rest else [])]
+        made.append(torch.optim.Muon(matrices, **settings))
+    return [*made, *([_adamw(rest, lr, weight_decay)] if rest else [])]
 
 
 OPTIMS: dict[str, Callable[[nn.Module, float, float], list[torch.optim.Optimizer]]] = {

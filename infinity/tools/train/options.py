@@ -425,9 +425,9 @@ def check_options(args: argparse.Namespace) -> None:
             "--lora-rank trains adapters of a model that has weights: give --model a folder."
         )
     lengths = {f"--{name}": getattr(args, name) for name in ("steps", "epochs", "minutes")}
-    given = [name for name, value in lengths.items() if value is not None]
-    if len(given) > 1:
-        raise ConfigError(f"{' and '.join(given)} both say how long to train: give one of them.")
+    chosen = [name for name, value in lengths.items() if value is not None]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)} both say how long to train: give one of them.")
     if args.resume and args.checkpoint is None:
         raise ConfigError("--resume has nowhere to look. Add --checkpoint FOLDER")
     names_a_job = args.model is not None or args.data is not None or args.config is not None

@@ -94,11 +94,11 @@ class PictureRows:
     def has_pictures(self, at: int) -> bool:
         """Tells whether a row has pictures, without decoding them."""
         number, first, _ = self.places[at]
-        sample, given = self.sample(number)
+        sample, placed = self.sample(number)
         assert sample is not None
-        messages, _ = _placed(sample, given, self.form.pictures)
+        messages, _ = _placed(sample, placed, self.form.pictures)
         shown = any(is_picture(part) for each in messages[:first] for part in _parts(each))
-        return shown or bool(sample.text is not None and given)
+        return shown or bool(sample.text is not None and placed)
 
     @property
     def cache_files(self) -> list[dict[str, Any]]:
@@ -109,9 +109,9 @@ class PictureRows:
 
     def __getitem__(self, at: int) -> dict[str, Any]:
         number, first, last = self.places[at]
-        sample, given = self.sample(number)
+        sample, listed = self.sample(number)
         assert sample is not None
-        messages, pictures = _placed(sample, given, self.form.pictures)
+        messages, pictures = _placed(sample, listed, self.form.pictures)
         shown = {"images": [self._opened(each) for each in pictures]}
         if sample.text is not None:
             return {"text": sample.text} | shown
@@ -125,10 +125,10 @@ class PictureRows:
     def sample(self, number: int) -> tuple[Sample | None, list[Any]]:
         """Reads a sample, and its pictures as they were given."""
         row = self.data[number]
-        found = read_sample(
+        text_sample = read_sample(
             row, self.form, template=self.template, padded=self.padded, pictures=True
         )
-        return found, _listed(row.get(self.form.pictures or ""))
+        return text_sample, _listed(row.get(self.form.pictures or ""))
 
     def _opened(self, given: Any) -> Any:
         """Returns a picture as `datasets` decodes it."""
@@ -279,13 +279,13 @@ def _placed(
 def _split(said: str | None) -> list[dict[str, str]]:
     """Splits a text at its places."""
     pieces = WORD.split(said or "")
-    found: list[dict[str, str]] = []
+    parts: list[dict[str, str]] = []
     for at, piece in enumerate(pieces):
         if at:
-            found.append({"type": "image"})
+            parts.append({"type": "image"})
         if piece:
-            found.append({"type": "text", "text": piece})
-    return found
+            parts.append({"type": "text", "text": piece})
+    return parts
 
 
 @contextmanager
@@ -370,7 +370,7 @@ def read_pictures(
         except ImportError as error:
             raise ConfigError(f"--data: pictures need Pillow ({error}): {NEEDED}") from None
         form = choose_form(data, files.source, pictures=True)
-        told = form.told(data.column_names)
+        notes = form.told(data.column_names)
         for name in (form.tools, form.variables):
             if name and (at := first_filled(data, name)):
                 raise ConfigError(
@@ -429,7 +429,7 @@ def read_pictures(
         held_out_ntokens=sum(looked.sizes[train_count:]),
         learned_ntokens=sum(looked.learned[:train_count]),
         skipped=dict(looked.skipped),
-        told=told + looked.told(),
+        told=notes + looked.told(),
         has_own_template=True,
         image_tokens=looked.image_tokens,
     )
@@ -471,11 +471,11 @@ class _Looked:
         is_marked = bool(form.messages) and self._finds_marks()
         for number in range(len(self.rows.data)):
             with self._naming(number):
-                sample, given = self.rows.sample(number)
+                sample, listed = self.rows.sample(number)
                 if sample is None:
                     self.skipped[EMPTY] += 1
                     continue
-                messages, pictures = _placed(sample, given, form.pictures)
+                messages, pictures = _placed(sample, listed, form.pictures)
                 self._check_words(sample, messages, len(pictures))
             self._note(sample)
             conversations.append((number, None, None))
@@ -547,16 +547,16 @@ class _Looked:
     def try_both(self) -> None:
         """Makes a batch of a row with pictures and one without, if there are both. Raises
         ConfigError for a processor that takes no such batch."""
-        found: dict[bool, int] = {}
+        one_of_each: dict[bool, int] = {}
         for at in range(len(self.rows)):
-            found.setdefault(self.rows.has_pictures(at), at)
-            if len(found) == 2:
+            one_of_each.setdefault(self.rows.has_pictures(at), at)
+            if len(one_of_each) == 2:
                 break
         else:
             return
-        numbers = sorted(self.rows.places[at][0] + 1 for at in found.values())
+        numbers = sorted(self.rows.places[at][0] + 1 for at in one_of_each.values())
         try:
-            self.collator(self.length)([self.rows[at] for at in found.values()])
+            self.collator(self.length)([self.rows[at] for at in one_of_each.values()])
         except Exception as error:  # noqa: BLE001 - a processor is any code
             raise ConfigError(
                 f"--data: {self.source}: {type(self.processor).__name__} makes no batch of samples"
@@ -635,19 +635,19 @@ class _Looked:
 
 def _image_tokens(processor: Any, model_config: Any) -> frozenset[int]:
     """Returns the tokens that pictures become."""
-    found = list(getattr(processor, "image_token_ids", None) or ())
+    numbers = list(getattr(processor, "image_token_ids", None) or ())
     for owner in (processor, processor.tokenizer, model_config):
-        found += [getattr(owner, name, None) for name in ("image_token_id", "image_token_index")]
-    return frozenset(each for each in found if isinstance(each, int))
+        numbers += [getattr(owner, name, None) for name in ("image_token_id", "image_token_index")]
+    return frozenset(each for each in numbers if isinstance(each, int))
 
 
 def _folders(files: ExampleFiles) -> tuple[Path, ...]:
     """Returns the folders that paths of pictures may be relative to. Of files in several folders
     it is that of --data: the same name may stand for another picture in each."""
-    given = {path if path.is_dir() else path.parent for path in files.paths}
+    folders = {path if path.is_dir() else path.parent for path in files.paths}
     source = Path(files.source)
     whole = [source] if source.is_dir() else []
-    return tuple(dict.fromkeys([*(given if len(given) == 1 else ()), *whole]))
+    return tuple(dict.fromkeys([*(folders if len(folders) == 1 else ()), *whole]))
 
 
 def _undecoded(datasets: Any, feature: Any) -> Any:

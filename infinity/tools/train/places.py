@@ -58,11 +58,13 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
             f" a file become a folder for --model: `infinity export {args.checkpoint} OUT --model"
             " MODEL`"
         )
-    given = [output for output in outputs.values() if output is not None]
+    written = [output for output in outputs.values() if output is not None]
     weights = settings.get("weights")
     inputs = {"--model": args.model, "--data": args.data, "--config": args.config}
     inputs["--deepspeed"] = args.deepspeed
-    check_outputs(given, [*inputs.items(), ("weights", weights and Path(weights))], overwrite=True)
+    check_outputs(
+        written, [*inputs.items(), ("weights", weights and Path(weights))], overwrite=True
+    )
     if args.checkpoint is not None:
         _check_kind(args.checkpoint, args.method)
         if not has_checkpoint(args.checkpoint):
@@ -74,7 +76,7 @@ def check_places(args: argparse.Namespace, settings: dict[str, Any]) -> None:
             f"{args.checkpoint} holds a checkpoint already. Continue it with --resume or replace it"
             " with --overwrite or give --checkpoint another folder."
         )
-    for output in given:
+    for output in written:
         if output is outputs["checkpoint"] and args.resume:
             continue
         if output is outputs["receipt"] and args.resume and has_checkpoint(args.checkpoint):
@@ -137,10 +139,12 @@ def saved_extra(checkpoint: Path | None) -> dict[str, Any]:
         return {}
     try:
         if state := trainer_checkpoint(checkpoint):
-            told = json.loads((state / "trainer_state.json").read_text())
-            return told["stateful_callbacks"][NOTED]["attributes"] | {"step": told["global_step"]}
-        found = decode_value(read_manifest(checkpoint)["extra"], {})
-        return found if isinstance(found, dict) else {}
+            state_of_trainer = json.loads((state / "trainer_state.json").read_text())
+            return state_of_trainer["stateful_callbacks"][NOTED]["attributes"] | {
+                "step": state_of_trainer["global_step"]
+            }
+        extra = decode_value(read_manifest(checkpoint)["extra"], {})
+        return extra if isinstance(extra, dict) else {}
     except (InfinityError, LookupError, TypeError, AttributeError, ValueError):
         return {}  # damaged, or not of `infinity train`: loading it raises
 
@@ -166,9 +170,9 @@ def check_fixed_values(checkpoint: Path, now: dict[str, Any], extra: dict[str, A
     saved = extra.get("fixed_values")
     if not isinstance(saved, dict):
         return  # of a script, whose values are its own
-    if told := differences(saved, now):
+    if different := differences(saved, now):
         raise UsageError(
-            f"The checkpoint {checkpoint} was made with {told}.\n"
+            f"The checkpoint {checkpoint} was made with {different}.\n"
             "Give the same options and data to continue it, or --overwrite instead of --resume to"
             " start fresh."
         )

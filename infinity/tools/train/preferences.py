@@ -159,11 +159,11 @@ class PreferenceJob(Measured):
         if not len(self.trainer.eval_dataset):
             return {}
         with keep_random_state(), no_cache(self.model), quiet():
-            found = self.trainer.evaluate()
-        loss = found["eval_loss"]
+            metrics = self.trainer.evaluate()
+        loss = metrics["eval_loss"]
         if not math.isfinite(loss):
             raise InfinityError(not_finite(loss, self.next_step))
-        return {name: value for name, value in found.items() if math.isfinite(value)}
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def train(self, interrupt: Interrupt, console: Console, trackers: Trackers) -> None:
         """Steps until done or interrupted. Every rank calls this."""
@@ -182,14 +182,14 @@ class PreferenceJob(Measured):
         if checkpoint is not None and self.ranks.is_first:
             checkpoint.mkdir(parents=True, exist_ok=True)
             (checkpoint / OF_TRAINER).write_text(json.dumps({"method": self.method.name}))
-        found = trainer_checkpoint(checkpoint) if self.args.resume else None
+        saved = trainer_checkpoint(checkpoint) if self.args.resume else None
         if self.args.resume:
             console.print(
-                f"Continuing from {found}"
-                if found
+                f"Continuing from {saved}"
+                if saved
                 else f"No checkpoint in {checkpoint}: starting fresh"
             )
-        if found:
+        if saved:
             self.loss_before = saved_extra(checkpoint).get("loss_before")
         elif measured := self.held_out():
             self.loss_before = measured["eval_loss"]
@@ -198,7 +198,7 @@ class PreferenceJob(Measured):
         else:
             console.print("No held-out loss: the prompts held out leave no room for an answer")
         with self.closing, no_cache(self.model), quiet(), suppress(_NothingLeft):
-            self.trainer.train(resume_from_checkpoint=found and str(found))
+            self.trainer.train(resume_from_checkpoint=saved and str(saved))
 
     def end_interrupted(self, signum: int, console: Console) -> int:
         """Tells that the job was interrupted. Returns its exit status."""
@@ -365,12 +365,12 @@ def make_preference_job(
     config = engine_config({"master": "split", "moments": "fp32"} | settings, model)
     if ranks.is_first:
         check_room(model, config)
-    given: dict[str, Any] = {"peft_config": adapters} if adapters is not None else {}
+    options: dict[str, Any] = {"peft_config": adapters} if adapters is not None else {}
     asked = None
     if method.refers and adapters is None:
-        given["ref_model"], _ = make_model(inputs.model_config, True)
-        given["infinity_reference"] = engine_config(settings | {"trace": None}, model)
-        asked = given["ref_model"] if args.precompute_reference else None
+        options["ref_model"], _ = make_model(inputs.model_config, True)
+        options["infinity_reference"] = engine_config(settings | {"trace": None}, model)
+        asked = options["ref_model"] if args.precompute_reference else None
     closing = ExitStack()
     folder = args.checkpoint or closing.enter_context(
         tempfile.TemporaryDirectory(prefix="infinity-train-")
@@ -381,7 +381,7 @@ def make_preference_job(
     with (
         quiet(),
         real_adapters(model) if adapters is not None else nullcontext(),
-        asked_at_home(asked, given.get("infinity_reference")),
+        asked_at_home(asked, options.get("infinity_reference")),
     ):
         trainer = kind(
             model=model,
@@ -391,12 +391,12 @@ def make_preference_job(
             processing_class=inputs.tokenizer,
             infinity=config,
             infinity_overhead=_overhead(args),
-            **given,
+            **options,
         )
     if asked is not None:  # its memory is free for the training
         trainer.ref_model = None
         trainer.accelerator._models.remove(asked)
-        del asked, given
+        del asked, options
     trainer.create_model_card = lambda *_, **__: None  # it would replace the folder's README.md
     trainer.remove_callback(transformers.PrinterCallback)  # standard output is the command's
     name_base(trainer.model, args.model)
@@ -446,7 +446,7 @@ def _arguments(
 ) -> dict[str, Any]:
     """Returns the options as the trainer's arguments. What no option says is TRL's default."""
     clipped = args.max_grad_norm or (0.0 if config.max_grad_norm else DEFAULT_MAX_GRAD_NORM)
-    found = {
+    arguments = {
         "output_dir": folder,
         "per_device_train_batch_size": args.batch_size,
         "per_device_eval_batch_size": args.batch_size,
@@ -474,10 +474,10 @@ def _arguments(
         **method.settings,
     }
     if args.beta is not None:
-        found["beta"] = args.beta
+        arguments["beta"] = args.beta
     if args.precompute_reference:
-        found["precompute_ref_log_probs"] = True
-    return found
+        arguments["precompute_ref_log_probs"] = True
+    return arguments
 
 
 class quiet(ExitStack):

@@ -106,12 +106,12 @@ def read_preferred(
                 empty += 1
                 continue
             try:
-                found = _row(row, form, template, padded=is_padded(datasets, files))
-                _check_kind(made, found)
-                if _is_chat(found):
-                    unread |= found.pop(UNREAD)
+                row_made = _row(row, form, template, padded=is_padded(datasets, files))
+                _check_kind(made, row_made)
+                if _is_chat(row_made):
+                    unread |= row_made.pop(UNREAD)
                     tokenizer.chat_template = tokenizer.chat_template or PLAIN_TEMPLATE
-                asked = found if "prompt" in found else trl.extract_prompt(found)
+                asked = row_made if "prompt" in row_made else trl.extract_prompt(row_made)
                 if not asked["prompt"]:
                     raise ConfigError(
                         "no question comes before the answers, which begin with no word that both"
@@ -120,9 +120,9 @@ def read_preferred(
                 prompts.read(asked)
             except ConfigError as error:
                 raise ConfigError(f"--data: {files.source}, sample {at}: {error}") from None
-            made.append(found)
-            same += found.get("chosen") == found.get("rejected") and "chosen" in found
-            digest.update(json.dumps(found, sort_keys=True, default=str).encode())
+            made.append(row_made)
+            same += row_made.get("chosen") == row_made.get("rejected") and "chosen" in row_made
+            digest.update(json.dumps(row_made, sort_keys=True, default=str).encode())
         if not made:
             raise ConfigError(f"--data: all samples of {files.source} are empty.")
         if not _is_chat(made[0]) and tokenizer.eos_token is None:
@@ -140,13 +140,13 @@ def read_preferred(
             _check_labels(made[: len(made) - held_out], files.source, method)
         chat = _is_chat(made[0])
         rows = datasets.Dataset.from_list(made, features=_features(datasets, made, files.source))
-        told = _told(form, data.column_names, unread, chat=chat, empty=empty, same=same)
+        notes = _told(form, data.column_names, unread, chat=chat, empty=empty, same=same)
     return Preferred(
         source=files.source,
         rows=rows,
         train_count=len(made) - held_out,
         chat=chat,
-        told=[*told, *prompts.told()],
+        told=[*notes, *prompts.told()],
         has_own_template=has_template or not chat,
         fingerprint=digest.hexdigest()[:16],
     )
@@ -195,16 +195,16 @@ def _told(
 ) -> list[str]:
     kind = "pairs of answers" if form.chosen or form.rejected else "answers with a label"
     how = "messages, by the chat template" if chat else "text, without a chat template"
-    told = [f"Read as {kind} ({how}): {', '.join(form.used)}"]
+    lines = [f"Read as {kind} ({how}): {', '.join(form.used)}"]
     if left := [name for name in names if name not in form.used]:
-        told.append(f"Columns left out: {', '.join(left)}")
+        lines.append(f"Columns left out: {', '.join(left)}")
     if unread:
-        told.append(f"Keys that the chat template does not read: {', '.join(sorted(unread))}")
+        lines.append(f"Keys that the chat template does not read: {', '.join(sorted(unread))}")
     if empty:
-        told.append(f"{empty:,} samples left out (empty)")
+        lines.append(f"{empty:,} samples left out (empty)")
     if same:
-        told.append(f"{same:,} samples have the same answer twice, of which nothing is learned")
-    return told
+        lines.append(f"{same:,} samples have the same answer twice, of which nothing is learned")
+    return lines
 
 
 def choose_preferred(data: Any, source: str, method: Method) -> PreferredForm:
@@ -303,24 +303,24 @@ def _row(
     """Makes the row of TRL's of one sample."""
     read = functools.partial(_turns, template=template, padded=padded)
     names = {"chosen": form.chosen, "rejected": form.rejected, "completion": form.answer}
-    found = {key: _given(row, name) for key, name in names.items() if name}
+    values = {key: _given(row, name) for key, name in names.items() if name}
     if form.messages:
         before = read(row, form.messages, None)
         if not isinstance(before, list):
             raise ConfigError(f"{form.messages} {samples.NEEDED}")
-        if len(found) < 1 + bool(form.rejected):  # the answer ends the conversation
+        if len(values) < 1 + bool(form.rejected):  # the answer ends the conversation
             before, answer = _split(before, form.messages)
-            found["chosen" if form.rejected else "completion"] = answer
+            values["chosen" if form.rejected else "completion"] = answer
     else:
         before = read(row, form.prompt, "user") if form.prompt else None
     columns_of = {"completion": form.answer, "chosen": form.chosen, "rejected": form.rejected}
-    for key, value in found.items():
+    for key, value in values.items():
         if is_empty(value) or (isinstance(value, str) and not value.strip()):
             other = "Give both answers" if form.rejected else "Give the answer"
             raise ConfigError(
                 f"{columns_of[key] or form.messages} is empty. {other}, or remove the sample."
             )
-    chat = any(not isinstance(each, str) for each in (*found.values(), before or ""))
+    chat = any(not isinstance(each, str) for each in (*values.values(), before or ""))
     if form.prompt and isinstance(before, str) and not before.strip() and not chat:
         raise ConfigError(f"{form.prompt} is empty. Give the question, or remove the sample.")
     if chat or form.chat:
@@ -328,7 +328,7 @@ def _row(
             key: value
             if key in ("chosen", "completion") and columns_of[key] is None
             else read({key: value}, key, "assistant", chat=True)
-            for key, value in found.items()
+            for key, value in values.items()
         }
         if isinstance(before, str):
             before = [{"role": "user", "content": before}] if before.strip() else []
@@ -346,7 +346,7 @@ def _row(
         whole = samples.Sample(messages=turns, tools=tools)
         made[UNREAD] = samples.check_rendered(whole, template, form.tools)
     else:
-        made = ({"prompt": before} if form.prompt else {}) | found
+        made = ({"prompt": before} if form.prompt else {}) | values
     if form.label:
         made["label"] = _truth(row[form.label], form.label) != form.bad
     return made
@@ -356,9 +356,9 @@ def _given(row: dict[str, Any], name: str) -> Any:
     value = row[name]
     if isinstance(value, str) and value.lstrip().startswith("[{"):  # a list as text, as in CSV
         with contextlib.suppress(ValueError):
-            told = json.loads(value)
-            if all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in told):
-                value = told
+            messages = json.loads(value)
+            if all(isinstance(each, dict) and {"role", "from"} & each.keys() for each in messages):
+                value = messages
     if isinstance(value, dict):
         return [value]
     if value is not None and not isinstance(value, (str, list)):
@@ -484,13 +484,13 @@ def _first_system(prompt: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _truth(value: Any, name: str) -> bool:
-    found = TRUTHS.get(str(value).strip().lower())
-    if found is None:
+    truth = TRUTHS.get(str(value).strip().lower())
+    if truth is None:
         raise ConfigError(
             f"{name} is {str(value)[:40]!r}: true and false, or 1 and 0, are known. Give one of"
             " them, or remove the sample."
         )
-    return found
+    return truth
 
 
 def _is_chat(row: dict[str, Any]) -> bool:

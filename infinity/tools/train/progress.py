@@ -36,12 +36,12 @@ def show_examples(console: Console, examples: Examples, tokenizer: Any) -> None:
     console.print(shown, "..." if left <= 0 else "")
     rows = examples.train_count + examples.held_out_count
     each = " (each answer is a row)" if rows > examples.sample_count else ""
-    told = f"{format_count(examples.sample_count, 'sample')}{each}:"
-    told += f" {format_count(examples.train_count, 'row')} to train on,"
-    told += f" {examples.held_out_count:,} held out;" if examples.held_out_count else ""
+    sentence = f"{format_count(examples.sample_count, 'sample')}{each}:"
+    sentence += f" {format_count(examples.train_count, 'row')} to train on,"
+    sentence += f" {examples.held_out_count:,} held out;" if examples.held_out_count else ""
     share = examples.learned_ntokens / max(1, examples.train_ntokens)
     counts = f"{examples.learned_ntokens:,} of {examples.train_ntokens:,} tokens ({share:.0%})"
-    console.print(f"{told} {counts} are learned")
+    console.print(f"{sentence} {counts} are learned")
     tell_read(console, examples)
     if not examples.has_own_template and tokenizer.chat_template:
         console.print(

@@ -165,18 +165,18 @@ def _records_in(path: Path, head: bytes) -> str | None:
     value = values[0] if len(values) == 1 else None
     if value is None and path.stat().st_size <= WHOLE_NBYTES:
         value = _parsed(path.read_text(encoding="utf-8-sig", errors="replace"))
-    found = _sample_of(value)
-    if found is None and value is None and begin[:1] in ("{", "[") and KEYS.search(begin):
+    sample = _sample_of(value)
+    if sample is None and value is None and begin[:1] in ("{", "[") and KEYS.search(begin):
         return "holds records in JSON"  # too long to parse, or cut off
-    return None if found is None else _described("holds records in JSON", found)
+    return None if sample is None else _described("holds records in JSON", sample)
 
 
 def _first_lines(path: Path) -> list[str]:
-    found: list[str] = []
+    lines: list[str] = []
     with open(path, encoding="utf-8-sig", errors="replace") as file:
-        while len(found) < 2 and (line := file.readline(LINE_NCHARS)):
-            found += [line] if line.strip() else []
-    return found
+        while len(lines) < 2 and (line := file.readline(LINE_NCHARS)):
+            lines += [line] if line.strip() else []
+    return lines
 
 
 def _parsed(text: str) -> Any:
@@ -193,10 +193,10 @@ def _sample_of(value: Any) -> dict[str, Any] | None:
         if _is_record(value):
             return value
         lists = (each for each in value.values() if isinstance(each, list))
-        return next((found for each in lists if (found := _sample_of(each)) is not None), None)
+        return next((sample for each in lists if (sample := _sample_of(each)) is not None), None)
     for each in value[:3] if isinstance(value, list) else ():
-        if isinstance(each, list) and (found := _sample_of(each)) is not None:
-            return found
+        if isinstance(each, list) and (sample := _sample_of(each)) is not None:
+            return sample
         if isinstance(each, dict) and _is_record(each):
             return each
     return None

@@ -109,7 +109,7 @@ class Renderer:
         """Makes rows of samples with these numbers, counted from 0: input_ids and labels, lists of
         int. ``why`` says why a sample has no row, and ``notes`` what of it is not learned."""
         names = ("input_ids", "labels", "sample", "why", "notes", "roles")
-        found: dict[str, list] = {name: [] for name in names}
+        by_name: dict[str, list] = {name: [] for name in names}
         for at, number in enumerate(numbers):
             row = {name: values[at] for name, values in columns.items()}
             roles: list[str] = []
@@ -120,8 +120,8 @@ class Renderer:
             for tokens, labels in rows or [([], [])]:
                 made = (tokens, labels, number, why, notes, roles)
                 for name, value in zip(names, made):
-                    found[name].append(value)
-        return found
+                    by_name[name].append(value)
+        return by_name
 
     def _rows(
         self, row: dict[str, Any], roles: list[str]
@@ -266,7 +266,7 @@ class Renderer:
         marked: bool = False,
         add_generation_prompt: bool = False,
     ) -> tuple[list[int], list[int]]:
-        found = self._rendered(
+        rendered = self._rendered(
             sample,
             messages,
             tokenize=True,
@@ -274,7 +274,7 @@ class Renderer:
             return_assistant_tokens_mask=marked,
             add_generation_prompt=add_generation_prompt,
         )
-        return list(found["input_ids"]), list(found["assistant_masks"]) if marked else []
+        return list(rendered["input_ids"]), list(rendered["assistant_masks"]) if marked else []
 
     def written(self, sample: Sample, messages: list[dict[str, Any]], **how: Any) -> str:
         return self._rendered(sample, messages, tokenize=False, **how)
@@ -333,8 +333,8 @@ class Renderer:
         words = set(quoted or re.findall(r"\w+", " ".join(pieces)))
         lacks: list[str] = []
         if kind in ("TypeError", "UndefinedError"):
-            given = {"tools": sample.tools, **sample.variables}
-            lacks = [name for name in LACKED if name in words and given.get(name) is None]
+            values = {"tools": sample.tools, **sample.variables}
+            lacks = [name for name in LACKED if name in words and values.get(name) is None]
             lacks += [
                 f"{key} of message {count} ({message['role']})"
                 for key in WITHIN_MESSAGE

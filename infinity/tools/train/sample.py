@@ -30,24 +30,24 @@ def sample(job: Any, *, prompt: str | None, ntokens: int) -> tuple[str, str]:
     model, tokenizer = job.model.eval(), job.tokenizer
     limit = max_positions(model.config)
     count = min(ntokens, limit // 2)  # leaves at least half of the positions to the prompt
-    given = _prompt(prompt, tokenizer, job.batches)
-    if len(given) == 1:
-        given["input_ids"] = given["input_ids"][:, -(limit - count) :]
+    inputs = _prompt(prompt, tokenizer, job.batches)
+    if len(inputs) == 1:
+        inputs["input_ids"] = inputs["input_ids"][:, -(limit - count) :]
     else:  # none of its pictures is cut
-        count = min(count, limit - given["input_ids"].shape[1])
+        count = min(count, limit - inputs["input_ids"].shape[1])
     device = next(model.parameters()).device
-    given = {
+    inputs = {
         name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in given.items()
+        for name, value in inputs.items()
     }
-    tokens = given["input_ids"]
+    tokens = inputs["input_ids"]
     options = {"do_sample": True, "temperature": TEMPERATURE, "max_new_tokens": count}
     if model.generation_config.pad_token_id is None:
         options["pad_token_id"] = 0  # unused with one sequence, but transformers asks for it
     torch.manual_seed(job.seed)
     with torch.no_grad():
         result = model.generate(
-            **{"attention_mask": torch.ones_like(tokens)} | given,
+            **{"attention_mask": torch.ones_like(tokens)} | inputs,
             stopping_criteria=[_limit(job)],
             **options,
         )[0]
@@ -93,10 +93,10 @@ def without_repeats(tokens: list[int], image_tokens: Container[int]) -> list[int
 
 def prompt_of(tokenizer: Any, messages: list[dict[str, str]]) -> torch.Tensor:
     """Makes the tokens of a conversation that the model is to answer: int64 [1, tokens]."""
-    found = tokenizer.apply_chat_template(
+    rendered = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    return found["input_ids"]
+    return rendered["input_ids"]
 
 
 def _decode(tokens: torch.Tensor, tokenizer: Any) -> str:

@@ -57,12 +57,12 @@ def read_sample(
         return Sample(text=_text(row, form.text)) if row[form.text] else None
     start: int | None = None
     if form.messages:
-        given = parsed(row, form.messages, list)
-        if not given:
+        turns = parsed(row, form.messages, list)
+        if not turns:
             return None
-        if not all(isinstance(one, dict) for one in given):
+        if not all(isinstance(one, dict) for one in turns):
             raise ConfigError(f"{form.messages} {NEEDED}")
-        given, bare_tools = spread(given), "from" in given[0]
+        turns, bare_tools = spread(turns), "from" in turns[0]
     else:
         assert form.pair is not None
         question, answer = (
@@ -73,15 +73,15 @@ def read_sample(
         for name in form.more:
             if added := row[name]:
                 question[-1] = _joined(question[-1], added, name)
-        given, start = [*question, *answer], len(question)
+        turns, start = [*question, *answer], len(question)
         bare_tools = isinstance(row[form.pair[0]], str)
-    speaker = str(given[0].get("role", given[0].get("from")))
+    speaker = str(turns[0].get("role", turns[0].get("from")))
     said_first = 1 if ROLES.get(speaker.lower()) == "system" else 0
     if pairs := _history(row, form.history):
-        given, start = [*given[:said_first], *pairs, *given[said_first:]], None
-    if system := system_of(row, form.system, given[0] if said_first else None):
-        given, start = [system, *given], None if start is None else start + 1
-    read = [message_of(each, template, padded, pictures=pictures) for each in given]
+        turns, start = [*turns[:said_first], *pairs, *turns[said_first:]], None
+    if system := system_of(row, form.system, turns[0] if said_first else None):
+        turns, start = [system, *turns], None if start is None else start + 1
+    read = [message_of(each, template, padded, pictures=pictures) for each in turns]
     messages = [message for message, _ in read]
     if thoughts := row.get(form.thoughts or ""):
         _think(messages, thoughts, str(form.thoughts))
@@ -97,18 +97,18 @@ def read_sample(
     else:
         start = None
     tools = tools_of(row, form.tools, bare=bare_tools, padded=padded)
-    found = Sample(
+    sample = Sample(
         messages=messages,
         start=start,
         learned=learned,
         tools=tools,
         variables=unpadded(parsed(row, form.variables, dict) or {}),
     )
-    unread = check_rendered(found, template, form.tools)
+    unread = check_rendered(sample, template, form.tools)
     for key in known("column", "tools"):
         if key in unread and any(not is_empty(message.get(key)) for message in messages):
             not_rendered(f"{key} of a message (put them into a column)", "what the tools are")
-    return found
+    return sample
 
 
 def check_rendered(found: Sample, template: str, tools: str | None) -> set[str]:
@@ -179,31 +179,31 @@ def _joined(message: dict[str, Any], added: Any, column: str) -> dict[str, Any]:
 
 
 def _history(row: dict[str, Any], column: str | None) -> list[dict[str, Any]]:
-    given = parsed(row, column, list) or []
-    if all(isinstance(one, dict) for one in given):
-        return given
-    found = []
-    for pair in given:
+    pairs = parsed(row, column, list) or []
+    if all(isinstance(one, dict) for one in pairs):
+        return pairs
+    turns = []
+    for pair in pairs:
         if not (
             isinstance(pair, list) and len(pair) == 2 and all(isinstance(x, str) for x in pair)
         ):
             raise ConfigError(f'{column} must be a list of pairs, as [["question", "answer"]].')
-        found += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    return found
+        turns += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    return turns
 
 
 def spread(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Makes two messages of each turn that has a question and its answer."""
-    found = []
+    turns_made = []
     for turn in turns:
         if turn.keys() == {"input", "output"}:
-            found += [
+            turns_made += [
                 {"role": role, "content": turn[key]}
                 for key, role in (("input", "user"), ("output", "assistant"))
             ]
         else:
-            found.append(turn)
-    return found
+            turns_made.append(turn)
+    return turns_made
 
 
 def _think(messages: list[dict[str, Any]], thoughts: Any, column: str) -> None:
@@ -293,10 +293,10 @@ def message_of(
         check_places(said, role, speaker)
     if said is None and not message.get("tool_calls"):
         raise ConfigError(f"a message needs {needs}, and one has no {needs.split()[-1]}.")
-    found = {"role": role}
+    made = {"role": role}
     if said is not None or "content" in given:
-        found["content"] = said
-    return found | message, mark
+        made["content"] = said
+    return made | message, mark
 
 
 def check_places(said: Any, role: str, speaker: str) -> None:
@@ -322,14 +322,14 @@ def _with_pictures(said: Any, speaker: str, role: str) -> Any:
             f"a message of the role {speaker} has a picture, and pictures are in questions alone."
             " Write it into the question, or remove the sample."
         )
-    found: list[dict[str, Any]] = []
+    parts: list[dict[str, Any]] = []
     for part in said:
         if is_picture(part):
             there = [part[key] for key in PICTURE_KEYS if not is_empty(part.get(key))]
-            found.append({"type": "image", "image": there[0]} if there else {"type": "image"})
+            parts.append({"type": "image", "image": there[0]} if there else {"type": "image"})
         elif text := _joined_parts([part]):
-            found.append({"type": "text", "text": text})
-    return found
+            parts.append({"type": "text", "text": text})
+    return parts
 
 
 def _joined_parts(said: Any) -> Any:
@@ -356,8 +356,8 @@ def _joined_parts(said: Any) -> Any:
 
 def _mark(message: dict[str, Any], role: str, speaker: str) -> bool | None:
     """Takes the keys out that say whether a message is learned. Returns what they say."""
-    found = {key: message.pop(key) for key in known("key", "mark") if key in message}
-    for key, value in found.items():
+    marks = {key: message.pop(key) for key in known("key", "mark") if key in message}
+    for key, value in marks.items():
         if value not in (0, 1):
             raise ConfigError(f"a message has {key} {value!r}: 0, 1, false and true are known.")
         if value and key != "weight" and role not in ("assistant", "call"):
@@ -365,9 +365,9 @@ def _mark(message: dict[str, Any], role: str, speaker: str) -> bool | None:
                 f"a message of the role {speaker} has {key} {value!r}: only answers of the"
                 " assistant can be learned."
             )
-    if len({bool(value) for value in found.values()}) > 1:
-        raise ConfigError(f"a message has {found}, which contradict each other.")
-    return bool(next(iter(found.values()))) if found else None
+    if len({bool(value) for value in marks.values()}) > 1:
+        raise ConfigError(f"a message has {marks}, which contradict each other.")
+    return bool(next(iter(marks.values()))) if marks else None
 
 
 def _calls(said: Any) -> list[dict[str, Any]] | None:

@@ -40,20 +40,20 @@ def check_saved(folder: Path, model: Any, *, trust: bool = False) -> int:
     from ...files.weight_files import WeightFiles
 
     if (folder / ADAPTER).is_file():
-        found = WeightFiles(folder / ADAPTER).sources()
+        stored = WeightFiles(folder / ADAPTER).sources()
         wanted = {
             OF_ADAPTER.sub(r"\1", name).replace(".modules_to_save", ""): param
             for name, param in model.named_parameters()
             if param.requires_grad
         }
     else:
-        wanted, found = _described(folder, trust=trust)
+        wanted, stored = _described(folder, trust=trust)
     wrong = [
         name
         for name, tensor in wanted.items()
-        if name not in found
-        or found[name].shape != tensor.shape
-        or (tensor.is_floating_point() and not found[name].dtype.is_floating_point)
+        if name not in stored
+        or stored[name].shape != tensor.shape
+        or (tensor.is_floating_point() and not stored[name].dtype.is_floating_point)
     ]
     if wrong:
         raise CorruptionError(
@@ -78,8 +78,8 @@ def _described(
     with torch.device("meta"):
         model = auto_class(config, folder).from_config(config, trust_remote_code=trust)
     kept = model.state_dict(keep_vars=True)
-    found = Incoming(model, WeightFiles(folder).sources(), kept).sources
-    by_tensor = {id(kept[name]): source for name, source in found.items()}
+    incoming = Incoming(model, WeightFiles(folder).sources(), kept).sources
+    by_tensor = {id(kept[name]): source for name, source in incoming.items()}
     wanted = {name: tensor for name, tensor in kept.items() if not may_lack(model, name)}
     there = {
         name: by_tensor[id(tensor)] for name, tensor in wanted.items() if id(tensor) in by_tensor

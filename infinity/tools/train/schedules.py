@@ -43,8 +43,8 @@ def a_scheduler(text: str) -> str:
             f"--scheduler {text}: give the section of a DeepSpeed JSON, with the type"
             f" {', '.join(TYPES)}"
         )
-    kind, given = table["type"], table.get("params") or {}
-    for name, value in given.items():
+    kind, params = table["type"], table.get("params") or {}
+    for name, value in params.items():
         if name not in TYPES[kind]:
             known = ", ".join(TYPES[kind])
             raise ConfigError(f"--scheduler: {kind} has no {name}; it has {known}")
@@ -59,7 +59,7 @@ def a_scheduler(text: str) -> str:
             wanted = "log or linear" if name == "warmup_type" else "a number from 0 on"
             wanted = "a whole number from 1 on" if name in COUNTS else wanted
             raise ConfigError(f"--scheduler: {kind}'s {name} is {value!r}: give {wanted}")
-    return json.dumps({"type": kind, "params": given}, sort_keys=True)
+    return json.dumps({"type": kind, "params": params}, sort_keys=True)
 
 
 def shares(

@@ -49,7 +49,7 @@ def engine_settings(
     settings = _read_config_file(args.config, plans, has_loop) if args.config else {}
     if getattr(args, "deepspeed", None) is not None:
         settings |= translated(args.deepspeed, "--deepspeed", plans=plans, has_loop=has_loop)
-    given = {
+    options = {
         "params": args.params,
         "optimizer": args.optimizer,
         "nvme_paths": paths_of(args.nvme_path),
@@ -67,7 +67,7 @@ def engine_settings(
         "master": args.master,
         "moments": args.moments,
     }
-    settings.update({name: value for name, value in given.items() if value is not None})
+    settings.update({name: value for name, value in options.items() if value is not None})
     if "nvme_capacity" in settings or not any(name in settings for name in PLACES):
         settings.setdefault("nvme_paths", AUTO)
     if args.max_grad_norm is not None:
@@ -118,15 +118,15 @@ def _translated(
     from ...ext.migrate.accelerate import is_accelerate
     from ...ext.migrate.deepspeed import is_deepspeed
 
-    read, given = reader.from_deepspeed, read_table(path)
-    if is_accelerate(given) and not is_deepspeed(given):
+    read, table = reader.from_deepspeed, read_table(path)
+    if is_accelerate(table) and not is_deepspeed(table):
         if option == "--deepspeed":
             raise ConfigError(f"--deepspeed {path} is Accelerate's file: give it as --config")
         read = reader.from_accelerate
-    elif given and not is_deepspeed(given):
+    elif table and not is_deepspeed(table):
         raise ConfigError(
             f"{path} is not a DeepSpeed configuration: it has the keys"
-            f" {', '.join(list(given)[:5])}. Give one that has zero_optimization."
+            f" {', '.join(list(table)[:5])}. Give one that has zero_optimization."
         )
     config = read(
         infinity.Config,

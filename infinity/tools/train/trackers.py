@@ -81,13 +81,13 @@ class Trackers:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         kind = LOGGER_TYPE_TO_CLASS[name]
-        given: list[Any] = [PROJECT]
+        arguments: list[Any] = [PROJECT]
         if kind.requires_logging_directory:
             # Without a name, the files lie in the folder itself
-            given = ["", str(folder)] if name == TENSORBOARD else [PROJECT, str(HERE)]
+            arguments = ["", str(folder)] if name == TENSORBOARD else [PROJECT, str(HERE)]
         PartialState()  # accelerate's own log needs it
         try:
-            tracker = kind(*given)
+            tracker = kind(*arguments)
             if hasattr(tracker, "start"):  # accelerate 1.4 starts when it is made
                 tracker.start()
         except ImportError:
@@ -102,13 +102,13 @@ class Trackers:
     def tell_options(self, args: argparse.Namespace, job: Measured) -> None:
         """Sends the options as hyperparameters, with what was chosen for those that were not
         given."""
-        given = {name: value for name, value in vars(args).items() if not callable(value)}
-        told = {
+        options = {name: value for name, value in vars(args).items() if not callable(value)}
+        strings = {
             name: value if isinstance(value, (bool, int, float, str)) else str(value)
-            for name, value in (given | job.fixed_values | {"ranks": job.ranks.count}).items()
+            for name, value in (options | job.fixed_values | {"ranks": job.ranks.count}).items()
             if value is not None
         }
-        self._each(lambda tracker: tracker.store_init_configuration(told))
+        self._each(lambda tracker: tracker.store_init_configuration(strings))
 
     def held_out(self, job: Measured, loss: float | None) -> None:
         """Sends a held-out loss of this step."""

@@ -603,8 +603,8 @@ def _save_and_sample(args: argparse.Namespace, job: Job, console: Console) -> di
     if {"cp", "pp"} & {*axes_of(job.ranks.mesh)}:
         console.print(f"Not sampled on this mesh: infinity generate {args.out}")
     elif args.sample_bytes:
-        given = args.prompt or (DEFAULT_PROMPT if args.data is None else None)
-        prompt, text = sample(job, prompt=given, ntokens=args.sample_bytes)
+        text_of_prompt = args.prompt or (DEFAULT_PROMPT if args.data is None else None)
+        prompt, text = sample(job, prompt=text_of_prompt, ntokens=args.sample_bytes)
         console.print(f"A sample of it:\n{printable(prompt + text)}")
         result.update(prompt=prompt, sample=text)
     job.let_go()

@@ -56,23 +56,23 @@ def run(args: argparse.Namespace) -> int:
     from ..train.places import has_checkpoint, saved_extra
     from .reading import read_receipt
 
-    found = read_receipt(args.receipt)
+    receipt = read_receipt(args.receipt)
     if args.checkpoint is not None and not has_checkpoint(args.checkpoint):
         raise ConfigError(f"--checkpoint {args.checkpoint} has no checkpoint")
     first_step = saved_extra(args.checkpoint).get("step", 0)
-    saves = _stretch(found["saves"], first_step, args.to)
+    saves = _stretch(receipt["saves"], first_step, args.to)
     parser = Parser(prog="infinity verify --options")
     add_options(parser)
     try:
-        given = shlex.split(args.options)
+        more_options = shlex.split(args.options)
     except ValueError as error:
         raise ConfigError(f"--options {args.options!r}: {error}") from None
-    options = parser.parse_args([*map(str, saves[-1]["options"]), *given])
+    options = parser.parse_args([*map(str, saves[-1]["options"]), *more_options])
     if options.out or options.checkpoint or options.receipt:
         raise ConfigError("verify writes no model, checkpoint or receipt: leave these options out")
     options.checkpoint, options.resume = args.checkpoint, args.checkpoint is not None
     options.json, options.sample_bytes = args.json, 0
-    options.repeats = Repeat(found, first_step, saves)
+    options.repeats = Repeat(receipt, first_step, saves)
     if status := train.run(options):
         return status
     return options.repeats.tell(as_json=args.json)
@@ -93,14 +93,14 @@ def _stretch(saves: list[dict[str, Any]], first_step: int, to: int | None) -> li
             f"the receipt has no save after step {first_step}"
             + (f" at step {to}: give --to one of {ends}" if ends else "")
         )
-    found = [save for save in saves if first_step < save["step"] <= (to or ends[0])]
-    ways = [(save["options"], save["ranks"]) for save in found]
-    if before := [save["step"] for save, way in zip(found, ways) if way != ways[-1]]:
+    stretch = [save for save in saves if first_step < save["step"] <= (to or ends[0])]
+    ways = [(save["options"], save["ranks"]) for save in stretch]
+    if before := [save["step"] for save, way in zip(stretch, ways) if way != ways[-1]]:
         raise UsageError(
             f"the job went on with other options, or ranks, after step {before[-1]}: give"
             f" --to {before[-1]} at most, or a --checkpoint of that step"
         )
-    return found
+    return stretch
 
 
 @dataclass
@@ -127,10 +127,10 @@ class Repeat:
         from ..train.places import differences
         from .receipts import digests
 
-        if told := differences(self.receipt["fixed_values"], job.fixed_values):
+        if other := differences(self.receipt["fixed_values"], job.fixed_values):
             ranks = self.saves[-1]["ranks"]
             raise UsageError(
-                f"The job of the receipt had {told}, on {format_count(ranks, 'rank')}. Give the"
+                f"The job of the receipt had {other}, on {format_count(ranks, 'rank')}. Give the"
                 " same options and data."
             )
         here = [
@@ -158,9 +158,9 @@ class Repeat:
             for step, loss in enumerate(job.losses, self.first_step)
             if known.get(step, loss) != loss
         ]
-        found = digests(job.model)
-        self.count = len(found)
-        self.other_weights = _different(self.saves[-1]["weights"], found)
+        weights = digests(job.model)
+        self.count = len(weights)
+        self.other_weights = _different(self.saves[-1]["weights"], weights)
         self.other_facts = differences(self.receipt, facts())
         self.is_first = job.ranks.is_first
 

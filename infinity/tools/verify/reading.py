@@ -14,20 +14,20 @@ FORMAT = 1
 def read_receipt(path: Path) -> dict[str, Any]:
     """Reads a receipt. Raises ConfigError for a file that is none, or of a later version."""
     try:
-        found = json.loads(path.read_bytes())
+        read = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"no such receipt: {path}") from None
     except ValueError:
-        found = None
+        read = None
     no_receipt = ConfigError(f"{path} is no receipt: give a file that --receipt has written")
-    if not isinstance(found, dict) or not isinstance(found.get("receipt"), int):
+    if not isinstance(read, dict) or not isinstance(read.get("receipt"), int):
         raise no_receipt
-    if found["receipt"] > FORMAT:
+    if read["receipt"] > FORMAT:
         raise ConfigError(
-            f"{path} has format {found['receipt']}, and this version reads up to {FORMAT}: upgrade"
+            f"{path} has format {read['receipt']}, and this version reads up to {FORMAT}: upgrade"
             " infinity-engine"
         )
-    saves, fixed = found.get("saves"), found.get("fixed_values")
+    saves, fixed = read.get("saves"), read.get("fixed_values")
     kinds = {"step": int, "losses": list, "weights": dict, "options": list, "ranks": int}
     if not isinstance(fixed, dict) or not isinstance(saves, list):
         raise no_receipt
@@ -36,4 +36,4 @@ def read_receipt(path: Path) -> dict[str, Any]:
             not isinstance(save.get(name), kind) for name, kind in kinds.items()
         ):
             raise no_receipt
-    return found
+    return read

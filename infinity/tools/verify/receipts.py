@@ -105,8 +105,8 @@ class ReceiptFile:
             return  # the same on all ranks
         weights = digests(job.model)
         losses, self._losses_told = job.losses[self._losses_told :], len(job.losses)
-        told = {"weights": weights, "audited": audited(engine_of(job.model).job)}
-        saves.append({"step": job.next_step, "losses": losses} | told | self._run)
+        weights_and_audits = {"weights": weights, "audited": audited(engine_of(job.model).job)}
+        saves.append({"step": job.next_step, "losses": losses} | weights_and_audits | self._run)
         if job.ranks.is_first:
             with replacing(self._path.parent) as made:
                 (made / self._path.name).write_text(json.dumps(self._content, indent=1))

@@ -154,8 +154,8 @@ def _values(metric: Metric, status: dict[str, Any]) -> Iterator[tuple[dict[str, 
         yield {}, status.get(metric.entry)
         return
     table = status.get(metric.table or "")
-    for key, found in table.items() if isinstance(table, dict) else ():
-        value = found if not metric.entry else isinstance(found, dict) and found.get(metric.entry)
+    for key, entry in table.items() if isinstance(table, dict) else ():
+        value = entry if not metric.entry else isinstance(entry, dict) and entry.get(metric.entry)
         yield {metric.label: key}, value
 
 

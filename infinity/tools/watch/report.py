@@ -103,9 +103,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the page and prints its path."""
-    found = collect(args.run)
-    trace = args.trace or found["plans"][0].get("trace")
-    read = [("RUN", path) for path in Path(found["folder"]).glob("*.json")] + [
+    collected = collect(args.run)
+    trace = args.trace or collected["plans"][0].get("trace")
+    read = [("RUN", path) for path in Path(collected["folder"]).glob("*.json")] + [
         ("--trace", Path(str(trace)) if trace else None),
         ("--eval", args.eval),
     ]
@@ -115,15 +115,17 @@ def run(args: argparse.Namespace) -> int:
     )
     evaluated = {} if args.eval is None else {"evaluated": _evaluated(args.eval)}
     try:
-        args.out.write_text(page(found | evaluated, timeline, rating_of(args)))
+        args.out.write_text(page(collected | evaluated, timeline, rating_of(args)))
     except OSError as error:
         raise ConfigError(f"--out {args.out} cannot be written: {error.strerror}") from error
     if args.json:
         print(
-            json.dumps({"out": str(args.out), "timeline": timeline is not None} | found | evaluated)
+            json.dumps(
+                {"out": str(args.out), "timeline": timeline is not None} | collected | evaluated
+            )
         )
     else:
-        print(f"the run {found['folder']}", file=sys.stderr)
+        print(f"the run {collected['folder']}", file=sys.stderr)
         print(args.out)
     return 0
 
@@ -136,20 +138,20 @@ def collect(folder: Path | None) -> dict[str, Any]:
 
     root = disk_profile.cache_folder() / "runs"
     folder = folder or next(iter(run_files.runs(root)), None)
-    found = {
+    files = {
         kind: list(run_files.read_known(folder, kind)) if folder else []
         for kind in (run_files.STATUS, run_files.PLAN, run_files.HISTORY)
     }
-    if not found[run_files.STATUS] or not found[run_files.PLAN]:
+    if not files[run_files.STATUS] or not files[run_files.PLAN]:
         raise ConfigError(
             f"{folder or root} has no run: `infinity train` and a loop with infinity.Watch(model)"
             f" leave one in {root}, of which the newest is shown without RUN"
         )
     return {
         "folder": str(folder),
-        "ranks": found[run_files.STATUS],
-        "plans": found[run_files.PLAN],
-        "points": next((each.get("points") for each in found[run_files.HISTORY]), []),
+        "ranks": files[run_files.STATUS],
+        "plans": files[run_files.PLAN],
+        "points": next((each.get("points") for each in files[run_files.HISTORY]), []),
     }
 
 
@@ -251,12 +253,12 @@ def _summary(status: dict[str, Any], plan: dict[str, Any]) -> str:
 def _shares(status: dict[str, Any], rating: float | None) -> list[str]:
     """Says what the last steps waited for, what was audited, and how long the drives last."""
     shares = status.get("shares")
-    found: list[str] = []
+    sentences: list[str] = []
     if shares:
-        found.append(f"time: {shares_text({str(k): float(v) for k, v in shares.items()})}")
+        sentences.append(f"time: {shares_text({str(k): float(v) for k, v in shares.items()})}")
     lines = audit_line(status), endurance_line(status, rating)
-    found += [line for line in lines if line is not None]
-    return [f"<p>{html.escape(each)}</p>" for each in found]
+    sentences += [line for line in lines if line is not None]
+    return [f"<p>{html.escape(each)}</p>" for each in sentences]
 
 
 def _pace(status: dict[str, Any], points: list[tuple]) -> list[str]:

@@ -73,15 +73,15 @@ def write(folder: Path, kind: str, rank: int, content: dict[str, Any]) -> None:
 def read(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     """Yields the contents of a run's files of ``kind``, in rank order. Skips files that are not
     ours."""
-    for _, found in _files(folder, kind):
-        yield found
+    for _, content in _files(folder, kind):
+        yield content
 
 
 def read_known(folder: Path, kind: str) -> Iterator[dict[str, Any]]:
     """Yields what :func:`read` does. Raises UsageError for a file of a newer format."""
-    for path, found in _files(folder, kind):
-        FORMAT.check(path, found)
-        yield found
+    for path, content in _files(folder, kind):
+        FORMAT.check(path, content)
+        yield content
 
 
 def _files(folder: Path, kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -93,9 +93,9 @@ def _files(folder: Path, kind: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     for path in paths:
         with contextlib.suppress(OSError, ValueError):
             if is_regular(path, links=False) and isinstance(
-                found := parse_json(read_text(path, most_nbytes=MOST_NBYTES)), dict
+                content := parse_json(read_text(path, most_nbytes=MOST_NBYTES)), dict
             ):
-                yield path, found
+                yield path, content
 
 
 def is_number(value: Any) -> bool:
@@ -126,9 +126,9 @@ def is_here(status: dict[str, Any]) -> bool:
 def is_running(folder: Path) -> bool:
     """Returns whether a process of the run is running. A process of another machine or container
     counts as running."""
-    found = list(read(folder, STATUS))
-    here = [status for status in found if is_here(status)]
-    return any(process_of(status).is_running for status in here) or len(here) < len(found)
+    statuses = list(read(folder, STATUS))
+    here = [status for status in statuses if is_here(status)]
+    return any(process_of(status).is_running for status in here) or len(here) < len(statuses)
 
 
 def silence(statuses: Iterable[dict[str, Any]], now: float) -> float | None:
@@ -179,13 +179,13 @@ def has_ended(job: dict[str, Any]) -> bool:
 
 def runs(root: Path) -> list[Path]:
     """Lists the runs in ``root``, newest first."""
-    found: list[tuple[float, Path]] = []
+    folders: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
         for folder in root.iterdir():
             with contextlib.suppress(OSError):  # removed just now, by another job that starts
                 if folder.is_dir() and not folder.is_symlink() and any(read(folder, STATUS)):
-                    found.append((folder.stat().st_mtime, folder))
-    return [folder for _, folder in sorted(found, key=lambda entry: -entry[0])]
+                    folders.append((folder.stat().st_mtime, folder))
+    return [folder for _, folder in sorted(folders, key=lambda entry: -entry[0])]
 
 
 def is_ours(folder: Path) -> bool:

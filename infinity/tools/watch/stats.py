@@ -141,16 +141,16 @@ def stats(model: nn.Module) -> Stats:
 
 
 def _collectives(job: Job) -> dict[str, CollectiveTraffic]:
-    found = {
+    counted = {
         name: dataclasses.replace(traffic)
         for name, traffic in job.traffic.collectives.items()
         if traffic.nbytes or not job.ranks.alone
     }
     if trees := [place.tree for place in job.ranks.places]:
-        found["sync points"] = CollectiveTraffic(
+        counted["sync points"] = CollectiveTraffic(
             sum(tree.sent_nbytes for tree in trees), operations=sum(tree.begun for tree in trees)
         )
-    return found
+    return counted
 
 
 def edges_of(job: Job) -> dict[str, EdgeTraffic]:

@@ -91,15 +91,15 @@ def look(folder: Path | None) -> list[dict[str, Any]]:
             if run_files.is_running(each)
         ]
     )
-    found = [
+    jobs = [
         {"folder": str(each), "running": run_files.is_running(each)} | _ranks(each, folder)
         for each in folders
     ]
-    for job in found:
+    for job in jobs:
         for status in job["ranks"]:
             if not job["running"] or run_files.has_ended({"ranks": [status]}):
                 status["remaining_seconds"] = None  # what is over takes no more time
-    return found
+    return jobs
 
 
 def _ranks(run: Path, asked: Path | None) -> dict[str, Any]:
@@ -234,14 +234,14 @@ def endurance_line(status: dict[str, Any], rating: float | None) -> str | None:
     from ..plan.endurance import Endurance
 
     written = status.get("written")
-    found = (
+    rates = (
         [written.get(key) for key in ("nbytes", "seconds", "drives")]
         if isinstance(written, dict)
         else []
     )
-    if not found or not all(is_number(each) and each > 0 for each in found):
+    if not rates or not all(is_number(each) and each > 0 for each in rates):
         return None
-    endurance = Endurance.of_step(*found, rating)
+    endurance = Endurance.of_step(*rates, rating)
     return None if endurance is None else endurance.line
 
 

@@ -70,11 +70,11 @@ def run(args: argparse.Namespace) -> int:
             overwrite=args.overwrite,
         )
     events = last_steps(read(args.file), args.steps)
-    found = summary(events)
+    summed = summary(events)
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(summed))
     else:
-        _print(found)
+        _print(summed)
     if args.svg is not None:
         args.svg.write_text(draw(events) + "\n")
     return 0
@@ -181,16 +181,16 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 def common(first: list[Interval], second: list[Interval]) -> list[Interval]:
     """Returns the intersection of two lists of ascending, disjoint intervals."""
-    found, i, j = [], 0, 0
+    overlaps, i, j = [], 0, 0
     while i < len(first) and j < len(second):
         begin, end = max(first[i][0], second[j][0]), min(first[i][1], second[j][1])
         if begin < end:
-            found.append((begin, end))
+            overlaps.append((begin, end))
         if first[i][1] < second[j][1]:
             i += 1
         else:
             j += 1
-    return found
+    return overlaps
 
 
 def length(intervals: Iterable[Interval]) -> float:

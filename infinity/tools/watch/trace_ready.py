@@ -24,7 +24,7 @@ def with_ready(events: list[Event]) -> list[Event]:
     """Returns the events by their starts, each of a resource with ``ready``. The first compute of a
     pass is ready when it starts, for the loop's own code comes before it."""
     marked = {event["lane"] for event in events if "ready" in event} | {"step"}
-    found: list[Event] = []
+    made: list[Event] = []
     running: list[tuple[float, int, Event]] = []
     came: dict[str, dict[str, float]] = defaultdict(dict)  # name -> lane -> when work of it ended
     thread_end: float | None = None
@@ -46,8 +46,8 @@ def with_ready(events: list[Event]) -> list[Event]:
             thread_end = max(event["end"], event["end"] if thread_end is None else thread_end)
         if lane not in NO_RESOURCE:
             heapq.heappush(running, (event["end"], number, event))
-        found.append(event)
-    return found
+        made.append(event)
+    return made
 
 
 def idle_while_ready(events: list[Event]) -> dict[str, Any]:

@@ -309,17 +309,17 @@ def _edge_status(
 ) -> dict[str, dict[str, Any]]:
     """Describes the traffic of every edge; its rates are of the last ``seconds``. ``limits``: bytes
     per second."""
-    told, new = {}, {"nbytes": 0, "stall_seconds": 0.0}
+    status, new = {}, {"nbytes": 0, "stall_seconds": 0.0}
     for name, moved in edges.items():
         was = before.get(name, new)  # data comes later
-        told[name] = {
+        status[name] = {
             "nbytes": moved["nbytes"],
             "limit": limits.get(name),
             "rate": (moved["nbytes"] - was["nbytes"]) / seconds,
             "stalled": (moved["stall_seconds"] - was["stall_seconds"]) / seconds,
             "stall_seconds": moved["stall_seconds"],
         }
-    return told
+    return status
 
 
 def _limits(job: Job) -> dict[str, float]:
@@ -342,10 +342,10 @@ def _plan(job: Job) -> dict[str, Any]:
 
 def _memory_map(job: Job) -> dict[str, dict[str, Any]]:
     """Returns the planned bytes of every tier, by part. They are those of :func:`stats`."""
-    found = {}
+    tiers = {}
     for tier, account in job.ledger.accounts.items():
         parts = {name: nbytes for name, nbytes in job.planned.plan.terms[tier].items() if nbytes}
         if (more := account.planned_nbytes - sum(parts.values())) > 0:
             parts[LATER] = more
-        found[str(tier)] = {"nbytes": sum(parts.values()), "parts": parts}
-    return found
+        tiers[str(tier)] = {"nbytes": sum(parts.values()), "parts": parts}
+    return tiers
