@@ -12,7 +12,7 @@ from .blocks import Blocks
 from .findings import Findings
 from .homes import HomeChecks
 from .meetings import Gathered, Reduced
-from .turns import PIECE_NUMEL
+from .rotation import PIECE_NUMEL
 from .updates import SERVICE_NBYTES, Updates
 
 TERM = "audited pieces"

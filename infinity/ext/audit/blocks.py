@@ -19,7 +19,7 @@ from ...core.run.job import Job
 from ...core.run.saved_weights import SavedWeight
 from ...torch_private import current_task, is_of_transform
 from .findings import BLOCKS, Findings
-from .turns import SEED, Turns
+from .rotation import SEED, Rotation
 
 # The nodes of autograd whose forward is not the same twice on an accelerator
 NOT_DETERMINISTIC = frozenset(
@@ -48,13 +48,13 @@ class Blocks:
     def __init__(self, job: Job, share: float, findings: Findings):
         self._units, self._running, self._findings = job.units, job.running, findings
         self._steps = job.steps
-        self._turns = Turns(len(job.units), share, SEED + 3)
+        self._rotation = Rotation(len(job.units), share, SEED + 3)
         self._passes = 0
         self._chosen: set[Any] = set()
 
     def pass_begun(self, *_: Any) -> None:
         """Chooses the blocks of a pass."""
-        self._chosen = {self._units[index] for index in self._turns.at(self._passes)}
+        self._chosen = {self._units[index] for index in self._rotation.at(self._passes)}
         self._passes += 1
 
     @makes_hooks

@@ -21,7 +21,7 @@ from ...core.units.flat_param_spec import elements_each
 from ...core.units.home_arrays import Reader
 from ...core.units.unit import flat_params_of
 from .findings import HOMES, Findings, place_of
-from .turns import ChosenPieces, Piece, coming
+from .rotation import ChosenPieces, Piece, coming
 
 KEY = "audit"  # of the readers
 
@@ -96,10 +96,10 @@ class HomeChecks:
         flats = [flat for flat in flat_params_of(self._units) if not flat.spec.stepped]
         return [flat for flat in flats if is_checked(flat, flat.weight)]
 
-    def visit(self, turn: int, run: Callable[[Callable[[], None]], Any]) -> None:
+    def visit(self, step: int, run: Callable[[Callable[[], None]], Any]) -> None:
         """Compares pieces of frozen weights with what was known of them, or takes their checksums.
         ``run``: runs it in the auditing thread."""
-        for flat_param, pieces in self._chosen.choose(turn, self._frozen).items():
+        for flat_param, pieces in self._chosen.choose(step, self._frozen).items():
             known, ticket = self._known.get(flat_param), native.Ticket(1)
             if known is None or not stands(flat_param, known.reader):
                 known = Known(None)

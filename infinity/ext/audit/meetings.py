@@ -17,7 +17,7 @@ from ...core.units.residency import Residency
 from ...core.units.unit import ParamUnit, flat_params_of
 from .findings import GATHERS, REDUCTIONS, Findings, bits, differs, place_of
 from .homes import HomeChecks
-from .turns import ChosenPieces, Piece, coming
+from .rotation import ChosenPieces, Piece, coming
 
 
 class Gathered:
@@ -30,13 +30,13 @@ class Gathered:
         self._chosen = ChosenPieces(share, seed=4)
         # Of this step, by piece: the fingerprint, and the version of the unit's values
         self._digests: dict[Piece, tuple[int, int]] = {}
-        self._turn = -1
+        self._at_step = -1
 
     def _choose(self) -> dict[Any, list[Piece]]:
-        if self._turn != (turn := coming(self._steps) - 1):
-            self._turn = turn
+        if self._at_step != (step := coming(self._steps) - 1):
+            self._at_step = step
             self._digests.clear()
-        return self._chosen.choose(turn, lambda: flat_params_of(self._units), whole=True)
+        return self._chosen.choose(step, lambda: flat_params_of(self._units), whole=True)
 
     def forward_begun(self, module: Any, units: Sequence[ParamUnit]) -> None:
         """Compares the weights of a forward, before it computes."""

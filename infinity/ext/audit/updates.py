@@ -26,7 +26,7 @@ from ...core.units.home_arrays import OF_UPDATE, Reader
 from ...core.units.unit import flat_params_of
 from .findings import UPDATES, Findings, differs, place_of
 from .homes import KEY, HomeChecks
-from .turns import ChosenPieces, Piece
+from .rotation import ChosenPieces, Piece
 
 logger = logging.getLogger(__name__)
 

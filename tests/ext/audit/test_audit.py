@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.core.units.arrival import Arrival
-from infinity.ext.audit import meetings, turns
+from infinity.ext.audit import meetings, rotation
 from infinity.ext.audit.told import line_of
 
 SEED, WIDTH, STEPS = 640, 64, 5
@@ -113,7 +113,7 @@ def flip_update(model: nn.Module, at: int, name: str, seed: int) -> None:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch):
-    monkeypatch.setattr(turns, "PIECE_NUMEL", 4096)
+    monkeypatch.setattr(rotation, "PIECE_NUMEL", 4096)
 
 
 # --- nothing is wrong ---
@@ -341,13 +341,13 @@ def test_a_flip_in_a_recomputed_block_is_found(way, tmp_path):
 
 def test_all_pieces_come_before_one_comes_again():
     """Twin: a whole share takes all at once, a larger seed another order."""
-    few = turns.Turns(50, 0.01, seed=3)
-    assert sorted(index for turn in range(100) for index in few.at(turn)) == [*range(50)]
-    again = [index for turn in range(100, 200) for index in few.at(turn)]
+    few = rotation.Rotation(50, 0.01, seed=3)
+    assert sorted(index for step in range(100) for index in few.at(step)) == [*range(50)]
+    again = [index for step in range(100, 200) for index in few.at(step)]
     assert sorted(again) == [*range(50)]
-    assert [len(turns.Turns(50, 0.3, 3).at(turn)) for turn in range(4)] == [15, 15, 15, 15]
-    assert sorted(turns.Turns(50, 1.0, 3).at(9)) == [*range(50)]
-    assert turns.Turns(50, 1.0, 3).at(0) != turns.Turns(50, 1.0, 4).at(0)
+    assert [len(rotation.Rotation(50, 0.3, 3).at(step)) for step in range(4)] == [15, 15, 15, 15]
+    assert sorted(rotation.Rotation(50, 1.0, 3).at(9)) == [*range(50)]
+    assert rotation.Rotation(50, 1.0, 3).at(0) != rotation.Rotation(50, 1.0, 4).at(0)
 
 
 def test_a_share_of_the_work_is_audited(tmp_path):

@@ -19,7 +19,7 @@ from ranks import told
 
 import infinity
 from infinity.core.units.arrival import Arrival
-from infinity.ext.audit import turns
+from infinity.ext.audit import rotation
 from infinity.ranks import bulk
 
 HOST = {"params": "host", "optimizer": "host"}
@@ -63,7 +63,7 @@ def audited(
 ) -> dict[str, Any]:
     """Trains a few steps. ``plant``: what is flipped on rank 1. ``early``: by step_in_backward."""
     model = build(dtype=dtype or torch.float32)
-    with mock.patch.object(turns, "PIECE_NUMEL", 4096):
+    with mock.patch.object(rotation, "PIECE_NUMEL", 4096):
         model, optimizer = infinity.wrap_model(
             model, adamw(model), HOST | {"audit": audit} | config
         )
@@ -97,7 +97,7 @@ def flipped_sums(count: int) -> list[dict[str, Any]]:
         flipped = {"rank": rng.randrange(2), "step": rng.randrange(2), "early": rng.random() < 0.5}
         call, bit, sums = rng.randrange(4), rng.randrange(1 << 30), [0]
         model = build(dtype=torch.float32)
-        with mock.patch.object(turns, "PIECE_NUMEL", 4096):
+        with mock.patch.object(rotation, "PIECE_NUMEL", 4096):
             model, optimizer = infinity.wrap_model(model, adamw(model), HOST | {"audit": 1.0})
         steps, add = parts_of(model).steps, bulk._ordered_sum
 

@@ -1,7 +1,7 @@
-"""Turns: which pieces of the work are audited next.
+"""Rotation: which pieces of the work are audited next.
 
 piece   elements of one flat param: of this rank's shard, or of the whole one
-turn    a step or a pass: it audits as many pieces as the share says
+step    a step or a pass: it audits as many pieces as the share says
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def coming(steps: StepCounter) -> int:
     return steps.index + (not steps.begun)
 
 
-class Turns:
-    """A seeded order of ``count`` pieces, of which each turn takes the next ``share``. All have
+class Rotation:
+    """A seeded order of ``count`` pieces, of which each step takes the next ``share``. All have
     come once before one comes again."""
 
     def __init__(self, count: int, share: float, seed: int):
@@ -41,9 +41,9 @@ class Turns:
         self._epoch = -1
         self._order: list[int] = []
 
-    def at(self, turn: int) -> list[int]:
-        """Returns the indices of the pieces of ``turn``, a number from 0 on."""
-        first, last = (int(each * self._share * self._count + 1e-9) for each in (turn, turn + 1))
+    def at(self, step: int) -> list[int]:
+        """Returns the indices of the pieces of ``step``, a number from 0 on."""
+        first, last = (int(each * self._share * self._count + 1e-9) for each in (step, step + 1))
         return [self._at(number) for number in range(first, last)]
 
     def _at(self, number: int) -> int:
@@ -56,30 +56,30 @@ class Turns:
 
 
 class ChosenPieces:
-    """The pieces of the running turn, by flat param. ``seed``: another for each kind of audit."""
+    """The pieces of the running step, by flat param. ``seed``: another for each kind of audit."""
 
     def __init__(self, share: float, seed: int):
         self._share, self._seed = share, SEED + seed
         self._flat_params: list[Any] = []
         self._pieces: list[Piece] = []
-        self._turns = Turns(0, share, self._seed)
-        self._turn = -1
+        self._rotation = Rotation(0, share, self._seed)
+        self._at_step = -1
         self._by_flat: dict[Any, list[Piece]] = {}
 
     def choose(
-        self, turn: int, flat_params: Callable[[], list[Any]], *, whole: bool = False
+        self, step: int, flat_params: Callable[[], list[Any]], *, whole: bool = False
     ) -> dict[Any, list[Piece]]:
-        """Returns the chosen pieces of ``flat_params()`` at ``turn``: of this rank's shards, or
+        """Returns the chosen pieces of ``flat_params()`` at ``step``: of this rank's shards, or
         with ``whole`` of those of all ranks."""
-        if turn != self._turn:
+        if step != self._at_step:
             if (present := flat_params()) != self._flat_params:
                 self._flat_params, self._pieces = present, list(_pieces_of(present, whole))
-                self._turns = Turns(len(self._pieces), self._share, self._seed)
+                self._rotation = Rotation(len(self._pieces), self._share, self._seed)
             self._by_flat = {}
-            for index in self._turns.at(turn):
+            for index in self._rotation.at(step):
                 piece = self._pieces[index]
                 self._by_flat.setdefault(piece.flat_param, []).append(piece)
-            self._turn = turn
+            self._at_step = step
         return self._by_flat
 
 
