@@ -35,7 +35,6 @@ from inside import parts_of
 from torch import nn
 
 import infinity
-from infinity.core.grads import tables
 from infinity.core.machine import accelerator, in_flight, storage_guard
 from infinity.core.machine import device as devices
 from infinity.core.machine.card_memory import CardMemory
@@ -47,6 +46,7 @@ from infinity.ext.blocks.activation_choice import ActivationChoice
 from infinity.ext.blocks.checkpointed import Held
 from infinity.ext.blocks.recompute import ActivationPlanner, PlannedBlock
 from infinity.ext.card.launches import Launches
+from infinity.ext.tables import tables
 
 LATE = late_device.install()
 WHERE = "late:0"
