@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from ..machine.device import Device
 from ..machine.traffic import Traffic
 from ..units.handle import ParamHandle
 from .changes import GradChanges
+from .landing import SHARED_NBYTES
 from .norms import LandingNorms
 from .record import GradRecord
 
@@ -46,7 +48,8 @@ class LandingBatch:
         adds: bool,
     ) -> None:
         """Adds ``value`` to what lands next: it is set as the gradient of ``handle``, ``home``, or
-        added to it (``adds``). What waits of another unit lands first: a plan has room for one."""
+        added to it (``adds``). What waits of another unit lands first: a plan has room for one, but
+        a GPU for few bytes."""
         if (unit := handle.unit) is not self._unit or handle in self._set or handle in self._added:
             self.land()
             self._unit = unit
@@ -55,13 +58,16 @@ class LandingBatch:
             self.changes.apply_factors(handle, [home])
         record.norm = None
         (self._added if adds else self._set)[handle] = record, home, value, take_norm
+        self._nbytes += home.nbytes
+        if self._nbytes >= SHARED_NBYTES:
+            self.land()
 
     def land(self) -> None:
         """Lands all that waits. Also takes the requested norms while the bytes are in cache, which
         saves a second read, perhaps from disk."""
         if self._unit is None:
             return
-        start, order, nbytes, freed = time.perf_counter(), self.norms.order, 0, 0
+        start, order, nbytes, freed = time.perf_counter(), self.norms.order, self._nbytes, 0
         for waiting, call in (
             (self._set, torch._foreach_copy_),
             (self._added, torch._foreach_add_),
@@ -72,17 +78,16 @@ class LandingBatch:
                     call(homes, values)
             for record, home, value, take_norm in waiting.values():
                 record.norm = None if order is None else (order, take_norm(home, order))
-                nbytes, freed = nbytes + home.nbytes, freed + value.nbytes
-        names = [handle.names[0] for handle in (*self._set, *self._added)]
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                freed += value.nbytes
+        name, is_host = self._unit.name, self._device.is_host  # else it stays on the device
         self.drop()
-        is_host = self._device.is_host  # else it stays on the device
-        self._traffic.copied_here("device->host", is_host and nbytes, f"{names[0]}{more}", start)
+        self._traffic.copied_here("device->host", is_host and nbytes, name, start)
         if is_host:
             self._device.note_freed(freed)  # once autograd lets go of them
 
     def drop(self) -> None:
         """Forgets what waits."""
-        self._unit: object = None
+        self._unit: Any = None
+        self._nbytes = 0
         self._set: Waiting = {}
         self._added: Waiting = {}

@@ -72,6 +72,13 @@ def test_gradients_of_another_unit_do_not_wait_together(job, calls):
     assert calls == [("_foreach_add_", 1)] * 3
 
 
+def test_large_gradients_do_not_wait(job, calls, monkeypatch):
+    """A GPU may have no room for a unit's. Twin: small ones wait for each other."""
+    monkeypatch.setattr("infinity.core.grads.landing_batch.SHARED_NBYTES", 8)
+    job.backward(RAMP, RAMP)
+    assert calls == [("_foreach_copy_", 1)] * 4
+
+
 def test_a_backward_that_fails_leaves_no_gradient_half_done(job, calls):
     """The second layer's gradients have landed, the first layer's wait, as the backward fails.
     Twin: after zero_grad() the same backward is right."""
