@@ -33,7 +33,7 @@ class CardMemory:
         free = self.free_nbytes()
         return None if free is None else int(free * SHARE_FOR_THE_ENGINE)
 
-    def left_nbytes(self, alone: bool) -> int | None:
+    def left_nbytes(self, *, several_ranks: bool) -> int | None:
         """Returns the bytes that can still be allocated: without tensors that live, other
         processes, and what libraries will need. None if the accelerator does not tell."""
         free = self.free_nbytes()
@@ -42,7 +42,7 @@ class CardMemory:
         # What torch keeps and no tensor has. The driver's context is taken already.
         if self._where.type == "cuda":
             free += self._reserved_nbytes() - torch.cuda.memory_allocated(self._where)
-        return max(0, free - LIBRARIES_NBYTES - NCCL_NBYTES * (not alone))
+        return max(0, free - LIBRARIES_NBYTES - several_ranks * NCCL_NBYTES)
 
     def unused_nbytes(self) -> int:
         """Returns the bytes that no tensor ever had, not even at the peak. Only if the accelerator

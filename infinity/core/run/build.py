@@ -163,7 +163,7 @@ def build_engine(
             lents=lents,
             prefetcher=prefetcher,
             activations=resources.make_activations(
-                ranks, any(each.places_saved for each in extensions)
+                placed=any(each.places_saved for each in extensions), local_size=ranks.local_size
             ),
             events=events,
             extensions=extensions,

@@ -13,7 +13,6 @@ from ...choices import SAMPLED
 from ...config import Config
 from ...errors import CapacityError
 from ...ranks.collectives import Collectives
-from ...ranks.parallel_dims import ParallelDims
 from ..homes.store import ArrayStore
 from ..homes.swap_space import SUMS_NBYTES
 from ..machine import limits, processors
@@ -166,9 +165,9 @@ class Resources:
             measured=self._config.update_threads is None,
         )
 
-    def make_activations(self, ranks: ParallelDims, placed: bool) -> ActivationStore | None:
+    def make_activations(self, *, placed: bool, local_size: int = 1) -> ActivationStore | None:
         """Makes the store of activations, or returns None if torch keeps them. ``placed``: an
-        extension places what blocks save."""
+        extension places what blocks save; ``local_size``: ranks on this machine."""
         home = self._config.activations
         most = None  # bytes of host memory: without a budget, what the plan leaves of what was free
         if self._config.host_memory is None:
@@ -176,7 +175,7 @@ class Resources:
             if self.store.device.is_host:
                 of_device = self._plan.planned_nbytes(Tier.DEVICE)
                 planned += max(of_device, self._config.device_memory or 0)
-            most = max(0, self._host_left_nbytes // ranks.local_size - planned)
+            most = max(0, self._host_left_nbytes // local_size - planned)
         if home in ("host", "nvme"):
             return ActivationStore(
                 self.store,
@@ -185,14 +184,14 @@ class Resources:
                 spare_nbytes=None,
                 most_nbytes=most if home == "host" else None,
             )
-        spare = self._spare_for_activations(ranks, placed) if home == "auto" else None
+        spare = self._spare_for_activations(placed) if home == "auto" else None
         if spare is None:
             return None
         return ActivationStore(
             self.store, Tier.HOST, None, spare_nbytes=max(0, spare), most_nbytes=most
         )
 
-    def _spare_for_activations(self, ranks: ParallelDims, placed: bool) -> int | None:
+    def _spare_for_activations(self, placed: bool) -> int | None:
         """Returns the bytes that the plan leaves to activations on the device; None: torch keeps
         all that is saved. On a GPU that is of what the card can give, for a ``device_memory`` there
         is the engine's alone."""
@@ -200,7 +199,9 @@ class Resources:
         planned = self._plan.planned_nbytes(Tier.DEVICE)
         if device.is_host:
             return None if config.device_memory is None else config.device_memory - planned
-        left = device.memory.left_nbytes(ranks.alone) if placed and device.memory else None
+        if not placed or device.memory is None:
+            return None
+        left = device.memory.left_nbytes(several_ranks=False)
         # The homes of the plan are taken already.
-        charged = self.store.ledger.accounts[Tier.DEVICE].charged_nbytes
-        return None if left is None else int(SHARE_FOR_SAVED * (left - planned + charged))
+        coming = planned - self.store.ledger.accounts[Tier.DEVICE].charged_nbytes
+        return None if left is None else int(SHARE_FOR_SAVED * (left - coming))

@@ -387,7 +387,7 @@ def _within_device(
     is (None: unknown). Every rank calls this. Raises CapacityError if it can give nothing."""
     if config.device_memory is None or device.memory is None:
         return config, None
-    left = device.memory.left_nbytes(collectives.ranks.alone)
+    left = device.memory.left_nbytes(several_ranks=not collectives.ranks.alone)
     if left is None:
         return config, None
     # Parameters that are there move into the plan's homes.

@@ -23,7 +23,6 @@ from ...core.wrap.described_model import DescribedModel
 from ...errors import ConfigError
 from ...ext.rates.rates import memory_rate
 from ...ranks.collectives import Collectives
-from ...ranks.parallel_dims import ParallelDims
 from .compiled import CompiledBlock, check_options
 from .micro_batch import check_block, install_chunks
 from .no_memory import note_memory
@@ -63,8 +62,9 @@ class Blocks(Extension):
     def begin(
         cls, config: Config, device: Device, collectives: Collectives, events: Events
     ) -> Blocks:
-        """Returns the extension."""
-        blocks = cls(places_saved=config.recompute and _chooses(collectives.ranks))
+        """Returns the extension. With several ranks nothing is chosen: they measure different
+        times."""
+        blocks = cls(places_saved=config.recompute and collectives.ranks.alone)
         events.allocated.append(_tell_if_nothing_is_chosen)
         events.forward_failed.append(note_memory)
         return blocks
@@ -108,18 +108,10 @@ class Blocks(Extension):
             self._planner.drop()
 
 
-def _chooses(ranks: ParallelDims) -> bool:
-    """Tells whether each rank may choose for its blocks: no other rank has a part of one, which
-    would have to run again together. A unit is gathered in the same order whatever is chosen."""
-    return not ranks.is_cut and ranks.cp_group is None
-
-
 def plan_activations(job: Job, find: Callable[[], ForwardContext]) -> ActivationPlanner | None:
     """Chooses from now on which blocks' activations are kept, sent or recomputed, if there is a
     device budget to spend on them."""
-    if job.activations is None or job.activations.spare_nbytes is None:
-        return None
-    if not _chooses(job.ranks):
+    if job.activations is None or job.activations.spare_nbytes is None or not job.ranks.alone:
         return None
     spare_nbytes, memory = job.activations.spare_nbytes, job.device.memory
     room = None
@@ -129,7 +121,6 @@ def plan_activations(job: Job, find: Callable[[], ForwardContext]) -> Activation
         job.activations.home.limit_in_flight(0)
         room = MeasuredRoom(
             memory,
-            alone=job.ranks.alone,
             is_shown=lambda steps=job.steps, stepped=job.trained: steps.index > 0 or not stepped,
             limit_in_flight=job.activations.home.limit_in_flight,
         )
@@ -140,7 +131,6 @@ def plan_activations(job: Job, find: Callable[[], ForwardContext]) -> Activation
         # Not of the job: a graph that a user keeps leads to the planner.
         send_rate=partial(_send_rate, job.device, job.traffic, job.config),
         recomputes=job.config.recompute,
-        alone=job.ranks.alone,
         home_nbytes=job.activations.home.room_nbytes,
         room=room,
     )
@@ -155,10 +145,10 @@ def _tell_if_nothing_is_chosen(job: Job) -> None:
 
 def _why_not_chosen(job: Job) -> str | None:
     """Returns why nothing is chosen for blocks; None if it is."""
-    if not _chooses(job.ranks):
+    if not job.ranks.alone:  # they must decide the same, but measure different times
         return (
-            "blocks that are divided over ranks (tp, cp, ep, pp) keep what they save. Use the"
-            " model's own gradient checkpointing."
+            "with several ranks every block keeps what it saves. Use the model's own gradient"
+            " checkpointing."
         )
     if job.config.micro_batch is not None:
         return "with micro_batch every block that runs in parts is recomputed."

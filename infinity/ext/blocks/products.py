@@ -145,14 +145,13 @@ class Counted:
         self._seconds: dict[int, float] = {}  # noted once the device has computed it
         self._numbers = _Numbers()
         self._number = self._needed = 0
-        self.communicates = False  # whether other ranks have to run the call, too
 
     def mode(self) -> TorchDispatchMode:
         """Makes the mode of the forward, or of a recomputation, which runs under one, too: torch
         takes some operations apart otherwise."""
         if current_task() != -1:
             return _Mode(lambda operation, args, kwargs: operation(*args, **kwargs))
-        return _Mode(self._run, self.forget, self._note_collective)
+        return _Mode(self._run, self.forget)
 
     def _run(self, operation: Any, args: tuple, kwargs: dict) -> Any:
         """Runs a product, and counts its bytes and seconds."""
@@ -168,9 +167,6 @@ class Counted:
             self.nbytes[number] = sum(storages.values())
             self._numbers.add(results, number)
         return results
-
-    def _note_collective(self) -> None:
-        self.communicates = True
 
     def forget(self, values: Any) -> None:
         """Removes the products with ``values``, which are written to."""
@@ -294,8 +290,7 @@ class _Saved:
 
 
 class _Mode(TorchDispatchMode):
-    """Runs the products of a call by ``product``, and tells ``written`` what else is written to,
-    and ``communicated`` that a collective runs."""
+    """Runs the products of a call by ``product``, and tells ``written`` what else is written to."""
 
     supports_higher_order_operators = True
 
@@ -308,11 +303,9 @@ class _Mode(TorchDispatchMode):
         self,
         product: Callable[[Any, tuple, dict], Any],
         written: Callable[[Any], None] = lambda values: None,
-        communicated: Callable[[], None] = lambda: None,
     ):
         super().__init__()
         self._product, self._tell_written = product, written
-        self._tell_communicated = communicated
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -320,8 +313,6 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         if is_product(operation):
             return self._product(operation, args, kwargs)
-        if getattr(operation, "namespace", "").strip("_").startswith("c10d"):
-            self._tell_communicated()
         for place, name in _written(operation):
             self._tell_written(args[place] if place < len(args) else kwargs.get(name))
         return operation(*args, **kwargs)

@@ -8,8 +8,7 @@ was made, and what the card has left then is for blocks that are kept. A larger 
 measured is measured again.
 
 A block is recomputed only if ``Config(recompute=True)`` allows it. It never is if its forward
-changes Python state, draws from generators other than torch's, or has hooks of others inside. Each
-data rank chooses for itself, so it never is either if its forward communicates with other ranks.
+changes Python state, draws from generators other than torch's, or has hooks of others inside.
 """
 
 from __future__ import annotations
@@ -52,14 +51,13 @@ class MeasuredRoom:
         self,
         memory: CardMemory,
         *,
-        alone: bool,
         is_shown: Callable[[], bool],
         limit_in_flight: Callable[[int], None],
     ):
         """Before the first pass. ``is_shown``: whether a whole step was made. ``limit_in_flight``:
         is told how much of the room may be on its way home, or back."""
         self._memory, self.is_shown = memory, is_shown
-        self._left_nbytes = memory.left_nbytes(alone) or 0
+        self._left_nbytes = memory.left_nbytes(several_ranks=False) or 0
         self._limit_in_flight = limit_in_flight
         self._first: tuple[int, int] | None = None  # bytes of room, and least for the blocks then
 
@@ -90,14 +88,12 @@ class ActivationPlanner:
         spare_nbytes: int,
         send_rate: Callable[[], float],
         recomputes: bool,
-        alone: bool = True,
         home_nbytes: Callable[[], float] = lambda: float("inf"),
         room: MeasuredRoom | None = None,
     ):
         """``spare_nbytes``: that activations may have on ``device``. ``send_rate``: bytes per
         second of the round trip. ``home_nbytes``: that they may have at home. ``room``: in place of
-        ``spare_nbytes``, if no budget tells it. ``alone``: no other rank runs the blocks."""
-        self.alone = alone
+        ``spare_nbytes``, if no budget tells it."""
         self.find_context, self.device, self.spare_nbytes = find, device, spare_nbytes
         self._room = room
         self._send_rate, self._home_nbytes = send_rate, home_nbytes
@@ -384,9 +380,8 @@ class PlannedBlock:
             leaf is None or isinstance(leaf, (torch.Tensor, *SCALARS))
             for leaf in tree_leaves(output)
         )
-        others = counted.communicates and not planner.alone
         if self._is_repeatable and (
-            not plain or others or state != self._state(args, kwargs) or self._is_heard()
+            not plain or state != self._state(args, kwargs) or self._is_heard()
         ):
             self._refuse()
         recomputes = self.choice.repeats or planner.found_no_room

@@ -27,7 +27,7 @@ def test_what_a_card_can_give_leaves_room_for_libraries(several, cuda, monkeypat
     NCCL's buffers where ranks use them."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda where: (8 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda where: 40)
-    given = WithoutStreams(cuda).memory.left_nbytes(not several)
+    given = WithoutStreams(cuda).memory.left_nbytes(several_ranks=several)
     assert given == (8 << 30) + 60 - (96 << 20) - several * (1 << 30)
 
 

@@ -42,7 +42,7 @@ def test_one_memory_is_one_home(homes, is_unified, compute_on, kernels):
         memory = SimpleNamespace(
             is_unified=is_unified,
             engine_nbytes=lambda: 1 << 30,
-            left_nbytes=lambda alone: 1 << 30,
+            left_nbytes=lambda several_ranks: 1 << 30,
         )
 
     config = {"params": homes, "optimizer": homes}
@@ -118,7 +118,7 @@ def test_blocks_are_recomputed_once_the_card_is_full(
         memory = SimpleNamespace(
             is_unified=False,
             engine_nbytes=lambda: 1 << 20,
-            left_nbytes=lambda alone: 64 << 20,
+            left_nbytes=lambda several_ranks: 64 << 20,
             unused_nbytes=lambda: (64 << 20) if room == "all" else (1 << 19),
         )
 
@@ -147,7 +147,7 @@ def test_a_budget_that_the_card_cannot_give_is_planned_with_what_it_can(
         memory = SimpleNamespace(
             is_unified=False,
             engine_nbytes=lambda: 2 << 20,
-            left_nbytes=lambda alone: 2 << 20,
+            left_nbytes=lambda several_ranks: 2 << 20,
         )
 
     compute_on(Card)
@@ -163,7 +163,7 @@ def test_a_budget_that_the_card_cannot_give_is_planned_with_what_it_can(
 def test_a_card_that_has_nothing_left_is_an_error_that_says_so(compute_on):
     class Full(Elsewhere):
         memory = SimpleNamespace(
-            is_unified=False, engine_nbytes=lambda: 0, left_nbytes=lambda alone: 0
+            is_unified=False, engine_nbytes=lambda: 0, left_nbytes=lambda several_ranks: 0
         )
 
     compute_on(Full)
@@ -190,7 +190,7 @@ def test_budgets_hold_on_one_memory_too(config, compute_on, kernels):
         memory = SimpleNamespace(
             is_unified=True,
             engine_nbytes=lambda: 1 << 20,
-            left_nbytes=lambda alone: 1 << 30,
+            left_nbytes=lambda several_ranks: 1 << 30,
         )
 
     compute_on(Integrated, kernels)

@@ -28,7 +28,6 @@ from infinity.core.step.slots import optimizer_slot_nbytes
 from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec
 from infinity.errors import CapacityError
 from infinity.ranks.collectives import Collectives
-from infinity.ranks.parallel_dims import ParallelDims
 
 F32 = torch.float32
 BLOCK, MIB = native.BLOCK_NBYTES, 1 << 20
@@ -320,19 +319,19 @@ def test_the_updater_works_in_the_slots_with_the_threads_of_the_config(make, mon
 def test_the_store_of_activations_is_where_the_config_has_them(make):
     """Twins: torch keeps them on the device, or where a budget of the device was not given."""
     for home in ("host", "nvme"):
-        activations = make(activations=home).resources.make_activations(ParallelDims(), placed=True)
+        activations = make(activations=home).resources.make_activations(placed=True)
         assert activations.spare_nbytes is None
         assert activations.home._tier is Tier(home)
         assert activations.home._disk is not None
     kept = {"activations": "device", "device_memory": 1 << 20}
-    assert make(**kept).resources.make_activations(ParallelDims(), placed=True) is None
-    assert make(activations="auto").resources.make_activations(ParallelDims(), placed=True) is None
+    assert make(**kept).resources.make_activations(placed=True) is None
+    assert make(activations="auto").resources.make_activations(placed=True) is None
     terms = {each: {} for each in Tier} | {Tier.DEVICE: {"weights": 100}}
     for budget, spare in ((1 << 20, (1 << 20) - 100), (64, 0)):
         made = make(plan_of(terms=terms), activations="auto", device_memory=budget)
-        assert made.resources.make_activations(ParallelDims(), placed=True).spare_nbytes == spare
+        assert made.resources.make_activations(placed=True).spare_nbytes == spare
         made.store.device.is_host = False
-        assert made.resources.make_activations(ParallelDims(), placed=True) is None
+        assert made.resources.make_activations(placed=True) is None
 
 
 @pytest.mark.parametrize("home", ["host", "auto"])
@@ -345,7 +344,7 @@ def test_activations_have_what_the_plan_leaves_of_a_host_without_a_budget(make, 
     resources = make(plan_of(terms=terms), **config).resources
     left = 2 << 30
     for ranks in (1, 2):
-        activations = resources.make_activations(ParallelDims(local_size=ranks), placed=True)
+        activations = resources.make_activations(placed=True, local_size=ranks)
         assert activations.home.room_nbytes() == left // ranks - 100 - (1 << 20)
     budget = make(plan_of(terms=terms), **config, host_memory=1 << 30).resources
-    assert budget.make_activations(ParallelDims(), placed=True).home._most_nbytes is None
+    assert budget.make_activations(placed=True).home._most_nbytes is None

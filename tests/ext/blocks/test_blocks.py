@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +19,7 @@ from infinity.ext.rates.rates import memory_rate
 MIB = 1 << 20
 
 
-def job_of(
-    *, spare: int | None = MIB, alone: bool = True, is_cut: bool = False, **config: Any
-) -> SimpleNamespace:
+def job_of(*, spare: int | None = MIB, alone: bool = True, **config: Any) -> SimpleNamespace:
     """A job on the processor, whose activations may have ``spare`` bytes."""
     activations = SimpleNamespace(
         spare_nbytes=spare, home=SimpleNamespace(room_nbytes=None), planner=None
@@ -30,7 +27,7 @@ def job_of(
     return SimpleNamespace(
         config=Config(activations="auto", **config),
         activations=activations,
-        ranks=SimpleNamespace(alone=alone, is_cut=is_cut, cp_group=None),
+        ranks=SimpleNamespace(alone=alone),
         device=SimpleNamespace(memory=None, is_host=True),
         traffic=None,
     )
@@ -38,8 +35,7 @@ def job_of(
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_device_budget_is_spent_on_activations(recompute):
-    """Also with several ranks. Twins: without one, and if other ranks have parts of a block."""
-    assert plan_activations(job_of(alone=False), lambda: None).alone is False
+    """Twins: without one, and with several ranks, which measure different times."""
     job = job_of(recompute=recompute)
     planner = plan_activations(job, lambda: "context")
     assert job.activations.planner is planner and planner.find_context() == "context"
@@ -47,7 +43,7 @@ def test_a_device_budget_is_spent_on_activations(recompute):
     assert planner._send_rate() == memory_rate() / 4
     without = job_of()
     without.activations = None
-    for other in (job_of(spare=None), job_of(is_cut=True), without):
+    for other in (job_of(spare=None), job_of(alone=False), without):
         assert plan_activations(other, lambda: None) is None
 
 
@@ -69,12 +65,12 @@ def test_only_one_of_parts_of_a_batch_and_choices_runs_a_block():
     assert "forward" not in block.__dict__
 
 
-def test_what_blocks_save_is_placed_where_a_rank_may_choose():
-    """Twins: without the option, and where other ranks have parts of a block, or of a sequence."""
-    for recompute, is_cut, cp in product((True, False), (True, False), (None, "group")):
-        ranks = SimpleNamespace(ranks=SimpleNamespace(is_cut=is_cut, cp_group=cp))
+def test_what_blocks_save_is_placed_in_a_job_of_one_rank_that_may_recompute():
+    """Twins: without the option, and with several ranks, which is told why."""
+    for recompute, alone in ((True, True), (False, True), (True, False)):
+        ranks = SimpleNamespace(ranks=SimpleNamespace(alone=alone))
         made = Blocks.begin(Config(recompute=recompute), None, ranks, Events())
-        assert made.places_saved == (recompute and not is_cut and cp is None)
+        assert made.places_saved == (recompute and alone)
 
 
 def test_a_choice_that_is_not_made_is_told(caplog):
@@ -86,10 +82,8 @@ def test_a_choice_that_is_not_made_is_told(caplog):
     at_home.config = Config(activations="host", recompute=True)
     without = job_of(recompute=True)
     without.activations = None
-    jobs = (job_of(recompute=True, is_cut=True), in_parts, at_home, without)
-    for each, why in zip(
-        jobs, ("divided over ranks", "micro_batch", "is the home", "no device_memory")
-    ):
+    jobs = (job_of(recompute=True, alone=False), in_parts, at_home, without)
+    for each, why in zip(jobs, ("several ranks", "micro_batch", "is the home", "no device_memory")):
         caplog.clear()
         blocks._tell_if_nothing_is_chosen(each)
         assert why in caplog.text

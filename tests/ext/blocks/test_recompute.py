@@ -281,10 +281,8 @@ def test_room_that_was_measured_shrinks_as_passes_grow(unused, growth, room):
     with blocks that are ``growth`` times as large. Four fifths are kept, an eighth is on its way.
     Twin: the first measurement, of the same room."""
     limits: list[int] = []
-    memory = SimpleNamespace(left_nbytes=lambda alone: 1000, unused_nbytes=lambda: 400)
-    measured = MeasuredRoom(
-        memory, alone=True, is_shown=lambda: True, limit_in_flight=limits.append
-    )
+    memory = SimpleNamespace(left_nbytes=lambda several_ranks: 1000, unused_nbytes=lambda: 400)
+    measured = MeasuredRoom(memory, is_shown=lambda: True, limit_in_flight=limits.append)
     assert measured.measure(100, 25) == (320, True)
     memory.unused_nbytes = lambda: unused
     kept, sends = measured.measure(int(100 * growth), 25)

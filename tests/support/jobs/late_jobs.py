@@ -401,7 +401,7 @@ def views_read() -> list[bool]:
 def recomputed() -> list[bool]:
     """On a card that is nearly full, with a link that is not worth sending by."""
     with (
-        mock.patch.object(CardMemory, "left_nbytes", lambda self, alone: 2 << 20),
+        mock.patch.object(CardMemory, "left_nbytes", lambda self, **how: 2 << 20),
         mock.patch("infinity.core.run.activation_store.SMALLEST_NBYTES", 1),
         mock.patch("infinity.ext.blocks.blocks._send_rate", lambda *_: 1.0),
         mock.patch.object(PlannedBlock, "_refuse", lambda self: sys.exit("a block was refused")),
