@@ -79,8 +79,7 @@ ATTRIBUTES = frozenset(
     # of autograd and operators
     " _execution_engine _sequence_nr _backward_cls _schema _torchdynamo_disable"
     # operators with such a name
-    " _amp_foreach_non_finite_check_and_unscale_ _foreach_zero_ _foreach_copy_ _foreach_add_"
-    " _to_copy _unsafe_view".split()
+    " _amp_foreach_non_finite_check_and_unscale_ _foreach_zero_ _to_copy _unsafe_view".split()
 )
 
 # Private modules of which the same is true.

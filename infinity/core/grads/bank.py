@@ -19,12 +19,9 @@ from ..units.flat_param import FlatParam
 from ..units.forms import is_common, like, part_of
 from ..units.handle import ParamHandle, drop_raw_grads, handle_of
 from ..units.unit import ParamUnit
-from .changes import GradChanges
 from .homes import GradHomes
 from .lander import Lander
-from .landing_batch import LandingBatch
 from .meeting import Meeting
-from .norms import LandingNorms
 from .record import GradRecord, GradState
 from .tensor import GradProxy
 from .values import GradValues
@@ -42,14 +39,12 @@ class GradientBank:
         *,
         in_flight_nbytes: int = 0,
     ):
-        norms = LandingNorms(collectives.ranks)
-        batch = LandingBatch(store.device, store.traffic, norms, GradChanges())
-        homes = GradHomes(store, staging, batch, in_flight_nbytes=in_flight_nbytes)
+        homes = GradHomes(store, staging, in_flight_nbytes=in_flight_nbytes)
         self.values = GradValues(homes, store, collectives)
         self.ranks, self.store = collectives.ranks, store
         self.assigned = AssignedGrads(self.values, store)
         self.homes, self.changes = homes, self.values.changes
-        self.lander = Lander(homes, store, self.changes, norms)
+        self.lander = Lander(homes, store, self.changes, self.values.norms)
         self.clips: list[float] = []  # factors of users' clips of all gradients since the last step
         # With several ranks: see `reduce_with`.
         self._add_whole: Callable[[ParamHandle, torch.Tensor], None] | None = None
@@ -186,7 +181,6 @@ class GradientBank:
 
     def end_backward(self) -> None:
         """Ends the backward: the gradients that it changed are complete."""
-        self.homes.batch.land()
         self.homes.queue.begin()
         self.changes.end()
 

@@ -20,7 +20,6 @@ from ..machine.tiers import Tier
 from ..units.flat_param import FlatParam
 from ..units.handle import ParamHandle
 from .landing import LandingQueue
-from .landing_batch import LandingBatch
 from .opened import OpenedGrads
 
 
@@ -29,23 +28,16 @@ class GradHomes:
     runs backward or the step."""
 
     def __init__(
-        self,
-        store: ArrayStore,
-        staging: native.PinnedPool | None,
-        batch: LandingBatch,
-        *,
-        in_flight_nbytes: int = 0,
+        self, store: ArrayStore, staging: native.PinnedPool | None, *, in_flight_nbytes: int = 0
     ):
         self.device: Device = store.device
         self._store = store
-        self.batch = batch
         self.queue = LandingQueue(self.device, store.traffic, in_flight_nbytes)
         self._opened = OpenedGrads(store, staging, self.queue.wait)
         self.are_in_pieces = self._opened.are_in_pieces
 
     def rebuild(self) -> None:
         """Sends opened gradients home after an exception. Only while no transfer is running."""
-        self.batch.drop()
         self.queue.rebuild()
         self._opened.settle()
 
@@ -126,18 +118,10 @@ class GradHomes:
         return self.flat(flat_param, write=write, wait=wait)[begin - first : end - first]
 
     def flat(
-        self,
-        flat_param: FlatParam,
-        *,
-        write: bool,
-        wait: bool,
-        defines: bool = True,
-        lands: bool = True,
+        self, flat_param: FlatParam, *, write: bool, wait: bool, defines: bool = True
     ) -> torch.Tensor:
         """Returns the flat gradient at home. ``defines``: rows that have no gradient become
-        zeros. ``lands``: what waits in the batch lands first."""
-        if lands:
-            self.batch.land()
+        zeros."""
         if wait and self.queue.landing:
             self.queue.wait(flat_param)
         array = flat_param.homes.arrays["grad"]
@@ -172,7 +156,6 @@ class GradHomes:
     def close_flat_param(self, flat_param: FlatParam) -> list[native.Ticket]:
         """Sends a flat param's opened gradients to disk. Returns tickets that must complete before
         they can be read at home."""
-        self.batch.land()
         self._opened.close(flat_param)
         landing = self.queue.of(flat_param)
         ticket = self.device.ticket(landing) if landing else None
@@ -186,7 +169,6 @@ class GradHomes:
     def close_all(self, flat_params: Iterable[FlatParam]) -> None:
         """Sends gradients home that were held back, and the opened ones of ``flat_params`` to
         disk."""
-        self.batch.land()
         self.queue.begin()
         for flat_param in flat_params:
             self._opened.close(flat_param)

@@ -7,16 +7,19 @@ home       a tensor over the bytes at home; a function if they are first brought
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
 from ..homes.store import ArrayStore
+from ..machine import storage_guard
 from ..machine.tiers import Tier
 from ..units.handle import ParamHandle
 from .changes import GradChanges, multiply
 from .homes import GradHomes
-from .landing_batch import TakeNorm
 from .norms import LandingNorms
+
+TakeNorm = Callable[[torch.Tensor, float], torch.Tensor]
 
 
 class Lander:
@@ -32,7 +35,6 @@ class Lander:
             changes,
             norms,
         )
-        self._batch = homes.batch
 
     def land(self, handle: ParamHandle, grad: torch.Tensor, *, adds: bool) -> None:
         """Sets the gradient of ``handle`` to ``grad``, or adds ``grad`` to it (``adds``)."""
@@ -40,11 +42,14 @@ class Lander:
         if flat_param.homes.update is not None:
             flat_param.homes.wait_running()
         tier = flat_param.homes.arrays["grad"].tier
+        beside = self._device.overlaps and tier is not Tier.DEVICE
+        if beside and storage_guard.references(grad) != 1:
+            grad = grad.clone()  # whoever else has its memory may write to it before it is sent
         if tier is Tier.NVME and self._homes.are_in_pieces(flat_param):
             self.land_span(handle, 0, self._flat(handle, grad), adds=adds)
         elif flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
             self._land_rows(handle, grad, self._norms.of, adds=adds)
-        elif self._device.overlaps and tier is not Tier.DEVICE:
+        elif beside:
             place = flat_param.layout.placements[handle.index]
 
             def take_norm(total: torch.Tensor, order: float) -> torch.Tensor:
@@ -53,12 +58,9 @@ class Lander:
             home = self._homes.flat_view(handle, write=True)
             self.beside(handle, home, self._flat(handle, grad), take_norm, adds=adds)
         else:
-            lands_now = tier is Tier.NVME or flat_param.homes.rows is not None
-            flat = self._homes.flat(flat_param, write=True, wait=True, lands=lands_now)
-            home = flat_param.layout.placements[handle.index].view(flat)
-            self._batch.add(handle, home, grad, self._norms.of, adds=adds)
-            if lands_now:  # the slot of a disk's may be needed for another
-                self._batch.land()
+            home = self._homes.flat(flat_param, write=True, wait=True)
+            home = flat_param.layout.placements[handle.index].view(home)
+            self._here(handle, home, grad, self._norms.of, adds=adds)
 
     def land_rows(
         self, handle: ParamHandle, ids: torch.Tensor, rows: torch.Tensor, *, adds: bool
@@ -176,11 +178,33 @@ class Lander:
             self.beside(handle, home, own, self._norms.of_shard, adds=adds)
         else:
             home = self._homes.shard(handle, write=True)
-            self._batch.add(handle, home, own, self._norms.of_shard, adds=adds)
-            self._batch.land()
+            self._here(handle, home, own, self._norms.of_shard, adds=adds)
         if is_remote:
             # Not held back: averages also land outside of a backward, where none would be torn.
             self._homes.queue.begin()
+
+    def _here(
+        self,
+        handle: ParamHandle,
+        there: torch.Tensor,
+        value: torch.Tensor,
+        take_norm: TakeNorm,
+        *,
+        adds: bool,
+    ) -> None:
+        """Lands ``value`` at home, ``there``. Also takes the requested norm while the bytes are in
+        cache, which saves a second read, perhaps from disk."""
+        record, order, start = handle.grad, self._norms.order, time.perf_counter()
+        if adds:
+            self._changes.apply_factors(handle, [there])
+            there.add_(value)
+        else:
+            there.copy_(value)
+        record.norm = None if order is None else (order, take_norm(there, order))
+        nbytes = there.nbytes if self._device.is_host else 0  # 0: it stays on the device
+        self._store.traffic.copied_here("device->host", nbytes, handle.names[0], start)
+        if self._device.is_host:
+            self._device.note_freed(value.nbytes)  # by the caller
 
     def beside(
         self,

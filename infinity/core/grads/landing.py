@@ -15,7 +15,7 @@ from ..machine.in_flight import InFlight
 from ..machine.traffic import Traffic
 from ..units.flat_param import FlatParam
 
-SHARED_NBYTES = 32 * 1024**2  # of gradients that land together: a link is at full rate
+SHARED_NBYTES = 32 * 1024**2  # of a job of several gradients: the link is at full rate
 
 
 class LandingQueue:

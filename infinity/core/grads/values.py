@@ -13,8 +13,9 @@ from ...ranks.collectives import Collectives
 from ..homes.store import ArrayStore
 from ..units.forms import division_of, is_common
 from ..units.handle import ParamHandle
-from .changes import multiply
+from .changes import GradChanges, multiply
 from .homes import GradHomes
+from .norms import LandingNorms
 from .record import GradRecord, GradState
 
 NORM_NUMEL = 1024 * 1024  # elements of a part of a gradient that is never whole
@@ -26,7 +27,7 @@ class GradValues:
     def __init__(self, homes: GradHomes, store: ArrayStore, collectives: Collectives):
         self.homes, self.device = homes, homes.device
         self.collectives, self.ranks = collectives, collectives.ranks
-        self.changes, self.norms = homes.batch.changes, homes.batch.norms
+        self.changes, self.norms = GradChanges(), LandingNorms(collectives.ranks)
         self._store = store
         # Cache of number(): tensor, version, value
         self._factor: tuple[Callable, int, float] = (lambda: None, 0, 1.0)

@@ -48,7 +48,6 @@ def land(job: AtHome, grad: torch.Tensor, *, adds: bool, whole: bool = True) -> 
     """As a whole, or as this rank's flat param, which is flat and by columns."""
     if whole:
         lander(job).land(job.handles[0], grad, adds=adds)
-        parts_of(job).gradients.homes.batch.land()
     else:
         lander(job).land_shard(job.handles[0], grad.t().reshape(-1).clone(), 0, adds=adds)
 
@@ -127,6 +126,24 @@ def test_the_bytes_of_a_gradient_are_counted_on_their_way_home(job, whole):
     )
     parts_of(job).gradients.homes.queue.wait(job.handles[0].flat_param)
     assert edge.nbytes - before == ODD.numel() * 4  # as they are at home
+
+
+def test_a_gradient_whose_memory_others_have_is_sent_as_it_was(job, monkeypatch):
+    """A Function may return a view of memory that its next call writes to. Twin: a gradient that
+    nobody else has is not copied."""
+    queue, read = parts_of(job).gradients.homes.queue, []
+    send = queue.send
+    monkeypatch.setattr(queue, "send", lambda *args: (read.append(args[4]), send(*args))[1])
+    workspace = ODD.flatten().clone()
+    land(job, workspace.view(2, 4), adds=False)
+    workspace.zero_()
+    queue.wait(job.handles[0].flat_param)
+    assert torch.equal(at_home(job), ODD)
+    if not is_beside(job):
+        return
+    lander(job).land(job.handles[1], own := ODD.clone(), adds=False)
+    shared, alone = read
+    assert shared.data_ptr() != workspace.data_ptr() and alone.data_ptr() == own.data_ptr()
 
 
 def test_only_a_device_with_transfers_of_its_own_lands_beside_the_compute(job):
