@@ -141,8 +141,8 @@ def install_hooks(
             if first and not module.layers[0].training and current_task() == -1:
                 engine.passes.look_at(first)
 
-        def after(module, args, kwargs, output):
-            return engine.passes.leave(module, args, kwargs, output)
+        def after(module, args, kwargs, output, units=units):
+            return engine.passes.leave(module, args, kwargs, output, units)
 
         # The graph of a compiled model breaks here: moving weights cannot be compiled.
         before, after = (uncompiled(hook, UNCOMPILED) for hook in (before, after))

@@ -183,20 +183,30 @@ class Passes:
         job.schedule.begin(self._pass.kind if training else "infer")
         job.prefetcher.begin_pass(training=training)
 
-    def leave(self, module: torch.nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+    def leave(
+        self,
+        module: torch.nn.Module,
+        args: tuple,
+        kwargs: dict,
+        output: Any,
+        units: Sequence[ParamUnit] = (),
+    ) -> Any:
         """Ends the forward of ``module``, with an output or with an exception (then the output is
         None).
 
         Returns the output, with views of weights replaced by copies: the weight may be released
         before the view is used.
         """
-        is_inside = self._is_inside_root(module)
-        if all(frame.module is not module for frame in reversed(self._pass.frames)):
-            for listener in self.job.events.forward_ended if is_inside else ():
-                listener(module)
-            return output  # or its pre-hook failed before it entered
+        has_frame = any(frame.module is module for frame in reversed(self._pass.frames))
+        if not has_frame and not self._is_inside_root(module):
+            return output  # its pre-hook failed before it entered
         for listener in self.job.events.forward_ended:
             listener(module)
+        watches = torch.is_grad_enabled() and output is not None
+        if not has_frame:
+            if watches:
+                self._watch_backward(module, units, args, kwargs, output)
+            return output
         if self._pass.frames[0].module is module:
             # A parameter itself is at home after this frame, so a loss could not use it.
             output = _with_copies(output, handle_of)
@@ -210,8 +220,8 @@ class Passes:
             if frame.units:
                 output = _with_copies(output, self._is_weight_view)
             self.scopes.pop_hooks(frame.hooks)
-            if torch.is_grad_enabled() and output is not None:
-                self._watch_backward(frame, args, kwargs, output)
+            if watches:
+                self._watch_backward(module, units, args, kwargs, output)
         finally:
             let_go((*frame.units, *frame.looked_at), frame.used_outside)
         if self._pass.frames and self._pass.frames[-1].looked_at:
@@ -303,12 +313,19 @@ class Passes:
             self._pass.frames[0].used_outside.append(unit)
 
     @makes_hooks
-    def _watch_backward(self, frame: Frame, args: tuple, kwargs: dict, output: Any) -> None:
-        """Hooks tensors so that the backward holds ``frame``'s units when it reaches them, and
-        releases the frozen ones when it leaves them."""
-        me, units = weakref.ref(self.backward), frame.units
+    def _watch_backward(
+        self,
+        module: torch.nn.Module,
+        units: Sequence[ParamUnit],
+        args: tuple,
+        kwargs: dict,
+        output: Any,
+    ) -> None:
+        """Hooks tensors so that the backward holds ``units`` of ``module`` when it reaches them,
+        and releases the frozen ones when it leaves them."""
+        me = weakref.ref(self.backward)
         chosen, hook = tuple((rows, rows.there) for rows in _rows_of(units)), None
-        is_leaf = next(frame.module.children(), None) is None
+        is_leaf = next(module.children(), None) is None
         if units and (not is_leaf or (self._saves_weights and not self._casts)):
             # A checkpoint inside this forward hides the saved weights from our hooks. References
             # that autograd saves to the weights of a leaf module have their own unpack hook, an

@@ -135,6 +135,41 @@ def test_a_failed_forward_lets_go_of_all_blocks():
     assert not running.frames and not running.holds
 
 
+class Result:
+    """An output in which nobody looks for tensors."""
+
+    __slots__ = ("value",)
+
+
+def test_a_backward_holds_each_block_that_it_reaches():
+    """Whatever the root returns: each block's own output tells. Twin: before, and once the block
+    is behind it, its weights are at rest."""
+    model, _ = wrap("device")
+    kinds: list[list[type]] = []
+
+    def see() -> None:
+        kinds.append([type(block.first.weight) for block in model.blocks])
+
+    def inside(block: Block, args: tuple) -> None:
+        args[0].requires_grad and args[0].register_hook(lambda grad: see())
+
+    def wrapped(module: nn.Module, args: tuple, output: torch.Tensor) -> Result:
+        result = Result()
+        result.value = output
+        return result
+
+    model.blocks[1].second.register_forward_pre_hook(inside)
+    model.register_forward_hook(wrapped)
+    y = model(sample()).value
+    see()
+    y.sum().backward()
+    see()
+    rests, there = [StoredParameter] * 3, ResidentParameter
+    before, during, after = kinds
+    assert before == after == rests
+    assert during[1] is there and during[0] is StoredParameter
+
+
 # --- bits ---
 
 
