@@ -163,8 +163,9 @@ def _refuse_held(job: Job) -> None:
     if names := held():
         raise UsageError(
             f"park: something outside of the engine holds the memory of {len(names)} units"
-            f" ({names[0]}, ...): an array of NumPy, an export by DLPack or a view of a weight,"
-            " made in a forward. Drop it, or keep a copy instead: weight.detach().clone()."
+            f" ({names[0]}, ...): an array of NumPy, an export by DLPack, a view of a weight that"
+            " was made in a forward, or the graph of a loss that is kept. Drop it, or keep a copy:"
+            " weight.detach().clone(), loss.detach()."
         )
 
 
