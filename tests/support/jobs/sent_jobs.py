@@ -45,12 +45,17 @@ def kernel_sent() -> dict[str, int]:
                     socket.AF_INET,
                     socket.AF_INET6,
                 ):
-                    # Read first: what is acknowledged meanwhile counts twice, never not at all.
-                    waiting = fcntl.ioctl(found, termios.TIOCOUTQ, bytes(4))
-                    info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    acked = struct.unpack_from("=Q", info, BYTES_ACKED)[0]
+                    before = -1
+                    # What is acknowledged between the two would count twice, or not at all.
+                    while (acked := _acknowledged(found)) != before:
+                        before, waiting = acked, fcntl.ioctl(found, termios.TIOCOUTQ, bytes(4))
                     counted[inode] = acked + struct.unpack("=i", waiting)[0]
     return counted
+
+
+def _acknowledged(found: socket.socket) -> int:
+    info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return struct.unpack_from("=Q", info, BYTES_ACKED)[0]
 
 
 def sent(
