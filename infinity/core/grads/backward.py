@@ -41,7 +41,7 @@ from ..units.handle import (
     take_raw_grad,
 )
 from ..units.unit import ParamUnit, flat_params_of
-from .record import GradState
+from .record import has_landed
 
 
 class Backward:
@@ -312,13 +312,13 @@ class Backward:
     def notify_if_final(self, unit: ParamUnit) -> None:
         """Calls the listeners when ``unit``'s gradients are final: averaged over all ranks, or
         summed over an accumulation pass."""
-        landed = any(
-            handle.grad.state is GradState.LANDED for handle in unit.handles if handle.grad
-        )
-        if landed and not self.job.prefetcher.is_held(unit):
+        if any(map(has_landed, unit.handles)) and not self.job.prefetcher.is_held(unit):
             self._tell(unit)
 
     def _tell(self, unit: ParamUnit) -> None:
+        # In a reentrant checkpoint's own backward a unit's other uses may be yet to come.
+        if self.job.steps.streaming and len(self._pass.tokens) > 1:
+            return
         for listener in tuple(self.job.events.unit_landed):
             listener(unit)
 

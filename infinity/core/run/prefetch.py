@@ -30,7 +30,7 @@ from ..params.apart import apart
 from ..units.added import always_rests
 from ..units.forms import form_of
 from ..units.residency import Residency
-from ..units.unit import ParamUnit
+from ..units.unit import ParamUnit, flat_params_of
 from .journal import Journal
 from .lookahead import LookAhead
 from .pass_state import Pass
@@ -99,9 +99,12 @@ class Prefetcher:
     def _stays(self) -> tuple[bool, bool]:
         """Whether all weights are on the device as long as the job lasts, as plain tensors of one
         rank, and no budget counts what computes with them; and whether none has a master."""
-        flats = [flat for unit in self.units for flat in unit.flat_params]
-        params = [param for flat in flats for param in flat.params]
-        plain = all(form_of(each).classes is None and not always_rests(each) for each in params)
+        flats = flat_params_of(self.units)
+        plain = all(
+            form_of(each).classes is None and not always_rests(each)
+            for flat in flats
+            for each in flat.params
+        )
         stays = plain and self._ranks.alone and all(unit.stays for unit in self.units)
         budget = self._ledger.accounts[Tier.DEVICE].budget_nbytes
         return stays and budget is None, not any("master" in flat.arrays for flat in flats)

@@ -3,10 +3,13 @@ after it."""
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from models import Fail, at_home, differing, loss_of, seeded, tokens, transformer
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 
@@ -169,3 +172,41 @@ def test_half_a_step_is_neither_saved_nor_unwrapped(use, where, tmp_path):
         found.append(model.state_dict())
         attempt()
     assert differing(*found) == []
+
+
+class Twice(nn.Module):
+    """Runs its blocks twice, each in a checkpoint."""
+
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(3)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in [*self.blocks, *self.blocks]:
+            x = x + checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_a_block_that_runs_twice_is_stepped_once_both_are_behind(home, reentrant):
+    """A reentrant checkpoint's own backward brings the gradients of one use. Twin: a step after the
+    backward, in plain torch."""
+    found = []
+    for wraps in (False, True):
+        model = seeded(3, lambda: Twice(reentrant=reentrant))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+        if wraps:
+            model, optimizer = infinity.wrap_model(model, optimizer, at_home(home, home, None))
+        for step in range(3):
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            loss = model(x.requires_grad_()).square().mean()
+            with optimizer.step_in_backward() if wraps else contextlib.nullcontext():
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([param.detach().clone() for param in model.parameters()])
+    assert all(map(torch.equal, *found))
