@@ -44,7 +44,7 @@ class Lander:
         tier = flat_param.homes.arrays["grad"].tier
         beside = self._device.overlaps and tier is not Tier.DEVICE
         if beside and storage_guard.references(grad) != 1:
-            grad = grad.clone()  # whoever else has its memory may write to it before it is sent
+            grad = grad.clone()  # a Function may write to memory that it shares before it is sent
         if tier is Tier.NVME and self._homes.are_in_pieces(flat_param):
             self.land_span(handle, 0, self._flat(handle, grad), adds=adds)
         elif flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):

@@ -129,8 +129,8 @@ def test_the_bytes_of_a_gradient_are_counted_on_their_way_home(job, whole):
 
 
 def test_a_gradient_whose_memory_others_have_is_sent_as_it_was(job, monkeypatch):
-    """A Function may return a view of memory that its next call writes to. Twin: a gradient that
-    nobody else has is not copied."""
+    """A Function may return a view of memory that its next call writes to. Twin: a gradient
+    with memory of its own is not copied."""
     queue, read = parts_of(job).gradients.homes.queue, []
     send = queue.send
     monkeypatch.setattr(queue, "send", lambda *args: (read.append(args[4]), send(*args))[1])

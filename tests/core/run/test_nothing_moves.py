@@ -136,7 +136,7 @@ def test_a_failed_forward_lets_go_of_all_blocks():
 
 
 class Result:
-    """An output in which nobody looks for tensors."""
+    """An output that does not show its tensor to the engine."""
 
     __slots__ = ("value",)
 
