@@ -339,8 +339,7 @@ def _refuses_window(
 def _unit_size(group: Group, flat_params: list[FlatParam]) -> UnitSize:
     at_once_nbytes = 0
     if group.at_once is not None:
-        row = group.params[0].size(1) * flat_params[0].spec.dtype.itemsize
-        at_once_nbytes = group.at_once.rows * row
+        at_once_nbytes = group.at_once.numel * flat_params[0].spec.dtype.itemsize
     return UnitSize(
         group.name,
         tuple(_size_of_flat_param(flat) for flat in flat_params),
@@ -358,7 +357,7 @@ def _autograd_nbytes(flat_param: FlatParam, group: Group) -> int:
         return 0
     if group.at_once is not None:
         itemsize = flat_param.spec.dtype.itemsize + group.at_once.summed_itemsize
-        return group.at_once.rows * group.params[0].size(1) * itemsize
+        return group.at_once.numel * itemsize
     by_use = set() if _size_of_flat_param(flat_param).is_averaged else group.tables
     return flat_param.spec.dtype.itemsize * sum(
         place.numel * (SUMMED_AT_ONCE if param in group.tied - by_use else 1)

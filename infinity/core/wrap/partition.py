@@ -28,10 +28,11 @@ SMALL_NBYTES = 256 * 1024
 
 
 class RowsAtOnce(NamedTuple):
-    """How many rows of a weight its layers compute with at once. ``summed_itemsize``: bytes of each
-    element in which a backward sums the gradient of such rows, beside that itself."""
+    """The rows of a weight with which its layers compute at once. ``numel``: the elements of these
+    rows. ``summed_itemsize``: bytes of each element in which a backward sums the gradient of such
+    rows, beside that itself."""
 
-    rows: int
+    numel: int
     summed_itemsize: int = 0
 
 

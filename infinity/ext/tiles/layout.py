@@ -20,6 +20,7 @@ from ...core.run.context import ForwardContext
 from ...core.run.job import Job
 from ...core.run.replaced_forward import ReplacedForward
 from ...core.seams import Events, Extension, Term
+from ...core.units.forms import local_of
 from ...core.wrap.described_model import DescribedModel
 from ...core.wrap.lay_out import Ways
 from ...core.wrap.partition import Group, RowsAtOnce
@@ -49,7 +50,7 @@ class Tiling:
     def tell(self, groups: Sequence[Group], config: Config) -> None:
         """Says which layers run in tiles, and why."""
         tiled = [
-            f"{group.name} x {-(-group.params[0].size(0) // group.at_once.rows)}"
+            f"{group.name} x {-(-local_of(group.params[0]).numel() // group.at_once.numel)}"
             for group in groups
             if group.at_once is not None
         ]
@@ -123,7 +124,7 @@ class TiledLayers(Extension):
             if size.at_once_nbytes:
                 (flat_param,) = unit.flat_params
                 (param,) = flat_param.params
-                row_nbytes = param.size(1) * flat_param.spec.dtype.itemsize
+                row_nbytes = local_of(param).size(1) * flat_param.spec.dtype.itemsize
                 rows[param] = size.at_once_nbytes // row_nbytes
         module, fuses = model.module, job.config.fused_loss
         tiled = install_tiles(find, module, rows) if rows else []
@@ -135,7 +136,7 @@ def _can_pass_tiles(ways: Ways, config: Config) -> bool:
     shard of the weights each, perhaps the same one as others. ZeRO-1 and 2 keep whole weights on
     the device until the step, so tiles would save nothing."""
     flats = [flat for size in ways.sizes(config) for flat in size.flat_params]
-    return not ways.model.distributed and all(
+    return all(
         flat.data_size == flat.shards * flat.replicas
         and (flat.shards == 1 or config.shard == "parameters")
         for flat in flats

@@ -18,8 +18,11 @@ from torch import nn
 
 from ...core.run.context import ForwardContext
 from ...core.run.replaced_forward import ReplacedForward
+from ...core.units.forms import is_plain
+from . import sharded_layers
 from .heads import HeadWay, head_forward, is_head, output_embeddings, replaced
 from .lazy_logits import whole
+from .sharded_layers import in_style
 from .tiles import Tiles
 
 LOGITS_NBYTES = 32 * 1024 * 1024  # of a tile's fp32 logits at once: more tokens are split
@@ -54,7 +57,7 @@ class TiledLinear(torch.autograd.Function):
         for begin, end, weight in tiles.each():
             part = F.linear(x, weight, None if bias is None else bias[begin:end])
             if out is None:
-                out = part.new_empty(*x.shape[:-1], tiles.param.shape[0])
+                out = part.new_empty(*x.shape[:-1], tiles.shape[0])
             out[..., begin:end] = part
         return out
 
@@ -214,14 +217,14 @@ class TiledEmbedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ids, padding_idx, param, tiles: Tiles):
         flat_ids = ids.reshape(-1)
-        dtype, width = tiles.handle.flat_param.spec.dtype, param.shape[1]
+        dtype, width = tiles.handle.flat_param.spec.dtype, tiles.shape[1]
         out = torch.empty(flat_ids.numel(), width, dtype=dtype, device=ids.device)
         for begin, end, weight in tiles.each(flat_ids):
             inside = ((flat_ids >= begin) & (flat_ids < end)).nonzero().squeeze(1)
             out[inside] = weight[flat_ids[inside] - begin]
         ctx.save_for_backward(flat_ids)
         ctx.tiles, ctx.handle, ctx.padding_idx = tiles, tiles.handle, padding_idx
-        return out.view(*ids.shape, param.shape[1])
+        return out.view(*ids.shape, width)
 
     @staticmethod
     def backward(ctx, dy):
@@ -262,7 +265,8 @@ def install_tiles(
         param = module._parameters.get("weight")
         if param is not None and param in rows:
             tiles = Tiles(find, param, rows[param])
-            removers.append(replaced(module, param, _forward(module, tiles, model, outputs)))
+            forward = in_style(module, _forward(module, tiles, model, outputs))
+            removers.append(replaced(module, param, forward))
     return removers
 
 
@@ -305,9 +309,12 @@ def _forward(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns the tiled forward of ``module``. torch.compile breaks the graph there: moving weights
     cannot be compiled."""
-    reference = weakref.ref(module)
+    reference, is_sharded = weakref.ref(module), not is_plain(tiles.param)
     if isinstance(module, nn.Embedding):
-        last, padding_idx = module.num_embeddings, module.padding_idx
+        last = module.num_embeddings
+
+        def rows(ids: torch.Tensor, padding_idx: int | None) -> torch.Tensor:
+            return TiledEmbedding.apply(ids, padding_idx, tiles.param, tiles)
 
         @torch.compiler.disable
         def embed(input: torch.Tensor) -> torch.Tensor:
@@ -315,27 +322,28 @@ def _forward(
                 raise RuntimeError(f"ids of an embedding are int32 or int64, not {input.dtype}")
             if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < last:
                 raise IndexError(f"index out of range in self: an embedding of {last} rows")
-            return TiledEmbedding.apply(input, padding_idx, tiles.param, tiles)
+            if is_sharded:
+                return sharded_layers.lookup(reference(), input, rows)
+            return rows(input, reference().padding_idx)
 
         return embed
-    if isinstance(module, nn.Linear):
+    kind, outputs_at = (TiledLinear, 0) if isinstance(module, nn.Linear) else (TiledConv1D, 1)
 
-        @torch.compiler.disable
-        def linear(input: torch.Tensor) -> torch.Tensor:
-            return TiledLinear.apply(whole(input), reference().bias, tiles.param, tiles)
-
-        return (
-            head_forward(module, TiledHead(tiles.find_context, tiles.param, tiles), model, linear)
-            if is_head(module, outputs)
-            else linear
-        )
+    def product(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        inputs = tiles.shape[1 - outputs_at]
+        if x.size(-1) != inputs:
+            raise RuntimeError(
+                f"an input of {x.size(-1)} columns for a weight of {tuple(tiles.shape)}"
+            )
+        return kind.apply(x, bias, tiles.param, tiles)
 
     @torch.compiler.disable
-    def conv1d(x: torch.Tensor) -> torch.Tensor:
-        if x.size(-1) != tiles.param.size(0):
-            raise RuntimeError(
-                f"an input of {x.size(-1)} columns for a weight of {tuple(tiles.param.shape)}"
-            )
-        return TiledConv1D.apply(whole(x), reference().bias, tiles.param, tiles)
+    def linear(input: torch.Tensor) -> torch.Tensor:
+        if is_sharded:
+            return sharded_layers.linear(reference(), outputs_at, input, product)
+        return product(whole(input), reference().bias)
 
-    return conv1d
+    if is_head(module, outputs) and not is_sharded:
+        way = TiledHead(tiles.find_context, tiles.param, tiles)
+        return head_forward(module, way, model, linear)
+    return linear

@@ -19,11 +19,13 @@ from ...core.machine.tiers import Tier
 from ...core.params.apart import apart
 from ...core.params.parameter import users_hooks
 from ...core.run.context import ForwardContext
+from ...core.units.forms import division_of, form_of, like, local_of
 from ...core.units.handle import ParamHandle, handle_of
 from ...core.wrap.partition import RowsAtOnce
 from ...errors import UsageError
 from .landing import landing_rows
 from .over_ranks import average, averaging_nbytes, fetch
+from .sharded_layers import has_one_width, style_of
 
 SMALLEST_TILE_NBYTES = 64 * 1024
 # Rows nearer to each other are read at once: a disk does so as fast as single ones.
@@ -43,7 +45,7 @@ def is_conv1d(module: nn.Module) -> bool:
 
 def is_tileable(module: nn.Module) -> bool:
     """Returns whether ``module`` is a layer that can run in tiles."""
-    if "forward" in module.__dict__:
+    if "forward" in module.__dict__ and style_of(module) is None:
         return False
     if type(module) is nn.Embedding:
         return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
@@ -58,23 +60,26 @@ def candidates(
 ) -> dict[nn.Parameter, RowsAtOnce]:
     """Finds the weights larger than ``limit_nbytes``, in their compute dtype, whose every user can
     be tiled, but for those in ``without``. Returns for each the number of rows whose tile is within
-    the limit, at least 1. ``users``: the modules that have a parameter, and their names for it."""
+    the limit, at least 1. ``users``: the modules that have a parameter, and their names for it.
+    Of a weight that tensor parallelism has sharded, the rows are those of its local part."""
     at_once = {}
     for param, using in users.items():
-        size = dtype_of(param).itemsize
+        local, size = local_of(param), dtype_of(param).itemsize
         if (
-            type(param) is not nn.Parameter
+            not form_of(param).moves(param)
             or param in without
-            or param.dim() != 2
-            or param.numel() * size <= limit_nbytes
+            or local.dim() != 2
+            or division_of(param).span * size <= limit_nbytes
+            or not has_one_width(param)
         ):
             continue
-        if param._backward_hooks or not param.is_contiguous():
+        if param._backward_hooks or not local.is_contiguous():
             continue
         if all(name == "weight" and is_tileable(module) for module, name in using):
-            rows, width = param.shape
-            summed = torch.float32.itemsize if rows >= HEAD_RATIO * width else 0  # a head's
-            at_once[param] = RowsAtOnce(max(1, limit_nbytes // (width * size)), summed)
+            width = local.shape[1]
+            is_wide = division_of(param).span >= HEAD_RATIO * width**2
+            summed = torch.float32.itemsize if is_wide else 0  # a head's
+            at_once[param] = RowsAtOnce(max(1, limit_nbytes // (width * size)) * width, summed)
     return at_once
 
 
@@ -106,15 +111,20 @@ class Tiles:
     def handle(self) -> ParamHandle:
         return handle_of(self.param)
 
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the weight's local part: [rows, width]."""
+        return local_of(self.param).shape
+
     def spans(self, ids: torch.Tensor | None = None) -> Iterator[tuple[int, int]]:
         """Yields (first row, last row + 1) of every tile; with ``ids``, of tiles that have those
         rows, and few others."""
-        total = self.param.shape[0]
+        total, width = self.shape
         if ids is None or self.handle.flat_param.ranks.data_size > 1:  # others may have other ids
             for begin in range(0, total, self.rows):
                 yield begin, min(total, begin + self.rows)
             return
-        near = max(1, NEAR_NBYTES // (self.param.shape[1] * self.param.itemsize))
+        near = max(1, NEAR_NBYTES // (width * self.param.itemsize))
         rows = torch.unique(ids).tolist()
         at = 0
         while at < len(rows):
@@ -126,7 +136,7 @@ class Tiles:
     def each(self, ids: torch.Tensor | None = None) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yields (begin, end, rows on the device) of the tiles of :meth:`spans`; charges the device
         for one at a time. Blocks until the weight is at home, and on reading each tile."""
-        context, handle, width = self.context, self.handle, self.param.shape[1]
+        context, handle, width = self.context, self.handle, self.shape[1]
         flat_param = handle.flat_param
         context.store.check_process()
         with context.store.guard:
@@ -179,9 +189,12 @@ class Tiles:
             yield RowGrads(lambda begin, end, compute: None, adds=True)
         else:  # returned by torch.autograd.grad, or accumulated: hooked, or not stepped
             whole = torch.empty(
-                self.param.shape, dtype=self.param.dtype, device=self.context.device.where
+                self.shape, dtype=self.param.dtype, device=self.context.device.where
             )
-            yield RowGrads(lambda begin, end, compute: whole[begin:end].copy_(compute()), whole)
+            yield RowGrads(
+                lambda begin, end, compute: whole[begin:end].copy_(compute()),
+                like(self.param, whole),
+            )
 
     def _averaging(self, land: Callable) -> Callable:
         """Returns ``land`` of what all ranks' gradients of the rows average to."""

@@ -196,8 +196,8 @@ def test_tiled_and_shared_weights_are_units_of_their_own():
     """Only the shared one is owned: tiles are brought by themselves."""
     whole = model(tiled=weights(4), shared=weights(4), plain=weights(4))
     setattr(whole.shared.weight, COUNTS, True)
-    tiled, shared, plain = partition(whole, "auto", {whole.tiled.weight: RowsAtOnce(2)})
-    assert (tiled.name, tiled.at_once.rows, tiled.owners) == ("tiled.weight", 2, [])
+    tiled, shared, plain = partition(whole, "auto", {whole.tiled.weight: RowsAtOnce(8)})
+    assert (tiled.name, tiled.at_once.numel, tiled.owners) == ("tiled.weight", 8, [])
     assert (shared.name, shared.at_once, shared.owners) == ("shared.weight", None, [whole.shared])
     assert plain.params == [whole.plain.weight]
 

@@ -39,7 +39,7 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
         f"struck:{at}": {"config": config_of("host", folder), "at": at}
         for at in ("forward", "backward")
     }
-    jobs["least_device:bf16"] = {}
+    jobs |= {"least_device:bf16": {}, "least_device:bf16, tp": {"tp": 2}}
     return Jobs(standing_ranks(2), "tile_jobs", jobs)
 
 
@@ -56,6 +56,7 @@ def four(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
             "shards": 2,
         },
         "least_device:bf16": {},
+        "least_device:bf16, tp": {"tp": 2},
     }
     return Jobs(standing_ranks(4), "tile_jobs", jobs)
 
@@ -154,12 +155,15 @@ def test_tiles_send_each_byte_of_weights_and_gradients_as_whole_units_do(two):
     assert received["reduce-scatter"] == pytest.approx(forwards, rel=0.05)
 
 
+@pytest.mark.parametrize("how", ["bf16", "bf16, tp"])
 @pytest.mark.parametrize("ranks", few(["two", "four"], 1))
-def test_zero_r_ranks_need_no_more_device_memory_than_one_process_and_two_buckets(ranks, request):
-    """Four blocks of two Linears of 8 MiB, all state on the host. One process needs 128
-    KiB; whole units need 112 MiB."""
+def test_zero_r_ranks_need_no_more_device_memory_than_one_process_and_two_buckets(
+    ranks, how, request
+):
+    """Four blocks of two Linears of 8 MiB, all state on the host, tensor parallel or not. One
+    process needs 128 KiB; whole units need 112 MiB."""
     most = 128 * 1024 + 2 * 8 * MIB
-    assert 0 < max(request.getfixturevalue(ranks)["least_device:bf16"]) <= most
+    assert 0 < max(request.getfixturevalue(ranks)[f"least_device:{how}"]) <= most
 
 
 def test_a_hook_on_a_weight_in_tiles_is_refused_over_ranks(two):

@@ -127,9 +127,9 @@ def unaveraged(config: dict, **more: Any) -> dict[str, Any]:
         tiles.average = before
 
 
-def least_device(dtype: torch.dtype = torch.bfloat16) -> int:
+def least_device(dtype: torch.dtype = torch.bfloat16, tp: int = 1) -> int:
     """The least ``device_memory`` that is accepted for four blocks of two Linears of 8 MiB."""
-    size = 2048
+    size, mesh = 2048, None
     model = nn.Sequential(
         *(
             nn.Sequential(
@@ -139,6 +139,11 @@ def least_device(dtype: torch.dtype = torch.bfloat16) -> int:
             for _ in range(4)
         )
     )
+    if tp > 1:
+        over = (dist.get_world_size() // tp, tp)
+        mesh = dist.device_mesh.init_device_mesh("cpu", over, mesh_dim_names=("dp", "tp"))
+        plan = {f"{block}.{at}": ("colwise", "rowwise")[at] for block in range(4) for at in (0, 1)}
+        infinity.parallel.tensor_parallel(model, mesh["tp"], plan, quiet=True)
     low, high = 0, 64 * MIB
     while high - low > 16 * 1024:
         middle = (low + high) // 2
@@ -147,6 +152,7 @@ def least_device(dtype: torch.dtype = torch.bfloat16) -> int:
                 model,
                 torch.optim.SGD(model.parameters(), lr=0.1),
                 {"params": "host", "optimizer": "host", "device_memory": middle},
+                mesh=mesh,
             )
         except infinity.CapacityError:
             low = middle
