@@ -332,38 +332,50 @@ def _skew(folder: str, rounds: int, scale: float) -> dict[str, Any]:
 
 ASKED, SAVED_WIDTH = 0.035, 1024
 FIRST, LATER = 220, 300  # steps until there has been a save, and after them
+NEAREST = 4  # steps without a save with which one beside a save is compared
 
 
 def _saves(settings: Settings) -> tuple[float, float, int]:
-    """Takes steps that sleep, with and without saves beside them. Returns the share of the time
-    that saves added, the share that the loop waited for them, and their number."""
+    """Takes steps that sleep, with saves beside some. Returns the share of the time that saves
+    added, the share that the loop waited for them, and their number."""
     import infinity
 
     first, later = (max(8, round(settings.scale * each)) for each in (FIRST, LATER))
-    seconds, waited, saves = [0.0, 0.0], 0.0, 0
+    torch.manual_seed(0)
+    layers = (nn.Linear(SAVED_WIDTH, SAVED_WIDTH) for _ in range(16))
+    model: Any = nn.Sequential(*(nn.Sequential(each, Rest(0.1)) for each in layers))
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
+    model, optimizer = infinity.wrap_model(
+        model, optimizer, {"params": "host", "optimizer": "host"}
+    )
+    x, steps, waits, saves = torch.randn(4, SAVED_WIDTH), [], 0.0, 0
     with tempfile.TemporaryDirectory(dir=settings.folder) as folder:
-        for saving in (False, True):
-            torch.manual_seed(0)
-            layers = (nn.Linear(SAVED_WIDTH, SAVED_WIDTH) for _ in range(16))
-            model: Any = nn.Sequential(*(nn.Sequential(each, Rest(0.1)) for each in layers))
-            optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
-            model, optimizer = infinity.wrap_model(
-                model, optimizer, {"params": "host", "optimizer": "host"}
-            )
-            saver = infinity.Checkpoints(f"{folder}/saved", model, optimizer, overhead=ASKED)
-            x = torch.randn(4, SAVED_WIDTH)
-            for step in range(first * saving + later):
-                start = time.perf_counter()
-                model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                stepped = time.perf_counter()
-                saved = saving and saver.after_step()
-                if step >= first * saving:
-                    seconds[saving] += time.perf_counter() - start
-                    waited += saving * (time.perf_counter() - stepped)
-                    saves += bool(saved)
-    return seconds[True] / seconds[False] - 1, waited / seconds[True], saves
+        saver = infinity.Checkpoints(f"{folder}/saved", model, optimizer, overhead=ASKED)
+        for step in range(first + later):
+            is_beside, start = saver._saving is not None, time.perf_counter()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stepped = time.perf_counter()
+            saved = saver.after_step()
+            if step >= first:
+                steps.append((stepped - start, is_beside))
+                waits += time.perf_counter() - stepped
+                saves += bool(saved)
+    total = sum(seconds for seconds, _ in steps) + waits
+    return (waits + _slower_beside(steps)) / total, waits / total, saves
+
+
+def _slower_beside(steps: Sequence[tuple[float, bool]]) -> float:
+    """Sums what steps beside a save took longer than the nearest others, which other work on the
+    machine slows down as much. ``steps``: seconds of each, and whether a save was beside it."""
+    slower = 0.0
+    for at, (seconds, is_beside) in enumerate(steps):
+        if is_beside:
+            others = [(abs(at - n), each) for n, (each, beside) in enumerate(steps) if not beside]
+            nearest = [each for _, each in sorted(others)[:NEAREST]]
+            slower += seconds - sum(nearest) / len(nearest) if nearest else 0.0
+    return slower
 
 
 class Rest(nn.Module):
