@@ -32,9 +32,9 @@ from ...core.units.unit import ParamUnit
 from ...errors import UsageError
 from .class_code import Group, class_step
 from .class_ranks import ClassRanks, Inputs, Result, stepping_ranks
-from .class_turns import Buffers, Turn, turns_of
 from .matrices import FLAT, SPLIT, matrix_step, multiplications
 from .measured import Sums
+from .segments import Buffers, Segment, segments_of
 
 
 @dataclass(eq=False)
@@ -42,14 +42,14 @@ class ClassStep:
     """The step of one flat param. ``clip``: the factor of all gradients; ``after``: their ways
     home; ``version``: of the weights after it."""
 
-    turns: list[Turn]
+    segments: list[Segment]
     clip: float
     after: list[native.Ticket]
     version: int
 
     def __post_init__(self) -> None:
-        for turn in self.turns:
-            turn.step = self
+        for segment in self.segments:
+            segment.step = self
 
 
 class ClassStepper:
@@ -96,8 +96,8 @@ class ClassStepper:
                 flat_param.homes.wait_running()
                 after = context.gradients.homes.close_flat_param(flat_param)
                 numbers = [handle.step + 1 for handle in handles]
-                turns = turns_of(handles, numbers, self._known.needs.numel)
-                steps.append(ClassStep(list(turns), clip, after, version))
+                segments = segments_of(handles, numbers, self._known.needs.numel)
+                steps.append(ClassStep(list(segments), clip, after, version))
         return steps
 
     def plan_switch(self, unit: ParamUnit) -> list[ClassStep]:
@@ -106,48 +106,50 @@ class ClassStepper:
         steps, index = [], self._context.steps.index
         for flat_param in unit.flat_params:
             handles = [handle for handle in flat_param.handles if handle in self._group_of]
-            turns = turns_of(handles, [each.step for each in handles], self._known.needs.numel)
-            steps.append(ClassStep(list(turns), 1.0, [], index))
+            segments = segments_of(
+                handles, [each.step for each in handles], self._known.needs.numel
+            )
+            steps.append(ClassStep(list(segments), 1.0, [], index))
         return steps
 
     @torch.no_grad()
     def carry_out(self, steps: list[ClassStep]) -> None:
         """Runs the planned ``steps``. After an interrupt it can be called again, and does the
-        rest. While one turn is stepped, a thread reads the next and writes the last one."""
+        rest. While one segment is stepped, a thread reads the next and writes the last one."""
         wait(self._under_way)  # of an interrupted call
-        self._choose_ranks([turn for step in steps for turn in step.turns])
+        self._choose_ranks([segment for step in steps for segment in step.segments])
         if self._measured is not None and not self._measured.is_settled:
-            self._measure([turn for step in steps for turn in step.turns])
-        left = [turn for step in steps for turn in step.turns if not turn.is_done]
+            self._measure([segment for step in steps for segment in step.segments])
+        left = [segment for step in steps for segment in step.segments if not segment.is_done]
         with ThreadPoolExecutor(1, "infinity class step") as thread:
 
-            def start(task: Callable[[Turn], Any], turn: Turn) -> Future:
-                self._under_way.append(future := thread.submit(task, turn))
+            def start(task: Callable[[Segment], Any], segment: Segment) -> Future:
+                self._under_way.append(future := thread.submit(task, segment))
                 return future
 
-            coming = [start(self._read, turn) for turn in left[:1]]
-            leaving: tuple[Turn, Future] | None = None
-            for number, turn in enumerate(left):
+            coming = [start(self._read, segment) for segment in left[:1]]
+            leaving: tuple[Segment, Future] | None = None
+            for number, segment in enumerate(left):
                 inputs = coming.pop().result()
                 coming += [start(self._read, each) for each in left[number + 1 : number + 2]]
-                if turn.results is None:
-                    turn.results = self._results(turn, inputs)
+                if segment.results is None:
+                    segment.results = self._results(segment, inputs)
                 self._end(leaving)
-                leaving = turn, start(self._write, turn)
+                leaving = segment, start(self._write, segment)
             self._end(leaving)
         self._under_way.clear()
         self._buffers.clear()
 
-    def _choose_ranks(self, turns: Sequence[Turn]) -> None:
-        """Chooses the stepping ranks of all ``turns``, if ranks share whole parameters. Idempotent,
+    def _choose_ranks(self, segments: Sequence[Segment]) -> None:
+        """Chooses the stepping ranks of ``segments``, if ranks share whole parameters. Idempotent,
         so that an interrupted rank chooses as the others."""
-        by_size: dict[int, list[Turn]] = {}
-        for turn in turns if self._known.whole else ():
-            by_size.setdefault(turn.handles[0].flat_param.ranks.size, []).append(turn)
+        by_size: dict[int, list[Segment]] = {}
+        for segment in segments if self._known.whole else ():
+            by_size.setdefault(segment.handles[0].flat_param.ranks.size, []).append(segment)
         for size, shared in by_size.items():
-            chosen = stepping_ranks([turn.handles for turn in shared], size, self._cost)
-            for turn, ranks in zip(shared, chosen):
-                turn.ranks = ranks
+            chosen = stepping_ranks([segment.handles for segment in shared], size, self._cost)
+            for segment, ranks in zip(shared, chosen):
+                segment.ranks = ranks
 
     def _cost(self, handle: ParamHandle) -> int:
         """Estimates the cost of a parameter's step."""
@@ -158,7 +160,7 @@ class ClassStepper:
         is_flat = group.get("use_muon") and len(shape) > 1  # of another library
         return multiplications(shape, FLAT) if is_flat else shape.numel()
 
-    def _measure(self, turns: Sequence[Turn]) -> None:
+    def _measure(self, segments: Sequence[Segment]) -> None:
         """Takes the sums of all parameters. Changes nothing at home. Raises UsageError on pipeline
         stages, each of which has only a part of them."""
         if self._context.collectives.ranks.pp_group is not None:
@@ -169,10 +171,10 @@ class ClassStepper:
         params = [param for group in self._groups for param in group["params"]]
         places = {param: place for place, param in enumerate(params)}
         sums: dict[int, Sums] = {}
-        for turn in turns:
-            for handle, result in zip(turn.handles, self._results(turn, self._read(turn))):
+        for segment in segments:
+            for handle, result in zip(segment.handles, self._results(segment, self._read(segment))):
                 sums[places[handle.param]] = self._measured.sums_of(result.changed)
-            self._buffers.give(turn.buffers)
+            self._buffers.give(segment.buffers)
         self._measured.settle(sums[place] for place in sorted(sums))
 
     def _settings(self, index: int) -> Group:
@@ -183,13 +185,13 @@ class ClassStepper:
             return self._measured.stepping(index)
         return self._measured.measuring(index)
 
-    def _end(self, leaving: tuple[Turn, Future] | None) -> None:
-        """Enters a turn into the books when it is written. Idempotent."""
+    def _end(self, leaving: tuple[Segment, Future] | None) -> None:
+        """Enters a segment into the books when it is written. Idempotent."""
         if leaving is None:
             return
-        turn, written = leaving
+        segment, written = leaving
         written.result()
-        stepped = zip(turn.handles, turn.numbers, turn.results) if turn.is_last else ()
+        stepped = zip(segment.handles, segment.numbers, segment.results) if segment.is_last else ()
         for handle, number, result in stepped:
             self._books.put_own(handle.param, result.own)
             self._changed[self._group_of[handle]] = result.changed
@@ -197,8 +199,8 @@ class ClassStepper:
             handle.changed()
             if self._method == "step":
                 handle.grad.move(GradState.CONSUMED)
-        turn.is_done, turn.results = True, None
-        self._buffers.give(turn.buffers)  # not before: its results may be in them
+        segment.is_done, segment.results = True, None
+        self._buffers.give(segment.buffers)  # not before: its results may be in them
 
     @property
     def _first(self) -> Group | None:
@@ -234,30 +236,30 @@ class ClassStepper:
     def _is_stepped(self, handle: ParamHandle) -> bool:
         return has_landed(handle) and handle in self._group_of
 
-    def _read(self, turn: Turn) -> list[Inputs]:
-        """Reads what a turn is stepped from, when its gradients are at home."""
-        if turn.results is not None:
+    def _read(self, segment: Segment) -> list[Inputs]:
+        """Reads what a segment is stepped from, when its gradients are at home."""
+        if segment.results is not None:
             return []
-        for ticket in turn.step.after:
+        for ticket in segment.step.after:
             ticket.wait()
-        turn.buffers.clear()  # of an interrupted call
-        return [self._inputs(turn, *each) for each in zip(turn.handles, turn.spans)]
+        segment.buffers.clear()  # of an interrupted call
+        return [self._inputs(segment, *each) for each in zip(segment.handles, segment.spans)]
 
-    def _results(self, turn: Turn, inputs: list[Inputs]) -> list[Result]:
-        """Computes the values of a turn after its step."""
-        collectives = turn.handles[0].flat_param.collectives
+    def _results(self, segment: Segment, inputs: list[Inputs]) -> list[Result]:
+        """Computes the values of a segment after its step."""
+        collectives = segment.handles[0].flat_param.collectives
         if self._known.whole and collectives.ranks.size > 1:
-            return ClassRanks(collectives).step(turn.handles, turn.ranks, inputs, self._step)
-        return [self._step(*each) for each in zip(turn.handles, inputs)]
+            return ClassRanks(collectives).step(segment.handles, segment.ranks, inputs, self._step)
+        return [self._step(*each) for each in zip(segment.handles, inputs)]
 
-    def _inputs(self, turn: Turn, handle: ParamHandle, span: tuple[int, int]) -> Inputs:
+    def _inputs(self, segment: Segment, handle: ParamHandle, span: tuple[int, int]) -> Inputs:
         """Reads a piece of a parameter, its gradient if it is stepped, and its moments."""
         flat_param, index, store = handle.flat_param, handle.index, self._context.store
         layout, numel = flat_param.layout, span[1] - span[0]
 
         def take() -> torch.Tensor:
-            turn.buffers.append(self._buffers.take(numel))
-            return turn.buffers[-1]
+            segment.buffers.append(self._buffers.take(numel))
+            return segment.buffers[-1]
 
         def read(name: str, first: int) -> torch.Tensor:
             """Reads elements of an array from ``first`` of the parameter's on, in fp32."""
@@ -282,7 +284,9 @@ class ClassStepper:
             inputs = [elements(begin)]
             if self._method == "step":
                 grad = read("grad", layout.shard_part(index)[0] - layout.own("grad")[0])
-                inputs.append(_multiplied(grad, flat_param.spec.grad_dtype, handle, turn.step.clip))
+                inputs.append(
+                    _multiplied(grad, flat_param.spec.grad_dtype, handle, segment.step.clip)
+                )
             else:
                 inputs.append(take().zero_())
             arrays = self._moments_of(handle).values() if handle.has_state else ()
@@ -328,23 +332,25 @@ class ClassStepper:
         rest = {name: _moved(value, torch.device("cpu")) for name, value in stepped.items()}
         return Result(_flat(param, place), moments, rest, changed)
 
-    def _write(self, turn: Turn) -> None:
-        """Sends the values of a turn home. Idempotent."""
+    def _write(self, segment: Segment) -> None:
+        """Sends the values of a segment home. Idempotent."""
         self._writes, store = True, self._context.store
         with store.guard:
-            for handle, (at, end), result in zip(turn.handles, turn.spans, turn.results):
+            for handle, (at, end), result in zip(segment.handles, segment.spans, segment.results):
                 if at == end:
                     continue
                 flat_param = handle.flat_param
                 flat_param.homes.wait_idle()
                 first, _ = flat_param.layout.own_part("weight", handle.index)
                 flat_param.write_elements(
-                    store, first + at, result.elements, version=turn.step.version
+                    store, first + at, result.elements, version=segment.step.version
                 )
                 begin, _ = flat_param.layout.part_at_home("weight", handle.index)
                 for array, values in result.moments.items():
                     home = flat_param.arrays[array]
-                    store.write(home, begin + at, values.to(home.dtype), version=turn.step.version)
+                    store.write(
+                        home, begin + at, values.to(home.dtype), version=segment.step.version
+                    )
 
 
 def _idle() -> torch.nn.Parameter:

@@ -21,8 +21,8 @@ from ...core.units.forms import is_plain
 from ...errors import ConfigError, UsageError
 from .class_step import ClassStepper
 from .class_trial import check_again, switches, with_moments
-from .class_turns import EVERY, PIECE
 from .matrices import check_split
+from .segments import EVERY, PIECE
 
 STEP, SUMS = "a parameter's step", "sums of the optimizer's class"  # the names of bytes in plans
 

@@ -21,7 +21,6 @@ from infinity.core.step.known import Known
 from infinity.core.step.rules import Recogniser
 from infinity.core.units.flat_param_spec import FlatParamSpec
 from infinity.ext.class_step.class_costs import ClassPiece
-from infinity.ext.class_step.class_turns import EVERY, PIECE
 from infinity.ext.class_step.entries import (
     BY_CLASS,
     STEP,
@@ -30,6 +29,7 @@ from infinity.ext.class_step.entries import (
     class_entry,
     entry_of,
 )
+from infinity.ext.class_step.segments import EVERY, PIECE
 
 SPEC = FlatParamSpec(
     wrapped_dtype=torch.float32,

@@ -1,5 +1,6 @@
-"""ClassTurns: the pieces of a class step, and the memory that they reuse.
+"""Segments: what a class step steps at one time, and the memory that segments reuse.
 
+segment   a piece of a parameter, or a round of whole ones
 piece   consecutive elements of a parameter, if the class may step any part of it
 round   whole parameters, one for each rank that shares them
 """
@@ -16,12 +17,12 @@ from ...core.units.handle import ParamHandle
 from .class_ranks import Result
 
 PIECE, EVERY = 4 * 1024 * 1024, 2**62  # elements of a part of a parameter, of any parameter
-MOST_KEPT = 6  # times the largest buffer: of the next turn, in a class with four moments
+MOST_KEPT = 6  # times the largest buffer: of the next segment, in a class with four moments
 
 
 @dataclass(eq=False)
-class Turn:
-    """What is stepped at the same time: a piece of a parameter, or a round of whole ones."""
+class Segment:
+    """A piece of a parameter, or a round of whole ones, stepped at the same time."""
 
     handles: list[ParamHandle]
     spans: list[tuple[int, int]]  # the elements of each, among those that are at home here
@@ -35,7 +36,7 @@ class Turn:
 
 
 class Buffers:
-    """Memory that turns of one step reuse: fresh pages cost more than the copies."""
+    """Memory that segments of one step reuse: fresh pages cost more than the copies."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = {}
@@ -60,20 +61,22 @@ class Buffers:
         self._free.clear()
 
 
-def turns_of(handles: Sequence[ParamHandle], numbers: Sequence[int], most: int) -> Iterator[Turn]:
-    """Yields the turns of ``handles`` of one flat param: pieces of ``most`` elements, or rounds of
-    whole parameters if one piece holds any. ``numbers``: the step counts after it."""
+def segments_of(
+    handles: Sequence[ParamHandle], numbers: Sequence[int], most: int
+) -> Iterator[Segment]:
+    """Yields the segments of ``handles`` of one flat param: pieces of ``most`` elements, or rounds
+    of whole parameters if one piece holds any. ``numbers``: the step counts after it."""
     counts = [end - begin for begin, end in map(_span, handles)]
     if most > max(counts, default=0):
         size = handles[0].flat_param.ranks.size if handles and most >= EVERY else 1
         for at in range(0, len(handles), size):
             spans = [(0, count) for count in counts[at : at + size]]
-            yield Turn(list(handles[at : at + size]), spans, list(numbers[at : at + size]))
+            yield Segment(list(handles[at : at + size]), spans, list(numbers[at : at + size]))
         return
     for handle, number, count in zip(handles, numbers, counts):
         for begin in range(0, max(count, 1), most):
             end = min(count, begin + most)
-            yield Turn([handle], [(begin, end)], [number], is_last=end == count)
+            yield Segment([handle], [(begin, end)], [number], is_last=end == count)
 
 
 def _span(handle: ParamHandle) -> tuple[int, int]:

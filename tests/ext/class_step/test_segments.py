@@ -10,7 +10,7 @@ from small_net import model, same, stepped_by_class, steps
 
 import infinity
 from infinity.ext.class_step import entries
-from infinity.ext.class_step.class_turns import EVERY, Buffers, turns_of
+from infinity.ext.class_step.segments import EVERY, Buffers, segments_of
 
 
 def handles(counts: list[int], ranks: int = 1) -> list:
@@ -22,7 +22,7 @@ def handles(counts: list[int], ranks: int = 1) -> list:
 
 def test_pieces_have_every_element_once_and_the_last_one_counts():
     given = handles([10, 0, 4])
-    found = list(turns_of(given, [1, 2, 3], 4))
+    found = list(segments_of(given, [1, 2, 3], 4))
     assert [(given.index(each.handles[0]), *each.spans, each.is_last) for each in found] == [
         (0, (0, 4), False),
         (0, (4, 8), False),
@@ -36,10 +36,12 @@ def test_pieces_have_every_element_once_and_the_last_one_counts():
 def test_whole_parameters_come_in_rounds_of_the_ranks():
     """The twin: one rank, or a class that may step any part, has them one at a time."""
     given = handles([10, 3, 4], ranks=2)
-    assert [len(each.handles) for each in turns_of(given, [1, 1, 1], EVERY)] == [2, 1]
-    assert [len(each.handles) for each in turns_of(handles([10, 3, 4]), [1] * 3, EVERY)] == [1] * 3
-    assert [len(each.handles) for each in turns_of(given, [1, 1, 1], 100)] == [1] * 3
-    assert list(turns_of([], [], EVERY)) == []
+    assert [len(each.handles) for each in segments_of(given, [1, 1, 1], EVERY)] == [2, 1]
+    assert [len(each.handles) for each in segments_of(handles([10, 3, 4]), [1] * 3, EVERY)] == [
+        1
+    ] * 3
+    assert [len(each.handles) for each in segments_of(given, [1, 1, 1], 100)] == [1] * 3
+    assert list(segments_of([], [], EVERY)) == []
 
 
 def test_buffers_are_used_again_and_freed():
