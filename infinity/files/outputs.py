@@ -105,7 +105,7 @@ def check_outputs(
                 " place."
             )
         for name, path in read:
-            _check_apart(output, name, path)
+            _check_distinct(output, name, path)
     for number, output in enumerate(outputs):
         for other in outputs[:number]:
             if identity_of(output.path) == identity_of(other.path):
@@ -152,7 +152,7 @@ def folder_of(path: str | os.PathLike, what: str, *, writes: bool = True) -> Pat
 # --- apart from inputs ---
 
 
-def _check_apart(output: Output, name: str, path: Path) -> None:
+def _check_distinct(output: Output, name: str, path: Path) -> None:
     own, read = identity_of(output.path), identity_of(path)
     what = f"{output.name} {output.path}"
     remedy = "Nothing is written where something is read: give another place."

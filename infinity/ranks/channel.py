@@ -325,8 +325,8 @@ class Channel:
             if theirs != _cut(what):
                 # A truncated text lacks the origin, which is at the end.
                 whole = max(len(what.encode()), len(theirs.encode())) < SAID_NBYTES
-                apart = whole and ORIGIN.findall(theirs) != ORIGIN.findall(what)
-                loads = " Their values are from different loads: load a checkpoint on all." * apart
+                other = whole and ORIGIN.findall(theirs) != ORIGIN.findall(what)
+                loads = " Their values are from different loads: load a checkpoint on all." * other
                 error = error or UsageError(
                     f"rank {dist.get_rank()} is at '{what}' while rank {peer} is at '{theirs}': all"
                     " ranks must run the same modules in the same order, and make the same calls"

@@ -293,13 +293,13 @@ def join_device(ranks: ParallelDims, mesh: Any, backend: str | None) -> None:
         )
     me, timeout = dist.get_rank(), group_timeout()
     # Other jobs make no groups of this one.
-    apart = len(members_of(mesh)) < dist.get_world_size()
+    is_part = len(members_of(mesh)) < dist.get_world_size()
 
     def group_of(members: Sequence[int]) -> dist.ProcessGroup | None:
-        if apart and me not in members:
+        if is_part and me not in members:
             return None
         group = dist.new_group(
-            list(members), timeout=timeout, backend=backend, use_local_synchronization=apart
+            list(members), timeout=timeout, backend=backend, use_local_synchronization=is_part
         )
         if me not in members:
             return None

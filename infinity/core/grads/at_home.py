@@ -15,7 +15,7 @@ import torch
 from ... import torch_private
 from ...errors import UsageError
 from ..machine import storage_guard
-from ..params.apart import leave_graph
+from ..params.outside_modes import leave_graph
 from ..units.handle import DisableTorchFunction, ParamHandle
 
 

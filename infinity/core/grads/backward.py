@@ -25,7 +25,7 @@ from ...errors import CapacityError, UsageError
 from ...torch_private import current_task, is_of_transform, running_node
 from ..machine.sizes import round_up
 from ..machine.tiers import Tier
-from ..params.apart import apart, has_bytes, refuse_without_bytes
+from ..params.outside_modes import has_bytes, outside_modes, refuse_without_bytes
 from ..plan.unit_sizes import SUMMED_AT_ONCE
 from ..run.job import Job
 from ..run.operations import Operation
@@ -213,8 +213,8 @@ class Backward:
         that is the gradient at home. On several ranks, and between the backwards of an accumulation
         pass, it is this rank's sum, which then replaces what had landed before.
         """
-        handle, land = managed(param), apart(self._land)
-        if not apart(self._begins)(handle, grad := take_raw_grad(param)):
+        handle, land = managed(param), outside_modes(self._land)
+        if not outside_modes(self._begins)(handle, grad := take_raw_grad(param)):
             return
         self.job.gradients.changes.begin(handle)
         set_raw_grad(param, grad)  # for the hooks
@@ -234,9 +234,9 @@ class Backward:
             handle.is_in_hooks = False
         if sums_first and (grad := take_raw_grad(param)) is not None:
             land(handle, grad)
-        apart(self._has_landed)(handle)
+        outside_modes(self._has_landed)(handle)
 
-    @apart
+    @outside_modes
     def landed(self, param: torch.Tensor) -> None:
         """Sends home a gradient that autograd accumulated in ``param``, which no user's hook
         sees."""
@@ -262,7 +262,7 @@ class Backward:
             )
         return True
 
-    @apart
+    @outside_modes
     def _sum_before(self, handle: ParamHandle, param: torch.Tensor) -> None:
         """Makes what autograd accumulated the sum with this rank's gradients before, which are no
         longer there."""
@@ -333,7 +333,7 @@ class Backward:
         """Recovers from an interrupted use, before the outermost task."""
         self._recover()
 
-    @apart
+    @outside_modes
     def end_task(self) -> None:
         """Ends the outermost task: takes off its holds, notes the parameters that got no gradient,
         and ends the reductions. Every rank calls this; it may block on them."""

@@ -24,9 +24,9 @@ from ..homes.store import ArrayStore
 from ..machine import storage_guard
 from ..units.forms import local_of
 from ..units.handle import ParamHandle
-from .apart import has_bytes
 from .assigned import Assigned
 from .lent import Lent, Limit, place_of
+from .outside_modes import has_bytes
 
 
 class AssignedGrads:

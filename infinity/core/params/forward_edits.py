@@ -18,7 +18,7 @@ from ..units.encoding import same_bits
 from ..units.flat_param import FlatParam
 from ..units.forms import is_common, is_plain, local_of
 from ..units.handle import DisableTorchFunction, own_bytes
-from .apart import apart
+from .outside_modes import outside_modes
 from .tensors import fingerprint
 
 COMPARED_FIRST = 4  # times that a unit is resident: two forwards with their backwards
@@ -72,7 +72,7 @@ class ForwardEdits:
         self._watched.clear()
         self._prints = {}
 
-    @apart
+    @outside_modes
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor, can_be_compared: bool) -> None:
         """Watches for changes of ``param`` through ``data``. ``can_be_compared``: with the value at
         home."""
@@ -129,14 +129,14 @@ class ForwardEdits:
         collectives: Collectives,
         *,
         encoding: Any,
-        stays: bool,
+        no_copy: bool,
     ) -> None:
         """Sends every change home. If any parameter was changed, ranks compare it, so every rank
         calls this.
 
-        ``encoding``: of gathered weights, which differ from home then; None: none. ``stays``: the
-        device's bytes are the home. Raises UsageError if a change cannot be distinguished from the
-        value before.
+        ``encoding``: of gathered weights, which differ from home then; None: none.
+        ``no_copy``: the device's bytes are the home. Raises UsageError if a change cannot be
+        distinguished from the value before.
         """
         params = [
             (flat, i, param) for flat in self._flat_params for i, param in enumerate(flat.params)
@@ -156,7 +156,7 @@ class ForwardEdits:
                     f" {encoding.said}. Change it through .data, inside"
                     f" infinity.full_params(..., writeback=True), or set {encoding.way_out}."
                 )
-            if stays and before is None:
+            if no_copy and before is None:
                 if "master" not in flat_param.arrays:
                     continue  # the device's bytes are the master
                 raise UsageError(

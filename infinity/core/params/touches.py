@@ -126,7 +126,7 @@ class Touches:
         """Watches for a write that torch does not count. Keeps the value before, if home would not
         have it after a write."""
         unit = handle.unit
-        is_lost = unit.stays and (
+        is_lost = unit.computes_at_home and (
             "master" in handle.flat_param.arrays or self.job.uses.takes(Right.OWN_WEIGHTS)
         )
         if is_lost or not is_counted:
@@ -164,7 +164,7 @@ def _abandon(units: Sequence[ParamUnit]) -> None:
     that is the home keeps what was written, unless masters would not have it. Can be called
     again."""
     for unit in units:
-        if unit.stays:
+        if unit.computes_at_home:
             unit.exposure.edits.take_back()
             for param in unit.exposure.edits.find():
                 managed(param).changed()

@@ -84,7 +84,7 @@ class Engine:
             in_use=lambda: [
                 u for frame in running.frames for u in (*frame.units, *frame.used_outside)
             ],
-            steps_apart=lambda: running.steps_apart,
+            stages_differ=lambda: running.stages_differ,
             release=job.prefetcher.release_all,
             end_step=self.end_step,
             admit=partial(self.admit, place=place),

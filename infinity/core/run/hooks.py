@@ -12,7 +12,7 @@ import torch
 from ...errors import UsageError
 from ...torch_private import current_task, uncompiled
 from ..params import mistakes
-from ..params.apart import makes_hooks
+from ..params.outside_modes import makes_hooks
 from ..params.parameter import USERS_HOOKS
 from ..units.handle import raw_hooks, set_raw_hooks
 from ..units.unit import ParamUnit

@@ -82,7 +82,7 @@ class Pass:
 
     kind: str = "train"  # of training passes, as the schedule knows them
     keeps_idle: bool = False  # the weights of idle units stay on the device after it
-    steps_apart: bool = False  # ranks of other stages do not step with these
+    stages_differ: bool = False  # ranks of other stages do not step with these
 
     @property
     def is_cut_short(self) -> bool:

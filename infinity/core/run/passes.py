@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from ...torch_private import current_task, top_hooks
 from ..grads.backward import Backward
 from ..machine.sizes import format_nbytes
-from ..params.apart import makes_hooks
+from ..params.outside_modes import makes_hooks
 from ..units.forms import local_of
 from ..units.handle import ParamHandle, drop_raw_grads, handle_of, own_bytes
 from ..units.rows import ChosenRows
@@ -272,7 +272,7 @@ class Passes:
                     if (rows := handle.unit.arrival.rows) is not None:
                         rows.want_touched(handle.param)
                 units = list(dict.fromkeys(handle.unit for handle in handles))
-                moved = [unit for unit in units if not unit.stays]
+                moved = [unit for unit in units if not unit.computes_at_home]
                 if len(moved) > 1:  # all at once: the error of one would not name them
                     self.job.prefetcher.refuse_over(moved, sum(u.weight_nbytes for u in moved))
                 for unit in units:

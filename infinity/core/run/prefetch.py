@@ -26,7 +26,7 @@ from ..machine.device import Device
 from ..machine.ledger import Ledger
 from ..machine.sizes import format_nbytes
 from ..machine.tiers import BUDGETS, Tier
-from ..params.apart import apart
+from ..params.outside_modes import outside_modes
 from ..units.added import always_rests
 from ..units.forms import form_of
 from ..units.residency import Residency
@@ -90,13 +90,13 @@ class Prefetcher:
     def add(self, units: Sequence[ParamUnit]) -> None:
         """Adds ``units``, numbered after the last one; without a device budget the window grows."""
         self.units = [*self.units, *units]
-        vars(self).pop("_stays", None)
+        vars(self).pop("_never_moves", None)
         if self._ledger.accounts[Tier.DEVICE].budget_nbytes is None:
             self._window.widen(sum(unit.weight_nbytes for unit in units))
         self._slots = StagingSlots(self.units, self._store, self.schedule.next_use)
 
     @cached_property
-    def _stays(self) -> tuple[bool, bool]:
+    def _never_moves(self) -> tuple[bool, bool]:
         """Whether all weights are on the device as long as the job lasts, as plain tensors of one
         rank, and no budget counts what computes with them; and whether none has a master."""
         flats = flat_params_of(self.units)
@@ -105,13 +105,13 @@ class Prefetcher:
             for flat in flats
             for each in flat.params
         )
-        stays = plain and self._ranks.alone and all(unit.stays for unit in self.units)
+        rests = plain and self._ranks.alone and all(unit.computes_at_home for unit in self.units)
         budget = self._ledger.accounts[Tier.DEVICE].budget_nbytes
-        return stays and budget is None, not any("master" in flat.arrays for flat in flats)
+        return rests and budget is None, not any("master" in flat.arrays for flat in flats)
 
     # --- holds ---
 
-    @apart
+    @outside_modes
     def hold(
         self, unit: ParamUnit, *, backward: bool = False, in_pass: bool = True, shows: bool = True
     ) -> None:
@@ -139,7 +139,7 @@ class Prefetcher:
         elif shows and self._pass.shows[unit] == 1:
             unit.exposure.show()
 
-    @apart
+    @outside_modes
     def unhold(self, unit: ParamUnit, *, in_pass: bool = True, shows: bool = True) -> None:
         """Takes one hold off. The last makes the unit idle, and sends its edits home."""
         unit = unit.in_use or unit
@@ -197,7 +197,7 @@ class Prefetcher:
             return
         if unit.residency is Residency.GATHERING:
             self._finish(unit)
-        if unit.residency is Residency.RESIDENT and not unit.stays:
+        if unit.residency is Residency.RESIDENT and not unit.computes_at_home:
             self._evict(unit)
 
     def hand_over(self, unit: ParamUnit, older: ParamUnit, change: Callable[[], None]) -> None:
@@ -211,7 +211,7 @@ class Prefetcher:
             del self._pass.resident[unit]
             self._pass.resident[older] = None
 
-    @apart
+    @outside_modes
     def release_idle(self) -> None:
         """Ends the pass and releases every idle unit, unless ranks or the pass keep weights. Does
         nothing inside an accumulation pass. Every data rank calls this, and it may block on
@@ -277,8 +277,8 @@ class Prefetcher:
         """Begins a root forward with the trace that the schedule expects. Every data rank calls
         this; it does not wait for their answers."""
         self._pass.computing = None
-        stays, without_masters = self._stays
-        self.moves_nothing = stays and not any(unit.older for unit in self.units)
+        rests, without_masters = self._never_moves
+        self.moves_nothing = rests and not any(unit.older for unit in self.units)
         self.saves_weights = self.moves_nothing and without_masters
         self.look_ahead.begin_pass(self.schedule.expected())
         self._traces_agree = self._collectives.begin_pass(

@@ -254,7 +254,7 @@ class Unpack:
                 unit.arrival.rows.want(saved.there)
             if (running := self._backward()) is not None:
                 running.hold(unit, for_node=param is None)
-            elif not unit.stays:
+            elif not unit.computes_at_home:
                 raise too_late()
             if param is not None:
                 # The Function gets the parameter, and each use of that brings it again.

@@ -16,7 +16,7 @@ from ...ranks import failure_report
 from ...ranks.pending import ranks_lost
 from ...torch_private import uncompiled
 from ..machine import storage_guard
-from ..params.apart import refuse_without_bytes
+from ..params.outside_modes import refuse_without_bytes
 from ..params.parameter import StoredManaged
 from ..units.handle import managed
 from .job import Job

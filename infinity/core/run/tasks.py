@@ -16,7 +16,7 @@ import torch
 
 from ... import native
 from ...torch_private import current_task
-from ..params.apart import makes_hooks
+from ..params.outside_modes import makes_hooks
 from .one_thread import begin_task
 from .pass_state import Pass
 

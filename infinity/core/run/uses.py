@@ -16,7 +16,7 @@ from functools import partial
 from ... import native
 from ...errors import InfinityError, UsageError
 from ...torch_private import current_task
-from ..params.apart import is_compiling, refuse_without_bytes
+from ..params.outside_modes import is_compiling, refuse_without_bytes
 from .operations import OperationKind, Right, State, StateKind, refusal, refuses
 
 

@@ -49,7 +49,7 @@ class StepContext:
     is_only: Callable[[], bool]  # no other optimizer steps parameters of the job
     is_cut_short: Callable[[], bool]  # a forward or backward was interrupted
     in_use: Callable[[], Iterable[ParamUnit]]  # those whose weights a running forward has
-    steps_apart: Callable[[], bool]  # other stages may be at other batches
+    stages_differ: Callable[[], bool]  # other stages may be at other batches
     # Sends units home, before their bytes there change
     release: Callable[[Iterable[ParamUnit]], None]
     end_step: Callable[[int], None]  # of the optimizer at a place: its updates are submitted

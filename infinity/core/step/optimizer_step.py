@@ -74,7 +74,7 @@ class OptimizerStep:
         context = self.context
         for unit in context.in_use():
             stepped = any(map(context.steps_flat_param, unit.flat_params))
-            if stepped and unit.in_use is None and not unit.stays:
+            if stepped and unit.in_use is None and not unit.computes_at_home:
                 raise UsageError(
                     f"optimizer.step() inside a forward that computes with weights of {unit.name},"
                     " which it changes: call it when the forward is over."
@@ -145,7 +145,7 @@ class OptimizerStep:
             ]
         inputs = StepInputs(context, groups, self.members.group_of, clip, counters)
         ranks = context.collectives.ranks
-        meets_stages = ranks.pp_group is not None and not context.steps_apart()
+        meets_stages = ranks.pp_group is not None and not context.stages_differ()
         context.collectives.meet_for_step(
             inputs.common if ranks.unit_places else "",  # a digest of every trained parameter
             inputs.own,

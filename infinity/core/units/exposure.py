@@ -113,21 +113,21 @@ class Exposure:
         if rests:
             set_python_key(*plain)
 
-    def watch(self, param: torch.nn.Parameter, data: torch.Tensor, *, stays: bool) -> None:
+    def watch(self, param: torch.nn.Parameter, data: torch.Tensor, *, no_copy: bool) -> None:
         """Watches for changes through ``data``, the ``param.data`` that a user got: torch does not
         count them."""
-        self.edits.watch(param, data, self._can_be_compared(stays))
+        self.edits.watch(param, data, self._can_be_compared(no_copy))
 
-    def _can_be_compared(self, stays: bool) -> bool:
+    def _can_be_compared(self, no_copy: bool) -> bool:
         """Returns whether a comparison with home shows a change. Not for a device home, which has
         no other copy, nor for gathers in an encoding, whose values differ anyway. The home of
         weights that may not change may have a shard only: each rank compares with a whole copy, so
         that all find the same."""
-        return not self._refusal and not stays and self._ranks.encoding is None
+        return not self._refusal and not no_copy and self._ranks.encoding is None
 
-    def find_edits(self, store: ArrayStore, *, stays: bool) -> bool:
+    def find_edits(self, store: ArrayStore, *, no_copy: bool) -> bool:
         """Returns whether a forward may have changed its own parameters (clamping a weight, for
-        example). ``stays``: the weights have no second copy (home on the device), or rows
+        example). ``no_copy``: the weights have no second copy (home on the device), or rows
         are missing, so that comparing with home finds no change.
 
         Raises UsageError if weights were changed that may not be, or if a change cannot be carried
@@ -137,17 +137,17 @@ class Exposure:
             if self.edits.find():
                 raise UsageError(self._refusal)
             return False
-        self._look_at_exports(store, stays)
+        self._look_at_exports(store, no_copy)
         return self.edits.look()
 
-    def write_edits(self, store: ArrayStore, journal: Journal, *, stays: bool) -> None:
+    def write_edits(self, store: ArrayStore, journal: Journal, *, no_copy: bool) -> None:
         """Sends home what :meth:`find_edits` has found. Raises UsageError if a change cannot be
         distinguished from the earlier value."""
         self.edits.write(
-            store, journal, self._collectives, encoding=self._ranks.encoding, stays=stays
+            store, journal, self._collectives, encoding=self._ranks.encoding, no_copy=no_copy
         )
 
-    def _look_at_exports(self, store: ArrayStore, stays: bool) -> None:
+    def _look_at_exports(self, store: ArrayStore, no_copy: bool) -> None:
         """Watches parameters changed through an export (NumPy, DLPack), which torch does not count.
 
         Raises UsageError if an export moved them to other memory, or if other ranks would need the
@@ -161,7 +161,7 @@ class Exposure:
                     f" {buffer.flat_param.weight.tier}. Share a copy:"
                     " weight.detach().clone().share_memory_()."
                 )
-            if not self._can_be_compared(stays) or not buffer.is_exported:
+            if not self._can_be_compared(no_copy) or not buffer.is_exported:
                 continue
             for index, param in enumerate(buffer.flat_param.params):
                 if self.edits.knows(param) or buffer.flat_param.holds(

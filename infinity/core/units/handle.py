@@ -149,7 +149,7 @@ class ParamHandle:
         self.has_loaded_master = False
         for view in self._views or ():
             torch.autograd.graph.increment_version(view)
-        if unit.stays:  # a graph may have saved the parameter itself
+        if unit.computes_at_home:  # a graph may have saved the parameter itself
             unit.exposure.edits.count(self.param)
 
     def add_view(self, view: torch.Tensor) -> None:

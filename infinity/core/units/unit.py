@@ -102,7 +102,7 @@ class ParamUnit:
         return sum(flat.weight_nbytes for flat in self.flat_params)
 
     @cached_property  # cached: a late backward needs it when the homes are gone
-    def stays(self) -> bool:
+    def computes_at_home(self) -> bool:
         """Whether the unit's home is the device, and whole: it is resident always."""
         return self._ranks.size == 1 and all(
             flat.weight.tier is Tier.DEVICE for flat in self.flat_params
@@ -187,9 +187,9 @@ class ParamUnit:
         """Allocates the device memory, and the parameters' views while it is there. Raises
         CapacityError if the device has no room."""
         self.arrival.stop_choosing()
-        self.buffers.allocate(self._weights if self.stays else None)
+        self.buffers.allocate(self._weights if self.computes_at_home else None)
         self._second.allocate(self.buffers.flats)
-        if self.stays:
+        if self.computes_at_home:
             self.residency = Residency.RESIDENT
         else:
             self.buffers.empty()
@@ -197,19 +197,21 @@ class ParamUnit:
     def watch(self, param: torch.nn.Parameter, data: torch.Tensor) -> None:
         """Watches for changes through ``param.data``, of the version in use."""
         unit = self.in_use or self
-        unit.exposure.watch(param, data, stays=unit.stays)
+        unit.exposure.watch(param, data, no_copy=unit.computes_at_home)
 
     def write_edits(self, store: ArrayStore, journal: Journal) -> None:
         """Sends home the changes that a forward made to its own parameters. Raises UsageError for
         changes that cannot be."""
-        if self.exposure.find_edits(store, stays=self.stays or self.arrival.lacks_rows):
+        if self.exposure.find_edits(
+            store, no_copy=self.computes_at_home or self.arrival.lacks_rows
+        ):
             if self.arrival.lacks_rows:
                 raise UsageError(
                     f"a forward changed rows of {self.name} in place, of which only those are on"
                     " the device that it was called for: change them outside of a forward"
                 )
             self._second.forget()  # first: a write may fail after others have gone home
-            self.exposure.write_edits(store, journal, stays=self.stays)
+            self.exposure.write_edits(store, journal, no_copy=self.computes_at_home)
 
     # --- moves ---
 
@@ -295,7 +297,7 @@ class ParamUnit:
     def release(self) -> None:
         """Frees the device memory (RESIDENT -> STORED). Home has the bytes: a forward's edits were
         written when its hold was taken off."""
-        if self.residency is not Residency.RESIDENT or self.stays:
+        if self.residency is not Residency.RESIDENT or self.computes_at_home:
             raise self._moves.illegal(self.residency, "be released")
         self._move(Residency.STORED)
         self._empty(self._charge)
@@ -322,8 +324,10 @@ class ParamUnit:
         self._moves.note_rebuild(self.residency)
         self.exposure.forget()
         # The parameters stay views of the newest weights.
-        self.buffers.align(self._weights if self.stays else None, shows=self.reader is None)
-        if self.stays:
+        self.buffers.align(
+            self._weights if self.computes_at_home else None, shows=self.reader is None
+        )
+        if self.computes_at_home:
             self.residency = Residency.RESIDENT
         else:
             self.residency = Residency.STORED

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ...core.params.apart import makes_hooks
+from ...core.params.outside_modes import makes_hooks
 from ...core.params.tensors import fingerprint
 from ...core.run.job import Job
 from ...core.run.saved_weights import SavedWeight

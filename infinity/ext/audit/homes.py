@@ -134,7 +134,7 @@ def stands(flat_param: Any, reader: Reader | None) -> bool:
 
 def is_checked(flat_param: Any, array: StateArray) -> bool:
     """Tells whether an array is in the host's memory, and no forward computes with it in place."""
-    in_place = any(handle.unit.stays for handle in flat_param.handles[:1])
+    in_place = any(handle.unit.computes_at_home for handle in flat_param.handles[:1])
     return array.flat is not None and array.flat.is_cpu and not in_place
 
 

@@ -55,7 +55,7 @@ class Gathered:
         chosen = self._choose()
         if not any(flat_param in chosen for flat_param in unit.flat_params):
             return
-        if unit.residency is not Residency.RESIDENT or unit.stays:
+        if unit.residency is not Residency.RESIDENT or unit.computes_at_home:
             return
         if unit.older or unit.reader is not None or unit.arrival.rows is not None:
             self._findings.leave_out("weights of older versions, and rows of weights")

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from ...core.params.apart import makes_hooks
+from ...core.params.outside_modes import makes_hooks
 from ...core.run.context import ForwardContext
 from ...core.run.journal import Journal
 from ...core.units.unit import ParamUnit

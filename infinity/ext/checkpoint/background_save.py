@@ -69,7 +69,7 @@ def _running_updates(job: Job) -> list[native.Ticket]:
     for unit in job.units:
         for flat_param in unit.flat_params:
             update = flat_param.homes.update
-            if isinstance(update, native.Ticket) and not unit.stays:
+            if isinstance(update, native.Ticket) and not unit.computes_at_home:
                 updates.append(update)
             else:  # on the device, or of experts, of which some may be behind
                 flat_param.homes.wait()
@@ -139,7 +139,9 @@ def save_in_background(draft: Draft, engine: Engine) -> Saving | None:
 def _exposed_weights(draft: Draft) -> Iterator[tuple[dict[str, Entry], str, HomeValues]]:
     """Yields the weights that are in memory which users can write to without being noticed."""
     for file in draft.files:
-        weights = [flat.weight for flat in file.unit.flat_params] if file.unit.stays else []
+        weights = (
+            [flat.weight for flat in file.unit.flat_params] if file.unit.computes_at_home else []
+        )
         for name, (value, _) in file.values.items():
             if any(value.array is weight for weight in weights):
                 yield file.values, name, value

@@ -73,7 +73,7 @@ class Materialized(FirstValues):
         # A global tensor -> its distributed parameter.
         self._wholes: dict[nn.Parameter, nn.Parameter] = {}
         # Module, name, and the distributed parameter that was there.
-        self._apart: list[tuple[nn.Module, str, nn.Parameter]] = []
+        self._separate: list[tuple[nn.Module, str, nn.Parameter]] = []
         # Models and configurations whose conversion is recorded, and their old record.
         self._noted: list[tuple[Any, dict]] = []
         self.sent: set[nn.Parameter] = set()
@@ -81,12 +81,12 @@ class Materialized(FirstValues):
     def fill(self, writer: Home, sent: set[nn.Parameter]) -> None:
         """Sends the value of every meta tensor home. Raises ConfigError, naming the tensor, if
         there is no source for it. Every rank calls this; it reads files."""
-        self._take_apart()
+        self._take_separate()
         self._fill(writer)
         self._put_together()
         sent |= self.sent
 
-    def _take_apart(self) -> None:
+    def _take_separate(self) -> None:
         """Substitutes a global meta tensor for every distributed parameter on meta."""
         wholes: dict[nn.Parameter, nn.Parameter] = {}
         for module in self._model.modules():
@@ -98,7 +98,7 @@ class Materialized(FirstValues):
                             requires_grad=param.requires_grad,
                         )
                         self._wholes[wholes[param]] = param
-                    self._apart.append((module, name, param))
+                    self._separate.append((module, name, param))
                     module._parameters[name] = wholes[param]
 
     def _put_together(self) -> None:
@@ -108,7 +108,7 @@ class Materialized(FirstValues):
             self._swapped.append((param, real))
             self._swap_contents(param, real)
             self.sent.add(param)
-        for module, name, param in self._apart:
+        for module, name, param in self._separate:
             module._parameters[name] = param
         self._wholes.clear()
 
@@ -238,7 +238,7 @@ class Materialized(FirstValues):
 
     def undo(self) -> None:
         """Restores the model. Idempotent."""
-        for module, name, param in self._apart:
+        for module, name, param in self._separate:
             module._parameters[name] = param
         for param, meta in self._swapped:
             if not param.is_meta:

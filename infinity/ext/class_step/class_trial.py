@@ -175,7 +175,7 @@ class Run:
         self.params = [torch.nn.Parameter(param.detach().clone()) for param in params]
         self.states: list[State] = [{} for _ in params]
         self._together = together
-        self._apart: set[str] = set()  # settings to which parameters give unlike numbers
+        self._unlike: set[str] = set()  # settings to which parameters give unlike numbers
 
     def step(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Steps by ``grads``."""
@@ -196,13 +196,13 @@ class Run:
             if isinstance(changes[-1][key], NUMBERS) and not all(
                 is_equal(each.get(key), changes[-1][key]) for each in changes
             ):
-                self._apart.add(key)
+                self._unlike.add(key)
         self._settings |= changes[-1]
 
     def adds_up(self) -> bool:
         """Tells whether a setting that parameters change unlike is added to, as a sum over their
         gradients is: its new value follows the old one."""
-        for key in self._apart:
+        for key in self._unlike:
             sums = []
             for more in (0, 1):
                 settings = self._settings | {key: self._settings[key] * (1 + more) + more}

@@ -245,14 +245,14 @@ class InCommon(Extension):
     def agrees(self, spans: list[tuple[int, int]]) -> bool:
         """Tells whether ``spans``, the (least, most) of all ranks' :meth:`values`, are equal. If
         so, clears what was drawn: the next step compares from here."""
-        if any(self._apart(spans)):
+        if any(self._differing(spans)):
             return False
         self._draws.forget()
         return True
 
     def check(self, spans: list[tuple[int, int]]) -> None:
         """Raises UsageError, on all of these ranks, if ``spans`` show a difference."""
-        drawn, losses, grads = self._apart(spans)
+        drawn, losses, grads = self._differing(spans)
         if drawn:
             self._refuse("a step", {})
         if losses:
@@ -263,7 +263,7 @@ class InCommon(Extension):
         if grads:
             self._refuse_gradients()
 
-    def _apart(self, spans: list[tuple[int, int]]) -> tuple[bool, bool, bool]:
+    def _differing(self, spans: list[tuple[int, int]]) -> tuple[bool, bool, bool]:
         """Returns three flags: a difference in drawn numbers, in gradients of equal outputs, in
         gradients of parameters."""
         drawn, *others = spans
@@ -318,15 +318,16 @@ class InCommon(Extension):
     def _refuse_gradients(self) -> NoReturn:
         mine = {handle.name: sample.double().cpu() for handle, sample in self._samples()}
         (first, firsts), *others = self._collect(mine, "a step")
-        apart: dict[str, tuple[float, int]] = {}
+        largest: dict[str, tuple[float, int]] = {}
         for rank, theirs in others:
             for name in firsts.keys() & theirs.keys():
                 off, norm = (firsts[name] - theirs[name]).norm(), firsts[name].norm()
-                apart[name] = max(
-                    apart.get(name, (0.0, rank)), (float(off / norm) if norm else float(off), rank)
+                largest[name] = max(
+                    largest.get(name, (0.0, rank)),
+                    (float(off / norm) if norm else float(off), rank),
                 )
         name, (off, rank) = max(
-            apart.items(), key=lambda item: item[1], default=("a parameter", (0.0, first))
+            largest.items(), key=lambda item: item[1], default=("a parameter", (0.0, first))
         )
         raise UsageError(
             f"a step: the gradient of {name}, which ranks {first} and {rank} have whole, differs"

@@ -150,7 +150,7 @@ class Exchange:
             with self._axis.stalled(self._what):
                 self._axis._complete(self._transfer, self._what)
             everyones, mine = self._everyones, self._everyones[self._axis.group_index]
-            self._refuse_apart(everyones[:, :TAG_NBYTES], mine[:TAG_NBYTES])
+            self._refuse_other_exchange(everyones[:, :TAG_NBYTES], mine[:TAG_NBYTES])
             self._axis.count(everyones.nbytes - mine.nbytes, self._what, self._start)
             total = self._values(0).clone()
             for group in range(1, self._axis.size):
@@ -172,7 +172,7 @@ class Exchange:
         decode_blocks(raw, values.view(1, -1))
         return values
 
-    def _refuse_apart(self, tags: torch.Tensor, mine: torch.Tensor) -> None:
+    def _refuse_other_exchange(self, tags: torch.Tensor, mine: torch.Tensor) -> None:
         for rank, tag in zip(self._axis.ranks, tags):
             if not torch.equal(tag, mine):
                 both = [each.clone().view(torch.int64).tolist() for each in (mine, tag)]

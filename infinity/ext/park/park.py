@@ -141,7 +141,7 @@ def _settle(engine: Engine, job: Job) -> None:
     engine.finish_background()
     with job.store.guard:
         engine.wait_idle()
-        job.prefetcher.release_all([unit for unit in job.units if not unit.stays])
+        job.prefetcher.release_all([unit for unit in job.units if not unit.computes_at_home])
         for unit in job.units:
             for flat_param in unit.flat_params:
                 flat_param.homes.wait_idle()
@@ -155,7 +155,7 @@ def _refuse_held(job: Job) -> None:
         return [
             unit.name
             for unit in job.units
-            if unit.stays and any(buffer.finds_holder() for buffer in unit.buffers.all)
+            if unit.computes_at_home and any(buffer.finds_holder() for buffer in unit.buffers.all)
         ]
 
     if held():

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from ...config import Config
 from ...core.grads.meeting import GradUse, Meeting, lookup_gradient
 from ...core.machine.device import Device
-from ...core.params.apart import apart
+from ...core.params.outside_modes import outside_modes
 from ...core.params.parameter import users_hooks
 from ...core.params.transforms import are_running
 from ...core.run.context import ForwardContext
@@ -119,7 +119,7 @@ class Table:
             hooks = self.param._backward_hooks
         return bool(hooks) or bool(users_hooks(self.param)) or len(raw_hooks(self.param)) > 1
 
-    @apart
+    @outside_modes
     def land(self, grad: torch.Tensor) -> None:
         """Lands a whole use's gradient, but for the rows that meet those of lookups."""
         context = self._find()

@@ -16,7 +16,7 @@ from torch import nn
 from ...core.grads.meeting import GradUse
 from ...core.grads.record import GradState
 from ...core.machine.tiers import Tier
-from ...core.params.apart import apart
+from ...core.params.outside_modes import outside_modes
 from ...core.params.parameter import users_hooks
 from ...core.run.context import ForwardContext
 from ...core.units.forms import division_of, form_of, like, local_of
@@ -157,7 +157,7 @@ class Tiles:
                     first = offset + begin * width
                     what = f"rows {begin} to {end} of {handle.name}"
                     last = first + flat.numel()
-                    apart(fetch)(context.store, flat_param, first, last, flat, what)
+                    outside_modes(fetch)(context.store, flat_param, first, last, flat, what)
                     flat = flat.to(context.device.where)
                 yield begin, end, flat.view(end - begin, width)
             finally:
@@ -213,7 +213,7 @@ class Tiles:
             )
             try:
                 what, first = f"rows {begin} to {end} of {handle.name}", begin * part.shape[1]
-                mean = apart(average)(
+                mean = outside_modes(average)(
                     context.traffic, flat_param, offset + first, part.reshape(-1), what
                 )
                 land(begin, end, lambda: mean.view(part.shape))

@@ -118,7 +118,7 @@ class StaleWeights(Extension):
             self._runs, self._is_updating = True, False
             # Units are used in another version, too, and other stages are at other batches.
             self._pass.kind, self._pass.keeps_idle = "unflushed", True
-            self._pass.steps_apart = True
+            self._pass.stages_differ = True
             if ahead:
                 self._extrapolate(0, None)
             yield
@@ -135,7 +135,7 @@ class StaleWeights(Extension):
             raise
 
     def _end(self) -> None:
-        self._runs = self._pass.keeps_idle = self._pass.steps_apart = False
+        self._runs = self._pass.keeps_idle = self._pass.stages_differ = False
         self._pass.kind = "train"
 
     @property

@@ -120,7 +120,7 @@ class UnitVersions:
         newest weights."""
         for flat_param in self.unit.flat_params:
             flat_param.homes.drop_drafts()
-        if self.unit.stays and any(
+        if self.unit.computes_at_home and any(
             flat is not flat_param.weight.flat
             for flat, flat_param in zip(self.unit.buffers.flats, self.unit.flat_params)
         ):

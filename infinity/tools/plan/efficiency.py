@@ -29,12 +29,12 @@ def explain(link: str, compute_seconds: float, link_seconds: float) -> str:
     "" if it moves nothing."""
     if link_seconds <= 0 or compute_seconds <= 0:
         return ""
-    apart = compute_seconds / (compute_seconds + link_seconds)
-    beside = min(1.0, compute_seconds / link_seconds)
+    in_sequence = compute_seconds / (compute_seconds + link_seconds)
+    overlapped = min(1.0, compute_seconds / link_seconds)
     source = link.removesuffix("s")
     said = (
-        f"the GPU waits for the {source}: it computes {100 * apart:.0f}\u2013{100 * beside:.0f} %"
-        " of the time"
+        f"the GPU waits for the {source}: it computes {100 * in_sequence:.0f}\u2013"
+        f"{100 * overlapped:.0f} % of the time"
     )
     times = 1
     while times < LARGEST and times * compute_seconds < GOOD * (

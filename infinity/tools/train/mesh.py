@@ -67,37 +67,37 @@ def _check_no_stages(args: argparse.Namespace, remedy: str) -> None:
 
 
 def _check_options(args: argparse.Namespace, sizes: dict[str, int]) -> None:
-    apart = [name for name in AXES if sizes[name] > 1 and name != "dp"]
+    axes = [name for name in AXES if sizes[name] > 1 and name != "dp"]
     said = f"--mesh {args.mesh}"
-    if "pp" not in apart:
+    if "pp" not in axes:
         _check_no_stages(args, f"{said} has no pp")
-    if not apart and args.method is None:
+    if not axes and args.method is None:
         return
     for option, remedy in _OF_WHOLE.items():
         if getattr(args, option) is not None:
             name = option.replace("_", "-")
             raise UsageError(f"--{name} does not go with {said}: {remedy}")
-    if "pp" in apart and args.optim == "muon":
+    if "pp" in axes and args.optim == "muon":
         raise UsageError(
             f"--optim muon does not go with {said}: it comes with a second optimizer, and a"
             " pipeline takes one. Leave out pp, or give --optim adamw"
         )
-    if args.optim != "adamw" and {"ep", "tp"} & {*apart}:
+    if args.optim != "adamw" and {"ep", "tp"} & {*axes}:
         raise UsageError(
             f"--optim {args.optim} does not go with {said}: it steps whole matrices, of which a"
             " rank has parts. Give dp and cp alone, or --optim adamw"
         )
-    if "cp" in apart and len(apart) > 1:
-        others = [name for name in apart if name != "cp"]
+    if "cp" in axes and len(axes) > 1:
+        others = [name for name in axes if name != "cp"]
         raise ConfigError(
             f"{said}: cp goes with dp alone here: leave out cp, or {' and '.join(others)}"
         )
-    if {"ep", "tp"} <= {*apart}:
+    if {"ep", "tp"} <= {*axes}:
         raise ConfigError(
             f"{said}: ranks of ep have batches of their own, and ranks of tp share one: leave one"
             " of both out"
         )
-    if args.pack and {"cp", "pp"} & {*apart}:
+    if args.pack and {"cp", "pp"} & {*axes}:
         raise UsageError(f"--pack does not go with {said}: leave it out, or give dp and tp alone")
 
 

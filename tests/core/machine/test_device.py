@@ -115,8 +115,8 @@ def give_half(share: DeviceShare, *of_step) -> None:
 def races_of(monkeypatch, config, kernels=None, **how):
     """What the detector finds in a run, and how often the host stood still in its last step."""
     # The detector is a mode that has to see the engine's own work.
-    monkeypatch.setattr("infinity.core.params.apart.count_dispatch_modes", lambda: 0)
-    monkeypatch.setattr("infinity.core.params.apart.innermost_transform", lambda: None)
+    monkeypatch.setattr("infinity.core.params.outside_modes.count_dispatch_modes", lambda: 0)
+    monkeypatch.setattr("infinity.core.params.outside_modes.innermost_transform", lambda: None)
     with detecting(monkeypatch, kernels) as detector:
         model, optimizer = infinity.wrap_model(*a_model(), config)
         with Watch(detector()):

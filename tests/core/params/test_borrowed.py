@@ -31,7 +31,7 @@ class Job:
     """The engine and unit of one parameter, of columns."""
 
     def __init__(self, *, requires_grad: bool = True):
-        self.computing, self.version, self.stays = False, 0, False
+        self.computing, self.version, self.computes_at_home = False, 0, False
         self.param = torch.nn.Parameter(torch.zeros(3, 2).t(), requires_grad=requires_grad)
         self.flat_param = FlatParam(SPEC, [self.param])
         self.handle = ParamHandle(["a"], self, self.flat_param, 0, self)

@@ -160,7 +160,7 @@ def test_the_graph_of_a_backward_holds_no_weights(home, tmp_path):
     units = parts_of(model).units
     assert not any(prefetcher.is_held(unit) for unit in units)
     prefetcher.release_all(units)
-    assert not any(unit.buffers.is_held for unit in units if not unit.stays)
+    assert not any(unit.buffers.is_held for unit in units if not unit.computes_at_home)
     slope.square().sum().backward()
     assert model.first[0].weight.grad.abs().sum() > 0
 

@@ -344,12 +344,12 @@ def test_the_optimizer_sees_the_running_pass_as_it_is():
     """Twin: before, nothing is cut short and nothing is kept."""
     job = small_at_home()
     running, context = job.engine.job.running, job.engine.make_step_context()
-    assert (context.is_cut_short(), context.steps_apart()) == (False, False)
+    assert (context.is_cut_short(), context.stages_differ()) == (False, False)
     running.tokens[1] = None
-    assert (context.is_cut_short(), context.steps_apart()) == (True, False)
+    assert (context.is_cut_short(), context.stages_differ()) == (True, False)
     running.tokens.clear()
-    running.steps_apart = True
-    assert (context.is_cut_short(), context.steps_apart()) == (False, True)
+    running.stages_differ = True
+    assert (context.is_cut_short(), context.stages_differ()) == (False, True)
 
 
 def test_an_engine_lives_as_long_as_its_optimizers_context():

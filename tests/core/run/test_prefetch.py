@@ -32,7 +32,7 @@ FLEETING = {
 class Unit:
     """One that notes what is asked of it."""
 
-    index, name, weight_nbytes, stays, lies_on_disk = 0, "a unit", 8, False, False
+    index, name, weight_nbytes, computes_at_home, lies_on_disk = 0, "a unit", 8, False, False
 
     def __init__(self, residency: Residency):
         self.residency, self.asked, self.older = residency, [], []

@@ -21,7 +21,7 @@ from infinity.torch_private import top_hooks
 class Unit:
     """A unit whose buffer holds the numbers 1 to 16."""
 
-    name, stays, older, buffers = "a unit", False, None, SimpleNamespace(all=())
+    name, computes_at_home, older, buffers = "a unit", False, None, SimpleNamespace(all=())
     arrival = SimpleNamespace(rows=None)
 
     def __init__(self) -> None:

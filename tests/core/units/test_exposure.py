@@ -70,13 +70,13 @@ class Case:
         self.compared.append(what)
 
     def watch(self, param: torch.Tensor, data: torch.Tensor) -> None:
-        self.exposure.watch(param, data, stays=False)
+        self.exposure.watch(param, data, no_copy=False)
 
-    def find(self, *, stays: bool = False) -> bool:
-        return self.exposure.find_edits(self.store, stays=stays)
+    def find(self, *, no_copy: bool = False) -> bool:
+        return self.exposure.find_edits(self.store, no_copy=no_copy)
 
-    def write(self, *, stays: bool = False) -> None:
-        self.exposure.write_edits(self.store, self.journal, stays=stays)
+    def write(self, *, no_copy: bool = False) -> None:
+        self.exposure.write_edits(self.store, self.journal, no_copy=no_copy)
 
     def at_home(self, number: int) -> list[float]:
         flat_param, index = ((0, 0), (0, 1), (1, 0))[number]
@@ -145,7 +145,7 @@ def test_an_edit_is_written_with_what_the_home_and_the_ranks_are():
     case.exposure.begin()
     with torch.no_grad():
         case.params[0].mul_(2)
-    case.write(stays=True)
+    case.write(no_copy=True)
     assert case.store.writes == []
     case = Case(compresses=True)
     case.exposure.begin()
@@ -168,25 +168,25 @@ def test_a_change_before_the_begin_is_none():
 # --- data ---
 
 
-@pytest.mark.parametrize("stays, compresses", [(False, False), (True, False), (False, True)])
-def test_a_change_through_data_goes_home(stays, compresses):
+@pytest.mark.parametrize("no_copy, compresses", [(False, False), (True, False), (False, True)])
+def test_a_change_through_data_goes_home(no_copy, compresses):
     """Claim: home is compared with, or else a copy of the value before, where home is what was
     changed or another value."""
     case = Case(compresses=compresses)
     case.exposure.begin()
     data = own_bytes(case.params[1])
-    if stays:
+    if no_copy:
         case.flat_params[0].weight.flat[64:68] = 5
         outside(case.params[1], 5)
-    if not stays and not compresses:
+    if not no_copy and not compresses:
         data[0] = 4  # which home shows, and a copy of it would not
-    case.exposure.watch(case.params[1], data, stays=stays)
-    data[0 if stays else 1 :].numpy()[:] = 9
+    case.exposure.watch(case.params[1], data, no_copy=no_copy)
+    data[0 if no_copy else 1 :].numpy()[:] = 9
     if compresses:
         case.flat_params[0].weight.flat[64] = 0.25  # as home has it, and the device does not
-    assert case.find(stays=stays)
-    case.write(stays=stays)
-    first = 9 if stays else 0.25 if compresses else 4
+    assert case.find(no_copy=no_copy)
+    case.write(no_copy=no_copy)
+    first = 9 if no_copy else 0.25 if compresses else 4
     assert case.at_home(1) == [first, 9, 9, 9]
 
 
@@ -194,7 +194,7 @@ def test_what_is_forgotten_is_not_found():
     """Twin: a new use finds what it watches itself."""
     case = Case()
     case.exposure.begin()
-    case.exposure.watch(case.params[0], own_bytes(case.params[0]), stays=False)
+    case.exposure.watch(case.params[0], own_bytes(case.params[0]), no_copy=False)
     assert case.find()
     case.exposure.forget()
     assert not case.find()
@@ -215,7 +215,7 @@ def test_a_change_of_older_weights_is_refused():
     """Twin: one that changes nothing, through data that was watched, is not."""
     case = stale()
     assert not case.find()
-    case.exposure.watch(case.params[2], own_bytes(case.params[2]), stays=False)
+    case.exposure.watch(case.params[2], own_bytes(case.params[2]), no_copy=False)
     assert not case.find()
     outside(case.params[2], 9)
     with pytest.raises(UsageError, match="parameters of unit block in place, which are older"):
@@ -304,13 +304,13 @@ def test_a_home_on_the_device_is_read_only_if_a_change_could_be_lost(alone, mast
     assert len(read) == (0 if alone and not master else 3)
 
 
-@pytest.mark.parametrize("stays, compresses", [(True, False), (False, True)])
-def test_an_export_is_not_compared_with_a_home_that_shows_no_change(stays, compresses):
+@pytest.mark.parametrize("no_copy, compresses", [(True, False), (False, True)])
+def test_an_export_is_not_compared_with_a_home_that_shows_no_change(no_copy, compresses):
     case = Case(compresses=compresses)
     case.exposure.begin()
     case.buffers[0].is_exported = True
     outside(case.params[0], 7)
-    assert not case.find(stays=stays)
+    assert not case.find(no_copy=no_copy)
 
 
 def test_with_several_ranks_a_change_through_an_export_is_refused():
@@ -322,7 +322,7 @@ def test_with_several_ranks_a_change_through_an_export_is_refused():
     outside(case.params[1], 7)
     with pytest.raises(UsageError, match="b was changed in a forward through an array"):
         case.find()
-    case.exposure.watch(case.params[1], own_bytes(case.params[1]), stays=False)
+    case.exposure.watch(case.params[1], own_bytes(case.params[1]), no_copy=False)
     assert case.find()
 
 

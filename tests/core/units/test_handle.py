@@ -32,7 +32,7 @@ SPEC = FlatParamSpec(F32, F32, native.Master.OWN, F32, F32, (), stepped=True)
 class Unit:
     """Has what a handle changes."""
 
-    version, stays = 5, False
+    version, computes_at_home = 5, False
 
 
 class Engine:

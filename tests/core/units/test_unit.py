@@ -172,7 +172,7 @@ def test_a_unit_at_home_in_memory_is_gathered_without_staging(tmp_path):
 def test_a_unit_at_home_on_the_device_is_resident_always(tmp_path):
     """Attaches a unit whose arrays are the device's own: it stays, and charges nothing twice."""
     home = Home(tmp_path, Tier.DEVICE)
-    assert home.unit.stays and home.unit.residency is Residency.RESIDENT
+    assert home.unit.computes_at_home and home.unit.residency is Residency.RESIDENT
     assert home.charged() == home.unit.weight_nbytes
     home.check_values()
 

@@ -25,9 +25,9 @@ class Buffers:
 class Unit:
     """Stands for a unit of one parameter, and for its stale weights."""
 
-    def __init__(self, *, stays: bool = False, stepped: tuple[bool, ...] = (True,)):
+    def __init__(self, *, computes_at_home: bool = False, stepped: tuple[bool, ...] = (True,)):
         self.param = torch.nn.Parameter(torch.zeros(2, 2))
-        self.version, self.in_use, self.stays, self.older = 5, None, stays, []
+        self.version, self.in_use, self.computes_at_home, self.older = 5, None, computes_at_home, []
         self.log: list[Any] = []
         self.buffers = Buffers(self.param, 1.0)
         self.flat_params = [
@@ -110,12 +110,12 @@ def test_an_update_makes_the_newest_weights_the_older_ones(versions):
 
 
 @pytest.mark.parametrize(
-    "stays, is_swapped", [(True, True), (True, False), (False, True), (False, False)]
+    "computes_at_home, is_swapped", [(True, True), (True, False), (False, True), (False, False)]
 )
-def test_after_an_interrupt_the_newest_weights_are_computed_with(stays, is_swapped):
+def test_after_an_interrupt_the_newest_weights_are_computed_with(computes_at_home, is_swapped):
     """Claim: buffers that are the home go back to it. Twin: other buffers, which are filled again,
     stay where they are."""
-    unit = Unit(stays=stays)
+    unit = Unit(computes_at_home=computes_at_home)
     unit.make_pinned(7)
     versions = UnitVersions(unit)
     if is_swapped:
@@ -126,4 +126,4 @@ def test_after_an_interrupt_the_newest_weights_are_computed_with(stays, is_swapp
         cast(unit)
         versions.settle()
         assert unit.in_use is None and unit.log == ["drop"]
-        assert unit.shown == cast(unit) == (2 if is_swapped and not stays else 1)
+        assert unit.shown == cast(unit) == (2 if is_swapped and not computes_at_home else 1)

@@ -193,7 +193,7 @@ def evaluates(schedule: Any, chunks: list[Chunk], numbers: list[int], count: int
                 **({"target": tokens, "losses": losses} if count - 1 in numbers else {}),
             )
         found.append([loss.item() for loss in losses])
-    at_home = [unit for unit in parts_of(chunks).units if not unit.stays]
+    at_home = [unit for unit in parts_of(chunks).units if not unit.computes_at_home]
     return found[0] == found[1] and not any(
         flat.untyped_storage().nbytes() for unit in at_home for flat in unit.buffers.flats
     )

@@ -114,7 +114,7 @@ def trained(
         "losses": losses,
         "steps": parts_of(chunks).steps.index,
     }
-    at_rest = [unit for unit in parts_of(chunks).prefetcher.units if not unit.stays]
+    at_rest = [unit for unit in parts_of(chunks).prefetcher.units if not unit.computes_at_home]
     found["empty"] = not any(
         flat.untyped_storage().nbytes() for unit in at_rest for flat in unit.buffers.flats
     )
@@ -235,7 +235,7 @@ def room(config: dict, rule: str = "AdamW") -> dict[str, int]:
             sum(
                 u.weight_nbytes
                 for u in parts_of(engine).prefetcher.units
-                if u.residency is not Residency.STORED and not u.stays
+                if u.residency is not Residency.STORED and not u.computes_at_home
             ),
         )
         return found

@@ -19,7 +19,12 @@ from torch.func import functionalize, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from infinity.core.params.apart import apart, has_bytes, is_compiling, refuse_without_bytes
+from infinity.core.params.outside_modes import (
+    has_bytes,
+    is_compiling,
+    outside_modes,
+    refuse_without_bytes,
+)
 from infinity.errors import UsageError
 
 X = torch.arange(6.0).view(2, 3)
@@ -35,7 +40,7 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@apart
+@outside_modes
 def ones(size: int = 2, *, fill: float = 1.0) -> torch.Tensor:
     """Makes what only real operations can."""
     return torch.full((size,), fill).mul_(1)
@@ -69,7 +74,7 @@ def test_work_apart_is_outside_of_all_transforms(transform):
     """Twin: the transform goes on after it."""
     depths = []
 
-    @apart
+    @outside_modes
     def work() -> None:
         depths.append(torch._C._functorch.maybe_current_level())
 
@@ -99,7 +104,7 @@ def test_work_apart_is_outside_of_a_mode_inside_a_transform():
 
 
 def test_an_error_of_work_apart_is_raised_and_the_mode_goes_on():
-    @apart
+    @outside_modes
     def failing() -> None:
         raise ValueError("of the work")
 

@@ -1,5 +1,5 @@
-"""Apart: runs the engine's own work outside of users' modes and transforms, and refuses passes
-whose tensors have no bytes.
+"""Runs the engine's own work outside of users' modes and transforms, and refuses passes whose
+tensors have no bytes.
 
 mode        handles or observes a thread's operations in torch: counters, selective checkpoints,
             FakeTensorMode, tracers
@@ -50,7 +50,7 @@ WITHOUT_BYTES = {
 }
 
 
-def apart(work: Callable[P, R]) -> Callable[P, R]:
+def outside_modes(work: Callable[P, R]) -> Callable[P, R]:
     """Wraps ``work``, a function of the engine, to run outside of all modes and transforms."""
 
     @functools.wraps(work)
