@@ -22,11 +22,12 @@ if __name__ == "__main__":
 
 from infinity.errors import UsageError
 from infinity.tools.bench import bench as command
-from infinity.tools.cli import BAD_INPUT_STATUS, Parser, answer
+from infinity.tools.cli import answer
+from infinity.tools.cli.options import BAD_INPUT_STATUS, FLAG, Parser, either, takes
 
 from .themes import IN_ALL, PARTS, THEMES, listing, module_of, of_file, part_named
 
-# Each has a module with ``add_options(parser)`` and ``run(args)``.
+# Each has a module with ``OPTIONS`` and ``run(args)``.
 COMMANDS = {
     "compare": ("infinity.tools.bench.compare", "compare result files, or one and this machine"),
     "against": ("bench.against", "measure the headline loops beside those of another commit"),
@@ -36,39 +37,40 @@ COMMANDS = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
+OPTIONS = (
+    (
+        "theme",
+        takes("THEME"),
+        "what to measure: a theme or theme.part, all, or a Python file of your own",
+    ),
+    ("more", takes("THEME", nargs="*"), "further themes"),
+    *command.MEASURING,
+    either(
+        ("--no-rivals", FLAG, "measure ours and the ceilings only"),
+        (
+            "--rivals",
+            takes("NAME,NAME", lambda given: given.split(",")),
+            "measure these rivals only, of those that `python -m bench rivals --list` names",
+        ),
+    ),
+    (
+        "--retune",
+        FLAG,
+        "of io: look for DeepSpeed's best settings again, instead of those kept for this disk",
+    ),
+)
+
+
+def build_parser() -> Parser:
     """Makes the parser: the options of `infinity bench`, and those of a checkout."""
     commands = "\n".join(f"  {name:<16} {what}" for name, (_, what) in COMMANDS.items())
-    parser = Parser(
-        prog="python -m bench",
+    return Parser(
+        "python -m bench",
+        OPTIONS,
         description="measure the engine beside its ceilings and its rivals",
         epilog=f"themes, each a quarter of an hour or more if not in all:\n{listing()}\n"
         f"commands, each with its own --help:\n{commands}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "theme",
-        metavar="THEME",
-        help="what to measure: a theme or theme.part, all, or a Python file of your own",
-    )
-    parser.add_argument("more", metavar="THEME", nargs="*", help="further themes")
-    command.add_options(parser)
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--no-rivals", action="store_true", help="measure ours and the ceilings only"
-    )
-    which.add_argument(
-        "--rivals",
-        type=lambda given: given.split(","),
-        metavar="NAME,NAME",
-        help="measure these rivals only, of those that `python -m bench rivals --list` names",
-    )
-    parser.add_argument(
-        "--retune",
-        action="store_true",
-        help="of io: look for DeepSpeed's best settings again, instead of those kept for this disk",
-    )
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,10 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if given and given[0] in COMMANDS:
             where, what = COMMANDS[given[0]]
             module = importlib.import_module(where)
-            parser: argparse.ArgumentParser = Parser(
-                prog=f"python -m bench {given[0]}", description=what
-            )
-            module.add_options(parser)
+            parser = Parser(f"python -m bench {given[0]}", module.OPTIONS, description=what)
             found = parser.parse_args(given[1:])
             found.themes = {name: module_of(part.where) for name, part in PARTS.items()}
             return answer(parser.prog, module.run, found)

@@ -35,7 +35,8 @@ from infinity.tools.bench import intervals, results
 from infinity.tools.bench.bench import check_folder
 from infinity.tools.bench.rounds import PROGRESS, tell
 from infinity.tools.bench.settings import Settings
-from infinity.tools.cli.values import a_count, a_path, positive_real, real_from_zero
+from infinity.tools.cli.options import DIR, NUMBER, takes
+from infinity.tools.cli.values import positive_real, real_from_zero
 
 from .headline import JOBS, ONCE
 
@@ -247,35 +248,22 @@ def _git(root: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
-    parser.add_argument("reference", metavar="REF", help="the commit to compare with, as main~3")
-    parser.add_argument(
-        "--only", nargs="+", metavar="LOOP", help=f"of {', '.join(JOBS)} (default: all)"
-    )
-    parser.add_argument(
-        "--minutes", type=positive_real, default=30.0, metavar="M", help="at most (default 30)"
-    )
-    parser.add_argument(
+OPTIONS = (
+    ("reference", takes("REF"), "the commit to compare with, as main~3"),
+    ("--only", takes("LOOP", nargs="+"), f"of {', '.join(JOBS)} (default: all)"),
+    ("--minutes", takes("M", positive_real, default=30.0), "at most (default 30)"),
+    (
         "--within",
-        type=positive_real,
-        default=0.02,
-        metavar="X",
-        help="the width of an interval that needs no further pair (default 0.02)",
-    )
-    parser.add_argument(
-        "--bound",
-        type=real_from_zero,
-        default=0.02,
-        metavar="X",
-        help="how much slower fails, with confidence (default 0.02)",
-    )
-    parser.add_argument("--turns", type=a_count, default=5, metavar="N", help="of a pair")
-    parser.add_argument("--scale", type=positive_real, default=1.0, metavar="X", help="of sizes")
-    parser.add_argument(
-        "--folder", default=".", metavar="DIR", help="on the disk to measure (default: here)"
-    )
-    parser.add_argument("--save", type=a_path, metavar="DIR", help="a result file in this folder")
+        takes("X", positive_real),
+        "the width of an interval that needs no further pair",
+        0.02,
+    ),
+    ("--bound", takes("X", real_from_zero), "how much slower fails, with confidence", 0.02),
+    ("--turns", NUMBER | {"default": 5}, "of a pair"),
+    ("--scale", takes("X", positive_real, default=1.0), "of sizes"),
+    ("--folder", takes("DIR", default="."), "on the disk to measure (default: here)"),
+    ("--save", DIR, "a result file in this folder"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from infinity.errors import ConfigError
 from infinity.tools.bench.results import Row, ends, is_quick, row_of
+from infinity.tools.cli.options import FLAG
 
 from .report import read_results
 from .themes import ENGINE, OLD, PARTS, full_name
@@ -219,12 +220,10 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--write", action="store_true", help="put them into bench/results/README.md and docs"
-    )
+OPTIONS = (
+    ("--json", FLAG, "one JSON object on stdout"),
+    ("--write", FLAG, "put them into bench/results/README.md and docs"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

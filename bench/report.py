@@ -18,24 +18,8 @@ from infinity.files.outputs import PICTURE, Output, check_outputs
 from infinity.tools.bench import plots
 from infinity.tools.bench.page import HEAD, STYLE, section, title
 from infinity.tools.bench.results import FORMAT, ends, row_of
+from infinity.tools.cli.options import DIR, FILE, FLAG
 from infinity.untrusted import parse_json, read_text
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the report."""
-    parser.add_argument(
-        "--results", type=Path, default=Path("bench/results"), metavar="DIR", help="the files"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("bench-report.html"), metavar="FILE", help="the page"
-    )
-    for form in FORMS:
-        parser.add_argument(
-            f"--{form}", type=Path, metavar="DIR", help=f"every plot as a file of its own, {form}"
-        )
-    parser.add_argument("--csv", type=Path, metavar="FILE", help="all rows, one a line")
-    parser.add_argument("--tex", type=Path, metavar="FILE", help="all rows as LaTeX tables")
-    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,6 +53,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 FORMS = {"svg": PICTURE, "pdf": b"%PDF-"}
+
+OPTIONS = (
+    ("--results", DIR | {"default": Path("bench/results")}, "the files"),
+    ("--out", FILE | {"default": Path("bench-report.html")}, "the page"),
+    *((f"--{form}", DIR, f"every plot as a file of its own, {form}") for form in FORMS),
+    ("--csv", FILE, "all rows, one a line"),
+    ("--tex", FILE, "all rows as LaTeX tables"),
+    ("--overwrite", FLAG, "replace files that exist"),
+)
 ODD = (
     OSError,
     ValueError,

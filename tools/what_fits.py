@@ -5,7 +5,6 @@ python tools/what_fits.py
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from infinity.errors import CapacityError  # noqa: E402
+from infinity.tools.cli import parse  # noqa: E402
 from infinity.tools.cli.amounts import format_seconds  # noqa: E402
 from infinity.tools.plan import plan  # noqa: E402
 
@@ -26,17 +26,11 @@ NODES = ("two-rtx3090", "four-rtx4090", "dgx2", "dgx-a100", "dgx-h100", "dgx-b20
 MESH_OPTIONS = "--batch-tokens 64K --sequence-length 4096 --gradient-checkpointing --mesh auto"
 
 
-def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(allow_abbrev=False)
-    plan.add_parser(found.add_subparsers(dest="subcommand"))
-    return found
-
-
 def cell(model: str, machine: str, options: list[str]) -> str:
     """Returns where the state lives, and how long a step takes."""
     words = ["plan", "--model", model, "--machine", machine]
     try:
-        found = plan.make(parser().parse_args([*words, *OPTIONS, *options]))
+        found = plan.make(parse([*words, *OPTIONS, *options]))
     except CapacityError:
         return "does not fit"
     tiers = [tier for tier in ("device", "host", "nvme") if share_of(found, tier) > 0.02]
@@ -60,7 +54,7 @@ def mesh_cell(row: str, machine: str) -> str:
     words = ["plan", "--model", model, "--machine", machine, *MESH_OPTIONS.split()]
     homes = ["--params", home, "--optimizer", home]
     try:
-        best = plan.make(parser().parse_args([*words, *homes]))["meshes"][0]
+        best = plan.make(parse([*words, *homes]))["meshes"][0]
     except CapacityError:
         return "does not fit"
     axes = " ".join(f"{axis}{size}" for axis, size in best["mesh"].items() if size > 1)

@@ -24,7 +24,8 @@ from infinity.tools.bench.bench import check_folder
 from infinity.tools.bench.results import Measured
 from infinity.tools.bench.rounds import PROGRESS, tell
 from infinity.tools.bench.settings import Settings
-from infinity.tools.cli.values import a_count, a_path, positive_real
+from infinity.tools.cli.options import DIR, FILE, FLAG, NUMBER, takes
+from infinity.tools.cli.values import positive_real
 
 from ..endtoend import turns
 from ..launch import environment
@@ -35,21 +36,15 @@ from .environments import is_made, lacks, python_of, variables
 THEME_SECONDS = 3600
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of the command."""
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="these rivals (default: all)")
-    parser.add_argument("--list", action="store_true", help="the rivals, and what each needs")
-    parser.add_argument(
-        "--table", type=a_path, default=table.FILE, metavar="FILE", help="of rivals and the sweep"
-    )
-    parser.add_argument("--rounds", type=a_count, default=5, metavar="N", help="(default 5)")
-    parser.add_argument(
-        "--scale", type=positive_real, default=1.0, metavar="X", help="of the themes' sizes"
-    )
-    parser.add_argument(
-        "--folder", default=".", metavar="DIR", help="on the disk to measure (default: here)"
-    )
-    parser.add_argument("--save", type=a_path, metavar="DIR", help="a result file in this folder")
+OPTIONS = (
+    ("--only", takes("NAME", nargs="+"), "these rivals (default: all)"),
+    ("--list", FLAG, "the rivals, and what each needs"),
+    ("--table", FILE | {"default": table.FILE}, "of rivals and the sweep"),
+    ("--rounds", NUMBER | {"default": 5}, "(default 5)"),
+    ("--scale", takes("X", positive_real, default=1.0), "of the themes' sizes"),
+    ("--folder", takes("DIR", default="."), "on the disk to measure (default: here)"),
+    ("--save", DIR, "a result file in this folder"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -28,7 +28,7 @@ from pictured import picture, save_pictured
 from ranks import run_torchrun
 
 from infinity import Config, ConfigError
-from infinity.tools.cli import build_parser
+from infinity.tools.cli import parse
 from infinity.tools.plan.machine_file import Machine
 
 ROOT = Path(__file__).parents[2]
@@ -159,9 +159,9 @@ def test_the_commands_that_need_others_are_read(command):
     for open_, meant in FILLED.items():
         command = command.replace(open_, meant)
     words = shlex.split(command)[1:]
-    assert build_parser().parse_args(words).subcommand == words[0]
+    assert parse(words).subcommand == words[0]
     with pytest.raises(SystemExit):
-        build_parser().parse_args([*words, "--pusch"])
+        parse([*words, "--pusch"])
 
 
 @pytest.mark.slow

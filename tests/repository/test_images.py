@@ -42,10 +42,10 @@ def commands() -> dict[str, list[str]]:
 @pytest.mark.parametrize("name", ["compose.yaml", "kubernetes.yaml", "sky.yaml"])
 def test_what_a_container_runs_is_a_command_of_infinity(name, capsys):
     """Parses the arguments with the command line's own parser. The twin has one option more."""
-    args = cli.build_parser().parse_args(commands()[name])
+    args = cli.parse(commands()[name])
     assert args.subcommand == "train" and args.resume and args.checkpoint
     with pytest.raises(SystemExit):
-        cli.build_parser().parse_args([*commands()[name], "--no-such-option"])
+        cli.parse([*commands()[name], "--no-such-option"])
 
 
 def stages(text: str) -> list[list[str]]:

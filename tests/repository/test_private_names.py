@@ -145,9 +145,7 @@ ELSEWHERE = {
 }
 # Of Python and of libraries other than torch.
 OF_OTHERS = {
-    "_ArgumentGroup",
     "_DummyThread",
-    "_SubParsersAction",
     "_actions",
     "_attn_implementation",
     "_current_frames",

@@ -14,51 +14,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...errors import ConfigError
+from ..cli.options import FLAG, takes
 from ..cli.values import a_count, zero_or_more
 
 LARGEST_AXIS = 2**20  # in tokens: strides are tried one by one
-
-
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "attention", help="strides of neighborhood attention that are worth it, by tiles read"
-    )
-    parser.add_argument(
-        "shape", type=per_axis, metavar="SHAPE", help="tokens along each axis, as 30x48x80"
-    )
-    for name, what in (
-        ("--window", "keys that a query reads along each axis, as 18,24,24; one number is for all"),
-        ("--q-tile", "queries along each axis of a tile of the kernel"),
-        ("--kv-tile", "keys along each axis of a tile of the kernel"),
-    ):
-        parser.add_argument(name, type=per_axis, required=True, metavar="N,N,N", help=what)
-    parser.add_argument(
-        "--stride",
-        type=per_axis,
-        metavar="N,N,N",
-        help="queries along each axis that share a window (default: all that are worth it)",
-    )
-    parser.add_argument(
-        "--dilation",
-        type=per_axis,
-        default=1,
-        metavar="N,N,N",
-        help="distance between the keys of a window (default 1)",
-    )
-    parser.add_argument(
-        "--causal",
-        type=flag_per_axis,
-        default=0,
-        metavar="N,N,N",
-        help="1: along this axis no key is after its query (default 0)",
-    )
-    parser.add_argument(
-        "--share",
-        metavar="F",
-        help="attention's share of a job's time, as 60%%: how much faster does the job become?",
-    )
-    parser.add_argument("--json", action="store_true", help="the rows as one JSON object on stdout")
 
 
 def per_axis(text: str) -> int | tuple[int, ...]:
@@ -74,6 +33,38 @@ def flag_per_axis(text: str) -> int | tuple[int, ...]:
 def _numbers(text: str, parse: Callable[[str], int]) -> int | tuple[int, ...]:
     numbers = tuple(map(parse, text.replace("x", ",").split(",")))
     return numbers if len(numbers) > 1 else numbers[0]
+
+
+OF_AXES = takes("N,N,N", per_axis)
+NEEDED = OF_AXES | {"required": True}
+OPTIONS = (
+    ("shape", takes("SHAPE", per_axis), "tokens along each axis, as 30x48x80"),
+    (
+        "--window",
+        NEEDED,
+        "keys that a query reads along each axis, as 18,24,24; one number is for all",
+    ),
+    ("--q-tile", NEEDED, "queries along each axis of a tile of the kernel"),
+    ("--kv-tile", NEEDED, "keys along each axis of a tile of the kernel"),
+    (
+        "--stride",
+        OF_AXES,
+        "queries along each axis that share a window (default: all that are worth it)",
+    ),
+    ("--dilation", OF_AXES, "distance between the keys of a window", 1),
+    (
+        "--causal",
+        takes("N,N,N", flag_per_axis),
+        "1: along this axis no key is after its query",
+        0,
+    ),
+    (
+        "--share",
+        takes("F"),
+        "attention's share of a job's time, as 60%%: how much faster does the job become?",
+    ),
+    ("--json", FLAG, "the rows as one JSON object on stdout"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

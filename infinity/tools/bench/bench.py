@@ -22,10 +22,12 @@ from typing import Any
 
 from ...errors import ConfigError, UsageError
 from ...files.outputs import Output, check_outputs
-from ..cli.values import a_count, positive_real, real_from_zero
+from ..cli.options import FLAG, HIDDEN, NUMBER, REPEATED, Parser, takes
+from ..cli.values import positive_real, real_from_zero
 from .themes import IN_ALL, THEMES
 
 MOST_THREADS = 1024
+NAMED = takes("FILE")
 SIZES = (1e9, 8e9, 70e9)  # parameters of models, of which a line each tells
 
 
@@ -36,107 +38,69 @@ class _Choices(tuple):
         return True
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "bench", help="measure this machine: what limits training, its disk, Adam and copies"
-    )
-    themes = _Choices((*THEMES, "all", "compare"))
-    parser.add_argument(
-        "theme",
-        metavar="THEME",
-        nargs="?",
-        default="machine",
-        choices=themes,
-        help=f"what to measure: {', '.join(themes[:-1])} (default: machine, what limits training"
-        " here); or `compare`: two result files, or one and this machine",
-    )
-    parser.add_argument("more", metavar="THEME|FILE", nargs="*", help="further themes, or files")
-    add_options(parser)
-    parser.add_argument(
-        "--bound", type=real_from_zero, metavar="X", help="of compare: how much slower fails (0)"
-    )
-    for option, shape in (("--csv", "comma-separated values"), ("--tex", "a LaTeX table")):
-        parser.add_argument(option, action="store_true", help=f"of compare: {shape} on stdout")
-    parser.add_argument(
-        "--no-rivals",
-        action="store_true",
-        help=argparse.SUPPRESS,  # of `python -m bench`, which measures rivals
-    )
-    for option in ("--results", "--out", "--svg"):  # of the report, which only a checkout has
-        parser.add_argument(option, help=argparse.SUPPRESS)
-    return parser
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of every theme, here and in a checkout."""
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--save",
-        metavar="PATH",
-        help="write the JSON to PATH: a file that ends in .json, or a folder",
-    )
-    parser.add_argument(
-        "--resume", metavar="FILE", help="measure what an interrupted run left, into its file"
-    )
-    parser.add_argument(
+MEASURING = (  # of every theme, here and in a checkout
+    ("--json", FLAG, "one JSON object on stdout"),
+    ("--save", takes("PATH"), "write the JSON to PATH: a file that ends in .json, or a folder"),
+    ("--resume", NAMED, "measure what an interrupted run left, into its file"),
+    (
         "--folder",
-        action="append",
-        metavar="DIR",
-        help="on the disk to measure (default: here); of machine more than one: each, and all",
-    )
-    parser.add_argument(
-        "--only", action="append", metavar="ROW", help="rows whose names begin so: adam.split"
-    )
-    parser.add_argument("--html", metavar="FILE", help="a page with tables, curves and roofline")
-    parser.add_argument(
-        "--rounds",
-        type=a_count,
-        default=5,
-        metavar="N",
-        help="repeat N times, report the median (default 5)",
-    )
-    parser.add_argument(
+        REPEATED | takes("DIR"),
+        "on the disk to measure (default: here); of machine more than one: each, and all",
+    ),
+    ("--only", REPEATED | takes("ROW"), "rows whose names begin so: adam.split"),
+    ("--html", NAMED, "a page with tables, curves and roofline"),
+    ("--rounds", NUMBER, "repeat N times, report the median", 5),
+    (
         "--seconds",
-        type=real_from_zero,
-        default=0.0,
-        metavar="S",
-        help="further rounds of each loop for so long, or until its interval is within 3 %%; of"
+        takes("S", real_from_zero, default=0.0),
+        "further rounds of each loop for so long, or until its interval is within 3 %%; of"
         " machine: of all rounds (default 90)",
-    )
-    parser.add_argument(
-        "--scale", type=float, default=1.0, metavar="X", help="times the usual sizes (default 1)"
-    )
-    parser.add_argument(
-        "--threads",
-        type=a_count,
-        metavar="N",
-        help="of every loop (default: all processors)",
-    )
-    parser.add_argument(
+    ),
+    ("--scale", takes("X", float, default=1.0), "times the usual sizes (default 1)"),
+    ("--threads", NUMBER, "of every loop (default: all processors)"),
+    (
         "--parameters",
-        type=positive_real,
-        metavar="N",
-        help="of the model in the last line (default: a line each for 1e9, 8e9 and 70e9)",
-    )
-    parser.add_argument(
+        takes("N", positive_real),
+        "of the model in the last line (default: a line each for 1e9, 8e9 and 70e9)",
+    ),
+    (
         "--tokens",
-        type=positive_real,
-        default=4096.0,
-        metavar="N",
-        help="of its step in the last line (default 4096)",
-    )
-    parser.add_argument(
-        "--machine-file",
-        metavar="FILE",
-        help="of machine: its rates, for `infinity plan --machine FILE`",
-    )
-    parser.add_argument(
+        takes("N", positive_real, default=4096.0),
+        "of its step in the last line (default 4096)",
+    ),
+    ("--machine-file", NAMED, "of machine: its rates, for `infinity plan --machine FILE`"),
+    (
         "--keep-profile",
-        action="store_true",
-        help="of io: its rates replace the disk's stored profile, which the engine plans by",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace output files that exist")
+        FLAG,
+        "of io: its rates replace the disk's stored profile, which the engine plans by",
+    ),
+    ("--overwrite", FLAG, "replace output files that exist"),
+)
+KNOWN = _Choices((*THEMES, "all", "compare"))
+OPTIONS = (
+    (
+        "theme",
+        takes("THEME", nargs="?", default="machine", choices=KNOWN),
+        f"what to measure: {', '.join(KNOWN[:-1])} (default: machine, what limits training"
+        " here); or `compare`: two result files, or one and this machine",
+    ),
+    ("more", takes("THEME|FILE", nargs="*"), "further themes, or files"),
+    *MEASURING,
+    ("--bound", takes("X", real_from_zero), "of compare: how much slower fails (0)"),
+    ("--csv", FLAG, "of compare: comma-separated values on stdout"),
+    ("--tex", FLAG, "of compare: a LaTeX table on stdout"),
+    ("--no-rivals", FLAG, HIDDEN),  # of `python -m bench`, which measures rivals
+    # Of the report, which only a checkout has
+    *((option, {}, HIDDEN) for option in ("--results", "--out", "--svg")),
+)
+
+
+def _refuse_options(args: argparse.Namespace) -> None:
+    """Raises UsageError for an option of measuring beside `compare`, which it would not use."""
+    for name, usual in vars(Parser("", MEASURING).parse_args([])).items():
+        if name not in ("json", "folder") and getattr(args, name) != usual:
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} is of measuring, not of compare: leave it out")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -163,16 +127,6 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError(f"--{name} is of `python -m bench report`: leave it out")
     chosen = [theme for name in names for theme in (IN_ALL if name == "all" else (name,))]
     return measure(args, THEMES, tuple(dict.fromkeys(chosen)))
-
-
-def _refuse_options(args: argparse.Namespace) -> None:
-    """Raises UsageError for an option of measuring beside `compare`, which it would not use."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_options(parser)
-    for name, usual in vars(parser.parse_args([])).items():
-        if name not in ("json", "folder") and getattr(args, name) != usual:
-            option = name.replace("_", "-")
-            raise UsageError(f"--{option} is of measuring, not of compare: leave it out")
 
 
 def no_theme(name: str, known: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, UsageError
+from ..cli.options import FLAG, takes
 from ..cli.values import real_from_zero
 from . import facts, intervals
 from .results import Measured, Row, Run, is_quick, read, row_of
@@ -50,25 +51,18 @@ class Compared:
     verdict: str
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `python -m bench compare`."""
-    parser.add_argument(
-        "files",
-        nargs="+",
-        metavar="FILE",
-        help="two result files or more; or one, and this machine now",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--csv", action="store_true", help="comma-separated values on stdout")
-    parser.add_argument("--tex", action="store_true", help="a LaTeX table on stdout")
-    parser.add_argument("--folder", default=".", metavar="DIR", help="on the disk to measure")
-    parser.add_argument(
+OPTIONS = (  # of `python -m bench compare`
+    ("files", takes("FILE", nargs="+"), "two result files or more; or one, and this machine now"),
+    ("--json", FLAG, "one JSON object on stdout"),
+    ("--csv", FLAG, "comma-separated values on stdout"),
+    ("--tex", FLAG, "a LaTeX table on stdout"),
+    ("--folder", takes("DIR", default="."), "on the disk to measure"),
+    (
         "--bound",
-        type=real_from_zero,
-        default=0.0,
-        metavar="X",
-        help="how much slower fails, with confidence: 0.05 is 5 %% (default 0)",
-    )
+        takes("X", real_from_zero, default=0.0),
+        "how much slower fails, with confidence: 0.05 is 5 %% (default 0)",
+    ),
+)
 
 
 def run(args: argparse.Namespace) -> int:

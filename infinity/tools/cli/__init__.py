@@ -1,9 +1,10 @@
 """The command line: `infinity <subcommand>`, also `python -m infinity <subcommand>`.
 
-Each subcommand is one module of infinity/tools with two functions:
+Each subcommand is one module of infinity/tools, which is imported when it is asked for:
 
-  add_parser(subparsers)  registers the subcommand and its options
-  run(args) -> int        runs it and returns the exit status
+  OPTIONS           its options, as rows (:mod:`.options`)
+  ABOUT             keywords of its parser, if it has any: description, usage
+  run(args) -> int  runs it and returns the exit status
 
 A module imports torch and transformers inside `run` only, so that `--help` is fast.
 
@@ -15,16 +16,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import importlib
 import logging
 import os
-import re
 import signal
 import sys
 from collections.abc import Callable, Collection, Sequence
 from types import ModuleType
-from typing import Any
 
 from ... import __version__
 from ...errors import ConfigError, InfinityError, UsageError
@@ -32,28 +30,40 @@ from ...library_versions import LEAST
 from ...ranks import failure_report
 from ..train import wording
 from . import presets
+from .options import BAD_INPUT_STATUS, HIDDEN, Parser
 
-# The module of each, below infinity/tools.
-SUBCOMMANDS = {
-    "attention": "attention.attention",
-    "bench": "bench.bench",
-    "clean": "cli.clean",
-    "completion": "cli.completion",
-    "cost": "cost.command",
-    "env": "cli.env",
-    "eval": "eval.evaluate",
-    "export": "export.export",
-    "fleet": "fleet.command",
-    "generate": "generate.generate",
-    "plan": "plan.plan",
-    "report": "watch.report",
-    "run": "run.run",
-    "top": "watch.top",
-    "trace": "watch.trace",
-    "train": "train.train",
-    "verify": "verify.command",
+SUBCOMMANDS = {  # name -> its module below infinity/tools, and what it does
+    "attention": (
+        "attention.attention",
+        "strides of neighborhood attention that are worth it, by tiles read",
+    ),
+    "bench": (
+        "bench.bench",
+        "measure this machine: what limits training, its disk, Adam and copies",
+    ),
+    "clean": (
+        "cli.clean",
+        "list, or remove, what jobs have left: cut-short saves, records of ended runs",
+    ),
+    "completion": ("cli.completion", "a script for the shell's tab key"),
+    "cost": ("cost.command", "what a job costs on rented GPUs, and when to move"),
+    "env": ("cli.env", "what was found and chosen on this machine, and what would be better"),
+    "eval": ("eval.evaluate", "scores of lm-eval's tasks, or loss and perplexity"),
+    "export": ("export.export", "write a checkpoint's weights as safetensors"),
+    "fleet": ("fleet.command", "who of several jobs gets which GPUs, and when"),
+    "generate": ("generate.generate", "continue a prompt, or chat"),
+    "plan": ("plan.plan", "where a model's state would live, and how long a step would take"),
+    "report": ("watch.report", "a run as one HTML page: memory map, loss, edges, timeline"),
+    "run": ("run.run", "runs a training script as it is, its model's state at home"),
+    "top": ("watch.top", "watch the jobs of this machine"),
+    "trace": ("watch.trace", "summarise a timeline, or draw it"),
+    "train": ("train.train", "train or fine-tune a causal language model"),
+    "verify": (
+        "verify.command",
+        "repeat a stretch of a job from its receipt, and compare the bits",
+    ),
 }
-BAD_INPUT_STATUS = 2
+ABOUT = "Train PyTorch models with all the memory a machine has: GPU, CPU and NVMe."
 INTERRUPTED_STATUS = 128 + signal.SIGINT
 BROKEN_PIPE_STATUS = 128 + signal.SIGPIPE
 REFUSALS = (ConfigError, UsageError)  # what is started again fails so again; memory may be free
@@ -62,95 +72,43 @@ NOISY = ("bitsandbytes", "torchao", "torch.utils._pytree")
 
 
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f"infinity.tools.{SUBCOMMANDS[name]}")
+    return importlib.import_module(f"infinity.tools.{SUBCOMMANDS[name][0]}")
 
 
-NEGATIVE = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+def parser_of(name: str) -> Parser:
+    """Makes the parser of a subcommand."""
+    module = _module(name)
+    about = {"description": SUBCOMMANDS[name][1]} | getattr(module, "ABOUT", {})
+    return Parser(f"infinity {name}", module.OPTIONS, **about)
 
 
-class Parser(argparse.ArgumentParser):
-    """Accepts options by their full names only: the meaning of an abbreviation changes when an
-    option is added."""
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **(kwargs | {"allow_abbrev": False}))
-        self._negative_number_matcher = NEGATIVE  # argparse's own takes -1e-4 for an option
-
-    def error(self, message: str):
-        """Prints the message, then where the options are listed, and exits."""
-        if choice := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
-            known = [name.strip(" '") for name in choice[2].split(",")]
-            if near := difflib.get_close_matches(choice[1], known, n=1):
-                message += f": did you mean {near[0]}?"
-            elif "train" in known:
-                message += ": the subcommand comes first"
-        message = message.replace("ignored explicit argument", "is a switch: leave out")
-        self.exit(
-            BAD_INPUT_STATUS, f"{self.prog}: {message}\n`{self.prog} --help` lists all options.\n"
-        )
-
-    def parse_args(self, args=None, namespace=None):
-        """Parses all of ``args``. Exits with a message that names the nearest option if one is
-        unknown."""
-        parsed, left = self.parse_known_args(args, namespace)
-        if left:
-            command = command_of(self, parsed.subcommand) if hasattr(parsed, "subcommand") else self
-            names = option_names(command)
-            without = [each.metavar or each.dest for each in command._get_positional_actions()]
-            command.error(
-                f"unrecognized arguments: {' '.join(left)}{wording.meant(left[0], names, without)}"
-            )
-        return parsed
-
-
-class Subcommands(argparse.HelpFormatter):
-    """Lists the subcommands without a line above them, so that one screen has room for all."""
-
-    def _format_action(self, action: argparse.Action) -> str:
-        text = super()._format_action(action)
-        return text if action.metavar != "<subcommand>" else text.partition("\n")[2]
-
-
-def command_of(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
-    """Returns the parser of a subcommand."""
-    (commands,) = (
-        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-    )
-    return commands.choices[name]
-
-
-def option_names(parser: argparse.ArgumentParser) -> list[str]:
-    """Returns the names of a command's options."""
-    return [name for action in parser._actions for name in action.option_strings]
-
-
-def build_parser() -> argparse.ArgumentParser:
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parses the words of a command line. Exits for its help, and for wrong words."""
+    if words and words[0] in SUBCOMMANDS:
+        return parser_of(words[0]).parse_args(words[1:], argparse.Namespace(subcommand=words[0]))
+    lines = "\n".join(f"  {name:<14}{what}" for name, (_, what) in SUBCOMMANDS.items())
     parser = Parser(
-        prog="infinity",
-        usage="infinity [-h] [--version] <subcommand> ...",  # one screen has no room for more
+        "infinity",
+        [
+            ("subcommand", {"metavar": "<subcommand>", "choices": SUBCOMMANDS}, HIDDEN),
+            ("--help", {"action": "help"}, HIDDEN),
+            ("-h", {"action": "help"}, HIDDEN),
+            ("--version", {"action": "version", "version": f"infinity {__version__}"}, HIDDEN),
+        ],
+        usage="infinity [-h] [--version] <subcommand> ...",
         add_help=False,
-        description="Train PyTorch models with all the memory a machine has: GPU, CPU and NVMe.",
+        description=f"{ABOUT}\n\n{lines}",
         epilog=(
             "Exit status: 0 done; 1 a defect; 2 bad input, or a system error; 130, 143 interrupted"
         ),
-        formatter_class=lambda prog: Subcommands(prog, max_help_position=16, width=100),
     )
-    parser.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
-    version = f"infinity {__version__}"
-    parser.add_argument("--version", action="version", version=version, help=argparse.SUPPRESS)
-    subparsers = parser.add_subparsers(
-        prog="infinity", dest="subcommand", metavar="<subcommand>", required=True
-    )
-    for name in SUBCOMMANDS:
-        _module(name).add_parser(subparsers)
-    return parser
+    return parser.parse_args(words)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status. Never raises errors that users can fix."""
     try:
-        parser = build_parser()
-        args = parser.parse_args(presets.expanded(sys.argv[1:] if argv is None else argv))
+        args = parse(presets.expanded(sys.argv[1:] if argv is None else argv))
     except SystemExit as stop:  # argparse has printed help (0) or its message (2)
         if stop.code:
             _note_refusal("wrong words: see the message on standard error")
@@ -159,8 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"infinity train: {error}", file=sys.stderr)
         _note_refusal(str(error))
         return BAD_INPUT_STATUS
-    options = option_names(command_of(parser, args.subcommand))
-    return answer(f"infinity {args.subcommand}", _module(args.subcommand).run, args, options)
+    name = args.subcommand
+    return answer(f"infinity {name}", _module(name).run, args, parser_of(name).known)
 
 
 def answer(

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...errors import ConfigError
-from .values import a_path
+from .options import FLAG, FOLDER
 
 PROBE = re.compile(r"infinity-probe-[a-z0-9_]{8}")
 DATA_FILES = re.compile(
@@ -39,22 +39,15 @@ class Leftover:
     why: str
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "clean", help="list, or remove, what jobs have left: cut-short saves, records of ended runs"
-    )
-    parser.add_argument(
+OPTIONS = (
+    (
         "folder",
-        nargs="*",
-        type=a_path,
-        metavar="FOLDER",
-        help="checkpoints and scratch folders to look in, beside the cache",
-    )
-    parser.add_argument("--yes", action="store_true", help="remove what is found")
-    parser.add_argument(
-        "--json", action="store_true", help="what was found as one JSON object on stdout"
-    )
+        FOLDER | {"nargs": "*"},
+        "checkpoints and scratch folders to look in, beside the cache",
+    ),
+    ("--yes", FLAG, "remove what is found"),
+    ("--json", FLAG, "what was found as one JSON object on stdout"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -6,42 +6,35 @@ import argparse
 import json
 import shlex
 
+from .options import FLAG, HIDDEN, one_of
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser("completion", help="a script for the shell's tab key")
-    parser.add_argument(
-        "shell", nargs="?", choices=("bash", "zsh"), default="bash", help="default bash"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="what is completed as one JSON object on stdout"
-    )
+OPTIONS = (
+    ("shell", one_of("bash", "zsh", nargs="?", default="bash"), "default bash"),
+    ("--json", FLAG, "what is completed as one JSON object on stdout"),
+)
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the script, or its words as JSON."""
-    from . import build_parser
-
-    tree = words(build_parser())
+    tree = words()
     print(
         json.dumps(tree) if args.json else script(tree, args.shell), end="\n" if args.json else ""
     )
     return 0
 
 
-def words(parser: argparse.ArgumentParser) -> dict[str, dict[str, list[str]]]:
+def words() -> dict[str, dict[str, list[str]]]:
     """Lists the options of every subcommand, each with its choices."""
-    (commands,) = (
-        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
-    )
+    from . import SUBCOMMANDS, parser_of
+
     return {
         name: {
             option: [str(choice) for choice in action.choices or ()]
-            for action in command._actions
+            for action in parser_of(name)._actions
             for option in action.option_strings or ("",)
-            if action.help != argparse.SUPPRESS
+            if action.help != HIDDEN
         }
-        for name, command in commands.choices.items()
+        for name in SUBCOMMANDS
     }
 
 

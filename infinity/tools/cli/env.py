@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ... import __version__
 from ...errors import InfinityError
+from .options import FLAG, REPEATED
 
 KIB = 1024
 TRIED_NBYTES = 64 * KIB**2  # of buffers
@@ -31,23 +32,11 @@ class Finding:
     remedy: str = ""
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "env", help="what was found and chosen on this machine, and what would be better"
-    )
-    parser.add_argument(
-        "--nvme-path",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="folder to look at (repeatable)",
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument(
-        "--check", action="store_true", help="exit with status 2 if anything could be better"
-    )
-    return parser
+OPTIONS = (
+    ("--nvme-path", REPEATED | {"metavar": "DIR", "default": []}, "folder to look at (repeatable)"),
+    ("--json", FLAG, "one JSON object on stdout"),
+    ("--check", FLAG, "exit with status 2 if anything could be better"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

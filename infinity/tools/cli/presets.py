@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,15 +82,15 @@ def _without(words: Sequence[str], options: set[str]) -> list[str]:
     return kept
 
 
-def words_of(args: argparse.Namespace) -> list[str]:
+def words_of(args: argparse.Namespace, apart: Collection[str] = APART) -> list[str]:
     """Returns the words of the options of `infinity train` that differ from their defaults, but
-    :data:`APART`. Paths that are there are whole: a job may go on in another folder."""
-    from . import build_parser, command_of
+    those ``apart``. Paths that are there are whole: a job may go on in another folder."""
+    from . import parser_of
 
     words = []
-    for action in command_of(build_parser(), "train")._actions:
+    for action in parser_of("train")._actions:
         value = getattr(args, action.dest, None)
-        if value is None or value == action.default or action.dest in APART:
+        if value is None or value == action.default or action.dest in apart:
             continue
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, Path) and (each.exists() or action.dest in ("out", "receipt")):
@@ -104,10 +104,10 @@ def _words_of_checkpoint(folder: Path, given: Sequence[str]) -> list[str]:
     """Returns the options of the job that saved a checkpoint, without those that are ``given`` anew
     or that no file may give; none if it is damaged, or a script's."""
     from ..train.places import saved_extra
-    from . import build_parser, command_of, option_names
+    from . import parser_of
 
     saved = saved_extra(folder).get("words", [])
-    known = set(option_names(command_of(build_parser(), "train")))
+    known = set(parser_of("train").known)
     known -= {f"--{name.replace('_', '-')}" for name in APART}
     known -= {word.partition("=")[0] for word in given} | _replaced(given)
     words = saved if isinstance(saved, list) else []
@@ -118,7 +118,7 @@ def words_of_table(path: Path, given: Sequence[str]) -> list[str]:
     """Returns the words for the table ``train`` of a file. Lists are repeatable options: values on
     the command line replace them. Raises ConfigError, with the file's key, for an unknown option or
     an invalid value."""
-    from . import build_parser, command_of
+    from . import parser_of
 
     file = read_table(path)
     if table := file.get(TABLE, {}):
@@ -127,7 +127,7 @@ def words_of_table(path: Path, given: Sequence[str]) -> list[str]:
         refuse_others(file, f"{path}: ")  # LitGPT's has such a table, too
     if not isinstance(table, dict):
         raise ConfigError(f"{path}: {TABLE} is not a table of options")
-    options = command_of(build_parser(), "train")
+    options = parser_of("train")
     words: list[str] = []
     for name, value in table.items():
         said = _words_of(f"{path}: {TABLE}.{name}", name, value, options)
@@ -138,12 +138,7 @@ def words_of_table(path: Path, given: Sequence[str]) -> list[str]:
 
 def _words_of(key: str, name: str, value: Any, options: argparse.ArgumentParser) -> list[str]:
     """Returns the words for one key. ``key``: its name in error messages."""
-    known = {
-        option: action
-        for action in options._actions
-        for option in action.option_strings
-        if option.startswith("--")
-    }
+    known = options.known
     option = f"--{name.replace('_', '-')}"
     if option not in known or option in ("--help", "--config"):
         near = difflib.get_close_matches(option, known, n=1)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,34 +26,45 @@ def a_path(text: str) -> Path:
     return Path(text)
 
 
-def a_count(text: str) -> int:
-    """Parses a whole number from 1 on."""
-    return _whole(text, 1, MOST)
+def _whole(text: str, low: int, high: int = MOST, why: str = "") -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        near = f", as {float(text):.0f}" if _is_whole(text) else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number{near}") from None
+    if value > high:
+        raise argparse.ArgumentTypeError(f"{text} given, at most {high} possible")
+    if value < low:
+        raise argparse.ArgumentTypeError(f"{text} given, {low} or more{why} needed")
+    return value
 
 
-def zero_or_more(text: str) -> int:
-    """Parses a whole number from 0 on."""
-    return _whole(text, 0, MOST)
+def _is_whole(text: str) -> bool:
+    try:
+        return float(text).is_integer()
+    except (ValueError, OverflowError):
+        return False
 
 
-def at_least_two(text: str) -> int:
-    """Parses a number of tokens that has one to predict."""
-    return _whole(text, 2, MOST, " (a token and the one to predict)")
+def _real(text: str, low: float = 0.0, needed: str = "0 or more") -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if math.isinf(value):
+        raise argparse.ArgumentTypeError(f"{text} given, a finite number needed")
+    if not value >= low:
+        raise argparse.ArgumentTypeError(f"{text} given, {needed} needed")
+    return value
 
 
-def a_seed(text: str) -> int:
-    """Parses a seed."""
-    return _whole(text, 0, 2**63 - 1)
-
-
-def positive_real(text: str) -> float:
-    """Parses a number above 0."""
-    return _real(text, sys.float_info.min, "more than 0")
-
-
-def real_from_zero(text: str) -> float:
-    """Parses a number from 0 on."""
-    return _real(text, 0.0, "0 or more")
+# Each parses a number of a kind.
+a_count = partial(_whole, low=1)
+zero_or_more = partial(_whole, low=0)
+at_least_two = partial(_whole, low=2, why=" (a token and the one to predict)")
+a_seed = partial(_whole, low=0, high=2**63 - 1)
+positive_real = partial(_real, low=sys.float_info.min, needed="more than 0")
+real_from_zero = _real
 
 
 def a_pair(text: str) -> str:
@@ -61,7 +73,7 @@ def a_pair(text: str) -> str:
     if len(parts) != 2:
         raise argparse.ArgumentTypeError(f"{text!r} given: two numbers needed, as 0.9,0.95")
     for part in parts:
-        if _real(part, 0.0, "0 or more") >= 1:
+        if _real(part) >= 1:
             raise argparse.ArgumentTypeError(f"{part} given, less than 1 needed")
     return ",".join(part.strip() for part in parts)
 
@@ -86,38 +98,6 @@ def parse_seconds(value: float | str, name: str) -> float:
         f"{name}={str(value)[:60]!r} is not a duration: give seconds, or text such as '30s', '15m',"
         " '6h' or '2d'"
     )
-
-
-def _whole(text: str, low: int, high: int, why: str = "") -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        near = f", as {float(text):.0f}" if _is_whole(text) else ""
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number{near}") from None
-    if value > high:
-        raise argparse.ArgumentTypeError(f"{text} given, at most {high} possible")
-    if value < low:
-        raise argparse.ArgumentTypeError(f"{text} given, {low} or more{why} needed")
-    return value
-
-
-def _is_whole(text: str) -> bool:
-    try:
-        return float(text).is_integer()
-    except (ValueError, OverflowError):
-        return False
-
-
-def _real(text: str, low: float, needed: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if math.isinf(value):
-        raise argparse.ArgumentTypeError(f"{text} given, a finite number needed")
-    if not value >= low:
-        raise argparse.ArgumentTypeError(f"{text} given, {needed} needed")
-    return value
 
 
 def svg_path(text: str) -> Any:
@@ -148,15 +128,6 @@ def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths)).rstrip()
-
-
-def add_rating(add: Callable[..., Any], default: str) -> None:
-    """Adds the option of :func:`rating_of`."""
-    add(
-        "--drive-rating",
-        metavar="BYTES",
-        help=f'what a drive may be written in all, as "1200TB" ({default})',
-    )
 
 
 def rating_of(args: argparse.Namespace) -> float | None:

@@ -20,14 +20,8 @@ from ...ext.checkpoint.interval import steps_between
 from ...files.outputs import Output, check_outputs
 from ...untrusted import parse_json, printable, read_text
 from ..cli.amounts import format_count, format_seconds
-from ..cli.values import (
-    a_count,
-    a_number_of_tokens,
-    a_path,
-    columns,
-    parse_seconds,
-    positive_real,
-)
+from ..cli.options import FILE, FLAG, NUMBER, TEXT, either, takes
+from ..cli.values import a_number_of_tokens, columns, parse_seconds, positive_real
 from ..plan import sky
 from .cost import DAY, FORMAT, HOUR, START_SECONDS, Bill, Move, Profile, Rental, Saves
 from .prices import Offer, parse_time, read_lifetimes, read_prices
@@ -37,52 +31,51 @@ OFFER_KEYS = ("name", "cloud", "zone", "instance", "gpu", "count", "market")
 SAVING_SHARE = 0.02  # of the time, as `infinity train` saves
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser("cost", help="what a job costs on rented GPUs, and when to move")
-    add = parser.add_argument
-    add("--profile", type=a_path, required=True, metavar="FILE", help="report of `infinity train`")
-    add("--prices", type=a_path, required=True, metavar="FILE", help="a CSV file of offers")
-    length = parser.add_mutually_exclusive_group(required=True)
-    length.add_argument("--tokens", type=a_number_of_tokens, metavar="N", help="to train, as 2B")
-    length.add_argument(
-        "--hours",
-        type=positive_real,
-        metavar="H",
-        help="to train: what the profile's first GPU does in so many hours, without a loss",
-    )
-    add(
+DURATION = takes("S")
+OPTIONS = (
+    ("--profile", FILE | {"required": True}, "report of `infinity train`"),
+    ("--prices", FILE | {"required": True}, "a CSV file of offers"),
+    either(
+        ("--tokens", takes("N", a_number_of_tokens), "to train, as 2B"),
+        (
+            "--hours",
+            takes("H", positive_real),
+            "to train: what the profile's first GPU does in so many hours, without a loss",
+        ),
+        required=True,
+    ),
+    (
         "--nodes",
-        type=a_count,
-        default=1,
-        metavar="N",
-        help="machines of an offer that train together; each loss is one of the job (default 1)",
-    )
-    add("--start", metavar="TIME", help="of the job (default: the first time of the prices)")
-    add("--move", metavar="TEXT", help="plan moves, of 'seconds=auto dollars=9' each")
-    loss = parser.add_mutually_exclusive_group()
-    loss.add_argument("--between-failures", metavar="S", help="mean life of a spot machine, as 6h")
-    loss.add_argument("--lifetimes", type=a_path, metavar="FILE", help="a CSV file of such lives")
-    add(
+        NUMBER,
+        "machines of an offer that train together; each loss is one of the job",
+        1,
+    ),
+    ("--start", takes("TIME"), "of the job (default: the first time of the prices)"),
+    ("--move", TEXT, "plan moves, of 'seconds=auto dollars=9' each"),
+    either(
+        ("--between-failures", DURATION, "mean life of a spot machine, as 6h"),
+        ("--lifetimes", FILE, "a CSV file of such lives"),
+    ),
+    (
         "--on-demand-failures",
-        metavar="S",
-        help="mean time between failures of an on-demand machine, as 60d (default: it has none)",
-    )
-    add(
+        DURATION,
+        "mean time between failures of an on-demand machine, as 60d (default: it has none)",
+    ),
+    (
         "--restart",
-        metavar="S",
-        help="seconds from a loss until the job trains again, as 5m (default: restart_seconds of"
+        DURATION,
+        "seconds from a loss until the job trains again, as 5m (default: restart_seconds of"
         f" the profile, else {START_SECONDS:.0f} s until its processes run, and a load)",
-    )
-    add(
+    ),
+    (
         "--notice",
-        default="0",
-        metavar="S",
-        help="seconds of warning before a spot machine is taken away, as 30s",
-    )
-    add("--sky", type=a_path, metavar="FILE", help="write a task of SkyPilot for the best offers")
-    add("--overwrite", action="store_true", help="replace a file of --sky that is no task of ours")
-    add("--json", action="store_true", help="all offers and the plan as one JSON object on stdout")
+        DURATION | {"default": "0"},
+        "seconds of warning before a spot machine is taken away, as 30s",
+    ),
+    ("--sky", FILE, "write a task of SkyPilot for the best offers"),
+    ("--overwrite", FLAG, "replace a file of --sky that is no task of ours"),
+    ("--json", FLAG, "all offers and the plan as one JSON object on stdout"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

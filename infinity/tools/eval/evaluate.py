@@ -14,14 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 from ...core.machine.sizes import MOST_NBYTES
 from ...errors import ConfigError, InfinityError
-from ..cli.values import MOST, at_least_two, columns
-from ..generate.opened import MODEL, add_home_options, find, opened, quiet, with_tokenizer
+from ..cli.options import (
+    BYTES,
+    COUNT,
+    FLAG,
+    FOLDER,
+    LENGTH,
+    NUMBER,
+    PATH,
+    SHARE,
+    defaults,
+    takes,
+)
+from ..cli.values import MOST, columns
+from ..generate.opened import HOMES, MODEL, find, opened, quiet, with_tokenizer
 from ..train.corpus import held_out_share
 from ..train.examples import ExampleBatches
 from ..train.inputs import find_files, read_batches, tell_skipped
 from ..train.job import held_out_loss, learned_count
 from ..train.model import check_vocabulary, no_cache
-from ..train.options import COUNT, DEFAULT_DATA_LIMIT, FLAG, FOLDER, NUMBER, PATH
+from ..train.options import DEFAULT_DATA_LIMIT
 from ..train.progress import tell_read
 from ..train.ranks import refuse_several
 from .harness import find_tasks, score
@@ -45,57 +57,52 @@ OF_DATA = {
     "pack": "--pack",
     "data_limit": "--data-limit",
 }
-DESCRIPTION = """\
+ABOUT = {
+    "description": """\
 Measures a trained model: --tasks has lm-eval score it (pip install lm-eval), --data computes loss
 and perplexity as `infinity train` computes them of what it holds out."""
+}
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "eval",
-        help="scores of lm-eval's tasks, or loss and perplexity",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(seed=0)
-    parser.add_argument("model", **MODEL)
-    add = parser.add_argument_group("data").add_argument
-    add("--data", **PATH, help="samples or text files, as `infinity train` reads them")
-    add("--held-out", **FLAG, help="of --data only what `infinity train` holds out of it")
-    add(
+OPTIONS = (
+    MODEL,
+    "data",
+    ("--data", PATH, "samples or text files, as `infinity train` reads them"),
+    ("--held-out", FLAG, "of --data only what `infinity train` holds out of it"),
+    (
         "--eval-share",
-        metavar="SHARE",
-        help="as `infinity train` was given it, for --held-out (default 3%%)",
-    )
-    add("--eval-batches", **NUMBER, help="no more batches (default all)")
-    add(
+        SHARE,
+        "as `infinity train` was given it, for --held-out (default 3%%)",
+    ),
+    ("--eval-batches", NUMBER, "no more batches (default all)"),
+    (
         "--sequence-length",
-        type=at_least_two,
-        metavar="N",
-        help="tokens in a sample, at most (default as `infinity train`)",
-    )
-    add("--pack", **FLAG, help="several samples of --data in one row of --sequence-length tokens")
-    add(
+        LENGTH,
+        "tokens in a sample, at most (default as `infinity train`)",
+    ),
+    ("--pack", FLAG, "several samples of --data in one row of --sequence-length tokens"),
+    (
         "--data-limit",
-        metavar="BYTES",
-        help=f"of text: no more (default all, with --held-out {DEFAULT_DATA_LIMIT})",
-    )
-    add = parser.add_argument_group("tasks").add_argument
-    add(
+        BYTES,
+        f"of text: no more (default all, with --held-out {DEFAULT_DATA_LIMIT})",
+    ),
+    "tasks",
+    (
         "--tasks",
-        metavar="NAME,NAME",
-        help='of lm-eval, as "arc_easy,mmlu_*", or YAML files of tasks of your own',
-    )
-    add("--include", **FOLDER, help="folder with YAML files of tasks, known by name")
-    add("--num-fewshot", **COUNT, help="examples before each question (default: the task's)")
-    add("--limit", **NUMBER, help="questions of each task, no more")
-    add("--apply-chat-template", **FLAG, help="ask in the model's chat template")
-    add("--confirm-run-unsafe-code", **FLAG, help="run code that the model writes, if a task does")
-    add = parser.add_argument_group("model and results").add_argument
-    add("--batch-size", **NUMBER, default=4, help="samples that run at once (default 4)")
-    add_home_options(add)
-    add("--json", **FLAG, help="the results as one JSON object on stdout")
+        takes("NAME,NAME"),
+        'of lm-eval, as "arc_easy,mmlu_*", or YAML files of tasks of your own',
+    ),
+    ("--include", FOLDER, "folder with YAML files of tasks, known by name"),
+    ("--num-fewshot", COUNT, "examples before each question (default: the task's)"),
+    ("--limit", NUMBER, "questions of each task, no more"),
+    ("--apply-chat-template", FLAG, "ask in the model's chat template"),
+    ("--confirm-run-unsafe-code", FLAG, "run code that the model writes, if a task does"),
+    "model and results",
+    ("--batch-size", NUMBER, "samples that run at once", 4),
+    *HOMES,
+    ("--json", FLAG, "the results as one JSON object on stdout"),
+    defaults(seed=0),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,49 +12,43 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..cli.options import DIR, FLAG, one_of, takes
 from ..cli.values import a_path
 
 GGUF = b"GGUF"  # such a file begins so
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
-    """Registers the command."""
-    parser = subparsers.add_parser("export", help="write a checkpoint's weights as safetensors")
-    parser.add_argument(
+OPTIONS = (
+    (
         "checkpoint",
-        metavar="CHECKPOINT",
-        type=a_path,
-        help="a folder that save_checkpoint, or `infinity train`, wrote; or one of safetensors",
-    )
-    parser.add_argument("out", metavar="OUT", type=a_path, help="the folder, or .gguf, to write")
-    parser.add_argument(
+        takes("CHECKPOINT", a_path),
+        "a folder that save_checkpoint, or `infinity train`, wrote; or one of safetensors",
+    ),
+    ("out", takes("OUT", a_path), "the folder, or .gguf, to write"),
+    (
         "--dtype",
-        choices=("fp32", "bf16", "fp16"),
-        help="default: what the model computed in; fp32 takes the masters",
-    )
-    parser.add_argument(
+        one_of("fp32", "bf16", "fp16"),
+        "default: what the model computed in; fp32 takes the masters",
+    ),
+    (
         "--model",
-        type=a_path,
-        metavar="DIR",
-        help="copy configuration, tokenizer, and tensors without a place in its class, from here",
-    )
-    parser.add_argument(
+        DIR,
+        "copy configuration, tokenizer, and tensors without a place in its class, from here",
+    ),
+    (
         "--merge",
-        type=a_path,
-        metavar="ADAPTER",
-        help="merge an adapter of peft, a layer at a time, and take the tokenizer in its folder, if"
+        takes("ADAPTER", a_path),
+        "merge an adapter of peft, a layer at a time, and take the tokenizer in its folder, if"
         " any; a checkpoint needs --model too",
-    )
-    parser.add_argument(
+    ),
+    (
         "--gguf",
-        choices=("f16", "bf16", "q8_0"),
-        help="write one file for llama.cpp and Ollama, with the tokenizer; its matrices so",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace what is in OUT")
-    parser.add_argument(
-        "--json", action="store_true", help="print what was written as one JSON object"
-    )
-    return parser
+        one_of("f16", "bf16", "q8_0"),
+        "write one file for llama.cpp and Ollama, with the tokenizer; its matrices so",
+    ),
+    ("--overwrite", FLAG, "replace what is in OUT"),
+    ("--json", FLAG, "print what was written as one JSON object"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...untrusted import printable, read_table
+from ..cli.options import FLAG, one_of, takes
 from ..cli.values import a_path, columns, parse_seconds
 from .fleet import (
     EQUAL,
@@ -34,19 +35,15 @@ WORKER_KEYS = ("count", "dollars_per_hour")
 JOB_KEYS = ("steps", "rates", "gpus", "weight", "deadline")
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser("fleet", help="who of several jobs gets which GPUs, and when")
-    parser.add_argument("jobs", type=a_path, metavar="JOBS", help="a TOML file of workers and jobs")
-    parser.add_argument(
+OPTIONS = (
+    ("jobs", takes("JOBS", a_path), "a TOML file of workers and jobs"),
+    (
         "--policy",
-        choices=POLICIES,
-        default="max-min",
-        help="equal progress (default), the earliest end of all, or the most steps for a dollar",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="the allocation as one JSON object on stdout"
-    )
+        one_of(*POLICIES, default="max-min"),
+        "equal progress (default), the earliest end of all, or the most steps for a dollar",
+    ),
+    ("--json", FLAG, "the allocation as one JSON object on stdout"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,43 +9,37 @@ import sys
 from typing import Any
 
 from ...errors import ConfigError
-from ..cli.values import a_seed, real_from_zero
+from ..cli.options import FLAG, NUMBER, SEED, TEXT, takes
+from ..cli.values import real_from_zero
 from ..train.model import check_vocabulary, max_positions
-from ..train.options import FLAG, NUMBER
 from ..train.ranks import refuse_several
 from ..train.sample import printable, prompt_of
-from .opened import MODEL, add_home_options, find, opened, quiet, with_tokenizer
+from .opened import HOMES, MODEL, find, opened, quiet, with_tokenizer
 
-DESCRIPTION = """\
+ABOUT = {
+    "description": """\
 Continues a prompt, or chats (--chat): one line is one message, an empty line or Ctrl-D ends it, and
 Ctrl-C ends an answer. A tokenizer with a chat template answers the prompt as a message."""
+}
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "generate",
-        help="continue a prompt, or chat",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add = parser.add_argument
-    add("model", **MODEL)
-    add("--prompt", metavar="TEXT", help='what to continue or to answer; "-" reads it from stdin')
-    add("--chat", **FLAG, help="a conversation: each line is a message")
-    add("--system", metavar="TEXT", help="the first message of a conversation: how to answer")
-    add("--raw", **FLAG, help="continue the prompt as it is, without the chat template")
-    add("--max-new-tokens", **NUMBER, default=256, help="of one answer (default 256)")
-    add(
+OPTIONS = (
+    MODEL,
+    ("--prompt", TEXT, 'what to continue or to answer; "-" reads it from stdin'),
+    ("--chat", FLAG, "a conversation: each line is a message"),
+    ("--system", TEXT, "the first message of a conversation: how to answer"),
+    ("--raw", FLAG, "continue the prompt as it is, without the chat template"),
+    ("--max-new-tokens", NUMBER, "of one answer", 256),
+    (
         "--temperature",
-        type=real_from_zero,
-        metavar="T",
-        help="0: the likeliest token (default: model's)",
-    )
-    add("--top-p", type=float, metavar="P", help="draw from the likeliest tokens of this share")
-    add("--seed", type=a_seed, default=0, metavar="N", help="of what is drawn (default 0)")
-    add_home_options(add)
-    add("--json", **FLAG, help="prompt and answer as one JSON object on stdout")
+        takes("T", real_from_zero),
+        "0: the likeliest token (default: model's)",
+    ),
+    ("--top-p", takes("P", float), "draw from the likeliest tokens of this share"),
+    ("--seed", SEED, "of what is drawn", 0),
+    *HOMES,
+    ("--json", FLAG, "prompt and answer as one JSON object on stdout"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import logging as python_logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ import infinity
 
 from ...errors import ConfigError
 from ...library_versions import refuse_older
+from ..cli.options import BYTES, FLAG, FOLDER, HOME, PATH, QUANTIZE, REPEATED, one_of, takes
 from ..train.folders import check_packed, is_streamed
 from ..train.model import (
     ADAPTER_CONFIG,
@@ -28,26 +29,22 @@ from ..train.model import (
     read_model_config,
     read_tokenizer,
 )
-from ..train.options import FLAG, FOLDER, HOME, PATH, QUANTIZE
 from ..train.settings import check_device, engine_config, paths_of
 
-MODEL: dict[str, Any] = {
-    **PATH,
-    "help": "folder of a model or an adapter, or a name on the Hugging Face hub",
-}
+MODEL = ("model", PATH, "folder of a model or an adapter, or a name on the Hugging Face hub")
 
 
-def add_home_options(add: Callable[..., Any]) -> None:
-    """Adds the options of :func:`opened`."""
-    add("--params", **HOME, help="home of the weights (default auto)")
-    add("--nvme-path", action="append", **FOLDER, help="swap files go here")
-    add("--host-memory", metavar="BYTES", help='budget, as "8GiB"')
-    add("--device-memory", metavar="BYTES", help='budget, as "8GiB"')
-    add("--nvme-capacity", metavar="BYTES", help='budget of swap files, as "1TiB"')
-    add("--device", metavar="DEVICE", help='what computes: "cuda", "cuda:1" or "cpu"')
-    add("--dtype", choices=("auto", "bf16", "fp32"), default="auto", help="of the weights")
-    add("--quantize", **QUANTIZE, help="pack the weights in fewer bits, as they are read")
-    add("--trust-remote-code", **FLAG, help="run Python code that lies in the folder")
+HOMES = (  # of :func:`opened`
+    ("--params", HOME, "home of the weights (default auto)"),
+    ("--nvme-path", FOLDER | REPEATED, "swap files go here"),
+    ("--host-memory", BYTES, 'budget, as "8GiB"'),
+    ("--device-memory", BYTES, 'budget, as "8GiB"'),
+    ("--nvme-capacity", BYTES, 'budget of swap files, as "1TiB"'),
+    ("--device", takes("DEVICE"), 'what computes: "cuda", "cuda:1" or "cpu"'),
+    ("--dtype", one_of("auto", "bf16", "fp32", default="auto"), "of the weights"),
+    ("--quantize", QUANTIZE, "pack the weights in fewer bits, as they are read"),
+    ("--trust-remote-code", FLAG, "run Python code that lies in the folder"),
+)
 
 
 @dataclass(frozen=True)

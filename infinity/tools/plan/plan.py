@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import asdict, replace
@@ -20,18 +20,30 @@ from typing import Any
 
 from ...errors import CapacityError, ConfigError, InfinityError
 from ...files.outputs import PICTURE, Output, check_outputs
-from ..cli.values import add_rating, at_least_two, rating_of, svg_path
-from ..train.of_deepspeed import deepspeed_of
-from ..train.optimizers import OPTIM, OPTIM_HELP, make_optimizers
-from ..train.options import (
-    DEFAULT_SEQUENCE_LENGTH,
+from ..cli.options import (
+    AXES,
+    BYTES,
     FILE,
     FLAG,
     FOLDER,
     HOME,
+    LENGTH,
     NUMBER,
     PATH,
-    add_adapter_options,
+    REPEATED,
+    one_of,
+    rating,
+    takes,
+)
+from ..cli.values import rating_of, svg_path
+from ..train.of_deepspeed import deepspeed_of
+from ..train.optimizers import OPTIM, make_optimizers
+from ..train.options import (
+    ADAPTERS,
+    DEFAULT_SEQUENCE_LENGTH,
+    MASTER,
+    MOMENTS,
+    TRUST,
     check_adapters,
 )
 from ..train.settings import AUTO, check_folders, engine_config, engine_settings
@@ -51,98 +63,67 @@ DEFAULT_SAMPLES = 4
 ANY_DISK = [Path(".")]  # stands for another machine's disk, of which only the size matters
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "plan", help="where a model's state would live, and how long a step would take"
-    )
-    add = parser.add_argument
-    add(
+OPTIONS = (
+    (
         "--model",
-        **PATH,
-        help=f"folder with config.json, a config.json, a name on the Hugging Face hub, or one of"
+        PATH,
+        f"folder with config.json, a config.json, a name on the Hugging Face hub, or one of"
         f" {', '.join(SHAPES)} (default: the small model of `infinity train` without --model)",
-    )
-    add("--trust-remote-code", **FLAG, help="run Python code that lies in the folder of --model")
-    add_adapter_options(add)
-    add(
-        "--dtype",
-        choices=tuple(DTYPES),
-        default="bf16",
-        help="of the model's weights (default bf16)",
-    )
-    add("--params", **HOME, help="home of the parameters (default auto)")
-    add("--optimizer", **HOME, help="home of master weights and moments (default auto)")
-    add("--optim", **OPTIM, help=OPTIM_HELP)
-    add("--activations", **HOME, help="home of what the forward saves (default auto)")
-    add("--nvme-path", action="append", **FOLDER, help="on the disk that swap files would use")
-    for tier in ("device-memory", "host-memory", "nvme-capacity"):
-        add(f"--{tier}", metavar="BYTES", help='budget, as "80GiB" (default: what is free here)')
-    masters, moments = ("split", "fp32", "none"), ("fp32", "bf16", "int8")
-    add("--master", choices=masters, help="master weights of bf16 parameters (default split)")
-    add("--moments", choices=moments, help="the optimizer's moments (default fp32)")
-    add("--config", **FILE, help="engine configuration, TOML, JSON or YAML; options override it")
-    add("--deepspeed", **FILE, help="plan with a DeepSpeed JSON, and say what changes in bytes")
-    _add_batch(add)
-    _add_machine(add)
-    add("--timetable", **FLAG, help="print when each unit is moved and computed in a step")
-    add(
-        "--script",
-        **FLAG,
-        help="print what starts the planned job with `infinity train` instead, as lines for bash",
-    )
-    add("--svg", type=svg_path, metavar="FILE", help="draw the memory map")
-    add("--overwrite", **FLAG, help="replace a file of --svg that is not a picture of ours")
-    add("--json", **FLAG, help="the plan as one JSON object on stdout")
-
-
-def _add_batch(add: Callable[..., Any]) -> None:
-    add(
-        "--batch-size",
-        **NUMBER,
-        help="samples of a step, of all ranks together (default 4 of each)",
-    )
-    add(
+    ),
+    TRUST,
+    *ADAPTERS,
+    ("--dtype", one_of(*DTYPES), "of the model's weights", "bf16"),
+    ("--params", HOME, "home of the parameters (default auto)"),
+    ("--optimizer", HOME, "home of master weights and moments (default auto)"),
+    OPTIM,
+    ("--activations", HOME, "home of what the forward saves (default auto)"),
+    ("--nvme-path", FOLDER | REPEATED, "on the disk that swap files would use"),
+    *(
+        (f"--{tier}", BYTES, 'budget, as "80GiB" (default: what is free here)')
+        for tier in ("device-memory", "host-memory", "nvme-capacity")
+    ),
+    MASTER,
+    MOMENTS,
+    ("--config", FILE, "engine configuration, TOML, JSON or YAML; options override it"),
+    ("--deepspeed", FILE, "plan with a DeepSpeed JSON, and say what changes in bytes"),
+    ("--batch-size", NUMBER, "samples of a step, of all ranks together (default 4 of each)"),
+    (
         "--batch-tokens",
-        metavar="N",
-        help="tokens of a step, of all ranks together, as 32768 or 32K, instead of --batch-size",
-    )
-    length = {"type": at_least_two, "metavar": "N"}
-    add(
+        takes("N"),
+        "tokens of a step, of all ranks together, as 32768 or 32K, instead of --batch-size",
+    ),
+    (
         "--sequence-length",
-        **length,
-        help=f"tokens of a sample (default {DEFAULT_SEQUENCE_LENGTH})",
-    )
-    add("--gradient-checkpointing", **FLAG, help="the backward computes activations again")
-    add("--fused-loss", **FLAG, help="the loss is computed in parts, without whole logits")
-
-
-def _add_machine(add: Callable[..., Any]) -> None:
-    add(
+        LENGTH,
+        f"tokens of a sample (default {DEFAULT_SEQUENCE_LENGTH})",
+    ),
+    ("--gradient-checkpointing", FLAG, "the backward computes activations again"),
+    ("--fused-loss", FLAG, "the loss is computed in parts, without whole logits"),
+    (
         "--machine",
-        metavar="FILE",
-        help="plan for this kind of machine: a TOML file, one of"
+        takes("FILE"),
+        "plan for this kind of machine: a TOML file, one of"
         f" {', '.join(known_machines())}, or this: the one it runs on, by its own rates",
-    )
-    add(
-        "--nodes",
-        **NUMBER,
-        default=1,
-        help="how many of them, with one rank for each device (default 1)",
-    )
-    add(
-        "--mesh",
-        metavar="AXES",
-        help="compare all meshes of these machines (auto), or plan one, as pp=4,tp=8",
-    )
-    add(
+    ),
+    ("--nodes", NUMBER, "how many of them, with one rank for each device", 1),
+    ("--mesh", AXES, "compare all meshes of these machines (auto), or plan one, as pp=4,tp=8"),
+    (
         "--schedule",
-        choices=SCHEDULES,
-        metavar="NAME",
-        help="with --mesh: the pipelines' schedule, one of"
+        takes("NAME", choices=SCHEDULES),
+        "with --mesh: the pipelines' schedule, one of"
         f" {', '.join(SCHEDULES)} (default: the fastest that changes no training)",
-    )
-    add_rating(add, "default: of the machine file")
+    ),
+    rating("default: of the machine file"),
+    ("--timetable", FLAG, "print when each unit is moved and computed in a step"),
+    (
+        "--script",
+        FLAG,
+        "print what starts the planned job with `infinity train` instead, as lines for bash",
+    ),
+    ("--svg", takes("FILE", svg_path), "draw the memory map"),
+    ("--overwrite", FLAG, "replace a file of --svg that is not a picture of ours"),
+    ("--json", FLAG, "the plan as one JSON object on stdout"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

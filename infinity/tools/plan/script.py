@@ -6,7 +6,6 @@ node. Words after the script's name are options of `infinity train`: `--data`, `
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,7 +13,8 @@ from shlex import quote
 from typing import Any
 
 from ...errors import ConfigError
-from ..train.options import SCHEDULES
+from ..cli.options import Parser
+from ..train.options import OPTIONS, SCHEDULES
 
 REMARKS = {
     "device_memory": "  # of each GPU: what saved activations and buffers leave to the state"
@@ -62,11 +62,8 @@ def script(
 def _check_train(options: Mapping[str, Any], ranks: int) -> None:
     """Raises what `infinity train` would raise for these options on ``ranks``."""
     from ..train.mesh import mesh_sizes
-    from ..train.options import add_options
 
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_options(parser)
-    args = parser.parse_args([])
+    args = Parser("", OPTIONS).parse_args([])
     vars(args).update(options)
     mesh_sizes(args, ranks)
 

@@ -20,36 +20,34 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, InfinityError
-from ..train.options import FLAG, add_memory_options
+from ..cli.options import FLAG, defaults, takes
+from ..train.options import MEMORY
 from ..train.settings import engine_config, engine_settings
 
 if TYPE_CHECKING:
     from torch import nn
 
-DESCRIPTION = """\
+ABOUT = {
+    "usage": "infinity run [options] [-m] SCRIPT ...",
+    "description": """\
 Runs a training script that knows nothing of Infinity, with the state of its model at home on the
 device, the host or NVMe. Options before SCRIPT are this command's, those behind it the script's.
-"""
+""",
+}
 REFUSED = 2  # exit status, also of a process that the script has spawned
 RUNPY = "<frozen runpy>", runpy.__file__  # the file of its frames
-NOT_ASKED = ("max_grad_norm",)  # options of `infinity train` that its settings read
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "run",
-        help="runs a training script as it is, its model's state at home",
-        usage="infinity run [options] [-m] SCRIPT ...",
-        description=DESCRIPTION,
-    )
-    add_memory_options(parser.add_argument_group("where the state lives"))
-    add = parser.add_argument_group("the script").add_argument
-    add("-m", dest="is_module", **FLAG, help="SCRIPT is a module, as for python -m")
-    add("--json", **FLAG, help="what was wrapped as one JSON object on stdout, all else on stderr")
-    add("script", metavar="SCRIPT", help="a Python file")
-    add("words", nargs=argparse.REMAINDER, metavar="...", help="the script's own options")
-    parser.set_defaults(**dict.fromkeys(NOT_ASKED))
+OPTIONS = (
+    "where the state lives",
+    *MEMORY,
+    "the script",
+    ("-m", FLAG | {"dest": "is_module"}, "SCRIPT is a module, as for python -m"),
+    ("--json", FLAG, "what was wrapped as one JSON object on stdout, all else on stderr"),
+    ("script", takes("SCRIPT"), "a Python file"),
+    ("words", takes("...", nargs=argparse.REMAINDER), "the script's own options"),
+    defaults(max_grad_norm=None),  # which the settings of `infinity train` read
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ..cli.options import one_of
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -96,10 +98,11 @@ OPTIMS: dict[str, Callable[[nn.Module, float, float], list[torch.optim.Optimizer
     "muon": _muon,
 }
 
-OPTIM: dict[str, Any] = {"choices": tuple(OPTIMS), "default": "adamw"}
-OPTIM_HELP = (
+OPTIM = (
+    "--optim",
+    one_of(*OPTIMS, default="adamw"),
     "the optimizer (default adamw); adafactor keeps sums of rows and columns in place of moments,"
-    " muon one moment of matrices, with adamw for embeddings, head and vectors"
+    " muon one moment of matrices, with adamw for embeddings, head and vectors",
 )
 
 

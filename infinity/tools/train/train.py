@@ -61,7 +61,8 @@ from .model import (
     read_model_config,
 )
 from .of_deepspeed import tell_loop
-from .options import add_options, check_options, set_defaults
+from .options import OPTIONS as OPTIONS
+from .options import check_options, set_defaults
 from .pictures import PictureExamples, naming_batches
 from .places import (
     check_fixed_values,
@@ -100,22 +101,14 @@ KNOWN_AT_ONCE = (
 )
 DEFAULT_PROMPT = "def "  # for the default data, which is Python
 
-DESCRIPTION = """\
+ABOUT = {
+    "description": """\
 Trains a causal language model of transformers, with parameters and optimizer state at home on the
 device, the host or NVMe, and saves a folder of the same class that from_pretrained loads. Of a
 model of images and text it trains what text touches; the rest is saved as it was.
 Without --model it is a GPT-2 style model of about 50 M parameters from fresh weights; without
 --data it learns the source files of CPython's standard library, byte by byte."""
-
-
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser(
-        "train",
-        help="train or fine-tune a causal language model",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_options(parser)
+}
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,45 +14,39 @@ from typing import Any
 
 from ...errors import ConfigError, UsageError
 from ..cli.amounts import format_count
+from ..cli.options import FLAG, FOLDER, TEXT, Parser, takes
 from ..cli.values import a_count, a_path
 
 OTHER_BITS_STATUS = 1
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "verify", help="repeat a stretch of a job from its receipt, and compare the bits"
-    )
-    parser.add_argument("receipt", type=a_path, metavar="RECEIPT", help="file of train --receipt")
-    parser.add_argument(
+OPTIONS = (
+    ("receipt", takes("RECEIPT", a_path), "file of train --receipt"),
+    (
         "--checkpoint",
-        type=a_path,
-        metavar="FOLDER",
-        help="begin at this checkpoint of the job, which is only read (default: at step 0)",
-    )
-    parser.add_argument(
+        FOLDER,
+        "begin at this checkpoint of the job, which is only read (default: at step 0)",
+    ),
+    (
         "--to",
-        type=a_count,
-        metavar="STEP",
-        help="end at the save after this step (default: the first one that follows)",
-    )
-    parser.add_argument("--json", action="store_true", help="the result as one JSON object")
-    parser.add_argument(
+        takes("STEP", a_count),
+        "end at the save after this step (default: the first one that follows)",
+    ),
+    ("--json", FLAG, "the result as one JSON object"),
+    (
         "--options",
-        default="",
-        metavar="TEXT",
-        help="options of `infinity train` that override the receipt's, as one word:"
+        TEXT | {"default": ""},
+        "options of `infinity train` that override the receipt's, as one word:"
         " --options='--params nvme'",
-    )
+    ),
+)
 
 
 def run(args: argparse.Namespace) -> int:
     """Makes the steps of the stretch again. Returns 0 for the same bits, 1 for others. Every rank
     calls this."""
-    from ..cli import Parser
+    from ..train import options as of_train
     from ..train import train
-    from ..train.options import add_options
     from ..train.places import has_checkpoint, saved_extra
     from .reading import read_receipt
 
@@ -61,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--checkpoint {args.checkpoint} has no checkpoint")
     first_step = saved_extra(args.checkpoint).get("step", 0)
     saves = _stretch(receipt["saves"], first_step, args.to)
-    parser = Parser(prog="infinity verify --options")
-    add_options(parser)
+    parser = Parser("infinity verify --options", of_train.OPTIONS)
     try:
         more_options = shlex.split(args.options)
     except ValueError as error:

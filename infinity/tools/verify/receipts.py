@@ -25,6 +25,7 @@ from ...errors import ConfigError
 from ...ext.audit.audit import audited
 from ...files.outputs import replacing
 from ..bench.facts import commit, machine, versions
+from ..cli.presets import words_of
 from .reading import FORMAT, read_receipt
 
 # Options of `infinity train` that change no bit of what it trains, and are of one run.
@@ -88,7 +89,7 @@ class ReceiptFile:
         }
         # A resumed job may have others.
         threads = {"threads": torch.get_num_threads()}
-        options = options_of(argparse.Namespace(**vars(args) | threads))
+        options = words_of(argparse.Namespace(**vars(args) | threads), OF_ONE_RUN)
         self._run = {"options": options, "ranks": job.ranks.count}
         if job.first_step and path.is_file():
             before = read_receipt(path)
@@ -110,20 +111,3 @@ class ReceiptFile:
         if job.ranks.is_first:
             with replacing(self._path.parent) as made:
                 (made / self._path.name).write_text(json.dumps(self._content, indent=1))
-
-
-def options_of(args: argparse.Namespace) -> list[str]:
-    """Returns the options by which `infinity train` trains the same. Paths are absolute."""
-    from ..train.options import add_options
-
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    add_options(parser)
-    words = []
-    for action in parser._actions:
-        value = getattr(args, action.dest, None)
-        if action.dest in OF_ONE_RUN or value is None or value == action.default:
-            continue
-        (name, *_), values = action.option_strings, value if isinstance(value, list) else [value]
-        absolute = (each.resolve() if isinstance(each, Path) else each for each in values)
-        words += [name] if action.nargs == 0 else [f"{name}={each}" for each in absolute]
-    return words

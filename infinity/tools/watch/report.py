@@ -18,7 +18,8 @@ from ...errors import ConfigError, UsageError
 from ...files.outputs import Output, check_outputs
 from ...untrusted import parse_json, read_text
 from ..cli.amounts import format_seconds
-from ..cli.values import a_count, a_path, add_rating, rating_of
+from ..cli.options import FILE, FLAG, NUMBER, rating, takes
+from ..cli.values import a_path, rating_of
 from ..eval.scores import line_of
 from . import svg
 from .time_shares import shares_text
@@ -58,47 +59,20 @@ svg .pace { stroke: var(--pace); }
 """
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser(
-        "report", help="a run as one HTML page: memory map, loss, edges, timeline"
-    )
-    parser.add_argument(
-        "run", nargs="?", type=a_path, metavar="RUN", help="folder of the job (default: the newest)"
-    )
-    parser.add_argument(
-        "--out",
-        type=a_path,
-        default=Path("report.html"),
-        metavar="FILE",
-        help="the page (default report.html)",
-    )
-    parser.add_argument(
-        "--trace",
-        type=a_path,
-        metavar="FILE",
-        help="its timeline (default: what Config(trace=...) named)",
-    )
-    parser.add_argument(
+OPTIONS = (
+    ("run", takes("RUN", a_path, nargs="?"), "folder of the job (default: the newest)"),
+    ("--out", FILE, "the page", Path("report.html")),
+    ("--trace", FILE, "its timeline (default: what Config(trace=...) named)"),
+    (
         "--eval",
-        type=a_path,
-        metavar="FILE",
-        help="what `infinity eval --json` printed of its model: a line of the page",
-    )
-    parser.add_argument(
-        "--steps",
-        type=a_count,
-        default=3,
-        metavar="N",
-        help="draw the last N steps of the timeline (default 3)",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace a file of --out that is no page of ours"
-    )
-    add_rating(parser.add_argument, "for how long it lasts")
-    parser.add_argument(
-        "--json", action="store_true", help="what is on the page as one JSON object on stdout"
-    )
+        FILE,
+        "what `infinity eval --json` printed of its model: a line of the page",
+    ),
+    ("--steps", NUMBER, "draw the last N steps of the timeline", 3),
+    ("--overwrite", FLAG, "replace a file of --out that is no page of ours"),
+    rating("for how long it lasts"),
+    ("--json", FLAG, "what is on the page as one JSON object on stdout"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

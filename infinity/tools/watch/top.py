@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, UsageError
-from ..cli.values import a_path, add_rating, rating_of
+from ..cli.options import FLAG, rating, takes
+from ..cli.values import a_path, rating_of
 from .prometheus import place_of
 from .prometheus import run as publish
 from .run_files import is_number, is_stalled, silence
@@ -23,35 +24,23 @@ WIDTH = 80  # characters of a line, at most
 BAR, EDGE_BAR = 24, 12
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser("top", help="watch the jobs of this machine")
-    parser.add_argument(
-        "run",
-        nargs="?",
-        type=a_path,
-        metavar="RUN",
-        help="folder of one job (default: all that run)",
-    )
-    parser.add_argument("--once", action="store_true", help="print once and end")
-    parser.add_argument(
+OPTIONS = (
+    ("run", takes("RUN", a_path, nargs="?"), "folder of one job (default: all that run)"),
+    ("--once", FLAG, "print once and end"),
+    (
         "--interval",
-        type=float,
-        default=1.0,
-        metavar="SECONDS",
-        help="between two looks (default 1)",
-    )
-    add_rating(parser.add_argument, "for how long it lasts")
-    parser.add_argument(
+        takes("SECONDS", float, default=1.0),
+        "between two looks (default 1)",
+    ),
+    rating("for how long it lasts"),
+    (
         "--prometheus",
-        type=place_of,
-        metavar="PORT|FILE",
-        help="publish the figures for Prometheus until Ctrl-C or SIGTERM: at a port of localhost,"
+        takes("PORT|FILE", place_of),
+        "publish the figures for Prometheus until Ctrl-C or SIGTERM: at a port of localhost,"
         " or as a file *.prom",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print once, as one JSON object on stdout"
-    )
+    ),
+    ("--json", FLAG, "print once, as one JSON object on stdout"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

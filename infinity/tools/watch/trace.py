@@ -19,7 +19,8 @@ from ...errors import ConfigError
 from ...files.outputs import PICTURE, Output, check_outputs
 from ...untrusted import parse_json, printable, read_text
 from ..cli.amounts import format_count, format_seconds
-from ..cli.values import a_path, svg_path, zero_or_more
+from ..cli.options import COUNT, FLAG, takes
+from ..cli.values import a_path, svg_path
 from . import svg
 from .timeline import FORMAT
 from .trace_ready import idle_while_ready
@@ -37,28 +38,13 @@ COLOURS = {
 GIVE = "give the file that Config(trace=...) or `infinity train --trace` wrote"
 
 
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    """Registers the command."""
-    parser = subparsers.add_parser("trace", help="summarise a timeline, or draw it")
-    parser.add_argument(
-        "file", type=a_path, help="what Config(trace=...) wrote; Perfetto opens it too"
-    )
-    parser.add_argument(
-        "--steps",
-        type=zero_or_more,
-        default=0,
-        metavar="N",
-        help="look at the last N steps only (default: all)",
-    )
-    parser.add_argument("--svg", type=svg_path, metavar="FILE", help="draw the steps as a picture")
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace a file of --svg that is not a picture of ours",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="the summary as one JSON object on stdout"
-    )
+OPTIONS = (
+    ("file", {"type": a_path}, "what Config(trace=...) wrote; Perfetto opens it too"),
+    ("--steps", COUNT | {"default": 0}, "look at the last N steps only (default: all)"),
+    ("--svg", takes("FILE", svg_path), "draw the steps as a picture"),
+    ("--overwrite", FLAG, "replace a file of --svg that is not a picture of ours"),
+    ("--json", FLAG, "the summary as one JSON object on stdout"),
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from infinity import native
 from infinity.config import Config
 from infinity.errors import CapacityError, ConfigError, StorageError
 from infinity.tools import cli
-from infinity.tools.cli import SUBCOMMANDS, build_parser, main, presets
+from infinity.tools.cli import SUBCOMMANDS, main, parse, presets
 from infinity.tools.cli.completion import script, words
 from infinity.tools.train import settings, wording
 from infinity.tools.watch import run_files
@@ -76,8 +76,22 @@ def test_the_help_does_not_wait_for_torch():
     assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0
 
 
+@pytest.mark.parametrize("named", ["", "env", "clean"])
+def test_a_command_imports_itself_alone(named):
+    """Method: the help in an interpreter of its own. Twin: the command that is asked for is
+    imported."""
+    code = (
+        "import sys; from infinity.tools import cli; cli.main(sys.argv[1:]);"
+        " modules = {f'infinity.tools.{module}' for module, _ in cli.SUBCOMMANDS.values()};"
+        " sys.exit(' '.join(sorted(modules & sys.modules.keys())) or 0)"
+    )
+    words = [sys.executable, "-c", code, *([named] if named else []), "--help"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.stderr.strip() == (f"infinity.tools.cli.{named}" if named else ""), done.stderr
+
+
 def test_every_command_has_json():
-    found = words(build_parser())
+    found = words()
     assert set(found) == set(SUBCOMMANDS) and all("--json" in options for options in found.values())
 
 
@@ -85,7 +99,7 @@ def test_every_command_has_json():
 
 
 def parsed(*argv: str):
-    return build_parser().parse_args(presets.expanded(["train", *argv]))
+    return parse(presets.expanded(["train", *argv]))
 
 
 @pytest.mark.parametrize("name", presets.PRESETS)
@@ -180,7 +194,7 @@ def test_a_budget_of_disks_is_an_option_of_all_that_use_them(place, capsys):
     ):
         assert engine_settings(parsed(*given)) == wanted
     for command in ("eval a", "generate a"):
-        args = build_parser().parse_args([*command.split(), "--nvme-capacity", "2GiB"])
+        args = parse([*command.split(), "--nvme-capacity", "2GiB"])
         assert opened._settings(args)["nvme_capacity"] == "2GiB"
     homes = ["--params", "nvme", "--optimizer", "nvme", "--nvme-path", "nvme", "--steps", "1"]
     words = ["train", "--model", "model.json", "--data", "text.txt", *homes]
@@ -353,7 +367,7 @@ def test_lora_without_weights_is_refused(place, capsys):
 )
 def test_the_shell_completes(line, completed, tmp_path):
     """Method: bash itself runs the script's function over a line that ends at the cursor."""
-    (tmp_path / "script").write_text(script(words(build_parser()), "bash"))
+    (tmp_path / "script").write_text(script(words(), "bash"))
     typed = " ".join(f"'{word}'" for word in line.split())
     code = (
         f"source {tmp_path}/script; COMP_WORDS=({typed}); COMP_CWORD={len(line.split()) - 1};"
@@ -527,7 +541,7 @@ def test_a_signal_leaves_a_resumable_checkpoint_and_no_swap_files(signum, status
 )
 def test_homes_have_the_names_that_people_use(given, home, place, capsys):
     """As options; in a Config they are hinted at."""
-    args = build_parser().parse_args(["train", "--params", given, "--optimizer", given])
+    args = parse(["train", "--params", given, "--optimizer", given])
     assert args.params == args.optimizer == home
     with pytest.raises(ConfigError, match=f"did you mean '{home}'"):
         Config(params=given)
@@ -569,14 +583,14 @@ def test_the_loop_of_a_deepspeed_json_is_taken(option, place):
     Path("ds.json").write_text(json.dumps(DEEPSPEED | LOOP))
     for more, rate in ((), 1e-5), (("--lr", "0.5"), 0.5):
         words = presets.expanded(["train", option, "ds.json", *more])
-        args = build_parser().parse_args(words)
+        args = parse(words)
         assert (args.lr, args.weight_decay, args.betas) == (rate, 0.0, "0.9,0.98")
         assert (args.accumulate, args.batch_size, args.max_grad_norm) == (8, 1, None)
     Path("ds.json").write_text(json.dumps(DEEPSPEED | {"gradient_clipping": 0}))
-    args = build_parser().parse_args(presets.expanded(["train", option, "ds.json"]))
+    args = parse(presets.expanded(["train", option, "ds.json"]))
     assert (args.lr, args.betas, args.max_grad_norm) == (None, None, 1e9)
     Path("accelerate.yaml").write_text(json.dumps(ACCELERATE))
-    args = build_parser().parse_args(presets.expanded(["train", "--config", "accelerate.yaml"]))
+    args = parse(presets.expanded(["train", "--config", "accelerate.yaml"]))
     assert args.accumulate == 8
 
 
@@ -659,7 +673,7 @@ def test_a_loop_that_train_has_not_is_refused_with_options_to_paste(given, words
     with pytest.raises(ConfigError, match=message):
         presets.expanded(["train", "--deepspeed", "ds.json"])
     words = presets.expanded(["train", "--deepspeed", "ds.json", *words.split()])
-    build_parser().parse_args(words)
+    parse(words)
 
 
 def test_a_folder_for_swap_files_is_found(place, capsys):
@@ -693,7 +707,7 @@ WORDED = {  # a message of the library -> what the command says
 @pytest.mark.parametrize("message", WORDED)
 def test_messages_are_in_the_words_of_the_command(message):
     """Twin: of a command without options they stay as they are."""
-    options = cli.option_names(cli.command_of(build_parser(), "train"))
+    options = cli.parser_of("train").known
     assert wording.in_options(message, options) == WORDED[message]
     assert wording.in_options(message, ()) == message
 

@@ -23,7 +23,7 @@ pytest.importorskip("rich")
 
 from ranks import end_session
 
-from infinity.tools.cli import build_parser, main
+from infinity.tools.cli import main, parse
 from infinity.tools.cli.presets import expanded
 from infinity.tools.train.mesh import mesh_sizes
 from infinity.tools.train.options import check_options
@@ -71,7 +71,7 @@ def options_of(text: str):
     *before, last = text.strip().splitlines()
     subprocess.run(["bash", "-c", "\n".join(before)], check=True)
     words = shlex.split(last)
-    args = build_parser().parse_args(expanded(words[words.index("infinity") + 1 : -1]))
+    args = parse(expanded(words[words.index("infinity") + 1 : -1]))
     check_options(args)
     return last, args
 

@@ -209,7 +209,7 @@ UNFIT = {  # the words -> a part of the message
 
 def parsed(words: str) -> argparse.Namespace:
     """The options, as `infinity train` has them once it begins."""
-    args = infinity.tools.cli.build_parser().parse_args(["train", *words.split()])
+    args = infinity.tools.cli.parse(["train", *words.split()])
     args.lora_rank = args.lora_rank or args.lora
     return args
 
