@@ -15,12 +15,31 @@ from ...errors import ConfigError
 from ...untrusted import Format, read_text
 
 MACHINES = Path(__file__).parent / "machines"
-FIELDS = {
-    "devices": ("count", "memory", "flops", "efficiency"),
-    "host": ("memory", "bandwidth", "checksum"),
-    "disks": ("count", "capacity", "read", "write"),
-    "links": ("device", "host", "network", "latency"),
+FIELDS = {  # part and key of a file -> the field of Machine
+    "devices.count": "devices",
+    "devices.memory": "device_memory",
+    "devices.flops": "device_flops",
+    "devices.efficiency": "efficiency",
+    "host.memory": "host_memory",
+    "host.bandwidth": "host_bandwidth",
+    "host.checksum": "checksum_rate",
+    "disks.count": "disks",
+    "disks.capacity": "disk_capacity",
+    "disks.read": "disk_read",
+    "disks.write": "disk_write",
+    "links.device": "device_link",
+    "links.host": "host_link",
+    "links.network": "network",
+    "links.latency": "latency",
 }
+OPTIONAL = {
+    "devices.bandwidth": "device_bandwidth",
+    "devices.products": "product_flops",
+    "devices.inputs": "of_inputs",
+    "devices.weights": "of_weights",
+    "disks.rating": "drive_rating",
+}
+WHOLE = ("count", "memory", "capacity")
 # Parts of a whole backward, by torch's functions for both on blocks of Llama: medians on one
 # processor.
 OF_INPUTS, OF_WEIGHTS = 0.58, 0.46
@@ -81,45 +100,17 @@ class Machine:
                 f"--machine {given}{hint} Give a TOML file, or one of {', '.join(known)}"
             ) from None
         FORMAT.check(path, table)
-        values = {
-            (part, key): _value(table, part, key, given)
-            for part, keys in FIELDS.items()
-            for key in keys
-        }
-        optional = {
-            (part, key): _value(table, part, key, given) if key in table[part] else None
-            for part, key in (
-                ("devices", "bandwidth"),
-                ("devices", "products"),
-                ("devices", "inputs"),
-                ("devices", "weights"),
-                ("disks", "rating"),
-            )
-        }
-        return cls(
-            device_bandwidth=optional["devices", "bandwidth"],
-            product_flops=values["devices", "flops"] * (optional["devices", "products"] or 0)
-            or None,
-            drive_rating=optional["disks", "rating"],
-            of_inputs=optional["devices", "inputs"] or OF_INPUTS,
-            of_weights=optional["devices", "weights"] or OF_WEIGHTS,
-            name=str(table.get("name", given)),
-            devices=int(values["devices", "count"]),
-            device_memory=int(values["devices", "memory"]),
-            device_flops=values["devices", "flops"] * values["devices", "efficiency"],
-            host_memory=int(values["host", "memory"]),
-            host_bandwidth=values["host", "bandwidth"],
-            checksum_rate=values["host", "checksum"],
-            disks=int(values["disks", "count"]),
-            disk_capacity=int(values["disks", "capacity"]),
-            disk_read=values["disks", "read"],
-            disk_write=values["disks", "write"],
-            device_link=values["links", "device"],
-            host_link=values["links", "host"],
-            network=values["links", "network"],
-            latency=values["links", "latency"],
-            sources=tuple(map(str, table.get("sources", ()))),
-        )
+        values: dict[str, Any] = {}
+        for place, field in (FIELDS | OPTIONAL).items():
+            part, _, key = place.partition(".")
+            if place in FIELDS or key in table[part]:
+                values[field] = _value(table, part, key, given)
+        peak = values["device_flops"]
+        values["device_flops"] = peak * values.pop("efficiency")
+        if "product_flops" in values:
+            values["product_flops"] *= peak
+        sources = tuple(map(str, table.get("sources", ())))
+        return cls(name=str(table.get("name", given)), sources=sources, **values)
 
 
 def known_machines() -> list[str]:
@@ -145,4 +136,4 @@ def _value(found: dict[str, Any], part: str, key: str, given: str) -> float:
         raise ConfigError(
             f"--machine {given}: [{part}] has {key} = {value}, which is not a whole number"
         )
-    return float(value)
+    return int(value) if key in WHOLE else float(value)
