@@ -34,6 +34,10 @@ PLACES = (
     "host_memory",
     "nvme_capacity",
 )
+OPTIONS = (  # named as the fields of Config that they set
+    *(name for name in PLACES if name != "nvme_paths"),
+    *("shard", "micro_batch", "compile", "fused_loss", "device", "audit", "master", "moments"),
+)
 MOMENTS_NBYTES = {"fp32": 8, "bf16": 4, "int8": 2}  # both moments of one parameter
 MASTER_NBYTES = {"split": 2, "fp32": 4, "none": 0}  # in addition to a 16-bit weight
 
@@ -49,25 +53,11 @@ def engine_settings(
     settings = _read_config_file(args.config, plans, has_loop) if args.config else {}
     if getattr(args, "deepspeed", None) is not None:
         settings |= translated(args.deepspeed, "--deepspeed", plans=plans, has_loop=has_loop)
-    options = {
-        "params": args.params,
-        "optimizer": args.optimizer,
-        "nvme_paths": paths_of(args.nvme_path),
-        "host_memory": args.host_memory,
-        "device_memory": args.device_memory,
-        "nvme_capacity": args.nvme_capacity,
-        "activations": args.activations,
-        "shard": getattr(args, "shard", None),  # `infinity plan` has no such option
-        "micro_batch": args.micro_batch,
-        "compile": getattr(args, "compile", None) or None,
-        "fused_loss": getattr(args, "fused_loss", None) or None,
-        "device": getattr(args, "device", None),
-        "trace": args.trace and str(args.trace),
-        "audit": getattr(args, "audit", None),
-        "master": args.master,
-        "moments": args.moments,
+    options = {name: getattr(args, name, None) for name in OPTIONS}  # a command may lack some
+    options |= {"nvme_paths": paths_of(args.nvme_path), "trace": args.trace and str(args.trace)}
+    settings |= {
+        name: value for name, value in options.items() if value is not None and value is not False
     }
-    settings.update({name: value for name, value in options.items() if value is not None})
     if "nvme_capacity" in settings or not any(name in settings for name in PLACES):
         settings.setdefault("nvme_paths", AUTO)
     if args.max_grad_norm is not None:
