@@ -202,3 +202,18 @@ def test_the_license_is_said_without_a_warning(license, refused, tmp_path, monke
     assert distribution.metadata.license_expression == "Apache-2.0"
     classifiers = tomllib.loads(text)["project"]["classifiers"]
     assert not [each for each in classifiers if each.startswith("License")]
+
+
+def test_every_file_of_data_is_in_the_packages():
+    """Method: files of infinity/ that are no code, against the patterns of pyproject.toml. Twin: a
+    file beside them that no pattern names."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = project["package-data"]["infinity"]
+
+    def left(names: list[str]) -> list[str]:
+        return [name for name in names if not any(map(Path(name).match, patterns))]
+
+    files = [path.relative_to(ROOT / "infinity") for path in (ROOT / "infinity").rglob("*.*")]
+    data = [str(path) for path in files if path.suffix not in (".py", ".pyc", ".so")]
+    assert len(data) > 10 and not left(data)
+    assert left([*data, "tools/plan/machines/notes.txt"]) == ["tools/plan/machines/notes.txt"]

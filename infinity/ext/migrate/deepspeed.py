@@ -1,36 +1,27 @@
-"""Translates a DeepSpeed JSON into the fields of a Config, and reports the result for every key:
-
-mapped       to a field
-not needed   with the reason
-off          the key is switched off or unset
-unknown      not a key of DeepSpeed; an error if the caller is strict
-"""
+"""Translates a DeepSpeed JSON into the fields of a Config."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from ...choices import DTYPES, SHARDED
 from ...errors import ConfigError
-from .deepspeed_keys import (
-    BF16,
-    DATA_TYPES,
-    FP16,
-    NOT_NEEDED,
-    REFUSED,
-    SECTIONS,
-    VERSION,
-    Key,
-    find,
-)
 from .deepspeed_optimizer import read_optimizer
+from .keys import VERSION, Key, read_keys
+from .translation import AUTO, Translation
 
+SECTIONS = read_keys("deepspeed")
+ZERO = "zero_optimization."
+PREFIX = "stage3_"  # DeepSpeed takes the keys of its ZeRO that begin so without it, too
 # Tables of DeepSpeed -> dtype; "bfloat16" is an old name.
 PRECISIONS = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
-SWITCHES = ("cpu_offload", "cpu_offload_param", "zero_quantized_weights", "zero_hpz_partition_size")
-AUTO = "auto"
+SWITCHES = (  # of ZeRO, and what each sets
+    ("cpu_offload", "optimizer", "host"),
+    ("cpu_offload_param", "params", "host"),
+    ("zero_quantized_weights", "compress_gathers", True),
+)
+HOMES = {"cpu": "host", "nvme": "nvme", "none": "device", None: "device"}
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 SCHEDULE = "scheduler.type"
 SCHEDULES = {  # of DeepSpeed, by transformers' names
@@ -50,36 +41,21 @@ THE_JSONS = "the JSON's "  # begins a line that is a warning of its own
 SHARED = {
     "optimizer": {"type", "params", "legacy_fusion"},
     "scheduler": {"type", "params"},
-    "bf16": {key.name for key in BF16},
-    "bfloat16": {key.name for key in BF16},
-    "fp16": {key.name for key in FP16},
+    **{name: {*SECTIONS[f"{name}."]} for name in ("bf16", "bfloat16", "fp16", "data_types")},
     "amp": {"enabled", "opt_level"},
-    "data_types": {key.name for key in DATA_TYPES},
     "activation_checkpointing": {"partition_activations", "cpu_checkpointing"},
     "autotuning": {"enabled"},
     "flops_profiler": {"enabled"},
 }
 WORDS = {
-    "checkpoint",
-    "compile",
-    "pipeline",
-    "tensorboard",
-    "wandb",
-    "comet",
-    "timers",
-    "nebula",
-} | {
-    "eigenvalue",
-    "log_level",
-    "elasticity",
-    "data_efficiency",
-    "tensor_parallel",
+    *("checkpoint", "compile", "pipeline", "tensorboard", "wandb", "comet", "timers", "nebula"),
+    *("eigenvalue", "log_level", "elasticity", "data_efficiency", "tensor_parallel"),
 }
 
 
 def is_deepspeed(mapping: Mapping) -> bool:
     """Returns whether a table of keys is a DeepSpeed JSON."""
-    marks = {key.name for key in SECTIONS[""]} - WORDS - SHARED.keys()
+    marks = SECTIONS[""].keys() - WORDS - SHARED.keys()
     return any(mark in mapping for mark in marks) or any(
         isinstance(table := mapping.get(name), Mapping) and not form.isdisjoint(table)
         for name, form in SHARED.items()
@@ -116,25 +92,6 @@ def torch_line(expected: Mapping[str, Any]) -> str:
     return f"optimizer = {where}(model.parameters(){words})"
 
 
-def is_on(value: Any, off: tuple[Any, ...] = ()) -> bool:
-    """Tells whether a value switches something on: a size above 1, a fraction, a text but "auto".
-
-    Of a table, ``enabled`` decides, or that of its ``shared_parameters``; without one, whether any
-    value inside is on. ``off``: further values that are off.
-    """
-    if isinstance(value, Mapping):
-        shared = value.get("shared_parameters")
-        switch = shared if isinstance(shared, Mapping) and "enabled" in shared else value
-        return (
-            switch["enabled"] not in (False, None, AUTO)
-            if "enabled" in switch
-            else any(map(is_on, value.values()))
-        )
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value > 1
-    return value not in (None, False, "", AUTO, [], 0.0, *off)
-
-
 def _leaves(value: Any) -> list[Any]:
     return (
         [leaf for each in value.values() for leaf in _leaves(each)]
@@ -143,51 +100,22 @@ def _leaves(value: Any) -> list[Any]:
     )
 
 
-class _Translation:
-    """A translation in progress: the fields set so far, and a report line for every key."""
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and value >= 0
 
-    HOMES = {"cpu": "host", "nvme": "nvme", "none": "device", None: "device"}
-    STAGES = dict(enumerate(SHARDED, start=1))
 
-    def __init__(self, mapping: Mapping, *, strict: bool, loop: Mapping[str, Any]):
-        self.mapping, self.strict, self.loop = mapping, strict, loop
-        self.fields: dict[str, Any] = {}
-        self.report: list[str] = []
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
-    def map(self, key: str, field: str, value: Any) -> None:
-        """Sets ``field`` from ``key``. Raises ConfigError if another key set another value."""
-        if self.fields.get(field) not in (None, value):
-            raise ConfigError(
-                f"DeepSpeed {key} asks for {field}={value!r}, and another key for"
-                f" {self.fields[field]!r}"
-            )
-        self.fields[field] = value
-        self.report.append(f"{key} mapped to {field}={value!r}")
 
-    def off(self, key: str, why: str = "") -> None:
-        """Reports that ``key`` has no effect."""
-        self.report.append(f"{key} off" + (f": {why}" if why else ""))
+class _Translation(Translation):
+    tool, sections = "DeepSpeed", SECTIONS
+    known = f" (keys up to DeepSpeed {VERSION} are known)"
+    loop: Mapping[str, Any]
 
-    def unknown(self, path: str, key: str, names: list[str] | None = None) -> None:
-        """Reports a key that DeepSpeed does not have. Raises ConfigError if strict."""
-        near = difflib.get_close_matches(
-            str(key), names or [known.name for known in SECTIONS[path]], n=1, cutoff=0.6
-        )
-        elsewhere = [
-            section
-            for section in SECTIONS
-            if section != path and find(section, str(key)) is not None
-        ]
-        hint = f": did you mean {path}{near[0]}?" if near else ""
-        if elsewhere and not near:
-            hint = f": it belongs to {elsewhere[0].removesuffix('.') or 'the top level'}"
-        if self.strict:
-            raise ConfigError(
-                f"DeepSpeed {path}{key} is unknown (keys up to DeepSpeed {VERSION} are"
-                f" known){hint}. Correct it, leave it out, or have it ignored by"
-                " from_deepspeed(..., strict=False)."
-            )
-        self.report.append(f"{path}{key} unknown{hint}")
+    def find(self, path: str, name: str) -> Key | None:
+        found = super().find(path, name)
+        return found or (super().find(path, PREFIX + name) if path == ZERO else None)
 
     def only_the_loop(self, key: str, value: Any, why: str, told: str = "") -> None:
         """Reports a key that only the training loop can handle, as ``told``. Raises ConfigError if
@@ -199,56 +127,43 @@ class _Translation:
             )
         self.report.append(told or f"{key} off: left to the loop")
 
-    def section(self, path: str, parent: Mapping, key: str) -> Mapping:
-        """Returns the table ``key`` of ``parent``; empty if absent, null or false. Raises
-        ConfigError if it is not a table."""
-        value = parent.get(key)
-        if value is None or value is False:
-            if key in parent:
-                self.off(f"{path}{key}")
-            return {}
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"DeepSpeed {path}{key}={value!r} is not a table of keys")
-        return value
-
-    def rest(self, path: str, table: Mapping, *taken: str) -> None:
-        """Reports every key of ``table`` except the ``taken`` ones. Raises ConfigError for one that
-        is switched on and not supported, or unknown if strict."""
-        for key, value in table.items():
-            known = find(path, key) if isinstance(key, str) else None
-            if known is None and str(key).startswith("_"):
-                self.off(f"{path}{key}", "a remark")
-            elif known is None:
-                self.unknown(path, key)
-            elif known.name not in taken:
-                self._note(f"{path}{key}", known, value)
-
-    def _note(self, key: str, known: Key, value: Any) -> None:
-        why = known.why.replace("`", "")
-        if known.fate == REFUSED and is_on(value, known.off):
-            raise ConfigError(
-                f"DeepSpeed {key}={value!r} is not to be had here: {why}. Leave it out."
-            )
-        if known.fate == NOT_NEEDED:
-            self.report.append(f"{key} not needed: {why}")
-        else:
-            self.off(key)
-
     # --- ZeRO ---
+
+    def zero(self) -> None:
+        """Maps homes, what is sharded, and switches."""
+        zero = self.section("", self.mapping, "zero_optimization")
+        self.offload(zero, "offload_param", "params")
+        self.offload(zero, "offload_optimizer", "optimizer")
+        stage = self.value(ZERO, zero, "stage", "0, 1, 2 or 3", lambda n: _is_size(n) and n < 4)
+        if stage:
+            self.map(f"{ZERO}stage={stage}", shard=SHARDED[stage - 1])
+        elif "stage" in zero:
+            self.off(f"{ZERO}stage", "shard is the default")
+        for key, field, value in SWITCHES:
+            if self.value(ZERO, zero, key):
+                self.map(f"{ZERO}{key}", **{field: self.fields.get(field, value)})
+            elif key in zero:
+                self.off(f"{ZERO}{key}")
+        key = "zero_hpz_partition_size"
+        size = self.value(ZERO, zero, key, "a number of ranks", lambda n: n is False or _is_size(n))
+        if (size or 0) > 1:
+            self.map(f"{ZERO}{key}={size}, over a machine's ranks,", shard_in_node=True)
+        elif key in zero:
+            self.off(f"{ZERO}{key}")
+        self.rest(ZERO, zero)
 
     def offload(self, zero: Mapping, key: str, field: str) -> None:
         """Maps one of DeepSpeed's offload tables to the home of ``field``."""
-        path = f"zero_optimization.{key}."
-        table = self.section("zero_optimization.", zero, key)
+        path = f"{ZERO}{key}."
+        table = self.section(ZERO, zero, key)
         if not table:
             return
         device = table.get("device")
-        if not isinstance(device, str | None) or device not in self.HOMES:
+        if not isinstance(device, str | None) or device not in HOMES:
             raise ConfigError(
                 f"DeepSpeed {path}device={device!r} is not one of 'cpu', 'nvme', 'none'"
             )
-        self.fields[field] = self.HOMES[device]
-        self.report.append(f"{path}device={device!r} mapped to {field}={self.fields[field]!r}")
+        self.map(f"{path}device={device!r}", **{field: HOMES[device]})
         folder = table.get("nvme_path")
         if folder and device == "nvme":
             paths = self.fields.setdefault("nvme_paths", [])
@@ -257,75 +172,21 @@ class _Translation:
             self.report.append(f"{path}nvme_path mapped to nvme_paths")
         elif "nvme_path" in table:
             self.off(f"{path}nvme_path", "nothing of it is on NVMe")
-        self._kept(path, table, on_disk=device == "nvme" and field == "params")
-        self.rest(path, table, "device", "nvme_path", "max_in_cpu")
-
-    def _kept(self, path: str, table: Mapping, *, on_disk: bool) -> None:
-        """Maps ``max_in_cpu``, the elements of parameters on disk that stay in memory."""
-        count = table.get("max_in_cpu")
-        if count in (None, AUTO) or not on_disk:
-            if "max_in_cpu" in table:
-                self.off(f"{path}max_in_cpu", "" if on_disk else "no parameters are on NVMe")
-        elif (
-            isinstance(count, bool)
-            or not isinstance(count, (int, float))
-            or count < 0
-            or count != int(count)
-        ):
-            raise ConfigError(f"DeepSpeed {path}max_in_cpu={count!r} is not a number of elements")
-        else:
-            self.map(f"{path}max_in_cpu", "weights_on_host", int(count))
-
-    def switches(self, zero: Mapping) -> None:
-        """Maps the switches of ZeRO that set one field each."""
-        for key, field, value in (
-            ("cpu_offload", "optimizer", "host"),
-            ("cpu_offload_param", "params", "host"),
-            ("zero_quantized_weights", "compress_gathers", True),
-        ):
-            if zero.get(key) is True:
-                self.fields.setdefault(field, value)
-                self.report.append(
-                    f"zero_optimization.{key} mapped to {field}={self.fields[field]!r}"
-                )
-            elif key in zero and zero[key] not in (None, False, AUTO):
-                raise ConfigError(
-                    f"DeepSpeed zero_optimization.{key}={zero[key]!r} is not true or false"
-                )
-            elif key in zero:
-                self.off(f"zero_optimization.{key}")
-        size = zero.get("zero_hpz_partition_size")
-        if isinstance(size, int) and not isinstance(size, bool) and size > 1:
-            self.map(
-                f"zero_optimization.zero_hpz_partition_size={size}, over a machine's ranks,",
-                "shard_in_node",
-                True,
-            )
-        elif size not in (None, 0, 1, AUTO):
-            raise ConfigError(
-                f"DeepSpeed zero_optimization.zero_hpz_partition_size={size!r} is not a number of"
-                " ranks"
-            )
-        elif "zero_hpz_partition_size" in zero:
-            self.off("zero_optimization.zero_hpz_partition_size")
-
-    def stage(self, zero: Mapping) -> None:
-        """Maps ``stage`` 1, 2 or 3 to ``shard``."""
-        value = zero.get("stage")
-        if isinstance(value, int) and not isinstance(value, bool) and value in self.STAGES:
-            self.map(f"zero_optimization.stage={value}", "shard", self.STAGES[value])
-        elif value in (None, AUTO, 0) and value is not False:
-            if "stage" in zero:
-                self.off("zero_optimization.stage", "shard is the default")
-        else:
-            raise ConfigError(f"DeepSpeed zero_optimization.stage={value!r} is not 0, 1, 2 or 3")
+        on_disk = device == "nvme" and field == "params"
+        is_one = lambda value: _is_number(value) and value == int(value)
+        kept = self.value(path, table, "max_in_cpu", "a number of elements", is_one)
+        if kept is not None and on_disk:
+            self.map(f"{path}max_in_cpu", weights_on_host=int(kept))
+        elif "max_in_cpu" in table:
+            self.off(f"{path}max_in_cpu", "" if on_disk else "no parameters are on NVMe")
+        self.rest(path, table)
 
     # --- numbers ---
 
     def precision(self, key: str, dtype: str) -> None:
         """Maps the table ``key`` to the dtypes of parameters, gradients and optimizer state."""
         table = self.section("", self.mapping, key)
-        enabled = self._switch(key, table, "enabled")
+        enabled = self.value(f"{key}.", table, "enabled")
         if table.get("enabled") == AUTO:
             enabled = bool(self.loop.get(f"{dtype}.enabled"))
         if enabled and dtype == "fp16" and self.loop.get("fp16.enabled"):
@@ -338,45 +199,31 @@ class _Translation:
                     f"DeepSpeed {other}.enabled and {key}.enabled are both true: the model computes"
                     " in one dtype"
                 )
-            self.map(f"{key}.enabled", "param_dtype", dtype)
+            self.map(f"{key}.enabled", param_dtype=dtype)
         elif "enabled" in table:
             self.off(f"{key}.enabled={table['enabled']!r}", "the model's own dtype is kept")
-        low, states = f"{dtype}_master_weights_and_grads", f"{dtype}_optimizer_states"
-        for name, fields in (
-            (low, {"master": "none", "grad_dtype": dtype}),
-            (states, {"moments": dtype}),
-        ):
-            if self._switch(key, table, name) and enabled:
-                for field, value in fields.items():
-                    self.map(f"{key}.{name}", field, value)
-            elif name in table and find(f"{key}.", name) is not None:
+        fields = {
+            f"{dtype}_master_weights_and_grads": {"master": "none", "grad_dtype": dtype},
+            f"{dtype}_optimizer_states": {"moments": dtype},
+        }
+        for name in (name for name in fields if name in table and self.find(f"{key}.", name)):
+            if self.value(f"{key}.", table, name) and enabled:
+                self.map(f"{key}.{name}", **fields[name])
+            else:
                 self.off(f"{key}.{name}")
-        self.rest(
-            f"{key}.", table if enabled else {name: None for name in table}, "enabled", low, states
-        )
-
-    def _switch(self, key: str, table: Mapping, name: str) -> bool:
-        if (value := table.get(name)) not in (None, True, False, AUTO) or (
-            isinstance(value, int) and not isinstance(value, bool)
-        ):
-            raise ConfigError(f"DeepSpeed {key}.{name}={value!r} is not true or false")
-        return value is True
+        self.rest(f"{key}.", table if enabled else dict.fromkeys(table))
 
     def data_types(self) -> None:
         """Maps the dtypes in which gradients accumulate and the model computes."""
         table = self.section("", self.mapping, "data_types")
         for key, field in (("grad_accum_dtype", "grad_dtype"), ("param_dtype", "param_dtype")):
-            value = table.get(key)
-            if value in (None, AUTO):
-                if key in table:
-                    self.off(f"data_types.{key}")
-            elif not isinstance(value, str) or value not in DTYPES:
-                raise ConfigError(
-                    f"DeepSpeed data_types.{key}={value!r} is not one of 'fp32', 'fp16', 'bf16'"
-                )
-            else:
-                self.map(f"data_types.{key}", field, value)
-        self.rest("data_types.", table, "grad_accum_dtype", "param_dtype")
+            is_one = lambda value: isinstance(value, str) and value in DTYPES
+            dtype = self.value("data_types.", table, key, "one of 'fp32', 'fp16', 'bf16'", is_one)
+            if dtype is not None:
+                self.map(f"data_types.{key}", **{field: dtype})
+            elif key in table:
+                self.off(f"data_types.{key}")
+        self.rest("data_types.", table)
 
     def clipping(self) -> None:
         """Maps ``gradient_clipping`` to ``max_grad_norm``; 0 means no clipping. A loop that clips
@@ -391,13 +238,10 @@ class _Translation:
             self.only_the_loop(key, value, why)
         elif key in self.mapping and value in (AUTO, self.loop.get(key)) and key in self.loop:
             self.report.append(f"{key}={value!r} left to the loop, {self._has(key)}")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
-            self.map(key, "max_grad_norm", float(value))
-        elif value in (None, 0) and value is not False:
-            if key in self.mapping:
-                self.off(key, "gradients are not clipped")
-        else:
-            raise ConfigError(f"DeepSpeed gradient_clipping={value!r} is not a number")
+        elif self.value("", self.mapping, key, "a number", _is_number):
+            self.map(key, max_grad_norm=float(self.mapping[key]))
+        elif key in self.mapping:
+            self.off(key, "gradients are not clipped")
 
     def batch(self) -> None:
         """Leaves the sizes of batches to the loop, and says so where it has others."""
@@ -417,14 +261,14 @@ class _Translation:
     def optimizer(self) -> None:
         """Maps the optimizer to ``expects_optimizer``, which wrap_model checks."""
         table = self.section("", self.mapping, "optimizer")
-        self.rest("optimizer.", table, "type", "params")
+        self.rest("optimizer.", table)
         if table.get("type") is None:
             if table:
                 self.off("optimizer", "it has no type")
             return
         params = self.section("optimizer.", table, "params")
         expected = read_optimizer(table["type"], params, unknown=self.unknown)
-        self.map("optimizer", "expects_optimizer", expected)
+        self.map("optimizer", expects_optimizer=expected)
 
     def scheduler(self) -> None:
         """Leaves the scheduler to the loop. Raises ConfigError for values that the loop's has not,
@@ -501,14 +345,7 @@ def translate_deepspeed(
     keys, and for those that only the loop can handle. Otherwise these are reported and left out.
     """
     translation = _Translation(mapping, strict=strict, loop=loop or {})
-    zero = translation.section("", mapping, "zero_optimization")
-    translation.offload(zero, "offload_param", "params")
-    translation.offload(zero, "offload_optimizer", "optimizer")
-    translation.stage(zero)
-    translation.switches(zero)
-    translation.rest(
-        "zero_optimization.", zero, "offload_param", "offload_optimizer", "stage", *SWITCHES
-    )
+    translation.zero()
     for key, dtype in PRECISIONS.items():
         translation.precision(key, dtype)
     translation.clipping()
@@ -516,14 +353,6 @@ def translate_deepspeed(
     translation.data_types()
     translation.optimizer()
     translation.scheduler()
-    taken = (
-        "zero_optimization",
-        *PRECISIONS,
-        "gradient_clipping",
-        "data_types",
-        "optimizer",
-        "scheduler",
-        *(key for key in BATCH if key in translation.loop and mapping.get(key, AUTO) != AUTO),
-    )
-    translation.rest("", mapping, *taken)
+    of_loop = (key for key in BATCH if key in translation.loop and mapping.get(key, AUTO) != AUTO)
+    translation.rest("", mapping, "scheduler", *of_loop)
     return translation.fields, translation.report

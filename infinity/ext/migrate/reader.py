@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,12 @@ from ...config import Config
 from ...untrusted import read_table
 from .accelerate import translate_accelerate
 from .deepspeed import differences, folded, torch_line, translate_deepspeed
-from .other_tools import DEEPSPEED, refuse_others, whose
+from .other_tools import ACCELERATE, DEEPSPEED, refuse_others, whose
 
 logger = logging.getLogger(__name__)
 
 Source = Mapping | str | os.PathLike
+TRANSLATORS = {DEEPSPEED: translate_deepspeed, ACCELERATE: translate_accelerate}
 WITH_MASTERS = {"master": "split", "moments": "fp32"}  # as these tools keep them, with or without
 
 
@@ -33,7 +35,8 @@ def read(
     return (kind.from_deepspeed if tool == DEEPSPEED else kind.from_accelerate)(mapping, loop=loop)
 
 
-def from_deepspeed(
+def _from_tool(
+    tool: str,
     kind: type[Config],
     source: Source,
     *,
@@ -44,29 +47,10 @@ def from_deepspeed(
 ) -> Config:
     """Makes a Config as :meth:`infinity.Config.from_deepspeed` says. ``makes_folders``: its folder
     for NVMe, too. ``tells_loop``: warns of what its loop does otherwise."""
-    refuse_others(mapping := _mapping_of(source))
-    fields, report = translate_deepspeed(mapping, strict=strict, loop=loop)
-    return _told("DeepSpeed", kind(**WITH_MASTERS | fields), report, makes_folders, tells_loop)
-
-
-def from_accelerate(
-    kind: type[Config],
-    source: Source,
-    *,
-    strict: bool,
-    loop: Mapping[str, Any] | None,
-    makes_folders: bool = True,
-    tells_loop: bool = True,
-) -> Config:
-    """Makes a Config as :meth:`infinity.Config.from_accelerate` says."""
-    refuse_others(mapping := _mapping_of(source))
-    fields, report = translate_accelerate(mapping, strict=strict, read=read_table, loop=loop)
-    return _told("Accelerate", kind(**WITH_MASTERS | fields), report, makes_folders, tells_loop)
-
-
-def _told(
-    tool: str, config: Config, report: list[str], makes_folders: bool, tells_loop: bool
-) -> Config:
+    mapping = dict(source) if isinstance(source, Mapping) else read_table(Path(source))
+    refuse_others(mapping)
+    fields, report = TRANSLATORS[tool](mapping, strict=strict, loop=loop)
+    config = kind(**WITH_MASTERS | fields)
     for path in config.nvme_paths if makes_folders else ():
         with contextlib.suppress(OSError):  # then the wrap says that there is no folder
             os.makedirs(path, exist_ok=True)
@@ -80,5 +64,5 @@ def _told(
     return config
 
 
-def _mapping_of(source: Source) -> dict[str, Any]:
-    return dict(source) if isinstance(source, Mapping) else read_table(Path(source))
+from_deepspeed = partial(_from_tool, DEEPSPEED)
+from_accelerate = partial(_from_tool, ACCELERATE)

@@ -6,6 +6,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,19 +17,12 @@ from torch.optim import SGD, Adam, AdamW
 from infinity import Config, ConfigError, wrap_model
 from infinity.choices import DTYPES
 from infinity.core.wrap.lay_out import lay_out
-from infinity.ext.migrate.deepspeed_keys import (
-    MAPPED,
-    NOT_NEEDED,
-    OFFLOAD,
-    REFUSED,
-    SECTIONS,
-    TOP,
-    ZERO,
-    find,
-    table,
-)
+from infinity.ext.migrate.deepspeed import SECTIONS, ZERO
+from infinity.ext.migrate.keys import MAPPED, NOT_NEEDED, REFUSED, VERSION, Key
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "migration.md"
+ROOT = Path(__file__).parents[3]
+DOCUMENT = ROOT / "docs" / "migration.md"
+FILE = ROOT / "infinity" / "ext" / "migrate" / "keys.toml"
 ON = {  # a value that switches each refused key on
     "zero_quantized_nontrainable_weights": True,
     "zenflow": {"topk_ratio": 0.1},
@@ -69,6 +64,18 @@ def within(section: str, name: str, value: object) -> dict:
     return {name: value} if section == "" else {"zero_optimization": {name: value}}
 
 
+def table() -> Iterator[str]:
+    """The lines of the document's table."""
+    yield "| key | what becomes of it | |"
+    yield "|---|---|---|"
+    shown = {"bfloat16.": None, f"{ZERO}offload_optimizer.": None}  # as the table before them
+    for path, keys in SECTIONS.items():
+        path = shown.get(path, path.replace("offload_param", "offload_*"))
+        for key in keys.values() if path is not None else ():
+            removed = f" (DeepSpeed {VERSION} has it no more)" if key.removed else ""
+            yield f"| `{path}{key.name}` | {key.fate} | {key.why}{removed} |"
+
+
 def test_the_table_of_the_document_is_the_code_s():
     """Compares docs/migration.md with the lines that the rows make."""
     lines = "\n".join(table())
@@ -76,25 +83,31 @@ def test_the_table_of_the_document_is_the_code_s():
 
 
 def test_no_key_has_two_rows_and_every_fate_is_one_of_three():
-    for keys in SECTIONS.values():
-        assert len({key.name for key in keys}) == len(keys)
-        assert {key.fate for key in keys} <= {MAPPED, NOT_NEEDED, REFUSED}
-        assert all(key.why for key in keys)
+    """Method: the file's own lists. Twin: a key twice in one of them."""
+    tables = tomllib.loads(FILE.read_text())["deepspeed"]
+    names = lambda fates: [name for rows in fates.values() for of in rows.values() for name in of]
+    for paths, fates in tables.items():
+        if paths not in ("off", "removed"):
+            assert len({*names(fates)}) == len(names(fates)), paths
+            assert fates.keys() <= {MAPPED, NOT_NEEDED, REFUSED} and all(map(all, fates.values()))
+    assert len(names({MAPPED: {"a": ["x"], "b": ["x"]}})) == 2
+    known = {name for keys in SECTIONS.values() for name in keys}
+    assert {*tables["off"], *tables["removed"]} <= known
+
+
+def known(path: str, fate: str) -> list[Key]:
+    return [key for key in SECTIONS[path].values() if key.fate == fate]
 
 
 def test_every_key_of_zero_is_known_with_and_without_its_prefix():
-    assert find("zero_optimization.", "max_live_parameters") == find(
-        "zero_optimization.", "stage3_max_live_parameters"
-    )
-    assert find("zero_optimization.", "no_such_key") is None
+    """Twin: with a prefix and no such key, it is unknown."""
+    for name in ("max_live_parameters", "stage3_max_live_parameters"):
+        assert Config.from_deepspeed({"zero_optimization": {name: 7}}) == Config()
+    with pytest.raises(ConfigError, match="stage3_no_such_key is unknown"):
+        Config.from_deepspeed({"zero_optimization": {"stage3_no_such_key": 7}})
 
 
-REFUSALS = [
-    (section, key.name)
-    for section in ("", "zero_optimization.")
-    for key in SECTIONS[section]
-    if key.fate == REFUSED
-]
+REFUSALS = [(path, key.name) for path in ("", ZERO) for key in known(path, REFUSED)]
 
 
 @pytest.mark.parametrize(("section", "name"), REFUSALS)
@@ -106,14 +119,13 @@ def test_a_refused_key_is_refused_by_name(section, name):
 @pytest.mark.parametrize("name", OFF)
 def test_one_that_is_switched_off_is_not(name):
     """The twin."""
-    section = "" if any(key.name == name for key in TOP) else "zero_optimization."
+    section = "" if name in SECTIONS[""] else ZERO
     assert Config.from_deepspeed(within(section, name, OFF[name])) == Config()
 
 
 @pytest.mark.parametrize(
     ("section", "key"),
-    [("", key) for key in TOP if key.fate == NOT_NEEDED]
-    + [("zero_optimization.", key) for key in ZERO if key.fate == NOT_NEEDED],
+    [(path, key) for path in ("", ZERO) for key in known(path, NOT_NEEDED)],
 )
 def test_a_key_that_is_not_needed_changes_nothing_and_says_why(section, key, caplog):
     with caplog.at_level(logging.INFO, "infinity"):
@@ -190,6 +202,8 @@ def test_mapped_keys_choose(source, changed):
         {"zero_optimization": {"cpu_offload": 1}},
         {"zero_optimization": {"zero_hpz_partition_size": "8"}},
         {"bf16": {"enabled": 1}},
+        {"bf16": {"enabled": 1.0}},
+        {"zero_optimization": {"offload_param": {"device": "cpu", "max_in_cpu": "all"}}},
         {"fp16": {"enabled": "true"}},
         {"data_types": {"param_dtype": "fp16"}, "bf16": {"enabled": True}},
         {"bf16": {"enabled": True}, "fp16": {"enabled": True}},
@@ -201,8 +215,8 @@ def test_a_value_that_is_none_of_its_key_is_refused_and_not_taken_for_off(source
     with pytest.raises(
         ConfigError,
         match=(
-            r"stage|zero_quantized_weights|cpu_offload|zero_hpz_partition_size|both true|true or"
-            r" false|another key"
+            r"stage|max_in_cpu|zero_quantized_weights|cpu_offload|zero_hpz_partition_size|both true"
+            r"|true or false|another key"
         ),
     ):
         Config.from_deepspeed(source)
@@ -220,8 +234,8 @@ def test_a_dtype_that_is_none_is_refused():
 
 
 def test_every_offload_key_is_known():
-    known = {key.name for key in OFFLOAD}
-    assert {"device", "nvme_path", "buffer_count", "pin_memory", "ratio", "max_in_cpu"} <= known
+    keys = {"device", "nvme_path", "buffer_count", "pin_memory", "ratio", "max_in_cpu"}
+    assert keys <= SECTIONS[f"{ZERO}offload_param."].keys()
 
 
 def test_the_old_name_of_bf16_is_known():
@@ -289,6 +303,7 @@ def test_what_is_not_on_disk_keeps_its_word(caplog):
             "cpu_offload": False,
             "stage": 0,
             "zero_hpz_partition_size": 1,
+            "cpu_offload_param": 0,
             "mics_shard_size": -1,
             "offload_param": None,
         },
@@ -300,7 +315,7 @@ def test_what_is_not_on_disk_keeps_its_word(caplog):
     with caplog.at_level(logging.INFO, "infinity"):
         assert Config.from_deepspeed(source) == Config()
     lines = caplog.records[-1].getMessage().splitlines()[1:]
-    assert len(lines) == 9 and all(" off" in line for line in lines), lines
+    assert len(lines) == 10 and all(" off" in line for line in lines), lines
 
 
 # --- what the loop has ---
