@@ -21,6 +21,7 @@ from typing import Any
 from .errors import ConfigError, UsageError
 
 KEY = "format"
+MOST = 1e18  # of a number: more is a typo
 LARGEST_NBYTES = 1 << 30  # of a text file: more is none of ours
 # Outside of texts in JSON: comments, then commas at the end of a list or table.
 REMARKS = r"//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)", r",(?=\s*[}\]])"
@@ -114,6 +115,20 @@ def _parse_table(path: Path, text: str) -> Any:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
+
+
+def check_number(
+    value: Any, name: str, *, whole: bool = False, least: float | None = None
+) -> float:
+    """Returns a number of a file. Raises ConfigError, which names ``name``, unless it is one above
+    0 (or from ``least`` on)."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if is_number and value <= MOST and (not whole or value == int(value)):
+        if value > 0 if least is None else value >= least:
+            return float(value)
+    kind = "a whole number" if whole else "a finite number"
+    above = "above 0" if least is None else f"from {least:g} on"
+    raise ConfigError(f"{name} = {value!r:.40} must be {kind} {above}, at most {MOST:g}")
 
 
 def printable(text: str) -> str:

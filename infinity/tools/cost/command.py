@@ -18,7 +18,7 @@ from typing import Any
 from ...errors import ConfigError
 from ...ext.checkpoint.interval import steps_between
 from ...files.outputs import Output, check_outputs
-from ...untrusted import parse_json, printable, read_text
+from ...untrusted import check_number, parse_json, printable, read_text
 from ..cli.amounts import format_count, format_seconds
 from ..cli.options import FILE, FLAG, NUMBER, TEXT, either, takes
 from ..cli.values import a_number_of_tokens, columns, parse_seconds, positive_real
@@ -121,22 +121,16 @@ def read_profile(path: Path) -> Profile:
     names = [field.name for field in dataclasses.fields(Profile) if field.name != "gpus"]
     return Profile(
         {
-            str(name): _above(rate, f"{path}: gpus: {name}")
+            str(name): check_number(rate, f"{path}: gpus: {name}")
             for name, rate in profile["gpus"].items()
         },
         **{
-            name: None if profile.get(name) is None else _above(profile[name], f"{path}: {name}", 0)
+            name: None
+            if profile.get(name) is None
+            else check_number(profile[name], f"{path}: {name}", least=0)
             for name in names
         },
     )
-
-
-def _above(value: Any, name: str, least: float | None = None) -> float:
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 1e18:
-        if value > 0 if least is None else value >= least:
-            return float(value)
-    what = "above 0" if least is None else f"from {least} on"
-    raise ConfigError(f"{name} = {str(value)[:40]!r} must be a number {what}")
 
 
 def _rental(
@@ -206,7 +200,7 @@ def parse_move(text: str, profile: Profile) -> Move:
         raise ConfigError(f"--move: a move of {format_seconds(lasts)} must last less than a day")
     number, per, unit = values.get("dollars", "0").partition("/")
     try:
-        dollars = _above(float(number), "--move: dollars", 0)
+        dollars = check_number(float(number), "--move: dollars", least=0)
     except ValueError as error:
         raise ConfigError(f"--move: dollars={number!r} is not a number from 0 on") from error
     if per and (unit.upper() != "GB" or profile.checkpoint_nbytes is None):

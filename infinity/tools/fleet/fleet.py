@@ -18,15 +18,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from ...errors import ConfigError, InternalError
+from ...untrusted import check_number
 
 POLICIES, EQUAL = ("max-min", "makespan", "cheapest"), "equal"
 NEEDED = "pip install 'infinity-engine[plan]'"
-MOST = 1e15  # of a number in a fleet: more is a typo
 SLACK = 1e-7  # of two ends that are one, and of a share that is none
 DEADLINE_SLACK = 1e-6
 TOLERANCE = 1e-9  # of a limit
@@ -68,17 +67,17 @@ class Fleet:
         if not self.workers or not self.jobs:
             raise ConfigError("a fleet needs workers and jobs: at least one of each")
         for kind, workers in self.workers.items():
-            _check(workers.count, f"workers.{kind}: count", whole=True)
+            check_number(workers.count, f"workers.{kind}: count", whole=True)
             if workers.dollars_per_hour is not None:
-                _check(workers.dollars_per_hour, f"workers.{kind}: dollars_per_hour")
+                check_number(workers.dollars_per_hour, f"workers.{kind}: dollars_per_hour")
         for name, job in self.jobs.items():
-            _check(job.steps, f"jobs.{name}: steps")
-            _check(job.gpus, f"jobs.{name}: gpus", whole=True)
-            _check(job.weight, f"jobs.{name}: weight")
+            check_number(job.steps, f"jobs.{name}: steps")
+            check_number(job.gpus, f"jobs.{name}: gpus", whole=True)
+            check_number(job.weight, f"jobs.{name}: weight")
             if job.deadline is not None:
-                _check(job.deadline, f"jobs.{name}: deadline")
+                check_number(job.deadline, f"jobs.{name}: deadline")
             for kind, rate in job.rates.items():
-                _check(rate, f"jobs.{name}: rates.{kind}", least=0.0)
+                check_number(rate, f"jobs.{name}: rates.{kind}", least=0.0)
             if unknown := [kind for kind in job.rates if kind not in self.workers]:
                 raise ConfigError(
                     f"jobs.{name}: rates.{unknown[0]}: no such workers. There are"
@@ -119,17 +118,6 @@ class Fleet:
         """Rates of the jobs if every kind were divided equally over them [jobs]."""
         shares = self.counts / len(self.jobs)
         return self.rates @ (shares * min(1.0, 1.0 / shares.sum()))
-
-
-def _check(value: Any, name: str, *, whole: bool = False, least: float | None = None) -> None:
-    """Raises ConfigError if ``value`` is not a number above 0 (or from ``least`` on)."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if is_number and value <= MOST and (not whole or value == int(value)):
-        if value > 0 if least is None else value >= least:
-            return
-    kind = "a whole number" if whole else "a finite number"
-    above = "above 0" if least is None else f"from {least:g} on"
-    raise ConfigError(f"{name} = {str(value)[:40]} must be {kind} {above}, at most {MOST:g}")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ memory, disks and links (see ``machines/``)."""
 from __future__ import annotations
 
 import difflib
-import math
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 from ...core.machine.sizes import parse_nbytes
 from ...errors import ConfigError
-from ...untrusted import Format, read_text
+from ...untrusted import Format, check_number, read_text
 
 MACHINES = Path(__file__).parent / "machines"
 FIELDS = {  # part and key of a file -> the field of Machine
@@ -120,20 +119,8 @@ def known_machines() -> list[str]:
 
 def _value(found: dict[str, Any], part: str, key: str, given: str) -> float:
     value = found.get(part, {}).get(key) if isinstance(found.get(part, {}), dict) else None
+    name = f"--machine {given}: [{part}] {key}"
     if isinstance(value, str):
-        value = parse_nbytes(value, f"{given}: {part}.{key}")
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not math.isfinite(value)
-        or value <= 0
-    ):
-        raise ConfigError(
-            f"--machine {given}: [{part}] needs {key}, a number above 0 (or bytes as text); it has"
-            f" {value!r}"
-        )
-    if key == "count" and value != int(value):
-        raise ConfigError(
-            f"--machine {given}: [{part}] has {key} = {value}, which is not a whole number"
-        )
-    return int(value) if key in WHOLE else float(value)
+        value = parse_nbytes(value, name)
+    number = check_number(value, name, whole=key == "count")
+    return int(number) if key in WHOLE else number

@@ -65,12 +65,18 @@ def test_machine_files_that_come_along_are_whole_and_name_sources():
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (lambda text: text.replace("flops = 989e12", ""), "needs flops"),
-        (lambda text: text.replace("latency = 10e-6", "latency = -1"), "needs latency"),
-        (lambda text: text.replace("count = 8", "count = 2.5"), "not a whole number"),
+        (
+            lambda text: text.replace("flops = 989e12", ""),
+            r"\[devices\] flops = None must be a finite number above 0",
+        ),
+        (
+            lambda text: text.replace("latency = 10e-6", "latency = -1"),
+            r"\[links\] latency = -1 must be",
+        ),
+        (lambda text: text.replace("count = 8", "count = 2.5"), "must be a whole number"),
         (lambda text: text + "[", "dgx.toml"),
         (lambda text: text.replace('memory = "80GB"', 'memory = "many"'), "many"),
-        (lambda text: text.replace("[links]", "[lines]"), "needs device"),
+        (lambda text: text.replace("[links]", "[lines]"), r"\[links\] device = None must be"),
     ],
 )
 def test_machine_files_that_lack_something_are_refused(tmp_path, harm, said):
