@@ -12,6 +12,7 @@ from typing import Any
 
 from ...errors import ConfigError, InfinityError
 from ...library_versions import refuse_older
+from ..train.wording import first_line
 
 FILES = (".yaml", ".yml")
 GROUP = re.compile(r"^group\s*:", re.M)  # in a task's file: it may name any other task
@@ -55,7 +56,9 @@ def find_tasks(args: argparse.Namespace) -> Tasks:
             # Its own thousands of tasks take seconds to list
             manager = TaskManager(include_path=args.include and str(args.include))
     except Exception as error:  # noqa: BLE001 - a file of a task may be wrong in every way
-        raise ConfigError(f"lm-eval cannot read the tasks of --include: {_line(error)}") from None
+        raise ConfigError(
+            f"lm-eval cannot read the tasks of --include: {first_line(error)}"
+        ) from None
     names: list[str] = []
     for name in asked:
         matches = [name] if name in files else manager.match_tasks([name])
@@ -80,8 +83,8 @@ def _load(manager: Any, names: list[str], *, allowed: bool) -> None:
             raise
         except Exception as error:  # noqa: BLE001 - no network, no such file, a wrong one
             raise ConfigError(
-                f"--tasks: lm-eval cannot load {name}: {_line(error).rstrip('.')}. Questions of its"
-                " own tasks are downloaded once, with a network"
+                f"--tasks: lm-eval cannot load {name}: {first_line(error).rstrip('.')}. Questions of"
+                " its own tasks are downloaded once, with a network"
             ) from None
         unsafe = [each for each, task in loaded.items() if getattr(task, "UNSAFE_CODE", False)]
         if unsafe and not allowed:
@@ -115,7 +118,3 @@ def score(model: Any, tokenizer: Any, tasks: Tasks, args: argparse.Namespace) ->
         "samples": scores.get("n-samples", {}),
         "versions": scores["versions"],
     }
-
-
-def _line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from ..train.wording import first_line
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
 _SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -51,7 +52,7 @@ def read_tokenizer(folder: Path | None, remedy: str) -> Any:
     except (OSError, ValueError, AttributeError, ImportError, TypeError, KeyError) as error:
         raise ConfigError(
             f"a GGUF file includes the tokenizer, and {folder or 'the checkpoint'} has none that is"
-            f" read ({str(error).strip().splitlines()[0]}): save it there by"
+            f" read ({first_line(error)}): save it there by"
             f" tokenizer.save_pretrained, or give --model DIR for the folder that has it. {remedy}"
         ) from error
     return tokenizer

@@ -29,7 +29,8 @@ from ..train.model import (
     read_model_config,
     read_tokenizer,
 )
-from ..train.settings import check_device, engine_config, paths_of
+from ..train.settings import AUTO, check_device, engine_config, given_settings
+from ..train.wording import first_line
 
 MODEL = ("model", PATH, "folder of a model or an adapter, or a name on the Hugging Face hub")
 
@@ -86,7 +87,7 @@ def opened(found: Found, args: argparse.Namespace, *, seed: int = 0) -> Any:
     cannot be built, or lacks weights."""
     import torch
 
-    settings = _settings(args)
+    settings = {"nvme_paths": AUTO} | given_settings(args)
     stored = getattr(found.model_config, "dtype", None) or torch.float32
     dtype = {"auto": "bf16" if stored == torch.bfloat16 else "fp32"}.get(args.dtype, args.dtype)
     model = build_model(
@@ -162,18 +163,4 @@ def _with_adapter(model: Any, folder: Path) -> Any:
     try:
         return PeftModel.from_pretrained(model, folder)
     except Exception as error:  # noqa: BLE001 - an adapter may be damaged in every way
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"peft cannot load the adapter {folder}: {line}") from None
-
-
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the engine's options that were given. A folder for swap files is found if needed."""
-    options = {
-        "params": args.params,
-        "nvme_paths": paths_of(args.nvme_path) or "auto",
-        "host_memory": args.host_memory,
-        "device_memory": args.device_memory,
-        "nvme_capacity": args.nvme_capacity,
-        "device": args.device,
-    }
-    return {name: value for name, value in options.items() if value is not None}
+        raise ConfigError(f"peft cannot load the adapter {folder}: {first_line(error)}") from None

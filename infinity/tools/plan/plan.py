@@ -47,6 +47,7 @@ from ..train.options import (
     check_adapters,
 )
 from ..train.settings import AUTO, check_folders, engine_config, engine_settings
+from ..train.wording import first_line
 from .budgets import USABLE, budgets_of
 from .larger_disk import with_larger_disk
 from .machine_file import Machine, known_machines
@@ -372,9 +373,8 @@ def _build(args: argparse.Namespace, model_config: Any, dtype: Any) -> Any:
                 model_config, dtype=dtype, trust_remote_code=args.trust_remote_code
             )
         except Exception as error:  # noqa: BLE001 - a config may be wrong in every way
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise ConfigError(
-                f"transformers cannot build the model of {args.model}: {line[:300]}"
+                f"transformers cannot build the model of {args.model}: {first_line(error)}"
             ) from None
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError
 from ..cli.amounts import format_count
+from .wording import first_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -90,10 +91,9 @@ def touched(config: Any, path: Path | None, *, trust: bool) -> set[str] | None:
     except NOT_FAKED:
         return None
     except Exception as error:  # noqa: BLE001 - a forward is any code
-        line = (str(error).strip().splitlines() or [""])[0][:200]
         raise ConfigError(
             f"{path}: {name_of(config) or type(config).__name__} cannot be trained on text"
-            f" alone ({type(error).__name__}: {line}). {OWN_LOOP}"
+            f" alone ({type(error).__name__}: {first_line(error)}). {OWN_LOOP}"
         ) from None
     return {name for name, param in model.named_parameters() if param.grad is not None}
 

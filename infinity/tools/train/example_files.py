@@ -12,6 +12,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from .records import TABLES, look_at
+from .wording import first_line
 
 BESIDE = re.compile(r"(README|LICENSE|NOTICE|dataset_infos?\.json)|.*\.md$", re.I)  # of data
 SAVED = ("dataset_info.json", "dataset_dict.json", "state.json")  # in a folder of `save_to_disk`
@@ -121,9 +122,8 @@ def _load(datasets: Any, files: ExampleFiles) -> Any:
         stored = datasets.load_from_disk(str(files.paths[0]))
     except Exception as error:  # noqa: BLE001 - every reader has errors of its own
         cause = error.__cause__ or error
-        line = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise ConfigError(
-            f"--data: datasets cannot read {files.source}: {line}{_hint(files)}"
+            f"--data: datasets cannot read {files.source}: {first_line(cause)}{_hint(files)}"
         ) from None
     if not isinstance(stored, datasets.DatasetDict):
         return stored

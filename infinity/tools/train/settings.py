@@ -53,11 +53,7 @@ def engine_settings(
     settings = _read_config_file(args.config, plans, has_loop) if args.config else {}
     if getattr(args, "deepspeed", None) is not None:
         settings |= translated(args.deepspeed, "--deepspeed", plans=plans, has_loop=has_loop)
-    options = {name: getattr(args, name, None) for name in OPTIONS}  # a command may lack some
-    options |= {"nvme_paths": paths_of(args.nvme_path), "trace": args.trace and str(args.trace)}
-    settings |= {
-        name: value for name, value in options.items() if value is not None and value is not False
-    }
+    settings |= given_settings(args)
     if "nvme_capacity" in settings or not any(name in settings for name in PLACES):
         settings.setdefault("nvme_paths", AUTO)
     if args.max_grad_norm is not None:
@@ -67,9 +63,16 @@ def engine_settings(
     return settings
 
 
-def paths_of(given: list[Path] | None) -> list[str] | str | None:
-    """Returns the folders of --nvme-path, or "auto"."""
-    return AUTO if given == [Path(AUTO)] else given and [str(path) for path in given]
+def given_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the engine's options that were given, of those that the command has."""
+    options = {name: getattr(args, name, None) for name in (*OPTIONS, "trace")}
+    if (paths := args.nvme_path) is not None:
+        options["nvme_paths"] = AUTO if paths == [Path(AUTO)] else [*map(str, paths)]
+    return {
+        name: str(value) if name == "trace" else value
+        for name, value in options.items()
+        if value is not None and value is not False
+    }
 
 
 def _read_config_file(path: Path, plans: bool, has_loop: bool) -> dict[str, Any]:

@@ -176,8 +176,7 @@ def test_an_option_replaces_its_alternatives_in_the_file(in_file, given, stands,
 def test_a_budget_of_disks_is_an_option_of_all_that_use_them(place, capsys):
     """Method: the engine's settings by the option, alone and with a folder, and by a file. Twins:
     without it, and a disk that is too small, which the message tells in the option's name."""
-    from infinity.tools.generate import opened
-    from infinity.tools.train.settings import engine_settings
+    from infinity.tools.train.settings import engine_settings, given_settings
 
     (place / "a.toml").write_text("nvme_capacity = '3GiB'")
     (place / "nvme").mkdir(exist_ok=True)
@@ -195,7 +194,7 @@ def test_a_budget_of_disks_is_an_option_of_all_that_use_them(place, capsys):
         assert engine_settings(parsed(*given)) == wanted
     for command in ("eval a", "generate a"):
         args = parse([*command.split(), "--nvme-capacity", "2GiB"])
-        assert opened._settings(args)["nvme_capacity"] == "2GiB"
+        assert given_settings(args)["nvme_capacity"] == "2GiB"
     homes = ["--params", "nvme", "--optimizer", "nvme", "--nvme-path", "nvme", "--steps", "1"]
     words = ["train", "--model", "model.json", "--data", "text.txt", *homes]
     assert main([*words, "--nvme-capacity", "8KiB"]) == 2
