@@ -157,7 +157,7 @@ class SharedPlanner(ActivationPlanner):
         return [() if block is None else block.promises for block in self._places]
 
     def take_compared(self, everyones: Sequence[Sequence[tuple[bool, ...]]]) -> None:
-        """Takes as agreed what was done with the blocks that ran on all ranks, until they are chosen
+        """Takes as agreed what was done with blocks that ran on all ranks, until they are chosen
         for. Can be repeated after an interrupt."""
         self._has_compared = True
         for block, of_ranks in zip(self._places, zip(*everyones)):
