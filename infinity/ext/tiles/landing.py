@@ -6,10 +6,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.nn.functional as F
 
 from ...core.grads.bank import GradientBank
-from ...core.grads.record import GradState
+from ...core.grads.record import SAMPLED, GradState, sample_of
+from ...core.units.forms import is_common
 from ...core.units.handle import ParamHandle
+
+
+@contextmanager
+def sampling(gradients: GradientBank, handle: ParamHandle, land: Callable) -> Iterator[Callable]:
+    """Yields ``land`` of :func:`landing_rows`. Samples what lands, as :meth:`GradientBank.land`
+    does, if other ranks must have the same: the sum of a few elements of each range of rows."""
+    if not (gradients.takes_samples and is_common(handle.param)):
+        yield land
+        return
+    samples: list[torch.Tensor] = []
+
+    def sampled(begin: int, end: int, compute: Callable[[], torch.Tensor]) -> None:
+        part = compute()
+        few = sample_of(part)[:SAMPLED]
+        samples.append(F.pad(few, (0, SAMPLED - few.numel())))
+        land(begin, end, lambda: part)
+
+    yield sampled
+    if samples:
+        handle.grad.take_sample(torch.stack(samples).sum(0))
 
 
 @contextmanager

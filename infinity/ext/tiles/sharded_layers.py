@@ -12,7 +12,6 @@ style    how transformers runs a sharded layer: a forward around the layer's own
 from __future__ import annotations
 
 import inspect
-import math
 import weakref
 from collections.abc import Callable
 from types import FunctionType
@@ -27,20 +26,19 @@ from ...core.units.forms import division_of, is_plain, local_of
 STYLES = "transformers.distributed.tensor_parallel"
 
 
-def has_one_width(weight: Any) -> bool:
-    """Tells whether the rows of ``weight`` are of one width on all ranks: a remainder of its
-    division leaves some ranks fewer rows, and no narrower ones."""
-    widths = [
-        size
-        for size, placement in zip(*_axes(weight))
-        if isinstance(placement, Shard) and placement.dim == 1
-    ]
-    return weight.shape[1] % math.prod(widths) == 0
-
-
-def _axes(weight: Any) -> tuple[tuple[int, ...], tuple[Placement, ...]]:
-    """Returns the sizes of the mesh's axes and the placements over them; nothing if it is plain."""
-    return ((), ()) if is_plain(weight) else (weight.device_mesh.shape, weight.placements)
+def can_run_in_tiles(weight: Any) -> bool:
+    """Tells whether each rank has rows of ``weight``, of one width on all, and no other rank has
+    the same: a gradient of these would be partial."""
+    if is_plain(weight):
+        return True
+    sizes, placements = weight.device_mesh.shape, weight.placements
+    if not all(isinstance(placement, Shard) for placement in placements):
+        return False
+    ranks = [1, 1]  # that divide the rows, and their widths
+    for size, placement in zip(sizes, placements):
+        ranks[placement.dim] *= size
+    rows, width = weight.shape
+    return width % ranks[1] == 0 and -(-rows // ranks[0]) * (ranks[0] - 1) < rows
 
 
 def linear(
@@ -48,29 +46,33 @@ def linear(
     outputs: int,
     input: torch.Tensor,
     compute: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor],
+    *,
+    has_style: bool,
 ) -> torch.Tensor:
     """Runs a linear layer, whose weight has its outputs in dimension ``outputs``, by
-    ``compute(input, bias)`` of local parts. The style of a local ``input`` adds the bias to a sum.
-    """
+    ``compute(input, bias)`` of local parts. Of a layer with a style, ``input`` may be a local part:
+    returns the local output then, without the bias if it is partial, which the style adds to the
+    sum. Raises RuntimeError for another mixture of DTensors and plain tensors, as torch does."""
     weight, bias = layer._parameters["weight"], layer.bias
     layouts = [_of_axis(each, outputs, input.dim() - 1) for each in weight.placements]
     is_sum = any(isinstance(output, Partial) for _, output in layouts)
-    if not isinstance(input, DTensor):
+    if has_style and not isinstance(input, DTensor):
         return compute(input, None if is_sum or bias is None else local_of(bias))
+    _refuse_plain(input, *(() if bias is None else (bias,)))
     x = _divided(input, [needed for needed, _ in layouts])
     grads = [Partial() if isinstance(output, Shard) else needed for needed, output in layouts]
     columns = None
     if bias is not None and not is_sum:
-        divided = [Shard(0) if isinstance(each, Shard) else each for _, each in layouts]
-        columns = _divided(bias, divided).to_local()
+        columns = _divided(bias, [Shard(0)] * len(layouts)).to_local()
     out = compute(x.to_local(grad_placements=grads), columns)
     whole = _placed(out, weight, [output for _, output in layouts], weight.shape[outputs])
-    return whole + bias if is_sum and bias is not None else whole
+    return whole + bias.to(whole.dtype) if is_sum and bias is not None else whole
 
 
 def lookup(table: nn.Embedding, ids: DTensor, compute: Callable[..., torch.Tensor]) -> torch.Tensor:
     """Looks up ``ids`` by ``compute(ids, padding_idx)``, both of which count the rows of the local
     part. The rows of other ranks are zeros in the partial output."""
+    _refuse_plain(ids)
     weight: Any = table._parameters["weight"]
     layouts = [_of_axis(each, 1, ids.dim()) for each in weight.placements]
     ids = _divided(ids, [Replicate()] * len(layouts)).to_local()
@@ -84,11 +86,17 @@ def lookup(table: nn.Embedding, ids: DTensor, compute: Callable[..., torch.Tenso
     return _placed(out, weight, [output for _, output in layouts], weight.shape[1])
 
 
-def _of_axis(placement: Placement, outputs: int, last: int) -> tuple[Placement, Placement]:
+def _refuse_plain(*tensors: torch.Tensor) -> None:
+    if not all(isinstance(each, DTensor) for each in tensors):
+        raise RuntimeError(
+            "a layer with a weight that is a DTensor got a plain tensor: give it a DTensor, or run"
+            " it by the style of its plan"
+        )
+
+
+def _of_axis(placement: Any, outputs: int, last: int) -> tuple[Placement, Placement]:
     """Returns the placements of input and output over an axis of the weight's mesh. ``last``: their
     last dimension."""
-    if not isinstance(placement, Shard):
-        return Replicate(), Replicate()
     return (Replicate(), Shard(last)) if placement.dim == outputs else (Shard(last), Partial())
 
 
@@ -116,7 +124,9 @@ def style_of(layer: nn.Module) -> tuple[Any, Any] | None:
         return None
     known = inspect.getclosurevars(forward).nonlocals
     own = getattr(known.get("original_forward"), "__func__", None)
-    return (known["self"], known["mesh"]) if own is type(layer).forward else None
+    if own is not type(layer).forward or "self" not in known:
+        return None
+    return known["self"], known["mesh"]
 
 
 def in_style(layer: nn.Module, forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -18,11 +18,11 @@ from torch import nn
 
 from ...core.run.context import ForwardContext
 from ...core.run.replaced_forward import ReplacedForward
-from ...core.units.forms import is_plain
+from ...core.units.forms import is_plain, local_of
 from . import sharded_layers
 from .heads import HeadWay, head_forward, is_head, output_embeddings, replaced
 from .lazy_logits import whole
-from .sharded_layers import in_style
+from .sharded_layers import in_style, style_of
 from .tiles import Tiles
 
 LOGITS_NBYTES = 32 * 1024 * 1024  # of a tile's fp32 logits at once: more tokens are split
@@ -320,7 +320,8 @@ def _forward(
         def embed(input: torch.Tensor) -> torch.Tensor:
             if input.dtype not in (torch.int32, torch.int64):
                 raise RuntimeError(f"ids of an embedding are int32 or int64, not {input.dtype}")
-            if input.numel() and not 0 <= int(input.min()) <= int(input.max()) < last:
+            ids = local_of(input)
+            if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < last:
                 raise IndexError(f"index out of range in self: an embedding of {last} rows")
             if is_sharded:
                 return sharded_layers.lookup(reference(), input, rows)
@@ -328,6 +329,7 @@ def _forward(
 
         return embed
     kind, outputs_at = (TiledLinear, 0) if isinstance(module, nn.Linear) else (TiledConv1D, 1)
+    has_style = style_of(module) is not None
 
     def product(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         inputs = tiles.shape[1 - outputs_at]
@@ -340,7 +342,9 @@ def _forward(
     @torch.compiler.disable
     def linear(input: torch.Tensor) -> torch.Tensor:
         if is_sharded:
-            return sharded_layers.linear(reference(), outputs_at, input, product)
+            return sharded_layers.linear(
+                reference(), outputs_at, input, product, has_style=has_style
+            )
         return product(whole(input), reference().bias)
 
     if is_head(module, outputs) and not is_sharded:

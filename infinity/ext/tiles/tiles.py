@@ -23,9 +23,9 @@ from ...core.units.forms import division_of, form_of, like, local_of
 from ...core.units.handle import ParamHandle, handle_of
 from ...core.wrap.partition import RowsAtOnce
 from ...errors import UsageError
-from .landing import landing_rows
+from .landing import landing_rows, sampling
 from .over_ranks import average, averaging_nbytes, fetch
-from .sharded_layers import has_one_width, style_of
+from .sharded_layers import can_run_in_tiles, style_of
 
 SMALLEST_TILE_NBYTES = 64 * 1024
 # Rows nearer to each other are read at once: a disk does so as fast as single ones.
@@ -70,7 +70,7 @@ def candidates(
             or param in without
             or local.dim() != 2
             or division_of(param).span * size <= limit_nbytes
-            or not has_one_width(param)
+            or not can_run_in_tiles(param)
         ):
             continue
         if param._backward_hooks or not local.is_contiguous():
@@ -182,8 +182,14 @@ class Tiles:
             )
         if use is GradUse.ACCUMULATED and takes and not is_hooked:
             adds = self.handle.grad.state is not GradState.ABSENT
-            with landing_rows(self.context.gradients, self.handle) as land:
-                yield RowGrads(self._averaging(land) if over_ranks else land, adds=adds)
+            gradients = self.context.gradients
+            with (
+                landing_rows(gradients, self.handle) as land,
+                sampling(
+                    gradients, self.handle, self._averaging(land) if over_ranks else land
+                ) as land,
+            ):
+                yield RowGrads(land, adds=adds)
             self.handle.grad.averaged = over_ranks
         elif use is GradUse.NONE:
             yield RowGrads(lambda begin, end, compute: None, adds=True)

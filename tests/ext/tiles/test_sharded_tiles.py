@@ -15,6 +15,8 @@ import torch
 from ranks import Jobs
 from tile_jobs import config_of
 
+from infinity.ext.tiles import sharded_layers
+
 pytestmark = pytest.mark.timeout(300)
 KINDS = ("columns and rows", "tied", "sequences", "llama", "gpt2")
 DEVICE = "640KiB"
@@ -37,6 +39,9 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     least = config_of("host", folder, device_memory="400KiB")
     jobs["trained:both batches"] = plain | {"config": least, "batches": [0, 1]}
     jobs["trained:one batch"] = plain | {"config": least}
+    jobs["cast"] = {"config": plain["config"]}
+    jobs["misused"] = {"config": config_of("host", folder, device_memory="400KiB")}
+    jobs["replicated"] = {"config": config_of("host", folder, device_memory="1MiB")}
     jobs["returned"] = {"config": plain["config"]}
     return Jobs(standing_ranks(2), "sharded_tile_jobs", jobs)
 
@@ -113,3 +118,39 @@ def test_gradients_of_a_sharded_weight_in_tiles_are_dtensors_for_users(two):
     """What a hook sees, and what torch.autograd.grad returns."""
     for found in two["returned"]:
         assert not differing(found["ours"], found["torch"])
+
+
+def test_a_plain_input_of_a_sharded_layer_in_tiles_is_refused_as_by_torch(two):
+    assert all("got a plain tensor" in found["plain input"] for found in two["misused"])
+
+
+def test_ranks_with_other_labels_are_refused_where_whole_weights_run_in_tiles(two):
+    """Their gradients are compared as those of weights that are gathered whole. Twin: the tests
+    above, with equal labels."""
+    for found in two["misused"]:
+        assert "differs between them" in found["other labels"]
+
+
+def test_weights_that_every_rank_has_stay_whole(two):
+    """A gradient of their rows would be partial, where inputs are parts."""
+    assert all("device_memory" in said for said in two["replicated"])
+
+
+def test_a_sharded_layer_in_tiles_has_torchs_dtype_in_autocast(two):
+    for found in two["cast"]:
+        assert found == ["torch.bfloat16"] * 2
+
+
+def test_a_style_of_another_form_is_none_of_a_layer_in_tiles():
+    """Transformers' style of norms has no steps before and after a forward."""
+    layer = torch.nn.Linear(2, 2)
+    original_forward = layer.forward
+    exec(
+        "def make(original_forward):\n"
+        "    def forward(x):\n"
+        "        return original_forward(x)\n"
+        "    return forward",
+        made := {"__name__": sharded_layers.STYLES},
+    )
+    layer.forward = made["make"](original_forward)
+    assert sharded_layers.style_of(layer) is None

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from inside import parts_of
 from parallel_jobs import whole
-from tile_jobs import STEPS, WORDS, Decoder
+from tile_jobs import STEPS, WIDTH, WORDS, Decoder
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -47,7 +47,8 @@ OF_SEQUENCES = {
 
 def model_of(kind: str, mesh: Any) -> nn.Module:
     """A model that is sharded over ``mesh``: by a plan, by torch for sequences, by transformers'
-    own plan (a vocabulary that leaves a remainder), or with transposed layers."""
+    own plan (a vocabulary that leaves a remainder), or with transposed layers. "whole ends": only
+    the layers between table and head are sharded."""
     import transformers as hf
 
     torch.manual_seed(1)
@@ -69,6 +70,8 @@ def model_of(kind: str, mesh: Any) -> nn.Module:
     if kind == "sequences":
         return parallelize_module(model, mesh, OF_SEQUENCES)
     plan = PLAN if isinstance(model, Decoder) else None
+    if kind == "whole ends":
+        plan = {name: PLAN[name] for name in ("up", "down")}
     return infinity.parallel.tensor_parallel(model, mesh, plan, quiet=True)
 
 
@@ -121,9 +124,10 @@ def trained(
             )
         optimizer.step()
         optimizer.zero_grad()
-    with torch.no_grad():
-        loss = loss_in(model, kind, STEPS, batches[-1])
-    losses.append(value_of(loss))
+    withouts = [torch.no_grad] + [torch.inference_mode] * (kind != "sequences")  # torch's loss
+    for without in withouts:
+        with without():
+            losses.append(value_of(loss_in(model, kind, STEPS, batches[-1])))
     found = {
         "losses": losses,
         "grads": grads,
@@ -156,6 +160,68 @@ def unsummed(config: dict) -> str:
     finally:
         sharded_layers._placed = before
     return ""
+
+
+def pair(mesh: Any, placements: Any) -> nn.Sequential:
+    """Two layers whose weights are DTensors, and that nothing gives DTensors."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(WIDTH, 6000, bias=False), nn.Linear(6000, WIDTH, bias=False))
+    for layer, placement in zip(model, placements):
+        cut = distribute_tensor(layer.weight.detach(), mesh, [placement])
+        layer.weight = nn.Parameter(cut)
+    return model
+
+
+def misused(config: dict) -> dict[str, str]:
+    """What a rank is told of a plain input, and of labels that other ranks do not have."""
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    found = {}
+    for kind in ("plain input", "other labels"):
+        if kind == "plain input":
+            model: Any = pair(mesh["tp"], (Shard(0), Shard(1)))
+        else:
+            model = model_of("whole ends", mesh["tp"])
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = infinity.wrap_model(model, optimizer, config, mesh=mesh)
+        try:
+            if kind == "plain input":
+                model(torch.randn(2, WIDTH))
+            else:
+                ids = torch.arange(18).view(2, 9)
+                labels = ids.roll(1 + dist.get_rank()).flatten()
+                nn.functional.cross_entropy(model(ids).flatten(0, 1), labels).backward()
+                optimizer.step()
+        except (RuntimeError, infinity.UsageError) as error:
+            found[kind] = str(error)
+        infinity.unwrap_model(model, optimizer)
+    return found
+
+
+def replicated(config: dict) -> str:
+    """What a rank is told whose budget holds no whole weight, and every rank has all of it."""
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))["tp"]
+    model = pair(mesh, (Replicate(), Replicate()))
+    try:
+        infinity.wrap_model(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+    except infinity.CapacityError as error:
+        return str(error)
+    return ""
+
+
+def cast(config: dict) -> list[str]:
+    """The dtypes of a sharded layer's output in autocast, by torch and in tiles."""
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "tp"))
+    seen: list[str] = []
+    for chosen in (None, config):
+        model = model_of("columns and rows", mesh["tp"])
+        model.down.register_forward_hook(lambda _, args, out: seen.append(str(out.dtype)))
+        if chosen is not None:
+            model, _ = infinity.wrap_model(model, None, chosen, mesh=mesh)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss_in(model, "", 0, 0)
+        if chosen is not None:
+            infinity.unwrap_model(model)
+    return seen
 
 
 def returned(config: dict) -> dict[str, Any]:
