@@ -83,8 +83,8 @@ def _load(manager: Any, names: list[str], *, allowed: bool) -> None:
             raise
         except Exception as error:  # noqa: BLE001 - no network, no such file, a wrong one
             raise ConfigError(
-                f"--tasks: lm-eval cannot load {name}: {first_line(error).rstrip('.')}. Questions of"
-                " its own tasks are downloaded once, with a network"
+                f"--tasks: lm-eval cannot load {name}: {first_line(error).rstrip('.')}. Questions"
+                " of its own tasks are downloaded once, with a network"
             ) from None
         unsafe = [each for each, task in loaded.items() if getattr(task, "UNSAFE_CODE", False)]
         if unsafe and not allowed:
