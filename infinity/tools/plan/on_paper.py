@@ -9,12 +9,14 @@ trial   a forward and a backward of one layer on meta: what it saves for the bac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from multiprocessing.connection import Connection
@@ -29,12 +31,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...core.machine import processors
 from ...core.units.forms import local_of
 from ...errors import ConfigError, InfinityError, InternalError
+from ...ext.blocks.products import Counted
 from ...ext.dtensor.tensors import tensor_parallel
 from ...ext.experts_parallel.experts import chosen_of, expert_parallel, expert_parameters
 from ...ext.pipeline.boundaries import axis_that_shares
 from ...ext.pipeline.stages import Chain, chain_of
 from .mesh_bytes import all_gather_nbytes, all_reduce_nbytes, expert_nbytes
-from .work import TOKENS, CountingWork, Work
+from .work import TOKENS, CountingWork, Work, sizes_of_product
 
 T = TypeVar("T")
 _to_parent: list[Connection] = []  # of a child
@@ -137,6 +140,9 @@ class Trial:
     backward_messages: int = 0
     forward_work: Work = field(default_factory=Work)
     backward_work: Work = field(default_factory=Work)
+    # Of the products that may be kept when the rest is computed again: bytes, and their work
+    products: float = 0.0
+    product_work: Work = field(default_factory=Work)
     is_counted: bool = True  # False: estimated, the model cannot run on meta
 
     def plus(self, other: Trial, times: int = 1) -> Trial:
@@ -172,6 +178,12 @@ class PaperModel:
             getattr(self.chain.model.config.get_text_config(), "tie_word_embeddings", False)
         )
 
+    @property
+    def input_nbytes(self) -> int:
+        """The bytes a token that come into a layer."""
+        width = self.chain.model.config.get_text_config().hidden_size
+        return width * next(self.chain.model.parameters()).dtype.itemsize
+
     def saved_of(self, layers: range, *, recomputes: bool) -> tuple[float, float]:
         """Counts the bytes a token that forwards through a chunk save: those that wait for the
         backward, and those that one layer saves when the backward ``recomputes`` it."""
@@ -179,9 +191,7 @@ class PaperModel:
         if not recomputes:
             return kept, 0.0
         ends = kept - len(layers) * self.layer.saved
-        width = self.chain.model.config.get_text_config().hidden_size
-        each = width * next(self.chain.model.parameters()).dtype.itemsize
-        return len(layers) * each + ends, self.layer.saved
+        return len(layers) * self.input_nbytes + ends, self.layer.saved
 
     def trial_of(self, layers: range) -> Trial:
         """Returns what a token costs in a chunk."""
@@ -269,7 +279,12 @@ def _try(chain: Chain, layers: range, tp: int, *, fused_loss: bool) -> Trial:
     inputs = _inputs(chain, layers)
     saved: dict[int, tuple[int, torch.Size, Any]] = {}  # bytes, last dimension, storage
 
+    itemsize = next(chain.model.parameters()).dtype.itemsize
+    products = ProductsOnPaper(itemsize) if tp == 1 else None
+
     def note(tensor: torch.Tensor) -> torch.Tensor:
+        if products is not None:
+            products.note_saved()
         local = local_of(tensor)
         storage = local.untyped_storage()
         # A fused kernel saves no scores of attention, which the plain one on meta does.
@@ -283,9 +298,13 @@ def _try(chain: Chain, layers: range, tp: int, *, fused_loss: bool) -> Trial:
     scores = not how.startswith(FUSED)
     ahead, back = CountingWork(scores=scores), CountingWork(scores=scores)
     mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device="meta")
+    counted = contextlib.nullcontext() if products is None else products.mode()
     with forward, ahead, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = chunk(inputs, attention_mask=mask)
+        with counted:
+            output = chunk(inputs, attention_mask=mask)
         output = output if isinstance(output, torch.Tensor) else output.logits
+        if products is not None:
+            products.end(output)
         whole = None
         if layers.stop == len(chain.layers):
             whole = output.shape[-1:] if fused_loss else None
@@ -309,6 +328,8 @@ def _try(chain: Chain, layers: range, tp: int, *, fused_loss: bool) -> Trial:
         backward_messages=backward.messages,
         forward_work=ahead.work,
         backward_work=dataclasses.replace(back.work, added=added),
+        products=0.0 if products is None else sum(products.nbytes.values()) / TOKENS,
+        product_work=Work() if products is None else products.work,
     )
 
 
@@ -318,6 +339,43 @@ def _inputs(chain: Chain, layers: range) -> torch.Tensor:
     width = chain.model.config.get_text_config().hidden_size
     dtype = next(chain.model.parameters()).dtype
     return torch.empty(1, TOKENS, width, dtype=dtype, device="meta", requires_grad=True)
+
+
+class ProductsOnPaper(Counted):
+    """Counts the products of a forward on meta that the engine would keep. Scores of attention are
+    none of them: a fused kernel computes them with its output."""
+
+    def __init__(self, itemsize: int) -> None:
+        """``itemsize``: bytes of an element, which a fused kernel does not cast."""
+        super().__init__(_Untimed())  # type: ignore[arg-type]
+        self._itemsize, self.work = itemsize, Work()
+        self._sizes: dict[int, tuple[int, int, int, int]] = {}
+
+    def _run(self, operation: Any, args: tuple, kwargs: dict) -> Any:
+        number = self._number
+        results = super()._run(operation, args, kwargs)
+        if (sizes := sizes_of_product(operation, args)) is not None:
+            self._sizes[number] = sizes
+            if number in self.nbytes:
+                self.nbytes[number] = results.numel() * self._itemsize
+        return results
+
+    def end(self, output: Any) -> None:
+        """Ends the forward, as :meth:`.products.Counted.end`."""
+        super().end(output)
+        scores = {n for n, sizes in self._sizes.items() if sizes[1:3] == (TOKENS, TOKENS)}
+        kept = {number for number in self.nbytes if number not in scores}
+        # Those of an attention that is kept are computed with it
+        kept_with = {number for number in scores if number + 1 in kept}
+        self.work = Work(Counter(self._sizes[n] for n in kept | kept_with if n in self._sizes))
+        self.nbytes = {number: self.nbytes[number] for number in kept}
+
+
+class _Untimed:
+    """Stands for a device that computes nothing."""
+
+    def timing(self, count: Any) -> Any:
+        return contextlib.nullcontext()
 
 
 class CountingSends(TorchDispatchMode):

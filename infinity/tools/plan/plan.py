@@ -99,6 +99,7 @@ OPTIONS = (
         f"tokens of a sample (default {DEFAULT_SEQUENCE_LENGTH})",
     ),
     ("--gradient-checkpointing", FLAG, "the backward computes activations again"),
+    ("--recompute", FLAG, "blocks keep what there is room for, and compute the rest again"),
     ("--fused-loss", FLAG, "the loss is computed in parts, without whole logits"),
     (
         "--machine",
@@ -241,13 +242,15 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
     model = _build(args, model_config, dtype)
     text = touched(model_config, args.model, trust=args.trust_remote_code)
     freeze_untouched(model, text, lambda line: None)
-    checkpointing, saved, recomputed = args.gradient_checkpointing, None, None
+    checkpointing, chooses = args.gradient_checkpointing, False
+    saved = recomputed = blocks = None
     adapt = partial(adapted, rank=args.lora_rank, quantize=args.quantize, text=text)
     if args.mesh is None:  # before its base is packed, which does not run on meta
-        saved, recomputed = saved_on_paper(
+        saved, recomputed, blocks = saved_on_paper(
             model, fused_loss=args.fused_loss, adapt=partial(adapt, quantize=None)
         )
-        saved = recomputed if checkpointing else saved
+        chooses = bool(settings.get("recompute")) and machine is not None and not checkpointing
+        saved = recomputed if checkpointing or chooses else saved
     has_adapters = args.mesh is not None and args.lora_rank is not None
     unpacked = deepcopy(model) if has_adapters else None
     model = packed_base(model, args.quantize)
@@ -257,13 +260,23 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
             adapt(unpacked, quantize=None)
     config = engine_config(settings, model)
 
-    def configure(machine: Machine, **options: str) -> Any:
+    def configure(machine: Machine, **options: Any) -> Any:
         anew = argparse.Namespace(**vars(own_args) | options)
         return engine_config(_settings(anew, machine), model)
 
     make_all = partial(make_optimizers, name=args.optim, lr=1e-4, weight_decay=0.1)
     batch = {"batch": samples, "length": length, "checkpointing": checkpointing}
-    job = Job(model, model_config, make_all(model), config, batch, saved, adapt, unpacked)
+    job = Job(
+        model,
+        model_config,
+        make_all(model),
+        config,
+        batch,
+        saved,
+        adapt=adapt,
+        unpacked=unpacked,
+        blocks=blocks if chooses else None,
+    )
     made = {"lora_rank": args.lora_rank, "quantize": args.quantize}
     made["budgets"] = budgets_of(own_args, config, machine is not None)
     if machine is not None and args.mesh is None and config.activations not in (AUTO, "device"):
@@ -278,12 +291,13 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         if machine is not None:
             answer = plan_cluster(job, machine, args.nodes)
             answer |= plan_next(job, answer, machine, args.nodes, configure)
-            answer |= plan_faster(job, answer, machine, args.nodes, configure, recomputed)
+            answer |= plan_faster(job, answer, machine, args.nodes, configure, recomputed, blocks)
         else:
             unknown = _unknown_machine(args, config)
             answer = plan_here(job, dtype, unknown=unknown, rating=rating_of(args))
     except CapacityError as error:
-        if machine is not None and not checkpointing and _fits_recomputed(own_args):
+        recomputes = checkpointing or config.recompute
+        if machine is not None and not recomputes and _fits_recomputed(own_args):
             plain = error.__context__  # before remedies were added, which are no better
             raise CapacityError(
                 "It fits with --gradient-checkpointing and not without it:"
@@ -309,6 +323,9 @@ def _fits_recomputed(given: argparse.Namespace) -> bool:
 def _machine_of(args: argparse.Namespace) -> Machine | None:
     """Reads the machine that is planned for; None: this one. Raises ConfigError for options that
     do not fit it or each other."""
+    if args.recompute and (args.mesh is not None or args.gradient_checkpointing):
+        other = "--gradient-checkpointing" if args.gradient_checkpointing else "--mesh"
+        raise ConfigError(f"--recompute and {other} do not go together: give one of them")
     if args.schedule is not None and args.mesh is None:
         raise ConfigError("--schedule is of a mesh: add a mesh with pp, or --mesh auto")
     switches = {"--nodes": args.nodes > 1, "--mesh": args.mesh is not None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import groupby
@@ -11,6 +11,7 @@ from typing import Any
 from ...core.machine.tiers import Tier
 from ..cost.cost import FORMAT as PROFILE
 from ..train.optimizers import muon_cost, trained_of
+from .blocks import CHOSEN, UNCHOSEN, BlocksOnPaper, Choice
 from .efficiency import explain_slowest
 from .saved import (
     ASSUMED,
@@ -36,6 +37,7 @@ class Job:
     config: Any
     batch: dict[str, Any]  # of a step, as compute_time takes it
     saved: SavedByForwards | None = None  # a plan of meshes counts by itself
+    blocks: BlocksOnPaper | None = None  # that are chosen for, by operation
     adapt: Callable[[Any], Any] = lambda model: model  # what ``model`` has beside its config
     unpacked: Any = None  # ``model``, if it has adapters, as its layers run on meta
 
@@ -173,6 +175,7 @@ def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
     """Plans one rank of ``nodes`` machines. Measures nothing on this machine. Of the ways to divide
     its step into passes, takes the fastest."""
     from ...ranks.parallel_dims import ParallelDims
+    from .work import has_sizes
 
     ranks = ParallelDims(
         size=nodes * machine.devices, local_size=machine.devices, shard=job.config.shard
@@ -184,7 +187,13 @@ def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
     def least(passes: Passes) -> float:
         return _compute(job, machine, passes)[0]
 
-    for passes, plan, units in ways_on_paper(job, partial(_lay_out, job, ranks, room=room), least):
+    def choices(samples: int) -> Iterable[Choice | None]:
+        if job.blocks is None or not has_sizes(machine):
+            return (None,)
+        return job.blocks.choices(samples, job.batch["length"], machine)
+
+    tries = partial(_lay_out, job, ranks, room=room)
+    for passes, plan, units in ways_on_paper(job, tries, least, choices):
         if best and not is_faster(least(passes), best["step_seconds"]):
             break  # nothing that is added makes a step shorter
         plan_of_passes = _plan_passes(job, machine, nodes, passes, plan, units)
@@ -257,6 +266,7 @@ def _plan_passes(
             f"{ahead.assumptions[0]}; {rate_of(machine, is_counted=_works_of(job) is not None)}",
             *ahead.assumptions[1:],
             ASSUMED,
+            *([CHOSEN if passes.choice else UNCHOSEN] if job.config.recompute else []),
             *estimated,
         ],
         "sources": list(machine.sources),
@@ -268,13 +278,18 @@ def _compute(job: Job, machine: Any, passes: Passes) -> tuple[float, float]:
     of them that is the first forward."""
     from ..train.compute import forward_share, step_flops
 
-    batch = job.batch
+    batch, choice = job.batch, passes.choice
     if job.saved is not None and (
         found := job.saved.compute_seconds(
-            passes.samples, passes.length, machine, recomputes=passes.recomputes
+            passes.samples,
+            passes.length,
+            machine,
+            recomputes=passes.recomputes and choice is None,
         )
     ):
-        return passes.count * found[0], found[1] / found[0]
+        seconds = found[0] + (0.0 if choice is None else choice.again_seconds)
+        return passes.count * seconds, found[1] / seconds
+    batch = batch | {"checkpointing": passes.recomputes}
     flops = step_flops(job.model, job.model_config, **batch)
     return flops / machine.device_flops, forward_share(job.model, job.model_config, **batch)
 

@@ -10,9 +10,10 @@ from ...errors import CapacityError, ConfigError
 from ..cli.amounts import format_seconds
 from .machine_file import Machine
 from .plan_job import Job, plan_cluster
+from .work import has_sizes
 
 PARTS = {"disk": "one more disk", "memory": "twice the memory"}
-RECOMPUTE, MOMENTS = "--gradient-checkpointing", "--moments int8"
+RECOMPUTE, CHOOSE, MOMENTS = "--gradient-checkpointing", "--recompute", "--moments int8"
 INEXACT = {MOMENTS: ", not exact: it rounds the moments to 8 bits"}
 GAIN = 1.05  # times the tokens, from which an option is told
 
@@ -40,13 +41,21 @@ def plan_faster(
     nodes: int,
     configure: Callable[..., Any],
     recomputed: Any,
+    blocks: Any = None,
 ) -> dict[str, Any]:
     """Plans the training of ``found`` with each option that may make it faster on the same machine,
-    and returns those that do. ``recomputed``: what forwards save that are computed again."""
+    and returns those that do. ``recomputed``: what forwards save that are computed again;
+    ``blocks``: what there is to choose for."""
     ways: dict[str, Callable[[], dict[str, Any]]] = {}
-    if not job.batch["checkpointing"]:
+    if not job.batch["checkpointing"] and not job.config.recompute:
         batch = {**job.batch, "checkpointing": True}
         ways[RECOMPUTE] = lambda: {"batch": batch, "saved": recomputed}
+        if blocks is not None and has_sizes(machine):
+            ways[CHOOSE] = lambda: {
+                "config": configure(machine, recompute=True),
+                "saved": recomputed,
+                "blocks": blocks,
+            }
     if job.config.moments == "fp32":
         ways[MOMENTS] = lambda: {"config": configure(machine, moments="int8")}
     rows = {option: _row(job, found, machine, nodes, way) for option, way in ways.items()}

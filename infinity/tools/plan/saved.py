@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from ...core.machine.tiers import Tier
 from ...core.seams import Extension, Term
 from ...errors import CapacityError
 from ..cli.amounts import format_count
+from .blocks import BlocksOnPaper, Choice
 
 SAVED = "saved for the backward"
 
@@ -54,6 +55,11 @@ class SavedByForwards:
         forward, backward = (work.seconds(samples, length, machine) for work in self.works)
         return forward * (1 + recomputes) + backward, forward
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether the backward computes every layer again."""
+        return self.at_once > 0
+
     def nbytes(self, tokens: int) -> int:
         """Counts the bytes of a forward over so many tokens."""
         return int((self.kept + self.at_once) * tokens)
@@ -69,6 +75,7 @@ class Passes:
     length: int
     recomputes: bool
     saved_nbytes: int
+    choice: Choice | None = None  # by operation, of a job with ``recompute``
     left_nbytes: int | None = None
     room_nbytes: int | None = None  # of this machine, beside the state; None: unknown
 
@@ -76,6 +83,7 @@ class Passes:
     def said(self) -> str:
         """What is saved, and of which tokens."""
         how = "every block recomputed" if self.recomputes else "nothing recomputed"
+        how = how if self.choice is None else self.choice.said
         return (
             f"{format_nbytes(self.saved_nbytes)} for the backward of"
             f" {format_count(self.samples, 'sample')} of {self.length:,} tokens, {how}"
@@ -110,7 +118,7 @@ class Passes:
             "device_memory": self.left_nbytes,
             "fits": self.fits,
             "activations": {"nbytes": self.saved_nbytes, "line": self.line},
-        }
+        } | ({} if self.choice is None else {"blocks": self.choice.described()})
 
 
 def saved_on_paper(
@@ -118,25 +126,39 @@ def saved_on_paper(
     *,
     fused_loss: bool = False,
     adapt: Callable[[Any], Any] = lambda model: model,
-) -> tuple[SavedByForwards, SavedByForwards]:
+) -> tuple[SavedByForwards, SavedByForwards, BlocksOnPaper | None]:
     """Counts what the forwards of a whole model on meta save, as it is and if the backward computes
-    it again, in a child, where ``adapt`` changes the model first."""
+    it again, in a child, where ``adapt`` changes the model first. Also what its blocks save, by
+    operation, if it has some that run on meta."""
     from .on_paper import in_children, shard_on_paper
 
-    def work() -> tuple[SavedByForwards, ...]:
+    def work() -> tuple[Any, ...]:
         adapt(model)
         paper = shard_on_paper(model, 1, fused_loss=fused_loss)
         layers = range(len(paper.chain.layers))
         whole = paper.trial_of(layers)
         works = (whole.forward_work, whole.backward_work) if whole.is_counted else None
-        return tuple(
+        plain, again = (
             SavedByForwards(
                 *paper.saved_of(layers, recomputes=recomputes), paper.layer.is_counted, works
             )
             for recomputes in (False, True)
         )
+        return plain, again, None if paper.uncut or works is None else _blocks_of(paper)
 
     return in_children([work], 1)[0]
+
+
+def _blocks_of(paper: Any) -> BlocksOnPaper:
+    layer = paper.layer
+    return BlocksOnPaper(
+        len(paper.chain.layers),
+        saved=layer.saved,
+        inputs=paper.input_nbytes,
+        products=layer.products,
+        work=layer.forward_work,
+        product_work=layer.product_work,
+    )
 
 
 def pass_of(job: Any) -> Passes:
@@ -146,7 +168,7 @@ def pass_of(job: Any) -> Passes:
         batch["batch"],
         1,
         batch["length"],
-        batch["checkpointing"],
+        job.saved.recomputes,
         job.saved.nbytes(batch["batch"] * batch["length"]),
     )
 
@@ -185,17 +207,24 @@ def by_least(seconds: float, samples: int) -> tuple[float, int]:
 
 
 def ways_on_paper(
-    job: Any, lay_out: LayOut, least: Callable[[Passes], float] = lambda passes: 0.0
+    job: Any,
+    lay_out: LayOut,
+    least: Callable[[Passes], float] = lambda passes: 0.0,
+    choices: Callable[[int], Iterable[Choice | None]] = lambda samples: (None,),
 ) -> Iterator[tuple[Passes, Any, list[Any]]]:
     """Yields the ways to divide a rank's step into passes after which the state fits: the passes,
     the plan and its units. Those of the ``least`` seconds come first, of equal ones the fewest
-    passes. Raises CapacityError if there is none."""
+    passes. ``choices``: for blocks of passes of so many samples, beside what forwards save that
+    keep none. Raises CapacityError if there is none."""
     whole, is_traced, ways = pass_of(job), False, list[Passes]()
     for samples in sizes_of(whole.samples):
-        saved = job.saved.nbytes(samples * whole.length)
         passes = dataclasses.replace(whole, samples=samples, count=whole.samples // samples)
-        left = int(job.config.device_memory) - saved
-        ways.append(dataclasses.replace(passes, saved_nbytes=saved, left_nbytes=left))
+        for choice in choices(samples):
+            saved = job.saved.nbytes(samples * whole.length)
+            saved += 0 if choice is None else choice.room_nbytes
+            left = int(job.config.device_memory) - saved
+            how = {"saved_nbytes": saved, "left_nbytes": left, "choice": choice}
+            ways.append(dataclasses.replace(passes, **how))
     for passes in sorted(ways, key=lambda passes: by_least(least(passes), passes.samples)):
         if passes.left_nbytes <= 0:
             continue

@@ -37,6 +37,15 @@ def product_seconds(
     return 2 * outputs * k / (flops * filled * deep)
 
 
+def sizes_of_product(operation: Any, args: tuple) -> tuple[int, int, int, int] | None:
+    """Returns the sizes of a matrix product, as (count, m, n, k); None for another operation."""
+    name = operation._schema.name.rpartition("::")[2]
+    if operation.namespace != "aten" or name not in PRODUCTS:
+        return None
+    a, b = args[PRODUCTS[name] :][:2]
+    return a.shape[0] if a.dim() == 3 else 1, a.shape[-2], b.shape[-1], a.shape[-1]
+
+
 def has_sizes(machine: Any) -> bool:
     """Tells whether ``machine`` has the rates of products and of memory, by which all plans compute
     by the sizes of a model's products; else they have one rate for all operations."""
@@ -122,11 +131,8 @@ class CountingWork(TorchDispatchMode):
             return result  # of a DTensor's whole, for its shape alone
         name = func._schema.name.rpartition("::")[2]
         if func.namespace == "aten":
-            if name in PRODUCTS:
-                a, b = args[PRODUCTS[name] :][:2]
-                self.products[
-                    a.shape[0] if a.dim() == 3 else 1, a.shape[-2], b.shape[-1], a.shape[-1]
-                ] += 1
+            if (sizes := sizes_of_product(func, args)) is not None:
+                self.products[sizes] += 1
             elif not _is_view(func) and name != "_unsafe_view" and "empty" not in name:
                 for each in (*args, result):
                     self._touch(each)

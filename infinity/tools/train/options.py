@@ -84,6 +84,7 @@ MEMORY = (  # which `infinity run` has, too
     ("--micro-batch", NUMBER, "run each layer on N samples at a time (default all)"),
     ("--compile", FLAG, "compile each repeated block by itself, by torch.compile"),
     ("--fused-loss", FLAG, "compute the loss in parts of the tokens, without whole logits"),
+    ("--recompute", FLAG, "keep, send or compute again what blocks save, by what is measured"),
     (
         "--nvme-path",
         FOLDER | REPEATED,

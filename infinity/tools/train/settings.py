@@ -36,7 +36,8 @@ PLACES = (
 )
 OPTIONS = (  # named as the fields of Config that they set
     *(name for name in PLACES if name != "nvme_paths"),
-    *("shard", "micro_batch", "compile", "fused_loss", "device", "audit", "master", "moments"),
+    *("shard", "micro_batch", "compile", "fused_loss", "recompute", "device", "audit"),
+    *("master", "moments"),
 )
 MOMENTS_NBYTES = {"fp32": 8, "bf16": 4, "int8": 2}  # both moments of one parameter
 MASTER_NBYTES = {"split": 2, "fp32": 4, "none": 0}  # in addition to a 16-bit weight
