@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -78,6 +79,17 @@ std::string concat(const Parts&... parts) {
   std::string text;
   (append(text, parts), ...);
   return text;
+}
+
+// The error that `make` returns; std::bad_alloc if there is no memory for its text. For whoever has
+// to end a ticket with it and must not throw.
+template <class Make>
+std::exception_ptr made_error(Make make) noexcept {
+  try {
+    return std::make_exception_ptr(make());
+  } catch (...) {
+    return std::current_exception();
+  }
 }
 
 }  // namespace infinity

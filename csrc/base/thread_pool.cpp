@@ -54,11 +54,12 @@ void ThreadPool::for_range(std::size_t begin, std::size_t end, std::size_t grain
   const std::size_t pieces = kPiecesPerThread * static_cast<std::size_t>(thread_count());
   const std::size_t share = round_up((count + pieces - 1) / pieces, grain);
   std::atomic<std::size_t> next{0};
-  run([&](int part) {
+  const auto take_pieces = [&](int part) {
     if (most > 0 && part >= most) return;
     for (std::size_t from; (from = begin + share * next++) < end;)
       work(from, std::min(end, from + share));
-  });
+  };
+  run(std::cref(take_pieces));  // which needs no memory
 }
 
 void ThreadPool::worker(int part) {

@@ -40,19 +40,19 @@ class Backend {
   virtual ~Backend() = default;
   virtual const char* name() const = 0;
 
-  // Starts `piece`, without blocking on the transfer. `piece` stays at its address until `wait` has
-  // returned its result.
+  // Starts `piece`, without blocking on the transfer. Throws std::bad_alloc if it was not started.
   virtual void start(std::uint32_t id, const Piece& piece, int descriptor) = 0;
 
   // Adds the queue of a device. Queues are numbered from 0 in the order of these calls; pieces name
   // theirs. The pieces of one queue must not wait for those of another.
   virtual void add_queue(const std::string& /*device*/) {}
 
-  // Submits the started pieces to the kernel.
+  // Submits the started pieces to the kernel. What it has no memory for is tried again by a later
+  // call: there is one at least after each `wait`.
   virtual void flush() {}
 
   // Blocks until there is a result, `wake` was called or `seconds` have passed. Appends the
-  // results.
+  // results. No result is lost if it throws std::bad_alloc.
   virtual void wait(std::vector<PieceResult>& results, double seconds) = 0;
   virtual void wake() = 0;
 
@@ -63,7 +63,7 @@ class Backend {
   virtual bool take_back(std::uint32_t) { return false; }
 
   // Gives a late piece up: other pieces must not wait for the thread that serves it.
-  virtual void give_up(std::uint32_t) {}
+  virtual void give_up(std::uint32_t) noexcept {}
 
   // Cancels the pieces that the kernel does not have: the device is hung. The backend is not used
   // after this, and never destroyed, because its threads may wait for the device for ever.
@@ -77,7 +77,8 @@ class Backend {
     return "this engine has no buffer table";
   }
 
-  // Unregisters the file once its last piece has completed. No new transfers will use it.
+  // Unregisters the file once its last piece has completed. No new transfers will use it. Changes
+  // nothing if it throws.
   virtual void forget_file(int) {}
 };
 

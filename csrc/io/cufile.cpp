@@ -126,6 +126,7 @@ class CuFile final : public Road {
     }
     Description description{kDescriptor, {file.descriptor}, nullptr};
     void* handle = nullptr;
+    handles_.reserve(handles_.size() + 1);
     const Status status = library_->functions.open_file(&handle, &description);
     if (status.error) {
       *refusal = concat("cuFile does not take it (", text(status), ")");

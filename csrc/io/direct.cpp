@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <list>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -21,12 +23,19 @@ std::string reason(std::int64_t result) {
   return error > Road::kRoadError ? concat("error ", error) : std::string(std::strerror(error));
 }
 
+constexpr const char* kChanged = "changed";
+using Landings = std::list<LandingPtr>;
+
 }  // namespace
 
 // The state that the threads share. A stuck thread keeps it after the reader is gone.
 struct DirectReader::State {
   State(IoEngine* io, std::shared_ptr<Road> to, DeviceCalls made, DirectOptions chosen)
-      : engine(io), road(std::move(to)), calls(made), options(chosen) {}
+      : engine(io),
+        road(std::move(to)),
+        calls(made),
+        options(chosen),
+        nothing_came(concat("nothing came in ", chosen.late_seconds, " s")) {}
   ~State() {
     if (road) road->close();
     for (const int descriptor : descriptors) close(descriptor);
@@ -36,12 +45,14 @@ struct DirectReader::State {
   const std::shared_ptr<Road> road;
   const DeviceCalls calls;
   const DirectOptions options;
+  const std::string nothing_came;
 
   mutable Mutex mutex;
   std::condition_variable work, changed;
   Mutex opening;  // held while the road opens a file, which takes long
-  std::deque<LandingPtr> waiting INFINITY_GUARDED_BY(mutex);  // for a thread; awaited ones first
-  std::vector<LandingPtr> running INFINITY_GUARDED_BY(mutex);
+  // Lists, because a landing that moves on must not need memory.
+  Landings waiting INFINITY_GUARDED_BY(mutex);  // for a thread; awaited ones first
+  Landings running INFINITY_GUARDED_BY(mutex);
   std::map<int, Way> ways INFINITY_GUARDED_BY(mutex);  // by file
   // the road's own: stuck reads outlive the engine's
   std::vector<int> descriptors INFINITY_GUARDED_BY(mutex);
@@ -56,14 +67,15 @@ struct DirectReader::State {
   int threads INFINITY_GUARDED_BY(mutex) = 0;  // that serve
   bool stopping INFINITY_GUARDED_BY(mutex) = false;
 
-  bool start_thread(const std::shared_ptr<State>& state) INFINITY_REQUIRES(mutex);
+  bool start_thread(const std::shared_ptr<State>& state) noexcept INFINITY_REQUIRES(mutex);
   bool copy_file(const Landing& landing, int file, File* copy) const INFINITY_EXCLUDES(mutex);
   Way way_to(const Landing& landing, int file, std::string* said) INFINITY_EXCLUDES(mutex, opening);
-  std::string take_road(const LandingPtr& landing, std::string* said) INFINITY_EXCLUDES(mutex);
+  const char* take_road(const LandingPtr& landing, std::string* said) INFINITY_EXCLUDES(mutex);
   Span part_to_verify(const Landing& landing) INFINITY_EXCLUDES(mutex);
   int take_sums(Span device, std::uint32_t* sums) const;
-  void note(const Landing& landing, const char* word, const std::string& said)
+  void note(const Landing& landing, const char* word, const std::string& said) noexcept
       INFINITY_REQUIRES(mutex);
+  void close_way(int file, bool at_once) noexcept INFINITY_REQUIRES(mutex);
   const char* why_not(const Landing& landing, std::string* said) INFINITY_EXCLUDES(mutex);
 };
 
@@ -113,10 +125,10 @@ void DirectReader::shut_down() {
 }
 
 // Serving threads are counted, not joined, because one may be stuck.
-bool DirectReader::State::start_thread(const std::shared_ptr<State>& state) {
+bool DirectReader::State::start_thread(const std::shared_ptr<State>& state) noexcept {
   try {
     std::thread([state] { serve(state); }).detach();
-  } catch (const std::system_error&) {
+  } catch (...) {  // the system has none, or no memory for one
     return false;
   }
   ++threads;
@@ -138,11 +150,6 @@ LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::
   landing->requests_ = extent->requests(Op::kRead, at, host);
   for (const Request& each : landing->requests_) engine_->validate(each);
   landing->ticket_ = std::make_shared<Ticket>(1);
-  {
-    const Lock lock(state_->mutex);
-    INFINITY_REQUIRE(!state_->stopping, "this direct reader was shut down");
-    ++state_->open;
-  }
   const Extent::Expected known =
       extent->expected(at, host.nbytes, *engine_, extent->settled(at, host.nbytes, after));
   landing->wrote_ = known.sums;
@@ -155,7 +162,7 @@ LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::
       auto& waiting = state->waiting;
       const auto found = std::find_if(waiting.begin(), waiting.end(),
                                       [raw](const LandingPtr& each) { return each.get() == raw; });
-      if (found != waiting.end()) std::rotate(waiting.begin(), found, found + 1);
+      if (found != waiting.end()) waiting.splice(waiting.begin(), waiting, found);
       bounced = raw->bounced_;
     }
     if (bounced) bounced->hurry();
@@ -165,20 +172,30 @@ LandingPtr DirectReader::read(const std::shared_ptr<const Extent>& extent, std::
     if (landing->ticket_->cancelled())
       return end(*state, landing, cancelled_error(*state, *landing));
     landing->ticket_->begin();
-    std::string said;
-    if (const char* word = state->why_not(*landing, &said))
-      return bounce(state, landing, word, said);
-    const Lock lock(state->mutex);
-    landing->stage_ = Landing::Stage::kWaiting;
-    landing->since_ = Clock::now();
-    if (landing->ticket_->hurried())
-      state->waiting.push_front(landing);
-    else
-      state->waiting.push_back(landing);
-    state->work.notify_one();
+    try {
+      std::string said;
+      if (const char* word = state->why_not(*landing, &said))
+        return bounce(state, landing, word, said);
+      Landings one{landing};
+      const Lock lock(state->mutex);
+      landing->stage_ = Landing::Stage::kWaiting;
+      landing->since_ = Clock::now();
+      auto& waiting = state->waiting;
+      waiting.splice(landing->ticket_->hurried() ? waiting.begin() : waiting.end(), one);
+      state->work.notify_one();
+    } catch (...) {  // no memory
+      end(*state, landing, std::current_exception());
+    }
   };
+  Ticket::Callbacks follow;
+  if (known.ticket) follow.push_back(begin);
+  {
+    const Lock lock(state_->mutex);
+    INFINITY_REQUIRE(!state_->stopping, "this direct reader was shut down");
+    ++state_->open;  // nothing can fail from here on
+  }
   if (known.ticket)
-    known.ticket->on_done(begin);
+    known.ticket->on_done(std::move(follow));
   else
     begin(nullptr);
   return landing;
@@ -203,10 +220,12 @@ const char* DirectReader::State::why_not(const Landing& landing, std::string* sa
   return nullptr;
 }
 
-std::exception_ptr DirectReader::cancelled_error(const State& state, const Landing& landing) {
-  const std::string path = state.engine->file(landing.requests_.front().file).path;
-  return std::make_exception_ptr(
-      StorageError(ECANCELED, path, concat("a direct read of ", path, " was cancelled")));
+std::exception_ptr DirectReader::cancelled_error(const State& state,
+                                                 const Landing& landing) noexcept {
+  return made_error([&] {
+    const std::string path = state.engine->file(landing.requests_.front().file).path;
+    return StorageError(ECANCELED, path, concat("a direct read of ", path, " was cancelled"));
+  });
 }
 
 void DirectReader::cancel(const LandingPtr& landing) {
@@ -225,7 +244,7 @@ void DirectReader::cancel(const LandingPtr& landing) {
 }
 
 // Ends the landing. Without the mutex: its ticket's callbacks may read again.
-void DirectReader::end(State& state, const LandingPtr& landing, std::exception_ptr error) {
+void DirectReader::end(State& state, const LandingPtr& landing, std::exception_ptr error) noexcept {
   std::shared_ptr<void> memory;
   {
     const Lock lock(state.mutex);
@@ -244,17 +263,30 @@ void DirectReader::end(State& state, const LandingPtr& landing, std::exception_p
 }
 
 // Counts a refusal.
-void DirectReader::State::note(const Landing& landing, const char* word, const std::string& said) {
-  Refusals& counted = refused[word];
-  if (counted.count++ != 0) return;
-  const Request& first = landing.requests_.front();
-  counted.first = concat("read of ", landing.host_.nbytes, " bytes at offset ", first.offset,
-                         " of ", engine->file(first.file).path, said.empty() ? "" : ": ", said);
+void DirectReader::State::note(const Landing& landing, const char* word,
+                               const std::string& said) noexcept {
+  try {
+    Refusals& counted = refused[word];
+    if (counted.count++ != 0) return;
+    const Request& first = landing.requests_.front();
+    counted.first = concat("read of ", landing.host_.nbytes, " bytes at offset ", first.offset,
+                           " of ", engine->file(first.file).path, said.empty() ? "" : ": ", said);
+  } catch (const std::bad_alloc&) {  // it is counted, or not; no landing waits for that
+  }
+}
+
+// Closes the way to a file: at once, or after too many failures in a row.
+void DirectReader::State::close_way(int file, bool at_once) noexcept {
+  try {
+    Way& way = ways[file];
+    way.closed |= at_once || ++way.failures >= kMostFailures;
+  } catch (const std::bad_alloc&) {  // nothing has come by a way that is not there yet
+  }
 }
 
 // Reads the whole landing by the I/O engine, into host memory.
 void DirectReader::bounce(const std::shared_ptr<State>& state, const LandingPtr& landing,
-                          const char* word, const std::string& said) {
+                          const char* word, const std::string& said) noexcept {
   std::shared_ptr<void> memory;
   {
     const Lock lock(state->mutex);
@@ -263,6 +295,8 @@ void DirectReader::bounce(const std::shared_ptr<State>& state, const LandingPtr&
     state->note(*landing, word, said);
   }
   try {
+    Ticket::Callbacks follow;
+    follow.push_back([state, landing](std::exception_ptr error) { end(*state, landing, error); });
     const TicketPtr bounced = landing->extent_->read(*state->engine, landing->at_, landing->host_,
                                                      nullptr, memory, state->options.checksums);
     {
@@ -271,7 +305,7 @@ void DirectReader::bounce(const std::shared_ptr<State>& state, const LandingPtr&
     }
     if (landing->ticket_->hurried()) bounced->hurry();
     if (landing->ticket_->cancelled()) state->engine->cancel(bounced);
-    bounced->on_done([state, landing](std::exception_ptr error) { end(*state, landing, error); });
+    bounced->on_done(std::move(follow));
   } catch (...) {
     end(*state, landing, std::current_exception());
   }
@@ -286,19 +320,24 @@ void DirectReader::serve(const std::shared_ptr<State>& state) {
     });
     if (state->waiting.empty()) break;
     const LandingPtr landing = state->waiting.front();
-    state->waiting.pop_front();
-    state->running.push_back(landing);
+    state->running.splice(state->running.end(), state->waiting, state->waiting.begin());
     landing->stage_ = Landing::Stage::kRunning;
     landing->since_ = Clock::now();
     // until the road has returned, whatever becomes of the landing
     std::shared_ptr<void> memory = landing->memory_;
     lock.unlock();
-    std::string said =
-        refused ? concat("the device cannot be used (CUDA error ", refused, ")") : "";
-    const std::string word = refused ? "refused" : state->take_road(landing, &said);
+    std::string said;
+    const char* word = "refused";  // null: it has landed
+    try {
+      if (refused)
+        said = concat("the device cannot be used (CUDA error ", refused, ")");
+      else
+        word = state->take_road(landing, &said);
+    } catch (const std::exception&) {
+      said = "no memory";
+    }
     lock.lock();
-    state->running.erase(std::remove(state->running.begin(), state->running.end(), landing),
-                         state->running.end());
+    state->running.remove(landing);
     // it was given up, and another thread took this one's place
     if (state->stuck.erase(landing.get())) {
       lock.unlock();
@@ -307,23 +346,21 @@ void DirectReader::serve(const std::shared_ptr<State>& state) {
       break;
     }
     state->returned = Clock::now();
-    if (word.empty()) {
+    for (const Request& each : landing->requests_)
+      if (word)
+        state->close_way(each.file, word == kChanged);
+      else
+        state->ways.find(each.file)->second.failures = 0;
+    if (!word) {
       landing->on_device_ = true;
       state->nbytes += landing->host_.nbytes;
-      for (const Request& each : landing->requests_) state->ways[each.file].failures = 0;
-    } else {
-      const bool is_grave = word == "changed";
-      for (const Request& each : landing->requests_) {
-        Way& way = state->ways[each.file];
-        way.closed |= is_grave || ++way.failures >= kMostFailures;
-      }
     }
     lock.unlock();
     memory.reset();
-    if (word.empty())
-      end(*state, landing, nullptr);
+    if (word)
+      bounce(state, landing, word, said);
     else
-      bounce(state, landing, word.c_str(), said);
+      end(*state, landing, nullptr);
     lock.lock();
   }
   --state->threads;
@@ -354,23 +391,30 @@ DirectReader::Way DirectReader::State::way_to(const Landing& landing, int file, 
     *said = "it was given up";
     return {nullptr, false, 0, true};
   }
+  {
+    const Lock lock(mutex);
+    descriptors.reserve(descriptors.size() + 1);  // one thread at a time is here
+  }
   own.descriptor = fcntl(own.descriptor, F_DUPFD_CLOEXEC, 0);
   void* handle = nullptr;
   if (own.descriptor < 0) {
     *said = std::strerror(errno);
   } else {
+    {
+      const Lock lock(mutex);
+      descriptors.push_back(own.descriptor);
+    }
     handle = road->open(own, said);
   }
   const Lock lock(mutex);
-  if (own.descriptor >= 0) descriptors.push_back(own.descriptor);
   way->handle = handle;
   way->is_opened = true;
   way->closed |= handle == nullptr;
   return *way;
 }
 
-// Reads and verifies by the road. Returns an empty string, or the refusal.
-std::string DirectReader::State::take_road(const LandingPtr& landing, std::string* said) {
+// Reads and verifies by the road. Returns null, or the refusal.
+const char* DirectReader::State::take_road(const LandingPtr& landing, std::string* said) {
   for (const Request& each : landing->requests_) {
     const Way way = way_to(*landing, each.file, said);
     if (way.closed) return said->empty() ? "closed" : "refused";
@@ -389,9 +433,9 @@ std::string DirectReader::State::take_road(const LandingPtr& landing, std::strin
     const Lock lock(mutex);
     if (landing->stage_ != Landing::Stage::kRunning) return "late";
   }
-  if (!options.checksums) return "";
+  if (!options.checksums) return nullptr;
   const Span part = part_to_verify(*landing);
-  if (part.nbytes == 0) return "";
+  if (part.nbytes == 0) return nullptr;
   std::vector<std::uint32_t> sums(checksum_count(part.nbytes));
   if (const int error = take_sums(part, sums.data())) {
     *said = concat("it cannot be verified (CUDA error ", error, ")");
@@ -404,9 +448,9 @@ std::string DirectReader::State::take_road(const LandingPtr& landing, std::strin
                               sums, landing->wrote_, landing->at_, *engine);
   } catch (const CorruptionError& error) {
     *said = error.what();
-    return "changed";
+    return kChanged;
   }
-  return "";
+  return nullptr;
 }
 
 // The part of the landing to verify, on the device: all of it, or the part whose turn it is. Pieces
@@ -447,32 +491,34 @@ void DirectReader::watch(const std::shared_ptr<State>& state) {
   while (!state->stopping) {
     state->changed.wait_for(lock, tick,
                             [&]() INFINITY_REQUIRES(state->mutex) { return state->stopping; });
-    std::vector<LandingPtr> late;
+    Landings late;
     const auto limit =
         Clock::now() - std::chrono::duration_cast<Clock::duration>(
                            std::chrono::duration<double>(state->options.late_seconds));
-    for (const LandingPtr& landing : state->running)
-      if (landing->stage_ == Landing::Stage::kRunning && landing->since_ < limit) {
-        late.push_back(landing);
-        const std::string path = state->engine->file(landing->requests_.front().file).path;
-        state->stuck[landing.get()] = {path, Clock::now()};
-        state->start_thread(state);
-      }
+    try {
+      for (const LandingPtr& landing : state->running)
+        if (landing->stage_ == Landing::Stage::kRunning && landing->since_ < limit) {
+          Landings one{landing};
+          const std::string path = state->engine->file(landing->requests_.front().file).path;
+          state->stuck[landing.get()] = {path, Clock::now()};
+          late.splice(late.end(), one);
+          state->start_thread(state);
+        }
+    } catch (const std::bad_alloc&) {  // at the next tick
+    }
     // A waiting landing is late only if the road has ended no other read meanwhile.
-    const auto punctual =
-        std::stable_partition(state->waiting.begin(), state->waiting.end(),
-                              [&](const LandingPtr& landing) INFINITY_REQUIRES(state->mutex) {
-                                return std::max(landing->since_, state->returned) >= limit;
-                              });
-    late.insert(late.end(), punctual, state->waiting.end());
-    state->waiting.erase(punctual, state->waiting.end());
+    for (auto each = state->waiting.begin(); each != state->waiting.end();) {
+      const auto next = std::next(each);
+      if (std::max((*each)->since_, state->returned) < limit)
+        late.splice(late.end(), state->waiting, each);
+      each = next;
+    }
     for (const LandingPtr& landing : late) {
       landing->stage_ = Landing::Stage::kBounced;
-      for (const Request& each : landing->requests_) state->ways[each.file].closed = true;
+      for (const Request& each : landing->requests_) state->close_way(each.file, true);
     }
     lock.unlock();
-    for (const LandingPtr& landing : late)
-      bounce(state, landing, "late", concat("nothing came in ", state->options.late_seconds, " s"));
+    for (const LandingPtr& landing : late) bounce(state, landing, "late", state->nothing_came);
     late.clear();
     lock.lock();
   }

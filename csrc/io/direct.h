@@ -151,10 +151,10 @@ class DirectReader {
 
   static void serve(const std::shared_ptr<State>& state);
   static void watch(const std::shared_ptr<State>& state);
-  static std::exception_ptr cancelled_error(const State& state, const Landing& landing);
-  static void end(State& state, const LandingPtr& landing, std::exception_ptr error);
+  static std::exception_ptr cancelled_error(const State& state, const Landing& landing) noexcept;
+  static void end(State& state, const LandingPtr& landing, std::exception_ptr error) noexcept;
   static void bounce(const std::shared_ptr<State>& state, const LandingPtr& landing,
-                     const char* word, const std::string& said);
+                     const char* word, const std::string& said) noexcept;
 
   const int process_ = getpid();
   const std::shared_ptr<IoEngine> engine_;

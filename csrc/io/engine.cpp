@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <iterator>
+#include <new>
 #include <system_error>
 #include <utility>
 
@@ -34,13 +34,6 @@ std::unique_ptr<Backend> make_backend(const IoOptions& options, std::vector<std:
   return options.layer ? options.layer->make(real) : real();
 }
 
-void end_part(const TicketPtr& ticket, const std::exception_ptr& error, bool cancelled) {
-  if (cancelled)
-    ticket->part_cancelled(error);
-  else
-    ticket->part_done(error);
-}
-
 std::string describe(const Piece& piece, const File& file) {
   return concat(verb(piece.op), " of ", piece.nbytes, " bytes at offset ", piece.offset, " of ",
                 file.path);
@@ -63,6 +56,7 @@ IoEngine::IoEngine(const IoOptions& options) : options_(options), works_(options
                    " seconds");
   backend_ = make_backend(options, notes_);
   backend_name_ = backend_->name();
+  results_.reserve(kMaxInFlight);
   try {
     completion_thread_ = std::thread([this] { run(); });
   } catch (const std::system_error& error) {
@@ -91,9 +85,7 @@ void IoEngine::shut_down() {
     // memory stays too.
     backend_->abandon();
     (void)backend_.release();
-    (void)new std::deque<InFlight>(std::move(slots_));
-    (void)new std::deque<File>(files_);
-    (void)new std::vector<std::shared_ptr<const void>>(std::move(registered_));
+    (void)held_.release();
     return;
   }
   backend_.reset();
@@ -129,9 +121,9 @@ void IoEngine::drop_file(int index, bool behind) {
   INFINITY_REQUIRE(index >= 0 && index < static_cast<int>(files_.size()), "no file ", index);
   File& file = files_[index];
   if (file.descriptor < 0 || stopping_) return;  // dropped before, or closed by shut_down
+  backend_->forget_file(index);
   file.nbytes = 0;  // later transfers are outside the file
   file.descriptor = -1;
-  backend_->forget_file(index);
   open = std::move(file.open);
   if (behind) open->close_behind();
 }
@@ -161,13 +153,22 @@ int IoEngine::add(File file) {
 int IoEngine::queue_of(const std::string& device) {
   for (std::size_t i = 0; i < queues_.size(); ++i)
     if (queues_[i].device == device) return static_cast<int>(i);
-  backend_->add_queue(device);
-  queues_.emplace_back().device = device;
-  const std::size_t count = std::min<std::size_t>(
-      slots_.size() + options_.depth, std::max<std::size_t>(slots_.size(), kMaxInFlight));
-  for (std::size_t id = count; id-- > slots_.size();)
-    free_slots_.push_back(static_cast<std::uint32_t>(id));
-  slots_.resize(count);
+  const std::size_t had = slots_.size(),
+                    count = std::min<std::size_t>(had + options_.depth,
+                                                  std::max<std::size_t>(had, kMaxInFlight));
+  free_slots_.reserve(count);
+  queues_.emplace_back();
+  try {
+    queues_.back().device = device;
+    slots_.resize(count);
+    backend_->add_queue(device);
+  } catch (...) {  // or transfers of one device would go to another's queue
+    slots_.resize(had);
+    queues_.pop_back();
+    throw;
+  }
+  for (std::size_t id = count; id-- > had;) free_slots_.push_back(static_cast<std::uint32_t>(id));
+  usable_ += count - had;
   return static_cast<int>(queues_.size()) - 1;
 }
 
@@ -184,6 +185,7 @@ bool IoEngine::register_files_and_buffers(const std::vector<Span>& buffers,
                                           double seconds) {
   INFINITY_REQUIRE(is_ours(), "an I/O engine of process ", process_,
                    " was used in its forked child ", getpid());
+  std::vector<std::shared_ptr<const void>> both = owners;  // declared here: freed without the lock
   Lock lock(mutex_);
   const bool idle =
       idle_.wait_for(lock, std::chrono::duration<double>(seconds),
@@ -198,6 +200,9 @@ bool IoEngine::register_files_and_buffers(const std::vector<Span>& buffers,
   if (!idle) return false;
   std::vector<int> descriptors;
   for (const File& file : files_) descriptors.push_back(file.descriptor);
+  // If this throws, it is unknown which of the two the kernel moves.
+  both.insert(both.end(), registered_.begin(), registered_.end());
+  registered_.swap(both);
   for (std::string why :
        {backend_->register_files(descriptors), backend_->register_buffers(buffers)})
     if (!why.empty() && std::find(notes_.begin(), notes_.end(), why) == notes_.end())
@@ -265,6 +270,20 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
   });
   if (then)
     ticket->then([then = std::move(then), raw = ticket.get()] { then(raw->shared_from_this()); });
+  const auto made = std::make_shared<Pieces>();
+  Ticket::Callbacks begin;
+  if (after)
+    begin.push_back([this, made, ticket](std::exception_ptr error) {
+      if (!error) {
+        ticket->begin();
+      } else {
+        for (InFlight& entry : *made) entry.error = error;
+      }
+      enqueue(*made);
+      Lock lock(mutex_);
+      --dependent_;
+      idle_.notify_all();
+    });
   {
     Lock lock(mutex_);
     INFINITY_REQUIRE(!stopping_, "this I/O engine was shut down");
@@ -273,100 +292,82 @@ TicketPtr IoEngine::submit(const std::vector<Request>& requests, const TicketPtr
                      pieces, " pieces of ", options_.block_nbytes, " bytes beside ", pieces_,
                      " that are not over: this I/O engine takes ", options_.max_pieces,
                      " at most. Wait for earlier transfers before submitting more");
-    pieces_ += pieces;
+    for (const Request& request : requests)
+      for (std::size_t at = 0; at < request.span.nbytes; at += options_.block_nbytes)
+        made->push_back(
+            {{request.op, request.file, files_[request.file].queue, request.offset + at,
+              request.span.data + at, std::min(options_.block_nbytes, request.span.nbytes - at)},
+             ticket,
+             request.memory,
+             request.work});
+    pieces_ += pieces;  // nothing can fail from here on
     if (after) ++dependent_;
   }
-  if (!after) {
-    enqueue(requests, ticket);
-    return ticket;
-  }
-  after->on_done([this, requests, ticket, pieces](std::exception_ptr error) {
-    if (error) {
-      discharge(pieces);
-      for (std::size_t i = 0; i < pieces; ++i) ticket->part_done(error);
-    } else {
-      ticket->begin();
-      enqueue(requests, ticket);
-    }
-    Lock lock(mutex_);
-    --dependent_;
-    idle_.notify_all();
-  });
+  if (after)
+    after->on_done(std::move(begin));
+  else
+    enqueue(*made);
   return ticket;
 }
 
-void IoEngine::enqueue(const std::vector<Request>& requests, const TicketPtr& ticket) {
-  Finished finished;
-  std::vector<std::shared_ptr<InFlight>> first;  // writes whose work is done before they start
+// Starts the pieces of a ticket, those that have no error.
+void IoEngine::enqueue(Pieces& pieces) noexcept {
+  Pieces finished;
   {
     Lock lock(mutex_);
-    for (const Request& request : requests) {
-      for (std::size_t at = 0; at < request.span.nbytes; at += options_.block_nbytes) {
-        InFlight entry;
-        const int queue = files_[request.file].queue;
-        entry.piece = {request.op,
-                       request.file,
-                       queue,
-                       request.offset + at,
-                       request.span.data + at,
-                       std::min(options_.block_nbytes, request.span.nbytes - at)};
-        entry.ticket = ticket;
-        entry.memory = request.memory;
-        entry.work = request.work;
-        entry.open = files_[request.file].open;
-        if (!entry.open) {  // dropped since the submission
-          finished.push_back(failed(entry));
-          continue;
-        }
-        entry.whole = {entry.piece.data, entry.piece.nbytes};
-        if (request.work && request.op == Op::kWrite) {
-          first.push_back(std::make_shared<InFlight>(std::move(entry)));
-          ++worked_on_;
-        } else {
-          queues_[queue].of(*ticket).push_back(std::move(entry));
-        }
-      }
+    while (!pieces.empty()) {
+      InFlight& entry = pieces.front();
+      const File& file = files_[entry.piece.file];
+      entry.open = file.open;
+      entry.whole = {entry.piece.data, entry.piece.nbytes};
+      // dropped since the submission
+      if (!entry.error && (!entry.open || entry.ticket->cancelled())) fail(entry);
+      entry.needs_work = !entry.error && entry.work && entry.piece.op == Op::kWrite;
+      worked_on_ += entry.needs_work;  // before it starts
+      Pieces& to =
+          entry.error || entry.needs_work ? finished : queues_[file.queue].of(*entry.ticket);
+      to.splice(to.end(), pieces, pieces.begin());
     }
-    if (ticket->cancelled()) fail_the_waiting(finished);
     start_waiting(finished);
   }
   end_parts(finished);
-  for (auto& entry : first) queue_work(std::move(entry));
 }
 
-void IoEngine::queue_work(std::shared_ptr<InFlight> entry) {
-  const bool awaited = entry->ticket->hurried();
+// Has a thread do the work of the first of `pieces`, which leaves them.
+void IoEngine::queue_work(Pieces& pieces) noexcept {
+  const Pieces::iterator entry = pieces.begin();
+  {
+    Lock lock(mutex_);
+    working_.splice(working_.end(), pieces, entry);
+  }
   try {
-    works_.add([this, entry] { work_on(*entry); }, awaited);
+    works_.add([this, entry] { work_on(entry); }, entry->ticket->hurried());
   } catch (...) {  // no memory for the job
-    work_on(*entry);
+    work_on(entry);
   }
 }
 
 // Does the work of one piece. A read is over after it; a write joins the queue of its device.
-void IoEngine::work_on(InFlight& entry) {
-  const TicketPtr ticket = entry.ticket;
-  const bool write = entry.piece.op == Op::kWrite;
-  Finished finished;
-  std::exception_ptr error;
+void IoEngine::work_on(Pieces::iterator entry) noexcept {
   try {
-    entry.work->look_at(entry.whole);
-    entry.work.reset();
-    if (write) {
-      Lock lock(mutex_);
-      queues_[entry.piece.queue].of(*ticket).push_back(std::move(entry));
-      if (ticket->cancelled()) fail_the_waiting(finished);
+    entry->work->look_at(entry->whole);
+  } catch (...) {
+    entry->error = std::current_exception();
+  }
+  entry->work.reset();
+  Pieces finished;
+  {
+    Lock lock(mutex_);
+    entry->needs_work = false;
+    const bool starts = entry->piece.op == Op::kWrite && !entry->error;
+    Pieces& to = starts ? queues_[entry->piece.queue].of(*entry->ticket) : finished;
+    to.splice(to.end(), working_, entry);
+    if (starts) {
+      if (entry->ticket->cancelled()) fail_the_waiting(finished);
       start_waiting(finished);
     }
-  } catch (...) {
-    error = std::current_exception();
   }
   end_parts(finished);
-  if (!write || error) {
-    entry.memory.reset();  // free before the ticket's waiter runs
-    discharge(1);
-    ticket->part_done(error);
-  }
   Lock lock(mutex_);
   --worked_on_;
   idle_.notify_all();
@@ -375,18 +376,18 @@ void IoEngine::work_on(InFlight& entry) {
 // Moves the waiting pieces of `ticket` in front of those that no thread waits for.
 void IoEngine::hurry(const Ticket* ticket) {
   Lock lock(mutex_);
-  for (Queue& queue : queues_) {
-    const auto moved = std::stable_partition(
-        queue.others.begin(), queue.others.end(),
-        [ticket](const InFlight& entry) { return entry.ticket.get() != ticket; });
-    std::move(moved, queue.others.end(), std::back_inserter(queue.awaited));
-    queue.others.erase(moved, queue.others.end());
-  }
+  for (Queue& queue : queues_)
+    for (auto entry = queue.others.begin(); entry != queue.others.end();) {
+      const auto next = std::next(entry);
+      if (entry->ticket.get() == ticket)
+        queue.awaited.splice(queue.awaited.end(), queue.others, entry);
+      entry = next;
+    }
 }
 
 void IoEngine::cancel(const TicketPtr& ticket) {
   ticket->cancel();
-  Finished finished;
+  Pieces finished;
   {
     Lock lock(mutex_);
     fail_the_waiting(finished);
@@ -396,93 +397,107 @@ void IoEngine::cancel(const TicketPtr& ticket) {
 }
 
 // Ends the waiting pieces that must not start: cancelled, or on a hung device.
-void IoEngine::fail_the_waiting(Finished& finished) {
+void IoEngine::fail_the_waiting(Pieces& finished) noexcept {
   for (Queue& queue : queues_)
-    for (auto* waiting : {&queue.awaited, &queue.others}) {
-      const auto kept = std::stable_partition(
-          waiting->begin(), waiting->end(), [&](const InFlight& entry) INFINITY_REQUIRES(mutex_) {
-            return !entry.ticket->cancelled() && !files_[entry.piece.file].hung && !broken_;
-          });
-      for (auto entry = kept; entry != waiting->end(); ++entry) finished.push_back(failed(*entry));
-      waiting->erase(kept, waiting->end());
-    }
+    for (auto* waiting : {&queue.awaited, &queue.others})
+      for (auto entry = waiting->begin(); entry != waiting->end();) {
+        const auto next = std::next(entry);
+        if (entry->ticket->cancelled() || files_[entry->piece.file].hung || broken_) {
+          fail(*entry);
+          finished.splice(finished.end(), *waiting, entry);
+        }
+        entry = next;
+      }
 }
 
-// The result of a piece that must not start.
-IoEngine::Part IoEngine::failed(const InFlight& entry) const {
+// Sets the error of a piece that must not start.
+void IoEngine::fail(InFlight& entry) const noexcept {
   const File& file = files_[entry.piece.file];
-  if (broken_) return {entry.ticket, broken_};
-  if (file.hung) return {entry.ticket, hung_error(entry.piece)};
-  return {entry.ticket,
-          std::make_exception_ptr(
-              StorageError(ECANCELED, file.path, describe(entry.piece, file) + " was cancelled")),
-          true};
+  if (broken_) {
+    entry.error = broken_;
+  } else if (file.hung) {
+    entry.error = hung_error(entry.piece);
+  } else {
+    entry.cancelled = true;
+    entry.error = made_error([&] {
+      return StorageError(ECANCELED, file.path, describe(entry.piece, file) + " was cancelled");
+    });
+  }
 }
 
 // Starts waiting pieces in the free slots of every device.
-void IoEngine::start_waiting(Finished& finished) {
+void IoEngine::start_waiting(Pieces& finished) noexcept {
   if (troubled_) fail_the_waiting(finished);
   try {
-    bool started = false;
     for (Queue& queue : queues_)
       for (auto* waiting : {&queue.awaited, &queue.others})
         while (queue.in_flight < options_.depth && !free_slots_.empty() && !waiting->empty()) {
           const std::uint32_t id = free_slots_.back();
           free_slots_.pop_back();
-          slots_[id] = std::move(waiting->front());
-          waiting->pop_front();
-          slots_[id].started = clock_;
+          Pieces& slot = slots_[id].piece;
+          slot.splice(slot.begin(), *waiting, waiting->begin());
+          InFlight& entry = slot.front();
+          entry.started = clock_;
           ++queue.in_flight;
-          const Piece& piece = slots_[id].piece;
-          count(piece.op, +1, 0);
-          backend_->start(id, piece, slots_[id].open->descriptor());
-          started = true;
+          count(entry.piece.op, +1, 0);
+          try {
+            backend_->start(id, entry.piece, entry.open->descriptor());
+          } catch (const std::bad_alloc&) {  // it alone fails
+            entry.error = std::current_exception();
+            count(entry.piece.op, -1, 0);
+            take_from_slot(id, finished);
+          }
         }
-    if (started) backend_->flush();
+    backend_->flush();
   } catch (...) {
     break_down(std::current_exception(), finished);
   }
 }
 
-// Frees the slot of a piece that is over, for another one of its device.
-void IoEngine::free_slot(std::uint32_t id) {
-  --queues_[slots_[id].piece.queue].in_flight;
-  slots_[id] = InFlight{};
+// Moves a piece behind `to`, and frees its slot for another one of its device.
+void IoEngine::take_from_slot(std::uint32_t id, Pieces& to) noexcept {
+  Pieces& slot = slots_[id].piece;
+  --queues_[slot.front().piece.queue].in_flight;
+  to.splice(to.end(), slot);
   free_slots_.push_back(id);
 }
 
 // Gives everything up after the backend failed: it is unknown whether started pieces end, and none
 // starts.
-void IoEngine::break_down(const std::exception_ptr& error, Finished& finished) {
+void IoEngine::break_down(const std::exception_ptr& error, Pieces& finished) noexcept {
   if (!broken_) broken_ = error;
   troubled_ = true;
   for (std::uint32_t id = 0; id < slots_.size(); ++id)
-    if (slots_[id].ticket) give_up(id, broken_, finished);
+    if (!slots_[id].piece.empty()) give_up(id, broken_, finished);
   fail_the_waiting(finished);
 }
 
-// Ends parts of tickets. Without the mutex: a ticket's callbacks may submit again.
-void IoEngine::end_parts(Finished& finished) {
+// Ends pieces, and has the work of others done. Without the mutex: a ticket's callbacks may submit
+// again.
+void IoEngine::end_parts(Pieces& finished) noexcept {
   if (finished.empty()) return;
-  discharge(static_cast<std::size_t>(std::count_if(
-      finished.begin(), finished.end(), [](const Part& part) { return !part.arrived; })));
-  for (Part& part : finished) {
-    if (part.arrived)
-      queue_work(std::move(part.arrived));
-    else
-      end_part(part.ticket, part.error, part.cancelled);
+  {
+    Lock lock(mutex_);  // before their tickets finish, because a waiter may submit at once
+    for (const InFlight& entry : finished) pieces_ -= !entry.needs_work;
   }
-  finished.clear();
-}
-
-// Counts pieces as over. Called before their tickets finish, because a waiter may submit at once.
-void IoEngine::discharge(std::size_t pieces) {
-  Lock lock(mutex_);
-  pieces_ -= pieces;
+  while (!finished.empty()) {
+    if (finished.front().needs_work) {
+      queue_work(finished);
+      continue;
+    }
+    const TicketPtr ticket = std::move(finished.front().ticket);
+    const std::exception_ptr error = std::move(finished.front().error);
+    const bool cancelled = finished.front().cancelled;
+    finished.pop_front();  // its memory is free before the ticket's waiter runs
+    if (cancelled)
+      ticket->part_cancelled(error);
+    else
+      ticket->part_done(error);
+  }
 }
 
 void IoEngine::run() {
-  Finished finished;
+  Pieces finished;
   try {
     serve(finished);
   } catch (...) {
@@ -497,19 +512,24 @@ void IoEngine::run() {
   }
 }
 
-void IoEngine::serve(Finished& finished) {
-  std::vector<PieceResult> results;
+void IoEngine::serve(Pieces& finished) {
   auto last = std::chrono::steady_clock::now();
   for (;;) {
-    results.clear();
-    backend_->wait(results, tick());
+    results_.clear();
+    try {
+      backend_->wait(results_, tick());
+    } catch (const std::bad_alloc&) {  // the other results come next
+    }
     {
       Lock lock(mutex_);
       const auto now = std::chrono::steady_clock::now();
       clock_ += std::min(2 * tick(), std::chrono::duration<double>(now - last).count());
       last = now;
-      for (const PieceResult& result : results) complete(result, finished);
-      give_up_on_the_hung(finished);
+      for (const PieceResult& result : results_) complete(result, finished);
+      try {
+        give_up_on_the_hung(finished);
+      } catch (const std::bad_alloc&) {  // at the next look
+      }
       start_waiting(finished);
       if (stopping_) return;
       completing_ = !finished.empty();
@@ -527,27 +547,28 @@ void IoEngine::serve(Finished& finished) {
 
 // Reads one result. Either the piece is over, and goes to `finished`, or its rest goes back to the
 // queue.
-void IoEngine::complete(const PieceResult& result, Finished& finished) {
-  InFlight& entry = slots_[result.id];
-  if (entry.given_up) {  // the device answered after the timeout
+void IoEngine::complete(const PieceResult& result, Pieces& finished) noexcept {
+  Slot& slot = slots_[result.id];
+  if (slot.given_up) {  // the device answered after the timeout
     --given_up_;
-    entry = InFlight{};
+    slot = Slot{};
     free_slots_.push_back(result.id);
     return;
   }
+  InFlight& entry = slot.piece.front();
   Piece& piece = entry.piece;
   const File& file = files_[piece.file];
-  std::exception_ptr error;
+  const auto storage_error = [&](std::int64_t number, const char* what = "") {
+    return made_error([&] {
+      return StorageError(static_cast<int>(number), file.path, describe(piece, file) + what);
+    });
+  };
   bool again = false;
-  const auto where = [&] { return describe(piece, file); };
   if (result.result == -EINTR || result.result == -EAGAIN) {
     again = ++entry.stalled < 1000;
-    if (!again)
-      error = std::make_exception_ptr(
-          StorageError(static_cast<int>(-result.result), file.path, where()));
+    if (!again) entry.error = storage_error(-result.result);
   } else if (result.result < 0) {
-    error =
-        std::make_exception_ptr(StorageError(static_cast<int>(-result.result), file.path, where()));
+    entry.error = storage_error(-result.result);
   } else if (static_cast<std::size_t>(result.result) < piece.nbytes) {
     // O_DIRECT continues at block boundaries, so a partial block counts as not moved.
     const std::size_t moved = round_down(static_cast<std::size_t>(result.result), kBlockNbytes);
@@ -558,75 +579,98 @@ void IoEngine::complete(const PieceResult& result, Finished& finished) {
     piece.nbytes -= moved;
     again = result.result > 0 && entry.stalled < 8;
     if (!again && piece.op == Op::kRead)
-      error = std::make_exception_ptr(CorruptionError(
-          where() + ": the file ends there, but it was made longer: it was truncated"));
+      entry.error = made_error([&] {
+        return CorruptionError(describe(piece, file) +
+                               ": the file ends there, but it was made longer: it was truncated");
+      });
     else if (!again)
-      error = std::make_exception_ptr(StorageError(EIO, file.path, where() + " moved nothing"));
+      entry.error = storage_error(EIO, " moved nothing");
   } else {
     count(piece.op, 0, piece.nbytes);
   }
   count(piece.op, -1, 0);
   if (again) {
-    queues_[piece.queue].of(*entry.ticket).push_front(entry);
-  } else if (entry.work && !error && piece.op == Op::kRead) {
-    finished.push_back({nullptr, nullptr, false, std::make_shared<InFlight>(entry)});
-    ++worked_on_;
-  } else {
-    finished.push_back({std::move(entry.ticket), error});
+    Pieces rest;
+    take_from_slot(result.id, rest);
+    Pieces& waiting = queues_[piece.queue].of(*entry.ticket);
+    waiting.splice(waiting.begin(), rest);
+    return;
   }
-  free_slot(result.id);
+  entry.needs_work = entry.work && !entry.error && piece.op == Op::kRead;
+  worked_on_ += entry.needs_work;
+  take_from_slot(result.id, finished);
 }
 
-void IoEngine::give_up_on_the_hung(Finished& finished) {
+void IoEngine::give_up_on_the_hung(Pieces& finished) {
   if (clock_ < next_look_) return;
   next_look_ = clock_ + tick();
-  const std::vector<std::uint32_t> queued = backend_->queued();
+  replace_given_up();
+  std::vector<std::uint32_t> queued = backend_->queued();
+  queued.erase(std::remove_if(queued.begin(), queued.end(),
+                              [this](std::uint32_t id)
+                                  INFINITY_REQUIRES(mutex_) { return slots_[id].piece.empty(); }),
+               queued.end());
   // it cannot reach the kernel earlier
-  for (const std::uint32_t id : queued) slots_[id].started = next_look_;
+  for (const std::uint32_t id : queued) slots_[id].piece.front().started = next_look_;
   std::vector<std::uint32_t> late;
-  for (std::uint32_t id = 0; id < slots_.size(); ++id)
-    if (slots_[id].ticket && clock_ - slots_[id].started >= options_.timeout_seconds) {
-      files_[slots_[id].piece.file].hung = true;
-      late.push_back(id);
-    }
+  for (std::uint32_t id = 0; id < slots_.size(); ++id) {
+    if (slots_[id].piece.empty()) continue;
+    const InFlight& entry = slots_[id].piece.front();
+    if (clock_ - entry.started < options_.timeout_seconds) continue;
+    late.push_back(id);
+    files_[entry.piece.file].hung = true;
+  }
   if (late.empty()) return;
   // First the queued pieces, which would hang too; then the late ones. Other pieces take their
   // slots.
   for (const std::uint32_t id : queued) {
-    InFlight& entry = slots_[id];
+    InFlight& entry = slots_[id].piece.front();
     if (!files_[entry.piece.file].hung || !backend_->take_back(id)) continue;
-    finished.push_back({std::move(entry.ticket), hung_error(entry.piece)});
+    entry.error = hung_error(entry.piece);
     count(entry.piece.op, -1, 0);
-    free_slot(id);
+    take_from_slot(id, finished);
   }
-  for (const std::uint32_t id : late) give_up(id, hung_error(slots_[id].piece), finished);
+  for (const std::uint32_t id : late)
+    give_up(id, hung_error(slots_[id].piece.front().piece), finished);
+  replace_given_up();
 }
 
-// Fails the ticket of a late piece. Its slot stays in use until the device answers; a new slot
-// replaces it.
-void IoEngine::give_up(std::uint32_t id, std::exception_ptr error, Finished& finished) {
-  InFlight& entry = slots_[id];
-  finished.push_back({std::move(entry.ticket), std::move(error)});
-  entry.ticket = nullptr;
+// Fails the ticket of a late piece. Its slot stays in use until the device answers.
+void IoEngine::give_up(std::uint32_t id, std::exception_ptr error, Pieces& finished) noexcept {
+  Slot& slot = slots_[id];
+  InFlight& entry = slot.piece.front();
+  entry.error = std::move(error);
   count(entry.piece.op, -1, 0);
-  entry.given_up = true;
+  slot.memory = std::move(entry.memory);
+  slot.open = std::move(entry.open);
+  slot.given_up = true;
   --queues_[entry.piece.queue].in_flight;
+  finished.splice(finished.end(), slot.piece);
   backend_->give_up(id);
   ++given_up_;
   troubled_ = true;
-  free_slots_.push_back(static_cast<std::uint32_t>(slots_.size()));
-  slots_.emplace_back();
 }
 
-std::exception_ptr IoEngine::hung_error(const Piece& piece) const {
-  const File& file = files_[piece.file];
-  return std::make_exception_ptr(
-      StorageError(ETIMEDOUT, file.path,
-                   concat(describe(piece, file), ": device ", file.device, " has not answered for ",
-                          options_.timeout_seconds,
-                          " s. Look at the kernel's log (dmesg); resume from the last checkpoint "
-                          "on another disk, or give it longer "
-                          "with INFINITY_IO_TIMEOUT=<seconds>")));
+// Makes a slot for each one that waits for a hung device.
+void IoEngine::replace_given_up() {
+  while (slots_.size() - given_up_ < usable_) {
+    free_slots_.reserve(slots_.size() + 1);
+    results_.reserve(slots_.size() + 1);
+    slots_.emplace_back();
+    free_slots_.push_back(static_cast<std::uint32_t>(slots_.size()) - 1);
+  }
+}
+
+std::exception_ptr IoEngine::hung_error(const Piece& piece) const noexcept {
+  return made_error([&, &file = files_[piece.file]] {
+    return StorageError(
+        ETIMEDOUT, file.path,
+        concat(describe(piece, file), ": device ", file.device, " has not answered for ",
+               options_.timeout_seconds,
+               " s. Look at the kernel's log (dmesg); resume from the last checkpoint "
+               "on another disk, or give it longer "
+               "with INFINITY_IO_TIMEOUT=<seconds>"));
+  });
 }
 
 void IoEngine::count(Op op, int change, std::size_t nbytes) {

@@ -10,6 +10,10 @@
 //   memory    kept by a request until its transfer has ended, even if the ticket is dropped
 //   work      on a request's bytes (their checksums), done per piece by the engine's own threads:
 //             after a read has arrived, or before a write starts. The piece ends when both are done
+//   memory    that a piece needs until it is over is taken as it is submitted: from there on it
+//   only
+//             moves from list to list. What cannot be had later (a thread's job, the text of an
+//             error) is done without
 //   hung      a device that has not answered for `timeout_seconds`. The transfer's ticket fails,
 //             and so does every later one on that file. The device may still write to the memory,
 //             which is never freed
@@ -46,6 +50,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <list>
 #include <memory>
 #include <string>
 #include <thread>
@@ -172,24 +177,33 @@ class IoEngine {
     TicketPtr ticket;
     std::shared_ptr<void> memory;
     std::shared_ptr<PieceWork> work;
-    std::shared_ptr<OpenFile> open;
-    Span whole;  // `piece` is the rest of it that has not been moved
+    std::shared_ptr<OpenFile> open = nullptr;
+    Span whole = {};  // `piece` is the rest of it that has not been moved
     int stalled = 0;  // results in a row that moved nothing usable
     double started = 0;  // by clock_; the time at which it may have reached the kernel
-    bool given_up = false;  // its ticket has failed; the slot waits for the device
-  };
-  struct Part {  // a piece that is over, or a read that has arrived and needs its work done
-    TicketPtr ticket;
-    std::exception_ptr error;
+    bool needs_work = false;  // now: it has arrived, or is a write that has not been started
     bool cancelled = false;
-    std::shared_ptr<InFlight> arrived = nullptr;
+    std::exception_ptr error = nullptr;
   };
-  using Finished = std::vector<Part>;
+  // Made at the submission. A piece stays in its node, which goes from a queue to a slot, and at
+  // last to a list of those that are over.
+  using Pieces = std::list<InFlight>;
+  struct Slot {
+    Pieces piece;  // one, or none
+    bool given_up = false;  // its ticket has failed; the slot waits for the device
+    std::shared_ptr<void> memory;  // of what was given up
+    std::shared_ptr<OpenFile> open;
+  };
   struct Queue {
     std::string device;
-    std::deque<InFlight> awaited, others;
+    Pieces awaited, others;
     unsigned in_flight = 0;
-    std::deque<InFlight>& of(const Ticket& ticket) { return ticket.hurried() ? awaited : others; }
+    Pieces& of(const Ticket& ticket) { return ticket.hurried() ? awaited : others; }
+  };
+  struct Held {  // what a hung device may still use after the engine's end
+    std::deque<File> files;
+    std::vector<std::shared_ptr<const void>> registered;
+    std::deque<Slot> slots;
   };
 
   void check(const Request& request) const INFINITY_REQUIRES(mutex_);
@@ -197,26 +211,27 @@ class IoEngine {
   int queue_of(const std::string& device) INFINITY_REQUIRES(mutex_);
   void hurry(const Ticket* ticket) INFINITY_EXCLUDES(mutex_);
   bool is_idle() const INFINITY_REQUIRES(mutex_);
-  void free_slot(std::uint32_t id) INFINITY_REQUIRES(mutex_);
-  void enqueue(const std::vector<Request>& requests, const TicketPtr& ticket)
-      INFINITY_EXCLUDES(mutex_);
-  void start_waiting(Finished& finished) INFINITY_REQUIRES(mutex_);
+  // `finished`: the pieces that are over, or need their work done now.
+  void take_from_slot(std::uint32_t id, Pieces& to) noexcept INFINITY_REQUIRES(mutex_);
+  void enqueue(Pieces& pieces) noexcept INFINITY_EXCLUDES(mutex_);
+  void start_waiting(Pieces& finished) noexcept INFINITY_REQUIRES(mutex_);
   void run() INFINITY_EXCLUDES(mutex_);
-  void serve(Finished& finished) INFINITY_EXCLUDES(mutex_);
-  void end_parts(Finished& finished) INFINITY_EXCLUDES(mutex_);
-  void discharge(std::size_t pieces) INFINITY_EXCLUDES(mutex_);
-  void queue_work(std::shared_ptr<InFlight> entry) INFINITY_EXCLUDES(mutex_);
-  void work_on(InFlight& entry) INFINITY_EXCLUDES(mutex_);
-  void fail_the_waiting(Finished& finished) INFINITY_REQUIRES(mutex_);
-  Part failed(const InFlight& entry) const INFINITY_REQUIRES(mutex_);
-  void break_down(const std::exception_ptr& error, Finished& finished) INFINITY_REQUIRES(mutex_);
-  void complete(const PieceResult& result, Finished& finished) INFINITY_REQUIRES(mutex_);
-  void give_up_on_the_hung(Finished& finished) INFINITY_REQUIRES(mutex_);
-  void give_up(std::uint32_t id, std::exception_ptr error, Finished& finished)
+  void serve(Pieces& finished) INFINITY_EXCLUDES(mutex_);
+  void end_parts(Pieces& finished) noexcept INFINITY_EXCLUDES(mutex_);
+  void queue_work(Pieces& first) noexcept INFINITY_EXCLUDES(mutex_);
+  void work_on(Pieces::iterator entry) noexcept INFINITY_EXCLUDES(mutex_);
+  void fail_the_waiting(Pieces& finished) noexcept INFINITY_REQUIRES(mutex_);
+  void fail(InFlight& entry) const noexcept INFINITY_REQUIRES(mutex_);
+  void break_down(const std::exception_ptr& error, Pieces& finished) noexcept
       INFINITY_REQUIRES(mutex_);
+  void complete(const PieceResult& result, Pieces& finished) noexcept INFINITY_REQUIRES(mutex_);
+  void give_up_on_the_hung(Pieces& finished) INFINITY_REQUIRES(mutex_);
+  void give_up(std::uint32_t id, std::exception_ptr error, Pieces& finished) noexcept
+      INFINITY_REQUIRES(mutex_);
+  void replace_given_up() INFINITY_REQUIRES(mutex_);
   // between checks for hung devices
   double tick() const { return std::min(5.0, options_.timeout_seconds / 8); }
-  std::exception_ptr hung_error(const Piece& piece) const INFINITY_REQUIRES(mutex_);
+  std::exception_ptr hung_error(const Piece& piece) const noexcept INFINITY_REQUIRES(mutex_);
   void count(Op op, int change, std::size_t nbytes) INFINITY_REQUIRES(mutex_);
 
   const IoOptions options_;
@@ -227,13 +242,17 @@ class IoEngine {
   mutable Mutex mutex_;
   std::condition_variable idle_;
   std::vector<std::string> notes_ INFINITY_GUARDED_BY(mutex_);
-  std::deque<File> files_ INFINITY_GUARDED_BY(mutex_);
-  std::vector<std::shared_ptr<const void>> registered_ INFINITY_GUARDED_BY(mutex_);  // memory
+  std::unique_ptr<Held> held_ = std::make_unique<Held>();
+  std::deque<File>& files_ INFINITY_GUARDED_BY(mutex_) = held_->files;
+  // memory
+  std::vector<std::shared_ptr<const void>>& registered_ INFINITY_GUARDED_BY(mutex_) =
+      held_->registered;
   std::deque<Queue> queues_ INFINITY_GUARDED_BY(mutex_);
-  // A deque: a backend keeps addresses in it. It grows by one slot for each piece that was given
-  // up, so that other disks go on.
-  std::deque<InFlight> slots_ INFINITY_GUARDED_BY(mutex_);
-  std::vector<std::uint32_t> free_slots_ INFINITY_GUARDED_BY(mutex_);
+  // It grows by one slot for each piece that was given up, so that other disks go on.
+  std::deque<Slot>& slots_ INFINITY_GUARDED_BY(mutex_) = held_->slots;
+  std::size_t usable_ INFINITY_GUARDED_BY(mutex_) = 0;  // slots, without those of given-up pieces
+  std::vector<std::uint32_t> free_slots_ INFINITY_GUARDED_BY(mutex_);  // with room for all slots
+  Pieces working_ INFINITY_GUARDED_BY(mutex_);  // whose work a thread does, or is about to
   std::size_t pieces_ INFINITY_GUARDED_BY(mutex_) = 0;  // submitted and not over
   // submissions that wait for their `after`
   std::size_t dependent_ INFINITY_GUARDED_BY(mutex_) = 0;
@@ -256,6 +275,7 @@ class IoEngine {
   };
   std::array<Meter, 2> meters_ INFINITY_GUARDED_BY(mutex_);
   WorkQueue works_;
+  std::vector<PieceResult> results_;  // of the completion thread, with room for those of all slots
   std::thread completion_thread_;
 };
 

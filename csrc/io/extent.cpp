@@ -50,9 +50,7 @@ std::vector<TicketPtr> Extent::writes_over(std::size_t at, std::size_t nbytes) c
   Books& books = *books_;
   Lock lock(books.mutex);
   auto& writes = books.under_way;
-  writes.erase(std::remove_if(writes.begin(), writes.end(),
-                              [](const Write& write) { return write.ticket->succeeded(); }),
-               writes.end());
+  writes.remove_if([](const Write& write) { return write.ticket->succeeded(); });
   std::vector<TicketPtr> found;
   for (const Write& write : writes)
     if (write.at < at + nbytes && at < write.at + write.nbytes) found.push_back(write.ticket);
@@ -106,10 +104,14 @@ TicketPtr Extent::read(IoEngine& engine, std::size_t at, Span span, const Ticket
                            }
                            ticket->part_done(error);
                          };
-                         if (known.ticket)
-                           known.ticket->on_done(compare);
-                         else
-                           compare(nullptr);
+                         if (!known.ticket) return compare(nullptr);
+                         Ticket::Callbacks follow;
+                         try {
+                           follow.push_back(compare);
+                         } catch (...) {  // no memory
+                           return ticket->part_done(std::current_exception());
+                         }
+                         known.ticket->on_done(std::move(follow));
                        });
 }
 
@@ -123,8 +125,7 @@ IoEngine::Then Extent::recording(std::size_t at, const std::shared_ptr<BlockSums
     } catch (...) {
       return ticket->part_done(std::current_exception());
     }
-    if (!recorded) return ticket->part_done();
-    recorded->on_done([ticket](std::exception_ptr error) { ticket->part_done(std::move(error)); });
+    ticket->part_follows(recorded);
   };
 }
 
@@ -150,24 +151,26 @@ TicketPtr Extent::write(IoEngine& engine, std::size_t at, Span span,
     const auto sums = std::make_shared<BlockSums>(span);
     for (Request& each : wanted) each.work = sums;
     then = recording(at, sums, engine);
-  } else if (!has_table()) {  // unknown, but not those of what was never written
-    std::fill_n(books_->checksums.begin() + static_cast<std::ptrdiff_t>(at / kChecksumNbytes),
-                checksum_count(span.nbytes), ~sum_of_zeros(kChecksumNbytes));
   }
   std::vector<TicketPtr> before = writes_over(at, span.nbytes);
   // A failed write is repaired by this one.
   before.erase(std::remove_if(before.begin(), before.end(),
                               [](const TicketPtr& ticket) { return ticket->done(); }),
                before.end());
+  std::list<Write> one{{at, span.nbytes, nullptr}};
   const TicketPtr ticket = engine.submit(wanted, joined(before), std::move(then));
+  one.front().ticket = ticket;  // nothing can fail from here on: the write is under way
+  if (!checksum && !has_table())  // unknown, but not those of what was never written
+    std::fill_n(books_->checksums.begin() + static_cast<std::ptrdiff_t>(at / kChecksumNbytes),
+                checksum_count(span.nbytes), ~sum_of_zeros(kChecksumNbytes));
   Books& books = *books_;
   Lock lock(books.mutex);
   auto& writes = books.under_way;
   const auto made_good = [&](const Write& write) {
     return write.ticket->done() && at <= write.at && write.at + write.nbytes <= at + span.nbytes;
   };
-  writes.erase(std::remove_if(writes.begin(), writes.end(), made_good), writes.end());
-  writes.push_back({at, span.nbytes, ticket});
+  writes.remove_if(made_good);
+  writes.splice(writes.end(), one);
   return ticket;
 }
 
@@ -201,8 +204,8 @@ Extent::Expected Extent::expected(std::size_t at, std::size_t nbytes, IoEngine& 
     } catch (...) {  // no memory
       error = std::current_exception();
     }
-    if (!moved) return ticket->part_done(error);
-    moved->on_done([ticket](std::exception_ptr failed) { ticket->part_done(std::move(failed)); });
+    if (error) return ticket->part_done(error);
+    ticket->part_follows(moved);
   });
   return {sums, ticket};
 }

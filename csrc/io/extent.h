@@ -25,6 +25,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -129,7 +130,7 @@ class Extent {
     std::shared_ptr<SumTable> table;
     std::atomic<std::uint64_t> version{0};
     Mutex mutex;
-    std::vector<Write> under_way INFINITY_GUARDED_BY(mutex);
+    std::list<Write> under_way INFINITY_GUARDED_BY(mutex);
   };
   class BlockSums;
 

@@ -121,7 +121,7 @@ void reserve(int descriptor, const std::string& path, std::uint64_t nbytes) {
 }
 
 // Takes over `descriptor`, also if it throws.
-File opened(int descriptor, std::string path, bool direct) {
+File opened(int descriptor, const std::string& path, bool direct) {
   File file;
   try {
     file.open = std::make_shared<OpenFile>(descriptor);
@@ -130,7 +130,7 @@ File opened(int descriptor, std::string path, bool direct) {
     throw;
   }
   file.descriptor = descriptor;
-  file.path = std::move(path);
+  file.path = path;
   file.direct = direct;
   return file;
 }

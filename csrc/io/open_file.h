@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <system_error>
 #include <thread>
 
 namespace infinity {
@@ -20,7 +19,7 @@ class OpenFile {
       try {
         std::thread(close, descriptor_).detach();
         return;
-      } catch (const std::system_error&) {  // the system refuses a thread
+      } catch (...) {  // the system has no thread, or no memory for one
       }
     }
     close(descriptor_);

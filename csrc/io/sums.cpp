@@ -1,7 +1,7 @@
 #include "io/sums.h"
 
 #include <algorithm>
-#include <cstdlib>
+#include <array>
 #include <new>
 #include <utility>
 
@@ -11,15 +11,25 @@ namespace infinity {
 namespace {
 
 std::shared_ptr<std::byte> aligned_memory(std::size_t nbytes) {
-  auto* const memory = static_cast<std::byte*>(std::aligned_alloc(kBlockNbytes, nbytes));
-  if (memory == nullptr) throw std::bad_alloc();
-  return {memory, std::free};
+  constexpr std::align_val_t kAligned{kBlockNbytes};
+  return {static_cast<std::byte*>(operator new(nbytes, kAligned)),
+          [](std::byte* memory) { operator delete(memory, kAligned); }};
+}
+
+bool is_of_memory(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::bad_alloc&) {
+    return true;
+  } catch (...) {
+    return false;
+  }
 }
 
 }  // namespace
 
 std::uint32_t sum_of_zeros(std::size_t nbytes) {
-  static const std::vector<std::byte> zeros(kChecksumNbytes);
+  static const std::array<std::byte, kChecksumNbytes> zeros{};
   static const std::uint32_t whole = crc32c(zeros.data(), kChecksumNbytes);
   return nbytes == kChecksumNbytes ? whole : crc32c(zeros.data(), nbytes);
 }
@@ -60,7 +70,7 @@ void SumCache::add(std::list<Use> uses, IoEngine& engine) {
       const std::size_t count =
           std::max<std::size_t>(1, pages_ / use.table->volume_->files().size());
       const auto memory = aligned_memory(count * kBlockNbytes);
-      share.slots.resize(count);
+      share.slots.resize(count);  // nothing can fail from here on
       for (std::size_t i = 0; i < count; ++i)
         share.slots[i].memory = {memory, memory.get() + i * kBlockNbytes};
     }
@@ -70,8 +80,8 @@ void SumCache::add(std::list<Use> uses, IoEngine& engine) {
 }
 
 // Ends the uses whose page is there, and moves pages for the others. One thread at a time does: a
-// move that fails at once comes back here.
-void SumCache::serve(IoEngine& engine) {
+// move that fails at once comes back here. A use that there is no memory for fails alone.
+void SumCache::serve(IoEngine& engine) noexcept {
   Lock lock(mutex_);
   again_ = true;
   if (serving_) return;
@@ -83,7 +93,13 @@ void SumCache::serve(IoEngine& engine) {
     for (auto& [file, share] : shares_) share.wanting = 0;
     for (auto use = waiting_.begin(); use != waiting_.end();) {
       const auto next = std::next(use);
-      if (try_use(*use, moves)) over.splice(over.end(), waiting_, use);
+      bool is_over = true;
+      try {
+        is_over = try_use(*use, moves);
+      } catch (...) {
+        use->error = std::current_exception();
+      }
+      if (is_over) over.splice(over.end(), waiting_, use);
       use = next;
     }
     lock.unlock();
@@ -96,12 +112,13 @@ void SumCache::serve(IoEngine& engine) {
 }
 
 // Starts a move. Its end may come at once.
-void SumCache::begin(const Move& move, IoEngine& engine) {
+void SumCache::begin(const Move& move, IoEngine& engine) noexcept {
   const auto over = [kept = shared_from_this(), move, &engine](std::exception_ptr error) {
     kept->end(move, std::move(error), engine);
     kept->serve(engine);
   };
   TicketPtr ticket;
+  Ticket::Callbacks follow;
   try {
     Request request{move.op,
                     move.place.file,
@@ -109,18 +126,29 @@ void SumCache::begin(const Move& move, IoEngine& engine) {
                     {move.memory.get(), kBlockNbytes},
                     move.memory};
     request.is_bounded = true;  // by the slots
+    follow.push_back(over);
     ticket = engine.submit({request});
   } catch (...) {
     return over(std::current_exception());
   }
   ticket->hurry();
-  ticket->on_done(over);
+  ticket->on_done(std::move(follow));
 }
 
 // The slot of a move serves uses again. An error is that of the page, not of what wanted the slot.
-void SumCache::end(const Move& move, std::exception_ptr error, const IoEngine& engine) {
+// But a page that was not written for want of memory is as good as before, and what wanted its slot
+// fails.
+void SumCache::end(const Move& move, std::exception_ptr error, const IoEngine& engine) noexcept {
   std::shared_ptr<SumTable> table;  // destroyed without the mutex
+  std::shared_ptr<std::byte> given_up;
   std::list<Use> over;
+  const auto end_uses = [&](const auto& is_meant) INFINITY_REQUIRES(mutex_) {
+    for (auto use = waiting_.begin(); use != waiting_.end();) {
+      const auto next = std::next(use);
+      if (is_meant(*use)) over.splice(over.end(), waiting_, use);
+      use = next;
+    }
+  };
   {
     Lock lock(mutex_);
     Share& share = shares_[move.place.file];
@@ -128,7 +156,8 @@ void SumCache::end(const Move& move, std::exception_ptr error, const IoEngine& e
     slot.moving = false;
     share.leaving -= move.op == Op::kWrite;
     table = slot.table.lock();
-    if (error) slot.memory = aligned_memory(kBlockNbytes);  // a device that hangs may still use it
+    const bool is_kept = error && move.op == Op::kWrite && is_of_memory(error);
+    if (error && !is_kept) given_up.swap(slot.memory);  // a device that hangs may still use it
     if (table == nullptr) return;
     SumTable::Page& page = table->pages_[slot.page];
     if (!error) {
@@ -138,23 +167,28 @@ void SumCache::end(const Move& move, std::exception_ptr error, const IoEngine& e
         page.digest = digest;
       }
       if (digest == page.digest) return;
-      error = std::make_exception_ptr(CorruptionError(
-          concat("the checksums in ", engine.file(move.place.file).path, " at offset ",
-                 move.place.offset, " are not those that were written: wrote ", in_hex(page.digest),
-                 ", read ", in_hex(digest),
-                 ". The disk or its file was changed or lost a write; resume from the last "
-                 "checkpoint, on another disk if it happens again")));
+      error = made_error([&] {
+        return CorruptionError(
+            concat("the checksums in ", engine.file(move.place.file).path, " at offset ",
+                   move.place.offset, " are not those that were written: wrote ",
+                   in_hex(page.digest), ", read ", in_hex(digest),
+                   ". The disk or its file was changed or lost a write; resume from the last "
+                   "checkpoint, on another disk if it happens again"));
+      });
     }
-    page.slot = move.op == Op::kWrite ? SumTable::kLost : SumTable::kAway;
-    slot.table.reset();
-    if (move.op == Op::kWrite) {
-      table->lost_ = error;
-      return;
-    }
-    for (auto use = waiting_.begin(); use != waiting_.end();) {
-      const auto next = std::next(use);
-      if (use->table == table && use->page == slot.page) over.splice(over.end(), waiting_, use);
-      use = next;
+    if (is_kept) {
+      end_uses([&](const Use& use) {
+        return use.place.file == move.place.file &&
+               use.table->pages_[use.page].slot == SumTable::kAway;
+      });
+    } else {
+      page.slot = move.op == Op::kWrite ? SumTable::kLost : SumTable::kAway;
+      slot.table.reset();
+      if (move.op == Op::kWrite) {
+        table->lost_ = error;
+        return;
+      }
+      end_uses([&](const Use& use) { return use.table == table && use.page == slot.page; });
     }
   }
   for (const Use& use : over) use.ticket->part_done(error);
@@ -188,6 +222,7 @@ bool SumCache::bring(const Use& use, std::vector<Move>& moves) {
   SumTable& table = *use.table;
   SumTable::Page& page = table.pages_[use.page];
   Slot& slot = share.slots[index];
+  if (!slot.memory) slot.memory = aligned_memory(kBlockNbytes);
   if (page.is_fresh) {
     std::fill_n(slot.sums(), SumTable::kPageSums, sum_of_zeros(kChecksumNbytes));
     const std::size_t rest = table.nbytes_ % kChecksumNbytes;

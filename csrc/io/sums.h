@@ -90,7 +90,7 @@ class SumCache : public std::enable_shared_from_this<SumCache> {
  private:
   friend class SumTable;
   struct Slot {
-    std::shared_ptr<std::byte> memory;
+    std::shared_ptr<std::byte> memory;  // null after a failed move, until its next use
     std::weak_ptr<SumTable> table;
     std::size_t page = 0;
     bool used = false, changed = false, moving = false;
@@ -120,9 +120,9 @@ class SumCache : public std::enable_shared_from_this<SumCache> {
   };
 
   void add(std::list<Use> uses, IoEngine& engine) INFINITY_EXCLUDES(mutex_);
-  void serve(IoEngine& engine) INFINITY_EXCLUDES(mutex_);
-  void begin(const Move& move, IoEngine& engine) INFINITY_EXCLUDES(mutex_);
-  void end(const Move& move, std::exception_ptr error, const IoEngine& engine)
+  void serve(IoEngine& engine) noexcept INFINITY_EXCLUDES(mutex_);
+  void begin(const Move& move, IoEngine& engine) noexcept INFINITY_EXCLUDES(mutex_);
+  void end(const Move& move, std::exception_ptr error, const IoEngine& engine) noexcept
       INFINITY_EXCLUDES(mutex_);
   bool try_use(Use& use, std::vector<Move>& moves) INFINITY_REQUIRES(mutex_);
   bool bring(const Use& use, std::vector<Move>& moves) INFINITY_REQUIRES(mutex_);

@@ -7,8 +7,8 @@
 #include <chrono>
 #include <condition_variable>
 #include <deque>
+#include <list>
 #include <thread>
-#include <unordered_map>
 
 #include "base/check.h"
 #include "base/spawn.h"
@@ -45,6 +45,7 @@ class ThreadsBackend final : public Backend {
   void add_queue(const std::string&) override {
     const bool first = queue_of_device_.empty();
     Lock lock(mutex_);
+    queue_of_device_.reserve(queue_of_device_.size() + 1);
     Queue* queue = &queues_.front();
     if (!first) {
       Queue& added = queues_.emplace_back();
@@ -58,7 +59,11 @@ class ThreadsBackend final : public Backend {
   void start(std::uint32_t id, const Piece& piece, int descriptor) override {
     Lock lock(mutex_);
     Queue& queue = *queue_of_device_.at(piece.queue);
-    queue.jobs.push_back({id, piece, descriptor});
+    // Its thread has no way to say that there is no memory: it is taken here.
+    std::list<Job> job{{id, piece, descriptor, &queue}};
+    if (results_.capacity() <= started_) results_.reserve(2 * started_ + 1);
+    ++started_;
+    queue.jobs.splice(queue.jobs.end(), job);
     queue.queued.notify_one();
   }
 
@@ -77,6 +82,7 @@ class ThreadsBackend final : public Backend {
                                     [id](const Job& each) { return each.id == id; });
       if (job == queue.jobs.end()) continue;
       queue.jobs.erase(job);
+      --started_;
       return true;
     }
     return false;
@@ -84,11 +90,12 @@ class ThreadsBackend final : public Backend {
 
   // The piece's thread may wait for ever. Another one takes its place, so that the device's other
   // files go on.
-  void give_up(std::uint32_t id) override {
+  void give_up(std::uint32_t id) noexcept override {
     Lock lock(mutex_);
-    const auto running = running_.find(id);
+    const auto running = std::find_if(running_.begin(), running_.end(),
+                                      [id](const Job& each) { return each.id == id; });
     if (running == running_.end()) return;
-    Queue& queue = *running->second;
+    Queue& queue = *running->queue;
     lock.unlock();
     (void)try_spawn(queue.threads, [this, &queue] { work(queue); });
   }
@@ -109,6 +116,7 @@ class ThreadsBackend final : public Backend {
                        [this]() INFINITY_REQUIRES(mutex_) { return woken_ || !results_.empty(); });
     woken_ = false;
     results.insert(results.end(), results_.begin(), results_.end());
+    started_ -= results_.size();
     results_.clear();
   }
 
@@ -121,14 +129,16 @@ class ThreadsBackend final : public Backend {
   }
 
  private:
+  struct Queue;
   struct Job {
     std::uint32_t id;
     Piece piece;
     int descriptor;
+    Queue* queue;
   };
 
   struct Queue {  // of one device; stays at its address
-    std::deque<Job> jobs;
+    std::list<Job> jobs;
     std::condition_variable queued;
     std::vector<std::thread> threads;
   };
@@ -147,19 +157,18 @@ class ThreadsBackend final : public Backend {
       queue.queued.wait(
           lock, [&]() INFINITY_REQUIRES(mutex_) { return stopping_ || !queue.jobs.empty(); });
       if (stopping_) return;
-      const Job job = queue.jobs.front();
-      queue.jobs.pop_front();
-      running_[job.id] = &queue;
+      const auto job = queue.jobs.begin();
+      running_.splice(running_.end(), queue.jobs, job);
       lock.unlock();
-      const Piece& piece = job.piece;
+      const Piece& piece = job->piece;
       const ssize_t moved =
           piece.op == Op::kRead
-              ? pread(job.descriptor, piece.data, piece.nbytes, static_cast<off_t>(piece.offset))
-              : pwrite(job.descriptor, piece.data, piece.nbytes, static_cast<off_t>(piece.offset));
+              ? pread(job->descriptor, piece.data, piece.nbytes, static_cast<off_t>(piece.offset))
+              : pwrite(job->descriptor, piece.data, piece.nbytes, static_cast<off_t>(piece.offset));
       const std::int64_t result = moved < 0 ? -static_cast<std::int64_t>(errno) : moved;
       lock.lock();
-      running_.erase(job.id);
-      results_.push_back({job.id, result});
+      results_.push_back({job->id, result});
+      running_.erase(job);
       finished_.notify_one();
     }
   }
@@ -170,8 +179,9 @@ class ThreadsBackend final : public Backend {
   // Grows in calls that the engine makes one at a time. mutex_ guards the jobs in it.
   std::deque<Queue> queues_;
   std::vector<Queue*> queue_of_device_;  // likewise
-  std::unordered_map<std::uint32_t, Queue*> running_ INFINITY_GUARDED_BY(mutex_);
-  std::vector<PieceResult> results_ INFINITY_GUARDED_BY(mutex_);
+  std::list<Job> running_ INFINITY_GUARDED_BY(mutex_);
+  std::vector<PieceResult> results_ INFINITY_GUARDED_BY(mutex_);  // with room for all of `started_`
+  std::size_t started_ INFINITY_GUARDED_BY(mutex_) = 0;  // pieces whose results nobody has yet
   bool stopping_ INFINITY_GUARDED_BY(mutex_) = false;
   bool woken_ INFINITY_GUARDED_BY(mutex_) = false;
 };

@@ -8,7 +8,8 @@
 // Thread safety: every member function may be called from any thread. `mutex_` guards the members
 // marked so; `cancelled_` and `hurried_` are atomic.
 // Callbacks of `on_done` run without a lock, on the thread that ends the last part, or on the
-// caller's if the ticket has finished. They may submit, but must not wait for a transfer.
+// caller's if the ticket has finished. They may submit, but must not wait for a transfer. They must
+// not throw, nor may `then`: what fails in them is the error of a ticket that they end.
 // Lock order: Extent -> Ticket -> a ticket that it comes after -> DirectReader -> IoEngine ->
 // Backend.
 // `hurry` calls the `on_hurry` action with `mutex_` held, so nothing may take a ticket's mutex
@@ -22,6 +23,7 @@
 #include <cstddef>
 #include <exception>
 #include <functional>
+#include <list>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -33,6 +35,7 @@ namespace infinity {
 class Ticket : public std::enable_shared_from_this<Ticket> {
  public:
   using Callback = std::function<void(std::exception_ptr)>;
+  using Callbacks = std::list<Callback>;
 
   using Clock = std::chrono::steady_clock;
   using Step = std::function<void()>;
@@ -88,6 +91,18 @@ class Ticket : public std::enable_shared_from_this<Ticket> {
     then_ = std::move(step);
   }
 
+  // Ends one part as `other` ends; null: now, well. If there is no memory for that, it fails now.
+  void part_follows(const std::shared_ptr<Ticket>& other) noexcept {
+    if (!other) return part_done();
+    try {
+      other->on_done([kept = shared_from_this()](std::exception_ptr error) {
+        kept->part_done(std::move(error));
+      });
+    } catch (...) {
+      part_done(std::current_exception());
+    }
+  }
+
   bool done() const {
     Lock lock(mutex_);
     return remaining_ == 0;
@@ -117,21 +132,29 @@ class Ticket : public std::enable_shared_from_this<Ticket> {
   // Runs `callback` with the error (or null) when the ticket has finished, at once if it has
   // already.
   void on_done(Callback callback) {
+    Callbacks one;
+    one.push_back(std::move(callback));
+    on_done(std::move(one));
+  }
+
+  // The same, of callbacks that were made before the ticket was: this cannot fail. Otherwise a
+  // transfer could be under way whose end nobody learns.
+  void on_done(Callbacks callbacks) noexcept {
     std::exception_ptr error;
     {
       Lock lock(mutex_);
       if (remaining_ != 0) {
-        callbacks_.push_back(std::move(callback));
+        callbacks_.splice(callbacks_.end(), callbacks);
         return;
       }
       error = error_;
     }
-    callback(error);
+    for (const Callback& callback : callbacks) callback(error);
   }
 
  private:
   void end_part(std::exception_ptr error, bool mild) {
-    std::vector<Callback> callbacks;
+    Callbacks callbacks;
     std::function<void()> on_hurry;
     Step then;
     std::exception_ptr first;
@@ -155,7 +178,7 @@ class Ticket : public std::enable_shared_from_this<Ticket> {
       }
     }
     if (then) return then();
-    for (auto& callback : callbacks) callback(first);
+    for (const Callback& callback : callbacks) callback(first);
   }
 
   std::atomic<bool> cancelled_{false};
@@ -165,7 +188,7 @@ class Ticket : public std::enable_shared_from_this<Ticket> {
   Clock::time_point started_ INFINITY_GUARDED_BY(mutex_), finished_at_ INFINITY_GUARDED_BY(mutex_);
   std::exception_ptr error_ INFINITY_GUARDED_BY(mutex_);
   bool mild_ INFINITY_GUARDED_BY(mutex_) = false;  // error_ is a cancellation
-  std::vector<Callback> callbacks_ INFINITY_GUARDED_BY(mutex_);
+  Callbacks callbacks_ INFINITY_GUARDED_BY(mutex_);
   mutable std::atomic<bool> hurried_{false};
   std::function<void()> on_hurry_ INFINITY_GUARDED_BY(mutex_);
   Step then_ INFINITY_GUARDED_BY(mutex_);
@@ -181,8 +204,14 @@ inline TicketPtr joined(const std::vector<TicketPtr>& tickets) {
   all->on_hurry([tickets] {
     for (const TicketPtr& ticket : tickets) ticket->hurry();
   });
-  for (const TicketPtr& ticket : tickets)
-    ticket->on_done([all](std::exception_ptr error) { all->part_done(std::move(error)); });
+  Ticket::Callbacks follow;
+  for (std::size_t i = 0; i < tickets.size(); ++i)
+    follow.push_back([all](std::exception_ptr error) { all->part_done(std::move(error)); });
+  for (const TicketPtr& ticket : tickets) {
+    Ticket::Callbacks one;
+    one.splice(one.begin(), follow, follow.begin());
+    ticket->on_done(std::move(one));
+  }
   return all;
 }
 

@@ -8,9 +8,12 @@
 #include <sys/uio.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <set>
+#include <thread>
 
 #include "base/check.h"
 
@@ -20,6 +23,8 @@ namespace {
 constexpr std::uint64_t kWake = ~std::uint64_t{0};
 // the kernel's limit for one registered buffer
 constexpr std::size_t kMaxBufferNbytes = std::size_t{1} << 30;
+// until the kernel is asked again for what it had no memory for
+constexpr double kRefusedSeconds = 0.001;
 
 class UringBackend final : public Backend {
  public:
@@ -69,15 +74,30 @@ class UringBackend final : public Backend {
     entry->user_data = id;
   }
 
+  // The kernel may take fewer entries than there are: it stops at one that it refuses, whose result
+  // says so, and where it has no memory, or no room for results until some have been read.
   void flush() override {
-    int submitted;
-    do {
-      submitted = io_uring_submit(&ring_);
-    } while (submitted == -EINTR || submitted == -EAGAIN || submitted == -EBUSY);
-    if (submitted < 0) throw StorageError(-submitted, "", "io_uring_enter");
+    while (io_uring_sq_ready(&ring_) > 0) {
+      const int submitted = io_uring_submit(&ring_);
+      refused_ = submitted == 0 || submitted == -EAGAIN || submitted == -EBUSY;
+      if (refused_) return;
+      if (submitted < 0 && submitted != -EINTR)
+        throw StorageError(-submitted, "", "io_uring_enter");
+    }
+    refused_ = false;
+  }
+
+  std::vector<std::uint32_t> queued() override {
+    std::vector<std::uint32_t> ids;
+    for (unsigned left = io_uring_sq_ready(&ring_); left > 0; --left) {
+      const auto& entry = ring_.sq.sqes[(ring_.sq.sqe_tail - left) & *ring_.sq.kring_mask];
+      if (entry.user_data != kWake) ids.push_back(static_cast<std::uint32_t>(entry.user_data));
+    }
+    return ids;
   }
 
   void wait(std::vector<PieceResult>& results, double seconds) override {
+    if (refused_) seconds = std::min(seconds, kRefusedSeconds);  // `flush` comes next
     const auto whole = static_cast<long long>(seconds);
     __kernel_timespec timeout{whole,
                               static_cast<long long>((seconds - static_cast<double>(whole)) * 1e9)};
@@ -119,8 +139,7 @@ class UringBackend final : public Backend {
   }
 
   std::string register_buffers(const std::vector<Span>& spans) override {
-    if (!buffers_.empty()) io_uring_unregister_buffers(&ring_);
-    buffers_.clear();
+    unregister_buffers();
     std::size_t total = 0;
     for (const Span& span : spans) total += span.nbytes;
     std::vector<iovec> table = table_of(spans, total);
@@ -133,6 +152,11 @@ class UringBackend final : public Backend {
   }
 
  private:
+  void unregister_buffers() {
+    if (!buffers_.empty()) io_uring_unregister_buffers(&ring_);
+    buffers_.clear();
+  }
+
   bool offers(int operation) {
     io_uring_probe* probe = io_uring_get_probe_ring(&ring_);
     const bool found = probe && io_uring_opcode_supported(probe, operation);
@@ -157,7 +181,7 @@ class UringBackend final : public Backend {
     std::size_t fits = 0, too_much = total / kStep + 1;
     while (too_much - fits > 1) {
       const std::size_t tried = fits + (too_much - fits) / 2;
-      if (!buffers_.empty()) io_uring_unregister_buffers(&ring_);
+      unregister_buffers();
       buffers_ = table_of(spans, tried * kStep);
       const int error = io_uring_register_buffers(&ring_, buffers_.data(), buffers_.size());
       if (error < 0) buffers_.clear();
@@ -177,13 +201,11 @@ class UringBackend final : public Backend {
   }
 
   io_uring_sqe* next_entry() {
-    io_uring_sqe* entry = io_uring_get_sqe(&ring_);
-    if (!entry) {  // queued entries fill the ring: hand them over, which frees all of it
-      flush();
-      entry = io_uring_get_sqe(&ring_);
+    for (;;) {
+      if (io_uring_sqe* entry = io_uring_get_sqe(&ring_)) return entry;
+      flush();  // queued entries fill the ring: handed over, they free it
+      if (refused_) std::this_thread::sleep_for(std::chrono::duration<double>(kRefusedSeconds));
     }
-    INFINITY_CHECK(entry, "the submission queue is full after a flush");
-    return entry;
   }
 
   int registered_buffer(const Piece& piece) const {
@@ -199,6 +221,7 @@ class UringBackend final : public Backend {
   int registered_files_ = 0;  // the first so many of the engine's files
   std::set<int> forgotten_;
   std::vector<iovec> buffers_;
+  std::atomic<bool> refused_{false};  // there are entries that the kernel did not take yet
 };
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include <cerrno>
 #include <cstdint>
+#include <new>
 
 #include "base/check.h"
 #include "base/library.h"
@@ -95,9 +96,17 @@ int Driver::find_context(int device, void** context) noexcept {
     *context = found->second;
     return 0;
   }
-  const int error = functions_.retain_context(context, device);
-  if (error == 0) contexts_[device] = *context;
-  return error;
+  try {
+    const auto made = contexts_.emplace(device, nullptr).first;
+    const int error = functions_.retain_context(context, device);
+    if (error == 0)
+      made->second = *context;
+    else
+      contexts_.erase(made);
+    return error;
+  } catch (const std::bad_alloc&) {
+    return kOutOfMemory;
+  }
 }
 
 void* Driver::context_of(int device) {

@@ -8,7 +8,7 @@
 
 namespace infinity {
 
-Claim::~Claim() { pool_->give_back(span_, round_); }
+Claim::~Claim() { pool_->give_back(std::move(back_), round_); }
 
 std::shared_ptr<void> Lease::hold() const {
   if (!claim_) return nullptr;
@@ -37,19 +37,21 @@ Lease PinnedPool::try_lease(std::size_t nbytes) {
                    " bytes can never fit a pool of ", capacity_nbytes(), " bytes");
   const std::size_t wanted = round_up(nbytes, kBlockNbytes);
   Lock lock(mutex_);
-  for (auto it = free_.begin(); it != free_.end(); ++it) {
-    const auto [offset, size] = *it;
-    if (size < wanted) continue;
-    free_.erase(it);
-    if (size > wanted) free_.emplace(offset + wanted, size - wanted);
-    leased_nbytes_ += wanted;
-    peak_nbytes_ = std::max(peak_nbytes_, leased_nbytes_);
-    const std::uint64_t round = round_;
-    lock.unlock();
-    return Lease(
-        std::make_shared<Claim>(shared_from_this(), Span{region_->data() + offset, wanted}, round));
-  }
-  return Lease();
+  const auto found = std::find_if(free_.begin(), free_.end(),
+                                  [&](const auto& each) { return each.second >= wanted; });
+  if (found == free_.end()) return Lease();
+  const std::size_t offset = found->first;
+  FreeSpans leased{{offset, wanted}};
+  auto back = leased.extract(offset);
+  auto claim = std::make_shared<Claim>(shared_from_this(), Span{region_->data() + offset, wanted},
+                                       round_, std::move(back));
+  auto rest = free_.extract(found);  // nothing can fail from here on
+  rest.key() += wanted;
+  rest.mapped() -= wanted;
+  if (rest.mapped() > 0) free_.insert(std::move(rest));
+  leased_nbytes_ += wanted;
+  peak_nbytes_ = std::max(peak_nbytes_, leased_nbytes_);
+  return Lease(std::move(claim));
 }
 
 bool PinnedPool::wait_for_transfer(double seconds) {
@@ -64,10 +66,10 @@ bool PinnedPool::wait_for_transfer(double seconds) {
 void PinnedPool::take_back_all() {
   Lock lock(mutex_);
   INFINITY_CHECK(transfers_ == 0, "leases taken back while ", transfers_, " transfers use them");
+  FreeSpans all{{0, region_->nbytes()}};
+  free_.swap(all);
   ++round_;
   leased_nbytes_ = 0;
-  free_.clear();
-  free_.emplace(0, region_->nbytes());
 }
 
 void PinnedPool::end_transfer() {
@@ -80,27 +82,25 @@ void PinnedPool::end_transfer() {
   came_back_.notify_all();
 }
 
-void PinnedPool::give_back(Span span, std::uint64_t round) {
+void PinnedPool::give_back(FreeSpans::node_type span, std::uint64_t round) noexcept {
   // a forked child: the lock may be held by a thread that it does not have
   if (process_ != getpid()) return;
   Lock lock(mutex_);
   if (round != round_) return;
-  leased_nbytes_ -= span.nbytes;
-  std::size_t offset = span.data - region_->data();
-  std::size_t size = span.nbytes;
-  auto next = free_.lower_bound(offset);
-  if (next != free_.end() && offset + size == next->first) {
-    size += next->second;
+  leased_nbytes_ -= span.mapped();
+  auto next = free_.lower_bound(span.key());
+  if (next != free_.end() && span.key() + span.mapped() == next->first) {
+    span.mapped() += next->second;
     next = free_.erase(next);
   }
   if (next != free_.begin()) {
     auto before = std::prev(next);
-    if (before->first + before->second == offset) {
-      before->second += size;
+    if (before->first + before->second == span.key()) {
+      before->second += span.mapped();
       return;
     }
   }
-  free_.emplace(offset, size);
+  free_.insert(std::move(span));
 }
 
 std::size_t PinnedPool::leased_nbytes() const {

@@ -32,11 +32,13 @@ namespace infinity {
 
 class PinnedPool;
 
+using FreeSpans = std::map<std::size_t, std::size_t>;  // offset -> nbytes
+
 // A span of a pool that is in use. The last holder gives it back.
 class Claim {
  public:
-  Claim(std::shared_ptr<PinnedPool> pool, Span span, std::uint64_t round)
-      : pool_(std::move(pool)), span_(span), round_(round) {}
+  Claim(std::shared_ptr<PinnedPool> pool, Span span, std::uint64_t round, FreeSpans::node_type back)
+      : pool_(std::move(pool)), span_(span), round_(round), back_(std::move(back)) {}
   ~Claim();
   Claim(const Claim&) = delete;
   Claim& operator=(const Claim&) = delete;
@@ -48,6 +50,7 @@ class Claim {
   const std::shared_ptr<PinnedPool> pool_;
   const Span span_;
   const std::uint64_t round_;
+  FreeSpans::node_type back_;  // what gives the span back needs no memory
 };
 
 class Lease {
@@ -96,14 +99,14 @@ class PinnedPool : public std::enable_shared_from_this<PinnedPool> {
  private:
   friend class Claim;
   friend class Lease;
-  void give_back(Span span, std::uint64_t round);
+  void give_back(FreeSpans::node_type span, std::uint64_t round) noexcept;
   void end_transfer();
 
   const int process_ = getpid();
   mutable Mutex mutex_;
   std::condition_variable came_back_;
   const std::shared_ptr<Region> region_;
-  std::map<std::size_t, std::size_t> free_ INFINITY_GUARDED_BY(mutex_);  // offset -> nbytes
+  FreeSpans free_ INFINITY_GUARDED_BY(mutex_);
   std::size_t leased_nbytes_ INFINITY_GUARDED_BY(mutex_) = 0;
   std::size_t peak_nbytes_ INFINITY_GUARDED_BY(mutex_) = 0;
   std::size_t transfers_ INFINITY_GUARDED_BY(mutex_) = 0;  // that hold a claim

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <functional>
 #include <string>
 
 #include "base/check.h"
@@ -86,7 +87,12 @@ Region::Region(std::size_t nbytes, bool huge_pages, int touch_threads, FileRange
   // A fork would copy every page that is registered with a ring or a driver, for a child that has
   // no use for any.
   madvise(data_, nbytes_, MADV_DONTFORK);
-  if (touch_threads > 0) populate(touch_threads);
+  try {
+    if (touch_threads > 0) populate(touch_threads);
+  } catch (...) {
+    munmap(data_, nbytes_);
+    throw;
+  }
 }
 
 void Region::pin(int device) {
@@ -115,7 +121,7 @@ Region::~Region() {
 void Region::populate(int threads, const std::atomic<bool>* stopped) {
   ThreadPool pool(threads);
   std::atomic<int> refused{0};
-  pool.for_range(0, nbytes_, kHugeNbytes, [&](std::size_t begin, std::size_t end) {
+  const auto fault_in_range = [&](std::size_t begin, std::size_t end) {
     // Huge page by huge page: each call holds the lock that mapping and unmapping anything in this
     // process needs.
     for (std::size_t at = begin; at < end && !refused && !(stopped && *stopped);
@@ -129,7 +135,8 @@ void Region::populate(int threads, const std::atomic<bool>* stopped) {
       else
         collapses_ = false;
     }
-  });
+  };
+  pool.for_range(0, nbytes_, kHugeNbytes, std::cref(fault_in_range));
   if (refused)
     throw StorageError(refused, "",
                        concat("the system has no ", nbytes_,

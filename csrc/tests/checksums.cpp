@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "tests/disk.h"
+#include "tests/scarce.h"
 
 namespace infinity::tests {
 namespace {
@@ -494,6 +495,42 @@ TEST_OF_BACKENDS(checksums, transfers_of_many_threads_are_verified_and_cancelled
     });
   for (std::thread& thread : threads) thread.join();
   CHECK(failures.empty(), failures.empty() ? "" : failures.front());
+}
+
+TEST_OF_BACKENDS(checksums, memory_that_runs_out_loses_no_page) {
+  // Three extents share memory for one page of their checksums, so that each use sends another's
+  // page to the disk. A write and a read meet a shortage at each allocation. What failed is made
+  // again; the pages of the others are still there, and nothing waits for ever.
+  Random random(90);
+  const std::size_t nbytes = 2 * kChecksumNbytes;
+  const Disk disk(kind);
+  const auto cache = std::make_shared<SumCache>(1);
+  const Memory source(3 * nbytes, random), target(nbytes);
+  std::vector<Extent> extents;
+  for (std::size_t i = 0; i < 3; ++i) {
+    extents.push_back(Extent::in_volume(Volume::of(disk.file),
+                                        i * (nbytes + SumTable::nbytes_of(nbytes)), nbytes, cache));
+    wait(extents[i].write(*disk.engine, 0, source.part(i * nbytes, nbytes)));
+  }
+  std::size_t turn = 0;
+  each_shortage([&](Shortage& shortage) {
+    const std::size_t writes = turn++ % 3, reads = (writes + 1) % 3;
+    const Span bytes = source.part(writes * nbytes, nbytes);
+    TicketPtr written, read;
+    const bool is_done = shortage.survived([&] {
+      written = extents[writes].write(*disk.engine, 0, bytes);
+      wait(written);
+      read = extents[reads].read(*disk.engine, 0, target.span);
+      wait(read);
+    });
+    CHECK((!written || written->done()) && (!read || read->done()));
+    if (is_done) CHECK(same(target.span, source.part(reads * nbytes, nbytes)));
+    if (written && !written->succeeded()) wait(extents[writes].write(*disk.engine, 0, bytes));
+    for (std::size_t i = 0; i < 3; ++i) {
+      wait(extents[i].read(*disk.engine, 0, target.span));
+      CHECK(same(target.span, source.part(i * nbytes, nbytes)), "allocation ", shortage.first());
+    }
+  });
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include "base/crc32c_pieces.h"
 #include "io/direct.h"
 #include "tests/disk.h"
+#include "tests/scarce.h"
 
 namespace infinity::tests {
 namespace {
@@ -51,6 +52,25 @@ class FaultyRoad final : public Road {
   std::mutex mutex_;
   Random random_;
   const std::uint64_t faults_;
+  int descriptor_ = -1;
+};
+
+// Reads into memory of the host's, late or at once.
+class SlowRoad final : public Road {
+ public:
+  explicit SlowRoad(bool is_late) : is_late_(is_late) {}
+  const char* name() const override { return "slow"; }
+  void* open(const File& file, std::string*) override {
+    descriptor_ = file.descriptor;
+    return this;
+  }
+  std::int64_t read(void*, std::byte* device, std::size_t nbytes, std::uint64_t offset) override {
+    if (is_late_) std::this_thread::sleep_for(std::chrono::duration<double>(2 * kLateSeconds));
+    return pread(descriptor_, device, nbytes, static_cast<off_t>(offset));
+  }
+
+ private:
+  const bool is_late_;
   int descriptor_ = -1;
 };
 
@@ -178,6 +198,50 @@ TEST_OF_BACKENDS(direct, an_engine_ends_while_a_callback_keeps_the_state) {
   wait(landing->ticket());
   reader.reset();
   disk.reset();
+}
+
+TEST_OF_BACKENDS(direct, memory_that_runs_out_leaves_every_landing_whole_or_failed) {
+  // A read meets a shortage at each allocation, its caller's and those of the reader's threads; by
+  // a road that answers, and by one that is late. It has ended, with its bytes or with the error;
+  // the same reader goes on, and ends.
+  Random random(140);
+  for (bool is_late : {false, true}) {
+    const auto disk = std::make_unique<Disk>(kind);
+    auto extent = std::make_shared<Extent>(Extent::in_file(disk->file, 0, kPlace));
+    const auto source = std::make_shared<Memory>(kPlace, random);
+    wait(extent->write(*disk->engine, 0, source->span, source));
+    DirectOptions options;
+    options.late_seconds = is_late ? kLateSeconds : 3600;
+    options.threads = 2;
+    const auto made = [&] {
+      return std::make_unique<DirectReader>(disk->engine, std::make_shared<SlowRoad>(is_late),
+                                            kHost, options);
+    };
+    each_shortage([&](Shortage& shortage) { shortage.survived([&] { made(); }); });
+    auto reader = made();
+    each_shortage(
+        [&](Shortage& shortage) {
+          if (is_late) reader = made();  // a road that was late is not used again
+          const auto host = std::make_shared<Memory>(kPlace),
+                     device = std::make_shared<Memory>(kPlace);
+          const auto memory =
+              std::make_shared<std::pair<decltype(host), decltype(device)>>(host, device);
+          LandingPtr landing;
+          const auto read = [&] {
+            landing = reader->read(extent, 0, host->span, device->span.data, nullptr, memory);
+            wait(landing->ticket());
+          };
+          const bool is_done = shortage.survived(read);
+          CHECK(!landing || landing->ticket()->done(), "allocation ", shortage.first());
+          if (!is_done) read();
+          CHECK(same((landing->on_device() ? device : host)->span, source->span), "allocation ",
+                shortage.first());
+        },
+        is_late ? 5 : 1);
+    for (int i = 0; i < 3000 && reader->stuck(); ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    reader->shut_down();
+  }
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 // The I/O engine and extents: the right bytes or a typed error, each ticket finished once, nothing
 // left behind.
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
 #include <sys/ioctl.h>
@@ -15,6 +16,21 @@
 #include <thread>
 
 #include "tests/disk.h"
+#include "tests/scarce.h"
+
+// In place of liburing's, if that is not linked in: the kernel refuses while `kernel_refuses`.
+static std::atomic<bool> kernel_refuses{false};
+static std::atomic<int> refused{0};
+
+extern "C" __attribute__((weak)) int io_uring_submit(struct io_uring* ring) {
+  if (kernel_refuses) {
+    ++refused;
+    return -EAGAIN;
+  }
+  static const auto of_library =
+      reinterpret_cast<int (*)(struct io_uring*)>(dlsym(RTLD_NEXT, "io_uring_submit"));
+  return of_library(ring);
+}
 
 namespace infinity::tests {
 namespace {
@@ -847,6 +863,144 @@ TEST_OF_BACKENDS(io, reads_behind_a_write_that_failed_fail_until_the_place_is_wr
   Disk healthy(kind);
   extent.write(*healthy.engine, 0, memory->span, memory);
   wait(extent.read(*healthy.engine, 0, memory->span));
+}
+
+// --- memory that runs out, and a kernel that refuses ---
+
+TEST_OF_BACKENDS(io, memory_that_runs_out_fails_a_transfer_whole_and_no_other) {
+  // Each allocation of a checked write and of a read fails in its turn, the caller's and those of
+  // the engine's threads. A write that was refused at once has changed nothing; one that failed
+  // later fails every read until the place is written anew. No ticket stays open, and the same
+  // engine serves all.
+  Random random(70);
+  const std::size_t nbytes = kChecksumNbytes + 3 * kBlock;
+  const Disk disk(kind);
+  Extent extent = Extent::in_file(disk.file, kBlock, nbytes);
+  const Memory before(nbytes, random), after(nbytes, random), target(nbytes);
+  each_shortage([&](Shortage& shortage) {
+    wait(extent.write(*disk.engine, 0, before.span));
+    TicketPtr written;
+    const bool is_done = shortage.survived([&] {
+      written = extent.write(*disk.engine, 0, after.span);
+      wait(written);
+    });
+    const auto read = [&] {
+      const TicketPtr ticket = extent.read(*disk.engine, 0, target.span);
+      wait(ticket);
+    };
+    if (written && !is_done) {
+      CHECK(written->done(), "allocation ", shortage.first());
+      said_by<std::bad_alloc>(read);
+    } else {
+      read();
+      CHECK(same(target.span, is_done ? after.span : before.span), "allocation ", shortage.first());
+    }
+  });
+  wait(extent.write(*disk.engine, 0, before.span));
+  each_shortage([&](Shortage& shortage) {
+    TicketPtr ticket;
+    const bool is_done = shortage.survived([&] {
+      ticket = extent.read(*disk.engine, 0, target.span);
+      wait(ticket);
+    });
+    CHECK(!ticket || ticket->done());
+    if (!is_done) wait(extent.read(*disk.engine, 0, target.span));
+    CHECK(same(target.span, before.span), "allocation ", shortage.first());
+    std::memset(target.span.data, 0, nbytes);
+  });
+}
+
+TEST_OF_BACKENDS(io, memory_that_runs_out_leaves_no_submission_half_made) {
+  // Writes of several pieces, behind a ticket and behind none, are refused at each allocation: then
+  // none of their bytes moves, and the engine, which waits for all it has counted, ends.
+  Random random(71);
+  const Disk disk(kind, nullptr, kBlock);
+  const Memory zeros(8 * kBlock), source(8 * kBlock, random), target(8 * kBlock);
+  for (bool is_behind : {false, true})
+    each_shortage([&](Shortage& shortage) {
+      wait(disk.write(0, zeros.span));
+      const auto before = std::make_shared<Ticket>(1);
+      TicketPtr ticket;
+      const bool is_done = shortage.survived([&] {
+        ticket = disk.write(0, source.span, is_behind ? before : nullptr);
+        before->part_done();
+        wait(ticket);
+      });
+      if (!before->done()) before->part_done();
+      CHECK(!ticket || ticket->done(), "allocation ", shortage.first());
+      wait(disk.read(0, target.span));
+      if (is_done || !ticket)
+        CHECK(same(target.span, is_done ? source.span : zeros.span), "allocation ",
+              shortage.first());
+    });
+}
+
+TEST_OF_BACKENDS(io, memory_that_runs_out_leaves_no_engine_and_no_file_half_made) {
+  // An engine and its first file are made with each allocation failing in its turn. The file is
+  // made again by the same engine, serves transfers, and is dropped under the same shortage.
+  // Nothing stays open, and nothing on the disk.
+  Random random(72);
+  const Memory source(4 * kBlock, random), target(4 * kBlock);
+  IoOptions options;
+  options.kind = kind;
+  options.depth = 4;
+  options.threads = 2;
+  const std::string path = concat("swap-", getpid(), "-scarce");
+  each_shortage([&](Shortage& shortage) {
+    shortage.survived([&] {
+      try {
+        IoEngine engine(options);
+      } catch (const StorageError& error) {  // as where the system refuses a thread
+        if (error.error_number != EAGAIN) throw;
+        throw std::bad_alloc();
+      }
+    });
+  });
+  each_shortage([&](Shortage& shortage) {
+    IoEngine engine(options);
+    int file = -1;
+    if (!shortage.survived([&] { file = engine.create_file(path, kMib); }))
+      file = engine.create_file(path, kMib);
+    wait(engine.submit({{Op::kWrite, file, 0, source.span}}));
+    wait(engine.submit({{Op::kRead, file, 0, target.span}}));
+    CHECK(same(source.span, target.span), "allocation ", shortage.first());
+    unlink(path.c_str());
+  });
+  IoEngine engine(options);
+  const Resources without;
+  each_shortage([&](Shortage& shortage) {
+    const int file = engine.create_file(path, kMib);
+    unlink(path.c_str());
+    if (!shortage.survived([&] { engine.drop_file(file); })) engine.drop_file(file);
+    CHECK(engine.open_files().empty());
+  });
+  without.check_nothing_leaked();
+}
+
+TEST(io, a_kernel_that_takes_no_transfers_for_a_while_is_asked_again) {
+  // While the kernel has no memory for requests, submitting returns, the engine answers others, and
+  // the device is not blamed, though it takes longer than one may. Then all transfers are made.
+  need("uring");
+  IoOptions options;
+  options.kind = "uring";
+  options.depth = 4;
+  options.timeout_seconds = 0.2;
+  IoEngine engine(options);
+  const int file = engine.create_swap_file(".", 8 * kBlock);
+  Random random(73);
+  const Memory source(8 * kBlock, random), target(8 * kBlock);
+  kernel_refuses = true;
+  const TicketPtr written = engine.submit({{Op::kWrite, file, 0, source.span}});
+  if (refused == 0) {
+    kernel_refuses = false;
+    wait(written);
+    throw Skipped("liburing is linked in: its calls cannot be refused here");
+  }
+  CHECK(!written->wait_for(0.6) && engine.hung().empty() && engine.totals(Op::kWrite).nbytes == 0);
+  kernel_refuses = false;
+  wait(written);
+  wait(engine.submit({{Op::kRead, file, 0, target.span}}));
+  CHECK(same(source.span, target.span));
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "memory/pool.h"
 #include "memory/region.h"
 #include "tests/random.h"
+#include "tests/scarce.h"
 #include "tests/test.h"
 
 namespace infinity::tests {
@@ -255,6 +256,27 @@ TEST(memory, leases_of_several_threads_never_overlap) {
   for (auto& thread : threads) thread.join();
   CHECK(wrong == 0, wrong.load(), " bytes changed under a lease");
   CHECK(served > 0 && pool->leased_nbytes() == 0 && pool->try_lease(12 * kBlockNbytes));
+}
+
+TEST(memory, memory_that_runs_out_loses_no_lease) {
+  // A lease is taken, held by a transfer and given back with each allocation failing in its turn;
+  // then all of the pool can be leased again, in one piece.
+  const auto pool = pool_of(8);
+  each_shortage([&](Shortage& shortage) {
+    const Lease first = pool->try_lease(kBlockNbytes);
+    shortage.survived([&] {
+      Lease lease = pool->try_lease(2 * kBlockNbytes), other = pool->try_lease(kBlockNbytes);
+      const std::shared_ptr<void> transfer = lease.hold();
+      lease.release();
+      other.release();
+    });
+    CHECK(pool->leased_nbytes() == kBlockNbytes, "allocation ", shortage.first());
+    CHECK(!pool->wait_for_transfer(0));
+    CHECK(pool->try_lease(7 * kBlockNbytes), "allocation ", shortage.first());
+    if (shortage.survived([&] { pool->take_back_all(); })) CHECK(pool->leased_nbytes() == 0);
+    pool->take_back_all();
+    CHECK(pool->try_lease(8 * kBlockNbytes), "allocation ", shortage.first());
+  });
 }
 
 }  // namespace

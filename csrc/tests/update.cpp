@@ -5,6 +5,7 @@
 #include <map>
 
 #include "tests/disk.h"
+#include "tests/scarce.h"
 #include "update/updater.h"
 
 namespace infinity::tests {
@@ -617,6 +618,69 @@ TEST(update, unusable_updates_are_refused_and_change_nothing) {
   CHECK(before == unit.contents(nullptr) && before == in_file.contents(disk.engine.get()));
   wait(steps.updater.submit(unit.update(hyper_of(1))));
   CHECK(before != unit.contents(nullptr));
+}
+
+TEST_OF_BACKENDS(update, memory_that_runs_out_fails_an_update_whole) {
+  // An update of arrays at home on the disk, in two chunks, with checksums there and in memory,
+  // meets a shortage at each allocation. One that was refused at once is made again, with the right
+  // bits. One that failed later has ended, and moves nothing any more: the disk's next writes are
+  // the last ones.
+  const std::size_t count = kGrain + 4096;
+  const Disk disk(kind);
+  const auto moved = [&] {
+    return disk.engine->totals(Op::kRead).nbytes + disk.engine->totals(Op::kWrite).nbytes;
+  };
+  for (bool on_disk : {true, false}) {
+    std::vector<std::string> expected;
+    const auto check = [&](Shortage* shortage) {
+      Unit unit(kOwnAdam, 131, count);
+      unit.move_to(disk, 0, 0x7F, on_disk ? std::make_shared<SumCache>(2) : nullptr);
+      Steps steps(disk, 2, 2, unit.element_nbytes_in_file());
+      const UnitUpdate update = unit.update(hyper_of(1));
+      TicketPtr ticket;
+      const auto step = [&] {
+        ticket = steps.updater.submit(update);
+        wait(ticket);
+      };
+      const bool is_done = shortage && shortage->survived(step);
+      const std::uint64_t by_then = moved();
+      disk.engine->register_files_and_buffers({});  // waits for transfers
+      CHECK(on_disk || moved() == by_then, "allocation ", shortage ? shortage->first() : 0);
+      if (is_done || !ticket) {  // it was made, or is now
+        if (!is_done) step();
+        const auto state = unit.state(disk.engine.get());
+        if (expected.empty()) expected = state;
+        CHECK(state == expected, "allocation ", shortage ? shortage->first() : 0);
+      } else {
+        CHECK(ticket->done() && !ticket->succeeded());
+        said_by<std::bad_alloc>([&] { steps.updater.submit(update); });
+      }
+    };
+    check(nullptr);
+    each_shortage([&](Shortage& shortage) { check(&shortage); }, 2);
+  }
+}
+
+TEST(update, memory_that_runs_out_leaves_the_order_of_updates) {
+  // A second update of the same arrays is refused at each allocation while the first one waits for
+  // its gradient: the next one does not start before the first.
+  const Disk disk("threads");
+  const auto expected = expected_of(kPlainSgd, 132);
+  each_shortage([&](Shortage& shortage) {
+    const Unit unit(kPlainSgd, 132);
+    Steps steps(disk, 0, 1, 0);
+    const auto gradient = std::make_shared<Ticket>(1);
+    const TicketPtr first = steps.updater.submit(unit.update(hyper_of(1), 1, gradient));
+    const UnitUpdate update = unit.update(hyper_of(2), 2);
+    TicketPtr second;
+    shortage.survived([&] { second = steps.updater.submit(update); });
+    if (!second) second = steps.updater.submit(update);
+    CHECK(!second->wait_for(0.01), "it passed the first: allocation ", shortage.first());
+    gradient->part_done();
+    wait(first);
+    wait(second);
+    CHECK(unit.contents(nullptr) == expected, "allocation ", shortage.first());
+  });
 }
 
 }  // namespace

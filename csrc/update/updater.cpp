@@ -295,7 +295,7 @@ std::shared_ptr<Updater::Job> Updater::make_job(const UnitUpdate& update) const 
 
 // Puts the job behind the transfers to its arrays that are under way, and behind the earlier
 // updates of them.
-void Updater::put_in_order(Job& job) {
+void Updater::put_in_order(Job& job, Before& entries) {
   std::vector<TicketPtr> before;
   if (job.update.after) before.push_back(job.update.after);
   for (const Role role : kRoles)
@@ -304,6 +304,7 @@ void Updater::put_in_order(Job& job) {
   for (const Extent* extent : extents_of(job.update)) {
     TicketPtr& last = last_updates_[extent];
     if (last && last != job.ticket && !last->done()) before.push_back(last);
+    entries.emplace_back(&last, last);
     last = job.ticket;
   }
   job.update.after = joined(before);
@@ -315,7 +316,7 @@ void Updater::put_in_order(Job& job) {
 void Updater::forget_finished() {
   if (last_updates_.size() < kept_updates_) return;
   for (auto each = last_updates_.begin(); each != last_updates_.end();)
-    each = each->second->done() ? last_updates_.erase(each) : std::next(each);
+    each = !each->second || each->second->done() ? last_updates_.erase(each) : std::next(each);
   kept_updates_ = std::max<std::size_t>(kFewUpdates, 2 * last_updates_.size());
 }
 
@@ -338,12 +339,18 @@ void Updater::submit_all(const std::vector<std::shared_ptr<UnitUpdate>>& updates
   }
   if (const auto error = failure_->get()) std::rethrow_exception(error);
   Lock submitting(submitting_);
+  Before entries;
   try {
     forget_finished();
-    for (const auto& job : jobs) put_in_order(*job);
+    for (const auto& job : jobs) put_in_order(*job, entries);
+    std::list<Waiting> waiting;
+    for (const auto& job : jobs) waiting.push_back({job, {job}});
     Lock lock(mutex_);
-    submitted_.insert(submitted_.end(), jobs.begin(), jobs.end());
+    submitted_.splice(submitted_.end(), waiting);
   } catch (...) {
+    // Later updates come after those that are under way, not after these.
+    for (auto each = entries.rbegin(); each != entries.rend(); ++each)
+      each->first->swap(each->second);
     for (const auto& job : jobs) job->end(std::current_exception());  // nothing waits for them
     throw;
   }
@@ -369,7 +376,7 @@ std::vector<UpdaterEvent> Updater::take_events() {
 
 void Updater::run() {
   use_default_rounding();
-  std::deque<Chunk> loading;
+  Chunks loading;
   for (;;) {
     try {
       serve(loading);
@@ -382,7 +389,7 @@ void Updater::run() {
 
 // Loads chunks as long as there are slots, and steps those that have arrived: no chunk is stepped
 // after one that failed. Otherwise blocks until any transfer completes.
-void Updater::serve(std::deque<Chunk>& loading) {
+void Updater::serve(Chunks& loading) {
   for (;;) {
     std::uint64_t seen;
     {
@@ -393,8 +400,7 @@ void Updater::serve(std::deque<Chunk>& loading) {
     {
       Lock lock(mutex_);
       stopping = stopping_;
-      jobs_.insert(jobs_.end(), submitted_.begin(), submitted_.end());
-      submitted_.clear();
+      jobs_.splice(jobs_.end(), submitted_);
     }
     for (auto place = free_place(); place && start_next(loading, *place); place = free_place()) {
     }
@@ -425,7 +431,7 @@ void Updater::serve(std::deque<Chunk>& loading) {
   }
 }
 
-void Updater::end_all(const std::exception_ptr& error, std::deque<Chunk>& loading) {
+void Updater::end_all(const std::exception_ptr& error, Chunks& loading) {
   failure_->set(error);
   for (Chunk& chunk : loading) {
     release(chunk);
@@ -463,7 +469,7 @@ double Updater::free_since() const {
 }
 
 // Frees the chunk's slot, if it has one, as soon as `saves` have finished.
-void Updater::release(Chunk& chunk, TicketPtr saves) {
+void Updater::release(const Chunk& chunk, TicketPtr saves) noexcept {
   if (!chunk.slot) return;
   slot_taken_[*chunk.slot] = false;
   slot_freed_[*chunk.slot] = Recorder::now();
@@ -472,17 +478,22 @@ void Updater::release(Chunk& chunk, TicketPtr saves) {
 
 // Starts the loads of the next chunk. False when there is none. A job
 // begins when all that it comes after has finished: until then a slot serves another one.
-bool Updater::start_next(std::deque<Chunk>& loading, const Place& place) {
+bool Updater::start_next(Chunks& loading, const Place& place) {
   const std::exception_ptr error = failure_->get();
   const auto found = first_of(
       jobs_,
-      [&](const auto& job) { return error || !job->update.after || job->update.after->done(); },
-      [](const auto& job) { return job->ticket->hurried(); });
+      [&](const Waiting& each) {
+        return error || !each.job->update.after || each.job->update.after->done();
+      },
+      [](const Waiting& each) { return each.job->ticket->hurried(); });
   if (found == jobs_.end()) return false;
-  const std::shared_ptr<Job> job = *found;
+  const std::shared_ptr<Job> job = found->job;
   Chunk chunk;
   chunk.job = job;
-  if (job->next == 0) note_unfinished(job);
+  if (!found->unfinished.empty()) {  // its first chunk
+    unfinished_.remove_if([](const auto& other) { return other->ticket->done(); });
+    unfinished_.splice(unfinished_.end(), found->unfinished);
+  }
   const bool is_nothing = job->chunks.empty();
   if (!is_nothing) std::tie(chunk.begin, chunk.end) = job->chunks[job->next++];
   if (job->next == job->chunks.size()) jobs_.erase(found);
@@ -492,8 +503,8 @@ bool Updater::start_next(std::deque<Chunk>& loading, const Place& place) {
   }
   try {
     load(chunk, place);
-    chunk.turn = job->loaded++;
     loading.push_back(std::move(chunk));
+    loading.back().turn = job->loaded++;
   } catch (...) {
     const std::exception_ptr failed = std::current_exception();
     failure_->set(failed);
@@ -504,14 +515,6 @@ bool Updater::start_next(std::deque<Chunk>& loading, const Place& place) {
     job->ticket->part_done(failed);
   }
   return true;
-}
-
-void Updater::note_unfinished(const std::shared_ptr<Job>& job) {
-  unfinished_.erase(
-      std::remove_if(unfinished_.begin(), unfinished_.end(),
-                     [](const std::shared_ptr<Job>& other) { return other->ticket->done(); }),
-      unfinished_.end());
-  unfinished_.push_back(job);
 }
 
 // The tiles of a chunk that a run with a gradient touches, neighbours in one.
@@ -599,10 +602,12 @@ void Updater::load(Chunk& chunk, const Place& place) {
   }
   const double start = Recorder::now();
   const double ready = std::max(free_since(), ready_at(chunk, job.update.after));
-  loads.push_back(engine_->submit(requests, job.update.after));
-  chunk.loads = joined(loads);
   chunk.slot = place.slot;
   slot_taken_[*chunk.slot] = true;
+  chunk.loads =
+      engine_->submit(requests, job.update.after);  // what fails from here on waits for it
+  loads.push_back(chunk.loads);
+  chunk.loads = joined(loads);
   chunk.loads->on_done([recorder = recorder_, signal = signal_, label = job.update.label,
                         slot = chunk.slot, ready, start](std::exception_ptr) {
     recorder->add("load", label, slot, ready, start);
@@ -633,36 +638,39 @@ void Updater::finish(Chunk& chunk) {
       if (part.target != nullptr)
         for (Request& each : part.target->requests(Op::kWrite, part.at, part.span, owner_))
           requests.push_back(std::move(each));
-    if (!requests.empty()) {
-      const double saving = Recorder::now();
-      std::vector<TicketPtr> all;
-      for (const Part& part : chunk.parts)
-        if (part.sums)
-          if (TicketPtr recorded = part.target->record(part.at, part.sums, *engine_))
-            all.push_back(std::move(recorded));
-      all.push_back(engine_->submit(requests));
-      saves = joined(all);
-      saves->on_done([recorder = recorder_, signal = signal_, label, slot = chunk.slot, stepped,
-                      saving](std::exception_ptr) {
-        recorder->add("save", label, slot, stepped, saving);
-        signal->raise();  // the slot is free
-      });
+    if (requests.empty()) {
+      release(chunk);
+      return chunk.job->ticket->part_done();
     }
+    const double saving = Recorder::now();
+    std::vector<TicketPtr> all;
+    for (const Part& part : chunk.parts)
+      if (part.sums)
+        if (TicketPtr recorded = part.target->record(part.at, part.sums, *engine_))
+          all.push_back(std::move(recorded));
+    Ticket::Callbacks follow;
+    follow.push_back([recorder = recorder_, signal = signal_, failure = failure_, job = chunk.job,
+                      label, slot = chunk.slot, stepped, saving](std::exception_ptr error) {
+      recorder->add("save", label, slot, stepped, saving);
+      if (error) failure->set(error);
+      signal->raise();  // the slot is free
+      job->ticket->part_done(error);
+    });
+    saves = engine_->submit(requests);  // what fails from here on waits for it
+    all.push_back(saves);
+    saves = joined(all);
+    release(chunk, saves);
+    saves->on_done(std::move(follow));
   } catch (...) {
-    failure_->set(std::current_exception());
+    const std::exception_ptr error = std::current_exception();
+    failure_->set(error);
+    if (saves)
+      while (
+          !saves->wait_for(1.0)) {  // no chunk may get the slot, and no later write may pass these
+      }
     release(chunk);
-    chunk.job->ticket->part_done(std::current_exception());
-    return;
+    chunk.job->ticket->part_done(error);
   }
-  release(chunk, saves);
-  if (!saves) {
-    chunk.job->ticket->part_done();
-    return;
-  }
-  saves->on_done([failure = failure_, job = chunk.job](std::exception_ptr error) {
-    if (error) failure->set(error);
-    job->ticket->part_done(error);
-  });
 }
 
 // Tile by tile, so that the bytes of one are checked, stepped and summed while they are in the

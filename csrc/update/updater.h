@@ -28,9 +28,10 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <exception>
+#include <list>
 #include <memory>
+#include <new>
 #include <optional>
 #include <thread>
 #include <unordered_map>
@@ -142,6 +143,12 @@ class Updater {
       while (!ticket->done()) ticket->part_done(error);
     }
   };
+  // A job and its node of `unfinished_`, made at the submission: what has been submitted needs no
+  // memory to begin, nor to end with an error.
+  struct Waiting {
+    std::shared_ptr<Job> job;
+    std::list<std::shared_ptr<Job>> unfinished;
+  };
   // The first error. Shared with the completions of saves, which may run after the updater is gone.
   struct Failure {
     Mutex mutex;
@@ -162,10 +169,14 @@ class Updater {
     bool on INFINITY_GUARDED_BY(mutex) = false;
     std::vector<UpdaterEvent> events INFINITY_GUARDED_BY(mutex);
     // No slot: the arrays are in memory.
-    void add(const char* kind, int label, std::optional<int> slot, double ready, double start) {
+    void add(const char* kind, int label, std::optional<int> slot, double ready,
+             double start) noexcept {
       const double end = now();
       Lock lock(mutex);
-      if (on) events.push_back({kind, label, slot, start, end, ready});
+      try {
+        if (on) events.push_back({kind, label, slot, start, end, ready});
+      } catch (const std::bad_alloc&) {  // a timeline with a gap
+      }
     }
     static double now() {
       return std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
@@ -195,6 +206,7 @@ class Updater {
     std::vector<Copy> copies;
     TicketPtr loads;
   };
+  using Chunks = std::list<Chunk>;
 
   // Counts everything that the thread may wait for: the end of a load, a save or an update. Shared
   // with their completions, which may run after the updater is gone.
@@ -217,16 +229,18 @@ class Updater {
   };
 
   std::shared_ptr<Job> make_job(const UnitUpdate& update) const;
-  void put_in_order(Job& job) INFINITY_REQUIRES(submitting_);
+  // Entries of `last_updates_`, as they were before a submission.
+  using Before = std::vector<std::pair<TicketPtr*, TicketPtr>>;
+
+  void put_in_order(Job& job, Before& entries) INFINITY_REQUIRES(submitting_);
   void forget_finished() INFINITY_REQUIRES(submitting_);
   void run();
-  void serve(std::deque<Chunk>& loading);
-  void end_all(const std::exception_ptr& error, std::deque<Chunk>& loading);
-  bool start_next(std::deque<Chunk>& loading, const Place& place);
-  void note_unfinished(const std::shared_ptr<Job>& job);
+  void serve(Chunks& loading);
+  void end_all(const std::exception_ptr& error, Chunks& loading);
+  bool start_next(Chunks& loading, const Place& place);
   static std::vector<std::pair<std::size_t, std::size_t>> tiles_with_gradient(const Chunk& chunk);
   void load(Chunk& chunk, const Place& place);
-  void release(Chunk& chunk, TicketPtr saves = nullptr);
+  void release(const Chunk& chunk, TicketPtr saves = nullptr) noexcept;
   void finish(Chunk& chunk);
   void step(Chunk& chunk);
   void step_tile(Chunk& chunk, const std::vector<std::vector<Constants>>& constants,
@@ -243,8 +257,8 @@ class Updater {
   std::vector<TicketPtr> slot_saves_;
   std::vector<bool> slot_taken_;
   std::vector<double> slot_freed_;  // seconds of the steady clock
-  std::deque<std::shared_ptr<Job>> jobs_;  // of which a chunk has not been started
-  std::vector<std::shared_ptr<Job>> unfinished_;  // started, not at home yet
+  std::list<Waiting> jobs_;  // of which a chunk has not been started
+  std::list<std::shared_ptr<Job>> unfinished_;  // started, not at home yet
   ThreadPool pool_;
   std::optional<TeamSize> team_size_;  // none: all threads
   const int process_ = getpid();
@@ -254,7 +268,7 @@ class Updater {
   std::size_t kept_updates_ INFINITY_GUARDED_BY(submitting_) = 0;
   mutable Mutex mutex_;
   const std::shared_ptr<Signal> signal_ = std::make_shared<Signal>();
-  std::vector<std::shared_ptr<Job>> submitted_ INFINITY_GUARDED_BY(mutex_);
+  std::list<Waiting> submitted_ INFINITY_GUARDED_BY(mutex_);
   const std::shared_ptr<Failure> failure_ = std::make_shared<Failure>();
   const std::shared_ptr<Recorder> recorder_ = std::make_shared<Recorder>();
   UpdaterTotals totals_ INFINITY_GUARDED_BY(mutex_);

@@ -109,7 +109,7 @@ class FaultyBackend final : public Backend {
     inside_ -= taken;
     return taken;
   }
-  void give_up(std::uint32_t id) override {
+  void give_up(std::uint32_t id) noexcept override {
     std::unique_lock<std::mutex> lock(mutex_);
     const bool inside = started_.count(id) != 0;  // else no thread of the inner one waits for it
     lock.unlock();

@@ -97,7 +97,7 @@ class ModelledBackend final : public Backend {
   void wake() override { inner_->wake(); }
   std::vector<std::uint32_t> queued() override { return inner_->queued(); }
   bool take_back(std::uint32_t id) override { return inner_->take_back(id); }
-  void give_up(std::uint32_t id) override { inner_->give_up(id); }
+  void give_up(std::uint32_t id) noexcept override { inner_->give_up(id); }
   void abandon() override { inner_->abandon(); }
   std::string register_files(const std::vector<int>& files) override {
     return inner_->register_files(files);
