@@ -16,9 +16,8 @@ void WorkQueue::add(Job job, bool awaited) {
     Lock lock(mutex_);
     INFINITY_CHECK(!stopping_, "work for a queue that was stopped");
     const std::size_t waiting = awaited_.size() + others_.size() + 1;
-    if (waiting > idle_ && workers_.size() < max_threads_ &&
-        !try_spawn(workers_, [this] { worker(); }))
-      max_threads_ = workers_.size();
+    if (waiting > idle_ && workers_.size() < max_threads_)  // refused, the next job tries again
+      (void)try_spawn(workers_, [this] { worker(); });
     if (!workers_.empty()) {
       (awaited ? awaited_ : others_).push_back(std::move(job));
       changed_.notify_one();

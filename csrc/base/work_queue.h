@@ -1,6 +1,6 @@
 // WorkQueue: jobs that a few threads do in the order of submission, awaited ones first. Threads
-// start when there is work for them. If the system refuses the first thread, the caller of `add`
-// does the job.
+// start when there is work for them. As long as the system refuses the first thread, the caller of
+// `add` does the job.
 //
 // Thread safety: `add` may be called from any thread, also from a job, but not after `stop`. `stop`
 // is called by one thread, which is none of the queue's.
@@ -40,7 +40,7 @@ class WorkQueue {
 
   Mutex mutex_;
   std::condition_variable changed_;
-  std::size_t max_threads_ INFINITY_GUARDED_BY(mutex_);
+  const std::size_t max_threads_;
   std::vector<std::thread> workers_;  // grows under mutex_; `stop` joins them after the last `add`
   std::deque<Job> awaited_ INFINITY_GUARDED_BY(mutex_), others_ INFINITY_GUARDED_BY(mutex_);
   std::size_t idle_ INFINITY_GUARDED_BY(mutex_) = 0;  // workers that wait

@@ -15,6 +15,7 @@
 #include "base/thread_pool.h"
 #include "base/work_queue.h"
 #include "tests/random.h"
+#include "tests/scarce.h"
 #include "tests/test.h"
 
 namespace portable {  // portable_crc32c.cpp
@@ -152,6 +153,18 @@ TEST(base, work_queue_does_every_job_once_before_it_stops) {
     CHECK(here == 0);
   }
   said_by<UsageError>([] { WorkQueue queue(0); });
+}
+
+TEST(base, work_queue_asks_again_for_a_thread_that_was_refused) {
+  // There is no memory for the first thread: the caller does that job, and a thread the next one.
+  std::thread::id first, second;
+  WorkQueue queue(1);
+  Shortage shortage(0, true, false);
+  CHECK(shortage.survived([&] { queue.add([&] { first = std::this_thread::get_id(); }, false); }));
+  queue.add([&] { second = std::this_thread::get_id(); }, false);
+  queue.stop();
+  const auto me = std::this_thread::get_id();
+  CHECK(shortage.struck() && first == me && second != me && second != std::thread::id());
 }
 
 TEST(base, work_queue_does_what_is_awaited_first) {

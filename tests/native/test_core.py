@@ -212,7 +212,8 @@ def test_the_neon_unit_gives_the_bits_of_the_scalar_one(tmp_path):
         for path in sorted((ROOT / "csrc" / folder).glob("*.cpp"))
     ]
     sources = [path for path in sources if "avx" not in path.name]
-    sources += [TESTS / f"{name}.cpp" for name in ("main", "base", "kernel", "portable_crc32c")]
+    others = ("main", "base", "kernel", "portable_crc32c", "scarce")
+    sources += [TESTS / f"{name}.cpp" for name in others]
     flags = [
         "-O1",
         "-ffp-contract=off",
