@@ -5,16 +5,15 @@ gathers     how often each unit's weights are gathered in a step, from a simulat
 ring        the collective algorithm assumed: each rank receives all but its own part from its
             neighbour, in one message per other rank
 
-Of several ranks the resources of a node are assumed to work in parallel, so the slowest decides. Of
-one rank the step is simulated (:mod:`.timeline`). The result lists the assumptions that the machine
-file does not cover.
+A rank's step is simulated (:mod:`.timeline`). No step is shorter than what the slowest resource of
+a node needs. The result lists the assumptions that the machine file does not cover.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -182,8 +181,9 @@ def _assumptions(machine: Machine, ranks: int, gathers: float, plan: MemoryPlan)
             " part of the state",
             f"rings: each rank receives all but its own part, in {ranks - 1} messages a collective,"
             f" {machine.latency * 1e6:g} us each between nodes",
-            "devices, links, network, disks and the processor work beside each other; a device"
-            " computes, then steps what is at home on it; meetings are waited for",
+            "the compute, the links of each kind, the disks and the optimizer each run one job"
+            " after the other; a device computes before it steps what is at home on it; meetings"
+            " are waited for",
             UNCHECKED,
         ]
     if plan.device_window_nbytes:
@@ -278,13 +278,18 @@ def timeline_of(
     clips: bool = False,
     lookup: str = "",
     tied: str = "",
+    averaged: int | None = None,
+    received_seconds: Callable[[float], float] = lambda nbytes: 0.0,
+    activations: float = 0.0,
 ) -> Timeline:
-    """Simulates the steps of one rank alone on ``machine``. Units are used in the model's order.
+    """Simulates the steps of one rank on ``machine``. Units are used in the model's order.
 
     ``compute``: seconds of the step's ``passes``, each a forward, which is the part ``forward`` of
     them, and what follows.
     ``clips``: the optimizer needs the norm of all gradients. ``lookup``: the unit that is an
     embedding, which computes nothing; ``tied``: the same, if its weight is also the head's.
+    ``averaged``: in so many passes gradients leave. ``received_seconds``: of so many bytes from
+    other data ranks. ``activations``: bytes that a forward sends to their home.
     """
     order = _in_order(units)
     counts = {index: sum(flat.numel for flat in units[index].flat_params) for index in order}
@@ -296,7 +301,8 @@ def timeline_of(
         own, head = (0.0, each) if units[index].name == tied else (each, 0.0)
         steps.append(
             replace(
-                _transfers_of(plan, units, index, machine),
+                _transfers_of(plan, units, index, machine, received_seconds),
+                activations=activations * computes[index] / total / machine.host_link,
                 forward=own * forward,
                 backward=own * (1 - forward),
                 head_forward=head * forward,
@@ -305,36 +311,48 @@ def timeline_of(
         )
     again = _place_of(units, order, tied)
     window = plan.device_window_nbytes
-    return simulate(steps, window, passes=passes, after_backward=clips, again=again)
+    return simulate(
+        steps, window, passes=passes, after_backward=clips, again=again, averaged=averaged
+    )
 
 
 def _transfers_of(
-    plan: MemoryPlan, units: Sequence[UnitSize], index: int, machine: Machine
+    plan: MemoryPlan,
+    units: Sequence[UnitSize],
+    index: int,
+    machine: Machine,
+    received_seconds: Callable[[float], float],
 ) -> UnitSeconds:
     """Returns the seconds of a unit's copies and updates; it computes nothing."""
     unit = units[index]
     copied, landed = weight_traffic(plan, index, unit), grad_traffic(plan, index, unit)
     state, steps = state_traffic(plan, index, unit), update_traffic(plan, index, unit)
-    # Bytes pass the disks and their checksums in turns, in pieces: the slower one decides.
+    # Bytes pass the disks and their checksums in turns, in pieces: the slower one decides. The
+    # ranks of a machine share both.
     read, write = (
-        min(rate * machine.disks, machine.checksum_rate)
+        min(rate * machine.disks, machine.checksum_rate) / machine.devices
         for rate in (machine.disk_read, machine.disk_write)
     )
+    each = [_collective_nbytes(flat, 1) for flat in unit.flat_params]
+    gathered, reduced = (sum(nbytes) for nbytes in zip(*each))
+    is_copied = plan.tiers_of(index)["weight"] is not Tier.DEVICE
     away = plan.tiers_of(index)["grad"] is not Tier.DEVICE
     return UnitSeconds(
         unit.name,
         _passing_nbytes(plan, units, index),
         forward=0.0,
         backward=0.0,
-        copy=copied["host->device"] / machine.host_link,
+        copy=is_copied * copied["host->device"] / machine.host_link,
         read=copied["nvme->host"] / read,
         landing=away * landed["device->host"] / machine.host_link,
         load=(state["nvme->host"] + landed["nvme->host"]) / read,
-        step=steps[Tier.HOST] / machine.host_bandwidth,
+        step=steps[Tier.HOST] * machine.devices / machine.host_bandwidth,
         save=(state["host->nvme"] + landed["host->nvme"]) / write,
         add=landed["nvme->host"] / read + landed["host->nvme"] / write,
         step_on_device=max(
             steps[Tier.DEVICE] / (machine.device_bandwidth or math.inf),
             max(passing_traffic(plan, index, unit).values()) / machine.host_link,
         ),
+        gather=received_seconds(gathered),
+        reduce=received_seconds(reduced),
     )

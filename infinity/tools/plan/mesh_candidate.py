@@ -327,7 +327,7 @@ class Candidate:
             meetings=1 if mesh.pp > 1 else count,
         )
         sent |= {"dp": edges["all-gather"] + edges["reduce-scatter"]}
-        return RankPlan(
+        planned = RankPlan(
             stage=rank,
             activations=saved.on_device,
             buffers=saved.buffers,
@@ -340,15 +340,20 @@ class Candidate:
             edges=edges,
             sent=sent,
             seconds=seconds,
-            timeline_seconds=self._alone(plan, units),
         )
+        if mesh.pp > 1 or mesh.ep > 1 or job.config.activations == "nvme":
+            return planned
+        simulated = self._simulated(plan, units, passes, saved.sent / count) + seconds["meetings"]
+        # One rank alone steps state at home on the device beside the backward.
+        least = planned.step_seconds if mesh.ranks > 1 else 0.0
+        return dataclasses.replace(planned, timeline_seconds=max(least, simulated))
 
-    def _alone(self, plan: MemoryPlan, units: Sequence[UnitSize]) -> float | None:
-        """Computes the seconds of a step of one rank alone, as without a mesh; None: of others, and
-        of one whose forwards save to a home."""
+    def _simulated(
+        self, plan: MemoryPlan, units: Sequence[UnitSize], averaged: int, activations: float
+    ) -> float:
+        """Computes the seconds of a step without stages on a clock. ``averaged``: the passes in
+        which gradients leave; ``activations``: bytes that a forward sends home."""
         job = self._job
-        if self._mesh.ranks > 1 or self._is_away:
-            return None
         lookup, tied = embedding_of(job.paper.chain.model if job.whole is None else job.whole)
         each = self._seconds[0]
         forward = each.forward / ((each.forward + each.backward) or 1.0)
@@ -362,6 +367,9 @@ class Candidate:
             clips=job.config.max_grad_norm is not None,
             lookup=lookup,
             tied=tied,
+            averaged=averaged,
+            received_seconds=self._mesh.axis("data", job.machine).received_seconds,
+            activations=activations,
         ).seconds
 
     def _sent(self, rank: int) -> dict[str, int]:

@@ -63,7 +63,7 @@ class RankPlan:
     edges: dict[str, int]
     sent: dict[str, int]
     seconds: dict[str, float]
-    timeline_seconds: float | None = None  # of a step of one rank alone, by its own clock
+    timeline_seconds: float | None = None  # of a step without stages, by a clock
 
     def room(self, config: Config) -> int:
         """Returns the bytes of a device's budget that what waits there leaves to the state."""

@@ -133,6 +133,14 @@ class Axis:
         of_ring = received * self.size / (self.size - 1) * (nodes - 1) / nodes
         return self.rings * of_ring / self.machine.network + messages * self.machine.latency
 
+    def received_seconds(self, nbytes: float) -> float:
+        """Computes the seconds in which a rank receives ``nbytes`` in one collective that runs
+        beside the compute."""
+        if self.size == 1:
+            return 0.0
+        network = self.network_seconds(nbytes, self.size - 1)
+        return max(nbytes / self.machine.device_link, network)
+
     def hop_seconds(self, nbytes: float, rank: int, other: int) -> float:
         """Computes the seconds of ``nbytes`` from one coordinate of the axis to another."""
         if rank == other:

@@ -206,6 +206,7 @@ def _plan_passes(
     job: Job, machine: Any, nodes: int, passes: Passes, plan: Any, units: list[Any]
 ) -> dict[str, Any]:
     from .cluster import averaged_passes, embedding_of, predict_cluster, timeline_of
+    from .mesh_shape import MeshShape
     from .work import rate_of
 
     lookup, tied = embedding_of(job.model)
@@ -227,18 +228,21 @@ def _plan_passes(
         ahead.bottleneck,
         ahead.seconds,
     )
+    timeline = timeline_of(
+        plan,
+        units,
+        machine,
+        compute=compute,
+        passes=passes.count,
+        forward=forward,
+        clips=job.config.max_grad_norm is not None,
+        lookup=lookup,
+        tied=tied,
+        averaged=averaged,
+        received_seconds=MeshShape(1, ahead.ranks, 1).axis("data", machine).received_seconds,
+    )
+    step_seconds = max(step_seconds, timeline.seconds + seconds["meetings"])
     if ahead.ranks == 1:
-        timeline = timeline_of(
-            plan,
-            units,
-            machine,
-            compute=compute,
-            passes=passes.count,
-            forward=forward,
-            clips=job.config.max_grad_norm is not None,
-            lookup=lookup,
-            tied=tied,
-        )
         step_seconds, bound, seconds = timeline.seconds, timeline.bound, timeline.busy
         described["timeline"] = {name: spans for name, spans in timeline.spans()}
     rates = {key: value for key, value in asdict(machine).items() if type(value) in (int, float)}

@@ -232,7 +232,8 @@ def _assumptions(machine: Machine, plans: list[MeshPlan]) -> list[str]:
     lines = [
         f"{machine.name}: rates of the machine file, which names its sources; {rate_of(machine)}",
         "each schedule's own order runs on a clock; collectives of tp and what passes between"
-        " stages are waited for, all others and the homes' traffic run beside",
+        " stages are waited for. Without stages the data ranks' collectives and the homes' traffic"
+        " run on the clock, too; with stages beside it",
         "ranks are numbered node by node, with tp inside and pp outside; only messages between"
         f" nodes have a latency, {machine.latency * 1e6:g} us; rings",
         ASSUMED,

@@ -1,11 +1,12 @@
 """Timeline: simulates the steps of one rank, as the queues of the engine would run them.
 
-queue   what runs one job after the other: the compute, each direction of the link, the disks, and
-        the optimizer on the host and on the device
-gather  one copy of a unit's weights to the device
+queue   what runs one job after the other: the compute, each direction of the link, the disks, the
+        links to other ranks, and the optimizer on the host and on the device
+gather  one copy of a unit's weights to the device, from its home and from other ranks
 
 A queue without an order of its own takes, of the jobs that may begin, the one whose unit the next
-forward needs first. Three steps are simulated; the last is the result, since all before it warm up.
+forward needs first; the links to other ranks take the one that was asked for first. Three steps are
+simulated; the last is the result, since all before it warm up.
 The host is assumed to launch ahead of the device.
 """
 
@@ -21,12 +22,13 @@ from dataclasses import dataclass
 from .queues import Job, run
 
 COMPUTE, UP, DOWN = "compute", "host->device", "device->host"
-DISK, OPTIMIZER, ON_DEVICE = "disks", "optimizer", "optimizer on device"
+DISK, OPTIMIZER, ON_DEVICE, RANKS_LINK = "disks", "optimizer", "optimizer on device", "ranks"
 RANKS = 1 << 20  # more than a model has units
 IN_ORDER = (COMPUTE, UP, DOWN)
 FORWARD, BACKWARD = "forward", "backward"
 STEPS = 3
 SLOTS, PIECES = 3, 4  # of a unit's state on its way through the host
+AHEAD = 2  # uses for which ranks gather beside the one that computes
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class UnitSeconds:
     save: float = 0.0  # of state and weights to the disks
     add: float = 0.0  # of gradients at home on the disks, for each pass that adds to them
     step_on_device: float = 0.0
+    gather: float = 0.0  # of the other ranks' parts of the weights, after each copy
+    reduce: float = 0.0  # of the gradients with other ranks, before they land
+    activations: float = 0.0  # of what a forward saves, to its home and back
 
 
 @dataclass(eq=False, kw_only=True)
@@ -196,15 +201,17 @@ def simulate(
     pieces: int = PIECES,
     after_backward: bool = False,
     again: int | None = None,
+    averaged: int | None = None,
 ) -> Timeline:
     """Simulates steps of ``units``, in order of use, and returns the last one. A step has
     ``passes`` forwards and backwards.
 
     ``slots``: pieces of state on their way through the host at once, of ``pieces`` a unit.
     ``after_backward``: no unit is stepped before the last gradient has landed, as with clipping.
-    ``again``: the unit of an embedding that is also the head.
+    ``again``: the unit of an embedding that is also the head. ``averaged``: gradients leave the
+    device in the last so many passes; None: in all.
     """
-    steps = _Steps(units, window_nbytes, passes, slots, pieces, again)
+    steps = _Steps(units, window_nbytes, passes, slots, pieces, again, averaged or passes)
     ends = [steps.add_step(after_backward=after_backward) for _ in range(STEPS)]
     run(steps.jobs)
     before, last = (end.end for end in ends[-2:])
@@ -226,15 +233,17 @@ class _Steps:
         slots: int,
         pieces: int,
         again: int | None,
+        averaged: int,
     ):
         self._units, self._pieces, self._passes = units, pieces, passes
+        self._averaged = averaged
         # Frees the oldest slot
         self._saved: deque[list[UnitJob]] = deque([[]] * slots, maxlen=slots)
         self._last: dict[str, list[UnitJob]] = {}  # job of a queue that keeps its order
         self._home: list[list[UnitJob]] = [[] for _ in units]  # after which the weights are at home
         self._used: dict[int, UnitJob] = {}  # place of a use -> the end of its compute
         self._uses, self._step, self._pass = len(uses_of(len(units), again)), -1, -1
-        sizes = [unit.nbytes if unit.copy else 0 for unit in units]
+        sizes = [unit.nbytes if unit.copy or unit.gather else 0 for unit in units]
         gathers = plan_gathers(sizes, window_nbytes, passes=STEPS * passes, again=again)
         self._gathers = {gather.place: gather for gather in gathers}
         # Uses of a forward: the unit, and its seconds of compute in forward and backward.
@@ -247,7 +256,7 @@ class _Steps:
         """Adds a step, and returns the end of its backward."""
         self._step += 1
         for number in range(1, self._passes + 1):
-            end, landed = self._add_pass()
+            end, landed = self._add_pass(leaves=number > self._passes - self._averaged)
             for unit, jobs in landed.items() if number < self._passes else ():
                 self._add(DISK, "save", unit, self._units[unit].add, jobs)
         everything = [job for jobs in landed.values() for job in jobs] if after_backward else []
@@ -255,25 +264,35 @@ class _Steps:
             self._update(unit, [*jobs, *everything])
         return end
 
-    def _add_pass(self) -> tuple[UnitJob, dict[int, list[UnitJob]]]:
+    def _add_pass(self, *, leaves: bool) -> tuple[UnitJob, dict[int, list[UnitJob]]]:
         """Adds a forward and its backward. Returns the end, and by unit what its landed gradients
-        wait for."""
+        wait for. ``leaves``: they leave the device."""
         self._pass += 1
         first, last = self._pass * self._uses, len(self._forward) - 1
+        saved: list[list[UnitJob]] = []
         for at, (unit, seconds, _) in enumerate(self._forward):
             copied = self._gather(first + at)
-            self._used[first + at] = self._compute(FORWARD, unit, seconds, copied)
+            end = self._used[first + at] = self._compute(FORWARD, unit, seconds, copied)
+            sent = self._units[unit].activations if at < len(self._units) else 0.0
+            saved.append(self._add(DOWN, "activations", unit, sent, [end]) if sent else [])
         landed: dict[int, list[UnitJob]] = {}
         for at, (unit, _, seconds) in reversed(list(enumerate(self._forward))):
             # What the forward used last is still there, and the first needs no weights.
             place = first + 2 * last - at
             again = self._gather(place) if 0 < at < last else []
+            if saved[at]:
+                back = self._units[unit].activations
+                again = [*again, *self._add(UP, "activations", unit, back, saved[at])]
             end = self._compute(BACKWARD, unit, seconds, again)
             if at:
                 self._used[place] = end
             if at < len(self._units):  # its first use
-                landed[unit] = self._add(DOWN, "landing", unit, self._units[unit].landing, [end])
+                landed[unit] = self._land(unit, end) if leaves else [end]
         return end, landed
+
+    def _land(self, unit: int, end: UnitJob) -> list[UnitJob]:
+        reduced = self._add(RANKS_LINK, "reduce", unit, self._units[unit].reduce, [end])
+        return self._add(DOWN, "landing", unit, self._units[unit].landing, reduced)
 
     def _gather(self, place: int) -> list[UnitJob]:
         if (gather := self._gathers.get(place)) is None:
@@ -281,7 +300,10 @@ class _Steps:
         unit = self._units[gather.unit]
         behind = [*self._home[gather.unit], *(self._used[use] for use in gather.behind)]
         read = self._add(DISK, "read", gather.unit, unit.read, behind)
-        return self._add(UP, "copy", gather.unit, unit.copy, read)
+        copied = self._add(UP, "copy", gather.unit, unit.copy, read)
+        before = self._used.get(place - AHEAD - 1)
+        asked = [*copied, before] if before is not None and unit.gather else copied
+        return self._add(RANKS_LINK, "gather", gather.unit, unit.gather, asked)
 
     def _compute(self, kind: str, unit: int, seconds: float, behind: list[UnitJob]) -> UnitJob:
         return self._add(COMPUTE, kind, unit, seconds, behind, always=True)[0]
@@ -314,7 +336,7 @@ class _Steps:
         if not seconds and not always:
             return behind
         in_order = queue in IN_ORDER
-        rank = self._step * RANKS + (0 if in_order else unit)
+        rank = self._step * RANKS + (0 if in_order or queue == RANKS_LINK else unit)
         job = UnitJob(queue, seconds, rank, kind=kind, unit=unit, step=self._step)
         for other in [*behind, *self._last.get(queue, ())] if in_order else behind:
             job.follow(other)

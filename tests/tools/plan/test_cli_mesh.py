@@ -18,6 +18,7 @@ pytest.importorskip("transformers")
 import infinity.tools.cli
 from infinity.tools.plan import plan_mesh
 from infinity.tools.plan.machine_file import MACHINES
+from infinity.tools.plan.mesh_choice import CHAIN
 
 SEED = 20261201
 TINY = {
@@ -188,16 +189,18 @@ def test_data_ranks_have_one_plan_with_a_mesh_and_without(planned, words):
 
 
 def test_a_step_with_a_mesh_has_what_only_a_clock_shows(planned):
-    """Method: one device, whose optimizer ends after the passes: no resource alone takes as long as
-    the step. Twin: of two ranks the slowest resource decides, and meetings."""
+    """Method: the optimizer ends after the passes: no resource alone takes as long as the step.
+    Twin: with stages the slowest resource or the chain decides, and meetings."""
     words = ("--optimizer", "host", "--params", "host", "--mesh")
-    (plan,) = planned("--machine", "rtx4090", *words, "dp=1")["meshes"]
-    assert plan["step_seconds"] > 1.01 * max(plan["ranks"][0]["seconds"].values())
-    (plan,) = planned("--machine", "two-rtx3090", *words, "dp=2")["meshes"]
-    seconds = plan["ranks"][0]["seconds"]
-    device = seconds["compute"] + seconds["optimizer on device"]
-    meetings = seconds.pop("meetings")
-    assert plan["step_seconds"] == pytest.approx(max(device, *seconds.values()) + meetings)
+    for machine, mesh in (("rtx4090", "dp=1"), ("two-rtx3090", "dp=2")):
+        (plan,) = planned("--machine", machine, *words, mesh)["meshes"]
+        assert plan["step_seconds"] > 1.01 * max(plan["ranks"][0]["seconds"].values())
+    (plan,) = planned("--machine", "two-rtx3090", *words, "pp=2")["meshes"]
+    steps = []
+    for rank in plan["ranks"]:
+        seconds, meetings = rank["seconds"], rank["seconds"].pop("meetings")
+        steps.append(max(sum(map(seconds.get, CHAIN)), *seconds.values()) + meetings)
+    assert plan["step_seconds"] == pytest.approx(max(steps))
 
 
 def test_checkpointing_is_tried_for_all_meshes(run, planned):

@@ -16,6 +16,7 @@ from infinity.tools.plan.timeline import (
     DOWN,
     IN_ORDER,
     OPTIMIZER,
+    RANKS_LINK,
     UP,
     Timeline,
     UnitSeconds,
@@ -33,10 +34,11 @@ def units_of(count: int, **seconds: float) -> list[UnitSeconds]:
 
 def random_job(draw: random.Random) -> Timeline:
     names = ("copy", "read", "landing", "load", "step", "save", "step_on_device")
+    names += ("gather", "reduce", "activations")
     units = []
     for index in range(draw.randint(1, 6)):
         seconds = {name: draw.choice([0.0, draw.random()]) for name in names}
-        if not seconds["copy"]:
+        if not seconds["copy"] and not seconds["gather"]:
             seconds["read"] = 0.0
         if not seconds["load"]:
             seconds["save"] = 0.0
@@ -63,7 +65,7 @@ def test_a_step_of_several_passes_steps_once():
     for add in (0.0, 0.4):
         units = units_of(4, **work, add=add)
         one, three = (simulate(units, 2, passes=passes) for passes in (1, 3))
-        for queue in IN_ORDER:
+        for queue in (COMPUTE, UP, DOWN):
             assert three.busy[queue] == pytest.approx(3 * one.busy[queue])
         assert three.busy[OPTIMIZER] == pytest.approx(one.busy[OPTIMIZER])
         assert three.busy["disks"] - one.busy["disks"] == pytest.approx(2 * 4 * add)
@@ -75,6 +77,38 @@ def test_what_can_overlap_does():
     landing and update, before the next forward can begin with it, are left."""
     units = units_of(4, copy=0.5, landing=0.5, step=0.5)
     assert simulate(units, 100).seconds == pytest.approx(4 * 3 + 0.5 + 0.5 + 0.5)
+
+
+def test_parts_of_other_ranks_come_before_a_unit_computes():
+    """Method: gathers for two uses ahead. Twin: with sums over ranks on the same link a step is
+    longer than with landings on another."""
+    gathered = simulate(units_of(4, gather=2.5), 100)
+    spans = {(job.kind, job.unit): (job.start, job.end) for job in gathered.jobs}
+    for unit in range(1, 4):
+        assert spans["gather", unit][1] <= spans["forward", unit][0]
+        assert unit < 3 or spans["gather", unit][0] >= spans["forward", unit - 3][1]
+    assert gathered.seconds > simulate(units_of(4), 100).seconds
+    landed, summed = (
+        simulate(units_of(4, gather=2.5, **work), 2) for work in ({"landing": 2}, {"reduce": 2})
+    )
+    assert landed.seconds < summed.seconds
+
+
+def test_sums_over_ranks_wait_for_the_last_passes_that_average():
+    """Twin: where all passes average, each has its sums."""
+    units = units_of(3, reduce=0.5, landing=0.25)
+    for averaged in (1, 3):
+        busy = simulate(units, 100, passes=3, averaged=averaged).busy
+        assert busy[RANKS_LINK] == pytest.approx(averaged * 3 * 0.5)
+        assert busy[DOWN] == pytest.approx(averaged * 3 * 0.25)
+
+
+def test_what_forwards_save_goes_home_and_comes_back():
+    """Beside a longer compute it costs the last unit's way. Twin: a slow link decides."""
+    plain, few, many = (simulate(units_of(4, activations=a), 100) for a in (0.0, 0.25, 5.0))
+    assert few.busy[UP] == few.busy[DOWN] == pytest.approx(4 * 0.25)
+    assert few.seconds == pytest.approx(plain.seconds + 2 * 0.25)
+    assert many.seconds >= 2 * 4 * 5.0 - 1e-9
 
 
 def test_clipping_puts_all_updates_behind_the_last_landing():
