@@ -55,6 +55,7 @@ def answers(request, tmp_path_factory):
     jobs |= {f"one_raises:{case}": RAISES[case] for case in RAISES if case in asked}
     jobs |= {f"chosen_together:{case}": ROOMS[case] for case in ROOMS if case in asked}
     jobs |= {f"one_cannot:{counts}": {"counts": counts} for counts in COUNTS}
+    jobs["one_cannot:hooks"] = {"counts": [True, False], "hooks": True}
     found, done = launch(tmp_path_factory.mktemp("late"), 2, jobs, script="late_rank_jobs.py")
     assert done.returncode == 0, done.stderr[-3000:]
     return found
@@ -92,7 +93,9 @@ def test_ranks_with_unlike_rooms_recompute_the_same_blocks(case, answers):
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
 def test_ranks_of_which_one_cannot_run_a_block_again_are_told_before_the_backward(counts, answers):
-    """Twins: both can, or neither, which is alike."""
+    """Twins: both can, or neither, which is alike. A hook on one rank, which is there before, is no
+    error."""
+    assert answers["one_cannot:hooks"] == ["", ""]
     first, second = answers[f"one_cannot:{counts}"]
     assert first == second
     assert ("data rank 1 cannot run block 0 again" in first) == (counts == [False, True])

@@ -8,8 +8,9 @@ has, all exchange what they measured. Each takes the largest bytes and seconds a
 and computes the choice from that. It is taken once every rank is known to have computed the same,
 even if one is interrupted meanwhile. Passes inside ``accumulate()`` but its first keep the choice.
 
-Where the room is measured, blocks run again before there is a choice. Ranks then compare at the end
-of the forward what they are about to do.
+Where the room is measured, blocks run again before there is a choice, but for those that a rank
+knows not to run again, as they have hooks. At the end of the forward ranks compare what they are
+about to do.
 """
 
 from __future__ import annotations
@@ -118,6 +119,23 @@ class SharedPlanner(ActivationPlanner):
         trained = [block is not None and block.is_in_training for block in self._places]
         return f"what blocks keep, {sum(trained)} in training ({number_of(trained) % 65536:x})"
 
+    def has_news(self) -> bool:
+        """Tells whether the ranks are to choose again: also if a block that they agreed to run
+        again must not."""
+        return super().has_news() or any(
+            block.agreed and not block.is_repeatable for block in self.blocks
+        )
+
+    def refused(self) -> list[bool]:
+        """Returns for each block whether this rank must not run it again, as far as is known."""
+        return [block is not None and not block.is_repeatable for block in self._places]
+
+    def refuse(self, everyones: Sequence[Sequence[bool]]) -> None:
+        """Refuses what one of the ranks must not run again."""
+        for block, refused in zip(self._places, map(any, zip(*everyones))):
+            if block is not None and refused:
+                block.refuse()
+
     @property
     def is_open(self) -> bool:
         """Whether blocks may run of which it is not agreed whether they run again."""
@@ -201,8 +219,14 @@ class Agreement:
             choices = choose_for_all(everyones, is_beside=planner.measures_room)
             said = f"taking choice {number_of(choices) % 65536:x} of what blocks keep"
             collectives.meet(said, then=partial(planner.take, choices))
-        planner.is_compared = planner.measures_room and is_open
+        planner.is_compared = planner.measures_room and (is_open or has_news)
         self._root = root if planner.is_compared else None
+        if has_news or planner.is_compared:
+            # No rank is to leave a verified sequence: one that waits for its device meanwhile would
+            # have its listener take that for an error.
+            collectives.ranks.dp_group.collective_trace.known.clear()
+        if planner.is_compared:
+            planner.refuse(collectives.collect(planner.refused(), "what blocks may not run again"))
 
     @property
     def _begins(self) -> bool:

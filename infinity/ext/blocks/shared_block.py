@@ -72,6 +72,16 @@ class SharedBlock(PlannedBlock):
             return tuple(self._promised)
         return (self.agreed,) * self._calls
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether nothing that is known forbids to run it again."""
+        return self._is_repeatable
+
+    def refuse(self) -> None:
+        """Notes that another rank must not run it again."""
+        if self._is_repeatable:
+            self._refuse()
+
     def agree(self, choice: ActivationChoice | None) -> None:
         """Takes the choice of all ranks. None: some rank has not measured it."""
         self.agreed = None if choice is None else choice.repeats

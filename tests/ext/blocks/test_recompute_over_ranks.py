@@ -7,10 +7,12 @@ with a power of two of ranks that is the same sum in the same order.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import recompute_jobs
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import Jobs
@@ -18,7 +20,7 @@ from recompute_jobs import BLOCKS, STEPS
 
 from infinity.errors import UsageError
 from infinity.ext.blocks.activation_choice import ActivationChoice, Measured, choose
-from infinity.ext.blocks.agreement import SharedPlanner, Told, choose_for_all
+from infinity.ext.blocks.agreement import Agreement, SharedPlanner, Told, choose_for_all
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -268,6 +270,36 @@ def test_what_all_choose_fits_each_and_repeats_nothing_that_one_cannot(told, is_
         )
         whole = all(block.nbytes >= block.input_nbytes for block in known)
         assert [each for each in found if each is not None] == own or not whole
+
+
+@pytest.mark.parametrize(
+    ("has_news", "is_compared", "forgets"),
+    [(True, False, True), (False, True, True), (False, False, False)],
+)
+def test_a_pass_that_may_go_another_way_is_not_verified(has_news, is_compared, forgets):
+    """Its ranks would leave the last one's sequence at other times. Twin: one without news. What a
+    rank may not run again is exchanged before a pass that is compared."""
+    said, known = [], {"the last pass": []}
+    planner = SimpleNamespace(
+        begin_pass=lambda: "what blocks keep",
+        has_news=lambda: has_news,
+        is_open=is_compared,
+        measures_room=is_compared,
+        tell=lambda: Told([], 0, 0, 1.0),
+        take=lambda choices: None,
+        refused=lambda: [True],
+        refuse=said.append,
+    )
+    collectives = SimpleNamespace(
+        meet=lambda what, flags=(), then=None: flags,
+        collect=lambda mine, what: [mine],
+        ranks=SimpleNamespace(
+            dp_group=SimpleNamespace(collective_trace=SimpleNamespace(known=known))
+        ),
+    )
+    running = SimpleNamespace(is_accumulating=False, has_begun=True)
+    Agreement(planner, collectives, running).begin(torch.nn.Identity(), (), {})
+    assert (not known) == forgets and (said == [[[True]]]) == is_compared
 
 
 def test_ranks_that_would_run_other_blocks_again_are_told_before_the_backward():

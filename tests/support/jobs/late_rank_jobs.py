@@ -162,16 +162,20 @@ def chosen_together(rooms: list[float], micro: int = 1) -> dict[str, Any]:
     return {"same": found == right, "fits": peak <= room, "blocks": blocks}
 
 
-def one_cannot(counts: list[bool]) -> str:
-    """What a rank is told if ``counts`` says on which ranks a block changes its state."""
+def one_cannot(counts: list[bool], hooks: bool = False) -> str:
+    """What a rank is told if ``counts`` says on which ranks blocks change their state, or with
+    ``hooks`` have one."""
 
     class Counts(late_jobs.Wide):
         def __init__(self):
             super().__init__()
-            self.count = 0
+            self.count, mine = 0, counts[dist.get_rank()]
+            self._adds = mine and not hooks
+            if mine and hooks:
+                self.up.register_forward_hook(lambda *_: None)
 
         def forward(self, x):
-            self.count += counts[dist.get_rank()]
+            self.count += self._adds
             return super().forward(x)
 
     config = {**late_jobs.TIGHT, "activations": "auto", "recompute": True}
