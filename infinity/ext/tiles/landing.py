@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ...core.grads.bank import GradientBank
 from ...core.grads.record import SAMPLED, GradState, sample_of
-from ...core.units.forms import is_common
+from ...core.units.forms import is_common, local_of
 from ...core.units.handle import ParamHandle
 
 
@@ -22,11 +22,13 @@ def sampling(gradients: GradientBank, handle: ParamHandle, land: Callable) -> It
         yield land
         return
     samples: list[torch.Tensor] = []
+    numel = local_of(handle.param).numel()
+    count = -(-numel // max(1, numel // SAMPLED))  # as of a gradient that lands whole
 
     def sampled(begin: int, end: int, compute: Callable[[], torch.Tensor]) -> None:
         part = compute()
-        few = sample_of(part)[:SAMPLED]
-        samples.append(F.pad(few, (0, SAMPLED - few.numel())))
+        few = sample_of(part)[:count]
+        samples.append(F.pad(few, (0, count - few.numel())))
         land(begin, end, lambda: part)
 
     yield sampled
