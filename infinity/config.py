@@ -92,7 +92,7 @@ class Config:
     recompute
         Whether ``activations="auto"`` may recompute a block's forward in the backward, if that
         costs less than to send its activations, or they do not fit on the host. As with torch's
-        checkpoint, both runs must give the same result. Several ranks choose the same.
+        checkpoint, both runs must give the same result.
     compile
         Whether each repeated block is compiled by itself until ``unwrap_model``, as by
         ``block.compile()``. Options of ``torch.compile`` in place of True: ``{"dynamic": True}``.

@@ -29,14 +29,6 @@ RAISES = {
     "tolist in a backward": {"reads": "tolist", "in_backward": True},
 }
 
-# Of two ranks' cards, by what torch's checkpoint takes of one
-ROOMS = {
-    "little and much": {"rooms": [1.2, 30.0]},
-    "little and much, two batches": {"rooms": [1.2, 30.0], "micro": 2},
-    "much": {"rooms": [30.0, 30.0]},
-}
-COUNTS = [[False, False], [False, True], [True, True]]
-
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -44,7 +36,7 @@ pytestmark = pytest.mark.timeout(400)
 def answers(request, tmp_path_factory):
     """What all jobs of this run answer, from one launch."""
     asked = {
-        item.callspec.params.get("case")
+        item.callspec.params["case"]
         for item in request.session.items
         if item.module is request.module and hasattr(item, "callspec")
     }
@@ -53,9 +45,6 @@ def answers(request, tmp_path_factory):
     jobs["host_is_ahead"] = {"config": NVME}
     jobs["aborted_by_a_limit"] = {}
     jobs |= {f"one_raises:{case}": RAISES[case] for case in RAISES if case in asked}
-    jobs |= {f"chosen_together:{case}": ROOMS[case] for case in ROOMS if case in asked}
-    jobs |= {f"one_cannot:{counts}": {"counts": counts} for counts in COUNTS}
-    jobs["one_cannot:hooks"] = {"counts": [True, False], "hooks": True}
     found, done = launch(tmp_path_factory.mktemp("late"), 2, jobs, script="late_rank_jobs.py")
     assert done.returncode == 0, done.stderr[-3000:]
     return found
@@ -78,28 +67,6 @@ def test_a_rank_that_reads_a_value_hears_of_one_that_raises(case, answers):
     assert first["weights"].isfinite().all() and first["weights"].equal(second["weights"])
     assert first["aborts"] == second["aborts"] == 0
     assert first["listening"] == second["listening"] == []
-
-
-@pytest.mark.parametrize("case", ROOMS)
-def test_ranks_with_unlike_rooms_recompute_the_same_blocks(case, answers):
-    """Until there is a choice every block runs again, on both. Then the card with less room decides
-    for both. Twin: with much room on both, all blocks are kept."""
-    first, second = answers[f"chosen_together:{case}"]
-    assert first["same"] and second["same"] and first["fits"] and second["fits"]
-    assert first["blocks"] == second["blocks"]
-    assert (first["blocks"]["recomputed_nbytes"] > 0) == (case != "much")
-    assert (first["blocks"]["kept"] == 8) == (case == "much")
-
-
-@pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_ranks_of_which_one_cannot_run_a_block_again_are_told_before_the_backward(counts, answers):
-    """Twins: both can, or neither, which is alike. A hook on one rank, which is there before, is no
-    error."""
-    assert answers["one_cannot:hooks"] == ["", ""]
-    first, second = answers[f"one_cannot:{counts}"]
-    assert first == second
-    assert ("data rank 1 cannot run block 0 again" in first) == (counts == [False, True])
-    assert bool(first) == (counts == [False, True])
 
 
 @pytest.mark.slow

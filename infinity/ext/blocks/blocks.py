@@ -23,8 +23,6 @@ from ...core.wrap.described_model import DescribedModel
 from ...errors import ConfigError
 from ...ext.rates.rates import memory_rate
 from ...ranks.collectives import Collectives
-from ...ranks.parallel_dims import ParallelDims
-from .agreement import Agreement, SharedPlanner
 from .compiled import CompiledBlock, check_options
 from .micro_batch import check_block, install_chunks
 from .no_memory import note_memory
@@ -41,7 +39,6 @@ class Blocks(Extension):
     def __init__(self, *, places_saved: bool):
         self.places_saved = places_saved
         self._planner: ActivationPlanner | None = None
-        self._chooses = True  # on all ranks
 
     @classmethod
     def check_blocks(
@@ -65,27 +62,12 @@ class Blocks(Extension):
     def begin(
         cls, config: Config, device: Device, collectives: Collectives, events: Events
     ) -> Blocks:
-        """Returns the extension."""
-        blocks = cls(places_saved=config.recompute and not _are_divided(collectives.ranks))
-        events.allocated.append(blocks.meet)
+        """Returns the extension. With several ranks nothing is chosen: they measure different
+        times."""
+        blocks = cls(places_saved=config.recompute and collectives.ranks.alone)
+        events.allocated.append(_tell_if_nothing_is_chosen)
         events.forward_failed.append(note_memory)
         return blocks
-
-    def meet(self, job: Job) -> None:
-        """Finds out whether all ranks can choose for their blocks, and tells if none does."""
-        if not job.config.recompute:
-            self._chooses = job.ranks.alone
-            return
-        why = _why_not_chosen(job)
-        if not job.ranks.alone:
-            has_card = job.device.memory is not None
-            flags = [why is not None, has_card, not has_card]
-            some_cannot, *kinds = job.collectives.meet("whether blocks are chosen for", flags=flags)
-            if why is None and (some_cannot or all(kinds)):
-                why = "another rank cannot choose, or not as this one."
-        self._chooses = why is None
-        if why is not None:
-            logger.warning("recompute=True has no effect here: %s", why)
 
     def replace_forwards(
         self,
@@ -99,14 +81,9 @@ class Blocks(Extension):
         compiled = self._compile(job.config, model.module, [block for _, block, _ in blocks])
         if (samples := job.config.micro_batch) is not None:
             return compiled + [install_chunks(find, *block, samples) for block in blocks]
-        planner = plan_activations(job, find) if self._chooses or job.ranks.alone else None
+        planner = self._planner = plan_activations(job, find)
         if planner is None:
             return compiled
-        self._planner = planner
-        if isinstance(planner, SharedPlanner):
-            agreement = Agreement(planner, job.collectives, job.running)
-            job.events.pass_begun.append(agreement.begin)
-            job.events.pass_ended.append(agreement.end)
         return compiled + [
             ReplacedForward(block, planner.add(block, units)) for _, block, units in blocks
         ]
@@ -133,8 +110,8 @@ class Blocks(Extension):
 
 def plan_activations(job: Job, find: Callable[[], ForwardContext]) -> ActivationPlanner | None:
     """Chooses from now on which blocks' activations are kept, sent or recomputed, if there is a
-    device budget to spend on them. Several ranks need an :class:`.agreement.Agreement`."""
-    if job.activations is None or job.activations.spare_nbytes is None:
+    device budget to spend on them."""
+    if job.activations is None or job.activations.spare_nbytes is None or not job.ranks.alone:
         return None
     spare_nbytes, memory = job.activations.spare_nbytes, job.device.memory
     room = None
@@ -146,9 +123,8 @@ def plan_activations(job: Job, find: Callable[[], ForwardContext]) -> Activation
             memory,
             is_shown=lambda steps=job.steps, stepped=job.trained: steps.index > 0 or not stepped,
             limit_in_flight=job.activations.home.limit_in_flight,
-            several_ranks=not job.ranks.alone,
         )
-    planner = (ActivationPlanner if job.ranks.alone else SharedPlanner)(
+    planner = ActivationPlanner(
         find,
         job.device,
         spare_nbytes=spare_nbytes,
@@ -162,17 +138,17 @@ def plan_activations(job: Job, find: Callable[[], ForwardContext]) -> Activation
     return planner
 
 
-def _are_divided(ranks: ParallelDims) -> bool:
-    """Tells whether other ranks have parts of a block, or of its sequences."""
-    return ranks.is_cut or ranks.cp_group is not None
+def _tell_if_nothing_is_chosen(job: Job) -> None:
+    if job.config.recompute and (why := _why_not_chosen(job)):
+        logger.warning("recompute=True has no effect here: %s", why)
 
 
 def _why_not_chosen(job: Job) -> str | None:
     """Returns why nothing is chosen for blocks; None if it is."""
-    if _are_divided(job.ranks):
+    if not job.ranks.alone:  # they must decide the same, but measure different times
         return (
-            "blocks that are divided over ranks (tp, cp, ep, pp) keep what they save. Use the"
-            " model's own gradient checkpointing."
+            "with several ranks every block keeps what it saves. Use the model's own gradient"
+            " checkpointing."
         )
     if job.config.micro_batch is not None:
         return "with micro_batch every block that runs in parts is recomputed."

@@ -184,13 +184,6 @@ class Counted:
             number: nbytes for number, nbytes in self.nbytes.items() if number < self._needed
         }
 
-    def scaled(self, factor: float) -> Counted:
-        """Returns the same products of a call that is ``factor`` times as large."""
-        larger = Counted(self.device)
-        larger.nbytes = {number: int(each * factor) for number, each in self.nbytes.items()}
-        larger._seconds = {number: each * factor for number, each in self._seconds.items()}
-        return larger
-
     def seconds(self) -> float:
         """Returns the seconds of the products that can be kept, of those that are over."""
         return sum(self._seconds.get(number, 0.0) for number in self.nbytes)

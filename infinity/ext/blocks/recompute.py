@@ -9,7 +9,6 @@ measured is measured again.
 
 A block is recomputed only if ``Config(recompute=True)`` allows it. It never is if its forward
 changes Python state, draws from generators other than torch's, or has hooks of others inside.
-Several ranks choose together: see :mod:`.agreement`.
 """
 
 from __future__ import annotations
@@ -54,12 +53,11 @@ class MeasuredRoom:
         *,
         is_shown: Callable[[], bool],
         limit_in_flight: Callable[[int], None],
-        several_ranks: bool = False,
     ):
         """Before the first pass. ``is_shown``: whether a whole step was made. ``limit_in_flight``:
         is told how much of the room may be on its way home, or back."""
         self._memory, self.is_shown = memory, is_shown
-        self._left_nbytes = memory.left_nbytes(several_ranks=several_ranks) or 0
+        self._left_nbytes = memory.left_nbytes(several_ranks=False) or 0
         self._limit_in_flight = limit_in_flight
         self._first: tuple[int, int] | None = None  # bytes of room, and least for the blocks then
 
@@ -125,14 +123,11 @@ class ActivationPlanner:
 
     def add(self, block: nn.Module, units: Sequence[ParamUnit]) -> Callable:
         """Builds the forward that ``block`` is to run in place of its own."""
-        planned = self._plan(block, units)
+        planned = PlannedBlock(self, block, units)
         self._blocks.append(weakref.ref(planned))
         forward = around_own(block, planned.run)
         forward.__signature__ = inspect.signature(block.forward)  # type: ignore[attr-defined]
         return forward
-
-    def _plan(self, block: nn.Module, units: Sequence[ParamUnit]) -> PlannedBlock:
-        return PlannedBlock(self, block, units)
 
     @property
     def blocks(self) -> list[PlannedBlock]:
@@ -141,24 +136,13 @@ class ActivationPlanner:
 
     def begin(self) -> None:
         """Begins a training pass: ends the blocks' last pass, and chooses if more are measured."""
-        self.end_pass()
-        if self.has_news():
-            self._choose(self._measured())
-        self._forget_pass()
-
-    def end_pass(self) -> None:
-        """Ends the blocks' last pass, which counts if they ran in it. Idempotent."""
         for block in self.blocks:
             block.end_pass(counts=True)
-
-    def has_news(self) -> bool:
-        """Tells whether there is more to choose for than at the last choice."""
-        if self._room is not None and not self._room.is_shown():
-            return False
-        return self._chooses_again or len(self._measured()) > self._chosen
-
-    def _measured(self) -> list[PlannedBlock]:
-        return [block for block in self.blocks if block.is_measured]
+        measured = [block for block in self.blocks if block.is_measured]
+        is_shown = self._room is None or self._room.is_shown()
+        if is_shown and (len(measured) > self._chosen or self._chooses_again):
+            self._choose(measured)
+        self._forget_pass()
 
     def drop(self) -> None:
         """Forgets a pass that an exception has ended."""
@@ -224,32 +208,23 @@ class ActivationPlanner:
         self._known[kind] = max((nbytes, input_nbytes), self._known.get(kind, (0, 0)))
         return input_nbytes
 
-    def room(self, measured: Sequence[Measured]) -> tuple[int, float, float]:
-        """Returns the bytes on the device that blocks may have which save ``measured``, those at
-        home, and the bytes that are sent in a second."""
+    def _choose(self, blocks: list[PlannedBlock]) -> None:
+        measured = [block.measured() for block in blocks]
         device_nbytes, host_nbytes = self.spare_nbytes - self.outside_nbytes, self._home_nbytes()
         if self._room is not None:
             device_nbytes, sends = self._room.measure(least_nbytes(measured), self._largest_nbytes)
             host_nbytes = host_nbytes if sends else 0
-        return max(0, device_nbytes), host_nbytes, self._send_rate()
-
-    def _choose(self, blocks: list[PlannedBlock]) -> None:
-        measured = [block.measured() for block in blocks]
-        device_nbytes, host_nbytes, send_rate = self.room(measured)
         choices = choose(
             measured,
-            device_nbytes=device_nbytes,
+            device_nbytes=max(0, device_nbytes),
             host_nbytes=host_nbytes,
-            send_rate=send_rate,
-            is_beside=self.measures_room,
+            send_rate=self._send_rate(),
+            is_beside=self._room is not None,
         )
         for block, choice in zip(blocks, choices):
             block.choice = choice
-        self._note_chosen()
-
-    def _note_chosen(self) -> None:
-        self._chosen, self._chooses_again = len(self._measured()), False
-        logger.info("activations of %d blocks: %s", self._chosen, self.counts())
+        self._chosen, self._chooses_again = len(blocks), False
+        logger.info("activations of %d blocks: %s", len(blocks), self.counts())
 
     def counts(self) -> dict[str, int]:
         """Counts the blocks by what is done with them, and the bytes that are kept, sent and made
@@ -263,9 +238,11 @@ class ActivationPlanner:
         }
         nbytes = dict.fromkeys(("kept_nbytes", "sent_nbytes", "recomputed_nbytes"), 0)
         for block in chosen:
-            stays, place = block.stays_nbytes(), "sent" if block.choice.is_sent else "kept"
+            measured, place = block.measured(), "sent" if block.choice.is_sent else "kept"
+            stays = measured.product_nbytes if block.choice.has_products else measured.nbytes
+            stays = 0 if block.choice is ActivationChoice.RECOMPUTE else stays
             nbytes[f"{place}_nbytes"] += stays
-            nbytes["recomputed_nbytes"] += max(0, block.measured().nbytes - stays)
+            nbytes["recomputed_nbytes"] += max(0, measured.nbytes - stays)
         return counts | nbytes
 
 
@@ -312,13 +289,6 @@ class PlannedBlock:
             self._counted.seconds(),
         )
 
-    def stays_nbytes(self) -> int:
-        """Returns the bytes that stay, here or at home, until the backward."""
-        if self.choice is ActivationChoice.RECOMPUTE:
-            return 0
-        measured = self.measured()
-        return measured.product_nbytes if self.choice.has_products else measured.nbytes
-
     def saves(self, storage: torch.UntypedStorage) -> None:
         """Counts the bytes of a saved storage, once a pass."""
         if storage._cdata not in self._storages:
@@ -330,13 +300,20 @@ class PlannedBlock:
         planner = self._planner
         plain = not torch.is_grad_enabled() or planner.find_context().is_recomputed()
         # Evaluations are not measured, nor are blocks inside blocks.
-        if plain or planner.block is not None or not self._trains():
+        if plain or planner.block is not None or not self._block().training:
             return forward(*args, **kwargs)
         self._calls += 1
         inputs = _tensors(args, kwargs) if planner.recomputes else []
         with planner.run_block(self):
-            self._look()
-            if self._is_unknown or sum(map(torch.Tensor.numel, inputs)) > self._numel:
+            if self._calls > 1 and self._is_repeatable:
+                self._refuse()
+            recomputes = self.choice.repeats
+            if recomputes and self._is_heard():
+                self._refuse()
+            elif recomputes and self._mode and self._mode != self._modes():  # flags changed
+                self._passes, self.choice = 0, planner.first_choice
+                planner.forget_choices()
+            if not self.is_measured or sum(map(torch.Tensor.numel, inputs)) > self._numel:
                 return self._measure(forward, args, kwargs, inputs)
             planner.found_no_room = False
             if self.choice.repeats:
@@ -344,51 +321,8 @@ class PlannedBlock:
             else:
                 output = forward(*args, **kwargs)
             if planner.found_no_room and self.choice.is_sent:
-                self._note_full_home()
+                self.choice = ActivationChoice.RECOMPUTE if self._is_repeatable else self.choice
             return output
-
-    # --- what several ranks do otherwise: see shared_block.py ---
-
-    def _trains(self) -> bool:
-        """Tells whether it is in training mode."""
-        return self._block().training
-
-    @property
-    def _is_unknown(self) -> bool:
-        """Whether it is measured whatever its input."""
-        return not self.is_measured
-
-    def _look(self) -> None:
-        """Looks for what forbids to run it again, before it runs."""
-        if self._calls > 1 and self._is_repeatable:
-            self._refuse()
-        recomputes = self.choice.repeats
-        if recomputes and self._is_heard():
-            self._refuse()
-        elif recomputes and self._has_other_modes():
-            self._passes, self.choice = 0, self._planner.first_choice
-            self._planner.forget_choices()
-
-    def _note_full_home(self) -> None:
-        """Notes that what it sends found no room."""
-        self.choice = ActivationChoice.RECOMPUTE if self._is_repeatable else self.choice
-
-    def _fall_back(self) -> None:
-        """Takes the choice of an input that is measured, until it is chosen for."""
-        if self._planner.measures_room:
-            is_repeatable = self._is_repeatable
-            first_choice = self._planner.first_choice
-            self.choice = first_choice if is_repeatable else ActivationChoice.SEND
-
-    @property
-    def _is_held(self) -> bool:
-        """Whether a measured forward is one that can be run again."""
-        return self._is_repeatable
-
-    def _drops(self) -> bool:
-        """Decides, after a measured forward, whether the backward runs it again."""
-        runs_again = self.choice.repeats or self._planner.found_no_room
-        return self._is_repeatable and runs_again
 
     def _run_again(self, forward: Callable, leaves: list, spec: Any) -> Any:
         """Runs ``forward``, and again in the backward: all of it, or all but its products."""
@@ -417,11 +351,13 @@ class PlannedBlock:
         planner = self._planner
         edges = planner.find_context().traffic.edges.values()
         state = self._state(args, kwargs) if self._is_repeatable else None
-        self._fall_back()
+        if planner.measures_room:  # until it is chosen for again
+            is_repeatable = self._is_repeatable
+            self.choice = planner.first_choice if is_repeatable else ActivationChoice.SEND
         if self._is_repeatable and (state is None or self._is_heard()):
             self._refuse()
         counted = Counted(planner.device)
-        held = Held(counted.note_saved) if self._is_held else None
+        held = Held(counted.note_saved) if self._is_repeatable else None
         stalled = sum(edge.stall_seconds for edge in edges)
 
         def count(start: float, end: float) -> None:
@@ -448,7 +384,8 @@ class PlannedBlock:
             not plain or state != self._state(args, kwargs) or self._is_heard()
         ):
             self._refuse()
-        if self._drops() and held is not None:
+        recomputes = self.choice.repeats or planner.found_no_room
+        if held is not None and self._is_repeatable and recomputes:
             held.drop()
         self._note(kind, inputs, counted)
         self._mode = self._modes()
@@ -463,9 +400,6 @@ class PlannedBlock:
                 planner.forget_choices()
             self._numel, self._nbytes, self._input_nbytes = numel, self._saved, input_nbytes
             self._counted, self._is_checked = counted, False
-
-    def _has_other_modes(self) -> bool:
-        return bool(self._mode) and self._mode != self._modes()
 
     def _modes(self) -> tuple:
         return tuple(module.training for module in self._block().modules())

@@ -13,49 +13,29 @@ from infinity.core.machine.traffic import Traffic
 from infinity.core.seams import Events
 from infinity.errors import ConfigError
 from infinity.ext.blocks import blocks
-from infinity.ext.blocks.agreement import SharedPlanner
 from infinity.ext.blocks.blocks import LINK_RATE, Blocks, plan_activations
-from infinity.ext.blocks.recompute import ActivationPlanner
 from infinity.ext.rates.rates import memory_rate
 
 MIB = 1 << 20
 
 
-def ranks_of(alone: bool = True, is_cut: bool = False, cp: str | None = None) -> SimpleNamespace:
-    return SimpleNamespace(alone=alone, is_cut=is_cut, cp_group=cp)
-
-
-def job_of(
-    *,
-    spare: int | None = MIB,
-    ranks: SimpleNamespace | None = None,
-    elsewhere: tuple[bool, bool, bool] = (False, False, False),
-    **config: Any,
-) -> SimpleNamespace:
-    """A job on the processor, whose activations may have ``spare`` bytes. ``elsewhere``: flags that
-    other ranks set."""
-    met = lambda what, flags: [mine or theirs for mine, theirs in zip(flags, elsewhere)]
+def job_of(*, spare: int | None = MIB, alone: bool = True, **config: Any) -> SimpleNamespace:
+    """A job on the processor, whose activations may have ``spare`` bytes."""
     activations = SimpleNamespace(
         spare_nbytes=spare, home=SimpleNamespace(room_nbytes=None), planner=None
     )
     return SimpleNamespace(
         config=Config(activations="auto", **config),
         activations=activations,
-        ranks=ranks or ranks_of(),
-        collectives=SimpleNamespace(meet=met),
-        events=Events(),
-        running=None,
+        ranks=SimpleNamespace(alone=alone),
         device=SimpleNamespace(memory=None, is_host=True),
         traffic=None,
     )
 
 
-SEVERAL = ranks_of(alone=False)
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_device_budget_is_spent_on_activations(recompute):
-    """Several ranks have a planner that chooses nothing by itself. Twin: without a budget."""
+    """Twins: without one, and with several ranks, which measure different times."""
     job = job_of(recompute=recompute)
     planner = plan_activations(job, lambda: "context")
     assert job.activations.planner is planner and planner.find_context() == "context"
@@ -63,9 +43,7 @@ def test_a_device_budget_is_spent_on_activations(recompute):
     assert planner._send_rate() == memory_rate() / 4
     without = job_of()
     without.activations = None
-    assert type(planner) is ActivationPlanner
-    assert type(plan_activations(job_of(ranks=SEVERAL), lambda: None)) is SharedPlanner
-    for other in (job_of(spare=None), without):
+    for other in (job_of(spare=None), job_of(alone=False), without):
         assert plan_activations(other, lambda: None) is None
 
 
@@ -87,58 +65,27 @@ def test_only_one_of_parts_of_a_batch_and_choices_runs_a_block():
     assert "forward" not in block.__dict__
 
 
-def test_what_blocks_save_is_placed_where_blocks_may_be_recomputed():
-    """Twins: without the option, and where other ranks have parts of a block, or of a sequence."""
-    several = {"alone": False}
-    for recompute, given, places in (
-        (True, {}, True),
-        (False, {}, False),
-        (True, several, True),
-        (True, several | {"is_cut": True}, False),
-        (True, several | {"cp": "group"}, False),
-    ):
-        ranks = SimpleNamespace(ranks=ranks_of(**given))
+def test_what_blocks_save_is_placed_in_a_job_of_one_rank_that_may_recompute():
+    """Twins: without the option, and with several ranks, which is told why."""
+    for recompute, alone in ((True, True), (False, True), (True, False)):
+        ranks = SimpleNamespace(ranks=SimpleNamespace(alone=alone))
         made = Blocks.begin(Config(recompute=recompute), None, ranks, Events())
-        assert made.places_saved == places
-
-
-@pytest.mark.parametrize(
-    ("recompute", "elsewhere", "chooses"),
-    [
-        (True, (False, False, True), True),
-        (False, (False, False, True), False),
-        (True, (True, False, True), False),
-        (True, (False, True, True), False),
-    ],
-    ids=["may recompute", "may not", "one cannot choose", "one has a card"],
-)
-def test_several_ranks_choose_if_all_can(recompute, elsewhere, chooses, caplog):
-    """They agree as a pass begins. Twins: without the option nothing is chosen, nor where another
-    rank cannot, or measures its room while this one has a budget: which is told."""
-    job = job_of(recompute=recompute, ranks=SEVERAL, elsewhere=elsewhere)
-    block, made = nn.Linear(2, 2), Blocks(places_saved=False)
-    made.meet(job)
-    described = SimpleNamespace(module=block)
-    removers = made.replace_forwards(job, described, lambda: None, [("block", block, [])])
-    assert bool(removers) == chooses == bool(job.events.pass_begun) == bool(job.events.pass_ended)
-    assert ("another rank cannot choose" in caplog.text) == (recompute and not chooses)
+        assert made.places_saved == (recompute and alone)
 
 
 def test_a_choice_that_is_not_made_is_told(caplog):
     """For each of its reasons. Twin: a choice that is made is not told."""
     job = job_of(recompute=True)
-    Blocks(places_saved=True).meet(job)
+    blocks._tell_if_nothing_is_chosen(job)
     assert not caplog.records
     in_parts, at_home = job_of(recompute=True, micro_batch=2), job_of(recompute=True)
     at_home.config = Config(activations="host", recompute=True)
     without = job_of(recompute=True)
     without.activations = None
-    divided = job_of(recompute=True, ranks=ranks_of(alone=False, is_cut=True))
-    jobs = (divided, in_parts, at_home, without)
-    reasons = ("divided over ranks", "micro_batch", "is the home", "no device_memory")
-    for each, why in zip(jobs, reasons):
+    jobs = (job_of(recompute=True, alone=False), in_parts, at_home, without)
+    for each, why in zip(jobs, ("several ranks", "micro_batch", "is the home", "no device_memory")):
         caplog.clear()
-        Blocks(places_saved=True).meet(each)
+        blocks._tell_if_nothing_is_chosen(each)
         assert why in caplog.text
 
 

@@ -146,50 +146,6 @@ def one_raises(reads: str, *, in_backward: bool = False, fault: bool = False) ->
     }
 
 
-def chosen_together(rooms: list[float], micro: int = 1) -> dict[str, Any]:
-    """Tells whether two late ranks that may recompute have the losses of those inside torch's
-    checkpoint, whether no more was taken than there is, and what was done with the blocks.
-    ``rooms``: of each rank's card, in what torch's checkpoint takes."""
-    how = {"micro": micro}
-    with mock.patch("infinity.core.machine.card_memory.NCCL_NBYTES", 0):
-        right, taken, _ = late_jobs.in_tight_room(
-            "wide", late_jobs.TIGHT, 0, checkpoints=True, **how
-        )
-        config = {**late_jobs.TIGHT, "activations": "auto", "recompute": True}
-        room = int(rooms[dist.get_rank()] * taken)
-        with late_device.delayed(late_jobs.LATE):
-            found, peak, blocks = late_jobs.in_tight_room("wide", config, room, **how)
-    return {"same": found == right, "fits": peak <= room, "blocks": blocks}
-
-
-def one_cannot(counts: list[bool], hooks: bool = False) -> str:
-    """What a rank is told if ``counts`` says on which ranks blocks change their state, or with
-    ``hooks`` have one."""
-
-    class Counts(late_jobs.Wide):
-        def __init__(self):
-            super().__init__()
-            self.count, mine = 0, counts[dist.get_rank()]
-            self._adds = mine and not hooks
-            if mine and hooks:
-                self.up.register_forward_hook(lambda *_: None)
-
-        def forward(self, x):
-            self.count += self._adds
-            return super().forward(x)
-
-    config = {**late_jobs.TIGHT, "activations": "auto", "recompute": True}
-    with (
-        mock.patch("infinity.core.machine.card_memory.NCCL_NBYTES", 0),
-        mock.patch.dict(late_jobs.KINDS, counts=(Counts, 4)),
-    ):
-        try:
-            late_jobs.in_tight_room("counts", config, 0)
-        except infinity.UsageError as error:
-            return str(error)
-    return ""
-
-
 def aborted_by_a_limit() -> list[str]:
     """A wait with a limit, behind a rank that comes late: the twin of polls."""
     group = dist.new_group([0, 1], backend="late", timeout=timedelta(seconds=30))
