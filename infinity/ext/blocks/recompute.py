@@ -326,6 +326,7 @@ class PlannedBlock:
 
     def _run_again(self, forward: Callable, leaves: list, spec: Any) -> Any:
         """Runs ``forward``, and again in the backward: all of it, or all but its products."""
+        forward = self._in_one_mode(forward)
         if not self.choice.has_products:
             return self._checkpointed.run(leaves, spec, forward=forward)
         products = Products(
@@ -372,8 +373,9 @@ class PlannedBlock:
                 output = forward(*args, **kwargs)
             else:
                 leaves, spec = tree_flatten((args, kwargs))
+                again = self._in_one_mode(forward)
                 output = self._checkpointed.run(
-                    leaves, spec, forward=forward, held=held, products=counted
+                    leaves, spec, forward=again, held=held, products=counted
                 )
                 counted.end(output)
         plain = all(
@@ -400,6 +402,22 @@ class PlannedBlock:
                 planner.forget_choices()
             self._numel, self._nbytes, self._input_nbytes = numel, self._saved, input_nbytes
             self._counted, self._is_checked = counted, False
+
+    def _in_one_mode(self, forward: Callable) -> Callable:
+        """Returns ``forward``, which runs again with the training flags that it has now: `eval()`
+        may come before the backward."""
+        modules = list(self._block().modules())
+        flags = [module.training for module in modules]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            now = [module.training for module in modules]
+            _set_training(modules, flags)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                _set_training(modules, now)
+
+        return run
 
     def _modes(self) -> tuple:
         return tuple(module.training for module in self._block().modules())
@@ -451,3 +469,9 @@ class PlannedBlock:
 
 def _tensors(args: tuple, kwargs: dict) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor]
+
+
+def _set_training(modules: Sequence[nn.Module], flags: Sequence[bool]) -> None:
+    for module, flag in zip(modules, flags):
+        if module.training is not flag:
+            module.training = flag

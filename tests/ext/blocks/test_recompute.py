@@ -669,7 +669,7 @@ FAILING: list[
 def fragile(block: Block, x: torch.Tensor) -> torch.Tensor:
     if FAILING == [torch._C._current_graph_task_id() != -1]:
         raise InterruptedError
-    return block.feed(x)
+    return block.feed(x) * (1 if block.training else 3)
 
 
 def fails(model, optimizer, step):
@@ -694,6 +694,13 @@ def steps_before_the_backward(model, optimizer, step):
     with pytest.raises((RuntimeError, infinity.UsageError)):
         early.backward()
     optimizer.zero_grad()
+    return [loss]
+
+
+def in_another_mode(model, optimizer, step):
+    loss = model(rows(step))
+    loss = stepped(optimizer, loss if model.eval() else loss)
+    model.train()
     return [loss]
 
 
@@ -729,7 +736,10 @@ LOOPS: dict[str, Callable] = {
     "autocast": lambda m, o, s: [
         stepped(o, torch.autocast("cpu", torch.bfloat16)(m.__call__)(rows(s)))
     ],
-    **{f.__name__: f for f in (fails, in_a_thread, steps_before_the_backward, second_gradients)},
+    **{
+        f.__name__: f
+        for f in (fails, in_a_thread, steps_before_the_backward, in_another_mode, second_gradients)
+    },
 }
 
 
