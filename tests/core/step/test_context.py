@@ -15,7 +15,7 @@ CALLED = {
     "is_only",
     "in_use",
     "is_cut_short",
-    "steps_apart",
+    "stages_differ",
     "release",
     "end_step",
     "admit",
