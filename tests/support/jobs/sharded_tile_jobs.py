@@ -63,7 +63,10 @@ def model_of(kind: str, mesh: Any) -> nn.Module:
         )
         model = hf.LlamaForCausalLM(config)
     elif kind == "gpt2":
-        config = hf.GPT2Config(vocab_size=WORDS, n_embd=128, n_layer=2, n_head=4, n_positions=32)
+        # Of another vocabulary torch 2.10 remembers the shape of the first.
+        config = hf.GPT2Config(
+            vocab_size=WORDS + 1, n_embd=128, n_layer=2, n_head=4, n_positions=32
+        )
         model = hf.GPT2LMHeadModel(config).eval()  # no dropout
     else:
         model = Decoder(tied=kind == "tied", dtype=torch.float32)
