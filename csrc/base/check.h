@@ -81,8 +81,8 @@ std::string concat(const Parts&... parts) {
   return text;
 }
 
-// The error that `make` returns; std::bad_alloc if there is no memory for its text. For whoever has
-// to end a ticket with it and must not throw.
+// Returns the error that `make` returns, to end a ticket with; std::bad_alloc if there is no memory
+// for its text. Does not throw.
 template <class Make>
 std::exception_ptr made_error(Make make) noexcept {
   try {

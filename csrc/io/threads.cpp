@@ -181,7 +181,7 @@ class ThreadsBackend final : public Backend {
   std::vector<Queue*> queue_of_device_;  // likewise
   std::list<Job> running_ INFINITY_GUARDED_BY(mutex_);
   std::vector<PieceResult> results_ INFINITY_GUARDED_BY(mutex_);  // with room for all of `started_`
-  std::size_t started_ INFINITY_GUARDED_BY(mutex_) = 0;  // pieces whose results nobody has yet
+  std::size_t started_ INFINITY_GUARDED_BY(mutex_) = 0;  // results that `wait` has not returned
   bool stopping_ INFINITY_GUARDED_BY(mutex_) = false;
   bool woken_ INFINITY_GUARDED_BY(mutex_) = false;
 };

@@ -137,8 +137,8 @@ class Ticket : public std::enable_shared_from_this<Ticket> {
     on_done(std::move(one));
   }
 
-  // The same, of callbacks that were made before the ticket was: this cannot fail. Otherwise a
-  // transfer could be under way whose end nobody learns.
+  // The same, of callbacks that were made before the ticket was: this cannot fail. If it could, a
+  // transfer that has begun might end without a call.
   void on_done(Callbacks callbacks) noexcept {
     std::exception_ptr error;
     {

@@ -164,7 +164,7 @@ TEST(base, work_queue_asks_again_for_a_thread_that_was_refused) {
   queue.add([&] { second = std::this_thread::get_id(); }, false);
   queue.stop();
   const auto me = std::this_thread::get_id();
-  CHECK(shortage.struck() && first == me && second != me && second != std::thread::id());
+  CHECK(shortage.ran_out() && first == me && second != me && second != std::thread::id());
 }
 
 TEST(base, work_queue_does_what_is_awaited_first) {

@@ -8,20 +8,20 @@
 namespace infinity::tests {
 namespace {
 
-std::atomic<bool> counting{false}, of_all_threads{false}, for_good{false}, has_struck{false};
+std::atomic<bool> counting{false}, of_all_threads{false}, all_later{false}, has_failed{false};
 std::atomic<long> left{0};
 thread_local bool is_callers = false;
 
-bool strikes() {
+bool fails() {
   if (!counting || !(of_all_threads || is_callers)) return false;
   const long before = left--;
-  if (before > 0 || (before < 0 && !for_good)) return false;
-  has_struck = true;
+  if (before > 0 || (before < 0 && !all_later)) return false;
+  has_failed = true;
   return true;
 }
 
 void* memory_of(std::size_t nbytes, std::size_t alignment) noexcept {
-  if (strikes()) return nullptr;
+  if (fails()) return nullptr;
   if (nbytes == 0) nbytes = 1;
   if (alignment <= alignof(std::max_align_t)) return std::malloc(nbytes);
   return std::aligned_alloc(alignment, (nbytes + alignment - 1) / alignment * alignment);
@@ -37,8 +37,8 @@ void* memory_or_throw(std::size_t nbytes, std::size_t alignment = 0) {
 void Shortage::begin() {
   left = static_cast<long>(first_);
   of_all_threads = others_;
-  for_good = lasting_;
-  has_struck = false;
+  all_later = lasting_;
+  has_failed = false;
   is_callers = true;
   counting = true;
 }
@@ -46,7 +46,7 @@ void Shortage::begin() {
 void Shortage::end() {
   counting = false;
   is_callers = false;
-  struck_ = has_struck;
+  ran_out_ = has_failed;
 }
 
 }  // namespace infinity::tests

@@ -32,11 +32,11 @@ class Shortage {
       throw;
     }
     end();
-    CHECK(done || struck_, "memory did not run out");
+    CHECK(done || ran_out_, "memory did not run out");
     return done;
   }
 
-  bool struck() const { return struck_; }
+  bool ran_out() const { return ran_out_; }
   std::size_t first() const { return first_; }
 
  private:
@@ -45,7 +45,7 @@ class Shortage {
 
   const std::size_t first_;
   const bool lasting_, others_;
-  bool struck_ = false;
+  bool ran_out_ = false;
 };
 
 // Calls `work` with every shortage, until memory suffices: of each kind one allocation later each
@@ -58,7 +58,7 @@ void each_shortage(Work work, std::size_t step = 1) {
         CHECK(first < 5000, "memory runs out again and again");
         Shortage shortage(first, lasting, others);
         work(shortage);
-        if (!shortage.struck()) break;
+        if (!shortage.ran_out()) break;
       }
 }
 
