@@ -251,8 +251,8 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         )
         if args.recompute and ranks > 1:
             raise ConfigError(
-                f"--recompute is of one rank, and this plan has {ranks}: several choose nothing."
-                " Give --gradient-checkpointing"
+                f"--recompute: {ranks} ranks do not choose what to compute again, only one alone"
+                " does. Use --gradient-checkpointing"
             )
         blocks = blocks if ranks == 1 else None
         chooses = bool(settings.get("recompute")) and machine is not None and not checkpointing

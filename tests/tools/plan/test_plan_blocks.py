@@ -185,3 +185,10 @@ def test_one_way_to_compute_again_is_planned(model, other, capsys):
     words = ["plan", "--model", model, "--machine", "h100", "--recompute", other]
     assert main([*words, *(["auto"] if other == "--mesh" else [])]) == 2
     assert f"--recompute and {other} do not go together" in capsys.readouterr().err
+
+
+def test_several_ranks_do_not_choose_what_to_compute_again(model, capsys):
+    """Twin: the tests above, of a machine with one device."""
+    given = ["plan", "--model", model, "--machine", "two-rtx3090", "--recompute"]
+    assert main(given) == 2
+    assert "--recompute: 2 ranks do not choose" in capsys.readouterr().err
