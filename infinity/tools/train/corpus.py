@@ -102,9 +102,7 @@ def _names_in(folder: Path) -> list[str]:
 
 def _text_files_in(root: Path) -> TextFiles:
     paths, skipped = [], []
-    for path in sorted(
-        path for path in _walk(root, skip=_is_hidden) if path.is_file() and path.stat().st_size
-    ):
+    for path in files_in(root):
         kind = look_at(path)
         if kind is not None and kind.of_dataset:
             raise _not_text(path, kind)
@@ -114,6 +112,13 @@ def _text_files_in(root: Path) -> TextFiles:
             f"No text files in {root}. Give --data a text file, or a folder that holds some."
         )
     return _sorted_files(root, paths, skipped)
+
+
+def files_in(root: Path) -> list[Path]:
+    """Lists the files of a folder, in order, but for hidden and empty ones."""
+    return sorted(
+        path for path in _walk(root, skip=_is_hidden) if path.is_file() and path.stat().st_size
+    )
 
 
 def _not_text(path: Path, found: NotText) -> ConfigError:

@@ -3,7 +3,6 @@ library."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 import warnings
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
+from .corpus import files_in
 from .records import TABLES, look_at
 from .wording import first_line
 
@@ -28,15 +28,6 @@ class ExampleFiles:
     paths: list[Path]
     left_out: list[str] = field(default_factory=list)  # names of files that are not data
 
-    def fingerprint(self) -> str:
-        """Returns a hash of the files' names and sizes, 16 hex digits."""
-        digest = hashlib.sha256(self.loader.encode())
-        for path in self.paths:
-            files = sorted(path.rglob("*")) if path.is_dir() else [path]
-            for file in files:
-                digest.update(f"{file.name}\n{file.stat().st_size}\n".encode(errors="replace"))
-        return digest.hexdigest()[:16]
-
 
 def find_examples(data: Path | None) -> ExampleFiles | None:
     """Finds the examples at a path: a file, or a folder with files of one kind. None if it has
@@ -51,15 +42,7 @@ def find_examples(data: Path | None) -> ExampleFiles | None:
             )
     if data.is_dir() and any((data / name).is_file() for name in SAVED):
         return ExampleFiles(source=str(data), loader="disk", paths=[data])
-    files = [data]
-    if data.is_dir():
-        files = sorted(
-            path
-            for path in data.rglob("*")
-            if path.is_file()
-            and path.stat().st_size
-            and not any(part.startswith(".") for part in path.relative_to(data).parts)
-        )
+    files = files_in(data) if data.is_dir() else [data]
     kind_of = {path: look_at(path) for path in files}
     loaders = {path: kind.loader for path, kind in kind_of.items() if kind and kind.loader}
     if data.is_file() and data.suffix.lower() in TABLES:

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,12 +95,11 @@ class Examples:
     def first(self, tokenizer: Any) -> list[tuple[str, bool]]:
         """Returns the first row's text in pieces, each with whether it is learned."""
         row = self.tokens(0)
-        pieces: list[tuple[list[int], bool]] = []
-        for token, label in zip(row["input_ids"], row["labels"]):
-            if not pieces or pieces[-1][1] != (label != NOT_LEARNED):
-                pieces.append(([], label != NOT_LEARNED))
-            pieces[-1][0].append(token)
-        return [(tokenizer.decode(tokens), learned) for tokens, learned in pieces]
+        pairs = zip(row["input_ids"], row["labels"])
+        return [
+            (tokenizer.decode([token for token, _ in piece]), learned)
+            for learned, piece in groupby(pairs, lambda pair: pair[1] != NOT_LEARNED)
+        ]
 
 
 def read_examples(

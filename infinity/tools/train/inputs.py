@@ -17,7 +17,7 @@ from ..cli.amounts import format_count
 from .corpus import Batches, TextFiles, find_text_files, held_out_share, read_corpus
 from .example_files import ExampleFiles, find_examples
 from .examples import ExampleBatches, Examples, read_examples
-from .model import check_vocabulary, choose_sequence_length, read_model_config, read_tokenizer
+from .model import choose_sequence_length, read_for
 from .options import DEFAULT_ROW_LENGTH, DEFAULT_STEPS, set_defaults
 from .pictures import read_pictures, read_processor, takes_pictures
 from .progress import show_examples
@@ -103,9 +103,7 @@ def read_inputs(
 ) -> Inputs:
     """Reads the model's configuration, its tokenizer and the data, and sets the options that depend
     on them. Shows what samples look like."""
-    model_config = read_model_config(args.model, trust=args.trust_remote_code)
-    tokenizer = read_tokenizer(args.model, trust=args.trust_remote_code)
-    check_vocabulary(model_config, tokenizer)
+    model_config, tokenizer = read_for(args)
     per_step = args.accumulate * ranks.data_count
     batches = read_batches(
         args, files, model_config, tokenizer, per_step=per_step, say=console.print

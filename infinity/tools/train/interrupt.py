@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from ...ext.checkpoint.signals import ONE_REQUEST_SECONDS
 
@@ -46,6 +47,17 @@ class Interrupt:
 
     def __exit__(self, *exc_info):
         self._restore()
+
+    def is_told(self, ranks: Any) -> bool:
+        """Tells whether any rank got a signal to end, so that all end after the same step. Every
+        rank calls this."""
+        self.signum = ranks.largest(self.signum or 0) or None
+        return self.signum is not None
+
+    def taken_save(self) -> bool:
+        """Tells whether this rank was asked for a save, and forgets it."""
+        asked, self.saves = self.saves, False
+        return asked
 
     def _note(self, signum, frame):
         if signum == signal.SIGUSR1:

@@ -32,6 +32,7 @@ from .counts import EdgeCounts, traffic_of
 from .examples import NOT_LEARNED, ExampleBatches
 from .interrupt import Interrupt
 from .mesh import axes_of, divide, joined, wrap
+from .model import at_model
 from .optimizers import betas_of, make_optimizers
 from .options import DEFAULT_MAX_GRAD_NORM
 from .places import check_fixed_values, check_not_past, saved_extra
@@ -178,7 +179,9 @@ def make_job(
         tokenizer=tokenizer,
         model_folder=args.model,
         words=args.words,
-        fixed_values=_fixed_values(args, batches, config, ranks)
+        fixed_values=fixed_values(
+            args, batches.corpus.fingerprint, batches.sequence_length, config, ranks
+        )
         | {
             "parameters": parameters_count,
             "max_grad_norm": max_grad_norm or config.max_grad_norm,
@@ -186,20 +189,18 @@ def make_job(
     )
 
 
-def _fixed_values(
-    args: argparse.Namespace,
-    batches: Batches | ExampleBatches,
-    config: infinity.Config,
-    ranks: Ranks,
+def fixed_values(
+    args: argparse.Namespace, data: str, length: int, config: infinity.Config, ranks: Ranks
 ) -> dict[str, Any]:
+    """Returns the fixed values of every job. ``data``: its fingerprint."""
     return {
-        "data": batches.corpus.fingerprint,
+        "data": data,
         "seed": args.seed,
         "dtype": args.dtype,
         "master": str(config.master),
         "moments": str(config.moments),
         "batch_size": args.batch_size,
-        "sequence_length": batches.sequence_length,
+        "sequence_length": length,
         "eval_share": held_out_share(args),
         # A job can resume on fewer ranks with more micro-batches each, and on another mesh.
         "accumulate": args.accumulate * ranks.data_count,
@@ -236,7 +237,7 @@ def train(
         part.train()
     start = EdgeCounts.of(job.model)
     last = job.steps if job.stops_at is None else job.stops_at
-    while job.next_step < last and not _interrupted(job, interrupt):
+    while job.next_step < last and not interrupt.is_told(job.ranks):
         started_at = time.perf_counter()
         job.losses.append(train_step(job, job.next_step))
         job.step_seconds.append(time.perf_counter() - started_at)
@@ -274,15 +275,7 @@ def _is_save_due(job: Job, interrupt: Interrupt) -> bool:
         is_due = job.next_step % job.checkpoint_every == 0
     else:
         is_due = job.ranks.is_first and job.interval.is_due
-    asked, interrupt.saves = interrupt.saves, False
-    return bool(job.ranks.largest(int(is_due or asked)))
-
-
-def _interrupted(job: Job, interrupt: Interrupt) -> bool:
-    """Whether any rank got a signal, so that all stop after the same step. A collective."""
-    signum = job.ranks.largest(interrupt.signum or 0)
-    interrupt.signum = signum or None
-    return bool(signum)
+    return bool(job.ranks.largest(interrupt.taken_save() or is_due))
 
 
 def train_step(job: Job, step: int) -> float:
@@ -328,9 +321,7 @@ def _clip(job: Job) -> torch.Tensor:
 
 def _joined(job: Job, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Joins micro-batches into a pipeline's batch, on its device."""
-    device = next(job.parts[0].parameters()).device
-    whole = joined(batches, job.accumulate * job.batches.batch_size)
-    return {name: tensor.to(device) for name, tensor in whole.items()}
+    return at_model(job.parts[0], joined(batches, job.accumulate * job.batches.batch_size))
 
 
 def batches_of(job: Job, step: int) -> list[dict[str, torch.Tensor]]:
@@ -366,15 +357,12 @@ def measure_stalls(job: Job, steps: int) -> Any:
     )
 
 
-def check_finite(loss: float, job: Job) -> None:
+def check_finite(loss: float, job: Measured) -> None:
     """Raises InfinityError for a loss that is not finite."""
     if not math.isfinite(loss):
-        raise InfinityError(not_finite(loss, job.next_step))
-
-
-def not_finite(loss: float, step: int) -> str:
-    """Returns what is told of such a loss."""
-    return f"The loss is {loss} at step {step}. Lower --lr or lengthen --warmup-steps"
+        raise InfinityError(
+            f"The loss is {loss} at step {job.next_step}. Lower --lr or lengthen --warmup-steps"
+        )
 
 
 def learned_count(batch: dict[str, torch.Tensor]) -> int:
@@ -383,14 +371,7 @@ def learned_count(batch: dict[str, torch.Tensor]) -> int:
 
 
 def _loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    import torch
-
-    device = next(model.parameters()).device
-    moved = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in batch.items()
-    }
-    return model(**moved).loss
+    return model(**at_model(model, batch)).loss
 
 
 def held_out_loss(model: nn.Module, batches: list[dict[str, torch.Tensor]]) -> float:

@@ -222,20 +222,11 @@ def joined(batches: Sequence[Batch], rows: int) -> Batch:
     ``rows`` in number, by tokens that are not learned."""
     import torch
 
-    longest = max(batch["input_ids"].shape[1] for batch in batches)
     wholes = {}
     for name in batches[0]:
-        parts = [
-            torch.nn.functional.pad(
-                batch[name], (0, longest - batch[name].shape[1]), value=FILLS[name]
-            )
-            for batch in batches
-        ]
-        whole = torch.cat(parts)
-        if (missing := rows - len(whole)) > 0:
-            more = whole[:1].expand(missing, -1)
-            whole = torch.cat(
-                [whole, torch.full_like(more, NOT_LEARNED)] if name == "labels" else [whole, more]
-            )
-        wholes[name] = whole
+        whole = [row for batch in batches for row in batch[name]]
+        more = torch.full_like(whole[0], NOT_LEARNED) if name == "labels" else whole[0]
+        wholes[name] = torch.nn.utils.rnn.pad_sequence(
+            whole + [more] * (rows - len(whole)), batch_first=True, padding_value=FILLS[name]
+        )
     return wholes

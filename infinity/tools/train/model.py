@@ -7,6 +7,7 @@ cache            keys and values of past tokens, which only generation uses
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import difflib
 import re
@@ -216,6 +217,15 @@ def read_tokenizer(path: Path | None, *, trust: bool = False) -> Any:
         ) from None
 
 
+def read_for(args: argparse.Namespace) -> tuple[Any, Any]:
+    """Reads the configuration and the tokenizer of ``--model``. Raises ConfigError if one of them
+    is not for the other."""
+    model_config = read_model_config(args.model, trust=args.trust_remote_code)
+    tokenizer = read_tokenizer(args.model, trust=args.trust_remote_code)
+    check_vocabulary(model_config, tokenizer)
+    return model_config, tokenizer
+
+
 def check_vocabulary(model_config: Any, tokenizer: Any) -> None:
     needed = BYTE_VOCABULARY if tokenizer is None else len(tokenizer)
     what = "byte-level text" if tokenizer is None else "its tokenizer"
@@ -392,6 +402,17 @@ def checkpoint_activations(model: nn.Module) -> None:
         or model.gradient_checkpointing_enable
     )
     enable({"use_reentrant": False})
+
+
+def at_model(model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+    """Returns a batch on the device of the ``model``."""
+    import torch
+
+    device = next(model.parameters()).device
+    return {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value
+        for name, value in batch.items()
+    }
 
 
 @contextlib.contextmanager

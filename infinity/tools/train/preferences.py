@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import infinity
 
-from ...errors import ConfigError, InfinityError
+from ...errors import ConfigError
 from ..cli.amounts import format_count
 from .corpus import held_out_share
 from .counts import EdgeCounts
@@ -28,16 +28,9 @@ from .example_files import ExampleFiles
 from .examples import libraries
 from .inputs import find_eval_files, of_eval_data
 from .interrupt import Interrupt
-from .job import Measured, not_finite
+from .job import Measured, check_finite, fixed_values
 from .methods import METHODS, Method, optimizer_of
-from .model import (
-    check_vocabulary,
-    choose_sequence_length,
-    name_base,
-    no_cache,
-    read_model_config,
-    read_tokenizer,
-)
+from .model import choose_sequence_length, name_base, no_cache, read_for
 from .optimizers import betas_of
 from .options import DEFAULT_MAX_GRAD_NORM, DEFAULT_ROW_LENGTH, set_defaults
 from .places import (
@@ -85,9 +78,7 @@ def read_preference_inputs(
             f"--method {args.method} learns from {METHODS[args.method].data}, and {files.source} is"
             " running text. Leave out --method to learn it."
         )
-    model_config = read_model_config(args.model, trust=args.trust_remote_code)
-    tokenizer = read_tokenizer(args.model, trust=args.trust_remote_code)
-    check_vocabulary(model_config, tokenizer)
+    model_config, tokenizer = read_for(args)
     if tokenizer is not None and tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token  # as TRL's DPO has it
     length = choose_sequence_length(args.sequence_length, model_config, DEFAULT_ROW_LENGTH)
@@ -160,9 +151,7 @@ class PreferenceJob(Measured):
             return {}
         with keep_random_state(), no_cache(self.model), quiet():
             metrics = self.trainer.evaluate()
-        loss = metrics["eval_loss"]
-        if not math.isfinite(loss):
-            raise InfinityError(not_finite(loss, self.next_step))
+        check_finite(metrics["eval_loss"], self)
         return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
     def train(self, interrupt: Interrupt, console: Console, trackers: Trackers) -> None:
@@ -200,18 +189,6 @@ class PreferenceJob(Measured):
         with self.closing, no_cache(self.model), quiet(), suppress(_NothingLeft):
             self.trainer.train(resume_from_checkpoint=saved and str(saved))
 
-    def end_interrupted(self, signum: int, console: Console) -> int:
-        """Tells that the job was interrupted. Returns its exit status."""
-        saved = (
-            f"saved to {self.args.checkpoint}; --resume continues"
-            if self.args.checkpoint
-            else "nothing saved (no --checkpoint)"
-        )
-        console.print(f"Interrupted after step {self.next_step} of {self.args.steps}: {saved}")
-        if self.args.json and self.ranks.is_first:
-            print(json.dumps({"interrupted": True, "steps": self.next_step, "losses": self.losses}))
-        return 128 + signum
-
     def report(self, measured_disk: dict[str, float] | None) -> dict[str, Any]:
         """Measures the held-out rows, and returns the job's numbers. Every rank calls this."""
         assert self.counts is not None
@@ -221,7 +198,6 @@ class PreferenceJob(Measured):
         is_even = self.ranks.count == 1 and (held_out <= batch or held_out % batch == 0)
         last = next((e for e in reversed(self.trainer.state.log_history) if "loss" in e), {})
         return {
-            "interrupted": False,
             "method": self.method.name,
             "data": {
                 "source": self.preferred.source,
@@ -232,14 +208,7 @@ class PreferenceJob(Measured):
                 "unlearned_answers": self.unlearned,
                 "cut_answers": self.cut,
             },
-            "options": self.fixed_values,
-            "homes": {"params": self.config.params, "optimizer": self.config.optimizer},
-            "first_step": self.first_step,
-            "steps": self.next_step,
-            "losses": self.losses,
-            "held_out_loss_before": self.loss_before,
             "held_out_loss_after": after.get("eval_loss"),
-            "held_out_losses": self.held_out_losses,
             "held_out": after,
             "last": last,
             **measurements(self, self.counts, self.config, measured_disk),
@@ -327,19 +296,16 @@ def _fixed_values(
     args: argparse.Namespace, inputs: PreferenceInputs, config: infinity.Config, ranks: Ranks
 ) -> dict[str, Any]:
     """Returns the options that change the arithmetic."""
-    names = ("method", "beta", "seed", "dtype", "batch_size", "optim", "lr", "weight_decay")
-    names += ("betas",)
-    names += ("lora_rank", "precompute_reference", "warmup_steps")
-    return {name: getattr(args, name) for name in names} | {
-        "data": inputs.preferred.fingerprint,
-        "base": _fingerprint_of(args.model),
-        "master": str(config.master),
-        "moments": str(config.moments),
-        "sequence_length": inputs.length,
-        "eval_share": held_out_share(args),
-        "accumulate": args.accumulate * ranks.count,
-        "max_grad_norm": args.max_grad_norm or config.max_grad_norm or DEFAULT_MAX_GRAD_NORM,
-    }
+    names = ("method", "beta", "precompute_reference", "warmup_steps")
+    known = fixed_values(args, inputs.preferred.fingerprint, inputs.length, config, ranks)
+    return (
+        {name: getattr(args, name) for name in names}
+        | known
+        | {
+            "base": _fingerprint_of(args.model),
+            "max_grad_norm": args.max_grad_norm or config.max_grad_norm or DEFAULT_MAX_GRAD_NORM,
+        }
+    )
 
 
 def make_preference_job(
@@ -533,8 +499,7 @@ def _watching(
             if "loss" not in (logs or {}):
                 return
             loss = float(logs["loss"])
-            if not math.isfinite(loss):
-                raise InfinityError(not_finite(loss, state.global_step))
+            check_finite(loss, job)
             job.losses.append(loss)
             job.figures = {
                 name: float(value) for name, value in logs.items() if not isinstance(value, str)
@@ -547,12 +512,10 @@ def _watching(
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             job.step_seconds.append(time.perf_counter() - self.began)
             job.counts = EdgeCounts.of(job.model).since(self.start)
-            interrupt.signum = job.ranks.largest(interrupt.signum or 0) or None
-            asked, interrupt.saves = interrupt.saves, False
+            ends, asked = interrupt.is_told(job.ranks), interrupt.taken_save()
             if job.args.checkpoint is not None:
-                asked = asked or interrupt.signum is not None
-                control.should_save |= bool(job.ranks.largest(int(asked)))
-            control.should_training_stop |= interrupt.signum is not None
+                control.should_save |= bool(job.ranks.largest(ends or asked))
+            control.should_training_stop |= ends
             every, step = job.args.eval_every, state.global_step
             if every is not None and step % every == 0 and step < state.max_steps:
                 logs = control.should_log  # the log of what was measured is not the step's

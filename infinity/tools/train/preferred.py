@@ -40,7 +40,6 @@ class Preferred:
     source: str
     rows: Any = field(repr=False)  # a datasets.Dataset
     train_count: int  # the first rows, which are learned
-    chat: bool
     told: list[str]
     has_own_template: bool
     fingerprint: str
@@ -145,7 +144,6 @@ def read_preferred(
         source=files.source,
         rows=rows,
         train_count=len(made) - held_out,
-        chat=chat,
         told=[*notes, *prompts.told()],
         has_own_template=has_template or not chat,
         fingerprint=digest.hexdigest()[:16],
@@ -242,7 +240,7 @@ def choose_preferred(data: Any, source: str, method: Method) -> PreferredForm:
         raise ConfigError(
             f"--data: {option} learns from {'pairs of answers' if method.paired else method.data},"
             f" and {source} has the columns {', '.join(data.column_names)}. Needed is"
-            f" {NEEDED[method.paired]}. {_other_way(names, label, method)}"
+            f" {NEEDED[method.paired]}. {_other_way(label, method)}"
         )
     if paired and label:
         refuse(
@@ -291,7 +289,7 @@ def choose_preferred(data: Any, source: str, method: Method) -> PreferredForm:
     )
 
 
-def _other_way(names: dict[str, str], label: str | None, method: Method) -> str:
+def _other_way(label: str | None, method: Method) -> str:
     if method.paired and label:
         return "For answers with a label give --method kto"
     return "Leave out --method to learn every answer."

@@ -85,7 +85,6 @@ def make_report(
     corpus = job.batches.corpus
     in_bits = (lambda nats: nats / math.log(2)) if corpus.byte_level else (lambda nats: None)
     return {
-        "interrupted": False,
         "parameters": job.fixed_values["parameters"],
         "data": {
             "source": corpus.source,
@@ -94,14 +93,7 @@ def make_report(
             "held_out_source": job.batches.held_out_corpus.source,
             "held_out_tokens": job.batches.held_out_corpus.held_out_ntokens,
         },
-        "options": job.fixed_values,
-        "homes": {"params": config.params, "optimizer": config.optimizer},
-        "first_step": job.first_step,
-        "steps": job.next_step,
-        "losses": job.losses,
-        "held_out_loss_before": job.loss_before,
         "held_out_loss_after": loss_after,
-        "held_out_losses": job.held_out_losses,
         "bits_per_byte_before": in_bits(job.loss_before),
         "bits_per_byte_after": in_bits(loss_after),
         "predicted_step_seconds": predicted_step_seconds,
@@ -119,6 +111,14 @@ def measurements(
     stats = infinity.stats(job.model)
     steps_count = len(job.step_seconds)
     return {
+        "interrupted": False,
+        "options": job.fixed_values,
+        "homes": {"params": config.params, "optimizer": config.optimizer},
+        "first_step": job.first_step,
+        "steps": job.next_step,
+        "losses": job.losses,
+        "held_out_loss_before": job.loss_before,
+        "held_out_losses": job.held_out_losses,
         "train_seconds": counts.at_seconds,
         "step_seconds": sum(job.step_seconds) / steps_count if steps_count else None,
         "median_step_seconds": statistics.median(job.step_seconds) if job.step_seconds else None,

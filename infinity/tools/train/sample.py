@@ -12,7 +12,7 @@ import time
 from collections.abc import Container
 from typing import TYPE_CHECKING, Any
 
-from .model import max_positions
+from .model import at_model, max_positions
 
 if TYPE_CHECKING:
     import torch
@@ -35,11 +35,7 @@ def sample(job: Any, *, prompt: str | None, ntokens: int) -> tuple[str, str]:
         inputs["input_ids"] = inputs["input_ids"][:, -(limit - count) :]
     else:  # none of its pictures is cut
         count = min(count, limit - inputs["input_ids"].shape[1])
-    device = next(model.parameters()).device
-    inputs = {
-        name: value.to(device) if isinstance(value, torch.Tensor) else value
-        for name, value in inputs.items()
-    }
+    inputs = at_model(model, inputs)
     tokens = inputs["input_ids"]
     options = {"do_sample": True, "temperature": TEMPERATURE, "max_new_tokens": count}
     if model.generation_config.pad_token_id is None:

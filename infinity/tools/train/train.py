@@ -40,6 +40,7 @@ from .inputs import Inputs, find_files, read_inputs, tell_skipped
 from .interrupt import Interrupt, before_first_step
 from .job import (
     Job,
+    Measured,
     check_finite,
     held_out,
     make_job,
@@ -276,7 +277,7 @@ def _learn_preferences(
             start.close()
             job.train(interrupt, console, trackers)
         if interrupt.signum is not None:
-            return job.end_interrupted(interrupt.signum, console)
+            return _end_interrupted(args, job, console, interrupt.signum)
         report = job.report(measure_disks(job))
         trackers.held_out(job, report["held_out_loss_after"])
     print_report(console, report)
@@ -555,10 +556,10 @@ def _begin(args: argparse.Namespace, job: Job, console: Console) -> None:
     console.print(f"held-out loss {job.loss_before:.4f}")
 
 
-def _end_interrupted(args: argparse.Namespace, job: Job, console: Console, signum: int) -> int:
+def _end_interrupted(args: argparse.Namespace, job: Measured, console: Console, signum: int) -> int:
     saved = (
         f"saved to {args.checkpoint}; --resume continues"
-        if args.checkpoint and job.stops_at is None
+        if args.checkpoint and args.repeats is None
         else "nothing saved (no --checkpoint)"
     )
     console.print(f"Interrupted after step {job.next_step} of {job.steps}: {saved}")
