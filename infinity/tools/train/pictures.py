@@ -29,7 +29,7 @@ from .columns import PAIRS, Form, choose_form, first_filled, is_empty, known, va
 from .corpus import HELD_OUT_SHARE
 from .example_files import ExampleFiles, is_padded, load_examples
 from .examples import Examples, held_out_count, libraries, training_template
-from .rendering import EMPTY, MARK, MEDIA, NOT_LEARNED, UNANSWERED, UNLEARNED
+from .rendering import EMPTY, MARK, MEDIA, NOT_LEARNED, UNANSWERED, UNLEARNED, as_parts
 from .sample import without_repeats
 from .samples import THOUGHTS, Sample, check_places, is_picture, read_sample
 from .wording import first_line
@@ -251,12 +251,7 @@ def _placed(
                 {**each, "content": _split(each["content"])} if each["role"] == "user" else each
                 for each in messages
             ]
-    messages = [
-        {**each, "content": [{"type": "text", "text": each["content"]}]}
-        if isinstance(each.get("content"), str)
-        else each
-        for each in messages
-    ]
+    messages = as_parts(messages)
     places = [part for each in messages for part in _parts(each) if is_picture(part)]
     unfilled = sum("image" not in part for part in places)
     if unfilled != len(given):

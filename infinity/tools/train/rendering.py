@@ -284,12 +284,7 @@ class Renderer:
         template = self.template if sample.start is None else None
         messages = [_thinking(message) for message in messages]
         if self.in_parts:
-            messages = [
-                {**message, "content": [{"type": "text", "text": message["content"]}]}
-                if isinstance(message.get("content"), str)
-                else message
-                for message in messages
-            ]
+            messages = as_parts(messages)
         try:
             return self.tokenizer.apply_chat_template(
                 messages,
@@ -350,6 +345,16 @@ class Renderer:
         at = f" at line {number} ({shown.strip()[:120]})"
         missing = f" The sample has no {', and no '.join(lacks)}." if lacks else ""
         return f"the chat template ends{at} in {kind}: {said}.{missing}"
+
+
+def as_parts(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Makes what messages say lists of parts, where it is text."""
+    return [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in messages
+    ]
 
 
 def _thinking(message: dict[str, Any]) -> dict[str, Any]:

@@ -242,8 +242,7 @@ def _train(
         predicted_step_seconds=predicted,
         loss_after=loss_after,
     )
-    print_report(console, report)
-    return _end(args, ranks, job, console, report)
+    return _end(args, job, console, report)
 
 
 def _tell_held_out(job: Job, console: Console, trackers: Trackers, loss: float) -> None:
@@ -280,17 +279,7 @@ def _learn_preferences(
             return _end_interrupted(args, job, console, interrupt.signum)
         report = job.report(measure_disks(job))
         trackers.held_out(job, report["held_out_loss_after"])
-    print_report(console, report)
-    if args.out is not None:
-        report["out"] = str(args.out)
-        _save(args, job.model, job.tokenizer, ranks, console)
-    else:
-        where = trainer_checkpoint(args.checkpoint)
-        console.print(
-            f"The trained model is in {where}" if where else "The trained model is not saved"
-        )
-    _tell_and_push(args, ranks, console, report)
-    return 0
+    return _end(args, job, console, report)
 
 
 def _set_steps(
@@ -399,31 +388,25 @@ def _make_model(
     return model, None
 
 
-def _end(
-    args: argparse.Namespace,
-    ranks: Ranks,
-    job: Job,
-    console: Console,
-    report: dict[str, Any],
-) -> int:
-    """Saves the trained model to ``--out``, and prints the report with ``--json``."""
+def _end(args: argparse.Namespace, job: Any, console: Console, report: dict[str, Any]) -> int:
+    """Prints the report, saves the trained model to ``--out``, and then sends it, which may
+    fail."""
+    print_report(console, report)
     if args.out is not None:
-        report.update(_save_and_sample(args, job, console))
+        report["out"] = str(args.out)
+        _save(args, job.model, job.tokenizer, job.ranks, console)
+        if args.method is None:
+            report.update(_sample(args, job, console))
+    elif where := trainer_checkpoint(args.checkpoint):
+        console.print(f"The trained model is in {where}")
     else:
         how = f": `infinity export {args.checkpoint} OUT` writes it" if args.checkpoint else ""
         console.print(f"The trained model is not saved, without --out{how}")
-    _tell_and_push(args, ranks, console, report)
-    return 0
-
-
-def _tell_and_push(
-    args: argparse.Namespace, ranks: Ranks, console: Console, report: dict[str, Any]
-) -> None:
-    """Prints the report with ``--json``, and then sends what was saved, which may fail."""
-    if args.json and ranks.is_first:
+    if args.json and job.ranks.is_first:
         print(json.dumps(report))
-    if args.push is not None and ranks.is_first:
+    if args.push is not None and job.ranks.is_first:
         console.print(f"Sent to {push(args.push, args.out)}")
+    return 0
 
 
 def _watchers(
@@ -591,9 +574,9 @@ def _save(
         console.print(f"Serve it: {next_command(args.out, args.model)}")
 
 
-def _save_and_sample(args: argparse.Namespace, job: Job, console: Console) -> dict[str, str]:
-    _save(args, job.model, job.tokenizer, job.ranks, console)
-    result = {"out": str(args.out)}
+def _sample(args: argparse.Namespace, job: Job, console: Console) -> dict[str, str]:
+    """Prints a sample, and lets go of the model."""
+    result = {}
     if {"cp", "pp"} & {*axes_of(job.ranks.mesh)}:
         console.print(f"Not sampled on this mesh: infinity generate {args.out}")
     elif args.sample_bytes:

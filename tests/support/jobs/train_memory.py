@@ -14,7 +14,7 @@ import transformers
 import infinity.tools.cli
 from infinity.tools.train import train
 
-STEPS = ("_time_compute", "_begin", "_save_and_sample")
+STEPS = ("_time_compute", "_begin", "_end")
 
 
 def anonymous() -> int:
