@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 class Measured:
     """What the loop of a job of any kind measures."""
 
+    args: argparse.Namespace
     ranks: Ranks
     fixed_values: dict[str, Any]
-    words: list[str] = field(default_factory=list)  # the command's options
     first_step: int = 0
     saved_step: int | None = None  # of the last save that ended
     loss_before: float | None = None
@@ -63,13 +63,29 @@ class Measured:
 
     if TYPE_CHECKING:
         model: Any
-        checkpoint: Path | None
         steps: int
         next_step: int
         tokens_per_step: int  # of all ranks
         lr: float  # of the last step
         figures: dict[str, float]  # of the last step, beside its loss and rate
         total_save_seconds: float | None
+
+    @property
+    def checkpoint(self) -> Path | None:
+        return self.args.checkpoint
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What each checkpoint says of its job."""
+        out = self.args.out
+        return {
+            "steps": self.steps,
+            "loss_before": self.loss_before,
+            "fixed_values": self.fixed_values,
+            "words": self.args.words,
+            "data_ranks": self.ranks.data_count,
+            "out": out and os.path.realpath(out),  # a restarted job may replace it
+        }
 
     @property
     def tokens_per_second(self) -> float:
@@ -85,17 +101,10 @@ class Job(Measured):
     optimizers: list[Any]
     batches: Batches | ExampleBatches
     held_out: list[dict[str, torch.Tensor]]
-    seed: int
-    accumulate: int
     max_grad_norm: float | None  # None: the engine clips
-    checkpoint: Path | None
-    out: Path | None
-    checkpoint_every: int | None  # None: as often as `interval` says
-    eval_every: int | None
     interval: Interval
     pipe: Any = None  # the pipeline of a mesh with stages, whose chunks are then the model
     tokenizer: Any = None  # saved with each checkpoint, for a model made of it
-    model_folder: Path | None = None  # whose processor's files are saved with it, too
     schedulers: list[Any] = field(default_factory=list)
     steps: int = 0  # set with the schedulers
     next_step: int = 0
@@ -133,7 +142,7 @@ class Job(Measured):
 
     @property
     def tokens_per_step(self) -> int:
-        return self.batches.tokens_per_batch * self.accumulate * self.ranks.data_count
+        return self.batches.tokens_per_batch * self.args.accumulate * self.ranks.data_count
 
     @property
     def total_save_seconds(self) -> float | None:
@@ -162,23 +171,16 @@ def make_job(
     model, optimizers, pipe = wrap(args, model, optimizers, config, ranks.mesh, say)
     max_grad_norm = args.max_grad_norm or (None if config.max_grad_norm else DEFAULT_MAX_GRAD_NORM)
     return Job(
+        args=args,
         model=model,
         optimizers=optimizers,
         batches=batches,
         held_out=batches.held_out(args.eval_batches),
-        seed=args.seed,
-        accumulate=args.accumulate,
         max_grad_norm=max_grad_norm,
-        checkpoint=args.checkpoint,
-        out=args.out,
-        checkpoint_every=args.checkpoint_every,
-        eval_every=args.eval_every,
         interval=Interval(args.checkpoint_overhead),
         ranks=ranks,
         pipe=pipe,
         tokenizer=tokenizer,
-        model_folder=args.model,
-        words=args.words,
         fixed_values=fixed_values(
             args, batches.corpus.fingerprint, batches.sequence_length, config, ranks
         )
@@ -262,7 +264,7 @@ def train(
 
 def _is_evaluated(job: Job) -> bool:
     """Whether the held-out loss is measured after this step, which is not the last one."""
-    every = job.eval_every if job.stops_at is None else None
+    every = job.args.eval_every if job.stops_at is None else None
     return every is not None and job.next_step % every == 0
 
 
@@ -271,8 +273,8 @@ def _is_save_due(job: Job, interrupt: Interrupt) -> bool:
     collective."""
     if job.checkpoint is None or job.stops_at is not None:
         return False
-    if job.checkpoint_every is not None:
-        is_due = job.next_step % job.checkpoint_every == 0
+    if job.args.checkpoint_every is not None:
+        is_due = job.next_step % job.args.checkpoint_every == 0
     else:
         is_due = job.ranks.is_first and job.interval.is_due
     return bool(job.ranks.largest(interrupt.taken_save() or is_due))
@@ -290,7 +292,7 @@ def train_step(job: Job, step: int) -> float:
     mean = job.ranks.mean(float(sum(counts)))
     loss_sum = 0.0
     # Dropout depends on (seed, step, turn) alone: a resumed job repeats it, also on other ranks.
-    seeds = [job.seed * 1_000_003 + step + 7_919 * turn for turn in _turns(job)]
+    seeds = [job.args.seed * 1_000_003 + step + 7_919 * turn for turn in _turns(job)]
     torch.manual_seed(seeds[0] % 2**63)
     if job.pipe is not None:
         loss_sum = job.pipe.step(**_joined(job, batches), num_items_in_batch=mean).item()
@@ -321,7 +323,7 @@ def _clip(job: Job) -> torch.Tensor:
 
 def _joined(job: Job, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Joins micro-batches into a pipeline's batch, on its device."""
-    return at_model(job.parts[0], joined(batches, job.accumulate * job.batches.batch_size))
+    return at_model(job.parts[0], joined(batches, job.args.accumulate * job.batches.batch_size))
 
 
 def batches_of(job: Job, step: int) -> list[dict[str, torch.Tensor]]:
@@ -333,7 +335,7 @@ def batches_of(job: Job, step: int) -> list[dict[str, torch.Tensor]]:
 def _turns(job: Job) -> list[int]:
     """Returns which micro-batches of a step are this rank's: with other ranks, the step has the
     same ones."""
-    return [at * job.ranks.data_count + job.ranks.data_rank for at in range(job.accumulate)]
+    return [at * job.ranks.data_count + job.ranks.data_rank for at in range(job.args.accumulate)]
 
 
 def measure_stalls(job: Job, steps: int) -> Any:
@@ -399,8 +401,8 @@ def held_out(job: Job) -> float:
     for part in job.parts:
         part.eval()
     loss_sum, counted = 0.0, 0
-    for at in range(0, len(job.held_out), job.accumulate):
-        batches = job.held_out[at : at + job.accumulate]
+    for at in range(0, len(job.held_out), job.args.accumulate):
+        batches = job.held_out[at : at + job.args.accumulate]
         if learned := sum(map(learned_count, batches)):
             loss_sum += job.pipe.eval(**_joined(job, batches)).item() * learned
             counted += learned
@@ -422,16 +424,8 @@ def save_checkpoint(job: Job, *, wait: bool = True) -> None:
     finish_save(job, raises=False)
     job.interval.begin_save()
     job.saving_step = job.next_step
-    extra = {
-        "step": job.next_step,
-        "steps": job.steps,
-        "schedulers": [scheduler.state_dict() for scheduler in job.schedulers],
-        "loss_before": job.loss_before,
-        "fixed_values": job.fixed_values,
-        "words": job.words,
-        "data_ranks": job.ranks.data_count,
-        "out": job.out and os.path.realpath(job.out),  # a restarted job may replace it
-    }
+    schedulers = [scheduler.state_dict() for scheduler in job.schedulers]
+    extra = job.said | {"step": job.next_step, "schedulers": schedulers}
     began = time.perf_counter()
     job.saving = infinity.save_checkpoint(
         job.checkpoint, job.model, job.optimizers, extra=extra, overwrite=True, wait=wait
@@ -444,9 +438,9 @@ def save_checkpoint(job: Job, *, wait: bool = True) -> None:
             for part in (job.tokenizer, *getattr(job.parts[0], "peft_config", {}).values()):
                 if part is not None:
                     part.save_pretrained(made)
-            copy_processors(job.model_folder, made)
+            copy_processors(job.args.model, made)
             if carried := job.parts[0].__dict__.get(CARRIED):
-                rest = {"folder": os.path.realpath(str(job.model_folder)), "tensors": list(carried)}
+                rest = {"folder": os.path.realpath(str(job.args.model)), "tensors": list(carried)}
                 (made / ELSEWHERE).write_text(json.dumps(rest))
 
 

@@ -8,7 +8,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import tempfile
 import time
 import warnings
@@ -106,7 +105,6 @@ def read_preference_inputs(
 class PreferenceJob(Measured):
     """A trainer of TRL over a model at home, and what the job measured."""
 
-    args: argparse.Namespace
     method: Method
     trainer: Any
     tokenizer: Any
@@ -133,10 +131,6 @@ class PreferenceJob(Measured):
     @property
     def steps(self) -> int:
         return self.args.steps
-
-    @property
-    def checkpoint(self) -> Path | None:
-        return self.args.checkpoint
 
     @property
     def lr(self) -> float:
@@ -526,12 +520,7 @@ def _watching(
                     trackers.held_out(job, loss)
 
         def state(self) -> dict[str, Any]:
-            """Returns what each checkpoint says of its job."""
-            out = job.args.out and os.path.realpath(job.args.out)
-            said = {"fixed_values": job.fixed_values, "steps": job.args.steps, "out": out}
-            said |= {"loss_before": job.loss_before, "words": job.args.words}
-            said |= {"data_ranks": job.ranks.count}
-            return {"args": {}, "attributes": said}
+            return {"args": {}, "attributes": job.said}
 
     Watching.__name__ = NOTED
     return Watching()

@@ -68,7 +68,7 @@ def predict_step(job: Job, compute_seconds: float) -> float:
         engine.job.planned.sizes,
         rates,
         compute_seconds=compute_seconds,
-        passes=job.accumulate,
+        passes=job.args.accumulate,
     )
     return prediction.step_seconds
 

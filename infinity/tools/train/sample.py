@@ -40,7 +40,7 @@ def sample(job: Any, *, prompt: str | None, ntokens: int) -> tuple[str, str]:
     options = {"do_sample": True, "temperature": TEMPERATURE, "max_new_tokens": count}
     if model.generation_config.pad_token_id is None:
         options["pad_token_id"] = 0  # unused with one sequence, but transformers asks for it
-    torch.manual_seed(job.seed)
+    torch.manual_seed(job.args.seed)
     with torch.no_grad():
         result = model.generate(
             **{"attention_mask": torch.ones_like(tokens)} | inputs,
