@@ -62,7 +62,8 @@ KNOWN = (
         "column",
         "more",
         ("input", "inputs", "context", "passage"),
-        "text that follows the question of a pair; refused beside a conversation alone",
+        "text that follows the question of a pair, on a line of its own; refused beside a"
+        " conversation alone",
     ),
     Known(
         "column",
@@ -76,7 +77,7 @@ KNOWN = (
     Known(
         "column",
         "preferences",
-        ("chosen", "rejected", "rejected_response", "rejected_messages"),
+        ("chosen", "chosen_messages", "rejected", "rejected_response", "rejected_messages"),
         "a pair of answers for `--method dpo`, `orpo`, `simpo` or `kto`; refused without",
         "has preferred answers: add --method dpo to `infinity train` to learn of them by DPO. To"
         " learn or measure one of two answers alone, name its column completion (messages, if the"

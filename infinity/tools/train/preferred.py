@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 from ...errors import ConfigError
@@ -230,7 +231,8 @@ def choose_preferred(data: Any, source: str, method: Method) -> PreferredForm:
         if each.refused and each.use not in ("preferences", "label", "tree"):
             for name in (names[name] for name in each.names if name in names):
                 refuse(name, each.refused)
-    chosen, rejected = names.get("chosen"), first(known("column", "preferences")[1:])
+    answers = known("column", "preferences")
+    chosen, rejected = first(answers[:2]), first(answers[2:])
     label = first(known("column", "label"))
     messages = first(known("column", "messages"))
     if label and not any(name and first_filled(data, name) for name in (chosen, rejected)):
@@ -383,7 +385,8 @@ def _turns(
     if not all(isinstance(each, dict) for each in value or ()):
         raise ConfigError(f"{name} {samples.NEEDED}")
     read = [samples.message_of(each, template, padded) for each in samples.spread(value or ())]
-    if role == "assistant" and any(mark is False for _, mark in read):
+    is_answer = [message["role"] == "assistant" for message, _ in read]
+    if role == "assistant" and any(mark is False for _, mark in compress(read, is_answer)):
         raise ConfigError(
             f"a message of {name} has a weight of 0, and answers are learned whole. Remove the"
             " weight, or write the message into the prompt."

@@ -77,6 +77,7 @@ SHAPES = tuple(
     )
 )
 KEYS = re.compile(
+    r'\A\[\s*\{\s*"|'
     r'"(messages|conversations?|dialog(?:ue)?|chosen|completions?|instruction)"\s*:\s*["\[{]'
 )
 READ = "It is not read here."
@@ -165,7 +166,7 @@ def _records_in(path: Path, head: bytes) -> str | None:
     value = values[0] if len(values) == 1 else None
     if value is None and path.stat().st_size <= WHOLE_NBYTES:
         value = _parsed(path.read_text(encoding="utf-8-sig", errors="replace"))
-    sample = _sample_of(value)
+    sample = _sample_of(value) or _row_of(value)
     if sample is None and value is None and begin[:1] in ("{", "[") and KEYS.search(begin):
         return "holds records in JSON"  # too long to parse, or cut off
     return None if sample is None else _described("holds records in JSON", sample)
@@ -200,6 +201,13 @@ def _sample_of(value: Any) -> dict[str, Any] | None:
         if isinstance(each, dict) and _is_record(each):
             return each
     return None
+
+
+def _row_of(value: Any) -> dict[str, Any] | None:
+    """Returns the first of a list of objects with the same keys: rows of a table, not text."""
+    rows = value if isinstance(value, list) and len(value) > 1 else [None]
+    is_table = all(isinstance(row, dict) and row and row.keys() == rows[0].keys() for row in rows)
+    return rows[0] if is_table else None
 
 
 def _is_record(value: dict[str, Any]) -> bool:

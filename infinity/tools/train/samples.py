@@ -17,11 +17,19 @@ from .columns import ROLES, Form, is_empty, known
 NEEDED = 'must be a list of messages, as [{"role": "user", "content": "..."}].'
 # Names of one key, which templates read by the first or the second
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+# Who speaks, by the keys of a turn that has a question and its answer
+SPEAKERS = ("system", "user", "assistant")
+TURNS = {name: role for name, role in ROLES.items() if role in SPEAKERS} | {
+    "input": "user",
+    "output": "assistant",
+}
 PARTS = (None, "text", "input_text", "output_text")  # types of parts that are said
 PICTURES = ("image", "image_url", "input_image")  # types of parts that are pictures
 PICTURE_KEYS = ("image", "image_url", "url", "path", "base64", "bytes")  # of such a part
 # The place of a picture, video or sound in a question; closed again, it is HTML
-MEDIA = re.compile(r"\s*<(image|video|audio)>(?!.*</\1>)|.*<(image|video|audio)>\s*$", re.S)
+MEDIA = re.compile(
+    r"\s*<(image|video|audio)>(?!.*</\1>)|.*<(image|video|audio)>\s*$|.*?<(img)>[^<>]+</img>", re.S
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +183,7 @@ def _turn(row: dict[str, Any], column: str, role: str) -> list[dict[str, Any]]:
 def _joined(message: dict[str, Any], added: Any, column: str) -> dict[str, Any]:
     if not isinstance(added, str) or not isinstance(message.get("content"), str):
         raise ConfigError(f"{column} must be a text, to follow the question.")
-    return {**message, "content": f"{message['content']}\n\n{added}"}
+    return {**message, "content": f"{message['content']}\n{added}"}
 
 
 def _history(row: dict[str, Any], column: str | None) -> list[dict[str, Any]]:
@@ -193,17 +201,17 @@ def _history(row: dict[str, Any], column: str | None) -> list[dict[str, Any]]:
 
 
 def spread(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Makes two messages of each turn that has a question and its answer."""
-    turns_made = []
+    """Makes messages of each turn that has a question and its answer, and maybe a system message:
+    as its keys say."""
+    made = []
     for turn in turns:
-        if turn.keys() == {"input", "output"}:
-            turns_made += [
-                {"role": role, "content": turn[key]}
-                for key, role in (("input", "user"), ("output", "assistant"))
-            ]
-        else:
-            turns_made.append(turn)
-    return turns_made
+        roles = {key: TURNS.get(key) for key in turn}
+        if None in roles.values() or not {"user", "assistant"} <= set(roles.values()):
+            made.append(turn)
+            continue
+        said = {role: turn[key] for key, role in roles.items() if not is_empty(turn[key])}
+        made += [{"role": role, "content": said[role]} for role in SPEAKERS if role in said]
+    return made
 
 
 def _think(messages: list[dict[str, Any]], thoughts: Any, column: str) -> None:
@@ -303,8 +311,8 @@ def check_places(said: Any, role: str, speaker: str) -> None:
     """Raises ConfigError for a question that begins or ends with the place of what is not there."""
     if isinstance(said, str) and role != "assistant" and (place := MEDIA.match(said)):
         raise ConfigError(
-            f"a message of the role {speaker} has <{place[1] or place[2]}>, the place of a picture,"
-            " video or sound, and the model is given none. Remove the sample, or the word."
+            f"a message of the role {speaker} has <{place[place.lastindex or 0]}>, the place of a"
+            " picture, video or sound, and the model is given none. Remove the sample, or the word."
         )
 
 
@@ -348,7 +356,9 @@ def _joined_parts(said: Any) -> Any:
                 f"a part of a message has {marks[0]}. Messages are learned whole: give it to the"
                 " message, or remove it."
             )
-    parts = [part.get("text") if isinstance(part, dict) else part for part in said]
+    parts = [
+        part.get("text", part.get("value")) if isinstance(part, dict) else part for part in said
+    ]
     if not all(isinstance(part, str) for part in parts):
         raise ConfigError("a message has a part that is not text, as a picture.")
     return "".join(parts)

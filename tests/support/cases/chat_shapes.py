@@ -186,7 +186,7 @@ SHAPES = {
     "alpaca": Shape({"instruction": "1+1?", "output": "2."}, said=ANSWERED),
     "alpaca input": Shape(
         {"instruction": "Add.", "input": "1+1", "output": "2."},
-        said="<|user|>Add.\n\n1+1<|end|><|assistant|>[2.<|end|>]",
+        said="<|user|>Add.\n1+1<|end|><|assistant|>[2.<|end|>]",
     ),
     "alpaca system": Shape(
         {"instruction": "1+1?", "input": "", "output": "2.", "system": "Be brief."},
@@ -206,7 +206,7 @@ SHAPES = {
         },
         said="<|system|>Be brief.<|end|>"
         + ANSWERED
-        + "<|user|>Add.\n\n2+2<|end|><|assistant|>[4.<|end|>]",
+        + "<|user|>Add.\n2+2<|end|><|assistant|>[4.<|end|>]",
     ),
     "alpaca tools": Shape(
         {"instruction": "1+1?", "output": "2.", "tools": json.dumps([BARE])}, said=TOOLS + ANSWERED
@@ -268,6 +268,57 @@ SHAPES = {
     "llama factory audios": Shape(
         {"messages": _said(("user", "<audio>What?"), A), "audios": ["a.wav"]}, refused=("audios",)
     ),
+    "llama factory parts": Shape(
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "value": "1+1?"}],
+                    "loss_weight": 0.0,
+                },
+                {"role": "assistant", "content": [{"type": "text", "value": "2."}]},
+            ]
+        },
+        said=ANSWERED,
+    ),
+    "llama factory thought as a part": Shape(
+        {
+            "messages": [
+                CHAT[0],
+                {"role": "assistant", "content": [{"type": "reasoning", "value": "One."}]},
+            ]
+        },
+        refused=("type reasoning", "reasoning_content"),
+    ),
+    # Turns of a question and its answer: Firefly's, ms-swift's, XTuner's
+    "firefly": Shape(
+        {
+            "conversation_id": 1,
+            "conversation": [
+                {"human": "1+1?", "assistant": "2."},
+                {"human": "2+2?", "assistant": "4."},
+            ],
+        },
+        said=ANSWERED + SECOND,
+        told="left out: conversation_id",
+    ),
+    "swift turns after a system message": Shape(
+        {"system": "Be brief.", "conversation": [{"human": "1+1?", "assistant": "2."}]},
+        said="<|system|>Be brief.<|end|>" + ANSWERED,
+    ),
+    "xtuner": Shape(
+        {
+            "conversation": [
+                {"system": "Be brief.", "input": "1+1?", "output": "2."},
+                {"system": None, "input": "2+2?", "output": "4."},
+            ]
+        },
+        said="<|system|>Be brief.<|end|>" + ANSWERED + SECOND,
+    ),
+    "a turn that has more than its words": Shape(
+        {"conversation": [{"human": "1+1?", "assistant": "2.", "plugin": "add"}]},
+        refused=("sample 1", "no role"),
+    ),
     # axolotl
     "axolotl training": Shape({"messages": _marked("training", False)}, said=CONTEXT + SECOND),
     "axolotl train in ShareGPT": Shape(
@@ -302,7 +353,7 @@ SHAPES = {
     ),
     "axolotl context": Shape(
         {"context": "One is 1.", "question": "1+1?", "answer": "2."},
-        said="<|user|>1+1?\n\nOne is 1.<|end|><|assistant|>[2.<|end|>]",
+        said="<|user|>1+1?\nOne is 1.<|end|><|assistant|>[2.<|end|>]",
     ),
     "axolotl choices": Shape(
         {"question": "1+1?", "choices": ["1", "2"], "answer": "B"}, refused=("choices",)
@@ -383,6 +434,14 @@ SHAPES = {
     "llava without a picture": Shape(
         {"conversations": _from(("human", "<image>\nWhat?"), ("gpt", "2."))},
         refused=("<image>", "sample 1"),
+    ),
+    "a picture by its address": Shape(
+        {"query": "Picture 1: <img>https://a.org/1.png</img>\nWhat?", "response": "2."},
+        refused=("<img>", "sample 1"),
+    ),
+    "a tag of HTML that holds nothing": Shape(
+        {"query": 'Is <img src="a.png"> right, or <img>?', "response": "2."},
+        said='<|user|>Is <img src="a.png"> right, or <img>?<|end|><|assistant|>[2.<|end|>]',
     ),
     "a video at the end": Shape(
         {"instruction": "What is it?\n<video>", "output": "2."}, refused=("<video>",)
@@ -538,7 +597,7 @@ PUBLIC = {
     ),
     "databricks/databricks-dolly-15k": Shape(
         {"instruction": "1+1?", "context": "One.", "response": "2.", "category": "qa"},
-        said=ANSWERED.replace("1+1?", "1+1?\n\nOne."),
+        said=ANSWERED.replace("1+1?", "1+1?\nOne."),
         told="left out: category",
     ),
     "openai/gsm8k": Shape({"question": "1+1?", "answer": "2."}, said=ANSWERED),

@@ -41,6 +41,11 @@ RECORDS = {  # name of a file -> its content, and a part of the message
         "records in JSON (question, answer)",
     ),
     "columns.json": (json.dumps({"prompt": ["a"], "completion": ["b"]}), "records in JSON"),
+    "table.json": (
+        json.dumps([{"question": "a", "response_j": "b"}] * 2),
+        "records in JSON (question, response_j)",
+    ),
+    "cut_off.json": ('[\n{"question": "a", "response_j": "b"},', "records in JSON"),
     "sharegpt.json": (
         json.dumps([{"id": 1, "conversations": [{"from": "human", "value": "hi"}]}]),
         "records in JSON",
@@ -68,6 +73,7 @@ TEXTS = {
     "b.py": "{\n}\n",
     "package.json": json.dumps({"name": "x", "scripts": {}}, indent=2),
     "one_line.json": '{"compilerOptions": {"strict": true}}',
+    "rules.json": json.dumps([{"name": "x"}, {"test": "y"}]),
     "lyrics.txt": "[Verse 1]\nla la\n[Verse 2]\nla\n",
     "numbers.json": "[1, 2, 3]",
     "table.csv": "year,rain\n1999,3\n",

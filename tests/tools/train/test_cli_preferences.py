@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 import infinity.tools.cli
 from infinity.errors import ConfigError, UsageError
 from infinity.tools.train import preferences, report
+from infinity.tools.train.columns import known
 from infinity.tools.train.example_files import find_examples
 from infinity.tools.train.examples import PLAIN_TEMPLATE
 from infinity.tools.train.preferred import read_preferred
@@ -297,6 +298,7 @@ TOLD = [
     {"from": {"user": "human", "assistant": "gpt"}[m["role"]], "value": m["content"]} for m in TALK
 ]
 HUMAN = "\n\nHuman: 1+1?\n\nAssistant: 2.\n\nHuman: 1+2?\n\nAssistant:"
+PREFERENCES = known("column", "preferences")
 # The columns of data on the hub, by its documentation
 PUBLIC: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Intel/orca_dpo_pairs": (
@@ -308,6 +310,21 @@ PUBLIC: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "dpo",
         {"system": "", "question": "What is 1+2?", "chosen": "3.", "rejected": "4."},
         PAIRED[0] | {"prompt": "What is 1+2?", "chosen": "3.", "rejected": "4."},
+    ),
+    "hiyouga/LLaMA-Factory, v1": (
+        "dpo",
+        {
+            f"{kind}_messages": [
+                {
+                    "role": each["role"],
+                    "content": [{"type": "text", "value": each["content"]}],
+                    "loss_weight": float(each["role"] == "assistant"),
+                }
+                for each in (BRIEF, *ASKED, answer)
+            ]
+            for kind, answer in (("chosen", GOOD), ("rejected", BAD))
+        },
+        AS_CHAT | {"prompt": [BRIEF, *ASKED]},
     ),
     "jondurbin/truthy-dpo-v0.1": (
         "orpo",
@@ -379,7 +396,8 @@ def test_pairs_of_public_data_make_the_rows_that_trl_takes(source, base, tmp_pat
     path.write_text("".join(json.dumps(each) + "\n" for each in samples))
     found = read_preferred(find_examples(path), tokenizer, method)
     assert dict(found.rows[0]) == row
-    unused = set(sample) - set(row) - {"system", "question", "trajectory", "conversation"}
+    used = {"system", "question", "trajectory", "conversation"} | set(PREFERENCES)
+    unused = set(sample) - set(row) - used
     left = next((line for line in found.told if line.startswith("Columns left out")), "")
     assert all(name in left for name in unused - {"messages"}), found.told
     altered = json.loads(json.dumps(samples).replace("1+2", "1+5").replace("Q2", "Q5"))
