@@ -8,12 +8,12 @@ own       the same of infinity.neighborhood_attention, whose tiles read no key b
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...errors import ConfigError
+from ..cli.answers import print_object
 from ..cli.options import FLAG, takes
 from ..cli.values import a_count, zero_or_more
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the strides, and what they read."""
     simulated = simulate(args)
     if args.json:
-        print(json.dumps(simulated))
+        print_object(simulated)
     else:
         print("\n".join(_lines(simulated)))
     return 0

@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import difflib
 import importlib
-import json
 import os
 import signal
 import sys
@@ -22,6 +21,7 @@ from typing import Any
 
 from ...errors import ConfigError, UsageError
 from ...files.outputs import Output, check_outputs
+from ..cli.answers import print_object
 from ..cli.options import FLAG, HIDDEN, NUMBER, REPEATED, Parser, takes
 from ..cli.values import positive_real, real_from_zero
 from .themes import IN_ALL, THEMES
@@ -120,7 +120,8 @@ def run(args: argparse.Namespace) -> int:
     if unknown := [name for name in names if name not in THEMES and name != "all"]:
         raise UsageError(
             f"{no_theme(unknown[0], [*THEMES, 'all', 'compare'])} The engine's own benchmarks are"
-            f" not installed. Run `python -m bench {unknown[0]}` from the root of a checkout."
+            f" not installed. Run `python -m bench {unknown[0]}` from the root of a checkout.\n"
+            "`infinity bench --help` lists all options."
         )
     for name in ("results", "out", "svg"):
         if getattr(args, name) is not None:
@@ -240,7 +241,7 @@ def measure(args: argparse.Namespace, themes: Mapping[str, str], chosen: Sequenc
         machine.write_machine_file(measured.rows, settings.folders, date, file)
         print(file, file=sys.stderr)
     if args.json:
-        print(json.dumps(run.content(measured)))
+        print_object(run.content(measured))
     save(complete=True)
     if path is not None and path.is_file():
         print(path, file=sys.stderr)

@@ -16,7 +16,6 @@ import argparse
 import csv
 import importlib
 import io
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, UsageError
+from ..cli.answers import print_object
 from ..cli.options import FLAG, takes
 from ..cli.values import real_from_zero
 from . import facts, intervals
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         print(as_csv([(name, rows) for name, (_, rows) in zip(names, pairs)]), end="")
     elif args.json:
         as_dicts = [{"file": name} | as_json(*pair) for name, pair in zip(names, pairs)]
-        print(json.dumps(as_dicts[0] if len(as_dicts) == 1 else {"compared": as_dicts}))
+        print_object(as_dicts[0] if len(as_dicts) == 1 else {"compared": as_dicts})
     elif args.tex:
         print(*(as_tex(rows) for _, rows in pairs), sep="\n\n")
     else:

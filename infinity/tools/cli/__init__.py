@@ -30,6 +30,7 @@ from ...library_versions import LEAST
 from ...ranks import failure_report
 from ..train import wording
 from . import presets
+from .answers import others_aside
 from .options import BAD_INPUT_STATUS, HIDDEN, Parser
 
 SUBCOMMANDS = {  # name -> its module below infinity/tools, and what it does
@@ -134,7 +135,8 @@ def answer(
     try:
         tell_start(command)
         _check_variables()
-        with wording.logging_in_options(options):
+        aside = others_aside() if getattr(args, "json", False) else contextlib.nullcontext()
+        with aside, wording.logging_in_options(options):
             status = run(args)
         sys.stdout.flush()  # at the end of the process Python would tell of a closed pipe itself
         return status

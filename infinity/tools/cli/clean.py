@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ...errors import ConfigError
+from .answers import print_object
 from .options import FLAG, FOLDER
 
 PROBE = re.compile(r"infinity-probe-[a-z0-9_]{8}")
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.yes:
         remove(args.folder)
     if args.json:
-        print(json.dumps({"leftovers": [asdict(each) for each in leftovers], "removed": args.yes}))
+        print_object({"leftovers": [asdict(each) for each in leftovers], "removed": args.yes})
         return 0
     stayed = [each for each in leftovers if args.yes and os.path.lexists(each.path)]
     for each in leftovers:

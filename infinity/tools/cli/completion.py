@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 
+from .answers import print_object
 from .options import FLAG, HIDDEN, one_of
 
 OPTIONS = (
@@ -17,9 +17,10 @@ OPTIONS = (
 def run(args: argparse.Namespace) -> int:
     """Prints the script, or its words as JSON."""
     tree = words()
-    print(
-        json.dumps(tree) if args.json else script(tree, args.shell), end="\n" if args.json else ""
-    )
+    if args.json:
+        print_object(tree)
+    else:
+        print(script(tree, args.shell), end="")
     return 0
 
 
@@ -32,7 +33,7 @@ def words() -> dict[str, dict[str, list[str]]]:
             option: [str(choice) for choice in action.choices or ()]
             for action in parser_of(name)._actions
             for option in action.option_strings or ("",)
-            if action.help != HIDDEN
+            if action.help != HIDDEN and (option or action.choices)
         }
         for name in SUBCOMMANDS
     }

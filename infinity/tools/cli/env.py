@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import resource
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from ... import __version__
 from ...errors import InfinityError
+from .answers import print_object
 from .options import FLAG, REPEATED
 
 KIB = 1024
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     findings = find(args.nvme_path or [os.getcwd()])
     status = 2 if args.check and any(finding.remedy for finding in findings) else 0
     if args.json:
-        print(json.dumps({finding.name: asdict(finding) for finding in findings}))
+        print_object({finding.name: asdict(finding) for finding in findings})
         return status
     width = max(len(finding.name) for finding in findings)
     for finding in findings:

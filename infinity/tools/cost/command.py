@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +19,7 @@ from ...ext.checkpoint.interval import steps_between
 from ...files.outputs import Output, check_outputs
 from ...untrusted import check_number, parse_json, printable, read_text
 from ..cli.amounts import format_count, format_seconds
+from ..cli.answers import print_object
 from ..cli.options import FILE, FLAG, NUMBER, TEXT, either, takes
 from ..cli.values import a_number_of_tokens, columns, parse_seconds, positive_real
 from ..plan import sky
@@ -94,7 +94,10 @@ def run(args: argparse.Namespace) -> int:
     rental = report(*_rental(args, profile, offers), move)
     if args.sky is not None:
         args.sky.write_text(sky.task(rental))
-    print(json.dumps(rental) if args.json else printable("\n".join(_lines(rental))))
+    if args.json:
+        print_object(rental)
+    else:
+        print(printable("\n".join(_lines(rental))))
     return 0
 
 

@@ -8,12 +8,12 @@ held out  data that the model was not trained on: all of --data, or what `infini
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from typing import TYPE_CHECKING, Any
 
 from ...core.machine.sizes import MOST_NBYTES
 from ...errors import ConfigError, InfinityError
+from ..cli.answers import print_object
 from ..cli.options import (
     BYTES,
     COUNT,
@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         measured = (_of_data if args.tasks is None else _of_tasks)(args, console)
     result = finite({"model": str(args.model)} | measured)
     if args.json:
-        print(json.dumps(result))
+        print_object(result)
     else:
         for line in columns(list(rows_of(result))):
             print(line)

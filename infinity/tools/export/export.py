@@ -5,13 +5,13 @@ memory."""
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..cli.answers import print_object
 from ..cli.options import DIR, FLAG, one_of, takes
 from ..cli.values import a_path
 
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     )
     written |= written_gguf
     if args.json:
-        print(json.dumps({"out": str(args.out)} | written))
+        print_object({"out": str(args.out)} | written)
     else:
         print(
             f"{written['parameters']:,} parameters ({format_nbytes(written['nbytes'])}) written to"

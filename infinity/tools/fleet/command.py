@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...untrusted import printable, read_table
+from ..cli.answers import print_object
 from ..cli.options import FLAG, one_of, takes
 from ..cli.values import a_path, columns, parse_seconds
 from .fleet import (
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
             for name, shares, rate in zip(fleet.jobs, allocation.shares, rates)
         }
         report = {"policy": args.policy, "objective": float(allocation.objective), "jobs": jobs}
-        print(json.dumps(report | {"rounds": first, "received": rounds.received.tolist()}))
+        print_object(report | {"rounds": first, "received": rounds.received.tolist()})
         return 0
     table = [("job", *fleet.workers, "steps/s", "ends after", "if equal", "dollars")]
     for name, shares, rate in zip(fleet.jobs, allocation.shares, rates):

@@ -4,11 +4,11 @@ may be at home on the host or on NVMe, and are then streamed for every token."""
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from typing import Any
 
 from ...errors import ConfigError
+from ..cli.answers import print_object
 from ..cli.options import FLAG, NUMBER, SEED, TEXT, takes
 from ..cli.values import real_from_zero
 from ..train.model import check_vocabulary, max_positions
@@ -62,7 +62,7 @@ def _one_answer(speaker: Speaker, args: argparse.Namespace, prompt: str) -> int:
         messages.insert(0, {"role": "system", "content": args.system})
     answer = speaker.answer(messages, raw=args.raw, show=not args.json)
     if args.json:
-        print(json.dumps({"prompt": prompt, "answer": answer}))
+        print_object({"prompt": prompt, "answer": answer})
     return 0
 
 

@@ -6,7 +6,6 @@ A config is enough: the model is built on meta. The budgets may be another machi
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 import warnings
@@ -20,6 +19,7 @@ from typing import Any
 
 from ...errors import CapacityError, ConfigError, InfinityError
 from ...files.outputs import PICTURE, Output, check_outputs
+from ..cli.answers import print_object
 from ..cli.options import (
     AXES,
     BYTES,
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     if args.script:
         print("\n".join(_script(own_args, answer)))
     elif args.json:
-        print(json.dumps(answer))
+        print_object(answer)
     elif args.mesh is not None:
         print("\n".join(plan_mesh.text(answer)))
     else:

@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import runpy
 import sys
@@ -20,6 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ...errors import ConfigError, InfinityError
+from ..cli.answers import print_object
 from ..cli.options import FLAG, defaults, takes
 from ..train.options import MEMORY
 from ..train.settings import engine_config, engine_settings
@@ -61,8 +61,6 @@ def run(args: argparse.Namespace) -> int:
     settings = engine_settings(args, has_loop=False)
     engine_config({"device": "cpu"} | settings)  # raises for wrong values before the script begins
     with contextlib.ExitStack() as until_end:
-        if args.json:
-            until_end.enter_context(contextlib.redirect_stdout(sys.stderr))
         auto = until_end.enter_context(begin(settings))
         status: Any = 1  # of a script that an error ends
         try:
@@ -75,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             if not (auto.wrapped or auto.spawned or status):
                 _tell("no model was trained by a torch.optim.Optimizer, so none is at home")
             if args.json:
-                print(json.dumps({"wrapped": auto.wrapped}), file=sys.__stdout__)
+                print_object({"wrapped": auto.wrapped})
 
 
 def begin(settings: dict[str, Any]) -> Any:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import warnings
 from collections.abc import Callable
@@ -30,6 +29,7 @@ from ...ext.checkpoint.interval import FIRST_SECONDS, FIRST_STEPS
 from ...files.outputs import replacing
 from ...library_versions import refuse_older
 from ..cli.amounts import format_count, format_seconds
+from ..cli.answers import print_object
 from ..cli.presets import words_of
 from .classes import freeze_untouched, touched
 from .compute import Compute, compute_time, multiplies_bf16
@@ -403,7 +403,7 @@ def _end(args: argparse.Namespace, job: Any, console: Console, report: dict[str,
         how = f": `infinity export {args.checkpoint} OUT` writes it" if args.checkpoint else ""
         console.print(f"The trained model is not saved, without --out{how}")
     if args.json and job.ranks.is_first:
-        print(json.dumps(report))
+        print_object(report)
     if args.push is not None and job.ranks.is_first:
         console.print(f"Sent to {push(args.push, args.out)}")
     return 0
@@ -547,7 +547,7 @@ def _end_interrupted(args: argparse.Namespace, job: Measured, console: Console, 
     )
     console.print(f"Interrupted after step {job.next_step} of {job.steps}: {saved}")
     if args.json and job.ranks.is_first:
-        print(json.dumps({"interrupted": True, "steps": job.next_step, "losses": job.losses}))
+        print_object({"interrupted": True, "steps": job.next_step, "losses": job.losses})
     return 128 + signum
 
 

@@ -7,13 +7,13 @@ It begins at a kept copy of a checkpoint, or at the first step, and ends at a sa
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import ConfigError, UsageError
 from ..cli.amounts import format_count
+from ..cli.answers import print_object
 from ..cli.options import FLAG, FOLDER, TEXT, Parser, takes
 from ..cli.values import a_count, a_path
 
@@ -161,18 +161,16 @@ class Repeat:
         """Prints the result on the first rank, and returns the exit status."""
         is_same = not (self.other_losses or self.other_weights)
         if as_json and self.is_first:
-            print(
-                json.dumps(
-                    {
-                        "same": is_same,
-                        "from": self.first_step,
-                        "to": self.to,
-                        "weights": self.count,
-                        "other_losses": self.other_losses,
-                        "other_weights": self.other_weights,
-                        "differences": self.other_facts,
-                    }
-                )
+            print_object(
+                {
+                    "same": is_same,
+                    "from": self.first_step,
+                    "to": self.to,
+                    "weights": self.count,
+                    "other_losses": self.other_losses,
+                    "other_weights": self.other_weights,
+                    "differences": self.other_facts,
+                }
             )
         elif self.is_first:
             where = f"from step {self.first_step} to {self.to}"

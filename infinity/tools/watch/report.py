@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import html
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from ...errors import ConfigError, UsageError
 from ...files.outputs import Output, check_outputs
 from ...untrusted import parse_json, read_text
 from ..cli.amounts import format_seconds
+from ..cli.answers import print_object
 from ..cli.options import FILE, FLAG, NUMBER, rating, takes
 from ..cli.values import a_path, rating_of
 from ..eval.scores import line_of
@@ -93,10 +93,8 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"--out {args.out} cannot be written: {error.strerror}") from error
     if args.json:
-        print(
-            json.dumps(
-                {"out": str(args.out), "timeline": timeline is not None} | collected | evaluated
-            )
+        print_object(
+            {"out": str(args.out), "timeline": timeline is not None} | collected | evaluated
         )
     else:
         print(f"the run {collected['folder']}", file=sys.stderr)

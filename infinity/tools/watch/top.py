@@ -4,7 +4,6 @@ its measured limit, the unit that computes, loss, speed, and the remaining time.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import textwrap
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError, UsageError
+from ..cli.answers import print_object
 from ..cli.options import FLAG, rating, takes
 from ..cli.values import a_path, rating_of
 from .prometheus import place_of
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("--json and --prometheus both say what to print: give one of them.")
         publish(args.prometheus, lambda: look(args.run), args.interval, once=args.once)
     elif args.json:
-        print(json.dumps({"runs": look(args.run)}))
+        print_object({"runs": look(args.run)})
     elif args.once or not sys.stdout.isatty():
         print("\n".join(lines(look(args.run), rating_of(args))))
     else:

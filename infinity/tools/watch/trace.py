@@ -8,7 +8,6 @@ under     the share of a lane's busy time in which a forward or a backward was r
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable
@@ -19,6 +18,7 @@ from ...errors import ConfigError
 from ...files.outputs import PICTURE, Output, check_outputs
 from ...untrusted import parse_json, printable, read_text
 from ..cli.amounts import format_count, format_seconds
+from ..cli.answers import print_object
 from ..cli.options import COUNT, FLAG, takes
 from ..cli.values import a_path, svg_path
 from . import svg
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     events = last_steps(read(args.file), args.steps)
     summed = summary(events)
     if args.json:
-        print(json.dumps(summed))
+        print_object(summed)
     else:
         _print(summed)
     if args.svg is not None:
