@@ -37,6 +37,12 @@ ASKED = re.compile(r"collectives(?:\.of_experts)?\.([a-z]\w*)")
 WALKS = re.compile(
     r"\b(?:named_)?(?:modules|parameters|children|buffers)\((?:remove_duplicate=\w+)?\)"
 )
+# What scripts, data of preferences, scores, servers and trackers come from and go to
+DOORS = re.compile(
+    r"\b(?:trl|lm[-_]eval|vllm|sglang|ollama|llama[._]cpp|wandb|mlflow|trackio|tensorboard|prometheus"
+    r"|dpo|kto|orpo|simpo|nanogpt|cleanrl)\b",
+    re.I,
+)
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     *(tokenize.ENCODING, tokenize.ENDMARKER),
@@ -88,6 +94,36 @@ def test_few_files_of_the_core_know_a_feature():
     print(collections.Counter(feature for _, feature in found).most_common())
     print(collections.Counter(path for path, _ in found).most_common(15))
     assert len(found) <= MOST_PAIRS, found
+
+
+def named(texts: dict[str, str]) -> list[tuple[str, str]]:
+    """The files of ``texts`` that name a door, with its word, in code, docstring or comment."""
+    told = {"library_versions.py", "integrations.py"}  # least versions, and public names
+    return sorted(
+        {
+            (path, word)
+            for path, text in texts.items()
+            if folder_of(path) not in ("ext", "tools") and path not in told
+            for word in DOORS.findall(text)
+        }
+    )
+
+
+def test_no_file_outside_of_extensions_and_tools_names_a_door():
+    """Twins: the name of one in code, in a string and in a comment; and longer words."""
+    made = {
+        "core/run/a.py": "import trl",
+        "files/b.py": 'x = "lm-eval"',
+        "config.py": "x = 1  # of vLLM",
+        "core/run/c.py": "control = ollamas = 1",
+        "tools/eval/d.py": "import lm_eval",
+    }
+    assert named(made) == [
+        ("config.py", "vLLM"),
+        ("core/run/a.py", "trl"),
+        ("files/b.py", "lm-eval"),
+    ]
+    assert named(sources()) == []
 
 
 def test_few_imports_lead_from_the_core_into_extensions_and_tools():
