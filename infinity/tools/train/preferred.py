@@ -58,6 +58,7 @@ class PreferredForm:
     answer: str | None = None
     label: str | None = None
     bad: bool = False
+    more: tuple[str, ...] = ()  # follow the prompt
     system: str | None = None
     tools: str | None = None
     variables: str | None = None
@@ -71,7 +72,7 @@ class PreferredForm:
     @property
     def used(self) -> list[str]:
         beside = (self.label, self.system, self.tools, self.variables)
-        return [*self.said, *(name for name in beside if name)]
+        return [*self.said, *self.more, *(name for name in beside if name)]
 
 
 def read_preferred(
@@ -270,9 +271,12 @@ def choose_preferred(data: Any, source: str, method: Method) -> PreferredForm:
                 f"--data: {source} has the columns {', '.join(data.column_names)}. Needed is"
                 f" {NEEDED[False]}."
             )
+    more: tuple[str, ...] = ()
     for use in ("more", "history", "thoughts", "last"):
         for name in (names[name] for name in known("column", use) if name in names):
-            if name not in (prompt, answer):
+            if use == "more" and prompt and name not in (prompt, answer):
+                more += (name,)
+            elif name not in (prompt, answer):
                 refuse(
                     name,
                     f"is not read with {option}. Write it into the prompt or the answers, or remove"
@@ -284,6 +288,7 @@ def choose_preferred(data: Any, source: str, method: Method) -> PreferredForm:
         chosen=chosen if paired else None,
         rejected=rejected if paired else None,
         answer=answer,
+        more=more,
         label=label,
         bad=label is not None and label.strip().lower() == "is_rejected",
         chat=any(name and first_filled(data, name) for name in beside.values()),
@@ -313,6 +318,11 @@ def _row(
             values["chosen" if form.rejected else "completion"] = answer
     else:
         before = read(row, form.prompt, "user") if form.prompt else None
+    for name in form.more:
+        if before and (added := row[name]):
+            asked = {"content": before} if isinstance(before, str) else before[-1]
+            asked = samples.followed(asked, added, name)
+            before = asked["content"] if isinstance(before, str) else [*before[:-1], asked]
     columns_of = {"completion": form.answer, "chosen": form.chosen, "rejected": form.rejected}
     for key, value in values.items():
         if is_empty(value) or (isinstance(value, str) and not value.strip()):

@@ -80,7 +80,7 @@ def read_sample(
             return None
         for name in form.more:
             if added := row[name]:
-                question[-1] = _joined(question[-1], added, name)
+                question[-1] = followed(question[-1], added, name)
         turns, start = [*question, *answer], len(question)
         bare_tools = isinstance(row[form.pair[0]], str)
     speaker = str(turns[0].get("role", turns[0].get("from")))
@@ -180,7 +180,8 @@ def _turn(row: dict[str, Any], column: str, role: str) -> list[dict[str, Any]]:
     return [{"role": role, "content": said}] if said.strip() else []
 
 
-def _joined(message: dict[str, Any], added: Any, column: str) -> dict[str, Any]:
+def followed(message: dict[str, Any], added: Any, column: str) -> dict[str, Any]:
+    """Returns a message with the text of a column on its next line."""
     if not isinstance(added, str) or not isinstance(message.get("content"), str):
         raise ConfigError(f"{column} must be a text, to follow the question.")
     return {**message, "content": f"{message['content']}\n{added}"}

@@ -214,6 +214,16 @@ FORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # method, samp
         {"question": "1+1?", "chosen": "2.", "rejected_response": "3.", "id": 7},
         {"prompt": "1+1?", "chosen": "2.", "rejected": "3."},
     ),
+    "text with its input": (
+        "dpo",
+        {"instruction": "Add.", "input": "1+1", "context": "", "chosen": "2.", "rejected": "3."},
+        {"prompt": "Add.\n1+1", "chosen": "2.", "rejected": "3."},
+    ),
+    "messages with their input": (
+        "dpo",
+        AS_CHAT | {"input": "Be brief."},
+        AS_CHAT | {"prompt": [{"role": "user", "content": "What is 1+2?\nBe brief."}]},
+    ),
     "text without a prompt": (
         "orpo",
         {"chosen": "Q: 1+1? A: 2.", "rejected": "Q: 1+1? A: 3."},
@@ -580,7 +590,18 @@ REFUSED: dict[str, tuple[str, list[dict], str, str]] = {  # method, rows, what i
     "labels for pairs": ("orpo", [JUDGE], "has the columns", "give --method kto"),
     "both": ("kto", [PAIR | {"label": True}], "column label (first in sample 1)", "Remove the col"),
     "pictures": ("dpo", [PAIR | {"images": ["a.png"]}], "the column images", "and the column"),
-    "a context": ("dpo", [PAIR | {"context": "d"}], "column context", "Write it into the prompt"),
+    "a context beside messages": (
+        "dpo",
+        [{"messages": ASKED, "chosen": "3.", "rejected": "4.", "context": "d"}],
+        "column context",
+        "Write it into the prompt",
+    ),
+    "a context of messages": (
+        "dpo",
+        [PAIR | {"context": ASKED}],
+        "context must be a text",
+        "sample 1",
+    ),
     "two questions": (
         "dpo",
         [{"prompt": "Q3", "chosen": [*TALK, GOOD], "rejected": [*TALK, BAD]}],
