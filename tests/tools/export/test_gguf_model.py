@@ -189,6 +189,11 @@ CHANGES = {  # settings of a llama -> what is refused
         },
         "partial_rotary_factor",
     ),
+    "gemma": ({"model_type": "gemma3_text"}, "gemma3_text.*llama, mistral, qwen2, qwen3"),
+    "a mixture of experts": (
+        {"model_type": "qwen3_moe"},
+        "qwen3_moe.*llama, mistral, qwen2, qwen3",
+    ),
     "another family": ({"model_type": "gpt_neox"}, "gpt_neox.*llama, mistral, qwen2, qwen3"),
 }
 
