@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+SHARE_FOR_SAVED = 0.8  # of the measured room; the rest is for gaps between tensors
+
 
 class ActivationChoice(Enum):
     """What happens to the activations that a block saves."""

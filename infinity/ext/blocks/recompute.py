@@ -31,7 +31,13 @@ from ...core.machine.device import Device
 from ...core.run.context import ForwardContext
 from ...core.run.saved_tensor import READ_AHEAD
 from ...core.units.unit import ParamUnit
-from .activation_choice import ActivationChoice, Measured, choose, least_nbytes
+from .activation_choice import (
+    SHARE_FOR_SAVED,
+    ActivationChoice,
+    Measured,
+    choose,
+    least_nbytes,
+)
 from .around import around_own
 from .checkpointed import Checkpointed, Held
 from .products import Counted, Products
@@ -40,8 +46,7 @@ from .value_snapshot import MODULE_OWN, SCALARS, NoSnapshot, Snapshot, has_conta
 logger = logging.getLogger(__name__)
 
 MEASURED_PASSES = 2  # the first one includes one-time costs
-# Of the measured room; the rest is for gaps between tensors.
-SHARE_FOR_SAVED, SHARE_IN_FLIGHT = 0.8, 1 / 8
+SHARE_IN_FLIGHT = 1 / 8  # of the measured room
 
 
 class MeasuredRoom:

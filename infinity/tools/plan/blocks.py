@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...core.machine.sizes import format_nbytes
-from ...ext.blocks.activation_choice import ActivationChoice, Measured, choose
-from ...ext.blocks.recompute import SHARE_FOR_SAVED
+from ...ext.blocks.activation_choice import SHARE_FOR_SAVED, ActivationChoice, Measured, choose
 from ..cli.amounts import format_count
-from .work import Work
 
 CHOSEN = (
     "blocks are chosen for as the engine does by what it measures, in four fifths of the room"
@@ -75,8 +73,8 @@ class BlocksOnPaper:
     saved: float
     inputs: float
     products: float
-    work: Work = field(repr=False)
-    product_work: Work = field(repr=False)
+    work: Any = field(repr=False)  # a Work, whose module imports torch
+    product_work: Any = field(repr=False)
 
     def measured(self, samples: int, length: int, machine: Any) -> list[Measured]:
         """Returns what the engine would measure of each block, with ``samples`` of ``length``

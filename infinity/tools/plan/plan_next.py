@@ -10,7 +10,6 @@ from ...errors import CapacityError, ConfigError
 from ..cli.amounts import format_seconds
 from .machine_file import Machine
 from .plan_job import Job, plan_cluster
-from .work import has_sizes
 
 PARTS = {"disk": "one more disk", "memory": "twice the memory"}
 RECOMPUTE, CHOOSE, MOMENTS = "--gradient-checkpointing", "--recompute", "--moments int8"
@@ -46,6 +45,8 @@ def plan_faster(
     """Plans the training of ``found`` with each option that may make it faster on the same machine,
     and returns those that do. ``recomputed``: what forwards save that are computed again;
     ``blocks``: what there is to choose for."""
+    from .work import has_sizes  # imports torch
+
     ways: dict[str, Callable[[], dict[str, Any]]] = {}
     if not job.batch["checkpointing"] and not job.config.recompute:
         batch = {**job.batch, "checkpointing": True}

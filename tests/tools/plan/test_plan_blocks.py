@@ -22,8 +22,7 @@ import infinity
 from infinity.core.run import activation_store
 from infinity.core.wrap.lay_out import lay_out
 from infinity.errors import CapacityError
-from infinity.ext.blocks.activation_choice import ActivationChoice, choose
-from infinity.ext.blocks.recompute import SHARE_FOR_SAVED
+from infinity.ext.blocks.activation_choice import SHARE_FOR_SAVED, ActivationChoice, choose
 from infinity.tools.cli import main
 from infinity.tools.plan.blocks import CHOSEN, UNCHOSEN, BlocksOnPaper
 from infinity.tools.plan.cluster import OnPaper
