@@ -90,6 +90,7 @@ def choose(
     chunks: int | None,
     costs: Sequence[float] | None,
     load_rate: float | None,
+    nbytes: Sequence[int] | None = None,
 ) -> Choice:
     """Chooses as :func:`pipeline` documents.
 
@@ -97,6 +98,8 @@ def choose(
         Seconds of each layer for one micro-batch.
     load_rate
         Bytes per second at which weights are read from their home. None: not measured.
+    nbytes
+        Of each layer, as :func:`layer_nbytes` counts them. None: they are counted.
 
     Raises ConfigError, with the numbers, if the inputs do not fit.
     """
@@ -105,7 +108,7 @@ def choose(
         raise ConfigError(f"costs has {len(costs)} numbers, the model {layers} layers")
     name, why = _name(schedule)
     below = config.params != "device"
-    nbytes, loading = _layer_nbytes(chain, config), None
+    nbytes, loading = nbytes or layer_nbytes(chain, config), None
     if costs is not None and load_rate is not None and below:
         costs = [micro_batches * cost for cost in costs]
         loading = [2 * each / load_rate for each in nbytes]
@@ -130,7 +133,7 @@ def choose(
     return choice
 
 
-def _layer_nbytes(chain: Chain, config: Config) -> list[int]:
+def layer_nbytes(chain: Chain, config: Config) -> list[int]:
     """Counts the bytes of each layer's weights on this rank."""
     dtype_of = computing_dtypes(read_model(chain.model), config.param_dtype)
     return [

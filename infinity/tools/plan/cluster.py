@@ -36,7 +36,7 @@ from ...core.plan.step_traffic import (
 from ...core.plan.unit_sizes import FlatParamSize, UnitSize
 from .machine_file import Machine
 from .predict import passing_traffic
-from .timeline import Timeline, UnitSeconds, plan_gathers, simulate
+from .timeline import Timeline, UnitSeconds, plan_gathers, simulate, step_seconds
 
 MEETINGS = 2  # barriers in a pass: at the end of its backward and at its beginning
 CHILDREN = 32  # of a rank in the tree of a barrier
@@ -268,6 +268,20 @@ def _passing_nbytes(plan: MemoryPlan, units: Sequence[UnitSize], index: int) -> 
 
 
 def timeline_of(
+    plan: MemoryPlan, units: Sequence[UnitSize], machine: Machine, **given: Any
+) -> Timeline:
+    """Simulates the steps of one rank on ``machine``. ``given``: see :func:`_timed`."""
+    return simulate(**_timed(plan, units, machine, **given))
+
+
+def timeline_seconds(
+    plan: MemoryPlan, units: Sequence[UnitSize], machine: Machine, **given: Any
+) -> float:
+    """Computes the seconds of the step of :func:`timeline_of`, without its jobs."""
+    return step_seconds(**_timed(plan, units, machine, **given))
+
+
+def _timed(
     plan: MemoryPlan,
     units: Sequence[UnitSize],
     machine: Machine,
@@ -281,8 +295,8 @@ def timeline_of(
     averaged: int | None = None,
     received_seconds: Callable[[float], float] = lambda nbytes: 0.0,
     activations: float = 0.0,
-) -> Timeline:
-    """Simulates the steps of one rank on ``machine``. Units are used in the model's order.
+) -> dict[str, Any]:
+    """Returns what the clock of one rank on ``machine`` takes. Units are used in the model's order.
 
     ``compute``: seconds of the step's ``passes``, each a forward, which is the part ``forward`` of
     them, and what follows.
@@ -309,11 +323,14 @@ def timeline_of(
                 head_backward=head * (1 - forward),
             )
         )
-    again = _place_of(units, order, tied)
-    window = plan.device_window_nbytes
-    return simulate(
-        steps, window, passes=passes, after_backward=clips, again=again, averaged=averaged
-    )
+    return {
+        "units": steps,
+        "window_nbytes": plan.device_window_nbytes,
+        "passes": passes,
+        "after_backward": clips,
+        "again": _place_of(units, order, tied),
+        "averaged": averaged,
+    }
 
 
 def _transfers_of(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
@@ -32,7 +33,7 @@ from .cluster import (
     edges_of,
     embedding_of,
     gathers_of,
-    timeline_of,
+    timeline_seconds,
 )
 from .machine_file import Machine
 from .mesh_bytes import all_gather_nbytes, boundary_nbytes
@@ -242,9 +243,14 @@ class Candidate:
         """Whether what forwards save has its home off the device."""
         return self._job.config.activations in ("host", "nvme")
 
-    def plan(self) -> MeshPlan:
-        """Plans a rank of each kind. Raises CapacityError if one does not fit."""
-        choice = self._choice
+    def plan(self, rival: float = math.inf) -> MeshPlan:
+        """Plans a rank of each kind. Raises CapacityError if one does not fit. ``rival``: seconds
+        of a step; one that takes as long or longer is planned no further than shows that."""
+        choice, ranks = self._choice, list[RankPlan]()
+        for rank in self._kinds:
+            ranks.append(self._plan_rank(rank, rival))
+            if ranks[-1].step_seconds >= rival:
+                break
         return MeshPlan(
             mesh=self._mesh,
             schedule=choice.name if self._flushes else UNFLUSHED,
@@ -252,7 +258,7 @@ class Candidate:
             micro_batch=self.samples,
             micro_batches=choice.micro_batches,
             in_flight=round(max(self.run.in_flight)),
-            ranks=tuple(map(self._plan_rank, self._kinds)),
+            ranks=tuple(ranks),
             is_counted=self._job.paper.layer.is_counted,
             recomputes=self._job.batch.recomputes,
         )
@@ -278,7 +284,7 @@ class Candidate:
         there += again * self._tokens
         return Saved(int(there), int(buffers), int(most) * self._is_away, int(sent))
 
-    def _plan_rank(self, rank: int) -> RankPlan:
+    def _plan_rank(self, rank: int, rival: float) -> RankPlan:
         job, mesh = self._job, self._mesh
         saved = self._activations(rank)
         chunks = [
@@ -343,9 +349,11 @@ class Candidate:
         )
         if mesh.pp > 1 or mesh.ep > 1 or job.config.activations == "nvme":
             return planned
-        simulated = self._simulated(plan, units, passes, saved.sent / count) + seconds["meetings"]
         # One rank alone steps state at home on the device beside the backward.
         least = planned.step_seconds if mesh.ranks > 1 else 0.0
+        if least >= rival:
+            return planned
+        simulated = self._simulated(plan, units, passes, saved.sent / count) + seconds["meetings"]
         return dataclasses.replace(planned, timeline_seconds=max(least, simulated))
 
     def _simulated(
@@ -357,7 +365,7 @@ class Candidate:
         lookup, tied = embedding_of(job.paper.chain.model if job.whole is None else job.whole)
         each = self._seconds[0]
         forward = each.forward / ((each.forward + each.backward) or 1.0)
-        return timeline_of(
+        return timeline_seconds(
             plan,
             units,
             job.machine,
@@ -370,7 +378,7 @@ class Candidate:
             averaged=averaged,
             received_seconds=self._mesh.axis("data", job.machine).received_seconds,
             activations=activations,
-        ).seconds
+        )
 
     def _sent(self, rank: int) -> dict[str, int]:
         """Counts the bytes that a rank sends to other stages and parts in a step."""

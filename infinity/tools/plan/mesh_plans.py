@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 from ...errors import CapacityError, ConfigError
-from ...ext.pipeline.choice import WEIGHTS_APART, Choice, check_counts, choose
+from ...ext.pipeline.choice import WEIGHTS_APART, Choice, check_counts, choose, layer_nbytes
 from ..cli.amounts import format_seconds
 from .mesh_candidate import Candidate, Job
 from .mesh_choice import SHOWN, MeshPlan, best_of
@@ -29,10 +30,11 @@ class Search:
         self._job = job
         self._chosen: dict[tuple[str, int], Choice] = {}
 
-    def best(self, mesh: MeshShape, limit: float = math.inf) -> MeshPlan:
+    def best(self, mesh: MeshShape, limit: float = math.inf, rival: float = math.inf) -> MeshPlan:
         """Finds the fastest way to train on ``mesh``. Raises ConfigError or CapacityError if there
         is none, with the reason of the one that came nearest; ``limit``: none that takes so many
-        seconds is looked at."""
+        seconds is looked at. ``rival``: the seconds of another way on this mesh; a way that takes
+        as long may come with too few of its own."""
         best: MeshPlan | None = None
         refused: ConfigError | CapacityError | None = None
         candidates: list[Candidate] = []
@@ -55,7 +57,7 @@ class Search:
             if best is not None and not is_faster(candidate.run.seconds, best.step_seconds):
                 continue
             try:
-                plan = candidate.plan()
+                plan = candidate.plan(min(rival, math.inf if best is None else best.step_seconds))
             except CapacityError as error:
                 refused = error
                 continue
@@ -121,6 +123,12 @@ class Search:
             except ConfigError as error:
                 yield error
 
+    @cached_property
+    def _of_layers(self) -> tuple[list[float], list[int]]:
+        """The cost and the bytes of each layer."""
+        chain = self._job.paper.chain
+        return chain.costs(), layer_nbytes(chain, self._job.config)
+
     def _choose(self, mesh: MeshShape, name: str, micro_batches: int) -> Choice:
         chain, ranks = self._job.paper.chain, mesh.pp
         if ranks == 1:
@@ -129,7 +137,9 @@ class Search:
             raise ConfigError(self._job.paper.uncut)
         if (choice := self._chosen.get((name, ranks))) is None:
             asked = {"schedule": name, "micro_batches": micro_batches, "chunks": None}
-            choice = choose(chain, self._job.config, ranks, costs=None, load_rate=None, **asked)
+            costs, nbytes = self._of_layers
+            counted = {"costs": costs, "load_rate": None, "nbytes": nbytes}
+            choice = choose(chain, self._job.config, ranks, **counted, **asked)
             self._chosen[name, ranks] = choice
         check_counts(name, choice.chunks // ranks, len(chain.layers), ranks, micro_batches)
         return dataclasses.replace(choice, micro_batches=micro_batches)
@@ -142,7 +152,8 @@ def best_way(searches: Iterable[Search], mesh: MeshShape, limit: float = math.in
     refused: ConfigError | CapacityError | None = None
     for search in searches:
         try:
-            plan = search.best(mesh, limit)
+            rival = math.inf if best is None else best.step_seconds
+            plan = search.best(mesh, limit, rival)
         except (ConfigError, CapacityError) as error:
             if refused is None or isinstance(error, CapacityError):
                 refused = error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -9,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 from ...core.machine.tiers import Tier
+from ...errors import InternalError
 from ..cost.cost import FORMAT as PROFILE
 from ..train.optimizers import muon_cost, trained_of
 from .blocks import CHOSEN, UNCHOSEN, BlocksOnPaper, Choice
@@ -174,13 +176,25 @@ def _lay_out(
 def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
     """Plans one rank of ``nodes`` machines. Measures nothing on this machine. Of the ways to divide
     its step into passes, takes the fastest."""
+    seconds, *fastest = _fastest(job, machine, nodes)
+    return _plan_passes(job, machine, nodes, seconds, *fastest)
+
+
+def seconds_on(job: Job, machine: Any, nodes: int) -> float:
+    """Computes the seconds of the step that :func:`plan_cluster` plans."""
+    return _fastest(job, machine, nodes)[0]
+
+
+def _fastest(job: Job, machine: Any, nodes: int) -> tuple[float, Passes, Any, list[Any]]:
+    """Returns the seconds of the fastest way, its passes, the plan and its units."""
     from ...ranks.parallel_dims import ParallelDims
     from .work import has_sizes
 
     ranks = ParallelDims(
         size=nodes * machine.devices, local_size=machine.devices, shard=job.config.shard
     )
-    best: dict[str, Any] = {}
+    best: tuple[Passes, Any, list[Any]] | None = None
+    best_seconds = math.inf
     each = machine.host_memory // machine.devices
     room = {Tier.DEVICE: machine.device_memory, Tier.HOST: each}
 
@@ -194,20 +208,34 @@ def plan_cluster(job: Job, machine: Any, nodes: int) -> dict[str, Any]:
 
     tries = partial(_lay_out, job, ranks, room=room)
     for passes, plan, units in ways_on_paper(job, tries, least, choices):
-        if best and not is_faster(least(passes), best["step_seconds"]):
+        if best is not None and not is_faster(least(passes), best_seconds):
             break  # nothing that is added makes a step shorter
-        plan_of_passes = _plan_passes(job, machine, nodes, passes, plan, units)
-        if not best or is_faster(plan_of_passes["step_seconds"], best["step_seconds"]):
-            best = plan_of_passes
-    return best
+        seconds = _step_seconds(job, machine, nodes, passes, plan, units)
+        if best is None or is_faster(seconds, best_seconds):
+            best, best_seconds = (passes, plan, units), seconds
+    if best is None:
+        raise InternalError("no way to divide a step into passes was planned")
+    return best_seconds, *best
 
 
-def _plan_passes(
+def _step_seconds(
     job: Job, machine: Any, nodes: int, passes: Passes, plan: Any, units: list[Any]
-) -> dict[str, Any]:
-    from .cluster import averaged_passes, embedding_of, predict_cluster, timeline_of
+) -> float:
+    from .cluster import timeline_seconds
+
+    ahead, given = _predicted(job, machine, nodes, passes, plan, units)
+    seconds = timeline_seconds(plan, units, machine, **given)
+    if ahead.ranks == 1:
+        return seconds
+    return max(ahead.step_seconds, seconds + ahead.seconds["meetings"])
+
+
+def _predicted(
+    job: Job, machine: Any, nodes: int, passes: Passes, plan: Any, units: list[Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Predicts a step by its resources alone. Also returns what its timeline is given."""
+    from .cluster import averaged_passes, embedding_of, predict_cluster
     from .mesh_shape import MeshShape
-    from .work import rate_of
 
     lookup, tied = embedding_of(job.model)
     compute, forward = _compute(job, machine, passes)
@@ -222,28 +250,40 @@ def _plan_passes(
         averaged=averaged,
         tied=tied,
     )
-    tokens, step_seconds = job.tokens * ahead.ranks, ahead.step_seconds
+    return ahead, {
+        "compute": compute,
+        "passes": passes.count,
+        "forward": forward,
+        "clips": job.config.max_grad_norm is not None,
+        "lookup": lookup,
+        "tied": tied,
+        "averaged": averaged,
+        "received_seconds": MeshShape(1, ahead.ranks, 1).axis("data", machine).received_seconds,
+    }
+
+
+def _plan_passes(
+    job: Job,
+    machine: Any,
+    nodes: int,
+    step_seconds: float,
+    passes: Passes,
+    plan: Any,
+    units: list[Any],
+) -> dict[str, Any]:
+    from .cluster import timeline_of
+    from .work import rate_of
+
+    ahead, given = _predicted(job, machine, nodes, passes, plan, units)
+    tokens = job.tokens * ahead.ranks
     described, bound, seconds = (
         job.describe(plan, units, passes, ahead.ranks),
         ahead.bottleneck,
         ahead.seconds,
     )
-    timeline = timeline_of(
-        plan,
-        units,
-        machine,
-        compute=compute,
-        passes=passes.count,
-        forward=forward,
-        clips=job.config.max_grad_norm is not None,
-        lookup=lookup,
-        tied=tied,
-        averaged=averaged,
-        received_seconds=MeshShape(1, ahead.ranks, 1).axis("data", machine).received_seconds,
-    )
-    step_seconds = max(step_seconds, timeline.seconds + seconds["meetings"])
     if ahead.ranks == 1:
-        step_seconds, bound, seconds = timeline.seconds, timeline.bound, timeline.busy
+        timeline = timeline_of(plan, units, machine, **given)
+        bound, seconds = timeline.bound, timeline.busy
         described["timeline"] = {name: spans for name, spans in timeline.spans()}
     rates = {key: value for key, value in asdict(machine).items() if type(value) in (int, float)}
     written = ahead.edges["host->nvme"] * machine.devices

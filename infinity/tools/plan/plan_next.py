@@ -9,7 +9,7 @@ from typing import Any
 from ...errors import CapacityError, ConfigError
 from ..cli.amounts import format_seconds
 from .machine_file import Machine
-from .plan_job import Job, plan_cluster
+from .plan_job import Job, seconds_on
 
 PARTS = {"disk": "one more disk", "memory": "twice the memory"}
 RECOMPUTE, CHOOSE, MOMENTS = "--gradient-checkpointing", "--recompute", "--moments int8"
@@ -72,12 +72,12 @@ def _row(
 ) -> dict[str, float]:
     """Returns what a plan with ``changes`` of the job brings; empty if it does not fit."""
     try:
-        other = plan_cluster(replace(job, **changes()), machine, nodes)
+        seconds = seconds_on(replace(job, **changes()), machine, nodes)
     except (CapacityError, ConfigError):
         return {}  # the same memory for more ranks
     return {
-        "step_seconds": other["step_seconds"],
-        "times": other["tokens_per_second"] / found["tokens_per_second"],
+        "step_seconds": seconds,
+        "times": found["tokens_per_step"] / seconds / found["tokens_per_second"],
     }
 
 

@@ -27,6 +27,8 @@ RANKS = 1 << 20  # more than a model has units
 IN_ORDER = (COMPUTE, UP, DOWN)
 FORWARD, BACKWARD = "forward", "backward"
 STEPS = 3
+FEW = 5  # passes of a step whose time may tell that of one with more
+ROUNDING = 1e-9  # of a pass
 SLOTS, PIECES = 3, 4  # of a unit's state on its way through the host
 AHEAD = 2  # uses for which ranks gather beside the one that computes
 
@@ -212,14 +214,38 @@ def simulate(
     device in the last so many passes; None: in all.
     """
     steps = _Steps(units, window_nbytes, passes, slots, pieces, again, averaged or passes)
-    ends = [steps.add_step(after_backward=after_backward) for _ in range(STEPS)]
-    run(steps.jobs)
-    before, last = (end.end for end in ends[-2:])
+    seconds = steps.run(after_backward=after_backward)
     last_step = [job for job in steps.jobs if job.step == STEPS - 1]
     begin = min(job.start for job in last_step if job.queue == COMPUTE)
     for job in last_step:
         job.start, job.end = job.start - begin, job.end - begin
-    return Timeline(tuple(unit.name for unit in units), tuple(last_step), last - before)
+    return Timeline(tuple(unit.name for unit in units), tuple(last_step), seconds)
+
+
+def step_seconds(
+    units: Sequence[UnitSeconds],
+    window_nbytes: int,
+    *,
+    passes: int = 1,
+    slots: int = SLOTS,
+    pieces: int = PIECES,
+    after_backward: bool = False,
+    again: int | None = None,
+    averaged: int | None = None,
+) -> float:
+    """Computes the seconds of a step as :func:`simulate` does, whose arguments it takes. Of many
+    passes it runs the first and the last few, if all between would only repeat each other."""
+    leaves_always = averaged in (None, passes)
+    few = FEW
+    while 3 * few <= passes and (leaves_always or averaged == 1):
+        of_few = few if leaves_always else 1
+        steps = _Steps(units, window_nbytes, few, slots, pieces, again, of_few)
+        seconds = steps.run(after_backward=after_backward)
+        if (more := steps.seconds_of_one_more()) is not None:
+            return seconds + (passes - few) * more
+        few *= 3
+    steps = _Steps(units, window_nbytes, passes, slots, pieces, again, averaged or passes)
+    return steps.run(after_backward=after_backward)
 
 
 class _Steps:
@@ -250,15 +276,43 @@ class _Steps:
         self._forward = [(at, unit.forward, unit.backward) for at, unit in enumerate(units)]
         if again is not None:
             self._forward.append((again, units[again].head_forward, units[again].head_backward))
+        self._of_pass: list[tuple[int, int]] = []  # from which job to which
         self.jobs: list[UnitJob] = []
+
+    def run(self, *, after_backward: bool) -> float:
+        """Runs all steps, and returns the seconds of the last one."""
+        ends = [self.add_step(after_backward=after_backward) for _ in range(STEPS)]
+        run(self.jobs)
+        before, last = (end.end for end in ends[-2:])
+        return last - before
+
+    def seconds_of_one_more(self) -> float | None:
+        """Returns the seconds that one more pass adds to the last step that ran; None if they are
+        not known. They are if in each step the three passes before the last one have the same
+        jobs, and all of them begin by the same time later than those of the pass before: then
+        what is under way at their ends is the same, and a fourth would repeat them."""
+        more = 0.0
+        for step in range(STEPS):
+            at = (step + 1) * self._passes - 1
+            three = [self.jobs[slice(*self._of_pass[n])] for n in range(at - 3, at)]
+            for before, after in zip(three, three[1:]):
+                later = [b.start - a.start for a, b in zip(before, after)]
+                more = later[0] if before is three[0] else more
+                if len(before) != len(after) or any(
+                    abs(each - more) > ROUNDING * more for each in later
+                ):
+                    return None
+        return more
 
     def add_step(self, *, after_backward: bool) -> UnitJob:
         """Adds a step, and returns the end of its backward."""
         self._step += 1
         for number in range(1, self._passes + 1):
+            begin = len(self.jobs)
             end, landed = self._add_pass(leaves=number > self._passes - self._averaged)
             for unit, jobs in landed.items() if number < self._passes else ():
                 self._add(DISK, "save", unit, self._units[unit].add, jobs)
+            self._of_pass.append((begin, len(self.jobs)))
         everything = [job for jobs in landed.values() for job in jobs] if after_backward else []
         for unit, jobs in landed.items():
             self._update(unit, [*jobs, *everything])

@@ -8,9 +8,11 @@ data sheets' or rows of theirs, and none was changed to meet another row.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
+from infinity.tools.plan import timeline
 from infinity.tools.plan.timeline import (
     COMPUTE,
     DOWN,
@@ -22,6 +24,7 @@ from infinity.tools.plan.timeline import (
     UnitSeconds,
     plan_gathers,
     simulate,
+    step_seconds,
 )
 
 SEED = random.SystemRandom().randrange(1 << 30)
@@ -32,7 +35,7 @@ def units_of(count: int, **seconds: float) -> list[UnitSeconds]:
     return [UnitSeconds(f"unit {index}", 1, **given) for index in range(count)]
 
 
-def random_job(draw: random.Random) -> Timeline:
+def random_units(draw: random.Random) -> list[UnitSeconds]:
     names = ("copy", "read", "landing", "load", "step", "save", "step_on_device")
     names += ("gather", "reduce", "activations")
     units = []
@@ -43,6 +46,11 @@ def random_job(draw: random.Random) -> Timeline:
         if not seconds["load"]:
             seconds["save"] = 0.0
         units.append(UnitSeconds(f"{index}", draw.randint(1, 3), draw.random(), 1.0, **seconds))
+    return units
+
+
+def random_job(draw: random.Random) -> Timeline:
+    units = random_units(draw)
     return simulate(units, draw.randint(6, 20), slots=draw.randint(1, 3))
 
 
@@ -70,6 +78,36 @@ def test_a_step_of_several_passes_steps_once():
         assert three.busy[OPTIMIZER] == pytest.approx(one.busy[OPTIMIZER])
         assert three.busy["disks"] - one.busy["disks"] == pytest.approx(2 * 4 * add)
         assert one.seconds < three.seconds < 3 * one.seconds
+
+
+def test_many_passes_take_what_a_few_tell(monkeypatch):
+    """Method: beside a clock that runs all of them, over random units. Twin: gradients that come
+    faster than disks add them, which a few passes do not tell of many."""
+    ran: list[int] = []
+    made = timeline._Steps.__init__
+
+    def noted(self, units, window_nbytes, passes, *rest):
+        ran.append(passes)
+        made(self, units, window_nbytes, passes, *rest)
+
+    def check(units, window, passes, **how) -> bool:
+        whole = simulate(units, window, passes=passes, **how).seconds
+        ran.clear()
+        assert step_seconds(units, window, passes=passes, **how) == pytest.approx(whole, rel=1e-9)
+        return max(ran) < passes
+
+    monkeypatch.setattr(timeline._Steps, "__init__", noted)
+    draw, told = random.Random(SEED), 0
+    for _ in range(60):
+        units = [replace(unit, add=draw.choice([0.0, 0.5])) for unit in random_units(draw)]
+        how = {"averaged": draw.choice([None, 1]), "after_backward": draw.random() < 0.5}
+        how |= {"slots": draw.randint(1, 3), "again": draw.choice([None, 0])}
+        told += check(units, draw.randint(3, 20), draw.randint(15, 50), **how)
+    assert told > 10
+    late = units_of(4, copy=0.5, landing=0.5, load=0.3, step=0.1, save=0.3, add=3.2)
+    assert not check(late, 2, 30)
+    few, more, whole = (simulate(late, 2, passes=passes).seconds for passes in (5, 6, 30))
+    assert few + 25 * (more - few) != pytest.approx(whole, rel=1e-2)
 
 
 def test_what_can_overlap_does():
