@@ -53,15 +53,20 @@ def has_same_bits(entry: Architecture, first: Run, home: dict[str, str]) -> bool
     return True
 
 
-def table() -> str:
-    """Makes the table, in Markdown: of each family, how many of its models have the same bits."""
-    families: dict[str, list[Architecture]] = defaultdict(list)
+def families() -> dict[str, list[Architecture]]:
+    """Returns the architectures of each family that can be trained here."""
+    found: dict[str, list[Architecture]] = defaultdict(list)
     for entry in ZOO.values():
         if not entry.missing():
-            families[entry.family].append(entry)
+            found[entry.family].append(entry)
+    return found
+
+
+def table() -> str:
+    """Makes the table, in Markdown: of each family, how many of its models have the same bits."""
     first, *others = HOMES
     rows = [f"| family | {' | '.join(HOMES)} | models |", f"|---|{'---|' * len(HOMES)}---|"]
-    for family, entries in families.items():
+    for family, entries in families().items():
         counts = dict.fromkeys(HOMES, 0)
         for entry in entries:
             run = trained(entry, HOMES[first])

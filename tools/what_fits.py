@@ -21,7 +21,9 @@ MODELS = ("llama-1b", "llama-8b", "qwen3-14b", "qwen3-32b", "llama-70b")
 MACHINES = ("laptop", "rtx3090", "rtx4090", "a100", "h100", "h200")
 OPTIONS = "--batch-tokens 16K --sequence-length 2048 --gradient-checkpointing --json".split()
 MESH_MODELS = ("llama-8b", "llama-70b")
+MOMENTS: tuple[list[str], ...] = ([], ["--moments", "int8"])  # of the two tables of one rank
 HOMES = ("device", "host", "nvme")
+MESH_ROWS = tuple(f"{model}, {home}" for model in MESH_MODELS for home in HOMES)
 NODES = ("two-rtx3090", "four-rtx4090", "dgx2", "dgx-a100", "dgx-h100", "dgx-b200")
 MESH_OPTIONS = "--batch-tokens 64K --sequence-length 4096 --gradient-checkpointing --mesh auto"
 
@@ -69,8 +71,25 @@ def table(options: list[str]) -> str:
 
 def meshes() -> str:
     """Makes the table of meshes, in Markdown."""
-    rows = tuple(f"{model}, {home}" for model in MESH_MODELS for home in HOMES)
-    return _table(rows, NODES, mesh_cell)
+    return _table(MESH_ROWS, NODES, mesh_cell)
+
+
+def sample(week: int) -> list[tuple[int, str, str, str]]:
+    """Plans a cell of each machine, in one of the two tables of one rank: the table's number, row,
+    column and cell. In ten weeks all cells have their turn."""
+    found = []
+    for number, machine in enumerate(MACHINES):
+        turn = number + week
+        which, model = turn % len(MOMENTS), MODELS[turn % len(MODELS)]
+        found.append((which, model, machine, cell(model, machine, MOMENTS[which])))
+    return found
+
+
+def sample_of_meshes(week: int) -> list[tuple[int, str, str, str]]:
+    """Plans a cell of each machine in the table of meshes, and one of each row, as :func:`sample`
+    does."""
+    cells = [(MESH_ROWS[(at + week) % len(MESH_ROWS)], name) for at, name in enumerate(NODES)]
+    return [(0, row, machine, mesh_cell(row, machine)) for row, machine in cells]
 
 
 def _table(names: tuple, machines: tuple, cell_of: Callable[[str, str], str]) -> str:
@@ -83,8 +102,7 @@ def _table(names: tuple, machines: tuple, cell_of: Callable[[str, str], str]) ->
 
 
 if __name__ == "__main__":
-    print(table([]))
-    print()
-    print(table(["--moments", "int8"]))
-    print()
+    for options in MOMENTS:
+        print(table(options))
+        print()
     print(meshes())

@@ -6,13 +6,14 @@ Words used here:
 **script**: the Python blocks of one document, one after the other. **command**: a line of a
 document that calls `infinity`; what it leaves open (`<dir>`, `...`) is filled in here.
 
-What runs is `slow`: `make docs` runs it, in CI too.
+What runs is `slow`: `make docs` runs it, in CI too, and a sample of the long tables.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import datetime
 import errno
 import json
 import os
@@ -38,6 +39,7 @@ DOCUMENTS = {
     for path in path.glob("*.md")
 }
 README = DOCUMENTS["README.md"]
+WEEK = datetime.date.today().toordinal() // 7  # which cells of long tables are in the sample
 SCRIPTS = {
     name: [
         block
@@ -204,15 +206,36 @@ def test_the_commands_run(command, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_tables_of_what_fits_are_what_is_planned():
-    """Method: prints them anew. Twin: another one."""
+def test_a_sample_of_what_fits_is_what_is_planned():
+    """Method: plans a cell of each machine anew, another one each week; test_doc_tables.py plans
+    all. Twin: the cell of another machine."""
     sys.path.insert(0, str(ROOT / "tools"))
     import what_fits
 
     text = DOCUMENTS["docs/what-fits.md"]
-    exact, smaller = what_fits.table([]), what_fits.table(["--moments", "int8"])
-    assert exact in text and smaller in text and exact != smaller
-    assert what_fits.meshes() in text
+    for title, machines, sample in (
+        ("| | laptop |", what_fits.MACHINES, what_fits.sample(WEEK)),
+        ("| | two-rtx3090 |", what_fits.NODES, what_fits.sample_of_meshes(WEEK)),
+    ):
+        tables = tables_of(text, title)
+        assert [machine for _, _, machine, _ in sample] == list(machines)
+        for table, row, machine, cell in sample:
+            assert tables[table][row][machine] == cell
+        printed = [tables[table][row][machine] for table, row, machine, _ in sample]
+        assert len(set(printed)) > 1
+
+
+def tables_of(text: str, title: str) -> list[dict[str, dict[str, str]]]:
+    """The tables of a document whose first line begins with ``title``: row -> column -> cell."""
+    found = []
+    for block in text.split("\n\n"):
+        if block.strip().startswith(title):
+            (_, *columns), _, *rows = (
+                [cell.strip() for cell in line.strip("|").split("|")]
+                for line in block.strip().splitlines()
+            )
+            found.append({name: dict(zip(columns, cells)) for name, *cells in rows})
+    return found
 
 
 def test_the_machine_of_your_own_is_one(tmp_path):
@@ -237,16 +260,26 @@ def test_the_page_of_models_names_what_is_tested():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_table_of_models_is_what_they_do():
-    """Method: trains all of them anew. Twin: a run with other bits is not counted."""
+def test_a_sample_of_the_table_of_models_is_what_they_do():
+    """Method: trains a model of each family anew, another one each week; test_doc_tables.py trains
+    all. Twin: a run with other bits is not the same."""
     sys.path.insert(0, str(ROOT / "tools"))
     import tested_models
 
-    assert tested_models.table() in DOCUMENTS["docs/models.md"]
-    entry = tested_models.ZOO["llama"]
-    run = tested_models.trained(entry, tested_models.HOMES["device"])
+    (ROOT / "build").mkdir(exist_ok=True)
+    (table,) = tables_of(DOCUMENTS["docs/models.md"], "| family | device |")
+    families = tested_models.families()
+    assert table.keys() == families.keys()
+    first, *others = tested_models.HOMES.items()
+    for family, entries in families.items():
+        every = f"{len(entries)} of {len(entries)}"
+        names = ", ".join(entry.name for entry in entries)
+        assert table[family] == dict.fromkeys(tested_models.HOMES, every) | {"models": names}
+        entry = entries[WEEK % len(entries)]
+        run = tested_models.trained(entry, first[1])
+        assert all(tested_models.has_same_bits(entry, run, home) for _, home in others)
     run.losses[0] = run.losses[0] + 1
-    assert not tested_models.has_same_bits(entry, run, tested_models.HOMES["host"])
+    assert not tested_models.has_same_bits(entry, run, others[0][1])
 
 
 def messages() -> str:
