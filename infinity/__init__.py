@@ -53,8 +53,9 @@ __version__ = "0.1.0"
 
 # What this package's folder has. Another distribution with the same import name adds its own.
 _OWN = frozenset(
-    "_C _cuda __init__ __main__ __pycache__ choices config core data errors ext files integrations"
-    " library_versions native parallel py ranks tools torch_private untrusted".split()
+    "_C _cuda __init__ __main__ __pycache__ amounts choices config core data errors ext files"
+    " integrations library_versions native parallel progress py ranks tools torch_private untrusted"
+    "".split()
 )
 
 
@@ -167,6 +168,7 @@ seams.EXTENSIONS[:] = (
     "ext.sequence.sequences.Sequences",
     "ext.data.kept_data.KeptData",
     "ext.audit.audit.Audit",
+    "ext.aside.aside.Aside",
     "ext.card.launches.Launches",
     "ext.card.allocator.AllocatorSettings",
     "ext.shared_homes.node_shards.SecondShards",

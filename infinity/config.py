@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .amounts import parse_nbytes
 from .choices import (
     AUTO,
     COMPILE_OPTIONS,
@@ -27,7 +28,6 @@ from .choices import (
     Unset,
 )
 from .core import seams
-from .core.machine.sizes import parse_nbytes
 from .core.machine.tiers import home_of
 from .errors import ConfigError
 from .untrusted import read_table

@@ -15,8 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from .. import native
-from ..core.machine.progress import progress
 from ..errors import ConfigError, CorruptionError, StorageError
+from ..progress import progress
 from ..untrusted import is_regular, parse_json, read_text
 from .source import Source
 

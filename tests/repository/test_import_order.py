@@ -28,7 +28,9 @@ CSRC = PACKAGE.parent / "csrc"
 FLOORS = ("errors", "files", "core", "ranks", "ext", "tools", "__init__")
 MODULES = {
     **dict.fromkeys(
-        ("choices", "errors", "native", "torch_private", "untrusted", "library_versions"), "errors"
+        ("amounts", "choices", "errors", "native", "progress", "torch_private", "untrusted")
+        + ("library_versions",),
+        "errors",
     ),
     "config": "core",
     **dict.fromkeys(("__init__", "__main__", "data", "integrations", "parallel"), "__init__"),

@@ -9,9 +9,9 @@ from torch import nn
 
 from ...errors import ConfigError
 from ...files.boxes import Box, boxes_of_run
+from ...progress import progress
 from ...ranks.collectives import Collectives
 from ..homes.write_behind import ArrayIO
-from ..machine.progress import progress
 from ..run.job import Job
 from ..seams import FirstValues
 from ..step.recognised import Optimizers

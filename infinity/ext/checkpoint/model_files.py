@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ...core.machine.progress import progress
-from ...core.machine.sizes import parse_nbytes
+from ...amounts import parse_nbytes
 from ...errors import StorageError
 from ...files.source import Source, Storage
+from ...progress import progress
 from .hub_names import SHARD_SIZE
 from .tensor_file import check_dtypes, write_file
 

@@ -19,10 +19,10 @@ import torch
 
 from ... import native
 from ...core.homes.transfers import TransferQueue
-from ...core.machine.progress import progress
 from ...core.run.job import Job
 from ...core.units.unit import ParamUnit
 from ...errors import PeerError, StorageError
+from ...progress import progress
 from ...ranks.collectives import Collectives
 from .content import Entry, kept_files, unit_files
 from .file_writer import FileWriter, make_slots, start_file

@@ -21,13 +21,13 @@ import torch
 from ... import native
 from ...core.homes.transfers import never_freed
 from ...core.machine.limits import for_the_engine, memory_left
-from ...core.machine.progress import progress
 from ...core.machine.tiers import Tier
 from ...core.run.job import Job
 from ...core.units.handle import ParamHandle
 from ...errors import CapacityError, CorruptionError, StorageError
 from ...files.boxes import boxes_of_run
 from ...files.weight_files import keep_header, tensors_told
+from ...progress import progress
 from .content import part_of_rank
 from .file_reader import Destination, WholeFile, read_files, stop
 from .repair import begin_repair, is_sound

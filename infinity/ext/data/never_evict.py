@@ -17,7 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from ...core.machine.sizes import format_nbytes, parse_nbytes
+from ...amounts import parse_nbytes
+from ...core.machine.sizes import format_nbytes
 from ...errors import CapacityError, ConfigError, InfinityError
 from .arena import Arena
 

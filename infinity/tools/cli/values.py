@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...core.machine.sizes import number_of, parse_nbytes
+from ...amounts import number_of, parse_nbytes
 from ...errors import ConfigError
 
 MOST = 2**31 - 1  # of a count: more is a typo

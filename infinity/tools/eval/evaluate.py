@@ -11,7 +11,7 @@ import argparse
 import math
 from typing import TYPE_CHECKING, Any
 
-from ...core.machine.sizes import MOST_NBYTES
+from ...amounts import MOST_NBYTES
 from ...errors import ConfigError, InfinityError
 from ..cli.answers import print_object
 from ..cli.options import (

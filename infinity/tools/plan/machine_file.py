@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...core.machine.sizes import parse_nbytes
+from ...amounts import parse_nbytes
 from ...errors import ConfigError
 from ...untrusted import Format, check_number, read_text
 

@@ -11,7 +11,7 @@ from functools import partial
 from mimetypes import guess_type
 from typing import TYPE_CHECKING, Any
 
-from ...core.machine.sizes import parse_nbytes
+from ...amounts import parse_nbytes
 from ...errors import ConfigError
 from ..cli.amounts import format_count
 from .corpus import Batches, TextFiles, find_text_files, held_out_share, read_corpus

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from infinity.amounts import parse_nbytes
 from infinity.config import Config
 from infinity.core.machine.ledger import Ledger
-from infinity.core.machine.sizes import format_nbytes, parse_nbytes, round_up
+from infinity.core.machine.sizes import format_nbytes, round_up
 from infinity.core.machine.tiers import Tier
 from infinity.errors import CapacityError, ConfigError
 

@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from infinity.core.machine import progress as progress_module
-from infinity.core.machine.progress import progress
+from infinity import progress as progress_module
+from infinity.progress import progress
 
 pytest.importorskip("tqdm")
 
