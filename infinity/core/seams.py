@@ -134,8 +134,12 @@ class Events:
 
     # The homes are allocated, and have no values yet: the job. May wait for other ranks, may raise.
     allocated: list[Callable[[Any], None]]
-    # An outermost use of the model begins, before recovery. May wait for the disk.
-    use_begun: list[Callable[[], None]]
+    # An outermost use of the model begins, before recovery: its operation, if it is one. May wait
+    # for the disk.
+    use_begun: list[Callable[[Any], None]]
+    # An exception has left something to recover from, and nothing of it is done yet. May be called
+    # again.
+    recovering: list[Callable[[], None]]
     # The use may run: nothing is left to recover from.
     use_ready: list[Callable[[], None]]
     # All that runs beside the training has to end: every rank waits for it here.
@@ -204,6 +208,9 @@ class Extension:
 
     # Whether it places what blocks save for the backward, within what the device has left.
     places_saved = False
+    # Whether the model may run as plain torch beside it: neither its listeners of passes nor its
+    # replaced forwards are needed where nothing moves.
+    may_stand_aside = False
 
     @classmethod
     def check_model(cls, model: Any, config: Any, ranks: Any) -> None:

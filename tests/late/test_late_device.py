@@ -117,7 +117,12 @@ def test_other_forms_have_the_bits_of_a_punctual_run(job, answer):
 
 
 @pytest.mark.parametrize(
-    "job", [*few(KERNELS, 1), "kernels:a step that is split", "kernels:parked on the host"]
+    "job",
+    [
+        *few(KERNELS, 1),
+        *(f"kernels:{way}" for way in ("a step that is split", "parked on the host")),
+        "kernels:plain torch between steps",
+    ],
 )
 def test_steps_on_the_device_have_the_bits_of_a_punctual_run(job, answer):
     """Method: the GPU's kernels, compiled for the processor, are jobs of the device's streams."""

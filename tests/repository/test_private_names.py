@@ -76,6 +76,7 @@ NAMES = [
     ("torch.distributed.distributed_c10d", "_World", "tools/plan/on_paper.py"),
     ("torch.testing._internal.distributed.fake_pg", "FakeStore", "tools/plan/on_paper.py"),
     ("torch", "Tensor._make_wrapper_subclass", "core/grads/at_home.py"),
+    ("torch", "_foreach_copy_", "ext/aside/aside.py"),
     ("torch", "UntypedStorage._new_with_weak_ptr", "core/run/saved_tensor.py"),
     ("torch._subclasses.fake_tensor", "FakeTensorMode", "tools/train/classes.py"),
     ("torch.multiprocessing.reductions", "StorageWeakRef", "core/run/saved_tensor.py"),

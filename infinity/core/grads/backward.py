@@ -226,12 +226,12 @@ class Backward:
         else:
             land(handle, take_raw_grad(param))
         try:
-            handle.is_in_hooks = sums_first
+            handle.has_raw_grad = sums_first
             for hook in tuple(hooks.values()):
                 if hook(param) is not None:
                     raise RuntimeError("Tensor post accumulate grad hooks should return None.")
         finally:
-            handle.is_in_hooks = False
+            handle.has_raw_grad = False
         if sums_first and (grad := take_raw_grad(param)) is not None:
             land(handle, grad)
         outside_modes(self._has_landed)(handle)

@@ -362,6 +362,11 @@ class Lents:
             if lent.follows == follow
         ]
 
+    @property
+    def are_held(self) -> bool:
+        """Whether users hold any."""
+        return any(self._lent.values())
+
     def _followers(self) -> list[Lent]:
         return self._all(follow=True)
 

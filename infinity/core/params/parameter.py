@@ -67,7 +67,7 @@ class _ManagedGrad:
         if param is None:
             return self
         handle = handle_of(param)
-        if handle is None or handle.grad is None or handle.is_in_hooks:
+        if handle is None or handle.grad is None or handle.has_raw_grad:
             return raw_grad(param)
         if current_task() != -1 and (accumulated := raw_grad(param)) is not None:
             return accumulated  # not yet landed: another hook runs before ours
@@ -75,7 +75,7 @@ class _ManagedGrad:
 
     def __set__(self, param, value):
         handle = handle_of(param)
-        if handle is None or handle.grad is None or handle.is_in_hooks:
+        if handle is None or handle.grad is None or handle.has_raw_grad:
             set_raw_grad(param, value)
         else:
             handle.engine.gradients.set(handle, value)

@@ -132,7 +132,7 @@ def build_engine(
             scopes,
             check_process=store.check_process,
             wait=partial(wait_for_others, scopes),
-            prepare=lambda repairing: later.engine.prepare(repairing),
+            prepare=lambda operation: later.engine.prepare(operation),
             settle=lambda: later.engine.job.lents.settle(),
         )
         planned, lents = Planned(plan, sizes), Lents(steps, ranks, uses)

@@ -29,7 +29,7 @@ from .accumulation_pass import AccumulationPass
 from .context import ForwardContext
 from .job import Job, wait_idle
 from .one_thread import refuse_at_the_end
-from .operations import Operation, State
+from .operations import Operation, OperationKind, State
 from .pass_state import define_states
 from .passes import Passes
 from .recovery import is_interrupted, recover
@@ -133,12 +133,13 @@ class Engine:
     # --- uses of the engine ---
 
     @torch.compiler.disable  # a compiled function may use the engine
-    def prepare(self, repairing: bool) -> None:
+    def prepare(self, operation: OperationKind | None) -> None:
         """Recovers from an exception, at the start of an outermost use. Raises if the job is
         halted."""
         refuse_at_the_end()
         for listener in self.job.events.use_begun:
-            listener()
+            listener(operation)
+        repairing = operation is not None and operation.call.loads_all
         self.recover(finishing=not repairing)
         if (error := self.uses.halted_error()) is not None and not repairing:
             # Other ranks must not wait for this one.
@@ -161,6 +162,8 @@ class Engine:
         first.
         """
         if self.is_open and is_interrupted(self.job):
+            for listener in self.job.events.recovering:
+                listener()
             recover(self.job, finishing=finishing)
 
     # --- called by parameters ---

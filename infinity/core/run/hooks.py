@@ -63,11 +63,18 @@ class LandingHook:
     """
 
     def __init__(self, param: torch.Tensor, landed: Callable[[torch.Tensor], None]):
-        self._param = weakref.ref(param)
-        # Always there, so that a handle of a hook from before the wrap removes it
+        self._param, self._landed = weakref.ref(param), landed
+        self.put()
+
+    def put(self) -> None:
+        """Hooks the parameter, again after :meth:`remove`. Idempotent."""
+        if (param := self._param()) is None:
+            return
         hooks = raw_hooks(param)
-        param.__dict__[USERS_HOOKS] = OrderedDict() if hooks is None else hooks
-        set_raw_hooks(param, OrderedDict({OURS: landed}))
+        if hooks is None or OURS not in hooks:
+            # Always there, so that a handle of a hook from before the wrap removes it
+            param.__dict__.setdefault(USERS_HOOKS, OrderedDict() if hooks is None else hooks)
+            set_raw_hooks(param, OrderedDict({OURS: self._landed}))
 
     def come_last(self) -> None:
         """Moves this hook behind those that a distributed parameter got while it was resident, and
@@ -79,12 +86,13 @@ class LandingHook:
         """Removes the hook, and leaves users' hooks to autograd. Idempotent."""
         if (param := self._param()) is None or USERS_HOOKS not in param.__dict__:
             return
-        users, raw = param.__dict__.pop(USERS_HOOKS), raw_hooks(param)
-        del raw[OURS]
+        users, raw = param.__dict__[USERS_HOOKS], raw_hooks(param)
+        raw.pop(OURS, None)
         # A handle removes its hook from the dict that it was registered in.
         if users or not raw:
             users.update(raw)
             set_raw_hooks(param, users)
+        del param.__dict__[USERS_HOOKS]
 
 
 class LandingHooks:
@@ -111,10 +119,38 @@ class LandingHooks:
         self._hooks.append(LandingHook(param, self._landed))
         self._late.append(self._hooks[-1].come_last)
 
+    def put(self) -> None:
+        """Hooks all of the parameters, again after :meth:`remove`. Idempotent."""
+        for hook in self._hooks:
+            hook.put()
+
     def remove(self) -> None:
         """Removes all of the hooks. Idempotent."""
         for hook in self._hooks:
             hook.remove()
+
+
+class ForwardHooks:
+    """Calls ``before`` and ``after`` around each forward of ``module``, until :meth:`remove`."""
+
+    def __init__(self, module: torch.nn.Module, before: Callable, after: Callable):
+        self.module, self._hooks, self._handles = weakref.ref(module), (before, after), []
+        self.put()
+
+    def put(self) -> None:
+        """Hooks the module, again after :meth:`remove`. Idempotent."""
+        self.remove()
+        if (module := self.module()) is not None:
+            before, after = self._hooks
+            self._handles = [
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(after, with_kwargs=True, always_call=True),
+            ]
+
+    def remove(self) -> None:
+        """Removes both hooks. Idempotent."""
+        for handle in self._handles:
+            handle.remove()
 
 
 def install_hooks(
@@ -147,8 +183,7 @@ def install_hooks(
         # The graph of a compiled model breaks here: moving weights cannot be compiled.
         before, after = (uncompiled(hook, UNCOMPILED) for hook in (before, after))
         before.is_infinity = after.is_infinity = True
-        removers.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        removers.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        removers.append(ForwardHooks(module, before, after))
         removers += [ScopedCall(engine.job, module), RefusedCopy(module)]
     landing = LandingHooks(engine)
     for unit in engine.job.units:

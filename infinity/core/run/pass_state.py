@@ -76,6 +76,9 @@ class Pass:
     # The charge for gradients that autograd makes of the unit that was held last.
     gradients: native.Charge | None = None
 
+    # The model runs as plain torch: a root alone has hooks, and gradients stay in ``p.grad``.
+    stands_aside: bool = False
+
     is_accumulating: bool = False
     has_begun: bool = False  # an accumulation pass begins with its first root forward
     backward_count: int = 0  # backwards that ended in an accumulation pass

@@ -90,13 +90,13 @@ class Prefetcher:
     def add(self, units: Sequence[ParamUnit]) -> None:
         """Adds ``units``, numbered after the last one; without a device budget the window grows."""
         self.units = [*self.units, *units]
-        vars(self).pop("_never_moves", None)
+        vars(self).pop("never_moves", None)
         if self._ledger.accounts[Tier.DEVICE].budget_nbytes is None:
             self._window.widen(sum(unit.weight_nbytes for unit in units))
         self._slots = StagingSlots(self.units, self._store, self.schedule.next_use)
 
     @cached_property
-    def _never_moves(self) -> tuple[bool, bool]:
+    def never_moves(self) -> tuple[bool, bool]:
         """Whether all weights are on the device as long as the job lasts, as plain tensors of one
         rank, and no budget counts what computes with them; and whether none has a master."""
         flats = flat_params_of(self.units)
@@ -277,7 +277,7 @@ class Prefetcher:
         """Begins a root forward with the trace that the schedule expects. Every data rank calls
         this; it does not wait for their answers."""
         self._pass.computing = None
-        rests, without_masters = self._never_moves
+        rests, without_masters = self.never_moves
         self.moves_nothing = rests and not any(unit.older for unit in self.units)
         self.saves_weights = self.moves_nothing and without_masters
         self.look_ahead.begin_pass(self.schedule.expected())

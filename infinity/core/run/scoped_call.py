@@ -20,7 +20,7 @@ from ..params.outside_modes import refuse_without_bytes
 from ..params.parameter import StoredManaged
 from ..units.handle import managed
 from .job import Job
-from .operations import State
+from .operations import Operation, State
 
 UNCOMPILED = (
     "a wrapped model moves weights between its layers, which cannot be compiled: each block is"
@@ -37,10 +37,10 @@ class ScopedCall:
     NAMES = ("_call_impl", "_compiled_call_impl")
 
     def __init__(self, job: Job, module: torch.nn.Module):
-        self._module = weakref.ref(module)
+        self.module = weakref.ref(module)
         self._own = {name: module.__dict__.get(name) for name in self.NAMES}
         of_class = type(module)._call_impl
-        reference = self._module
+        reference = self.module
 
         def plain(*args: Any, **kwargs: Any) -> Any:
             return of_class(reference(), *args, **kwargs)
@@ -48,11 +48,16 @@ class ScopedCall:
         self._calls = {"_call_impl": _scoped(job, self._own["_call_impl"] or plain)}
         if (compiled := self._own["_compiled_call_impl"]) is not None:
             self._calls["_compiled_call_impl"] = _scoped(job, compiled)
-        module.__dict__.update(self._calls)
+        self.put()
+
+    def put(self) -> None:
+        """Runs calls in scopes, again after :meth:`remove`. Idempotent."""
+        if (module := self.module()) is not None:
+            module.__dict__.update(self._calls)
 
     def remove(self) -> None:
         """Restores the module's own call, unless it was compiled since. Idempotent."""
-        if (module := self._module()) is None:
+        if (module := self.module()) is None:
             return
         for name, call in self._calls.items():
             if module.__dict__.get(name) is call:
@@ -84,7 +89,7 @@ def _scoped(job: Job, call: Callable) -> Callable:
         if is_inside:
             return job.uses.scopes.scope()
         refuse_compiled_autograd()
-        return job.uses.begin()
+        return job.uses.begin(Operation.FORWARD)
 
     def scoped(*args: Any, **kwargs: Any) -> Any:
         with scope():

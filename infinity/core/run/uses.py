@@ -24,8 +24,8 @@ class Uses:
     """The uses of one job.
 
     ``check_process`` raises UsageError in a forked child. ``wait`` waits while another thread uses
-    the job. ``prepare`` recovers from an exception of the last use; its argument: whether this use
-    loads all state. ``settle`` sends home what users wrote to tensors that they hold.
+    the job. ``prepare`` recovers from an exception of the last use, before an operation, or before
+    another use (None). ``settle`` sends home what users wrote to tensors that they hold.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Uses:
         *,
         check_process: Callable[[], None],
         wait: Callable[[], None],
-        prepare: Callable[[bool], None],
+        prepare: Callable[[OperationKind | None], None],
         settle: Callable[[], None],
     ):
         self.scopes = scopes
@@ -72,16 +72,19 @@ class Uses:
         return is_in is not None and is_in()
 
     def begin(
-        self, *, repairing: bool = False, unless: Callable[[], bool] = lambda: False
+        self,
+        operation: OperationKind | None = None,
+        *,
+        unless: Callable[[], bool] = lambda: False,
     ) -> native.Scope:
-        """Opens the scope of a use. ``repairing``: it loads all state. Nothing is prepared if
+        """Opens the scope of a use, or of a part of ``operation``. Nothing is prepared if
         ``unless()``, which is called once no other thread uses the job. May block on another
         thread.
 
         Raises UsageError for a halted job, in a forked child, for tensors without bytes, and if
         another thread uses the job and makes no progress.
         """
-        return self._open(lambda: None if unless() else self._prepare(repairing))
+        return self._open(lambda: None if unless() else self._prepare(operation))
 
     def _open(self, prepare: Callable[[], None]) -> native.Scope:
         """Opens a scope. ``prepare`` runs in it, once no other thread uses the job, unless this
@@ -97,7 +100,7 @@ class Uses:
         """Raises UsageError, with ``what`` as the name, if ``operation`` is refused in the present
         states. Nothing has changed then, so a running activity can continue."""
         if not operation.call.is_quick and not self.is_in(State.UNWRAPPED):
-            with self.begin(repairing=operation.call.loads_all):
+            with self.begin(operation):
                 if not operation.call.loads_all:
                     self._settle()  # only its exceptions may interrupt a running activity
         self._refuse(operation, what)
@@ -116,7 +119,7 @@ class Uses:
 
         def prepare() -> None:
             # Asked once more: another thread may have begun something while this one waited for it.
-            self._prepare(operation.call.loads_all)
+            self._prepare(operation)
             self._refuse(operation, None)
 
         self.check(operation)

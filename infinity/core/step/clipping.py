@@ -45,6 +45,9 @@ def clip_grad_norm_(
         for param in group["params"]:
             if param.grad is not None:
                 handle = handle_of(param)
+                if handle.has_raw_grad:
+                    param.grad.mul_(factor)
+                    continue
                 if not noted:
                     handle.engine.gradients.clips.append(factor)
                     noted = True

@@ -73,10 +73,10 @@ class Members:
 
     def _consumed(self) -> Iterator[ParamHandle]:
         for handle in self.group_of:
-            if handle.grad.state is GradState.CONSUMED:
+            if handle.grad.state is GradState.CONSUMED and not handle.has_raw_grad:
                 # An assigned tensor may have changed.
                 self._context.gradients.assigned.settle(handle)
-            if handle.grad.state is GradState.CONSUMED:
+            if handle.grad.state is GradState.CONSUMED and not handle.has_raw_grad:
                 yield handle
 
     def _stepped(self, param: torch.Tensor, index: int) -> ParamHandle:

@@ -295,11 +295,11 @@ class InfinityOptimizer(torch.optim.Optimizer):
             own: list[ParamHandle] = []  # cleared at once
             for param in [param for group in self.param_groups for param in group["params"]]:
                 handle = param.__dict__.get(HANDLE)
-                if set_to_none and handle in self._members.group_of and not handle.is_in_hooks:
+                if set_to_none and handle in self._members.group_of and not handle.has_raw_grad:
                     own.append(handle)
                 elif set_to_none:
                     param.grad = None
-                elif handle is not None and handle.grad is not None:
+                elif handle is not None and handle.grad is not None and not handle.has_raw_grad:
                     self.context.gradients.zero_here(handle)
                 elif param.grad is not None:
                     param.grad.zero_()

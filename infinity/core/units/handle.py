@@ -76,7 +76,7 @@ class ParamHandle:
         "is_counted",
         "is_tied",
         "edits",
-        "is_in_hooks",
+        "has_raw_grad",
         "_unit",
         "_flat_param",
         "_engine",
@@ -105,8 +105,9 @@ class ParamHandle:
         self.is_counted = getattr(self.param, COUNTS, True)  # in norms and checkpoints
         # Of a tied one: digest of the values that users set since the wrap or a load.
         self.edits = 0
-        # Users' hooks run before its gradient lands: ``p.grad`` is what autograd accumulated.
-        self.is_in_hooks = False
+        # ``p.grad`` is what autograd accumulated: users' hooks run before it lands, or the engine
+        # stands aside.
+        self.has_raw_grad = False
         self._engine = weakref.ref(engine)
 
     @property

@@ -36,6 +36,8 @@ LINK_RATE = 25e9  # bytes per second, of a link that nothing was measured on: PC
 class Blocks(Extension):
     """How the blocks of one model run."""
 
+    may_stand_aside = True
+
     def __init__(self, *, places_saved: bool):
         self.places_saved = places_saved
         self._planner: ActivationPlanner | None = None

@@ -63,6 +63,8 @@ def hold(
 class AllocatorSettings(Extension):
     """Those of the process, for one job on a GPU."""
 
+    may_stand_aside = True
+
     def __init__(self, device: Accelerator):
         self._device = device
 

@@ -25,6 +25,8 @@ LAUNCHES = "launches"
 class Launches(Extension):
     """The seconds of one job."""
 
+    may_stand_aside = True
+
     def __init__(self, streams: Streams, traffic: Traffic, events: Events):
         self.seconds = 0.0
         self._streams, self._traffic = streams, traffic

@@ -201,6 +201,8 @@ def _unpack(outer: tuple | None, held: Any) -> torch.Tensor:
 class PackedForwards(Extension):
     """The forwards and loads of one model's modules with packed weights."""
 
+    may_stand_aside = True
+
     @classmethod
     def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> PackedForwards:
         return cls()

@@ -57,6 +57,8 @@ class _Parked:
 class Parking(Extension):
     """The parked arrays of one engine. Used from one thread, inside a use of the engine."""
 
+    may_stand_aside = True
+
     def __init__(self, store: ArrayStore):
         self._store, self._device = store, store.device
         self._parked: list[_Parked] = []
@@ -149,7 +151,7 @@ class Parking(Extension):
             else:
                 self._store.allocator.empty(parked.array)
 
-    def resume(self) -> None:
+    def resume(self, _operation: Any = None) -> None:
         """Brings all parked arrays back, if any. Blocks on the disk and the link. Raises
         CapacityError if the device has no room; all that is not back stays parked. After an
         interrupt, call it again."""

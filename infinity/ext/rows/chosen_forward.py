@@ -25,6 +25,8 @@ from .experts import OWN_FORWARD, exchanges_of
 class ChosenForwards(Extension):
     """The forwards of one model's modules whose units bring rows."""
 
+    may_stand_aside = True
+
     @classmethod
     def begin(cls, config: Any, device: Any, collectives: Any, events: Events) -> ChosenForwards:
         return cls()

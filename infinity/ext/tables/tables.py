@@ -29,6 +29,7 @@ from ...core.params.parameter import users_hooks
 from ...core.params.transforms import are_running
 from ...core.run.context import ForwardContext
 from ...core.run.job import Job
+from ...core.run.pass_state import Pass
 from ...core.run.replaced_forward import ReplacedForward, own_forward
 from ...core.seams import Events, Extension
 from ...core.units.handle import COUNTS, DisableTorchFunction, handle_of, raw_hooks
@@ -192,6 +193,8 @@ class _Uses(TorchFunctionMode):
 class Tables(Extension):
     """The tables of one model, on one rank: several average whole gradients."""
 
+    may_stand_aside = True
+
     @classmethod
     def describe_model(cls, model: DescribedModel) -> None:
         """Finds the tables."""
@@ -219,19 +222,19 @@ class Tables(Extension):
         ]
         made = ((Table(find, param), modules) for param, modules in found)
         return [
-            ReplacedForward(module, _forward(module, table))
+            ReplacedForward(module, _forward(module, table, job.running))
             for table, modules in made
             for module in modules
         ]
 
 
-def _forward(module: nn.Module, table: Table) -> Callable[..., Any]:
+def _forward(module: nn.Module, table: Table, running: Pass) -> Callable[..., Any]:
     forward = own_forward(module)
 
     @functools.wraps(forward)
     def with_single_uses(*args: Any, **kwargs: Any) -> Any:
-        gets_gradient = torch.is_grad_enabled() and table.param.requires_grad
-        if torch.compiler.is_compiling() or not gets_gradient or are_running():
+        lands = torch.is_grad_enabled() and table.param.requires_grad and not running.stands_aside
+        if torch.compiler.is_compiling() or not lands or are_running():
             return forward(*args, **kwargs)
         with _Uses(table):
             return forward(*args, **kwargs)

@@ -72,6 +72,8 @@ class Tiling:
 class TiledLayers(Extension):
     """Runs large layers in tiles of the largest size that fits."""
 
+    may_stand_aside = True
+
     @classmethod
     def splits(
         cls, config: Config, free: Mapping[Tier, int] | None, ways: Ways

@@ -123,6 +123,8 @@ def stats(model: nn.Module) -> Stats:
             if share >= LEAST_SHARE
             else ": the rest goes to Python, to launches, or to other processes."
         )
+    if job.running.stands_aside:
+        sentence += " The engine stands aside: the model runs as plain torch."
     planner = job.activations.planner if job.activations is not None else None
     blocks = planner.counts() if planner is not None else {}
     return Stats(

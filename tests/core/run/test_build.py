@@ -274,11 +274,12 @@ def test_parts_call_the_engine_that_was_built_after_them(second_of_two):
     job.reducer._on_reduced(built.units[0])
     assert called.asked == built.units[:1]
     engine.prepare, job.lents.settle = asked.append, lambda: asked.append("settle")
-    for repairing in (True, False):
-        with job.uses.begin(repairing=repairing):
+    reads = infinity.core.run.operations.Operation.STATE_DICT
+    for operation in (None, reads):
+        with job.uses.begin(operation):
             pass
-    job.uses.check(infinity.core.run.operations.Operation.STATE_DICT)
-    assert asked == [True, False, False, "settle"]
+    job.uses.check(reads)
+    assert asked == [None, reads, reads, "settle"]
     assert job.uses._check_process == job.store.check_process
     assert (job.uses._wait.func, job.uses._wait.args) == (wait_for_others, (job.scopes,))
 

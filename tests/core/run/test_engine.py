@@ -22,7 +22,7 @@ from torch import nn
 import infinity
 from infinity.core.run import one_thread
 from infinity.core.run.engine import Engine
-from infinity.core.run.operations import State
+from infinity.core.run.operations import Call, OperationKind, State
 from infinity.core.run.registry import wrapped
 from infinity.core.step.context import StepContext
 from infinity.core.units.handle import handle_of, own_bytes
@@ -136,22 +136,28 @@ def test_the_units_of_a_block_are_those_with_its_parameters_and_whole():
 # --- the beginning of a use ---
 
 
+class Repair(OperationKind):
+    """An operation of an extension, which loads all state."""
+
+    LOAD = Call("loading all", frozenset(), loads_all=True)
+
+
 def test_a_use_is_prepared_in_its_order():
     """What listens to its begin, then recovery, then what waits until it may run, then what users
     wrote. Twin: a use that loads all state leaves the journal and what waits."""
-    for repairing, expected in (
-        (False, ["begun", "recover", "ready", "lents.begin_use"]),
-        (True, ["begun", "recover", "lents.begin_use"]),
+    for operation, expected in (
+        (None, ["begun", "recover", "ready", "lents.begin_use"]),
+        (Repair.LOAD, ["begun", "recover", "lents.begin_use"]),
     ):
         job, log = small_at_home(), []
         engine = with_parts(job, lents=Noted(log, "lents"))
-        engine.job.events.use_begun.append(lambda log=log: log.append(("begun",)))
+        engine.job.events.use_begun.append(lambda which, log=log: log.append(("begun", which)))
         engine.job.events.use_ready.append(lambda log=log: log.append(("ready",)))
         engine.recover = lambda *, finishing, log=log: log.append(("recover", finishing))
-        engine.prepare(repairing)
+        engine.prepare(operation)
         assert [name for name, *_ in log] == expected
-        assert dict(log[1:2]) == {"recover": not repairing}
-        assert log[-1] == ("lents.begin_use", repairing)
+        assert log[:2] == [("begun", operation), ("recover", operation is None)]
+        assert log[-1] == ("lents.begin_use", operation is not None)
 
 
 def test_a_halted_job_is_told_to_the_other_ranks_and_refused():
@@ -162,23 +168,23 @@ def test_a_halted_job_is_told_to_the_other_ranks_and_refused():
     engine.uses.halt("lost")
     engine.recover = lambda *, finishing: log.append(("recover", finishing))
     with pytest.raises(UsageError, match="lost") as refused:
-        engine.prepare(False)
+        engine.prepare(None)
     assert log == [("recover", True), ("fail", refused.value, True)]
     log.clear()
-    engine.prepare(True)
+    engine.prepare(Repair.LOAD)
     assert log == [("recover", False), ("lents.begin_use", True)]
 
 
 def test_nothing_begins_as_the_process_ends(monkeypatch):
     """Method: a daemon thread after the main thread has ended, as it seems to it."""
     engine, log, told = small_at_home().engine, [], []
-    engine.job.events.use_begun.append(lambda: log.append(("begun",)))
+    engine.job.events.use_begun.append(lambda operation: log.append(("begun",)))
     ended = threading.Thread(target=lambda: None)
     monkeypatch.setattr(one_thread.threading, "main_thread", lambda: ended)
 
     def late() -> None:
         with pytest.raises(UsageError, match="the process ends") as refused:
-            engine.prepare(False)
+            engine.prepare(None)
         told.append(refused.value)
 
     thread = threading.Thread(target=late, daemon=True)

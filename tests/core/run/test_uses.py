@@ -20,7 +20,9 @@ class Door:
             self.scopes,
             check_process=lambda: self.called.append("process"),
             wait=lambda: None,
-            prepare=lambda repairing: self.called.append("repair" if repairing else "prepare"),
+            prepare=lambda operation: self.called.append(
+                "repair" if operation is Repair.LOAD else "prepare"
+            ),
             settle=lambda: self.called.append("settle"),
         )
 
@@ -122,7 +124,7 @@ def test_what_begins_while_a_use_waits_refuses_it():
     door, begun = Door(), []
     door.uses.define({State.STEPPED: lambda: bool(begun)})
     door.uses.check(Operation.ZERO_GRAD)
-    door.uses._prepare = lambda repairing: begun.append(repairing)
+    door.uses._prepare = lambda operation: begun.append(operation)
     with (
         pytest.raises(infinity.UsageError, match="between step_in_backward and its step"),
         door.uses.operation(Operation.ZERO_GRAD),

@@ -15,6 +15,7 @@ import collections
 import contextlib
 import itertools
 import json
+import math
 import sys
 import tempfile
 import threading
@@ -41,6 +42,8 @@ from infinity.core.machine.card_memory import CardMemory
 from infinity.core.run import activation_home, one_thread
 from infinity.core.step.device_share import DeviceShare
 from infinity.errors import InfinityError
+from infinity.ext.aside import aside
+from infinity.ext.aside.aside import Aside
 from infinity.ext.blocks import recompute
 from infinity.ext.blocks.activation_choice import ActivationChoice
 from infinity.ext.blocks.checkpointed import Held
@@ -101,9 +104,11 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def made(**form: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+def made(
+    dtype: torch.dtype = torch.bfloat16, **form: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(SEED)
-    model = Model(**form).to(torch.bfloat16)
+    model = Model(**form).to(dtype)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
 
 
@@ -757,6 +762,29 @@ JOBS["kernels:parked on the host"] = with_kernels(
     {"params": "device", "optimizer": "device"}, train=parked_on_the_host
 )
 JOBS["kernels:a step that is split"] = with_kernels(HOST, share=0.5)
+
+
+def plain_torch_between_steps() -> list[bool]:
+    """A late run in which the engine stands aside after the first step, beside a punctual one in
+    which it does not."""
+    config, of = {"params": "device", "optimizer": "device"}, {"dtype": torch.float32}
+    began = mock.Mock(side_effect=Aside._stand_aside, autospec=True)
+    with late_device.kernels(LATE):
+        with late_device.never_late(LATE):
+            expected = trained(clipped_micro_batches, config, **of)
+        with (
+            late_device.delayed(LATE),
+            mock.patch.multiple(aside, SKIPPED=0, MEASURED=1, SLOWER=math.inf),
+            mock.patch.object(Aside, "_stand_aside", lambda self, job: began(self, job)),
+        ):
+            found = [
+                same(trained(clipped_micro_batches, config, **of), expected)
+                for _ in range(LATE_RUNS)
+            ]
+    return [all(found), began.called]
+
+
+JOBS["kernels:plain torch between steps"] = plain_torch_between_steps
 
 
 # --- registered memory ---

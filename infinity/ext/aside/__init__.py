@@ -1,0 +1,1 @@
+"""Lets a model run as plain torch where nothing of it moves."""
