@@ -88,7 +88,9 @@ class Aside(Extension):
         return cls() if collectives.ranks.alone else None
 
     def install(self, job: Job, model: nn.Module) -> None:
-        """Adds listeners for uses and steps."""
+        """Adds listeners for uses and steps, if the job is on the device."""
+        if not _is_on_the_device(job):
+            return
         self._job, self._model = weakref.ref(job), weakref.ref(model)
         job.events.use_begun.append(self._use_begun)
         job.events.recovering.append(self._recovering)
@@ -97,7 +99,8 @@ class Aside(Extension):
 
     def drop(self, job: Job) -> None:
         """Comes back after an exception, which has put the parameters to rest."""
-        self._forget(job)
+        if self._job is not None:
+            self._forget(job)
 
     @property
     def _aside(self) -> Job | None:
@@ -323,8 +326,7 @@ def _may_stand_aside(job: Job) -> bool:
         all(extension.may_stand_aside for extension in job.extensions)
         and job.activations is None
         and not (config.compile or config.micro_batch or config.fused_loss)
-        and all(job.prefetcher.never_moves)
-        and all(array.tier is Tier.DEVICE for flat in flats for array in flat.arrays.values())
+        and _is_on_the_device(job)
         and not any(unit.older or unit.arrival.rows is not None for unit in job.units)
         and not any(size.at_once_nbytes for size in job.planned.sizes)
         and all(flat.spec.needs is None for flat in stepped)
@@ -336,6 +338,12 @@ def _may_stand_aside(job: Job) -> bool:
         and not _has_compiled()
         and _has_room(job, sum(flat.arrays["grad"].nbytes for flat in stepped))
     )
+
+
+def _is_on_the_device(job: Job) -> bool:
+    flats = flat_params_of(job.units)
+    homes = {array.tier for flat in flats for array in flat.arrays.values()}
+    return all(job.prefetcher.never_moves) and homes <= {Tier.DEVICE}
 
 
 def _has_room(job: Job, nbytes: int) -> bool:
