@@ -76,6 +76,7 @@ SHORT_TESTS = (
     "tests/core/params/test_view_nodes.py",
     "tests/core/params/test_torch_functions.py",
     "tests/core/recipes/test_corner_recipes.py",
+    "tests/ext/aside",
 )
 INTEGRATIONS = "tests/ext/integrations"
 # library: the versions that are tried, and the tests that it is in

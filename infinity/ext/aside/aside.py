@@ -57,8 +57,6 @@ SLOWER = 1.05  # times the seconds with the engine: then it comes back
 LEFT_FREE = 2  # of the room for gradients that autograd makes: as much again stays free
 # What the engine does without coming back.
 STAYING = {Operation.FORWARD, Operation.STEP, Operation.ZERO_GRAD}
-
-
 STEPPED = "_infinity_stepped"  # attribute of a gradient: its version as a step applied it
 TRACKING = -2  # the key of a hook on a parameter
 _ASIDE: weakref.WeakSet[Aside] = weakref.WeakSet()
