@@ -18,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .queues import Job, run
 
@@ -213,7 +214,15 @@ def simulate(
     ``again``: the unit of an embedding that is also the head. ``averaged``: gradients leave the
     device in the last so many passes; None: in all.
     """
-    steps = _Steps(units, window_nbytes, passes, slots, pieces, again, averaged or passes)
+    steps = _Steps(
+        units,
+        window_nbytes,
+        passes=passes,
+        slots=slots,
+        pieces=pieces,
+        again=again,
+        averaged=averaged,
+    )
     seconds = steps.run(after_backward=after_backward)
     last_step = [job for job in steps.jobs if job.step == STEPS - 1]
     begin = min(job.start for job in last_step if job.queue == COMPUTE)
@@ -227,11 +236,9 @@ def step_seconds(
     window_nbytes: int,
     *,
     passes: int = 1,
-    slots: int = SLOTS,
-    pieces: int = PIECES,
     after_backward: bool = False,
-    again: int | None = None,
     averaged: int | None = None,
+    **how: Any,
 ) -> float:
     """Computes the seconds of a step as :func:`simulate` does, whose arguments it takes. Of many
     passes it runs the first and the last few, if all between would only repeat each other."""
@@ -239,12 +246,12 @@ def step_seconds(
     few = FEW
     while 3 * few <= passes and (leaves_always or averaged == 1):
         of_few = few if leaves_always else 1
-        steps = _Steps(units, window_nbytes, few, slots, pieces, again, of_few)
+        steps = _Steps(units, window_nbytes, passes=few, averaged=of_few, **how)
         seconds = steps.run(after_backward=after_backward)
         if (more := steps.seconds_of_one_more()) is not None:
             return seconds + (passes - few) * more
         few *= 3
-    steps = _Steps(units, window_nbytes, passes, slots, pieces, again, averaged or passes)
+    steps = _Steps(units, window_nbytes, passes=passes, averaged=averaged, **how)
     return steps.run(after_backward=after_backward)
 
 
@@ -255,14 +262,15 @@ class _Steps:
         self,
         units: Sequence[UnitSeconds],
         window_nbytes: int,
+        *,
         passes: int,
-        slots: int,
-        pieces: int,
-        again: int | None,
-        averaged: int,
+        slots: int = SLOTS,
+        pieces: int = PIECES,
+        again: int | None = None,
+        averaged: int | None,
     ):
         self._units, self._pieces, self._passes = units, pieces, passes
-        self._averaged = averaged
+        self._averaged = averaged or passes
         # Frees the oldest slot
         self._saved: deque[list[UnitJob]] = deque([[]] * slots, maxlen=slots)
         self._last: dict[str, list[UnitJob]] = {}  # job of a queue that keeps its order

@@ -86,9 +86,9 @@ def test_many_passes_take_what_a_few_tell(monkeypatch):
     ran: list[int] = []
     made = timeline._Steps.__init__
 
-    def noted(self, units, window_nbytes, passes, *rest):
+    def noted(self, units, window_nbytes, *, passes, **rest):
         ran.append(passes)
-        made(self, units, window_nbytes, passes, *rest)
+        made(self, units, window_nbytes, passes=passes, **rest)
 
     def check(units, window, passes, **how) -> bool:
         whole = simulate(units, window, passes=passes, **how).seconds
