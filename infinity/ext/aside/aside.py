@@ -1,9 +1,9 @@
 """Aside: lets a model run as plain torch where nothing of it moves.
 
-Where all state is at home on the device, what the engine does around a forward and a backward moves
-nothing. It measures its first steps, and then **stands aside**: modules run without its hooks, and
-gradients stay in ``p.grad`` as autograd left them. ``optimizer.step()`` copies them home and steps
-there, by the same kernels, so the bits are the same. If that is not faster the engine comes back.
+If all state is at home on the device, the engine's hooks move nothing. So it measures its first
+steps, and then **stands aside**: modules run without its hooks, and gradients stay in ``p.grad``.
+``optimizer.step()`` copies them home and runs the same kernels, so the bits are the same. If that
+is slower, the engine comes back.
 
 Any other use (a save, a state dict, ``infinity.accumulate``) and an exception in a pass bring the
 engine back before anything else happens, with the gradients that are pending.
