@@ -29,6 +29,12 @@ RAISES = {
     "tolist in a backward": {"reads": "tolist", "in_backward": True},
 }
 
+# Of two ranks' cards, by what torch's checkpoint takes of one
+ROOMS = {
+    "little and much": {"rooms": [1.2, 30.0]},
+    "little and much, two batches": {"rooms": [1.2, 30.0], "micro": 2},
+}
+
 pytestmark = pytest.mark.timeout(400)
 
 
@@ -36,7 +42,7 @@ pytestmark = pytest.mark.timeout(400)
 def answers(request, tmp_path_factory):
     """What all jobs of this run answer, from one launch."""
     asked = {
-        item.callspec.params["case"]
+        item.callspec.params.get("case")
         for item in request.session.items
         if item.module is request.module and hasattr(item, "callspec")
     }
@@ -45,6 +51,7 @@ def answers(request, tmp_path_factory):
     jobs["host_is_ahead"] = {"config": NVME}
     jobs["aborted_by_a_limit"] = {}
     jobs |= {f"one_raises:{case}": RAISES[case] for case in RAISES if case in asked}
+    jobs |= {f"chosen_alone:{case}": ROOMS[case] for case in ROOMS if case in asked}
     found, done = launch(tmp_path_factory.mktemp("late"), 2, jobs, script="late_rank_jobs.py")
     assert done.returncode == 0, done.stderr[-3000:]
     return found
@@ -67,6 +74,16 @@ def test_a_rank_that_reads_a_value_hears_of_one_that_raises(case, answers):
     assert first["weights"].isfinite().all() and first["weights"].equal(second["weights"])
     assert first["aborts"] == second["aborts"] == 0
     assert first["listening"] == second["listening"] == []
+
+
+@pytest.mark.parametrize("case", ROOMS)
+def test_each_rank_recomputes_what_its_own_card_has_no_room_for(case, answers):
+    """Until there is a choice every block runs again, on both. Twin: the second rank, with much
+    room, keeps all blocks."""
+    first, second = answers[f"chosen_alone:{case}"]
+    assert first["same"] and second["same"] and first["fits"] and second["fits"]
+    assert first["blocks"]["recomputed_nbytes"] > 0
+    assert second["blocks"]["kept"] == 8 and not second["blocks"]["recomputed_nbytes"]
 
 
 @pytest.mark.slow

@@ -75,6 +75,7 @@ NAMES = [
     ),
     ("torch.distributed.distributed_c10d", "_World", "tools/plan/on_paper.py"),
     ("torch.testing._internal.distributed.fake_pg", "FakeStore", "tools/plan/on_paper.py"),
+    ("torch.distributed.distributed_c10d", "_world.pg_map", "ext/blocks/unaided.py"),
     ("torch", "Tensor._make_wrapper_subclass", "core/grads/at_home.py"),
     ("torch", "_foreach_copy_", "ext/aside/aside.py"),
     ("torch", "UntypedStorage._new_with_weak_ptr", "core/run/saved_tensor.py"),
@@ -134,6 +135,12 @@ ELSEWHERE = {
         "_stage_forward_initialized",
     },
     "ranks/attempt.py": {"_get_default_store"},
+    "ext/blocks/unaided.py": {
+        "_device_types",
+        "_get_backend",
+        "_get_sequence_number_for_group",
+        "_world",
+    },
     "ranks/kinds.py": {"_get_backend", "_get_sequence_number_for_group"},
     "ranks/transfer.py": {
         "_allgather_base",

@@ -22,7 +22,7 @@ class Schedule:
     def __init__(self) -> None:
         self._traces: dict[str, list[int]] = {}
         self._kind = ""
-        self._current: list[int] = []
+        self.uses: list[int] = []  # of this pass so far
         # Of each unit of this forward, for each time that it is held: the uses before, and those
         # until it is let go.
         self._spans: dict[int, list[tuple[int, int]]] = {}
@@ -35,8 +35,8 @@ class Schedule:
     def begin(self, kind: str) -> None:
         """Begins a pass of ``kind`` ("train", "infer", or "unflushed"). The pass before it becomes
         the trace of its own kind."""
-        if self._current:
-            self._traces[self._kind] = self._current
+        if self.uses:
+            self._traces[self._kind] = self.uses
         self._kind = kind
         self.forget()
         self._uses = {}
@@ -45,7 +45,7 @@ class Schedule:
 
     def forget(self) -> None:
         """Discards the uses recorded in this pass, so that they do not become a trace."""
-        self._current, self._position = [], 0
+        self.uses, self._position = [], 0
         self._spans, self._open, self._saved, self._is_forward = {}, set(), set(), True
 
     def use(self, unit: int, *, backward: bool = False, saves: bool = True) -> None:
@@ -55,13 +55,13 @@ class Schedule:
         self._is_forward &= not backward
         self._saved |= {unit} if saves else set()
         if self._is_forward and (saves or unit not in self._saved):
-            start, spans = len(self._current), self._spans.setdefault(unit, [])
+            start, spans = len(self.uses), self._spans.setdefault(unit, [])
             if unit not in self._open and (not spans or spans[-1][1] < start):
                 spans.append((start, start + 1))
             self._open.add(unit)
-        if self._current and self._current[-1] == unit:
+        if self.uses and self.uses[-1] == unit:
             return
-        self._current.append(unit)
+        self.uses.append(unit)
         expected = self._traces.get(self._kind, [])
         try:
             position = expected.index(unit, self._position, self._position + RESYNC_DISTANCE)
@@ -71,7 +71,7 @@ class Schedule:
 
     def upcoming(self, *, backward: bool) -> Iterator[int]:
         """Yields the units expected next, in order, each once."""
-        seen = {self._current[-1]} if self._current else set()
+        seen = {self.uses[-1]} if self.uses else set()
         for unit in self._expected(backward):
             if unit not in seen:
                 seen.add(unit)
@@ -84,7 +84,7 @@ class Schedule:
     def expected_after_step(self) -> list[int]:
         """Returns the trace that the first training pass after a step is expected to follow."""
         kind = self._kind if self._kind == "unflushed" else "train"
-        return self._current if self._kind == kind and self._current else self._traces.get(kind, [])
+        return self.uses if self._kind == kind and self.uses else self._traces.get(kind, [])
 
     def next_use(self, unit: int) -> float:
         """Returns the distance, in uses, to the next expected use of ``unit`` in this pass;
@@ -97,7 +97,7 @@ class Schedule:
         """Returns the units of the next training pass in order, each once: the end of a step can
         already fetch the first ones."""
         if not self._kind:
-            return iter(dict.fromkeys(self._current or self.expected()))
+            return iter(dict.fromkeys(self.uses or self.expected()))
         return iter(dict.fromkeys(self.expected_after_step()))
 
     def end_step(self) -> None:
@@ -109,7 +109,7 @@ class Schedule:
         """Records that a use of ``unit`` ends now."""
         if self._is_forward and unit in self._open:
             self._open.remove(unit)
-            self._spans[unit][-1] = self._spans[unit][-1][0], len(self._current)
+            self._spans[unit][-1] = self._spans[unit][-1][0], len(self.uses)
 
     def spans(self) -> dict[int, list[tuple[int, int]]]:
         """Returns for each unit of this pass's forward, in order of first use, and for each time
@@ -121,4 +121,4 @@ class Schedule:
         if expected is not None:
             yield from (expected[position] for position in range(self._position, len(expected)))
         elif backward:  # the first backward: the forward, reversed
-            yield from reversed(self._current)
+            yield from reversed(self.uses)

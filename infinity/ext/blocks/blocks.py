@@ -23,10 +23,12 @@ from ...core.wrap.described_model import DescribedModel
 from ...errors import ConfigError
 from ...ext.rates.rates import memory_rate
 from ...ranks.collectives import Collectives
+from ...ranks.parallel_dims import ParallelDims
 from .compiled import CompiledBlock, check_options
 from .micro_batch import check_block, install_chunks
 from .no_memory import note_memory
 from .recompute import ActivationPlanner, MeasuredRoom
+from .unaided import Unaided
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +66,8 @@ class Blocks(Extension):
     def begin(
         cls, config: Config, device: Device, collectives: Collectives, events: Events
     ) -> Blocks:
-        """Returns the extension. With several ranks nothing is chosen: they measure different
-        times."""
-        blocks = cls(places_saved=config.recompute and collectives.ranks.alone)
+        """Returns the extension."""
+        blocks = cls(places_saved=config.recompute and not _are_divided(collectives.ranks))
         events.allocated.append(_tell_if_nothing_is_chosen)
         events.forward_failed.append(note_memory)
         return blocks
@@ -113,7 +114,7 @@ class Blocks(Extension):
 def plan_activations(job: Job, find: Callable[[], ForwardContext]) -> ActivationPlanner | None:
     """Chooses from now on which blocks' activations are kept, sent or recomputed, if there is a
     device budget to spend on them."""
-    if job.activations is None or job.activations.spare_nbytes is None or not job.ranks.alone:
+    if job.activations is None or job.activations.spare_nbytes is None or _are_divided(job.ranks):
         return None
     spare_nbytes, memory = job.activations.spare_nbytes, job.device.memory
     room = None
@@ -123,6 +124,7 @@ def plan_activations(job: Job, find: Callable[[], ForwardContext]) -> Activation
         job.activations.home.limit_in_flight(0)
         room = MeasuredRoom(
             memory,
+            several_ranks=not job.ranks.alone,
             is_shown=lambda steps=job.steps, stepped=job.trained: steps.index > 0 or not stepped,
             limit_in_flight=job.activations.home.limit_in_flight,
         )
@@ -133,6 +135,7 @@ def plan_activations(job: Job, find: Callable[[], ForwardContext]) -> Activation
         # Not of the job: a graph that a user keeps leads to the planner.
         send_rate=partial(_send_rate, job.device, job.traffic, job.config),
         recomputes=job.config.recompute,
+        unaided=Unaided(job.schedule, job.ranks),
         home_nbytes=job.activations.home.room_nbytes,
         room=room,
     )
@@ -145,12 +148,17 @@ def _tell_if_nothing_is_chosen(job: Job) -> None:
         logger.warning("recompute=True has no effect here: %s", why)
 
 
+def _are_divided(ranks: ParallelDims) -> bool:
+    """Tells whether other ranks have parts of a block, or of its sequences."""
+    return ranks.is_cut or ranks.cp_group is not None
+
+
 def _why_not_chosen(job: Job) -> str | None:
     """Returns why nothing is chosen for blocks; None if it is."""
-    if not job.ranks.alone:  # they must decide the same, but measure different times
+    if _are_divided(job.ranks):
         return (
-            "with several ranks every block keeps what it saves. Use the model's own gradient"
-            " checkpointing."
+            "blocks that are divided over ranks (tp, cp, ep, pp) keep what they save. Use the"
+            " model's own gradient checkpointing."
         )
     if job.config.micro_batch is not None:
         return "with micro_batch every block that runs in parts is recomputed."

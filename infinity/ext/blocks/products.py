@@ -34,6 +34,7 @@ NAMES = frozenset(
     )
 )
 PREFIXES = ("aten::_scaled_dot_product_", "flash_attn::_flash_attn_")
+COMMUNICATING = frozenset(("c10d", "_c10d_functional", "c10d_functional", "symm_mem"))
 DIGEST_ELEMENTS = 1 << 20  # that a digest takes at once: eight bytes each
 
 
@@ -55,6 +56,12 @@ def draws(operation: Any, args: tuple, kwargs: dict) -> bool:
     names = [argument.name for argument in operation._schema.arguments]
     arguments = dict(zip(names, args)) | kwargs
     return any(arguments.get(name, 0.0) > 0.0 for name in ("dropout_p", "p_dropout"))
+
+
+@functools.cache
+def communicates(operation: Any) -> bool:
+    """Tells whether ``operation`` is one between ranks."""
+    return getattr(operation, "namespace", "") in COMMUNICATING
 
 
 @functools.cache
@@ -145,13 +152,14 @@ class Counted:
         self._seconds: dict[int, float] = {}  # noted once the device has computed it
         self._numbers = _Numbers()
         self._number = self._needed = 0
+        self.communicates = False
 
     def mode(self) -> TorchDispatchMode:
         """Makes the mode of the forward, or of a recomputation, which runs under one, too: torch
         takes some operations apart otherwise."""
         if current_task() != -1:
             return _Mode(lambda operation, args, kwargs: operation(*args, **kwargs))
-        return _Mode(self._run, self.forget)
+        return _Mode(self._run, self.forget, self._note_communicating)
 
     def _run(self, operation: Any, args: tuple, kwargs: dict) -> Any:
         """Runs a product, and counts its bytes and seconds."""
@@ -167,6 +175,9 @@ class Counted:
             self.nbytes[number] = sum(storages.values())
             self._numbers.add(results, number)
         return results
+
+    def _note_communicating(self) -> None:
+        self.communicates = True
 
     def forget(self, values: Any) -> None:
         """Removes the products with ``values``, which are written to."""
@@ -290,7 +301,8 @@ class _Saved:
 
 
 class _Mode(TorchDispatchMode):
-    """Runs the products of a call by ``product``, and tells ``written`` what else is written to."""
+    """Runs the products of a call by ``product``, tells ``written`` what else is written to, and
+    ``communicating`` of operations between ranks."""
 
     supports_higher_order_operators = True
 
@@ -303,9 +315,11 @@ class _Mode(TorchDispatchMode):
         self,
         product: Callable[[Any, tuple, dict], Any],
         written: Callable[[Any], None] = lambda values: None,
+        communicating: Callable[[], None] = lambda: None,
     ):
         super().__init__()
         self._product, self._tell_written = product, written
+        self._tell_communicating = communicating
 
     def __torch_dispatch__(
         self, operation: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -313,6 +327,8 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         if is_product(operation):
             return self._product(operation, args, kwargs)
+        if communicates(operation):
+            self._tell_communicating()
         for place, name in _written(operation):
             self._tell_written(args[place] if place < len(args) else kwargs.get(name))
         return operation(*args, **kwargs)

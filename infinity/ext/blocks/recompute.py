@@ -8,7 +8,8 @@ was made, and what the card has left then is for blocks that are kept. A larger 
 measured is measured again.
 
 A block is recomputed only if ``Config(recompute=True)`` allows it. It never is if its forward
-changes Python state, draws from generators other than torch's, or has hooks of others inside.
+changes Python state, draws from generators other than torch's, has hooks of others inside, or needs
+other ranks (:mod:`.unaided`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ...core.machine.device import Device
 from ...core.run.context import ForwardContext
 from ...core.run.saved_tensor import READ_AHEAD
 from ...core.units.unit import ParamUnit
+from ...errors import UsageError
 from .activation_choice import (
     SHARE_FOR_SAVED,
     ActivationChoice,
@@ -41,6 +43,7 @@ from .activation_choice import (
 from .around import around_own
 from .checkpointed import Checkpointed, Held
 from .products import Counted, Products
+from .unaided import Mark, Unaided
 from .value_snapshot import MODULE_OWN, SCALARS, NoSnapshot, Snapshot, has_containers
 
 logger = logging.getLogger(__name__)
@@ -56,13 +59,14 @@ class MeasuredRoom:
         self,
         memory: CardMemory,
         *,
+        several_ranks: bool,
         is_shown: Callable[[], bool],
         limit_in_flight: Callable[[int], None],
     ):
         """Before the first pass. ``is_shown``: whether a whole step was made. ``limit_in_flight``:
         is told how much of the room may be on its way home, or back."""
         self._memory, self.is_shown = memory, is_shown
-        self._left_nbytes = memory.left_nbytes(several_ranks=False) or 0
+        self._left_nbytes = memory.left_nbytes(several_ranks=several_ranks) or 0
         self._limit_in_flight = limit_in_flight
         self._first: tuple[int, int] | None = None  # bytes of room, and least for the blocks then
 
@@ -93,16 +97,18 @@ class ActivationPlanner:
         spare_nbytes: int,
         send_rate: Callable[[], float],
         recomputes: bool,
+        unaided: Unaided,
         home_nbytes: Callable[[], float] = lambda: float("inf"),
         room: MeasuredRoom | None = None,
     ):
         """``spare_nbytes``: that activations may have on ``device``. ``send_rate``: bytes per
-        second of the round trip. ``home_nbytes``: that they may have at home. ``room``: in place of
-        ``spare_nbytes``, if no budget tells it."""
+        second of the round trip. ``unaided``: tells which blocks need other ranks to run again.
+        ``home_nbytes``: that they may have at home. ``room``: in place of ``spare_nbytes``, if no
+        budget tells it."""
         self.find_context, self.device, self.spare_nbytes = find, device, spare_nbytes
         self._room = room
         self._send_rate, self._home_nbytes = send_rate, home_nbytes
-        self.recomputes = recomputes
+        self.recomputes, self.unaided = recomputes, unaided
         # Of the device's bytes, what is left to a block that is computed again
         self.reserved_nbytes, self.found_no_room = 0, False
         # By class and shapes: what a block saves, and what of that is its input
@@ -255,7 +261,7 @@ class PlannedBlock:
     """Runs a block's forward as the planner chose."""
 
     def __init__(self, planner: ActivationPlanner, block: nn.Module, units: Sequence[ParamUnit]):
-        self._planner, self._block = planner, weakref.ref(block)
+        self._planner, self._block, self._units = planner, weakref.ref(block), units
         self._checkpointed = Checkpointed(planner.find_context, units)
         self.choice = planner.first_choice
         self._passes = 0  # measured passes
@@ -263,7 +269,7 @@ class PlannedBlock:
         self._storages: set[int] = set()
         self._nbytes, self._input_nbytes, self._seconds = 0, 0, float("inf")
         self._numel = -1  # elements of the largest input that was measured
-        self._is_repeatable = planner.recomputes
+        self._is_repeatable = planner.recomputes and planner.unaided.allows(block, units)
         self._mode: tuple = ()  # the training flag of every module inside, when measured
         self._counted = Counted(planner.device)  # the products of the last measured call
         self._is_checked = False  # whether a call has shown that nothing writes to them unseen
@@ -322,7 +328,16 @@ class PlannedBlock:
                 return self._measure(forward, args, kwargs, inputs)
             planner.found_no_room = False
             if self.choice.repeats:
+                begun = planner.unaided.mark()
                 output = self._run_again(forward, *tree_flatten((args, kwargs)))
+                if self._needs_others(begun):
+                    self._refuse()
+                    raise UsageError(
+                        f"a {type(self._block()).__name__} needs other ranks in this forward, and"
+                        " did not before: it communicates, or uses weights of other blocks. This"
+                        " rank would run it again for the backward, and others may not. Repeat the"
+                        " step, in which it runs once, or use Config(recompute=False)."
+                    )
             else:
                 output = forward(*args, **kwargs)
             if planner.found_no_room and self.choice.is_sent:
@@ -362,7 +377,7 @@ class PlannedBlock:
             self.choice = planner.first_choice if is_repeatable else ActivationChoice.SEND
         if self._is_repeatable and (state is None or self._is_heard()):
             self._refuse()
-        counted = Counted(planner.device)
+        counted, begun = Counted(planner.device), planner.unaided.mark()
         held = Held(counted.note_saved) if self._is_repeatable else None
         stalled = sum(edge.stall_seconds for edge in edges)
 
@@ -388,7 +403,11 @@ class PlannedBlock:
             for leaf in tree_leaves(output)
         )
         if self._is_repeatable and (
-            not plain or state != self._state(args, kwargs) or self._is_heard()
+            not plain
+            or state != self._state(args, kwargs)
+            or self._is_heard()
+            or counted.communicates
+            or self._needs_others(begun)
         ):
             self._refuse()
         recomputes = self.choice.repeats or planner.found_no_room
@@ -407,6 +426,9 @@ class PlannedBlock:
                 planner.forget_choices()
             self._numel, self._nbytes, self._input_nbytes = numel, self._saved, input_nbytes
             self._counted, self._is_checked = counted, False
+
+    def _needs_others(self, since: Mark | None) -> bool:
+        return self._planner.unaided.needed(since, self._units)
 
     def _in_one_mode(self, forward: Callable) -> Callable:
         """Returns ``forward``, which runs again with the training flags that it has now: `eval()`

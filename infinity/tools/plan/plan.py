@@ -249,14 +249,7 @@ def make(args: argparse.Namespace) -> dict[str, Any]:
         saved, recomputed, blocks = saved_on_paper(
             model, fused_loss=args.fused_loss, adapt=partial(adapt, quantize=None)
         )
-        if args.recompute and ranks > 1:
-            raise ConfigError(
-                f"--recompute: {ranks} ranks do not choose what to compute again, only one alone"
-                " does. Use --gradient-checkpointing"
-            )
-        blocks = blocks if ranks == 1 else None
         chooses = bool(settings.get("recompute")) and machine is not None and not checkpointing
-        chooses = chooses and blocks is not None
         saved = recomputed if checkpointing or chooses else saved
     has_adapters = args.mesh is not None and args.lora_rank is not None
     unpacked = deepcopy(model) if has_adapters else None

@@ -59,11 +59,11 @@ def test_a_use_is_none_of_the_schedules():
     for _ in range(2):
         job.backward(RAMP)
         job.optimizer.zero_grad()
-        before = list(parts_of(job).schedule._current)
+        before = list(parts_of(job).schedule.uses)
         for handle in job.handles:
             with touches(job).holding([handle], "a use", writes=False):
                 pass
-        assert parts_of(job).schedule._current == before != []
+        assert parts_of(job).schedule.uses == before != []
 
 
 def test_a_write_is_home_after_the_block_and_counted():

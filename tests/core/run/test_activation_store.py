@@ -18,9 +18,12 @@ from infinity.core.machine.tiers import Tier
 from infinity.core.machine.traffic import Traffic
 from infinity.core.run.activation_store import SMALLEST_NBYTES, ActivationStore
 from infinity.core.run.saved_tensor import LARGEST_EXCESS, SavedTensor, View, WithinBudget
+from infinity.core.run.schedule import Schedule
 from infinity.errors import CapacityError
 from infinity.ext.blocks.activation_choice import ActivationChoice
 from infinity.ext.blocks.recompute import ActivationPlanner
+from infinity.ext.blocks.unaided import Unaided
+from infinity.ranks.parallel_dims import ParallelDims
 
 NUMEL = SMALLEST_NBYTES // 4  # fp32 elements of the smallest storage that is taken
 BLOCK = native.CHECKSUM_NBYTES
@@ -328,6 +331,7 @@ def planned(made: Any) -> ActivationPlanner:
         spare_nbytes=0,
         send_rate=lambda: 1.0,
         recomputes=True,
+        unaided=Unaided(Schedule(), ParallelDims()),
     )
     made.activations.planner = planner
     return planner

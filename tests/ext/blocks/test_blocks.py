@@ -19,7 +19,15 @@ from infinity.ext.rates.rates import memory_rate
 MIB = 1 << 20
 
 
-def job_of(*, spare: int | None = MIB, alone: bool = True, **config: Any) -> SimpleNamespace:
+def ranks_of(*, divided: str = "") -> SimpleNamespace:
+    """One rank, or several that have parts of blocks (``"blocks"``) or of sequences."""
+    part = "a channel" if divided == "sequences" else None
+    return SimpleNamespace(
+        alone=not divided, is_cut=divided == "blocks", cp_group=part, all_channels=[]
+    )
+
+
+def job_of(*, spare: int | None = MIB, divided: str = "", **config: Any) -> SimpleNamespace:
     """A job on the processor, whose activations may have ``spare`` bytes."""
     activations = SimpleNamespace(
         spare_nbytes=spare, home=SimpleNamespace(room_nbytes=None), planner=None
@@ -27,15 +35,16 @@ def job_of(*, spare: int | None = MIB, alone: bool = True, **config: Any) -> Sim
     return SimpleNamespace(
         config=Config(activations="auto", **config),
         activations=activations,
-        ranks=SimpleNamespace(alone=alone),
+        ranks=ranks_of(divided=divided),
         device=SimpleNamespace(memory=None, is_host=True),
         traffic=None,
+        schedule=None,
     )
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_device_budget_is_spent_on_activations(recompute):
-    """Twins: without one, and with several ranks, which measure different times."""
+    """Twins: without one, and with ranks that have parts of the blocks or their sequences."""
     job = job_of(recompute=recompute)
     planner = plan_activations(job, lambda: "context")
     assert job.activations.planner is planner and planner.find_context() == "context"
@@ -43,7 +52,8 @@ def test_a_device_budget_is_spent_on_activations(recompute):
     assert planner._send_rate() == memory_rate() / 4
     without = job_of()
     without.activations = None
-    for other in (job_of(spare=None), job_of(alone=False), without):
+    parts = [job_of(divided=divided) for divided in ("blocks", "sequences")]
+    for other in (job_of(spare=None), *parts, without):
         assert plan_activations(other, lambda: None) is None
 
 
@@ -65,12 +75,12 @@ def test_only_one_of_parts_of_a_batch_and_choices_runs_a_block():
     assert "forward" not in block.__dict__
 
 
-def test_what_blocks_save_is_placed_in_a_job_of_one_rank_that_may_recompute():
-    """Twins: without the option, and with several ranks, which is told why."""
-    for recompute, alone in ((True, True), (False, True), (True, False)):
-        ranks = SimpleNamespace(ranks=SimpleNamespace(alone=alone))
+def test_what_blocks_save_is_placed_in_a_job_that_may_recompute():
+    """Twins: without the option, and where ranks have parts of the blocks, which is told."""
+    for recompute, divided in ((True, ""), (False, ""), (True, "blocks"), (True, "sequences")):
+        ranks = SimpleNamespace(ranks=ranks_of(divided=divided))
         made = Blocks.begin(Config(recompute=recompute), None, ranks, Events())
-        assert made.places_saved == (recompute and alone)
+        assert made.places_saved == (recompute and not divided)
 
 
 def test_a_choice_that_is_not_made_is_told(caplog):
@@ -82,8 +92,9 @@ def test_a_choice_that_is_not_made_is_told(caplog):
     at_home.config = Config(activations="host", recompute=True)
     without = job_of(recompute=True)
     without.activations = None
-    jobs = (job_of(recompute=True, alone=False), in_parts, at_home, without)
-    for each, why in zip(jobs, ("several ranks", "micro_batch", "is the home", "no device_memory")):
+    jobs = (job_of(recompute=True, divided="blocks"), in_parts, at_home, without)
+    reasons = ("divided over ranks", "micro_batch", "is the home", "no device_memory")
+    for each, why in zip(jobs, reasons):
         caplog.clear()
         blocks._tell_if_nothing_is_chosen(each)
         assert why in caplog.text

@@ -282,7 +282,9 @@ def test_room_that_was_measured_shrinks_as_passes_grow(unused, growth, room):
     Twin: the first measurement, of the same room."""
     limits: list[int] = []
     memory = SimpleNamespace(left_nbytes=lambda several_ranks: 1000, unused_nbytes=lambda: 400)
-    measured = MeasuredRoom(memory, is_shown=lambda: True, limit_in_flight=limits.append)
+    measured = MeasuredRoom(
+        memory, several_ranks=False, is_shown=lambda: True, limit_in_flight=limits.append
+    )
     assert measured.measure(100, 25) == (320, True)
     memory.unused_nbytes = lambda: unused
     kept, sends = measured.measure(int(100 * growth), 25)

@@ -146,6 +146,20 @@ def one_raises(reads: str, *, in_backward: bool = False, fault: bool = False) ->
     }
 
 
+def chosen_alone(rooms: list[float], micro: int = 1) -> dict[str, Any]:
+    """Tells whether two late ranks that may recompute have the losses of those inside torch's
+    checkpoint, whether no more was taken than there is, and what was done with the blocks.
+    ``rooms``: of each rank's card, in what torch's checkpoint takes."""
+    how, whole = {"micro": micro}, late_jobs.TIGHT | {"device_memory": "4MiB"}  # no tiles
+    with mock.patch("infinity.core.machine.card_memory.NCCL_NBYTES", 0):
+        right, taken, _ = late_jobs.in_tight_room("wide", whole, 0, checkpoints=True, **how)
+        config = {**whole, "activations": "auto", "recompute": True}
+        room = int(rooms[dist.get_rank()] * taken)
+        with late_device.delayed(late_jobs.LATE):
+            found, peak, blocks = late_jobs.in_tight_room("wide", config, room, **how)
+    return {"same": found == right, "fits": peak <= room, "blocks": blocks}
+
+
 def aborted_by_a_limit() -> list[str]:
     """A wait with a limit, behind a rank that comes late: the twin of polls."""
     group = dist.new_group([0, 1], backend="late", timeout=timedelta(seconds=30))

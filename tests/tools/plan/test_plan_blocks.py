@@ -186,8 +186,11 @@ def test_one_way_to_compute_again_is_planned(model, other, capsys):
     assert f"--recompute and {other} do not go together" in capsys.readouterr().err
 
 
-def test_several_ranks_do_not_choose_what_to_compute_again(model, capsys):
-    """Twin: the tests above, of a machine with one device."""
-    given = ["plan", "--model", model, "--machine", "two-rtx3090", "--recompute"]
-    assert main(given) == 2
-    assert "--recompute: 2 ranks do not choose" in capsys.readouterr().err
+def test_each_of_several_ranks_chooses_what_to_compute_again(model, capsys):
+    """Twin: without the option nothing is chosen."""
+    for option in ("--recompute", ""):
+        given = ["plan", "--model", model, "--machine", "dgx-h100", "--json"]
+        assert main([*given, *filter(None, [option])]) == 0
+        answer = json.loads(capsys.readouterr().out)
+        assert ("blocks" in answer) == bool(option)
+        assert not option or answer["blocks"]["kept"] == 3
