@@ -206,6 +206,8 @@ def test_blocks_are_recomputed_from_the_first_step_where_torchs_checkpoint_fits(
         pytest.param("tight:waves", marks=pytest.mark.slow),
         pytest.param("tight:waves, two batches a step", marks=pytest.mark.slow),
         pytest.param("tight:wide, more room", marks=pytest.mark.slow),
+        "tight:wide, in parts",
+        pytest.param("tight:wide, in parts, more room", marks=pytest.mark.slow),
     ],
 )
 def test_no_step_takes_more_of_the_card_than_torchs_checkpoint_and_three_percent(job, answer):

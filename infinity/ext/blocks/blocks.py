@@ -1,5 +1,5 @@
-"""Blocks: runs a model's repeated blocks in micro-batches, or chooses for each what to do with its
-activations, if there is a device budget to spend on them."""
+"""Blocks: runs a model's repeated blocks in micro-batches, and chooses what to do with what each
+block saves, or with each part of its batch, if there is a device budget to spend on it."""
 
 from __future__ import annotations
 
@@ -79,12 +79,15 @@ class Blocks(Extension):
         find: Callable[[], ForwardContext],
         blocks: Sequence[tuple[str, nn.Module, list[ParamUnit]]],
     ) -> list[Any]:
-        """Lets blocks run in micro-batches, or as a planner chooses from now on, and compiles
+        """Lets blocks run in micro-batches, and as a planner chooses from now on, and compiles
         them."""
         compiled = self._compile(job.config, model.module, [block for _, block, _ in blocks])
-        if (samples := job.config.micro_batch) is not None:
-            return compiled + [install_chunks(find, *block, samples) for block in blocks]
-        planner = self._planner = plan_activations(job, find)
+        samples, recomputes = job.config.micro_batch, job.config.recompute
+        if samples is None or recomputes:
+            self._planner = plan_activations(job, find)
+        planner = self._planner
+        if samples is not None:
+            return compiled + [install_chunks(find, *block, samples, planner) for block in blocks]
         if planner is None:
             return compiled
         return compiled + [
@@ -160,8 +163,6 @@ def _why_not_chosen(job: Job) -> str | None:
             "blocks that are divided over ranks (tp, cp, ep, pp) keep what they save. Use the"
             " model's own gradient checkpointing."
         )
-    if job.config.micro_batch is not None:
-        return "with micro_batch every block that runs in parts is recomputed."
     if job.config.activations != "auto":
         return f"activations={job.config.activations!r} is the home of all that is saved."
     if job.activations is None:

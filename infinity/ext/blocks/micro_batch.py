@@ -1,7 +1,8 @@
 """Micro-batches inside units: a block runs its batch in chunks while its weights are gathered.
 
 batch   the size of the first dimension of the block's first tensor argument
-chunk   ``micro_batch`` samples. The forward keeps only a chunk's input; the backward recomputes it
+chunk   ``micro_batch`` samples. The forward keeps only a chunk's input; the backward recomputes it,
+        unless a planner chooses otherwise for chunks of its number
 
 Weights are loaded once in the forward and once in the backward, for any number of chunks. Only one
 chunk's intermediate activations exist at a time. Gradients are summed over samples as in gradient
@@ -13,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from ...core.units.unit import ParamUnit
 from ...errors import ConfigError, InfinityError, UsageError
 from .around import around_own
 from .checkpointed import Checkpointed, random_states, set_random_states
+from .recompute import ActivationPlanner, PlannedBlock
 from .value_snapshot import SCALARS
 
 # Relative tolerance between two samples run together and each alone: kernels sum in another order.
@@ -61,20 +64,31 @@ def install_chunks(
     block: nn.Module,
     units: Sequence[ParamUnit],
     samples: int,
+    planner: ActivationPlanner | None,
 ) -> ReplacedForward:
     """Replaces the forward of ``block``, which uses ``units``, with one that runs in chunks of
-    ``samples``."""
-    chunked = Chunked(name, block, samples, Checkpointed(find, units))
+    ``samples``. ``planner``: chooses for each chunk; None: the backward recomputes all."""
+    planned = None if planner is None else partial(planner.plan, block, units, is_part=True)
+    chunked = Chunked(name, block, samples, Checkpointed(find, units), planned)
     return ReplacedForward(block, around_own(block, chunked.run))
 
 
 class Chunked:
     """The forward of a block, in chunks."""
 
-    def __init__(self, name: str, block: nn.Module, samples: int, checkpointed: Checkpointed):
+    def __init__(
+        self,
+        name: str,
+        block: nn.Module,
+        samples: int,
+        checkpointed: Checkpointed,
+        plan: Callable[[], PlannedBlock] | None,
+    ):
+        """``plan``: makes what runs the chunks of one number, if they are chosen for."""
         self._name, self._samples = name, samples
         self._block = weakref.ref(block)
         self._checkpointed, self._checked = checkpointed, False
+        self._plan, self._planned = plan, list[PlannedBlock]()
 
     def run(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
         """Runs ``forward``, the block's own, on each part of the batch."""
@@ -89,10 +103,18 @@ class Chunked:
             self._check_independence(forward, leaves, spec, split)
             self._checked = True
         outputs = []
-        for begin in range(0, batch, self._samples):
+        for number, begin in enumerate(range(0, batch, self._samples)):
             chunk = self._chunk(leaves, split, begin, min(begin + self._samples, batch))
-            outputs.append(self._checkpointed.run(chunk, spec, forward=forward))
+            outputs.append(self._run_chunk(number, chunk, spec, forward))
         return self._join(outputs, batch)
+
+    def _run_chunk(self, number: int, chunk: list, spec: Any, forward: Callable) -> Any:
+        if self._plan is None:
+            return self._checkpointed.run(chunk, spec, forward=forward)
+        if number == len(self._planned):
+            self._planned.append(self._plan())
+        args, kwargs = tree_unflatten(chunk, spec)
+        return self._planned[number].run(forward, args, kwargs)
 
     def _without_cache(self, leaf: Any) -> Any:
         """Replaces an empty key-value cache by None: chunks would mix in it; training needs none.

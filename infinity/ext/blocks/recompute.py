@@ -132,11 +132,18 @@ class ActivationPlanner:
         how much there is."""
         return ActivationChoice.RECOMPUTE if self.measures_room else ActivationChoice.KEEP
 
+    def plan(
+        self, block: nn.Module, units: Sequence[ParamUnit], *, is_part: bool = False
+    ) -> PlannedBlock:
+        """Returns what runs ``block`` as it is chosen from now on. ``is_part``: on one part of its
+        batch, for which nothing is kept unless it is chosen."""
+        planned = PlannedBlock(self, block, units, is_part=is_part)
+        self._blocks.append(weakref.ref(planned))
+        return planned
+
     def add(self, block: nn.Module, units: Sequence[ParamUnit]) -> Callable:
         """Builds the forward that ``block`` is to run in place of its own."""
-        planned = PlannedBlock(self, block, units)
-        self._blocks.append(weakref.ref(planned))
-        forward = around_own(block, planned.run)
+        forward = around_own(block, self.plan(block, units).run)
         forward.__signature__ = inspect.signature(block.forward)  # type: ignore[attr-defined]
         return forward
 
@@ -258,12 +265,20 @@ class ActivationPlanner:
 
 
 class PlannedBlock:
-    """Runs a block's forward as the planner chose."""
+    """Runs a block's forward, or that of one part of its batch, as the planner chose."""
 
-    def __init__(self, planner: ActivationPlanner, block: nn.Module, units: Sequence[ParamUnit]):
+    def __init__(
+        self,
+        planner: ActivationPlanner,
+        block: nn.Module,
+        units: Sequence[ParamUnit],
+        *,
+        is_part: bool,
+    ):
         self._planner, self._block, self._units = planner, weakref.ref(block), units
-        self._checkpointed = Checkpointed(planner.find_context, units)
-        self.choice = planner.first_choice
+        self._checkpointed, self._is_part = Checkpointed(planner.find_context, units), is_part
+        self._first_choice = ActivationChoice.RECOMPUTE if is_part else planner.first_choice
+        self.choice = self._first_choice
         self._passes = 0  # measured passes
         self._calls = self._saved = 0  # calls and saved bytes of this pass
         self._storages: set[int] = set()
@@ -311,8 +326,8 @@ class PlannedBlock:
         planner = self._planner
         plain = not torch.is_grad_enabled() or planner.find_context().is_recomputed()
         # Evaluations are not measured, nor are blocks inside blocks.
-        if plain or planner.block is not None or not self._block().training:
-            return forward(*args, **kwargs)
+        if plain or planner.block is not None or not self._block().training or self._is_left:
+            return self._run_unplanned(forward, args, kwargs)
         self._calls += 1
         inputs = _tensors(args, kwargs) if planner.recomputes else []
         with planner.run_block(self):
@@ -322,7 +337,7 @@ class PlannedBlock:
             if recomputes and self._is_heard():
                 self._refuse()
             elif recomputes and self._mode and self._mode != self._modes():  # flags changed
-                self._passes, self.choice = 0, planner.first_choice
+                self._passes, self.choice = 0, self._first_choice
                 planner.forget_choices()
             if not self.is_measured or sum(map(torch.Tensor.numel, inputs)) > self._numel:
                 return self._measure(forward, args, kwargs, inputs)
@@ -343,6 +358,17 @@ class PlannedBlock:
             if planner.found_no_room and self.choice.is_sent:
                 self.choice = ActivationChoice.RECOMPUTE if self._is_repeatable else self.choice
             return output
+
+    @property
+    def _is_left(self) -> bool:
+        """Whether it is a part that is not chosen for."""
+        return self._is_part and not self._is_repeatable
+
+    def _run_unplanned(self, forward: Callable, args: tuple, kwargs: dict) -> Any:
+        """Runs ``forward``; a part again in the backward."""
+        if not self._is_part:
+            return forward(*args, **kwargs)
+        return self._checkpointed.run(*tree_flatten((args, kwargs)), forward=forward)
 
     def _run_again(self, forward: Callable, leaves: list, spec: Any) -> Any:
         """Runs ``forward``, and again in the backward: all of it, or all but its products."""
@@ -374,7 +400,7 @@ class PlannedBlock:
         state = self._state(args, kwargs) if self._is_repeatable else None
         if planner.measures_room:  # until it is chosen for again
             is_repeatable = self._is_repeatable
-            self.choice = planner.first_choice if is_repeatable else ActivationChoice.SEND
+            self.choice = self._first_choice if is_repeatable else ActivationChoice.SEND
         if self._is_repeatable and (state is None or self._is_heard()):
             self._refuse()
         counted, begun = Counted(planner.device), planner.unaided.mark()
@@ -411,7 +437,7 @@ class PlannedBlock:
         ):
             self._refuse()
         recomputes = self.choice.repeats or planner.found_no_room
-        if held is not None and self._is_repeatable and recomputes:
+        if held is not None and (self._is_part or (self._is_repeatable and recomputes)):
             held.drop()
         self._note(kind, inputs, counted)
         self._mode = self._modes()

@@ -88,12 +88,12 @@ def test_a_choice_that_is_not_made_is_told(caplog):
     job = job_of(recompute=True)
     blocks._tell_if_nothing_is_chosen(job)
     assert not caplog.records
-    in_parts, at_home = job_of(recompute=True, micro_batch=2), job_of(recompute=True)
+    at_home = job_of(recompute=True)
     at_home.config = Config(activations="host", recompute=True)
     without = job_of(recompute=True)
     without.activations = None
-    jobs = (job_of(recompute=True, divided="blocks"), in_parts, at_home, without)
-    reasons = ("divided over ranks", "micro_batch", "is the home", "no device_memory")
+    jobs = (job_of(recompute=True, divided="blocks"), at_home, without)
+    reasons = ("divided over ranks", "is the home", "no device_memory")
     for each, why in zip(jobs, reasons):
         caplog.clear()
         blocks._tell_if_nothing_is_chosen(each)

@@ -45,7 +45,7 @@ from infinity.core.machine.tiers import Tier
 from infinity.core.plan.memory_plan import BUFFERS
 from infinity.core.run import activation_store
 from infinity.core.wrap.lay_out import lay_out
-from infinity.ext.blocks import checkpointed
+from infinity.ext.blocks import checkpointed, recompute
 from infinity.ext.blocks.activation_choice import ActivationChoice, Measured, choose
 from infinity.ext.blocks.recompute import MeasuredRoom
 
@@ -308,6 +308,57 @@ def test_each_choice_has_the_bits_of_the_plain_run(choice, more, recomputations,
     )
 
 
+def in_parts(effect: Callable = Block.feed) -> Model:
+    """A model whose blocks may run in parts of a batch."""
+    model = Model(effect)
+    for block in model.blocks:
+        block.norm = nn.Identity()
+    return model
+
+
+@pytest.mark.parametrize("choice", ["kept", "sent", "recomputed", "products_kept", "products_sent"])
+def test_each_choice_for_parts_has_the_bits_of_parts_that_are_recomputed(
+    choice, recomputations, monkeypatch
+):
+    """Each part of a batch counts as a block. Until there is a choice nothing of a part is kept."""
+    parts = BLOCKS * ROWS // 8
+    if "products" in choice:
+        wanted = lambda blocks, **how: [ActivationChoice(choice)] * len(blocks)
+        monkeypatch.setattr(recompute, "choose", wanted)
+    right, _ = trained(in_parts, simply, None, micro_batch=8)
+    assert len(recomputations) == parts * STEPS
+    recomputations.clear()
+    found, blocks = trained(in_parts, simply, choice.split("_")[-1], micro_batch=8)
+    assert differing(found, right) == [] and blocks[choice] == parts
+    assert len(recomputations) == parts * (2 if choice in ("kept", "sent") else STEPS)
+    assert (blocks["recomputed_nbytes"] > 0) == (choice not in ("kept", "sent"))
+
+
+def test_a_part_with_side_effects_runs_again_as_without_a_choice(recomputations):
+    """Twin: parts without, above, which are kept."""
+
+    def counts(block: Block, x: torch.Tensor) -> torch.Tensor:
+        block.count += 1
+        return block.feed(x)
+
+    build = partial(in_parts, counts)
+    found, blocks = trained(build, simply, "kept", micro_batch=8)
+    assert blocks == {} and len(recomputations) == BLOCKS * ROWS // 8 * STEPS
+    assert differing(found, trained(build, simply, None, micro_batch=8)[0]) == []
+
+
+@pytest.mark.parametrize("counts", [[24, 24, 24, 40, 16, 24], [8, 24, 40, 8, 40, 40]])
+@pytest.mark.parametrize("choice", ["kept", "recomputed"])
+def test_passes_with_other_numbers_of_parts_have_the_bits_of_recomputed_ones(choice, counts):
+    """More parts, fewer, one that runs as a whole batch, and a smaller last one."""
+
+    def loop(model, optimizer):
+        for step, count in enumerate([*counts, 20, 20, 24]):
+            yield stepped(optimizer, model(rows(step, count)))
+
+    assert_same_bits(in_parts, loop, choice, micro_batch=8, name=f"parts {counts}")
+
+
 def test_a_part_is_kept_and_the_budget_holds_in_every_pass(recomputations):
     """Room for one block beside another: one stays; what is kept never exceeds the budget. Any
     budget measures the same."""
@@ -387,7 +438,7 @@ def test_what_finds_no_room_is_recomputed_at_once_at_any_size(largest, recomputa
     "more, told",
     [
         ({"activations": "host"}, "activations='host'"),
-        ({"micro_batch": 2, "device_memory": 1 << 20}, "micro_batch"),
+        ({"micro_batch": 2, "device_memory": 1 << 20}, ""),
         ({}, "device_memory"),
         ({"device_memory": 1 << 20}, ""),
         ({"recompute": False}, ""),

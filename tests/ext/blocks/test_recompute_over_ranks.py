@@ -64,6 +64,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "counts on one rank": {"effect": "counts_on_one_rank"},
     "grows": {"loop": "lengths", "effect": "grows"},
     "counts long ones": {"loop": "lengths", "effect": "counts_long_ones"},
+    "in parts": {"config": HOST | {"micro_batch": 80}, "choice": CHOICES[0]},
+    "in parts, meets": {"config": HOST | {"micro_batch": 80}, "effect": "meets"},
 }
 PLAIN: dict[str, dict] = {}
 
@@ -97,7 +99,8 @@ def two(tmp_path_factory, standing_ranks) -> Mapping[str, list[Any]]:
     jobs["over_all:as they are, plain"] = {"config": HOST | NEVER}
     for name, more in OTHERS.items():
         jobs[f"over_all:{name}"] = {"config": HOST} | more
-        jobs[f"over_all:{name}, plain"] = {"config": HOST | NEVER} | more
+        jobs[f"over_all:{name}, plain"] = job = {"config": HOST} | more
+        job["config"] = job["config"] | NEVER
     for job in jobs.values():
         job["config"] = job["config"] | {"nvme_paths": [folder]}
     return Jobs(standing_ranks(2), "recompute_jobs", jobs)
@@ -171,6 +174,17 @@ def test_unlike_choices_hold_whatever_is_done_around_the_passes(name, two):
     for choice, rank, right in zip(CHOICES[0], found, plain):
         assert rank["choices"] == [choice] * BLOCKS and "recomputed" not in right["choices"]
         assert bool(rank["said"]) == is_struck
+
+
+def test_each_rank_chooses_for_parts_of_its_batch(two):
+    """The first rank keeps both parts, the second runs them again. Twin: blocks that communicate,
+    whose parts all ranks run again, as without a choice."""
+    found = two["over_all:in parts"]
+    assert_same_as(found, two["over_all:in parts, plain"])
+    assert [rank["choices"] for rank in found] == [[choice] * 2 * BLOCKS for choice in CHOICES[0]]
+    meeting = two["over_all:in parts, meets"]
+    assert_same_as(meeting, two["over_all:in parts, meets, plain"])
+    assert all(rank["blocks"] == {} for rank in meeting)
 
 
 def test_a_hook_that_comes_later_is_called_once(two, swap):

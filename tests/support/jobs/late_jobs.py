@@ -550,9 +550,11 @@ def in_the_room_of_a_checkpoint(
     kind: str, homes: dict[str, Any], *, most: float = 1.03, **how: Any
 ) -> list[bool]:
     """Tells whether blocks that may be recomputed have the losses of those inside torch's
-    checkpoint, and are recomputed, with ``most`` times the room that those take on the card."""
+    checkpoint, or of a ``micro_batch`` that ``homes`` may have, and are recomputed, with ``most``
+    times the room that those take on the card."""
+    checkpoints = "micro_batch" not in homes
     right, taken, _ = max(
-        (in_tight_room(kind, homes, 0, checkpoints=True, **how) for _ in range(2)),
+        (in_tight_room(kind, homes, 0, checkpoints=checkpoints, **how) for _ in range(2)),
         key=lambda found: found[1],
     )
     config = {**homes, "activations": "auto", "recompute": True}
@@ -601,6 +603,11 @@ for _name, _how in {
 }.items():
     _kind = _name.split(",")[0]
     JOBS[f"tight:{_name}"] = partial(in_the_room_of_a_checkpoint, _kind, TIGHT, **_how)
+
+
+for _name, _most in {"wide, in parts": 1.03, "wide, in parts, more room": 1.6}.items():
+    _homes = TIGHT | {"micro_batch": 256}
+    JOBS[f"tight:{_name}"] = partial(in_the_room_of_a_checkpoint, "wide", _homes, most=_most)
 
 
 def kept_at_first() -> list[bool]:
