@@ -64,8 +64,8 @@ class Bulk(PassAgreement):
         """
         if in_node:
             raw, node = bytes_of(flat), self.ranks.node_group
-            mine = raw.view(node.size, -1)[node.rank]
-            return self._gather(Kind.GATHER_IN_NODE, raw, mine, f"gathering {what} in the node")
+            shard = raw.view(node.size, -1)[node.rank]
+            return self._gather(Kind.GATHER_IN_NODE, raw, shard, f"gathering {what} in the node")
         if self.ranks.size == 1:
             return None
         what = f"gathering {what}"
@@ -74,31 +74,31 @@ class Bulk(PassAgreement):
             rows = flat.view(self.ranks.size, -1)
             return encoding.gather(rows, self.ranks.rank, what, partial(self._gather, Kind.GATHER))
         raw = bytes_of(flat)
-        mine = raw.view(self.ranks.size, -1)[self.ranks.rank]
+        shard = raw.view(self.ranks.size, -1)[self.ranks.rank]
         if homes and (shared := self.ranks.shard_group.homes) is not None and shared.have(homes):
-            begin = partial(shared.read, homes[0], raw, mine.numel(), what)
-            return self._gather(Kind.READ, raw, mine, f"{what} where it lies", begin=begin)
-        return self._gather(Kind.GATHER, raw, mine, what)
+            begin = partial(shared.read, homes[0], raw, shard.numel(), what)
+            return self._gather(Kind.READ, raw, shard, f"{what} where it lies", begin=begin)
+        return self._gather(Kind.GATHER, raw, shard, what)
 
     def _gather(
         self,
         kind: Kind,
         whole: torch.Tensor,
-        mine: torch.Tensor,
+        shard: torch.Tensor,
         what: str,
         then: Callable[[], None] | None = None,
         begin: Callable[[], dist.Work] | None = None,
     ) -> Pending:
-        work, start = self._go_on_with(what, kind, mine, whole, begin=begin, meets=True)
+        work, start = self._go_on_with(what, kind, shard, whole, begin=begin, meets=True)
 
         def finish() -> None:
             then()
-            note_used(whole, mine)  # decoded on another stream than the transport's
+            note_used(whole, shard)  # decoded on another stream than the transport's
 
         pending = self._pending([work], what, None if then is None else finish, whole.device)
         if not pending.is_on_host:
             start, pending.defer = None, self._note_ordered
-        nbytes = whole.numel() - mine.numel()
+        nbytes = whole.numel() - shard.numel()
         pending.count = partial(self.traffic.received, GATHERS[kind], nbytes, what, start)
         return pending
 
@@ -138,7 +138,9 @@ class Bulk(PassAgreement):
                 place.listen(device, lambda: f"waiting for the device {progress}")
         # Other ranks read this one's home until then.
         tickets = (getattr(work, "ticket", None) for work in works)
-        pending.borrowed = next((Ticketed(each) for each in tickets if each is not None), None)
+        pending.borrowed = next(
+            (Ticketed(ticket) for ticket in tickets if ticket is not None), None
+        )
         return pending
 
     # --- gradients ---
@@ -160,9 +162,9 @@ class Bulk(PassAgreement):
         if meets and not self.is_next(what):
             self._meet_for(what)
         works, received, size = [], flat, self.ranks.size
-        mine = torch.tensor(flags, dtype=torch.uint8, device="cpu")
+        flag_bytes = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         whole = self._whole or self
-        everyones = mine.new_empty(whole.ranks.size, mine.numel())
+        everyones = flag_bytes.new_empty(whole.ranks.size, flag_bytes.numel())
         if size > 1:
             received = torch.empty_like(flat)
             work, start = self._go_on_with(what, Kind.REDUCE, flat, received)
@@ -171,13 +173,13 @@ class Bulk(PassAgreement):
             self._go_on_with(what, Kind.NOTHING, flat, flat)  # keeps its place in the order
         if flags:
             said = f"{what}: who has them"
-            telling, told = whole._go_on_with(said, Kind.TELL, mine, everyones.view(-1))
-            of_host = self._pending([telling], said, None, mine.device)
+            telling, since = whole._go_on_with(said, Kind.TELL, flag_bytes, everyones.view(-1))
+            of_host = self._pending([telling], said, None, flag_bytes.device)
 
         def finish() -> None:
             if flags:
                 of_host.wait()
-                self.traffic.received("flags", everyones.nbytes - mine.nbytes, what, told)
+                self.traffic.received("flags", everyones.nbytes - flag_bytes.nbytes, what, since)
             if size > 1:
                 self.traffic.received(
                     "reduce-scatter", flat.nbytes - flat.nbytes // size, what, start
@@ -225,8 +227,8 @@ class Bulk(PassAgreement):
         self,
         what: str,
         kind: Kind,
-        given: torch.Tensor,
-        taken: torch.Tensor,
+        sent: torch.Tensor,
+        received: torch.Tensor,
         *,
         begin: Callable[[], dist.Work] | None = None,
         meets: bool = False,
@@ -234,9 +236,9 @@ class Bulk(PassAgreement):
         """Starts a collective. Returns it, and when it started. Meets first if a verified pass
         continues with another one, and with ``meets`` in a pass that is not verified."""
         place, trace = self._place, self._place.collective_trace
-        collective = Collective(what, given.nbytes, describe(self.ranks, kind, given, taken))
-        begin = begin or partial(begin_kind, self.ranks, kind, given, taken)
-        count = partial(count_begun, self.ranks, kind, given.device)
+        collective = Collective(what, sent.nbytes, describe(self.ranks, kind, sent, received))
+        begin = begin or partial(begin_kind, self.ranks, kind, sent, received)
+        count = partial(count_begun, self.ranks, kind, sent.device)
         with place.lock:  # the channel's listener does nothing meanwhile
             place.raise_heard()
             self._enter()

@@ -46,9 +46,9 @@ def _locked(method: Callable) -> Callable:
     """Makes a method of a channel keep its listener away."""
 
     @functools.wraps(method)
-    def locked(self: Channel, *given: Any, **more: Any) -> Any:
+    def locked(self: Channel, *args: Any, **kwargs: Any) -> Any:
         with self.lock:
-            return method(self, *given, **more)
+            return method(self, *args, **kwargs)
 
     return locked
 
@@ -396,7 +396,7 @@ class SyncPoint:
         self._transfer = transfer  # follows if all announced the same
         self._rounds: list[Round] = []
         self.spans: Spans = []  # of the ranks' values, once all are known to be there
-        self._found: torch.Tensor | None = None
+        self._result: torch.Tensor | None = None
 
     def begin(self) -> None:
         """Sends this rank's announcement."""
@@ -426,12 +426,12 @@ class SyncPoint:
         [flags]. Raises UsageError if another rank is at something else, PeerError if one failed or
         is gone. Both are raised on all ranks, which are at the same point afterwards."""
         with self._channel.lock:
-            while self._found is None:
+            while self._result is None:
                 self._go_on(self._rounds[-1])
             if self._transfer is not None:
                 self._channel.complete(self._transfer, self._what)
                 self._transfer = None
-            return self._flags_of(self._found)
+            return self._flags_of(self._result)
 
     def _go_on(self, last: Round) -> None:
         """Handles the result of a round. Idempotent."""
@@ -462,14 +462,14 @@ class SyncPoint:
         settles = most[Number.SETTLING]
         if most[Number.FAILED] or (not settles and (low != high or is_torn)):
             if last.texts is None:
-                given = torch.zeros(SAID_NBYTES, dtype=torch.uint8, device="cpu")
+                sent = torch.zeros(SAID_NBYTES, dtype=torch.uint8, device="cpu")
                 encoded = bytearray(_cut(last.announcement).encode())
-                given[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
-                taken = given.new_empty(channel.size, SAID_NBYTES)
+                sent[: len(encoded)] = torch.frombuffer(encoded, dtype=torch.uint8)
+                received = sent.new_empty(channel.size, SAID_NBYTES)
                 group = channel.group
                 last.texts = Transfer(
-                    lambda: [all_gather(group, taken.view(-1), given)],
-                    result=lambda: [_text(row) for row in taken],
+                    lambda: [all_gather(group, received.view(-1), sent)],
+                    result=lambda: [_text(row) for row in received],
                 )
             error = channel.refusal(last.announcement, channel.complete(last.texts, what))
             self._transfer = None
@@ -485,7 +485,7 @@ class SyncPoint:
 
     def _end(self, message: torch.Tensor) -> None:
         # The channel has its last sync point, and the process the channel until the engine is gone
-        self._found, self._then = message, _nothing
+        self._result, self._then = message, _nothing
 
     def _flags_of(self, message: torch.Tensor) -> torch.Tensor:
         return message[NUMBERS_NBYTES:][: len(self._flags)]
@@ -498,7 +498,7 @@ class SyncPoint:
     @property
     def is_over(self) -> bool:
         """Whether its result and its transfer are complete, or an error was raised."""
-        return self._found is not None and self._transfer is None
+        return self._result is not None and self._transfer is None
 
     def poll(self) -> bool:
         """Returns whether all ranks have come. Does not block."""
@@ -515,12 +515,12 @@ def _most(described: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _merged(messages: Sequence[torch.Tensor]) -> torch.Tensor:
-    found = messages[0].clone()
-    numbers, flags = found[:NUMBERS_NBYTES].view(torch.int64), found[NUMBERS_NBYTES:]
+    merged = messages[0].clone()
+    numbers, flags = merged[:NUMBERS_NBYTES].view(torch.int64), merged[NUMBERS_NBYTES:]
     for message in messages[1:]:
         torch.maximum(numbers, message[:NUMBERS_NBYTES].view(torch.int64), out=numbers)
         torch.maximum(flags, message[NUMBERS_NBYTES:], out=flags)
-    return found
+    return merged
 
 
 def _cut(what: str) -> str:

@@ -226,13 +226,13 @@ class CollectiveTrace:
     def described(self, first: int, last: int) -> torch.Tensor:
         """Encodes the collectives of these numbers: int64 [last - first + 1, NUMBERS]. Zeros for
         those that this rank has not started."""
-        found = torch.zeros(last - first + 1, NUMBERS, dtype=torch.int64, device="cpu")
+        table = torch.zeros(last - first + 1, NUMBERS, dtype=torch.int64, device="cpu")
         for number, collective in self._recent:
             if first <= number <= last:
-                found[number - first] = torch.tensor(
+                table[number - first] = torch.tensor(
                     collective.numbers, dtype=torch.int64, device="cpu"
                 )
-        return found
+        return table
 
     def part(self, last: int, described: Sequence[Sequence[int]] = ()) -> None:
         """Ends the verified sequence, and completes the collectives that any rank has started, up

@@ -57,9 +57,9 @@ class Collectives(Bulk):
         """For divided experts: bytes pass between ranks with the same ones; all data ranks meet."""
         if self.ranks.expert_group is None:
             return self
-        found = Collectives(self.ranks.as_experts_see, self.traffic, self._progress)
-        found._whole, found._ordered = weakref.proxy(self), self._ordered
-        return found
+        view = Collectives(self.ranks.as_experts_see, self.traffic, self._progress)
+        view._whole, view._ordered = weakref.proxy(self), self._ordered
+        return view
 
     def note_origin(self, load: str) -> None:
         """Sets the origin that this rank announces at every sync point: ``load``, a name unique to
@@ -107,26 +107,28 @@ class Collectives(Bulk):
         transfer = Transfer(lambda: [broadcast(channel.group, raw, peer) for peer, raw in parts])
         self.ranks.place_of(channel).pass_on(what, transfer)
 
-    def collect(self, mine: Any, what: str, among: Sequence[Channel] | None = None) -> Any:
-        """Gathers every rank's ``mine``: a list of anything picklable, or of tensors of one shape a
-        tensor [ranks, ...], for which ranks are at the same step. Order: shards, then replicas,
+    def collect(self, value: Any, what: str, among: Sequence[Channel] | None = None) -> Any:
+        """Gathers every rank's ``value``: a list of anything picklable, or of tensors of one shape
+        a tensor [ranks, ...], for which ranks are at the same step. Order: shards, then replicas,
         then tensor parts, then stages. ``among``: only over these channels."""
-        found = mine.unsqueeze(0) if (is_tensor := isinstance(mine, torch.Tensor)) else [mine]
+        values = value.unsqueeze(0) if (is_tensor := isinstance(value, torch.Tensor)) else [value]
         for channel in self.ranks.channels if among is None else among:
             group, place = channel.group, self.ranks.place_of(channel)
             if not is_tensor:
-                transfer = exchange_objects(group, channel.size, found)
-                found = [item for of_one in place.pass_on(what, transfer) for item in of_one]
+                transfer = exchange_objects(group, channel.size, values)
+                values = [item for items in place.pass_on(what, transfer) for item in items]
                 continue
             # A copy: later changes of the values are not sent
-            own = bytes_of(found.contiguous().view(-1)).to("cpu", copy=True)
-            raw = own.new_empty(channel.size * own.numel())
-            transfer = Transfer(lambda: [all_gather(group, raw, own)])
+            sent = bytes_of(values.contiguous().view(-1)).to("cpu", copy=True)
+            received = sent.new_empty(channel.size * sent.numel())
+            transfer = Transfer(lambda: [all_gather(group, received, sent)])
             place.pass_on(f"{what} {self._progress_on(channel)}", transfer)
-            found = (
-                raw.view(mine.dtype).view(channel.size * len(found), *mine.shape).to(mine.device)
+            values = (
+                received.view(value.dtype)
+                .view(channel.size * len(values), *value.shape)
+                .to(value.device)
             )
-        return found
+        return values
 
     def meet(
         self,
@@ -148,15 +150,15 @@ class Collectives(Bulk):
                 copied = tensor.detach().clone(memory_format=torch.contiguous_format)
                 digest.update(bytes_of(copied.view(-1)).cpu().numpy())
             what = f"{what}, to values of digest {digest.hexdigest()},"
-        found = [int(flag) for flag in flags]
+        maxima = [int(flag) for flag in flags]
         for channel in places:
             done = then if channel is places[-1] else _nothing
-            found = channel.barrier(
-                f"{what} {self._progress}", found, then=lambda _, done=done: done()
+            maxima = channel.barrier(
+                f"{what} {self._progress}", maxima, then=lambda _, done=done: done()
             ).tolist()
         if not places:
             then()
-        return [bool(flag) for flag in found]
+        return [bool(flag) for flag in maxima]
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -205,7 +207,7 @@ class Collectives(Bulk):
         syncs: list[Callable] = []
         if over_stages is not None and (stages := self.ranks.pp_group) is not None:
             syncs.append(partial(self.compare_over, stages, *over_stages))
-        syncs += [partial(each, common) for each in also]
+        syncs += [partial(sync, common) for sync in also]
         if self.ranks.dp_group is not None:
             syncs.append(partial(self._predict, f"{common}{own}", trace))
         in_turn(syncs, then)  # data ranks last: others' errors are raised before they meet

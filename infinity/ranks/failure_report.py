@@ -62,13 +62,13 @@ class _FailureReport:
 
     def processes(self) -> dict[int, int]:
         """Returns the process ids of the other ranks that this process can see."""
-        found = {}
+        pids = {}
         for rank in self._others:
             if who := self._read(f"who/{rank}"):
                 _, kernel, pid = json.loads(who)
                 if kernel and kernel == running_kernel():
-                    found[rank] = pid
-        return found
+                    pids[rank] = pid
+        return pids
 
     def leave(self, error: BaseException) -> None:
         if os.getpid() != self._pid:
@@ -100,21 +100,21 @@ class _FailureReport:
         """Returns a sentence for every other rank that has ended. Waits up to ``PATIENCE_SECONDS``
         for one."""
         ends = time.monotonic() + PATIENCE_SECONDS
-        while not (found := self._look()) and time.monotonic() < ends:
+        while not (reasons := self._look()) and time.monotonic() < ends:
             time.sleep(0.05)
-        return found
+        return reasons
 
     def _look(self) -> list[str]:
-        found, processes = [], self.processes()
+        reasons, processes = [], self.processes()
         for rank in self._others:
             if why := self._read(f"why/{rank}"):
-                found.append(f"rank {rank} failed: {why}")
+                reasons.append(f"rank {rank} failed: {why}")
             elif (pid := processes.get(rank)) is not None and not runs(pid):
-                found.append(
+                reasons.append(
                     f"rank {rank} (process {pid}) has ended without a word: it left, or was"
                     " killed, perhaps for want of memory"
                 )
-        return found
+        return reasons
 
 
 def join(store: Any, rank: int, size: int) -> None:
@@ -129,9 +129,9 @@ def join(store: Any, rank: int, size: int) -> None:
         def tell_too(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
             before(kind, error, traceback)
             # A collective of torch's own, inside the model, reports only a closed connection.
-            if isinstance(error, RuntimeError) and LOST.search(str(error)) and (known := reasons()):
+            if isinstance(error, RuntimeError) and LOST.search(str(error)) and (why := reasons()):
                 print(
-                    f"rank {rank} of {size} ends here because of another: {known}",
+                    f"rank {rank} of {size} ends here because of another: {why}",
                     file=sys.stderr,
                     flush=True,
                 )
@@ -152,7 +152,7 @@ def describe_chain(error: BaseException) -> str:
     chain = [error]
     while (cause := chain[-1].__cause__) is not None and cause not in chain:
         chain.append(cause)
-    notes = [note for each in reversed(chain) for note in getattr(each, "__notes__", ())]
+    notes = [note for link in reversed(chain) for note in getattr(link, "__notes__", ())]
     where = "".join(f" ({note})" for note in notes)
     above = f", in {_describe(error)}" if len(chain) > 1 else ""
     return f"{_describe(chain[-1])}{where}"[: LONGEST // 2 if above else LONGEST] + above

@@ -34,17 +34,19 @@ class Kind(IntEnum):
     READ = 7  # shards within a shard group, from shared memory
 
 
-def begin(ranks: ParallelDims, kind: Kind, given: torch.Tensor, taken: torch.Tensor) -> dist.Work:
-    """Starts a collective of this ``kind`` that sends ``given`` and fills ``taken``: flat, of equal
-    size on every rank. READ copies other ranks' shards only."""
+def begin(ranks: ParallelDims, kind: Kind, sent: torch.Tensor, received: torch.Tensor) -> dist.Work:
+    """Starts a collective of this ``kind`` that sends ``sent`` and fills ``received``: flat, of
+    equal size on every rank. READ copies other ranks' shards only."""
     if kind is Kind.NOTHING:
         return _Over()
     if kind is Kind.READ:
-        return ranks.shard_group.homes.complete(taken, given.numel())
+        return ranks.shard_group.homes.complete(received, sent.numel())
     group = _group_of(ranks, kind)
     if kind is Kind.REDUCE:
-        return dist.all_to_all_single(bytes_of(taken), bytes_of(given), group=group, async_op=True)
-    return all_gather(taken, given, group=group, async_op=True)
+        return dist.all_to_all_single(
+            bytes_of(received), bytes_of(sent), group=group, async_op=True
+        )
+    return all_gather(received, sent, group=group, async_op=True)
 
 
 def count_begun(ranks: ParallelDims, kind: Kind, where: torch.device) -> int:
@@ -61,17 +63,17 @@ def count_begun(ranks: ParallelDims, kind: Kind, where: torch.device) -> int:
 
 
 def describe(
-    ranks: ParallelDims, kind: Kind, given: torch.Tensor, taken: torch.Tensor
+    ranks: ParallelDims, kind: Kind, sent: torch.Tensor, received: torch.Tensor
 ) -> tuple[int, ...]:
     """Encodes a collective as numbers: kind, whether it is among ranks with the same experts, both
     element counts, dtype, whether it is in host memory."""
     return (
         kind,
         ranks.ep_size > 1,
-        given.numel(),
-        taken.numel(),
-        DTYPES.index(given.dtype),
-        given.device.type == "cpu",
+        sent.numel(),
+        received.numel(),
+        DTYPES.index(sent.dtype),
+        sent.device.type == "cpu",
     )
 
 

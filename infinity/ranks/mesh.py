@@ -164,15 +164,15 @@ def _expert_group(
     me, parts = dist.get_rank(), expert_groups(mesh, row)
     if len(parts) == 1:
         return None
-    mine, channel = next(part for part in parts if me in part), None
-    if len(mine) > 1:
-        reductions = gloo_group(mine, f"reductions of experts of wrap {wrap}")
-        channel = _channel(mine, f"gathers of experts of wrap {wrap}", own_groups, reductions)
+    members, channel = next(part for part in parts if me in part), None
+    if len(members) > 1:
+        reductions = gloo_group(members, f"reductions of experts of wrap {wrap}")
+        channel = _channel(members, f"gathers of experts of wrap {wrap}", own_groups, reductions)
         own_groups.append(reductions)
-    places = tuple(row.index(rank) for rank in mine)
+    places = tuple(row.index(rank) for rank in members)
     over = tuple(_line(mesh, mesh.mesh_dim_names.index("ep")))
     return ExpertGroup(
-        rank=mine.index(me), size=len(mine), places=places, over=over, channel=channel
+        rank=members.index(me), size=len(members), places=places, over=over, channel=channel
     )
 
 
@@ -186,7 +186,7 @@ def _channel(
     own_groups.append(group := gloo_group(ranks, what))
     families = [
         (
-            gloo_group([ranks[place] for place in family], f"{what}: sync points below {family[0]}")
+            gloo_group([ranks[index] for index in family], f"{what}: sync points below {family[0]}")
             if family
             else None
         )

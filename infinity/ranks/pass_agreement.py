@@ -59,7 +59,7 @@ class PassAgreement:
         self._place = ranks.dp_group
         self._gathers = ranks.size > 1  # else each rank has all weights, and may measure alone
         self._traces_agree = self._is_alone = False
-        self._found_after_step: list[int] = []  # gathered units at the first forward after a step
+        self._gathered_after_step: list[int] = []  # units, at the first forward after a step
 
     def begin_pass(
         self, trace: Iterable[int], resident: Iterable[int], *, training: bool
@@ -74,11 +74,11 @@ class PassAgreement:
         self._is_alone = not (training or self._gathers)
         if self._place is None or self._is_alone:
             return self._wait_traces_agree
-        steps, found = self._progress.steps, sorted(resident) if self._gathers else []
+        steps, gathered = self._progress.steps, sorted(resident) if self._gathers else []
         number = steps.count_forward() if training else 0
-        key = _key_of(trace, found, number)
+        key = _key_of(trace, gathered, number)
         if number == 1 and not steps.backwards:
-            self._found_after_step = found
+            self._gathered_after_step = gathered
         self._enter()
         trace = self._place.collective_trace
         if not trace.enter(key):
@@ -98,11 +98,11 @@ class PassAgreement:
             self._traces_agree = traces_agree
             self._place.collective_trace.begin(key, verified=verified, predicted=predicted)
 
-    def _predict(self, what: str, given: Iterable[int], then: Callable[[], None]) -> None:
-        """Meets the data ranks before the step ``what``. A forward of the trace ``given`` may
+    def _predict(self, what: str, units: Iterable[int], then: Callable[[], None]) -> None:
+        """Meets the data ranks before the step ``what``. A forward of the trace ``units`` may
         follow: if all ranks predict the same, it needs no barrier. ``then``: as of
         :meth:`Collectives.meet`."""
-        key, trace = _key_of(given, self._found_after_step, 1), self._place.collective_trace
+        key, trace = _key_of(units, self._gathered_after_step, 1), self._place.collective_trace
         # After a divergence gathered units may differ over ranks: this rank does not vote.
         values = [key[0], trace.digest_of(key)] if trace.was_followed else [-1, -1]
 

@@ -88,8 +88,8 @@ class Pending:
 
 def ranks_lost(what: str, error: BaseException) -> PeerError:
     """Makes the error for ranks that are gone or do not come, with what is known of them."""
-    if known := failure_report.reasons():
-        return PeerError(f"rank {dist.get_rank()} lost its peers at '{what}': {known}")
+    if why := failure_report.reasons():
+        return PeerError(f"rank {dist.get_rank()} lost its peers at '{what}': {why}")
     text = str(error).strip().splitlines() or [type(error).__name__]
     silent = failure_report.silent()
     heard = f" Nothing was heard from {silent}." if silent else ""

@@ -179,31 +179,33 @@ def end_groups(groups: list[dist.ProcessGroup]) -> None:
 
 def gather(
     group: dist.ProcessGroup,
-    mine: torch.Tensor,
+    tensor: torch.Tensor,
     everyones: Sequence[torch.Tensor],
     *,
     root: int = 0,
 ) -> Operation:
-    """Makes the operation that sends ``mine`` to rank ``root`` of the group, which alone has
+    """Makes the operation that sends ``tensor`` to rank ``root`` of the group, which alone has
     ``everyones``."""
     options = c10d.GatherOptions()
     options.rootRank = root
-    return partial(group.gather, [list(everyones)] if everyones else [], [mine], options)
+    return partial(group.gather, [list(everyones)] if everyones else [], [tensor], options)
 
 
 def scatter(
-    group: dist.ProcessGroup, mine: torch.Tensor, everyones: Sequence[torch.Tensor]
+    group: dist.ProcessGroup, tensor: torch.Tensor, everyones: Sequence[torch.Tensor]
 ) -> Operation:
-    """Makes the operation that fills ``mine`` from the first rank, which alone has
+    """Makes the operation that fills ``tensor`` from the first rank, which alone has
     ``everyones``."""
     options = c10d.ScatterOptions()
     options.rootRank = 0
-    return partial(group.scatter, [mine], [list(everyones)] if everyones else [], options)
+    return partial(group.scatter, [tensor], [list(everyones)] if everyones else [], options)
 
 
-def all_gather(group: dist.ProcessGroup, everyones: torch.Tensor, mine: torch.Tensor) -> Operation:
-    """Makes the operation that fills flat ``everyones`` with ``mine`` of every rank."""
-    return partial(group._allgather_base, everyones, mine, c10d.AllgatherOptions())
+def all_gather(
+    group: dist.ProcessGroup, everyones: torch.Tensor, tensor: torch.Tensor
+) -> Operation:
+    """Makes the operation that fills flat ``everyones`` with ``tensor`` of every rank."""
+    return partial(group._allgather_base, everyones, tensor, c10d.AllgatherOptions())
 
 
 def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> Operation:
@@ -214,33 +216,33 @@ def broadcast(group: dist.ProcessGroup, tensor: torch.Tensor, root: int) -> Oper
 
 
 def swap(
-    group: dist.ProcessGroup, given: Sequence[torch.Tensor], counts: Sequence[int]
+    group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], counts: Sequence[int]
 ) -> Transfer:
-    """Makes the transfer that sends each rank its flat tensor of ``given``, all of one dtype.
+    """Makes the transfer that sends each rank its flat tensor of ``tensors``, all of one dtype.
     Result: what each rank sends here, ``counts`` elements."""
-    sent = torch.cat([*given])
+    sent = torch.cat([*tensors])
     received = sent.new_empty(sum(counts))
-    sizes = [*counts], [tensor.numel() for tensor in given]
+    sizes = [*counts], [tensor.numel() for tensor in tensors]
     operation = partial(group.alltoall_base, received, sent, *sizes, c10d.AllToAllOptions())
     return Transfer(lambda: [operation], result=lambda: list(received.split([*counts])))
 
 
-def exchange_objects(group: dist.ProcessGroup, size: int, mine: Any) -> Transfer:
-    """Makes the transfer that gathers every rank's ``mine``, anything picklable: a list in rank
+def exchange_objects(group: dist.ProcessGroup, size: int, value: Any) -> Transfer:
+    """Makes the transfer that gathers every rank's ``value``, anything picklable: a list in rank
     order."""
-    own = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     sizes = torch.empty(size, dtype=torch.int64, device="cpu")
     everyones: list[torch.Tensor] = []  # one: [size, most]
 
     def pass_on() -> list[Operation]:
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
-        padded[: own.numel()] = own
+        padded[: pickled.numel()] = pickled
         everyones[:] = [torch.empty(size, padded.numel(), dtype=torch.uint8, device="cpu")]
         return [all_gather(group, everyones[0].view(-1), padded)]
 
     def result() -> list[Any]:
-        found = zip(everyones[0], sizes.tolist())
-        return [pickle.load(io.BytesIO(row[:nbytes].numpy().tobytes())) for row, nbytes in found]
+        rows = zip(everyones[0], sizes.tolist())
+        return [pickle.load(io.BytesIO(row[:nbytes].numpy().tobytes())) for row, nbytes in rows]
 
-    own_size = torch.tensor([own.numel()], dtype=torch.int64, device="cpu")
-    return Transfer(lambda: [all_gather(group, sizes, own_size)], pass_on, result=result)
+    nbytes_here = torch.tensor([pickled.numel()], dtype=torch.int64, device="cpu")
+    return Transfer(lambda: [all_gather(group, sizes, nbytes_here)], pass_on, result=result)

@@ -16,14 +16,14 @@ from .transfer import Phase, Transfer, gather, scatter
 CHILDREN = 32
 
 
-def family_of(place: int, size: int) -> tuple[list[int], list[int]]:
-    """Lists the members of the two families of the rank at ``place`` of ``size``: its own children,
+def family_of(index: int, size: int) -> tuple[list[int], list[int]]:
+    """Lists the members of the two families of rank ``index`` of ``size``: its own children,
     and its parent's. Each starts with the parent. A family without children, or without a parent,
     is empty."""
-    own = [place, *range(CHILDREN * place + 1, min(CHILDREN * place + CHILDREN + 1, size))]
-    parent = (place - 1) // CHILDREN
+    children = [index, *range(CHILDREN * index + 1, min(CHILDREN * index + CHILDREN + 1, size))]
+    parent = (index - 1) // CHILDREN
     parents = [parent, *range(CHILDREN * parent + 1, min(CHILDREN * parent + CHILDREN + 1, size))]
-    return own if len(own) > 1 else [], parents if place > 0 else []
+    return children if len(children) > 1 else [], parents if index > 0 else []
 
 
 class Tree:

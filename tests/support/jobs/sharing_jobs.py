@@ -170,7 +170,7 @@ def dropped(*, fault: bool = False) -> int:
         raise ValueError("the user's own")
 
     def end(point: SyncPoint, message: torch.Tensor) -> None:
-        point._found = message
+        point._result = message
         kept.append(weakref.ref(point))
 
     def use(after: str) -> None:
