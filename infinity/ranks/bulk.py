@@ -112,8 +112,8 @@ class Bulk(PassAgreement):
         if other ranks have diverged meanwhile."""
         while self._ordered:
             self._ordered.popleft().wait()
-        if self._place is not None:
-            self._place.raise_heard()
+        if self._dp_group is not None:
+            self._dp_group.raise_heard()
 
     def _pending(
         self,
@@ -123,19 +123,19 @@ class Bulk(PassAgreement):
         device: torch.device,
     ) -> Pending:
         pending = Pending(works, what, finish, is_on_host=device.type == "cpu")
-        if (place := self._place) is not None:
+        if (dp_group := self._dp_group) is not None:
 
             def poll(settling: bool) -> None:
-                place.meet_if_called(f"{what} {self._progress}", settling=settling)
+                dp_group.meet_if_called(f"{what} {self._progress}", settling=settling)
 
             def forget() -> None:
-                with place.lock:
-                    place.collective_trace.under_way()
+                with dp_group.lock:
+                    dp_group.collective_trace.under_way()
 
-            pending.poll, pending.forget, pending.check = poll, forget, place.raise_heard
+            pending.poll, pending.forget, pending.check = poll, forget, dp_group.raise_heard
             if not pending.is_on_host:
                 progress = self._progress  # the listener must not keep the channel
-                place.listen(device, lambda: f"waiting for the device {progress}")
+                dp_group.listen(device, lambda: f"waiting for the device {progress}")
         # Other ranks read this one's home until then.
         tickets = (getattr(work, "ticket", None) for work in works)
         pending.borrowed = next(
@@ -235,12 +235,12 @@ class Bulk(PassAgreement):
     ) -> tuple[dist.Work, float]:
         """Starts a collective. Returns it, and when it started. Meets first if a verified pass
         continues with another one, and with ``meets`` in a pass that is not verified."""
-        place, trace = self._place, self._place.collective_trace
+        dp_group, trace = self._dp_group, self._dp_group.collective_trace
         collective = Collective(what, sent.nbytes, describe(self.ranks, kind, sent, received))
         begin = begin or partial(begin_kind, self.ranks, kind, sent, received)
         count = partial(count_begun, self.ranks, kind, sent.device)
-        with place.lock:  # the channel's listener does nothing meanwhile
-            place.raise_heard()
+        with dp_group.lock:  # the channel's listener does nothing meanwhile
+            dp_group.raise_heard()
             self._enter()
             if (meets or trace.is_verified) and trace.next != collective:
                 self._meet_for(what)
@@ -254,9 +254,9 @@ class Bulk(PassAgreement):
         """Waits for all transfers. After an interrupt the last one may or may not have started."""
         self._ordered.clear()  # the collective trace has their works
         lost: list[tuple[dist.Work, bool]] = []
-        if self._place is not None:
-            with self._place.lock:
-                lost += self._place.collective_trace.under_way()
+        if self._dp_group is not None:
+            with self._dp_group.lock:
+                lost += self._dp_group.collective_trace.under_way()
         if self.ranks.shard_group is not None and self.ranks.shard_group.homes is not None:
             lost += [(work, True) for work in self.ranks.shard_group.homes.under_way()]
         for work, is_on_host in lost:

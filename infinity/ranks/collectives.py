@@ -45,7 +45,7 @@ class Collectives(Bulk):
         super().__init__(ranks or ParallelDims(), traffic or Traffic(), progress or Progress())
         self.steps = self._progress.steps
         self._is_closed = False
-        for channel in self.ranks.unit_places:
+        for channel in self.ranks.unit_sync_channels:
             channel.flags_nbytes = max(channel.flags_nbytes, most_flags)
         if self.ranks.dp_group is not None and self.ranks.ep_size == 1:
             self.ranks.dp_group.collective_trace.dummy_of = partial(
@@ -105,7 +105,7 @@ class Collectives(Bulk):
             if begin < end
         ]
         transfer = Transfer(lambda: [broadcast(channel.group, raw, peer) for peer, raw in parts])
-        self.ranks.place_of(channel).pass_on(what, transfer)
+        self.ranks.sync_channel_of(channel).pass_on(what, transfer)
 
     def collect(self, value: Any, what: str, among: Sequence[Channel] | None = None) -> Any:
         """Gathers every rank's ``value``: a list of anything picklable, or of tensors of one shape
@@ -113,16 +113,16 @@ class Collectives(Bulk):
         then tensor parts, then stages. ``among``: only over these channels."""
         values = value.unsqueeze(0) if (is_tensor := isinstance(value, torch.Tensor)) else [value]
         for channel in self.ranks.channels if among is None else among:
-            group, place = channel.group, self.ranks.place_of(channel)
+            group, sync_channel = channel.group, self.ranks.sync_channel_of(channel)
             if not is_tensor:
                 transfer = exchange_objects(group, channel.size, values)
-                values = [item for items in place.pass_on(what, transfer) for item in items]
+                values = [item for items in sync_channel.pass_on(what, transfer) for item in items]
                 continue
             # A copy: later changes of the values are not sent
             sent = bytes_of(values.contiguous().view(-1)).to("cpu", copy=True)
             received = sent.new_empty(channel.size * sent.numel())
             transfer = Transfer(lambda: [all_gather(group, received, sent)])
-            place.pass_on(f"{what} {self._progress_on(channel)}", transfer)
+            sync_channel.pass_on(f"{what} {self._progress_on(channel)}", transfer)
             values = (
                 received.view(value.dtype)
                 .view(channel.size * len(values), *value.shape)
@@ -142,8 +142,8 @@ class Collectives(Bulk):
         any of them has set. Raises UsageError if they do not have the ``same`` tensors.
         ``over_tensors``: over the tensor-parallel group, too. ``then``: called as soon as all are
         known to be there, even if this rank is interrupted."""
-        places = self.ranks.unit_places if over_tensors else self.ranks.sharing
-        if same and places:
+        channels = self.ranks.unit_sync_channels if over_tensors else self.ranks.sharing
+        if same and channels:
             digest = hashlib.blake2b(digest_size=8)
             for tensor in same:
                 # Of a copy: NumPy would make the storage one that cannot be resized any more.
@@ -151,12 +151,12 @@ class Collectives(Bulk):
                 digest.update(bytes_of(copied.view(-1)).cpu().numpy())
             what = f"{what}, to values of digest {digest.hexdigest()},"
         maxima = [int(flag) for flag in flags]
-        for channel in places:
-            done = then if channel is places[-1] else _nothing
+        for channel in channels:
+            done = then if channel is channels[-1] else _nothing
             maxima = channel.barrier(
                 f"{what} {self._progress}", maxima, then=lambda _, done=done: done()
             ).tolist()
-        if not places:
+        if not channels:
             then()
         return [bool(flag) for flag in maxima]
 
@@ -166,14 +166,14 @@ class Collectives(Bulk):
         try:
             yield
         except BaseException as error:
-            for channel in self.ranks.places:
+            for channel in self.ranks.sync_channels:
                 channel.fail(error)
             raise
-        for number, channel in enumerate(self.ranks.places):
+        for number, channel in enumerate(self.ranks.sync_channels):
             try:
                 channel.barrier(what)
             except InfinityError as error:
-                for other in self.ranks.places[number + 1 :]:
+                for other in self.ranks.sync_channels[number + 1 :]:
                     other.fail(error)
                 raise
 
@@ -183,7 +183,7 @@ class Collectives(Bulk):
         """Blocks until every rank is at ``what``. ``wherever``: ranks may be at different steps,
         because all state is about to be loaded. ``among``: only the ranks of these channels, whose
         errors the others raise later."""
-        for channel in self.ranks.places if among is None else among:
+        for channel in self.ranks.sync_channels if among is None else among:
             with nullcontext() if among is None else self.heard_elsewhere(channel):
                 channel.barrier(what if wherever else f"{what} {self._progress_on(channel)}")
 
@@ -241,7 +241,7 @@ class Collectives(Bulk):
         try:
             yield
         except InfinityError as error:
-            for other in (self.ranks.cp_group, *reversed(self.ranks.unit_places)):
+            for other in (self.ranks.cp_group, *reversed(self.ranks.unit_sync_channels)):
                 if other not in (None, channel):
                     other.fail(error)
             raise
@@ -249,18 +249,18 @@ class Collectives(Bulk):
     def fail(self, error: BaseException, *, for_now: bool = False) -> None:
         """Reports that this rank cannot go on. Waits up to ``HEARING_SECONDS`` for a rank to
         receive it: this process may end next. ``for_now``: it can later, and this does not wait."""
-        places = self.ranks.places
+        channels = self.ranks.sync_channels
         if for_now:
-            for channel in places:
+            for channel in channels:
                 channel.report(error)
             return
-        if all(channel.has_ended for channel in places):
+        if all(channel.has_ended for channel in channels):
             return  # also if there are none
-        for channel in places:
+        for channel in channels:
             channel.report(error, ends=True)
         deadline = time.monotonic() + HEARING_SECONDS
         while time.monotonic() < deadline:
-            if any(channel.is_heard() for channel in places):
+            if any(channel.is_heard() for channel in channels):
                 return
             time.sleep(0.01)
 
@@ -276,7 +276,7 @@ class Collectives(Bulk):
     def complete_started(self) -> None:
         """Notes that an exception interrupted this rank, and completes the sync points that it had
         started. Waits for all transfers."""
-        for channel in self.ranks.places:
+        for channel in self.ranks.sync_channels:
             channel.strike()
         self._drop_lost()
 

@@ -67,7 +67,7 @@ class ParallelDims:
     @property
     def alone(self) -> bool:
         """Whether there is no other rank at all."""
-        return not self.places
+        return not self.sync_channels
 
     @property
     def world_rank(self) -> int:
@@ -182,18 +182,18 @@ class ParallelDims:
         return self.data_channels if self.ep_size > 1 else [*filter(None, (self.dp_group,))]
 
     @property
-    def places(self) -> list[Channel]:
+    def sync_channels(self) -> list[Channel]:
         """The channels on which this rank meets all others: data, tensor-parallel, sequence and
         pipeline ranks."""
         return [*filter(None, (self.dp_group, self.tp_group, self.cp_group, self.pp_group))]
 
     @property
-    def unit_places(self) -> list[Channel]:
+    def unit_sync_channels(self) -> list[Channel]:
         """The channels on which it meets ranks with the same units, or other local parts of
         them."""
         return [*filter(None, (self.dp_group, self.tp_group))]
 
-    def place_of(self, channel: Channel) -> Channel:
+    def sync_channel_of(self, channel: Channel) -> Channel:
         """Returns the channel on which the ranks of ``channel`` meet before a transfer over it. All
         data ranks meet on one."""
         return self.dp_group if channel in self.data_channels else channel

@@ -56,7 +56,7 @@ class PassAgreement:
 
     def __init__(self, ranks: ParallelDims, traffic: Traffic, progress: Progress):
         self.ranks, self.traffic, self._progress = ranks, traffic, progress
-        self._place = ranks.dp_group
+        self._dp_group = ranks.dp_group
         self._gathers = ranks.size > 1  # else each rank has all weights, and may measure alone
         self._traces_agree = self._is_alone = False
         self._gathered_after_step: list[int] = []  # units, at the first forward after a step
@@ -72,7 +72,7 @@ class PassAgreement:
         all of them. It blocks until all have started the pass.
         """
         self._is_alone = not (training or self._gathers)
-        if self._place is None or self._is_alone:
+        if self._dp_group is None or self._is_alone:
             return self._wait_traces_agree
         steps, gathered = self._progress.steps, sorted(resident) if self._gathers else []
         number = steps.count_forward() if training else 0
@@ -80,9 +80,9 @@ class PassAgreement:
         if number == 1 and not steps.backwards:
             self._gathered_after_step = gathered
         self._enter()
-        trace = self._place.collective_trace
+        trace = self._dp_group.collective_trace
         if not trace.enter(key):
-            self._place.start_sync(
+            self._dp_group.start_sync(
                 f"a forward {self._progress}",
                 values=[key[0], trace.digest_of(key)],
                 then=partial(self._begin, key),
@@ -96,13 +96,13 @@ class PassAgreement:
         verified = traces_agree and 0 < least == most
         if verified or not predicted:
             self._traces_agree = traces_agree
-            self._place.collective_trace.begin(key, verified=verified, predicted=predicted)
+            self._dp_group.collective_trace.begin(key, verified=verified, predicted=predicted)
 
     def _predict(self, what: str, units: Iterable[int], then: Callable[[], None]) -> None:
         """Meets the data ranks before the step ``what``. A forward of the trace ``units`` may
         follow: if all ranks predict the same, it needs no barrier. ``then``: as of
         :meth:`Collectives.meet`."""
-        key, trace = _key_of(units, self._gathered_after_step, 1), self._place.collective_trace
+        key, trace = _key_of(units, self._gathered_after_step, 1), self._dp_group.collective_trace
         # After a divergence gathered units may differ over ranks: this rank does not vote.
         values = [key[0], trace.digest_of(key)] if trace.was_followed else [-1, -1]
 
@@ -110,24 +110,24 @@ class PassAgreement:
             self._begin(key, spans, predicted=True)
             then()
 
-        self._place.spans(f"{what} {self._progress}", values, then=go_on)
+        self._dp_group.spans(f"{what} {self._progress}", values, then=go_on)
 
     def _enter(self) -> None:
         """Completes the sync point of a pass that has just started."""
-        if self._place is not None:
-            self._place.finish_sync()
+        if self._dp_group is not None:
+            self._dp_group.finish_sync()
 
     def end_pass(self) -> None:
         """Ends the pass: later collectives do not belong to it."""
-        if self._place is not None and not self._is_alone:
+        if self._dp_group is not None and not self._is_alone:
             self._enter()
-            self._place.collective_trace.end()
+            self._dp_group.collective_trace.end()
         self._is_alone = False
 
     def is_next(self, what: str) -> bool:
         """Returns whether the collective ``what`` is next in a verified pass."""
         self._enter()
-        following = self._place.collective_trace.next
+        following = self._dp_group.collective_trace.next
         return following is not None and following.what == what
 
     def _wait_traces_agree(self) -> bool:
@@ -136,8 +136,8 @@ class PassAgreement:
 
     def _meet_for(self, what: str) -> None:
         """Meets the data ranks. Each rank's next operation is to start a collective."""
-        self._place.start_sync(
-            f"{what} {self._progress}", then=lambda spans: self._place.collective_trace.expect()
+        self._dp_group.start_sync(
+            f"{what} {self._progress}", then=lambda spans: self._dp_group.collective_trace.expect()
         ).wait()
 
 

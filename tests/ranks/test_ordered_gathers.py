@@ -95,9 +95,9 @@ def test_what_an_exception_left_is_polled_where_it_is_a_devices(bulk, monkeypatc
             waits.append(limit)
             self.left = -1
 
-    place = SimpleNamespace(collective_trace=trace, lock=nullcontext(), raise_heard=lambda: None)
-    place.meet_if_called = lambda *_, **__: None
-    bulk._place = place
+    channel = SimpleNamespace(collective_trace=trace, lock=nullcontext(), raise_heard=lambda: None)
+    channel.meet_if_called = lambda *_, **__: None
+    bulk._dp_group = channel
     for is_on_host in (False, True):
         numbers = (0, 0, 0, 0, 0, is_on_host)
         trace.start(Collective("a gather", 8, numbers), lambda: Limited(3), lambda: 0)

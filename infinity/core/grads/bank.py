@@ -141,8 +141,8 @@ class GradientBank:
 
     def _average_with(self, handle: ParamHandle) -> None:
         """Averages the gradients of the optimizer that steps ``handle``."""
-        place = handle.flat_param.spec.optimizer
-        self._average(of=lambda flat: flat.spec.optimizer == place)
+        optimizer = handle.flat_param.spec.optimizer
+        self._average(of=lambda flat: flat.spec.optimizer == optimizer)
 
     def clear(self, *handles: ParamHandle) -> None:
         """Sets ``p.grad = None``. Clearing the last gradient also forgets the backwards since the

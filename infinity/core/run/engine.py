@@ -59,13 +59,13 @@ class Engine:
         for extension in job.extensions:
             job.uses.define(extension.rights(job))
 
-    def make_step_context(self, place: int = 0) -> StepContext:
-        """Makes the context of the optimizer at ``place``. Its callbacks may keep this object
+    def make_step_context(self, index: int = 0) -> StepContext:
+        """Makes the context of the optimizer ``index``. Its callbacks may keep this object
         alive; this object does not keep the context."""
         job, running = self.job, self.job.running
         return StepContext(
-            place=place,
-            is_only=lambda: all(h.flat_param.spec.optimizer == place for h in job.trained),
+            optimizer_index=index,
+            is_only=lambda: all(h.flat_param.spec.optimizer == index for h in job.trained),
             config=job.config,
             units=job.units,
             collectives=job.collectives,
@@ -87,7 +87,7 @@ class Engine:
             stages_differ=lambda: running.stages_differ,
             release=job.prefetcher.release_all,
             end_step=self.end_step,
-            admit=partial(self.admit, place=place),
+            admit=partial(self.admit, optimizer_index=index),
         )
 
     def make_forward_context(self) -> ForwardContext:
@@ -250,12 +250,12 @@ class Engine:
 
     # --- what the optimizer asks ---
 
-    def end_step(self, place: int = 0) -> None:
-        """Ends a step of the optimizer at ``place``, whose updates are submitted. Starts reading
+    def end_step(self, index: int = 0) -> None:
+        """Ends a step of the optimizer ``index``, whose updates are submitted. Starts reading
         the next forward's first units from disk."""
         self.job.prefetcher.fetch_ahead(self.job.schedule.first(), time.perf_counter())
         self.job.schedule.end_step()
-        self.job.updates.end_step(place)
+        self.job.updates.end_step(index)
         for listener in self.job.events.step_ended:
             listener(self.steps.index)
 

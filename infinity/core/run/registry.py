@@ -43,7 +43,7 @@ class Wrapped:
         # The rest of an unwrap that has begun; may be called repeatedly.
         self.unwrapping: Callable[[], None] | None = None
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
-        # The places of those that have given all their parameters to later ones.
+        # The indices of those that have given all their parameters to later ones.
         self._replaced: set[int] = set()
         # Given to wrap_model, too: they have no parameter that the engine moves.
         self._plain = [weakref.ref(optimizer) for optimizer in plain]
@@ -58,7 +58,7 @@ class Wrapped:
     def optimizers(self) -> list[InfinityOptimizer]:
         """The optimizers that wrap_model returned, as far as they are alive. Those that have given
         all parameters to later ones are left out."""
-        remain = [ref for place, ref in enumerate(self._optimizers) if place not in self._replaced]
+        remain = [ref for index, ref in enumerate(self._optimizers) if index not in self._replaced]
         return [alive for optimizer in remain if (alive := optimizer()) is not None]
 
     @property
@@ -86,7 +86,7 @@ class Wrapped:
         plain: Sequence[torch.optim.Optimizer],
         replaced: set[int],
     ) -> None:
-        """Adds optimizers. ``replaced``: the places of those that have no parameter any more."""
+        """Adds optimizers. ``replaced``: the indices of those that have no parameter any more."""
         self._optimizers += [weakref.ref(optimizer) for optimizer in optimizers]
         self._replaced |= replaced
         self._plain += [weakref.ref(optimizer) for optimizer in plain]
@@ -108,10 +108,12 @@ class Wrapped:
             raise UsageError(
                 "this optimizer is not the one that wrap_model returned with this model"
             )
-        ours = sorted(cast("list[InfinityOptimizer]", given), key=lambda each: each.context.place)
+        ours = sorted(
+            cast("list[InfinityOptimizer]", given), key=lambda each: each.context.optimizer_index
+        )
         wanted = len(self._optimizers) - len(self._replaced) + len(self._plain)
         count = len(ours) + len(plain)
-        if count != wanted or len({each.context.place for each in ours}) != len(ours):
+        if count != wanted or len({each.context.optimizer_index for each in ours}) != len(ours):
             raise UsageError(
                 f"{count} of the {wanted} optimizers that wrap_model returned with this model: give"
                 " the whole list"

@@ -28,9 +28,9 @@ from .updates import Updates
 class StepContext:
     """The parts of one job that one of its optimizers uses. An optimizer keeps its job alive by it.
 
-    ``place``: of the optimizer among those of the job."""
+    ``optimizer_index``: of the optimizer among those of the job."""
 
-    place: int
+    optimizer_index: int
     config: Config
     units: list[ParamUnit]
     collectives: Collectives
@@ -52,14 +52,14 @@ class StepContext:
     stages_differ: Callable[[], bool]  # other stages may be at other batches
     # Sends units home, before their bytes there change
     release: Callable[[Iterable[ParamUnit]], None]
-    end_step: Callable[[int], None]  # of the optimizer at a place: its updates are submitted
+    end_step: Callable[[int], None]  # of the optimizer of that index: its updates are submitted
     # Starts to step parameters that were frozen, or raises with nothing changed: Engine.admit.
     admit: Callable[..., None]
 
     def steps_flat_param(self, flat_param: FlatParam) -> bool:
         """Tells whether ``flat_param`` is this optimizer's to step."""
         spec = flat_param.homes.spec
-        return spec.stepped and spec.optimizer == self.place
+        return spec.stepped and spec.optimizer == self.optimizer_index
 
     @property
     def trained(self) -> list[ParamHandle]:

@@ -116,7 +116,7 @@ class OptimizerStep:
                 raise
         for unit in context.in_use():  # a forward goes on with its new weights
             unit.wait_for_update()
-        context.end_step(context.place)
+        context.end_step(context.optimizer_index)
         context.lents.refresh()
 
     def _in_order(self) -> list[ParamUnit]:
@@ -147,7 +147,7 @@ class OptimizerStep:
         ranks = context.collectives.ranks
         meets_stages = ranks.pp_group is not None and not context.stages_differ()
         context.collectives.meet_for_step(
-            inputs.common if ranks.unit_places else "",  # a digest of every trained parameter
+            inputs.common if ranks.unit_sync_channels else "",  # a digest of all that trains
             inputs.own,
             over_stages=(inputs.of_stages, inputs) if meets_stages else None,
             trace=context.schedule.expected_after_step(),

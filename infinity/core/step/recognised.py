@@ -1,6 +1,6 @@
 """Recognised: the optimizers that were given to wrap_model, and the rules that they step by.
 
-place   the number of an optimizer among those of one job; a flat param belongs to one of them
+optimizer index   of an optimizer among those of one job; a flat param belongs to one of them
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Optimizers:
         self._all: list[Recognised] = []
         for optimizer in given:
             moved = {
-                param: (len(self._all), index)
-                for index, group in enumerate(optimizer.param_groups)
+                param: (len(self._all), group_index)
+                for group_index, group in enumerate(optimizer.param_groups)
                 for param in group["params"]
                 if is_moved(param)
             }
@@ -80,27 +80,27 @@ class Optimizers:
     def __len__(self) -> int:
         return len(self._all)
 
-    def place_of(self, param: torch.Tensor) -> int | None:
+    def optimizer_index_of(self, param: torch.Tensor) -> int | None:
         """Returns which optimizer steps ``param``; None: none does."""
         return self._order[param][0] if param in self._order else None
 
     def order_of(self, param: torch.Tensor) -> tuple[int, int]:
-        """Returns the place of the optimizer and the group of ``param``, to sort by."""
+        """Returns the indices of the optimizer and the group of ``param``, to sort by."""
         return self._order.get(param, (0, 0))
 
     def moments_of(self, param: torch.Tensor) -> dict[str, str]:
         """Returns the moments of ``param``, which is stepped, by the settings of its group: torch's
         name -> array."""
-        place, index = self._order[param]
-        recognised = self._all[place]
-        return recognised.known.moments_of([recognised.optimizer.param_groups[index]])
+        optimizer_index, group_index = self._order[param]
+        recognised = self._all[optimizer_index]
+        return recognised.known.moments_of([recognised.optimizer.param_groups[group_index]])
 
     def arrays_of(self, param: torch.Tensor, config: Config) -> dict[str, torch.dtype]:
         """Returns the arrays of the moments of ``param``, which is stepped, and their dtype. Raises
         ConfigError as :meth:`Known.arrays_of` does."""
-        place, index = self._order[param]
-        recognised = self._all[place]
-        group = recognised.optimizer.param_groups[index]
+        optimizer_index, group_index = self._order[param]
+        recognised = self._all[optimizer_index]
+        group = recognised.optimizer.param_groups[group_index]
         dtype = config.param_dtype or param.dtype
         recognised.known.check_dtype(recognised.optimizer, group, dtype, config)
         return recognised.known.arrays_of(
@@ -109,8 +109,8 @@ class Optimizers:
 
     def of(self, param: torch.Tensor) -> Recognised | None:
         """Returns the optimizer that steps ``param``, or None."""
-        place = self.place_of(param)
-        return None if place is None else self._all[place]
+        optimizer_index = self.optimizer_index_of(param)
+        return None if optimizer_index is None else self._all[optimizer_index]
 
 
 def as_given(
@@ -136,13 +136,13 @@ def check_together(
 ) -> None:
     """Raises ConfigError for what several optimizers of one model do not allow. ``names``: of the
     parameters."""
-    places: dict[torch.Tensor, int] = {}
-    for place, optimizer in enumerate(optimizers):
+    indices: dict[torch.Tensor, int] = {}
+    for index, optimizer in enumerate(optimizers):
         for param in (param for group in optimizer.param_groups for param in group["params"]):
-            if places.setdefault(param, place) != place:
+            if indices.setdefault(param, index) != index:
                 name = names.get(param, [f"of shape {tuple(param.shape)}"])[0]
                 raise ConfigError(
-                    f"parameter {name} is in the optimizers {places[param]} and {place}"
+                    f"parameter {name} is in the optimizers {indices[param]} and {index}"
                     " of the list: give each parameter to one of them"
                 )
     check_count(len(optimizers), config)

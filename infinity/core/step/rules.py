@@ -223,11 +223,11 @@ def is_torchs(step: Callable, name: str) -> bool:
 def other_step(name: str, how: str, step: Callable) -> ConfigError:
     """Makes the error for a ``step`` that would not run."""
     code = getattr(step, "__code__", None)
-    place = (
+    where = (
         f" ({os.path.basename(code.co_filename)}:{code.co_firstlineno})" if code is not None else ""
     )
     return ConfigError(
-        f"optimizer {name}: its step(){place} {how}, and would not run: the update runs in the"
+        f"optimizer {name}: its step(){where} {how}, and would not run: the update runs in the"
         f" engine's kernels. Supported are {supported()}. For more at each step use"
         " optimizer.register_step_pre_hook() and register_step_post_hook()."
     )

@@ -97,10 +97,10 @@ class Spans:
         counters: tuple[tuple[str, float], ...] = ()
         if self._known.counters is not None:
             counters = tuple(self.counted(handle)[0].items())
-        group, number = self._group_of[handle], handle.step + 1
+        index, number = self._group_of[handle], handle.step + 1
         if self._numbers is not None:
-            number, counters = self._numbers[group], (*counters, ("fresh", not handle.has_state))
-        return group, number, factors, counters
+            number, counters = self._numbers[index], (*counters, ("fresh", not handle.has_state))
+        return index, number, factors, counters
 
     def counted(self, handle: ParamHandle) -> tuple[dict[str, float], Numbers]:
         """Returns the hyperparameters of a parameter's counters in its next step, and the counters
@@ -108,9 +108,9 @@ class Spans:
         if self._known.counters is None:
             return {}, {}
         if handle not in self._counted:
-            place = self._group_of[handle]
-            group = self._groups[place]
-            number = handle.step + 1 if self._numbers is None else self._numbers[place]
+            group_index = self._group_of[handle]
+            group = self._groups[group_index]
+            number = handle.step + 1 if self._numbers is None else self._numbers[group_index]
             numbers = numbers_of(self._known.counters, group, handle, self._books)
             self._counted[handle] = self._known.counters.step(group, number, numbers)
         return self._counted[handle]

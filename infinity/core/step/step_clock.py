@@ -21,13 +21,13 @@ class StepClock:
     waits: dict[str, float] = field(default_factory=dict)  # by then: Traffic.waits()
     began: float = 0.0  # when the last step began, of ``time.perf_counter()``
     ended: float = field(default_factory=time.perf_counter)  # so far
-    stepped: set[int] = field(default_factory=set)  # the optimizers of the last step, by place
+    stepped: set[int] = field(default_factory=set)  # the optimizers of the last step
 
-    def tick(self, waits: dict[str, float], place: int = 0) -> None:
-        """Ends now the part of a step that the optimizer at ``place`` makes."""
+    def tick(self, waits: dict[str, float], index: int = 0) -> None:
+        """Ends now the part of a step that the optimizer ``index`` makes."""
         now = time.perf_counter()
-        if not self.stepped or place in self.stepped:
+        if not self.stepped or index in self.stepped:
             self.steps, self.began, self.stepped = self.steps + 1, self.ended, set()
-        self.stepped.add(place)
+        self.stepped.add(index)
         self.total_seconds, self.waits = self.total_seconds + now - self.ended, waits
         self.step_seconds, self.ended = now - self.began, now

@@ -71,7 +71,7 @@ class StepInputs:
         self._context, self._group_of, self._clip = context, group_of, clip
         self._counters = [{name: float(value) for name, value in of.items()} for of in counters]
         self._settings = settings_of(groups)
-        rates = (group.get("lr") for group in groups)  # Adafactor's may be None
+        rates = (group_index.get("lr") for group_index in groups)  # Adafactor's may be None
         self._rates = ", ".join("its own" if lr is None else f"{float(lr):g}" for lr in rates)
 
     @property
@@ -134,9 +134,9 @@ class StepInputs:
         }
 
     def _of_tied(self, handle: ParamHandle) -> tuple:
-        group = self._group_of.get(handle)
+        group_index = self._group_of.get(handle)
         of_gradient = handle.grad.state.name, handle.grad.edits, handle.grad.own_edits
-        of_group = self._settings[group] if group is not None else None
+        of_group = self._settings[group_index] if group_index is not None else None
         return (
             handle.step,
             handle.edits,

@@ -50,9 +50,9 @@ class Updates:
             stepped = [flat for unit in units for flat in unit.flat_params if flat.spec.stepped]
             self.stepper.choose_share(stepped, waits, rate)
 
-    def end_step(self, place: int = 0) -> None:
-        """Ends what the optimizer at ``place`` makes of a step, after its updates are submitted."""
-        self.clock.tick(self._traffic.waits(), place)
+    def end_step(self, index: int = 0) -> None:
+        """Ends what the optimizer ``index`` makes of a step, after its updates are submitted."""
+        self.clock.tick(self._traffic.waits(), index)
         if self._traffic.moved:
             self.draw()
 

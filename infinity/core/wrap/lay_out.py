@@ -272,7 +272,7 @@ class Ways:
             stepped=False,
             exact=param in self.model.codes,
         )
-        place, stepped_by = self._optimizers.place_of(param), self._optimizers.of(param)
+        place, stepped_by = self._optimizers.optimizer_index_of(param), self._optimizers.of(param)
         if place is None or stepped_by is None:
             return frozen
         moments = self._optimizers.arrays_of(param, config)

@@ -372,7 +372,7 @@ class Saving:
             self._end = self._end or now + _most_seconds()
             if can_meet and (
                 not threading.main_thread().is_alive()
-                or any(channel.has_lost for channel in ranks.places)
+                or any(channel.has_lost for channel in ranks.sync_channels)
             ):
                 can_meet, self._end = False, min(self._end, now + LEFT_SECONDS)
             lost = [(rank, "its process has ended") for rank in left if rank in gone]

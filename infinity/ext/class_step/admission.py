@@ -63,19 +63,19 @@ def admit(
     moments_of: Callable[[FlatParam], Mapping[str, torch.dtype]],
     hook: Callable[[torch.Tensor], None],
     then: Callable[[], None],
-    place: int = 0,
+    optimizer_index: int = 0,
     needs: Any = None,
     asked: str = "add_param_group",
     takes: bool = False,
 ) -> None:
     """Steps ``params``: see :meth:`Engine.admit`. Blocks until all bytes are at home."""
-    handles = _latecomers(job, params, place, asked, takes=takes)
+    handles = _latecomers(job, params, optimizer_index, asked, takes=takes)
     growths: dict[FlatParam, Growth] = {}
     for handle in handles:
         spec = (flat_param := handle.flat_param).spec
-        if not spec.stepped or spec.optimizer != place:
+        if not spec.stepped or spec.optimizer != optimizer_index:
             moments = moments_of(flat_param)
-            spec = spec.trained(job.config.master, moments, place, needs=needs)
+            spec = spec.trained(job.config.master, moments, optimizer_index, needs=needs)
             growths[flat_param] = Growth(handle.unit, spec)
     _refuse_elsewhere(job, handles, growths, asked)
     sizes = [_grown(size, unit, growths) for size, unit in zip(job.planned.sizes, job.units)]
@@ -101,7 +101,7 @@ def admit(
             job.updates.use(updater, job.device, job.planned.plan.device_slot_nbytes)
         job.gradients.homes.stage_in(resources.grad_staging)
         for flat_param, growth in growths.items():
-            if flat_param.spec.stepped and flat_param.spec.optimizer != place:
+            if flat_param.spec.stepped and flat_param.spec.optimizer != optimizer_index:
                 _begin_anew(job, flat_param, growth)
             flat_param.homes.grow(growth.spec, growth.arrays)
         for handle in handles:
@@ -116,7 +116,7 @@ def admit(
 
 
 def _latecomers(
-    job: Job, params: Iterable[torch.Tensor], place: int, asked: str, *, takes: bool
+    job: Job, params: Iterable[torch.Tensor], optimizer_index: int, asked: str, *, takes: bool
 ) -> list[ParamHandle]:
     """Returns the handles of ``params``. Raises UsageError if a parameter allows no admission."""
     handles = []
@@ -133,7 +133,7 @@ def _latecomers(
     for handle in handles:
         spec = handle.flat_param.spec
         others = [each for each in handle.flat_param.handles if each.grad and each not in wanted]
-        if spec.stepped and spec.optimizer != place and (others or not takes):
+        if spec.stepped and spec.optimizer != optimizer_index and (others or not takes):
             beside = f", as {others[0].name}" if others else ""
             raise UsageError(
                 f"{asked}: {handle.name} is stored with parameters of another optimizer of"

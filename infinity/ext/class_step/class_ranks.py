@@ -64,7 +64,7 @@ class ClassRanks:
         """Sends each rank its tensor of ``given``, and returns what each sends here."""
         ranks = self._collectives.ranks
         transfer = swap(ranks.shard_group.group, given, counts)
-        return ranks.place_of(ranks.shard_group).pass_on(what, transfer)
+        return ranks.sync_channel_of(ranks.shard_group).pass_on(what, transfer)
 
     def step(
         self,

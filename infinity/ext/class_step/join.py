@@ -68,23 +68,23 @@ def join(
         if handle.engine.uses is not job.uses:
             raise ConfigError(f"{ASKED}: {handle.name} is of another wrapped model")
     names: dict[torch.Tensor, list[str]] = {handle.param: handle.names for handle in handles}
-    before = _places(job, ())
+    before = _optimizer_indices(job, ())
     check_together(plain, names, job.config)
-    check_count(len(optimizers) + len(_places(job, handles)), job.config)
-    places = enumerate(optimizers, start=record.count)
-    stepping = [_admit(engine, job, record, each, place) for place, each in places]
-    record.add(stepping, optimizers.plain, before - _places(job, ()))
+    check_count(len(optimizers) + len(_optimizer_indices(job, handles)), job.config)
+    indices = enumerate(optimizers, start=record.count)
+    stepping = [_admit(engine, job, record, each, index) for index, each in indices]
+    record.add(stepping, optimizers.plain, before - _optimizer_indices(job, ()))
     return like_given(optimizers.results(stepping), optimizer)
 
 
-def _places(job: Job, without: Sequence[ParamHandle]) -> set[int]:
-    """Returns the places of the optimizers that step parameters, ``without`` some of these."""
+def _optimizer_indices(job: Job, without: Sequence[ParamHandle]) -> set[int]:
+    """Returns the indices of the optimizers that step parameters, ``without`` some of these."""
     left_out = set(without)
     return {h.flat_param.spec.optimizer for h in job.trained if h not in left_out}
 
 
 def _admit(
-    engine: Engine, job: Job, record: Wrapped, given: Recognised, place: int
+    engine: Engine, job: Job, record: Wrapped, given: Recognised, optimizer_index: int
 ) -> InfinityOptimizer:
     """Takes over one optimizer: its parameters get memory for gradients and state."""
     params, known = moved_by(given), given.known
@@ -102,7 +102,7 @@ def _admit(
     with job.uses.operation(Operation.ADD_PARAM_GROUP):
         engine.admit(
             params,
-            place=place,
+            optimizer_index=optimizer_index,
             moments_of=moments_of,
             needs=known.needs,
             then=release,
@@ -116,7 +116,7 @@ def _admit(
                     handle.flat_param.write_moment(
                         job.store, array, handle.index, state[name], version=job.steps.index
                     )
-    return make_optimizer(engine, given, place)
+    return make_optimizer(engine, given, optimizer_index)
 
 
 def _check_config(config: Any, ours: Config) -> None:

@@ -148,7 +148,7 @@ def _collectives(job: Job) -> dict[str, CollectiveTraffic]:
         for name, traffic in job.traffic.collectives.items()
         if traffic.nbytes or not job.ranks.alone
     }
-    if trees := [place.tree for place in job.ranks.places]:
+    if trees := [place.tree for place in job.ranks.sync_channels]:
         counted["sync points"] = CollectiveTraffic(
             sum(tree.sent_nbytes for tree in trees), operations=sum(tree.begun for tree in trees)
         )

@@ -343,7 +343,7 @@ def test_the_optimizer_has_the_parts_of_this_job():
         assert getattr(context, name) is getattr(engine.job, name)
     assert context.release == engine.job.prefetcher.release_all
     assert context.end_step == engine.end_step
-    assert context.admit.func == engine.admit and context.admit.keywords == {"place": 0}
+    assert context.admit.func == engine.admit and context.admit.keywords == {"optimizer_index": 0}
 
 
 def test_the_optimizer_sees_the_running_pass_as_it_is():

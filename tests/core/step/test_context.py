@@ -10,7 +10,7 @@ from small import small_at_home
 
 from infinity.core.step.context import StepContext
 
-OWN = {"place"}  # of one among several optimizers
+OWN = {"optimizer_index"}  # of one among several optimizers
 CALLED = {
     "is_only",
     "in_use",
@@ -28,7 +28,7 @@ def test_a_context_has_exactly_the_objects_of_its_job():
     made, of_other = job.make_step_context(), other.make_step_context()
     names = {field.name for field in dataclasses.fields(StepContext)}
     assert names - CALLED - OWN == names & {field.name for field in dataclasses.fields(job.job)}
-    assert made.trained == job.job.trained and made.place == 0 and made.is_only()
+    assert made.trained == job.job.trained and made.optimizer_index == 0 and made.is_only()
     for name in names - CALLED - OWN:
         assert getattr(made, name) is getattr(job.job, name) is not getattr(of_other, name)
     assert CALLED < names and all(callable(getattr(made, name)) for name in CALLED)

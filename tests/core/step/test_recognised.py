@@ -211,7 +211,7 @@ def test_a_list_of_one_and_a_tuple_give_lists():
 def test_places_and_orders_follow_the_list():
     model, both = job()
     optimizers = Optimizers(both)
-    assert optimizers.place_of(model.shared.bias) == 1
+    assert optimizers.optimizer_index_of(model.shared.bias) == 1
     assert optimizers.order_of(model.shared.bias) == (1, 1)
     assert optimizers.of(model.encoder[0].weight).optimizer is both[0]
     assert optimizers.of(nn.Parameter(torch.zeros(1))) is None and len(Optimizers([])) == 0

@@ -458,7 +458,7 @@ class Player:
                     name == "load" and "load a checkpoint" in said[-1].lower()
                 )  # as it says
                 if len(said) == TRIES or any(
-                    channel.has_ended for channel in parts_of(self.user.parts).ranks.places
+                    channel.has_ended for channel in parts_of(self.user.parts).ranks.sync_channels
                 ):
                     raise
 
