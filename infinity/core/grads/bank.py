@@ -206,8 +206,8 @@ class GradientBank:
                     continue
                 whole, charge = waiting.pop(flat_param)
                 for index in sorted(got):
-                    handle, place = flat_param.handles[index], flat_param.layout.placements[index]
-                    self._land(handle, place.view(whole))
+                    handle = flat_param.handles[index]
+                    self._land(handle, flat_param.layout.placements[index].view(whole))
                 charge.release()
                 self.homes.close_all([flat_param])
 

@@ -88,15 +88,17 @@ class GradHomes:
         """Returns the whole gradient of ``handle`` as a tensor over its home. ``write``: it is
         about to change. ``wait``: block until landing gradients have arrived."""
         flat_param = handle.flat_param
-        place = flat_param.layout.placements[handle.index]
+        placement = flat_param.layout.placements[handle.index]
         if self.are_in_pieces(flat_param):
-            return self.flat_view(handle, write=write).as_strided(place.shape, place.stride)
-        return place.view(self.flat(flat_param, write=write, wait=wait))
+            return self.flat_view(handle, write=write).as_strided(placement.shape, placement.stride)
+        return placement.view(self.flat(flat_param, write=write, wait=wait))
 
     def flat_view(self, handle: ParamHandle, *, write: bool) -> torch.Tensor:
         """Returns the gradient's elements at home, flat, in storage order."""
-        place = handle.flat_param.layout.placements[handle.index]
-        return self._elements(handle.flat_param, place.offset, place.end, write=write, wait=False)
+        placement = handle.flat_param.layout.placements[handle.index]
+        return self._elements(
+            handle.flat_param, placement.offset, placement.end, write=write, wait=False
+        )
 
     def shard(self, handle: ParamHandle, *, write: bool, wait: bool = True) -> torch.Tensor:
         """Returns this rank's elements of the gradient, in storage order: a flat view of their
@@ -145,8 +147,8 @@ class GradHomes:
         """Returns the gradient of rows at home, ``[rows, elements]``, of which single rows are
         about to be set: the others are as they are."""
         flat = self.flat(handle.flat_param, write=True, wait=wait, defines=False)
-        place = handle.flat_param.layout.placements[handle.index]
-        return flat[place.offset : place.end].view(handle.flat_param.homes.rows.count, -1)
+        placement = handle.flat_param.layout.placements[handle.index]
+        return flat[placement.offset : placement.end].view(handle.flat_param.homes.rows.count, -1)
 
     def whole(self, flat_param: FlatParam) -> torch.Tensor:
         """Returns this rank's whole flat gradient on the device, if its home is whole (ZeRO-1)."""

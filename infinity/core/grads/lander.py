@@ -50,10 +50,10 @@ class Lander:
         elif flat_param.homes.rows is not None and not (adds and handle.grad.rows is None):
             self._land_rows(handle, grad, self._norms.of, adds=adds)
         elif beside:
-            place = flat_param.layout.placements[handle.index]
+            placement = flat_param.layout.placements[handle.index]
 
             def take_norm(total: torch.Tensor, order: float) -> torch.Tensor:
-                return self._norms.of(total.as_strided(place.shape, place.stride), order)
+                return self._norms.of(total.as_strided(placement.shape, placement.stride), order)
 
             home = self._homes.flat_view(handle, write=True)
             self.beside(handle, home, self._flat(handle, grad), take_norm, adds=adds)
@@ -243,14 +243,14 @@ class Lander:
 
     def _flat(self, handle: ParamHandle, grad: torch.Tensor) -> torch.Tensor:
         """Returns the elements of ``grad`` flat, in the order and dtype of the home."""
-        place = handle.flat_param.layout.placements[handle.index]
+        placement = handle.flat_param.layout.placements[handle.index]
         dtype = handle.flat_param.spec.grad_dtype
-        if grad.stride() != place.stride or grad.dtype != dtype:
+        if grad.stride() != placement.stride or grad.dtype != dtype:
             laid_out = torch.empty_strided(
-                place.shape, place.stride, dtype=dtype, device=self._device.where
+                placement.shape, placement.stride, dtype=dtype, device=self._device.where
             )
             grad = laid_out.copy_(grad)
-        return grad.detach().as_strided((place.numel,), (1,))
+        return grad.detach().as_strided((placement.numel,), (1,))
 
 
 def _rows_of(handle: ParamHandle, grad: torch.Tensor) -> frozenset[int]:

@@ -45,11 +45,11 @@ def spans_at_home(flat_param: FlatParam) -> list[tuple[int, int]] | None:
         return None
     spans = []
     for handle in there:
-        place = flat_param.layout.placements[handle.index]
-        each = place.numel // rows.count
+        placement = flat_param.layout.placements[handle.index]
+        size = placement.numel // rows.count
         whole = handle.grad is None or handle.grad.are_others_zero or handle.grad.rows is None
         for row in range(rows.count) if whole else sorted(handle.grad.rows):
-            begin, end = place.offset + row * each, place.offset + (row + 1) * each
+            begin, end = placement.offset + row * size, placement.offset + (row + 1) * size
             spans.append((round_down(begin, TILE), min(numel, round_up(end, TILE))))
     return spans
 
@@ -115,8 +115,8 @@ class OpenedGrads:
                     parts = {(at, at + min(block, nbytes))} if at < start else set()
                     if stop < at + nbytes:
                         parts.add((round_down(stop, block), at + nbytes))
-                for each, end in parts:
-                    self._store.start_read(array, each, slot, end - each, at=each - at).wait()
+                for offset, end in parts:
+                    self._store.start_read(array, offset, slot, end - offset, at=offset - at).wait()
                 low, high = max(at, start), min(at + nbytes, stop)
                 yield (
                     low // size,

@@ -115,8 +115,8 @@ class Reducer:
             self._reached = min(self._reached, end)
             self._start_before(sum(start >= self._reached for start in self._starts))
 
-    def _start_before(self, place: int) -> None:
-        while self._position < place:
+    def _start_before(self, position: int) -> None:
+        while self._position < position:
             self._position += 1
             self._start(self._order[self._position - 1])
 

@@ -43,9 +43,11 @@ class GradProxy(AtHome):
 
     @staticmethod
     def __new__(cls, handle: ParamHandle):
-        place = handle.flat_param.layout.placements[handle.index]
+        placement = handle.flat_param.layout.placements[handle.index]
         dtype, device = handle.flat_param.spec.grad_dtype, handle.engine.device.where
-        return cls.make(handle, place.shape, stride=place.stride, dtype=dtype, device=device)
+        return cls.make(
+            handle, placement.shape, stride=placement.stride, dtype=dtype, device=device
+        )
 
     @property
     def _values(self) -> GradValues:

@@ -76,7 +76,7 @@ class GradValues:
 
     def _fetched(self, handle: ParamHandle) -> torch.Tensor:
         """Returns a copy on the device, with every factor applied."""
-        place = handle.flat_param.layout.placements[handle.index]
+        placement = handle.flat_param.layout.placements[handle.index]
         with self._store.guard:
             handle.flat_param.homes.wait_running()
             flat = self.homes.flat_view(handle, write=False)
@@ -84,7 +84,7 @@ class GradValues:
             with self._store.traffic.copying("host->device", flat.nbytes, handle.name):
                 is_copy = self.homes.are_in_pieces(handle.flat_param)
                 value = flat.to(self.device.where, copy=not is_copy)
-        return multiply(value, handle.grad.factors).as_strided(place.shape, place.stride)
+        return multiply(value, handle.grad.factors).as_strided(placement.shape, placement.stride)
 
     def note_edit(self, handle: ParamHandle, by: torch.Tensor | float) -> None:
         """Notes a user's change of a gradient, which the other ranks must make, too. ``by``: a
@@ -97,11 +97,11 @@ class GradValues:
     def put(self, handle: ParamHandle, value: torch.Tensor) -> None:
         """Copies ``value`` to the gradient's home."""
         is_alone = handle.flat_param.ranks.size == 1
-        place = handle.flat_param.layout.placements[handle.index]
-        if value.stride() != place.stride:
+        placement = handle.flat_param.layout.placements[handle.index]
+        if value.stride() != placement.stride:
             dtype = handle.flat_param.spec.grad_dtype
-            value = torch.empty_strided(place.shape, place.stride, dtype=dtype).copy_(value)
-        flat = value.as_strided((place.numel,), (1,))
+            value = torch.empty_strided(placement.shape, placement.stride, dtype=dtype).copy_(value)
+        flat = value.as_strided((placement.numel,), (1,))
         nbytes = flat.nbytes * (is_alone and self.homes.is_remote(handle))
         with self._store.traffic.copying("device->host", nbytes, handle.name):
             for begin, home in self.homes.pieces(handle, fresh=True):
@@ -251,17 +251,17 @@ class GradValues:
             return self.homes.shard(handle, write=False)
 
     def _gathered(self, handle: ParamHandle) -> torch.Tensor:
-        flat_param, place = handle.flat_param, handle.flat_param.layout.placements[handle.index]
-        out = torch.empty(place.numel, dtype=flat_param.spec.grad_dtype, device="cpu")
+        flat_param, placement = handle.flat_param, handle.flat_param.layout.placements[handle.index]
+        out = torch.empty(placement.numel, dtype=flat_param.spec.grad_dtype, device="cpu")
         spans = [
             flat_param.layout.shard_part(handle.index, rank)
             for rank in range(flat_param.ranks.size)
         ]
-        pieces = [(begin - place.offset, end - place.offset) for begin, end in spans]
+        pieces = [(begin - placement.offset, end - placement.offset) for begin, end in spans]
         begin, end = pieces[flat_param.ranks.rank]
         out[begin:end] = self._arrived_shard(handle)
         flat_param.collectives.assemble(out, f"reading the gradient of {handle.name}", pieces)
-        return out.to(self.device.where).as_strided(place.shape, place.stride)
+        return out.to(self.device.where).as_strided(placement.shape, placement.stride)
 
     def _norm_over_ranks(self, handle: ParamHandle, order: float) -> torch.Tensor:
         """Exchanges the missing norms of all gradients at once, because a caller asks for the

@@ -27,10 +27,10 @@ MAX_STRIPE_NBYTES = 4 * MIB
 
 
 @dataclass(frozen=True)
-class Place:
+class SwapFolder:
     """A file system for swap files. ``rate``: of the whole device, in bytes per second."""
 
-    folder: str
+    path: str
     device: str
     rate: float
 
@@ -42,7 +42,7 @@ class SwapFolders:
 
     def __init__(self, folders: Sequence[str], *, rank: int = 0, ranks: int = 1):
         self._rank, self._ranks = rank, ranks
-        self.places: list[Place] = []
+        self.folders: list[SwapFolder] = []
         self.profiles: list[disk_profile.DiskProfile] = []
         systems: set[str] = set()
         for folder in folders:
@@ -51,12 +51,12 @@ class SwapFolders:
             if (system := disk.system) not in systems:
                 systems.add(system)
                 self.profiles.append(profile)
-                self.places.append(Place(folder, disk.disks, profile.mixed_rate))
+                self.folders.append(SwapFolder(folder, disk.disks, profile.mixed_rate))
         self._block = max((profile.block_nbytes for profile in self.profiles), default=MIB)
         self.stripe_nbytes = min(max(MIB, self._block), MAX_STRIPE_NBYTES)
 
     def make_engine(self, layer: native.BackendLayer | None) -> native.IoEngine:
-        """Makes an I/O engine for the disks of all places; ``layer`` as for
+        """Makes an I/O engine for the disks of all folders; ``layer`` as for
         :func:`native.make_io_engine`."""
         return native.make_io_engine(
             layer=layer,
@@ -66,10 +66,10 @@ class SwapFolders:
         )
 
     def free_nbytes(self) -> int:
-        """Counts the free bytes over all places. Raises ConfigError if a folder is gone."""
-        for place in self.places:
-            _check(place.folder)
-        return disk_profile.free_nbytes([place.folder for place in self.places])
+        """Counts the free bytes over all folders. Raises ConfigError if a folder is gone."""
+        for folder in self.folders:
+            _check(folder.path)
+        return disk_profile.free_nbytes([folder.path for folder in self.folders])
 
     def lay_out(self, volume: native.Volume, nbytes: int, io: native.IoEngine) -> None:
         """Creates the swap files of ``volume``, with room for ``nbytes``, a multiple of 4096.
@@ -95,59 +95,59 @@ class SwapFolders:
     def _parts(self, nbytes: int) -> list[tuple[str, int]]:
         """Splits ``nbytes`` over swap files: (folder, bytes) each."""
         stripe_nbytes = self.stripe_nbytes
-        for place in self.places:
-            _check(place.folder)
+        for folder in self.folders:
+            _check(folder.path)
         # Several files have whole stripes, so a full one gets no stripe that it has no room for.
-        whole = stripe_nbytes if len(self.places) > 1 else 1
-        free = [round_down(shutil.disk_usage(place.folder).free, whole) for place in self.places]
+        whole = stripe_nbytes if len(self.folders) > 1 else 1
+        free = [round_down(shutil.disk_usage(folder.path).free, whole) for folder in self.folders]
         if nbytes > sum(free):
             raise CapacityError(
                 f"NVMe home needs {format_nbytes(nbytes)} at"
-                f" {', '.join(place.folder for place in self.places)} but"
+                f" {', '.join(folder.path for folder in self.folders)} but"
                 f" {format_nbytes(sum(free))} is free. Free {format_nbytes(nbytes - sum(free))}, or"
                 " name more folders in nvme_paths."
             )
-        own = split(nbytes, self.places, [round_down(room // self._ranks, whole) for room in free])
+        first = split(nbytes, self.folders, [round_down(n // self._ranks, whole) for n in free])
         # If this rank's share is too small, use what the others left after taking theirs.
-        rest = split(nbytes - sum(own), self.places, [room - part for room, part in zip(free, own)])
+        more = split(nbytes - sum(first), self.folders, [n - part for n, part in zip(free, first)])
         parts = []
-        for place, part in zip(self.places, map(sum, zip(own, rest))):
-            limit = disk_profile.largest_file(place.folder, part + stripe_nbytes)
+        for folder, part in zip(self.folders, map(sum, zip(first, more))):
+            limit = disk_profile.largest_file(folder.path, part + stripe_nbytes)
             if limit < part + stripe_nbytes:
                 limit = max(stripe_nbytes, round_down(limit, stripe_nbytes) - stripe_nbytes)
             while part > 0:
-                parts.append((place.folder, min(part, limit)))
+                parts.append((folder.path, min(part, limit)))
                 part -= parts[-1][1]
         return parts
 
 
-def split(nbytes: int, places: Sequence[Place], rooms: Sequence[int]) -> list[int]:
-    """Splits ``nbytes`` over ``places`` so that all devices finish at once, within ``rooms`` bytes
-    each. What a full device cannot take goes to the others. Places on one device are filled in
+def split(nbytes: int, folders: Sequence[SwapFolder], rooms: Sequence[int]) -> list[int]:
+    """Splits ``nbytes`` over ``folders`` so that all devices finish at once, within ``rooms`` bytes
+    each. What a full device cannot take goes to the others. Folders on one device are filled in
     order. Returns less than ``nbytes`` in sum if the rooms are too small."""
-    devices = dict.fromkeys(place.device for place in places)
-    rates = {place.device: place.rate for place in reversed(places)}
-    left = {
-        device: sum(room for place, room in zip(places, rooms) if place.device == device)
+    devices = dict.fromkeys(folder.device for folder in folders)
+    rates = {folder.device: folder.rate for folder in reversed(folders)}
+    free = {
+        device: sum(room for folder, room in zip(folders, rooms) if folder.device == device)
         for device in devices
     }
     taken = dict.fromkeys(devices, 0.0)
-    wanted, open_devices = float(nbytes), {device for device in devices if left[device] > 0}
+    wanted, open_devices = float(nbytes), {device for device in devices if free[device] > 0}
     while wanted >= 1 and open_devices:
         rate = sum(rates[device] for device in open_devices)
-        shares = {device: wanted * rates[device] / rate for device in open_devices}
-        full = {device for device in open_devices if taken[device] + shares[device] >= left[device]}
+        even = {device: wanted * rates[device] / rate for device in open_devices}
+        full = {device for device in open_devices if taken[device] + even[device] >= free[device]}
         for device in full or open_devices:
-            added = left[device] - taken[device] if full else shares[device]
+            added = free[device] - taken[device] if full else even[device]
             taken[device] += added
             wanted -= added
         if not full:
             break
         open_devices -= full
     parts = []
-    for place, room in zip(places, rooms):
-        parts.append(min(room, round(taken[place.device])))
-        taken[place.device] -= parts[-1]
+    for folder, room in zip(folders, rooms):
+        parts.append(min(room, round(taken[folder.device])))
+        taken[folder.device] -= parts[-1]
     return parts
 
 

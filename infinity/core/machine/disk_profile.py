@@ -297,14 +297,14 @@ def _rates(
     io.register([memory])
     half = PROBE_NBYTES // 2
 
-    def place(offset: int) -> tuple[native.Extent, int, int, int]:
+    def part(offset: int) -> tuple[native.Extent, int, int, int]:
         return extent, offset, memory.address + offset % PROBE_MEMORY_NBYTES, PROBE_REQUEST_NBYTES
 
     def read(offset: int) -> native.Ticket:
-        return io.read(*place(offset), checksum=False)
+        return io.read(*part(offset), checksum=False)
 
     def write(offset: int) -> native.Ticket:
-        return io.write(*place(offset), checksum=False)
+        return io.write(*part(offset), checksum=False)
 
     def rate(first, second) -> float:
         """Times moving the first half one way and the second half the other, in turns."""

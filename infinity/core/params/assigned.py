@@ -12,7 +12,7 @@ import torch
 
 from ..units.forms import local_of
 from ..units.handle import ParamHandle
-from .lent import Lent, Source, place_of
+from .lent import Lent, Source, memory_of
 
 GRADS = Source()
 
@@ -40,7 +40,7 @@ class Assigned(Lent):
     def is_elsewhere(self) -> bool:
         """Whether the tensor's memory was replaced, for example by ``tensor.data = ...``."""
         tensor = self.tensor()
-        return tensor is not None and place_of(local_of(tensor)) != place_of(self.bytes)
+        return tensor is not None and memory_of(local_of(tensor)) != memory_of(self.bytes)
 
     def leave_behind(self) -> None:
         """Marks the tensor as outdated: the gradient is about to change without it. From then on

@@ -25,7 +25,7 @@ from ..machine import storage_guard
 from ..units.forms import local_of
 from ..units.handle import ParamHandle
 from .assigned import Assigned
-from .lent import Lent, Limit, place_of
+from .lent import Lent, Limit, memory_of
 from .outside_modes import has_bytes
 
 
@@ -76,7 +76,8 @@ class AssignedGrads:
             return False
         others = (other.grad.assigned for other in self._assigned if other is not handle)
         return any(
-            each is not None and place_of(value)[:2] == place_of(each.bytes)[:2] for each in others
+            each is not None and memory_of(value)[:2] == memory_of(each.bytes)[:2]
+            for each in others
         )
 
     def part_from(self, handle: ParamHandle) -> None:

@@ -64,8 +64,8 @@ class ForwardEdits:
         torch.autograd.graph.increment_version(param)
         self._prints.pop(param, None)
         if self._versions:
-            place = next(i for i, each in enumerate(self._params) if each is param)
-            self._versions[place] += 1
+            index = next(i for i, each in enumerate(self._params) if each is param)
+            self._versions[index] += 1
 
     def forget(self) -> None:
         """Drops everything watched."""

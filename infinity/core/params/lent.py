@@ -241,7 +241,7 @@ class Lent:
         """Watches the memory that the tensor has now. Its values count as written if they
         differ."""
         tensor = self.tensor()
-        if tensor is not None and place_of(local_of(tensor)) != place_of(self.bytes):
+        if tensor is not None and memory_of(local_of(tensor)) != memory_of(self.bytes):
             self._view, self._is_ours = _View(tensor), False
 
     def is_held(self, *, dying: bool = False) -> bool:
@@ -275,7 +275,7 @@ class Lent:
         )
 
 
-def place_of(tensor: torch.Tensor) -> tuple:
+def memory_of(tensor: torch.Tensor) -> tuple:
     """Returns what differs when the tensor is given other memory, or another form of it."""
     return (
         *(storage_guard.identity(tensor), tensor.storage_offset()),
@@ -625,7 +625,7 @@ class Lents:
         for lent in followers:
             if not lent.bytes.numel():
                 continue
-            other = first.setdefault(place_of(lent.bytes)[:2], lent)
+            other = first.setdefault(memory_of(lent.bytes)[:2], lent)
             if other is not lent:
                 one, two = (each.source.name_of(each.handle) for each in (other, lent))
                 raise UsageError(

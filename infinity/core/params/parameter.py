@@ -55,7 +55,7 @@ from .torch_functions import (
 )
 from .touch import SHARING, touch
 from .view_chain import ViewChain, chain_of, is_whole, present
-from .view_nodes import ASKING_FOR_PLACES, ask_for_places
+from .view_nodes import ASKING_FOR_PLACES, ask_for_edges
 from .whole_value import equal, set_data, set_value
 
 
@@ -186,7 +186,7 @@ class Stored:
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in ASKING_FOR_PLACES:
-            return ask_for_places(func, args, kwargs, Stored)
+            return ask_for_edges(func, args, kwargs, Stored)
         if func in METADATA:
             if func is torch.Tensor.storage_offset and isinstance(args[0], StoredParameter):
                 return 0  # what else is in the device's buffer is not seen

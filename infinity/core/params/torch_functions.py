@@ -90,8 +90,8 @@ _TYPE_NAMES = {
 
 def type_name(tensor: torch.Tensor) -> str:
     """Returns what ``tensor.type()`` does."""
-    place = "" if tensor.device.type == "cpu" else f"{tensor.device.type}."
-    return f"torch.{place}{_TYPE_NAMES[tensor.dtype]}"
+    module = "" if tensor.device.type == "cpu" else f"{tensor.device.type}."
+    return f"torch.{module}{_TYPE_NAMES[tensor.dtype]}"
 
 
 def converts_to_itself(func, subject: torch.Tensor, args: tuple, kwargs: dict) -> bool:

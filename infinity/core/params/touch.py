@@ -91,17 +91,17 @@ def _refusal(handle: ParamHandle, name: str) -> UsageError:
 
 
 def _from_own_element(
-    func: Callable, place: int, args: tuple, kwargs: dict
+    func: Callable, offset_at: int, args: tuple, kwargs: dict
 ) -> tuple[Callable, tuple, dict]:
     """Returns a call whose offset counts from the subject's first element: in memory the parameter
     has others before it, which users do not see. Raises RuntimeError beyond the parameter's
-    end, as torch does. ``place``: the offset's, among the arguments."""
+    end, as torch does. ``offset_at``: the offset's, among the arguments."""
     subject = args[0]
-    offset = kwargs.pop("storage_offset", args[place] if len(args) > place else None)
+    offset = kwargs.pop("storage_offset", args[offset_at] if len(args) > offset_at else None)
     offset = subject.storage_offset() if offset is None else offset
     size, stride = kwargs.get("size"), kwargs.get("stride")
-    size = args[place - 2] if size is None else size
-    stride = args[place - 1] if stride is None else stride
+    size = args[offset_at - 2] if size is None else size
+    stride = args[offset_at - 1] if stride is None else stride
     param = managed(subject).param
     room = 1 + sum((n - 1) * step for n, step in zip(param.shape, param.stride()))
     reach = offset + 1 + sum((n - 1) * step for n, step in zip(size, stride))
@@ -111,7 +111,7 @@ def _from_own_element(
             f" itemsize {subject.itemsize} requiring a storage size of {reach * subject.itemsize}"
             f" are out of bounds for storage of size {room * param.itemsize}"
         )
-    return partial(_strided, func, offset - subject.storage_offset()), args[:place], kwargs
+    return partial(_strided, func, offset - subject.storage_offset()), args[:offset_at], kwargs
 
 
 def _strided(func: Callable, offset: int, subject: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +283,7 @@ class _Call:
             if len(sources) == 1 and (not others or self.name.endswith("_as")):
                 step = ViewStep.of_call(self.func, self.args, self.kwargs, source, index)
             elif first <= view.storage_offset() < first + max(values.of(source).numel(), 1):
-                step = ViewStep.of_place(view, values.of(source))
+                step = ViewStep.of_strides(view, values.of(source))
             else:
                 continue
             chain = chain_of(source).then(step)

@@ -42,11 +42,11 @@ class ViewStep:
         return cls(func, args, kwargs, output, torch.is_grad_enabled())
 
     @classmethod
-    def of_place(cls, view: torch.Tensor, subject: torch.Tensor) -> ViewStep:
+    def of_strides(cls, view: torch.Tensor, subject: torch.Tensor) -> ViewStep:
         """Makes the step that gives ``view`` by its place in the memory of ``subject``."""
         offset = view.storage_offset() - subject.storage_offset()
-        place = (SUBJECT, view.size(), view.stride(), offset)
-        return cls(_at_place, place, {}, 0, torch.is_grad_enabled())
+        args = (SUBJECT, view.size(), view.stride(), offset)
+        return cls(_as_strided, args, {}, 0, torch.is_grad_enabled())
 
     def repeat(self, subject: torch.Tensor) -> torch.Tensor:
         """Takes the view of ``subject``."""
@@ -56,7 +56,7 @@ class ViewStep:
         return tree_flatten(self.func(*args, **kwargs))[0][self.output]
 
 
-def _at_place(subject: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
+def _as_strided(subject: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
     return subject.as_strided(size, stride, subject.storage_offset() + offset)
 
 

@@ -65,7 +65,7 @@ def with_node(tensor: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return Bytes.apply(tensor, value) if is_recorded(tensor) else value
 
 
-def place_of(tensor: torch.Tensor) -> GradientEdge:
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """Returns the place in the graph of a tensor at rest, which torch finds by viewing it. Raises
     RuntimeError if it requires no gradient."""
     if not tensor.requires_grad:
@@ -76,7 +76,7 @@ def place_of(tensor: torch.Tensor) -> GradientEdge:
     return GradientEdge(*used.grad_fn.next_functions[0], used)
 
 
-def ask_for_places(func: Callable, args: tuple, kwargs: dict, kind: type) -> Any:
+def ask_for_edges(func: Callable, args: tuple, kwargs: dict, kind: type) -> Any:
     """Calls ``func`` for gradients of tensors at rest, which are of that ``kind``: it needs their
     nodes in the graph, not their bytes."""
     bound = inspect.signature(func).bind(*args, **kwargs)
@@ -92,7 +92,7 @@ def ask_for_places(func: Callable, args: tuple, kwargs: dict, kind: type) -> Any
     bound.arguments[outputs] = replaced(bound.arguments[outputs], torch.clone)
     asked = bound.arguments.get("inputs")
     if asked is not None:
-        bound.arguments["inputs"] = replaced(asked, place_of)
+        bound.arguments["inputs"] = replaced(asked, edge_of)
     fills = bound.arguments.get("materialize_grads") and bound.arguments.get("allow_unused", True)
     if asked is None or not fills:
         return func(*bound.args, **bound.kwargs)

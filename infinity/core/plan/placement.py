@@ -102,7 +102,7 @@ class Placement:
         """Moves the home of all arrays, gradients too, to ``tier``, for the units that fit. In the
         order of the model: the first are needed first and land last, so that nothing hides their
         updates."""
-        for index in sorted(range(len(self._units)), key=lambda index: self._units[index].place):
+        for index in sorted(range(len(self._units)), key=lambda index: self._units[index].position):
             unit, tiers = self._units[index], self._plan.tiers_of(index)
             sizes = {name: sum(flat.nbytes(name) for flat in unit.flat_params) for name in ARRAYS}
             moved = {

@@ -72,7 +72,7 @@ class UnitSize:
     name: str
     flat_params: tuple[FlatParamSize, ...]
     at_once_nbytes: int = 0  # if its layers compute with some rows at a time; 0: gathered whole
-    place: int = 0  # of its first parameter in the model: about the order of use
+    position: int = 0  # of its first parameter in the model: about the order of use
     # Gradients that autograd holds of it at once, on the device, before they land.
     autograd_nbytes: int = 0
 

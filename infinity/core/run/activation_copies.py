@@ -46,7 +46,7 @@ class ActivationCopies:
 
     def send(self, saved: Saved, source: torch.Tensor, tensor: torch.Tensor) -> None:
         """Starts copying ``source``, the bytes of ``saved``, home. ``tensor`` was saved of them."""
-        array = saved.place
+        array = saved.array
         after = [self._device.now(), self._in_use.pop(array.extent.address, PAST)]
         transfer = Copy("device->host", saved.nbytes, "activations")
         target = array.flat[: saved.nbytes]
@@ -85,7 +85,7 @@ class ActivationCopies:
         waits for earlier compute on it."""
         target, source = (
             torch.empty(saved.nbytes, dtype=torch.uint8, device=self._device.where),
-            saved.place.flat[: saved.nbytes],
+            saved.array.flat[: saved.nbytes],
         )
         transfer = Copy("host->device", saved.nbytes, "activations")
         after = [self._device.now(), saved.sent]
@@ -94,5 +94,5 @@ class ActivationCopies:
         )
         # The copy writes to it even if no backward uses the result.
         self._in_flight.keep([target], event)
-        self._in_use[saved.place.extent.address] = self._last["in"] = event
+        self._in_use[saved.array.extent.address] = self._last["in"] = event
         saved.coming = target.untyped_storage(), event

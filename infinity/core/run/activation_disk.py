@@ -75,7 +75,7 @@ class ActivationsOnDisk:
         if self._device.is_host:
             saved.checksum = native.crc32c(part.whole[: part.nbytes], saved.checksum)
         saved.writes.append(
-            self._store.start_write(saved.place, part.begin, part.lease, part.whole.numel())
+            self._store.start_write(saved.array, part.begin, part.lease, part.whole.numel())
         )
 
     def read(self, saved: Saved, target: torch.Tensor) -> None:
@@ -89,11 +89,11 @@ class ActivationsOnDisk:
             return
         for begin, end in self._parts(saved):
             lease = self._lease(blocks(end - begin))
-            ticket = self._store.start_read(saved.place, begin, lease, blocks(end - begin))
+            ticket = self._store.start_read(saved.array, begin, lease, blocks(end - begin))
             self._finish_read(saved, begin, end, ticket, lease, target)
 
     def _start_read(self, saved: Saved, lease: native.Lease) -> None:
-        read = self._store.start_read(saved.place, 0, lease, blocks(saved.nbytes))
+        read = self._store.start_read(saved.array, 0, lease, blocks(saved.nbytes))
         saved.writes.append(read)  # its buffer must not be overwritten before the read is done
         saved.read = read, lease
 

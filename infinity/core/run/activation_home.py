@@ -79,7 +79,7 @@ class ActivationHome:
         """Makes a saved storage with a buffer of ``nbytes`` at home, which is reused once it is
         freed. Raises CapacityError over the tier's budget."""
         saved = Saved(self._take(nbytes), begin, nbytes)
-        self._places[weakref.ref(saved, self._left.append)] = saved.place, saved.writes
+        self._places[weakref.ref(saved, self._left.append)] = saved.array, saved.writes
         return saved
 
     def _taken_nbytes(self) -> int:
@@ -132,11 +132,11 @@ class ActivationHome:
         while self._left:
             ref = self._left[0]
             if ref in self._places:
-                place, transfers = self._places.pop(ref)
-                if place.tier is Tier.NVME:
-                    self._store.allocator.free_more(place, after=transfers)
+                array, transfers = self._places.pop(ref)
+                if array.tier is Tier.NVME:
+                    self._store.allocator.free_more(array, after=transfers)
                 else:
-                    self._free.append(place)
+                    self._free.append(array)
             self._left.popleft()
 
     # --- transfers ---
@@ -145,7 +145,7 @@ class ActivationHome:
         """Sends the bytes of ``saved`` home: a part of ``storage``, of which ``tensor`` was
         saved."""
         source = raw_bytes(storage)[saved.begin : saved.begin + saved.nbytes]
-        if saved.place.tier is Tier.NVME:
+        if saved.array.tier is Tier.NVME:
             self._disk.send(saved, source)
         else:
             self._copies.send(saved, source, tensor)
@@ -170,7 +170,7 @@ class ActivationHome:
                 " unwrap_model"
             )
         with self._store.guard:
-            if saved.place.tier is not Tier.NVME:
+            if saved.array.tier is not Tier.NVME:
                 storage = self._copies.bring(saved)
             else:
                 storage = torch.UntypedStorage(saved.nbytes, device=self._device.where)

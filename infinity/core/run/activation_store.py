@@ -198,6 +198,6 @@ class ActivationStore:
         if not self._device.is_host:
             return saved if known[2] == tensor._version else None
         source = raw_bytes(storage)
-        if saved.place.tier is Tier.NVME:
+        if saved.array.tier is Tier.NVME:
             return saved if native.crc32c(source) == saved.checksum else None
-        return saved if torch.equal(saved.place.flat[: saved.nbytes], source) else None
+        return saved if torch.equal(saved.array.flat[: saved.nbytes], source) else None

@@ -97,7 +97,7 @@ class WithinBudget:
 class Saved:
     """Bytes of one storage at home: all of it, or the part that one view needs."""
 
-    def __init__(self, place: StateArray, begin: int, nbytes: int):
+    def __init__(self, array: StateArray, begin: int, nbytes: int):
         self.read: tuple[native.Ticket, native.Lease] | None = None  # a running read into staging
         self.writes: list[native.Ticket] = []
         self.sent: Event = PAST  # when the bytes are at home
@@ -109,7 +109,7 @@ class Saved:
         self.begin, self.nbytes = begin, nbytes
         self.checksum = 0  # of bytes on disk: shows whether a host storage still has them
         self._there: StorageWeakRef | None = None  # the device storage that has the bytes again
-        self.place = place  # at home
+        self.array = array  # at home
 
     def bytes_on_device(self) -> torch.UntypedStorage | None:
         """Returns the storage that has the bytes again, while anything holds it."""

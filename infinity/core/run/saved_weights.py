@@ -64,8 +64,10 @@ class SavedWeight(SimpleNamespace):
             handle.changed_at
             for buffer in self.unit.buffers.all
             if buffer.flat is self.flat
-            for handle, place in zip(buffer.flat_param.handles, buffer.flat_param.layout.placements)
-            if place.offset <= start
+            for handle, placement in zip(
+                buffer.flat_param.handles, buffer.flat_param.layout.placements
+            )
+            if placement.offset <= start
         ]
         # Others of the unit may have changed. Versions of older ones change without a parameter's.
         if self.unit.older or not changes or changes[-1] > self.version:
@@ -126,13 +128,13 @@ def _saved_tensors(ctx: Any) -> tuple:
         _unpacked.params = outer
     if not unpacked:
         return values
-    tensors, left = [], list(unpacked)
+    tensors, remaining = [], list(unpacked)
     for value in values:  # in their order: a view of a whole weight has its place
-        at = next((n for n, (place, _) in enumerate(left) if place == _place(value)), None)
-        tensors.append(value if at is None or left[at][1] is None else left[at][1])
-        left = left if at is None else left[at + 1 :]
+        at = next((n for n, (memory, _) in enumerate(remaining) if memory == _memory(value)), None)
+        tensors.append(value if at is None or remaining[at][1] is None else remaining[at][1])
+        remaining = remaining if at is None else remaining[at + 1 :]
     params = {id(param) for _, param in unpacked if param is not None}
-    if not params <= {id(each) for each in tensors}:  # the Function would compute with other bytes
+    if not params <= set(map(id, tensors)):  # the Function would compute with other bytes
         raise InternalError("the backward of a Function did not get back the parameters it saved")
     return tuple(tensors)
 
@@ -143,7 +145,7 @@ _SAVED_TENSORS = BackwardCFunction.saved_tensors
 BackwardCFunction.saved_tensors = property(_saved_tensors)
 
 
-def _place(tensor: torch.Tensor | None) -> tuple | None:
+def _memory(tensor: torch.Tensor | None) -> tuple | None:
     if tensor is None:
         return None
     return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -271,7 +273,7 @@ class Unpack:
                 value = value.conj() if saved.conj else value
                 value = neg_view(value) if saved.neg else value
         if params is not None and not is_part:
-            params.append((_place(value), param))
+            params.append((_memory(value), param))
         return value
 
 

@@ -46,7 +46,7 @@ class DeviceBuffer:
     def __init__(self, flat_param: FlatParam, flat: torch.Tensor, device: Device):
         self.flat_param, self.flat, self._device = flat_param, flat, device
         self._views = [
-            place.view(flat) for place in flat_param.layout.placements
+            placement.view(flat) for placement in flat_param.layout.placements
         ]  # of the parameters
         self._storages: WeightStorages | None = None  # the registry of its storage
         self._left_print: int | None = None  # fingerprint of left memory

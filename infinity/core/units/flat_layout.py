@@ -103,9 +103,9 @@ class FlatLayout:
 
     def shard_part(self, index: int, rank: int | None = None) -> tuple[int, int]:
         """Returns the elements, maybe none, of parameter ``index`` in its rank's shard."""
-        place = self.placements[index]
+        placement = self.placements[index]
         first = (self.ranks.rank if rank is None else rank) * self.shard_numel
-        begin, end = max(place.offset, first), min(place.end, first + self.shard_numel)
+        begin, end = max(placement.offset, first), min(placement.end, first + self.shard_numel)
         return begin, max(begin, end)
 
     @cached_property  # read in each step
@@ -123,8 +123,8 @@ class FlatLayout:
 
     def part(self, name: str, index: int) -> tuple[int, int]:
         """Returns the elements of parameter ``index`` in the whole array ``name``."""
-        place, each = self.placements[index], elements_each(name)
-        return place.offset // each, -(-place.end // each)
+        placement, each = self.placements[index], elements_each(name)
+        return placement.offset // each, -(-placement.end // each)
 
     def own_part(self, name: str, index: int) -> tuple[int, int]:
         """Returns the elements, maybe none, of :meth:`part` that are at home here."""

@@ -157,14 +157,14 @@ class FlatParam:
         """Sets elements of parameter ``index`` of a fresh flat param to flat ``values``, from
         ``begin`` on in row-major order."""
         self.homes.wait_idle()
-        place = self.layout.placements[index]
+        placement = self.layout.placements[index]
         values = values.to(self.spec.wrapped_dtype)
-        if place.is_row_major:
-            self.write_elements(store, place.offset + begin, values, version=0, fresh=True)
+        if placement.is_row_major:
+            self.write_elements(store, placement.offset + begin, values, version=0, fresh=True)
         else:
             value = self.read_value(store, index)
             places = torch.arange(begin, begin + values.numel(), device="cpu")
-            value[torch.unravel_index(places, place.shape)] = values
+            value[torch.unravel_index(places, placement.shape)] = values
             self.write_value(store, index, value, version=0, fresh=True)
 
     def write_elements(
@@ -312,12 +312,12 @@ class FlatParam:
     # --- shape: a parameter's elements are in the order of its strides ---
 
     def _shaped(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        place = self.layout.placements[index]
-        return flat.as_strided(place.shape, place.stride)
+        placement = self.layout.placements[index]
+        return flat.as_strided(placement.shape, placement.stride)
 
     def flattened(self, value: torch.Tensor, index: int) -> torch.Tensor:
         """Copies parameter ``index``'s ``value``, flat, to the CPU, in the order of its strides."""
-        place = self.layout.placements[index]
-        flat = torch.empty(place.numel, dtype=value.dtype, device="cpu")
-        flat.as_strided(place.shape, place.stride).copy_(value.detach())
+        placement = self.layout.placements[index]
+        flat = torch.empty(placement.numel, dtype=value.dtype, device="cpu")
+        flat.as_strided(placement.shape, placement.stride).copy_(value.detach())
         return flat

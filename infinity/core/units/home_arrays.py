@@ -83,7 +83,10 @@ class HomeArrays:
 
     def update_by_rows(self, chosen: ChosenRows) -> None:
         """Lets updates leave rows behind that have no gradient."""
-        places = [(place.offset, place.numel // chosen.count) for place in self.layout.placements]
+        places = [
+            (placement.offset, placement.numel // chosen.count)
+            for placement in self.layout.placements
+        ]
         is_by_kernel = self.spec.stepped and self.spec.needs is None
         if is_by_kernel and all(each % native.MOMENT_BLOCK == 0 for _, each in places):
             self.rows = chosen.make_steps(places)

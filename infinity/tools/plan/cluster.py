@@ -254,7 +254,7 @@ def gathers_of(plan: MemoryPlan, units: Sequence[UnitSize], tied: str = "") -> l
 
 
 def _in_order(units: Sequence[UnitSize]) -> list[int]:
-    return sorted(range(len(units)), key=lambda index: units[index].place)
+    return sorted(range(len(units)), key=lambda index: units[index].position)
 
 
 def _place_of(units: Sequence[UnitSize], order: Sequence[int], name: str) -> int | None:

@@ -513,7 +513,7 @@ def _units_of(units: Sequence[UnitSize], chunks: list[nn.Module]) -> list[list[i
     end of the last chunk."""
     names = [[name for name, _ in chunk.named_parameters()] for chunk in chunks]
     by_chunk: list[list[int]] = [[] for _ in chunks]
-    for index in sorted(range(len(units)), key=lambda index: units[index].place):
+    for index in sorted(range(len(units)), key=lambda index: units[index].position):
         prefix = f"{units[index].name}."
         owner = next(
             (at for at, own in enumerate(names) if any(n.startswith(prefix) for n in own)), -1

@@ -37,7 +37,7 @@ import infinity
 from infinity import native
 from infinity.core.homes import swap_folders, swap_space
 from infinity.core.homes.store import ArrayStore
-from infinity.core.homes.swap_folders import Place, split
+from infinity.core.homes.swap_folders import SwapFolder, split
 from infinity.core.homes.swap_space import SwapSpace
 from infinity.core.machine import disk_profile
 from infinity.core.machine.ledger import Ledger
@@ -151,7 +151,7 @@ def test_bytes_are_split_by_rate_as_far_as_there_is_room(disks, nbytes):
     device that has room left is behind one that got more for its rate."""
     rates: dict[int, float] = {}
     places = [
-        Place(str(i), str(device), rates.setdefault(device, rate))
+        SwapFolder(str(i), str(device), rates.setdefault(device, rate))
         for i, (device, rate, _) in enumerate(disks)
     ]
     rooms = [room for _, _, room in disks]

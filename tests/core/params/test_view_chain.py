@@ -78,7 +78,7 @@ def test_a_view_by_its_place_has_that_place():
     """Method: the parameter's memory begins elsewhere by then."""
     param, other = parameter(), torch.arange(10.0)
     view = param.detach()[1:, ::2]
-    step = ViewStep.of_place(view, param)
+    step = ViewStep.of_strides(view, param)
     assert torch.equal(present(seen(param, chain_of(param).then(step))), view)
     assert step.repeat(other[4:].view(2, 3)).tolist() == [[7, 9]]
 

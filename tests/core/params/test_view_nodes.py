@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from infinity.core.params.view_chain import ViewStep
-from infinity.core.params.view_nodes import View, ask_for_places, place_of, with_node
+from infinity.core.params.view_nodes import View, ask_for_edges, edge_of, with_node
 
 
 def test_the_node_of_a_view_has_the_gradient_of_the_view():
@@ -49,7 +49,7 @@ def test_gradients_are_asked_for_by_the_place(computed):
     loss = with_node(rest, torch.arange(3.0)).pow(2).sum()
     for inputs in (rest, [rest], (rest,)):
         given = (loss,), {"inputs": inputs, "retain_graph": True}
-        (grad,) = ask_for_places(torch.autograd.grad, *given, AtRest)
+        (grad,) = ask_for_edges(torch.autograd.grad, *given, AtRest)
         assert torch.equal(grad.as_subclass(torch.Tensor), 2 * torch.arange(3.0))
     with pytest.raises(RuntimeError, match="does not require grad"):
-        place_of(torch.ones(3))
+        edge_of(torch.ones(3))

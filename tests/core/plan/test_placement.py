@@ -386,7 +386,7 @@ def test_the_device_holds_what_is_first_in_the_model(tmp_path):
     """Though it is the last of the units, and not the smallest: nothing hides its update."""
     embed = UnitSize("embed", (FlatParamSize(SPECS[0], 2 * MIB),))
     first, second = (
-        dataclasses.replace(unit, place=1 + i) for i, unit in enumerate(equal_units(2))
+        dataclasses.replace(unit, position=1 + i) for i, unit in enumerate(equal_units(2))
     )
     more = {Tier.DEVICE: 3 * 14 * MIB + MIB}
     _, placement = spending([first, second, embed], Tier.HOST, Elsewhere, tmp_path, more=more)

@@ -162,13 +162,13 @@ def test_a_buffer_is_filled_again_only_after_it_was_read():
     sent = Sent(Lazy(), 1)
     storage = sent.copies.bring(sent.saved[0])
     (back,) = sent.device.queues["in"]
-    sent.places.again = sent.saved[0].place
+    sent.places.again = sent.saved[0].array
     other, own = sent.send(7), sent.send(8)
     assert other.sent.after == [back] and own.sent.after == []
     other.sent.wait()
     assert torch.empty(0).set_(storage).unique().tolist() == [1.0]
     assert sent.bring(1) == [7.0]
-    sent.places.again = sent.saved[0].place
+    sent.places.again = sent.saved[0].array
     assert back not in sent.send(9).sent.after  # waited for once
 
 

@@ -140,7 +140,7 @@ def test_what_was_saved_before_is_read_ahead(made, sizes, ahead):
     assert made.pool.leased_nbytes == 0
     places = [id(array) for array in made.reads]
     parts = [-(-size // 4) for size in sizes]
-    assert [places.count(id(saved.place)) for saved in all_saved] == parts
+    assert [places.count(id(saved.array)) for saved in all_saved] == parts
 
 
 def test_a_smaller_one_is_not_read_ahead_of_a_nearer_one(made):
@@ -165,7 +165,7 @@ def test_what_fills_the_last_block_is_zeros(made, nbytes):
     saved = made.send(numbers(nbytes))
     begin, whole = (nbytes - 1) // BLOCK * BLOCK, -(-nbytes // BLOCK) * BLOCK
     lease = made.pool.try_lease(BLOCK)
-    made.store.start_read(saved.place, begin, lease, BLOCK).wait()
+    made.store.start_read(saved.array, begin, lease, BLOCK).wait()
     last = bytes_of(made.pool, lease, BLOCK)
     assert torch.equal(last[: nbytes - begin], numbers(nbytes)[begin:])
     assert last[nbytes - begin :].count_nonzero() == 0 and whole - begin == BLOCK

@@ -80,7 +80,7 @@ def test_a_storage_that_is_back_is_not_brought_twice(made):
 
 
 def address_of(saved: Saved) -> int:
-    return saved.place.extent.address
+    return saved.array.extent.address
 
 
 @on_host

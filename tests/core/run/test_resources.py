@@ -181,7 +181,7 @@ def test_only_a_plan_that_uses_disks_has_folders_for_them(make):
         (Tier.HOST, "nvme", 1),
     ):
         made = make(plan_of(tier), activations=activations)
-        assert len(made.store.space._folders.places) == folders
+        assert len(made.store.space._folders.folders) == folders
 
 
 def test_a_store_is_made_as_the_config_and_the_ranks_say(swap):
