@@ -111,7 +111,9 @@ class CollectiveTrace:
         """Returns a digest of the sequence of the last pass of ``key``; 0 if there was none."""
         if key not in self._known:
             return 0
-        return number_of((key, [(each.what, each.nbytes) for each in self._known[key]]))
+        return number_of(
+            (key, [(collective.what, collective.nbytes) for collective in self._known[key]])
+        )
 
     def begin(self, key: Hashable, *, verified: bool, predicted: bool = False) -> None:
         """Starts a pass of ``key``. ``verified``: all ranks repeat the last sequence.
@@ -183,7 +185,7 @@ class CollectiveTrace:
     def under_way(self) -> list[tuple[dist.Work, bool]]:
         """Returns the started collectives that are not complete, and whether each is in host
         memory. Forgets the others. If interrupted, the caller may not have received the handle."""
-        self._under_way = [each for each in self._under_way if not each[0].is_completed()]
+        self._under_way = [entry for entry in self._under_way if not entry[0].is_completed()]
         return [(work, bool(of.numbers[IS_ON_HOST])) for work, of in self._under_way]
 
     @property
@@ -250,4 +252,4 @@ class CollectiveTrace:
     def forget(self, number: int) -> None:
         """Forgets the collectives below ``number``, which all ranks have started; keeps the last
         one, which holds their count."""
-        self._recent = [each for each in self._recent if each[0] >= number] or self._recent[-1:]
+        self._recent = [entry for entry in self._recent if entry[0] >= number] or self._recent[-1:]

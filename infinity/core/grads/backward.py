@@ -99,7 +99,7 @@ class Backward:
             return
         if self.gathers_with_ranks:
             taken = self._taken_by_node()
-            for other in [each for each in self._pass.awaited if each not in taken][:-1]:
+            for other in [held for held in self._pass.awaited if held not in taken][:-1]:
                 self.unhold(other)
         with DisableTorchFunction():  # parameters at rest are asked as plain ones
             expected = {

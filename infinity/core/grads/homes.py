@@ -166,7 +166,7 @@ class GradHomes:
             if "grad" in flat_param.arrays
             else None
         )
-        return [each for each in (ticket, written) if each is not None]
+        return [pending for pending in (ticket, written) if pending is not None]
 
     def close_all(self, flat_params: Iterable[FlatParam]) -> None:
         """Sends gradients home that were held back, and the opened ones of ``flat_params`` to

@@ -115,12 +115,14 @@ class Lander:
         beside = self._device.overlaps and flat_param.arrays["grad"].tier is not Tier.DEVICE
         values = grad.to(flat_param.spec.grad_dtype) if beside or not adds else grad
         there = self._homes.rows_view(handle, wait=not beside)
-        each, factors = values.reshape(len(there), -1), list(record.factors)
+        row_values, factors = values.reshape(len(there), -1), list(record.factors)
         norm = torch.empty((), dtype=torch.float32, device=self._device.where)
 
         def send() -> None:
             for row in sorted(rows | before):
-                self._send_row(there[row], each[row], factors if row in before else None, adds=adds)
+                self._send_row(
+                    there[row], row_values[row], factors if row in before else None, adds=adds
+                )
             if order is not None:
                 norm.copy_(take_norm(values, order))
 

@@ -57,7 +57,7 @@ class Meeting:
         self.is_first: bool | None = None  # None: no part has landed
         spec, (count, width) = handle.flat_param.spec, handle.param.shape
         none = torch.empty(0, dtype=torch.int64, device=handle.param.device)
-        self.ids = torch.cat([none, *(each.reshape(-1) for each in ids)])
+        self.ids = torch.cat([none, *(lookup.reshape(-1) for lookup in ids)])
         # No number of different ids is asked for: the host would wait for the device.
         if self.ids.numel() < count:
             self.ids = self.ids.sort().values

@@ -124,8 +124,8 @@ def writable(handle: ParamHandle) -> ParamHandle:
     """Returns ``handle``, whose gradient is changed in place. Raises UsageError if any gradient of
     its model is torn, so that no loop ends in its middle; or if a step that is not over has applied
     it."""
-    for each in (handle, *handle.engine.gradients.changes.torn):
-        refuse_torn(each)
+    for other in (handle, *handle.engine.gradients.changes.torn):
+        refuse_torn(other)
     if handle.grad.state is GradState.CONSUMED:
         handle.engine.uses.check(Operation.SET_GRAD, f"changing {handle.name}.grad")
     if handle.grad.assigned is not None:  # it is not changed along

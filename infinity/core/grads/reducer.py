@@ -354,7 +354,9 @@ class Reducer:
         if not self._unread:
             return
         stepped = _stepped(self._units)
-        flat_params = [each for each in stepped if of(each[1]) and each[1] not in self._averaged]
+        flat_params = [
+            entry for entry in stepped if of(entry[1]) and entry[1] not in self._averaged
+        ]
         if not flat_params:
             return
         got = [

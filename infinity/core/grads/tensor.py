@@ -131,9 +131,9 @@ class GradProxy(AtHome):
         result = func(*borrowed_args, **borrowed_kwargs)
         if func.namespace == "c10d":
             # It may be asynchronous, and writes to a copy.
-            for each in result if isinstance(result, (list, tuple)) else (result,):
-                if hasattr(each, "wait"):
-                    each.wait()
+            for output in result if isinstance(result, (list, tuple)) else (result,):
+                if hasattr(output, "wait"):
+                    output.wait()
         borrowed.end()
         return (
             borrowed.mutated[0] if borrowed.mutated and isinstance(result, torch.Tensor) else result
@@ -247,7 +247,7 @@ class GradView(AtHome):
         kwargs = kwargs or {}
         views = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, GradView)]
         name = views[0]._infinity_grad.name
-        if any(isinstance(each, GradView) for each in mutated_arguments(func, args, kwargs)):
+        if any(isinstance(output, GradView) for output in mutated_arguments(func, args, kwargs)):
             raise UsageError(
                 f"{func} of a view of {name}.grad: with several ranks a view can be read only."
                 f" Change {name}.grad itself, or a .clone()."

@@ -81,7 +81,7 @@ class SwapSpace:
             except CapacityError:
                 if not self._leaving:
                     raise
-                for ticket in [each for tickets, _ in self._leaving for each in tickets]:
+                for ticket in [pending for tickets, _ in self._leaving for pending in tickets]:
                     with suppress(InfinityError):  # whatever became of the transfer
                         ticket.wait()
         volume, offset, _ = space

@@ -34,7 +34,7 @@ def folders(controller: str, root: Path = ROOT, own: Path = OWN) -> tuple[list[P
 @functools.cache
 def _upward(root: Path, path: str) -> list[Path]:
     folder = root / path.lstrip("/")
-    return [each for each in (folder, *folder.parents) if each.is_relative_to(root)]
+    return [parent for parent in (folder, *folder.parents) if parent.is_relative_to(root)]
 
 
 def read(file: Path) -> str:

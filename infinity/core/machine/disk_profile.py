@@ -106,7 +106,7 @@ class Disk:
         if device is None:
             # A network or overlay file system
             return f"{self.system} {os.uname().nodename}"
-        texts = (_read_text(_whole(device) / each) for each in ("serial", "device/serial", "wwid"))
+        texts = (_read_text(_whole(device) / name) for name in ("serial", "device/serial", "wwid"))
         serial = next(filter(None, texts), "")
         return " ".join(filter(None, (device.name, serial, _read_text(device / "size"))))
 
@@ -132,7 +132,7 @@ def _whole(device: Path) -> Path:
 def _disks_below(device: Path) -> set[str]:
     below = list((_whole(device) / "slaves").glob("*"))
     return (
-        set().union(*(_disks_below(one.resolve()) for one in below))
+        set().union(*(_disks_below(lower.resolve()) for lower in below))
         if below
         else {_whole(device).name}
     )

@@ -57,7 +57,7 @@ def _of_groups(root: Path, own: Path) -> Iterator[tuple[int, str]]:
         kinds.append((second, name, "current", "file", "shmem", f"memory.{name}"))
     for folders, name, usage, cache, shared, what in kinds:
         for folder in folders:
-            limit, used = (cgroups.number(folder / f"memory.{each}") for each in (name, usage))
+            limit, used = (cgroups.number(folder / f"memory.{file}") for file in (name, usage))
             if limit is not None and used is not None:
                 counts = cgroups.table(folder / "memory.stat")
                 left = limit - used + counts.get(cache, 0) - counts.get(shared, 0)

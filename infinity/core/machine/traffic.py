@@ -78,7 +78,7 @@ class Traffic:
                 for name, edges in WAITS.items()
             },
             UPDATES: self.updates.stall_seconds,
-            OTHER_RANKS: sum(each.stall_seconds for each in self.collectives.values()),
+            OTHER_RANKS: sum(counted.stall_seconds for counted in self.collectives.values()),
             DATA: self.data.stall_seconds,
         }
 

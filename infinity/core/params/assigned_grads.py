@@ -76,8 +76,8 @@ class AssignedGrads:
             return False
         others = (other.grad.assigned for other in self._assigned if other is not handle)
         return any(
-            each is not None and memory_of(value)[:2] == memory_of(each.bytes)[:2]
-            for each in others
+            assigned is not None and memory_of(value)[:2] == memory_of(assigned.bytes)[:2]
+            for assigned in others
         )
 
     def part_from(self, handle: ParamHandle) -> None:

@@ -159,7 +159,7 @@ class OptimizerBooks(Shown, defaultdict):
         """Returns copies of the values that are not at home, with the user's own keys."""
         entries = ((key, dict.__getitem__(self, key)) for key in dict.__iter__(self))
         return {
-            key: {name: _copied(each) for name, each in value.own.items()}
+            key: {name: _copied(item) for name, item in value.own.items()}
             if isinstance(value, StateEntry)
             else value
             for key, value in entries
@@ -174,13 +174,13 @@ class OptimizerBooks(Shown, defaultdict):
         """Sets values of a parameter that are not at home. A tensor that a user may hold gets the
         new values, as in torch."""
         if values:
-            own = self[param]
+            entry = self[param]
             for name, value in values.items():
-                kept = dict.get(own, name)
-                if same_form(value, kept) and not kept.is_inference():
-                    kept.copy_(value)
+                before = dict.get(entry, name)
+                if same_form(value, before) and not before.is_inference():
+                    before.copy_(value)
                 else:
-                    dict.__setitem__(own, name, value)
+                    dict.__setitem__(entry, name, value)
 
     def take_own(self, state: Mapping) -> None:
         """Replaces the values that are not at home by copies of those of ``state``: a step changes
@@ -191,8 +191,8 @@ class OptimizerBooks(Shown, defaultdict):
         for key, values in state.items():
             if self._handle(key) is None:
                 dict.__setitem__(self, key, dict(values) if isinstance(values, Mapping) else values)
-            elif own := {name: value for name, value in values.items() if name not in at_home}:
-                dict.update(self[key], {name: _copied(value) for name, value in own.items()})
+            elif outside := {name: value for name, value in values.items() if name not in at_home}:
+                dict.update(self[key], {name: _copied(value) for name, value in outside.items()})
 
 
 def _copied(value: Any) -> Any:
@@ -200,12 +200,12 @@ def _copied(value: Any) -> Any:
         return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def same_form(one: Any, other: Any) -> bool:
+def same_form(value: Any, other: Any) -> bool:
     """Tells whether both are tensors, of the same shape, dtype and device."""
     return (
-        isinstance(one, torch.Tensor)
+        isinstance(value, torch.Tensor)
         and isinstance(other, torch.Tensor)
-        and (one.shape, one.dtype, one.device)
+        and (value.shape, value.dtype, value.device)
         == (
             other.shape,
             other.dtype,

@@ -64,7 +64,7 @@ class ForwardEdits:
         torch.autograd.graph.increment_version(param)
         self._prints.pop(param, None)
         if self._versions:
-            index = next(i for i, each in enumerate(self._params) if each is param)
+            index = next(i for i, other in enumerate(self._params) if other is param)
             self._versions[index] += 1
 
     def forget(self) -> None:

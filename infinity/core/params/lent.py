@@ -153,7 +153,7 @@ class Lent:
     # --- writes ---
 
     def _count(self) -> list[int]:
-        return [0 if each.is_inference() else each._version for each in self._view.counted]
+        return [0 if tensor.is_inference() else tensor._version for tensor in self._view.counted]
 
     @property
     def is_counted(self) -> bool:
@@ -251,9 +251,9 @@ class Lent:
         if references is not None:
             references -= memory.references
         elif not dying and self.tensor() is None and not self._is_fixed:  # torch does not tell
-            own = [local_of(each) for view in memory.views for each in view.counted]
+            tensors = [local_of(tensor) for view in memory.views for tensor in view.counted]
             del _MEMORIES[storage_guard.identity(self.bytes)]
-            references = int(is_kept_alive(own))  # may move them to a copy
+            references = int(is_kept_alive(tensors))  # may move them to a copy
             _MEMORIES[storage_guard.identity(self.bytes)] = memory
         if dying:
             bases = self._view.bases
@@ -294,9 +294,9 @@ class Limit:
         rest."""
         self._count, self._nbytes = self._count - 1, self._nbytes - nbytes
         if self._count < 0 or self._nbytes < 0:
-            rest = trim()
-            self._count = max(TRIMMED_AT_COUNT, len(rest))
-            self._nbytes = max(TRIMMED_AT_NBYTES, sum(lent.bytes.nbytes for lent in rest))
+            watched = trim()
+            self._count = max(TRIMMED_AT_COUNT, len(watched))
+            self._nbytes = max(TRIMMED_AT_NBYTES, sum(lent.bytes.nbytes for lent in watched))
 
 
 class Lents:
@@ -379,12 +379,12 @@ class Lents:
             self._drop(lent)
 
     @contextmanager
-    def loading(self, source: Source, given: Mapping[ParamHandle, torch.Tensor]) -> Iterator[None]:
-        """Surrounds code that sets values of ``source`` to those ``given``. What was lent of these
+    def loading(self, source: Source, values: Mapping[ParamHandle, torch.Tensor]) -> Iterator[None]:
+        """Surrounds code that sets values of ``source`` to those ``values``. What was lent of these
         is current afterwards."""
         self.settle()
         yield
-        for handle, value in given.items():
+        for handle, value in values.items():
             local = local_of(value)
             if handle in self._lent and not local.is_meta and local.layout is torch.strided:
                 lent = self._lent[handle].get(storage_guard.identity(local))
@@ -442,7 +442,7 @@ class Lents:
         """Raises UsageError if values of ``unit`` that the running backward needs were written to
         since the forward."""
         for lent in (
-            [each for handle in unit.handles for each in self._of(handle)] if self._lent else ()
+            [tensor for handle in unit.handles for tensor in self._of(handle)] if self._lent else ()
         ):
             if lent.source.is_weight and not self._is_snapshot(lent) and lent.is_written():
                 raise UsageError(
@@ -463,20 +463,20 @@ class Lents:
         its steps write to that state, but not for us."""
         of_others: set[int] = set()
         if any(lent.source.is_state and lent.tensor() is not None for lent in written):
-            for each in gc.get_objects():
+            for candidate in gc.get_objects():
                 # Infinity's own optimizers have another class of state.
-                if issubclass(type(each), torch.optim.Optimizer) and type(
-                    state := each.__dict__.get("state")
+                if issubclass(type(candidate), torch.optim.Optimizer) and type(
+                    state := candidate.__dict__.get("state")
                 ) in (dict, defaultdict):
                     entries = [entry for entry in state.values() if isinstance(entry, dict)]
                     of_others |= {id(value) for entry in entries for value in entry.values()}
-        left = []
+        remaining = []
         for lent in written:
             if lent.source.is_state and id(lent.tensor()) in of_others:
                 self._drop(lent)
             else:
-                left.append(lent)
-        return left
+                remaining.append(lent)
+        return remaining
 
     def _send(self, written: list[Lent]) -> None:
         # If it is refused, the write goes home when that is over.
@@ -552,19 +552,19 @@ class Lents:
     def _alike(self, lent: Lent) -> list[Lent]:
         """Lists the other tensors that show the same value now."""
         return [
-            each
-            for each in self._of(lent.handle)
-            if each.source == lent.source
-            and each is not lent
-            and (each.follows or not (lent.follows or self._is_snapshot(each)))
+            other
+            for other in self._of(lent.handle)
+            if other.source == lent.source
+            and other is not lent
+            and (other.follows or not (lent.follows or self._is_snapshot(other)))
         ]
 
     def _wrote(self, lent: Lent, alike: list[Lent], looked: tuple[list[int], int]) -> None:
         """Notes that ``lent`` equals home, and copies it to the others of that value. May run in a
         later use, when more was written."""
         stamp, index = lent.source.stamp(lent.handle), self._steps.index
-        for each in alike:
-            each.put(lent.bytes, stamp, index)
+        for other in alike:
+            other.put(lent.bytes, stamp, index)
         lent.note(stamp, index, looked)
 
     # --- followers ---

@@ -189,7 +189,7 @@ def called_alone(param: torch.Tensor) -> str:
     """Returns a hint if a module that has ``param`` was called by itself; else an empty string."""
     frame = caller("torch/nn/modules/module.py", "_call_impl")
     module = frame.f_locals.get("self") if frame is not None else None
-    if module is None or all(each is not param for each in module.parameters()):
+    if module is None or all(owned is not param for owned in module.parameters()):
         return ""
     kind = type(module).__name__
     return (

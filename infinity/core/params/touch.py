@@ -74,11 +74,11 @@ def touch(
         func, args, kwargs = _from_own_element(func, STRIDED[name], args, dict(kwargs))
     if name in KEEPING:
         args, kwargs = tree_map(
-            lambda each: each.clone() if handle_of(each) is not None else each, (args, kwargs)
+            lambda leaf: leaf.clone() if handle_of(leaf) is not None else leaf, (args, kwargs)
         )
         return func(*args, **kwargs)
     call = _Call(func, name, args, kwargs, rest, dispatched)
-    return _for_each(call) if name.startswith("_foreach_") else call.run(touched)
+    return _run_foreach(call) if name.startswith("_foreach_") else call.run(touched)
 
 
 def _refusal(handle: ParamHandle, name: str) -> UsageError:
@@ -141,29 +141,29 @@ class _Values:
         """Returns arguments with every tensor at rest replaced by its bytes. The last one is
         replaced first: autograd then adds up the gradients in the arguments' order."""
         named = {name: self._replaced(kwargs[name]) for name in reversed(kwargs)}
-        return tuple([self._replaced(each) for each in reversed(args)][::-1]), named
+        return tuple([self._replaced(arg) for arg in reversed(args)][::-1]), named
 
-    def _replaced(self, given: Any) -> Any:
-        if not isinstance(given, CONTAINERS):
-            return self._use(given)
-        leaves, form = tree_flatten(given)
-        return tree_unflatten([self._use(each) for each in reversed(leaves)][::-1], form)
+    def _replaced(self, arg: Any) -> Any:
+        if not isinstance(arg, CONTAINERS):
+            return self._use(arg)
+        leaves, form = tree_flatten(arg)
+        return tree_unflatten([self._use(leaf) for leaf in reversed(leaves)][::-1], form)
 
     def at_rest(self, used: Any) -> torch.Tensor | None:
         """Returns the tensor at rest whose use is ``used``, or None."""
         return next((tensor for use, tensor in self._uses if use is used), None)
 
-    def has(self, given: Any) -> bool:
-        """Tells whether ``given`` is one of the tensors."""
-        return id(given) in self._bytes
+    def has(self, value: Any) -> bool:
+        """Tells whether ``value`` is one of the tensors."""
+        return id(value) in self._bytes
 
-    def _use(self, given: Any) -> Any:
-        if not self.has(given):
-            return given
-        value = self.of(given)
-        if id(given) not in self._written and "_chain" in given.__dict__:
-            value = with_node(given, value)
-        self._uses.append((value, given))
+    def _use(self, arg: Any) -> Any:
+        if not self.has(arg):
+            return arg
+        value = self.of(arg)
+        if id(arg) not in self._written and "_chain" in arg.__dict__:
+            value = with_node(arg, value)
+        self._uses.append((value, arg))
         return value
 
 
@@ -185,14 +185,16 @@ class _Call:
             handles.setdefault(managed(tensor).engine, []).append(managed(tensor))
         failure, result, written = None, None, self.targets
         with ExitStack() as held:
-            for engine, its in handles.items():
-                writes = any(managed(each).engine is engine for each in written)
-                held.enter_context(engine.touching(its, self.name, writes=writes))
+            for engine, on_engine in handles.items():
+                writes = any(managed(target).engine is engine for target in written)
+                held.enter_context(engine.touching(on_engine, self.name, writes=writes))
                 if not self.dispatched:
                     held.enter_context(engine.saving_tensors())
-                if its[0].engine.computing:  # the parameters stay at rest: see core/run/prefetch.py
+                if on_engine[
+                    0
+                ].engine.computing:  # the parameters stay at rest: see core/run/prefetch.py
                     held.enter_context(DisableTorchFunction())
-                    for param in [handle.param for handle in its]:
+                    for param in [handle.param for handle in on_engine]:
                         if has_python_key(param):
                             clear_python_key(param)
                             held.callback(set_python_key, param)
@@ -271,7 +273,7 @@ class _Call:
         storage = storage_guard.identity(view)
         sources = [
             tensor
-            for tensor in {id(each): each for each in touched}.values()
+            for tensor in {id(tensor): tensor for tensor in touched}.values()
             if storage_guard.identity(values.of(tensor)) == storage
         ]
         others = any(
@@ -293,33 +295,33 @@ class _Call:
         return None
 
 
-def _for_each(call: _Call) -> Any:
+def _run_foreach(call: _Call) -> Any:
     """Calls a function of lists unit by unit, so that no more than one is needed at a time."""
-    lists = [each for each in (*call.args, *call.kwargs.values()) if _is_list(each)]
-    if len({len(each) for each in lists}) > 1:
+    lists = [arg for arg in (*call.args, *call.kwargs.values()) if _is_list(arg)]
+    if len({len(arg) for arg in lists}) > 1:
         return call.func(*map(_form, call.args), **tree_map(_form, call.kwargs))  # raises
     results: list[Any] = []
     for run in _runs_of_units(lists):
-        args = tuple(each[run] if _is_list(each) else each for each in call.args)
-        kwargs = {k: each[run] if _is_list(each) else each for k, each in call.kwargs.items()}
+        args = tuple(arg[run] if _is_list(arg) else arg for arg in call.args)
+        kwargs = {k: arg[run] if _is_list(arg) else arg for k, arg in call.kwargs.items()}
         leaves = tree_flatten((args, kwargs))[0]
         touched = [leaf for leaf in leaves if handle_of(leaf) is not None]
         part = replace(call, args=args, kwargs=kwargs)
         results.append(part.run(touched) if touched else call.func(*args, **kwargs))
     if any(result is None for result in results):
         return None
-    return type(results[0])(each for result in results for each in result)
+    return type(results[0])(arg for result in results for arg in result)
 
 
-def _is_list(given: Any) -> bool:
+def _is_list(arg: Any) -> bool:
     """Tells whether an argument has an item for each tensor: a list, or a tensor of scalars."""
-    is_scalars = isinstance(given, torch.Tensor) and handle_of(given) is None and given.dim() == 1
-    return is_scalars or isinstance(given, (list, tuple))
+    is_scalars = isinstance(arg, torch.Tensor) and handle_of(arg) is None and arg.dim() == 1
+    return is_scalars or isinstance(arg, (list, tuple))
 
 
-def _form(given: Any) -> Any:
+def _form(arg: Any) -> Any:
     """Returns an argument whose tensors have form alone."""
-    return tree_map_only(torch.Tensor, partial(torch.empty_like, device="meta"), given)
+    return tree_map_only(torch.Tensor, partial(torch.empty_like, device="meta"), arg)
 
 
 def _runs_of_units(lists: Sequence[Sequence]) -> Iterator[slice]:
@@ -327,7 +329,7 @@ def _runs_of_units(lists: Sequence[Sequence]) -> Iterator[slice]:
 
     def units(index: int) -> tuple:
         return tuple(
-            handle.unit for each in lists if (handle := handle_of(each[index])) is not None
+            handle.unit for items in lists if (handle := handle_of(items[index])) is not None
         )
 
     for _, run in groupby(range(len(lists[0])), units):

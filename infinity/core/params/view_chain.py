@@ -37,7 +37,7 @@ class ViewStep:
     ) -> ViewStep:
         """Makes the step of a call with ``subject`` among its arguments."""
         args, kwargs = tree_map(
-            lambda each: SUBJECT if each is subject else _frozen(each), (args, kwargs)
+            lambda leaf: SUBJECT if leaf is subject else _frozen(leaf), (args, kwargs)
         )
         return cls(func, args, kwargs, output, torch.is_grad_enabled())
 
@@ -51,7 +51,7 @@ class ViewStep:
     def repeat(self, subject: torch.Tensor) -> torch.Tensor:
         """Takes the view of ``subject``."""
         args, kwargs = tree_map(
-            lambda each: subject if each is SUBJECT else each, (self.args, self.kwargs)
+            lambda leaf: subject if leaf is SUBJECT else leaf, (self.args, self.kwargs)
         )
         return tree_flatten(self.func(*args, **kwargs))[0][self.output]
 
@@ -60,16 +60,16 @@ def _as_strided(subject: torch.Tensor, size: Any, stride: Any, offset: int) -> t
     return subject.as_strided(size, stride, subject.storage_offset() + offset)
 
 
-def _frozen(given: Any) -> Any:
+def _frozen(arg: Any) -> Any:
     """Returns an argument as it is now: users may change their tensors before the next use. A view
     takes numbers from them, or shapes."""
-    if isinstance(given, slice):
-        return slice(*(_frozen(each) for each in (given.start, given.stop, given.step)))
-    if not isinstance(given, torch.Tensor):
-        return given
-    if given.dim() == 0 and not given.is_floating_point():
-        return given.item()
-    return torch.empty_strided(given.shape, given.stride(), dtype=given.dtype, device="meta")
+    if isinstance(arg, slice):
+        return slice(*(_frozen(leaf) for leaf in (arg.start, arg.stop, arg.step)))
+    if not isinstance(arg, torch.Tensor):
+        return arg
+    if arg.dim() == 0 and not arg.is_floating_point():
+        return arg.item()
+    return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device="meta")
 
 
 @dataclass(frozen=True)

@@ -82,12 +82,12 @@ def ask_for_edges(func: Callable, args: tuple, kwargs: dict, kind: type) -> Any:
     bound = inspect.signature(func).bind(*args, **kwargs)
     outputs = next(iter(bound.arguments))  # "outputs", or "tensors" of a backward
 
-    def replaced(given: Any, of_leaf: Callable) -> Any:
-        if isinstance(given, dict):
-            return {key: replaced(each, of_leaf) for key, each in given.items()}
-        if isinstance(given, (list, tuple)) and not isinstance(given, GradientEdge):
-            return [replaced(each, of_leaf) for each in given]
-        return of_leaf(given) if isinstance(given, kind) else given
+    def replaced(arg: Any, of_leaf: Callable) -> Any:
+        if isinstance(arg, dict):
+            return {key: replaced(item, of_leaf) for key, item in arg.items()}
+        if isinstance(arg, (list, tuple)) and not isinstance(arg, GradientEdge):
+            return [replaced(item, of_leaf) for item in arg]
+        return of_leaf(arg) if isinstance(arg, kind) else arg
 
     bound.arguments[outputs] = replaced(bound.arguments[outputs], torch.clone)
     asked = bound.arguments.get("inputs")
@@ -100,7 +100,7 @@ def ask_for_edges(func: Callable, args: tuple, kwargs: dict, kind: type) -> Any:
     bound.arguments |= {"materialize_grads": False, "allow_unused": True}
     results = func(*bound.args, **bound.kwargs)
     if isinstance(asked, dict):
-        return {name: _or_zeros(results[name], each) for name, each in asked.items()}
+        return {name: _or_zeros(results[name], item) for name, item in asked.items()}
     return tuple(map(_or_zeros, results, [asked] if isinstance(asked, torch.Tensor) else asked))
 
 

@@ -13,19 +13,19 @@ from .view_chain import is_whole, shows_all
 from .view_nodes import is_recorded
 
 
-def equal(one: Any, other: Any) -> bool | None:
+def equal(tensor: Any, other: Any) -> bool | None:
     """Compares a parameter at rest as ``torch.equal`` does: libraries search for one among others
     that way. Returns None if a forward has to gather for it."""
-    if not isinstance(other, torch.Tensor) or handle_of(one).engine.computing:
+    if not isinstance(other, torch.Tensor) or handle_of(tensor).engine.computing:
         return None
-    if not is_whole(one) or not is_whole(other):
+    if not is_whole(tensor) or not is_whole(other):
         return None
-    if one.shape != other.shape:
+    if tensor.shape != other.shape:
         return False
     # Also of one with itself: a NaN equals nothing
     values = (
-        each if (handle := handle_of(each)) is None else handle.engine.read_value(handle)
-        for each in (one, other)
+        operand if (handle := handle_of(operand)) is None else handle.engine.read_value(handle)
+        for operand in (tensor, other)
     )
     return torch.equal(*values)
 

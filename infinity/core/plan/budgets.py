@@ -27,7 +27,7 @@ class Budgets:
 
     def __init__(self, config: Config, free: Mapping[Tier, int] | None, device: Device):
         self._of = {tier: getattr(config, BUDGETS[tier]) for tier in Tier}
-        open_tiers = [tier for tier, given in self._of.items() if given is None]
+        open_tiers = [tier for tier, budget in self._of.items() if budget is None]
         for tier in open_tiers:
             self._of[tier] = free[tier] if free is not None else measured_free(tier, config, device)
         self.shared: int | None = None  # bytes of device and host together

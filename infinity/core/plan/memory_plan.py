@@ -84,7 +84,7 @@ class MemoryPlan:
     def with_term(self, tier: Tier, what: str, nbytes: int) -> MemoryPlan:
         """Returns the plan with ``nbytes`` more of ``tier`` for ``what``; less if negative."""
         terms = self.terms[tier] | {what: self.terms[tier].get(what, 0) + nbytes}
-        terms = {name: each for name, each in terms.items() if each}
+        terms = {name: size for name, size in terms.items() if size}
         return replace(self, terms={**self.terms, tier: terms})
 
     @property

@@ -94,8 +94,8 @@ class MemoryTerms:
         staging, grads = self._staging(), self._grad_staging()
         activations = 0
         if self._config.activations == "nvme":
-            each = max(self._rung.service_nbytes, native.CHECKSUM_NBYTES)
-            activations = self._add(Tier.HOST, "staged activations", ACTIVATION_SLOTS * each)
+            slot_nbytes = max(self._rung.service_nbytes, native.CHECKSUM_NBYTES)
+            activations = self._add(Tier.HOST, "staged activations", ACTIVATION_SLOTS * slot_nbytes)
         backend = self._backend if staging else ThroughHost
         self._add(Tier.DEVICE, "staged weights", backend.device_nbytes(staging))
         slot = optimizer_slot_nbytes(self._flat_params, self.tiers, self._rung.chunk)

@@ -170,8 +170,8 @@ class Placement:
             self._cached |= dict.fromkeys(names, frozenset(chosen))
 
     def _take(self, tier: Tier, nbytes: int) -> None:
-        for each in SHARED if self._shares and tier in SHARED else (tier,):
-            self._spare[each] -= nbytes
+        for memory in SHARED if self._shares and tier in SHARED else (tier,):
+            self._spare[memory] -= nbytes
 
     def _choose(
         self, names: Sequence[str], tier: Tier, *, all_of_them: bool, numel: int | None = None

@@ -86,7 +86,7 @@ class _Choices:
         least_budgets = self.budgets
         for homes in self._homes():
             budgets, asked = self.budgets, (self.config.params, self.config.optimizer)
-            if any(home is Tier.DEVICE and given == AUTO for home, given in zip(homes, asked)):
+            if any(home is Tier.DEVICE and choice == AUTO for home, choice in zip(homes, asked)):
                 budgets = budgets.of_one_memory()
             for rung in LADDER:
                 plan = self._plan_of(homes, rung)
@@ -142,14 +142,14 @@ def _homes(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier,
     Raises ConfigError if the device allows none of them."""
     everywhere = [tier for tier in Tier if tier is not Tier.NVME or config.nvme_paths]
     params, optimizer = (
-        everywhere if given == AUTO else [Tier(given)]
-        for given in (config.params, config.optimizer)
+        everywhere if choice == AUTO else [Tier(choice)]
+        for choice in (config.params, config.optimizer)
     )
     homes = list(itertools.product(params, optimizer))
     if not device.is_host and stepped:
-        homes = [each for each in homes if _is_steppable(each, config, device)]
+        homes = [pair for pair in homes if _is_steppable(pair, config, device)]
         if device.memory is not None and device.memory.is_unified:
-            in_place = [_in_place(each, config, device) for each in homes]
+            in_place = [_in_place(pair, config, device) for pair in homes]
             homes = list(dict.fromkeys([*in_place, *homes]))
         if not homes:
             raise ConfigError(
@@ -160,7 +160,7 @@ def _homes(config: Config, device: Device, *, stepped: bool) -> list[tuple[Tier,
             )
     # Weights move twice a step and state once each way, but state is several times as large.
     speed = list(Tier).index
-    return sorted(homes, key=lambda each: (sum(map(speed, each)), each))
+    return sorted(homes, key=lambda pair: (sum(map(speed, pair)), pair))
 
 
 def _grad_homes(

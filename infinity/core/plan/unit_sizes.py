@@ -21,8 +21,8 @@ SUMMED_AT_ONCE = 3  # gradients of a tied weight, unless they land use by use
 def bucket_numel(shards: int, itemsize: int) -> int:
     """Returns the elements of a shard that are averaged at once: so many that two buckets, what
     comes for them from other ranks, and a sum in fp32 are two pieces."""
-    each = 4 * shards * itemsize + torch.float32.itemsize
-    return max(PARAM_ALIGNMENT, round_down(2 * PIECE_NBYTES // each, PARAM_ALIGNMENT))
+    nbytes = 4 * shards * itemsize + torch.float32.itemsize
+    return max(PARAM_ALIGNMENT, round_down(2 * PIECE_NBYTES // nbytes, PARAM_ALIGNMENT))
 
 
 @dataclass(frozen=True)

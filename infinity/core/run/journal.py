@@ -36,13 +36,13 @@ class Journal:
 
     def begin(self, change: Change) -> None:
         """Records a change that :meth:`finish` will make. Idempotent."""
-        if all(each is not change for each in self._begun):
+        if all(begun is not change for begun in self._begun):
             self._begun.append(change)
 
     def end(self, change: Change) -> None:
         """Makes a recorded change, and removes it."""
         change()
-        self._begun = [each for each in self._begun if each is not change]
+        self._begun = [begun for begun in self._begun if begun is not change]
 
     def finish(self) -> None:
         """Makes every recorded change, in order. One that raises stays, and is made again next
@@ -53,7 +53,7 @@ class Journal:
 
     def cancel(self, change: Change) -> None:
         """Removes a change that has changed nothing."""
-        self._begun = [each for each in self._begun if each is not change]
+        self._begun = [begun for begun in self._begun if begun is not change]
 
     def forget(self) -> None:
         """Removes all changes: the whole state is about to be loaded."""

@@ -226,7 +226,7 @@ class Passes:
             let_go((*frame.units, *frame.looked_at), frame.used_outside)
         if self._pass.frames and self._pass.frames[-1].looked_at:
             looked_at = self._pass.frames[-1].looked_at
-            for unit in (each for each in frame.units if each in looked_at):
+            for unit in (unit for unit in frame.units if unit in looked_at):
                 looked_at.remove(unit)
                 self.job.prefetcher.unhold(unit)
         if not self._pass.frames:

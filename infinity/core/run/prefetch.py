@@ -101,9 +101,9 @@ class Prefetcher:
         rank, and no budget counts what computes with them; and whether none has a master."""
         flats = flat_params_of(self.units)
         plain = all(
-            form_of(each).classes is None and not always_rests(each)
+            form_of(param).classes is None and not always_rests(param)
             for flat in flats
-            for each in flat.params
+            for param in flat.params
         )
         rests = plain and self._ranks.alone and all(unit.computes_at_home for unit in self.units)
         budget = self._ledger.accounts[Tier.DEVICE].budget_nbytes
@@ -188,8 +188,8 @@ class Prefetcher:
     def release_all(self, units: Iterable[ParamUnit]) -> None:
         """Releases ``units`` from device and staging, in any state: their homes change."""
         for unit in units:
-            for each in (unit, *unit.older):
-                self._release(each)
+            for version in (unit, *unit.older):
+                self._release(version)
 
     def _release(self, unit: ParamUnit) -> None:
         if unit.residency in (Residency.FETCHING, Residency.STAGED):
@@ -387,17 +387,17 @@ class Prefetcher:
             return
         # An accelerator's, and those that ranks average, have room of their own.
         makes = self._device.is_host and self._collectives.ranks.data_size == 1
-        trained = [each for each in units if any(handle.grad for handle in each.handles)]
-        grads = makes * max((each.weight_nbytes for each in trained), default=0)
+        trained = [unit for unit in units if any(handle.grad for handle in unit.handles)]
+        grads = makes * max((unit.weight_nbytes for unit in trained), default=0)
         self.refuse(units, grads)
 
     def refuse(self, units: Sequence[ParamUnit], grads: int) -> None:
         """Raises the CapacityError of :meth:`refuse_over` for ``units`` and ``grads`` bytes of
         gradients, for which there is no room."""
         budget = self._ledger.accounts[Tier.DEVICE].budget_nbytes
-        held = [each for each in self._pass.resident if each in self._pass.holds]
-        held = [each for each in held if each not in units]
-        needed = sum(each.weight_nbytes for each in (*units, *held))
+        held = [unit for unit in self._pass.resident if unit in self._pass.holds]
+        held = [unit for unit in held if unit not in units]
+        needed = sum(unit.weight_nbytes for unit in (*units, *held))
         names = " with unit ".join(
             f"{unit.name} ({format_nbytes(unit.weight_nbytes)})" for unit in units
         )

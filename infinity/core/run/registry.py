@@ -92,28 +92,28 @@ class Wrapped:
         self._plain += [weakref.ref(optimizer) for optimizer in plain]
 
     def take_optimizers(
-        self, given: Sequence[torch.optim.Optimizer]
+        self, optimizers: Sequence[torch.optim.Optimizer]
     ) -> tuple[list[InfinityOptimizer], list[torch.optim.Optimizer]]:
-        """Returns ``given`` in two parts: those that step at home, in their order, and the plain
-        ones. Raises UsageError unless they are all that wrap_model returned, or none."""
-        known = [ref() for ref in self._plain]
-        plain = [each for each in known if any(each is other for other in given)]
-        given = [each for each in given if all(each is not other for other in plain)]
-        if not given and not plain:
+        """Returns ``optimizers`` in two parts: those that step at home, in their order, and the
+        plain ones. Raises UsageError unless they are all that wrap_model returned, or none."""
+        plain_ones = [ref() for ref in self._plain]
+        plain = [opt for opt in plain_ones if any(opt is other for other in optimizers)]
+        optimizers = [opt for opt in optimizers if all(opt is not other for other in plain)]
+        if not optimizers and not plain:
             return [], []
         if any(
-            not isinstance(each, InfinityOptimizer) or each.context.uses is not self.engine.uses
-            for each in given
+            not isinstance(opt, InfinityOptimizer) or opt.context.uses is not self.engine.uses
+            for opt in optimizers
         ):
             raise UsageError(
                 "this optimizer is not the one that wrap_model returned with this model"
             )
         ours = sorted(
-            cast("list[InfinityOptimizer]", given), key=lambda each: each.context.optimizer_index
+            cast("list[InfinityOptimizer]", optimizers), key=lambda opt: opt.context.optimizer_index
         )
         wanted = len(self._optimizers) - len(self._replaced) + len(self._plain)
         count = len(ours) + len(plain)
-        if count != wanted or len({each.context.optimizer_index for each in ours}) != len(ours):
+        if count != wanted or len({opt.context.optimizer_index for opt in ours}) != len(ours):
             raise UsageError(
                 f"{count} of the {wanted} optimizers that wrap_model returned with this model: give"
                 " the whole list"

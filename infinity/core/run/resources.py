@@ -110,7 +110,7 @@ class Resources:
         Raises CapacityError, with nothing changed, if not even the smallest size fits.
         """
         flat_params, plan = flat_params_of(sizes), self._plan
-        whole, pieces = (staged_gradients(sizes, in_pieces=each) for each in (False, True))
+        whole, pieces = (staged_gradients(sizes, in_pieces=region) for region in (False, True))
         wanted = (
             [sum(whole[:GRADS_AT_ONCE]), sum(whole[:1]), sum(pieces[:1])]
             if plan.tiers["grad"] is Tier.NVME
@@ -134,7 +134,7 @@ class Resources:
             self._plan = replace(self._plan, grad_staging_nbytes=staging.nbytes)
         if slots is not None:
             self._slots, self._plan = slots, replace(self._plan, slot_nbytes=slots.nbytes // count)
-        planned = sum(each.nbytes for each in (staging, slots) if each)
+        planned = sum(region.nbytes for region in (staging, slots) if region)
         self.store.ledger.accounts[Tier.HOST].planned_nbytes += planned
         return slots is not None
 

@@ -84,14 +84,14 @@ class SavedSubclass:
 
     kind: Any
     inner: dict[str, Any]
-    rest: tuple  # context, size and stride
+    form: tuple  # context, size and stride
 
     @classmethod
     def of(cls, tensor: Any, pack: Callable[[torch.Tensor], Any]) -> SavedSubclass:
         """Saves the inner tensors of ``tensor`` by ``pack``."""
         names, context = tensor.__tensor_flatten__()
         inner = {
-            name: cls.of(each, pack) if has_inner(each := getattr(tensor, name)) else pack(each)
+            name: cls.of(part, pack) if has_inner(part := getattr(tensor, name)) else pack(part)
             for name in names
         }
         return cls(type(tensor), inner, (context, tensor.size(), tensor.stride()))
@@ -102,7 +102,7 @@ class SavedSubclass:
             name: saved.tensor(unpack) if isinstance(saved, SavedSubclass) else unpack(saved)
             for name, saved in self.inner.items()
         }
-        return self.kind.__tensor_unflatten__(inner, *self.rest)
+        return self.kind.__tensor_unflatten__(inner, *self.form)
 
 
 def is_checkpoint(hooks: tuple | None) -> bool:
@@ -218,7 +218,7 @@ class Pack:
             # A checkpoint compares what it counts: parts differ from what is saved without hooks.
             return self._outer(tensor)
         local = tensor if form is PLAIN else form.local(tensor)
-        if has_inner(local) and any(self.storages.find(each) for each in inner_tensors(local)):
+        if has_inner(local) and any(self.storages.find(inner) for inner in inner_tensors(local)):
             # Its inner tensors are parameters, too, but the Function gets the subclass.
             packed: Any = SavedSubclass.of(local, partial(self, is_whole=False, is_part=True))
         else:

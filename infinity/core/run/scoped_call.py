@@ -119,9 +119,11 @@ def _named(error: BaseException) -> UsageError:
     frame = error.__traceback__
     while frame is not None:
         at_rest = (
-            each for each in frame.tb_frame.f_locals.values() if isinstance(each, StoredManaged)
+            tensor
+            for tensor in frame.tb_frame.f_locals.values()
+            if isinstance(tensor, StoredManaged)
         )
-        names = list(dict.fromkeys(managed(each).name for each in at_rest)) or names
+        names = list(dict.fromkeys(managed(tensor).name for tensor in at_rest)) or names
         frame = frame.tb_next
     which = f" ({', '.join(names[:5])})" if names else ""
     return UsageError(

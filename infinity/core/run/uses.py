@@ -107,7 +107,7 @@ class Uses:
 
     def _refuse(self, operation: OperationKind, what: str | None) -> None:
         if (states := self._refusing.get(operation)) is None:
-            states = [each for each in self._is_in.items() if refuses(each[0], operation)]
+            states = [entry for entry in self._is_in.items() if refuses(entry[0], operation)]
             self._refusing[operation] = states
         for state, is_in in states:
             if is_in():

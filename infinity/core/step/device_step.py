@@ -22,7 +22,7 @@ from ..machine.tiers import Tier
 from ..machine.traffic import Traffic
 from ..units.flat_layout import SHARD_ALIGNMENT
 from ..units.flat_param import FlatParam
-from ..units.flat_param_spec import elements_each
+from ..units.flat_param_spec import block_numel
 from ..units.home_arrays import Draft
 from .device_share import DeviceShare, Rates
 from .device_slots import DEVICE_SLOTS, SLOT_ALIGNMENT
@@ -141,7 +141,7 @@ class DeviceStepper:
 
     def _chunk(self, flat_param: FlatParam, names: list[str]) -> int:
         """Returns how many elements fit a slot."""
-        sizes = [flat_param.arrays[name].dtype.itemsize / elements_each(name) for name in names]
+        sizes = [flat_param.arrays[name].dtype.itemsize / block_numel(name) for name in names]
         fitting = int((self._slots[0].memory.numel() - len(names) * SLOT_ALIGNMENT) / sum(sizes))
         return fitting // SHARD_ALIGNMENT * SHARD_ALIGNMENT
 
@@ -157,7 +157,7 @@ class DeviceStepper:
         after: list[Event],
     ) -> Event:
         def part(name: str) -> torch.Tensor:
-            each = elements_each(name)
+            each = block_numel(name)
             own = flat_param.layout  # under ZeRO-1 the gradient is whole
             before = own.own_shard[0] - own.own(name)[0] if name == "grad" else 0
             return arrays[name].flat[before + begin // each : before - (-end // each)]
@@ -208,7 +208,7 @@ class DeviceStepper:
         are offset to the flat param's start, because random rounding depends on an element's index
         in the flat param."""
         addresses = {
-            name: (flat.data_ptr() - begin // elements_each(name) * flat.element_size()) % 2**64
+            name: (flat.data_ptr() - begin // block_numel(name) * flat.element_size()) % 2**64
             for name, flat in parts.items()
         }
         self._device.kernels.step(layout, runs=runs, stream=self._device.stream_handle, **addresses)

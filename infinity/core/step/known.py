@@ -153,13 +153,13 @@ class Known:
         if name == Config.moments or (by_class == "fp32" and self.dtype != by_class):
             name = by_class or self.dtype
         dtypes, of_what = self.dtypes, self.name
-        if needed := [each for each in self.exact if each in moments]:
+        if needed := [moment for moment in self.exact if moment in moments]:
             dtypes, of_what = (
                 ("fp32",),
                 f"{of_what} with {needed[0]}, which {self.exact[needed[0]]}",
             )
         elif self.rule is not None and THIRD in moments.values():
-            dtypes = tuple(each for each in dtypes if each != "int8")
+            dtypes = tuple(dtype for dtype in dtypes if dtype != "int8")
             of_what += ", which has a third moment"
         if name not in dtypes:
             raise ConfigError(

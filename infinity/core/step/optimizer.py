@@ -168,7 +168,7 @@ class InfinityOptimizer(torch.optim.Optimizer):
             self.check_groups([group], "add_param_group()")
 
             def then() -> None:
-                if all(each is not group for each in self.param_groups):
+                if all(other is not group for other in self.param_groups):
                     self.param_groups.append(group)
 
             moved = [param for param in group["params"] if handle_of(param) is not None]

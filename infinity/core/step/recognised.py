@@ -64,15 +64,15 @@ class Optimizers:
     @property
     def plain(self) -> list[torch.optim.Optimizer]:
         """The optimizers that step by themselves."""
-        known = [each.optimizer for each in self._all]
-        return [each for each in self._given if all(each is not other for other in known)]
+        moved = [recognised.optimizer for recognised in self._all]
+        return [given for given in self._given if all(given is not other for other in moved)]
 
     def results(self, stepping: Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         """Returns the replacement of each given optimizer: one of ``stepping``, or itself."""
         of_given = {
-            id(each.optimizer): result for each, result in zip(self._all, stepping, strict=True)
+            id(known.optimizer): result for known, result in zip(self._all, stepping, strict=True)
         }
-        return [of_given.get(id(each), each) for each in self._given]
+        return [of_given.get(id(given), given) for given in self._given]
 
     def __iter__(self) -> Iterator[Recognised]:
         return iter(self._all)

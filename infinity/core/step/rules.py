@@ -56,10 +56,10 @@ def recognise(optimizer: torch.optim.Optimizer) -> Known:
     one."""
     refuse_wrapper(optimizer)
     name, step = path_of(kind := type(optimizer)), vars(optimizer).get("step")
-    if step is not None and (own := plain_step(step)) is not plain_step(kind.step):
-        raise other_step(name, "was replaced on the object", own)
+    if step is not None and (replaced := plain_step(step)) is not plain_step(kind.step):
+        raise other_step(name, "was replaced on the object", replaced)
     others = [*_recognisers()]
-    ways = [each.recognise for each in others] + [_of_torch] + [each.try_unknown for each in others]
+    ways = [way.recognise for way in others] + [_of_torch] + [way.try_unknown for way in others]
     known = next(filter(None, (way(optimizer) for way in ways)), None)
     if known is None:
         raise ConfigError(f"optimizer {name} is not supported. Supported are {supported()}.")
@@ -84,7 +84,7 @@ def _recognisers() -> Iterator[type[Recogniser]]:
 def supported() -> str:
     """Lists the classes that are supported, for an error."""
     of_torch = "torch.optim." + ", ".join(kind.__name__ for kind in TORCHS)
-    return ", ".join([of_torch, *(each.supported for each in _recognisers())])
+    return ", ".join([of_torch, *(recogniser.supported for recogniser in _recognisers())])
 
 
 def check_torchs(optimizer: torch.optim.Optimizer, base: type, step: str) -> None:
@@ -95,7 +95,7 @@ def check_torchs(optimizer: torch.optim.Optimizer, base: type, step: str) -> Non
         raise other_step(name, "is not torch's", runs)
     between = kind.__mro__[: kind.__mro__.index(base)]
     names = ("_init_group", "__getattribute__", "__setattr__")
-    if other := next((name for name in names for each in between if name in vars(each)), ""):
+    if other := next((name for name in names for owner in between if name in vars(owner)), ""):
         raise ConfigError(
             f"optimizer {name} has a {other}() of its own, which would not run: its update runs"
             f" in the engine's kernels. Use torch.optim.{base.__name__}, or keep this model"
@@ -200,7 +200,7 @@ def check_groups(
             if not group.get(key):
                 continue
             handles = [handle for handle in map(handle_of, group["params"]) if handle is not None]
-            flats = {each.flat_param for each in handles if each.flat_param.spec.stepped}
+            flats = {handle.flat_param for handle in handles if handle.flat_param.spec.stepped}
             if moment not in moments or any(moments[moment] not in flat.arrays for flat in flats):
                 raise ConfigError(
                     f"the optimizer's group {i} has {key}={group[key]}, and it was wrapped without"

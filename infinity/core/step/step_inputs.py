@@ -173,15 +173,15 @@ class StepInputs:
             return
         name, collectives = differing[0], self._context.collectives
         ranks = collectives.ranks
-        mine = ranks.world_rank, self._over_stages()[name]
+        here = ranks.world_rank, self._over_stages()[name]
         have = [
             (rank, number)
-            for rank, number in collectives.collect(mine, "differences at a step", [ranks.pp_group])
+            for rank, number in collectives.collect(here, "differences at a step", [ranks.pp_group])
             if number is not None
         ]
         first = have[0]
         # The difference may be gone by now
-        other = next((each for each in have if each[1] != first[1]), have[-1])
+        other = next((entry for entry in have if entry[1] != first[1]), have[-1])
         raise UsageError(
             f"step(): {name} of rank {first[0]} and of rank {other[0]} differ. {REMEDIES[name]}"
         )

@@ -158,8 +158,8 @@ class Stepper:
             factors, rows = (*handle.grad.factors, *last), handle.grad.rows
             chosen = range(homes.rows.count) if rows is None else rows
             hyper, zeros = (
-                self._spans.hyperparameters(*self._spans.key(handle, each))
-                for each in (factors, ())
+                self._spans.hyperparameters(*self._spans.key(handle, scales))
+                for scales in (factors, ())
             )
             runs += homes.rows.runs(handle.index, chosen, hyper, number)
             step.zeros[handle.index] = zeros, number, chosen

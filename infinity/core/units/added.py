@@ -28,7 +28,9 @@ def own_tensors(module: nn.Module) -> list[nn.Parameter]:
 
 def tensors_of(module: nn.Module) -> list[nn.Parameter]:
     """Lists the parameters and added tensors of ``module`` and its children, each once."""
-    return list(dict.fromkeys(each for inner in module.modules() for each in own_tensors(inner)))
+    return list(
+        dict.fromkeys(tensor for inner in module.modules() for tensor in own_tensors(inner))
+    )
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -159,7 +159,7 @@ class Arrival:
             for weight, of_flat in zip(weights, self.spans or ())
             if weight.tier is Tier.NVME
         ]
-        blocks = (end - begin for each in on_disk for begin, end in whole_blocks(*each))
+        blocks = (end - begin for entry in on_disk for begin, end in whole_blocks(*entry))
         return bool(on_disk) and sum(blocks) > MANY * sum(weight.nbytes for weight, _ in on_disk)
 
     def _catch_up(self, rows: Rows) -> None:

@@ -20,7 +20,7 @@ import torch
 
 from ...ranks.parallel_dims import ParallelDims
 from ..machine.sizes import round_up
-from .flat_param_spec import elements_each
+from .flat_param_spec import block_numel
 from .forms import division_of, local_of
 
 PARAM_ALIGNMENT = 64  # elements
@@ -117,13 +117,13 @@ class FlatLayout:
         """Returns the elements of the whole array ``name`` at home here (or on ``rank``)."""
         if name == "grad" and self.ranks.keeps_gradients:
             return 0, self.numel
-        each = self.shard_numel // elements_each(name)
+        numel = self.shard_numel // block_numel(name)
         rank = self.ranks.rank if rank is None else rank
-        return rank * each, (rank + 1) * each
+        return rank * numel, (rank + 1) * numel
 
     def part(self, name: str, index: int) -> tuple[int, int]:
         """Returns the elements of parameter ``index`` in the whole array ``name``."""
-        placement, each = self.placements[index], elements_each(name)
+        placement, each = self.placements[index], block_numel(name)
         return placement.offset // each, -(-placement.end // each)
 
     def own_part(self, name: str, index: int) -> tuple[int, int]:

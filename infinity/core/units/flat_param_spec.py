@@ -75,12 +75,11 @@ class FlatParamSpec:
     def nbytes_per_element(self) -> dict[str, float]:  # cached: a plan needs it millions of times
         """Maps the name of every array to its bytes per parameter element."""
         return {
-            name: dtype.itemsize / elements_each(name)
-            for name, dtype in self.array_dtypes().items()
+            name: dtype.itemsize / block_numel(name) for name, dtype in self.array_dtypes().items()
         }
 
 
-def elements_each(name: str) -> int:
+def block_numel(name: str) -> int:
     """Counts the parameter elements per element of array ``name``."""
     return native.MOMENT_BLOCK if name in SCALES.values() else 1
 

@@ -88,7 +88,7 @@ class HomeArrays:
             for placement in self.layout.placements
         ]
         is_by_kernel = self.spec.stepped and self.spec.needs is None
-        if is_by_kernel and all(each % native.MOMENT_BLOCK == 0 for _, each in places):
+        if is_by_kernel and all(row_numel % native.MOMENT_BLOCK == 0 for _, row_numel in places):
             self.rows = chosen.make_steps(places)
 
     @property
@@ -112,7 +112,9 @@ class HomeArrays:
     @property
     def _of_readers(self) -> list[StateArray]:
         return [
-            each.fresh or each.array for each in self.readers.values() if each.array is not None
+            reader.fresh or reader.array
+            for reader in self.readers.values()
+            if reader.array is not None
         ]
 
     # --- memory ---

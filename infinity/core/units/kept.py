@@ -140,14 +140,14 @@ class KeptArrays:
         saved_as = saved_as or name
         keepers = {kept.saved_as: kept.keeper for kept in self._kept}
         # Those of arrays and terms of the engine's own
-        names = {*ARRAYS, "weights", "gradients", "buffers", *(each.name for each in self._kept)}
+        names = {*ARRAYS, "weights", "gradients", "buffers", *(kept.name for kept in self._kept)}
         if name in names or saved_as == UNIT or keepers.get(saved_as, keeper) is not keeper:
             raise InternalError(f"other arrays are called {name!r}, saved as {saved_as!r}")
         if not (NAME.fullmatch(name) and NAME.fullmatch(saved_as)):
             raise InternalError(f"arrays {name!r}, saved as {saved_as!r}: use a-z, 0-9 and _")
         targets = self.stepped if flat_params is None else flat_params
         kept = Kept(self, name, dtype, keeper, saved_as)
-        wanted = {each: kept.dtype_of(each) for each in targets}
+        wanted = {flat_param: kept.dtype_of(flat_param) for flat_param in targets}
         # A keeper's terms of this name were these arrays
         terms = {tier: -of.get(name, 0) for tier, of in self._planned.plan.terms.items()}
         tiers = self.make_room(wanted.items(), what or name, beside=terms, otherwise=otherwise)
@@ -156,8 +156,8 @@ class KeptArrays:
             for tier, term in terms.items():
                 self._planned.add(tier, name, term)
                 self.store.ledger.accounts[tier].planned_nbytes += term
-            for (flat_param, each), tier in zip(wanted.items(), tiers):
-                self._allocate(kept, flat_param, each, what or name, tier)
+            for (flat_param, dtype_there), tier in zip(wanted.items(), tiers):
+                self._allocate(kept, flat_param, dtype_there, what or name, tier)
         except BaseException:
             self.free(kept)
             raise
@@ -166,7 +166,7 @@ class KeptArrays:
     @property
     def stepped(self) -> list[FlatParam]:
         """The flat params that an optimizer steps."""
-        return [each for each in flat_params_of(self._units) if each.spec.stepped]
+        return [flat_param for flat_param in flat_params_of(self._units) if flat_param.spec.stepped]
 
     def make_room(
         self,
@@ -213,7 +213,7 @@ class KeptArrays:
                 self._planned.add(array.tier, kept.name, -_nbytes_of(flat_param, array.dtype))
                 self.store.allocator.free_more(array)
         kept.passing = {}
-        self._kept = [each for each in self._kept if each is not kept]
+        self._kept = [other for other in self._kept if other is not kept]
 
     def free_of(self, keeper: Extension) -> None:
         """Frees all that ``keeper`` keeps."""

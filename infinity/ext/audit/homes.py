@@ -17,7 +17,7 @@ from ... import native
 from ...core.homes.arrays import StateArray
 from ...core.machine.device import PAST
 from ...core.run.job import Job
-from ...core.units.flat_param_spec import elements_each
+from ...core.units.flat_param_spec import block_numel
 from ...core.units.home_arrays import Reader
 from ...core.units.unit import flat_params_of
 from .findings import HOMES, Findings, place_of
@@ -52,7 +52,7 @@ class HomeChecks:
             known = self._known[flat_param] = Known(reader)
         for name, array in arrays.items():
             if name != "grad" and is_checked(flat_param, array):
-                each = elements_each(name)
+                each = block_numel(name)
                 begin, end = piece.begin // each, -(-piece.end // each)
                 known.sums[name, begin, end] = array, sum_of(array, begin, end)
 
@@ -78,7 +78,7 @@ class HomeChecks:
     ) -> None:
         self._findings.count(HOMES, (end - begin) * array.dtype.itemsize)
         if sum_of(array, begin, end) != expected:
-            element = begin * elements_each(name) + flat_param.layout.own_shard[0]
+            element = begin * block_numel(name) + flat_param.layout.own_shard[0]
             self._findings.fail(
                 f"{name} of {place_of(flat_param, element)} and {end - begin - 1} more, at home in"
                 f" {array.tier} memory, changed by itself before step {coming(self._steps)}: they"

@@ -21,7 +21,7 @@ from ... import native
 from ...core.homes.arrays import StateArray
 from ...core.run.job import Job
 from ...core.step.stepper import FlatParamStep
-from ...core.units.flat_param_spec import elements_each
+from ...core.units.flat_param_spec import block_numel
 from ...core.units.home_arrays import OF_UPDATE, Reader
 from ...core.units.unit import flat_params_of
 from .findings import UPDATES, Findings, differs, place_of
@@ -81,7 +81,7 @@ class Check:
             nbytes += values.nbytes
             if wrong := differs(expected, values):
                 count, first = wrong
-                element = (begin + first) * elements_each(name) + flat_param.layout.own_shard[0]
+                element = (begin + first) * block_numel(name) + flat_param.layout.own_shard[0]
                 updates.findings.fail(
                     f"the update of {name} of {place_of(flat_param, element)} in step"
                     f" {self._step.version} gave other bits than when it was computed again:"
@@ -200,7 +200,7 @@ class Updates:
             self._updater = native.Updater(self._store.io, 0, 0, 0, 1, checksums=False)
         numel, extents = flat_param.layout.shard_numel, {}
         for name, copy in copies.items():
-            each = elements_each(name)
+            each = block_numel(name)
             # As if they had the whole shard: kernels round by an element's place in it.
             address = copy.data_ptr() - piece.begin // each * copy.dtype.itemsize
             extents[name] = native.Extent.in_memory(address, numel // each * copy.dtype.itemsize)
@@ -227,7 +227,7 @@ class Updates:
 
 def span_of(flat_param: Any, name: str, piece: Piece) -> tuple[int, int]:
     """Returns the elements of array ``name`` at home that ``piece`` of the shard has."""
-    each, layout = elements_each(name), flat_param.layout
+    each, layout = block_numel(name), flat_param.layout
     first = layout.own_shard[0] - layout.own(name)[0] if name == "grad" else 0
     return first + piece.begin // each, first - (-piece.end // each)
 

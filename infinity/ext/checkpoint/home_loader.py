@@ -15,7 +15,7 @@ from ...core.homes.write_behind import ArrayIO, writing_behind
 from ...core.run.job import Job
 from ...core.units.encoding import encode
 from ...core.units.flat_param import ENCODED_AT_ONCE
-from ...core.units.flat_param_spec import EVERY_MOMENT, SCALES, elements_each
+from ...core.units.flat_param_spec import EVERY_MOMENT, SCALES, block_numel
 from ...core.units.handle import ParamHandle
 from ...files.boxes import boxes_of_run, view_of_run
 from .content import SAVED, part_of_rank
@@ -153,7 +153,7 @@ class _Copies:
                 values, _ = read_run(self.saved, handle, name, begin, end, torch.float32)
                 codes, scales = native.encode_moments(values, sq=name == "exp_avg_sq")
                 self._write(handle, name, codes, begin)
-                self._write(handle, SCALES[name], scales, begin // elements_each(SCALES[name]))
+                self._write(handle, SCALES[name], scales, begin // block_numel(SCALES[name]))
 
     def _write(
         self,

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 
 from ... import native
-from ...core.units.flat_param_spec import EVERY_MOMENT, SCALES, elements_each
+from ...core.units.flat_param_spec import EVERY_MOMENT, SCALES, block_numel
 from ...errors import CorruptionError
 from ...files.boxes import Box, cover, view_of_run
 from ...files.weight_files import FILE_DTYPES
@@ -162,7 +162,7 @@ class SavedTensors:
         if self.is_coded(array, name):
             parts = self._runs.get(key, {})
             whole = cover([part.box for part in parts], shape) and all(
-                _reach(runs) == -(-part.box.numel // elements_each(array))
+                _reach(runs) == -(-part.box.numel // block_numel(array))
                 for part, runs in parts.items()
             )
         else:
@@ -266,7 +266,7 @@ class SavedTensors:
         numel = part.box.numel
         codes = self.read_codes(array, name, part, 0, numel)
         scales = self.read_codes(
-            SCALES[array], name, part, 0, -(-numel // elements_each(SCALES[array]))
+            SCALES[array], name, part, 0, -(-numel // block_numel(SCALES[array]))
         )
         return view_of_run(
             native.decode_moments(codes, scales, sq=array == "exp_avg_sq"), part.box, part.order

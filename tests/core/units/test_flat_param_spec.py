@@ -7,7 +7,7 @@ import torch
 
 from infinity import native
 from infinity.core.machine.tiers import Tier
-from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec, elements_each, home_of
+from infinity.core.units.flat_param_spec import MOMENTS, FlatParamSpec, block_numel, home_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 OWN, SPLIT, FLOAT32 = native.Master.OWN, native.Master.SPLIT, native.Master.FLOAT32
@@ -71,7 +71,7 @@ def test_bytes_are_counted_per_element_and_a_scale_is_for_64():
     scale = 1 / 64
     scales = {"exp_avg_scale": scale, "exp_avg_sq_scale": scale}
     assert eight == {**common, "exp_avg": 1, "exp_avg_sq": 1, **scales}
-    assert elements_each("exp_avg_scale") == 64 and elements_each("exp_avg") == 1
+    assert block_numel("exp_avg_scale") == 64 and block_numel("exp_avg") == 1
 
 
 @pytest.mark.parametrize("optimizer", [Tier.NVME, Tier.HOST, Tier.DEVICE])
